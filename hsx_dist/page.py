@@ -1,0 +1,100 @@
+"""What flows through the system: keys, segments and pages.
+
+A *page* is a run of consecutive tokens of one sample, all captured layers, on the host. Pages of one *segment* (the
+unit of durability) meet again in a writer; the segments of one *sample* meet again in a reader.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+#: dtype names (torch's) → numpy type of the same width in which the bits travel.
+CARRIER: dict[str, type[np.unsignedinteger[Any]]] = {
+    "bfloat16": np.uint16,
+    "float16": np.uint16,
+    "float32": np.uint32,
+}
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
+_MAX_NAME = 128
+
+
+def object_name(key: str) -> str:
+    """A name under which an object for ``key`` can lie in any store; a client can compute it from the key.
+
+    ASCII letters, digits, ``_``, ``-`` stand for themselves, and so does ``.`` unless it leads; everything else becomes
+    ``%XX`` of its UTF-8 bytes, so that no key can leave its folder and no two keys share a name. A name that would
+    be longer than 128 characters is cut, and ends in ``~`` and 32 hex digits of the key's SHA-256.
+    """
+    if not key:
+        raise ValueError("a sample key must not be empty")
+
+    def quote(m: re.Match[str]) -> str:
+        if m.group() == "." and m.start() > 0:
+            return "."
+        return "".join(f"%{b:02X}" for b in m.group().encode("utf-8", "surrogatepass"))
+
+    name = _UNSAFE.sub(quote, key)
+    if len(name) > _MAX_NAME:
+        digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+        name = f"{name[: _MAX_NAME - 33]}~{digest}"
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens ``[start, stop)`` of the ``total`` tokens of sample ``key``; segments of a sample count from 0."""
+
+    key: str
+    index: int
+    start: int
+    stop: int
+    total: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Page:
+    """Tokens ``[start, stop)`` of a sample (absolute positions within it), all captured layers, on the host.
+
+    ``data`` is a contiguous array of the dtype's carrier (``CARRIER``), shape ``[L, rows, H]`` when ``order`` is
+    ``"LTH"`` or ``[rows, L, H]`` when it is ``"TLH"``; ``rows >= stop - start``, as the gather copies whole cache
+    blocks; the rows past ``stop - start`` mean nothing.
+    Every page of a segment but the last has ``chunk_tokens`` tokens, and starts at a multiple of it from the segment's start.
+    """
+
+    segment: Segment
+    start: int
+    stop: int
+    chunk_tokens: int
+    layer_ids: tuple[int, ...]
+    dtype: str
+    hidden_size: int
+    order: Literal["LTH", "TLH"]
+    token_ids: np.ndarray[Any, Any]  # int64 [stop - start]
+    data: np.ndarray[Any, Any]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def chunk(self) -> int:
+        """Which chunk of its segment this page is."""
+        return (self.start - self.segment.start) // self.chunk_tokens
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def layer(self, i: int) -> np.ndarray[Any, Any]:
+        """The ``i``-th captured layer, ``[num_tokens, H]``, a view (its rows may be strided)."""
+        return self.data[i, : self.num_tokens] if self.order == "LTH" else self.data[: self.num_tokens, i]
