@@ -1,7 +1,7 @@
 """Which layers are meant: from what a user writes to vLLM's layer ids.
 
-Layer id ``k`` is the residual stream that enters layer ``k``: 0 the embeddings, ``N`` (the model's number of layers) the
-last layer's output *before* the final norm. A model of ``N`` layers has ids 0 … ``N``.
+Layer id ``k`` is the residual stream that enters layer ``k``: 0 the embeddings, ``N`` (the model's number of layers)
+the last layer's output *before* the final norm. A model of ``N`` layers has ids 0 … ``N``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ def resolve_layers(spec: Sequence[int | str] | str | int, num_layers: int) -> tu
 
     ``spec`` is an id, a list of ids, or a string such as ``"2,15,last"``. Negative ids count from the end: ``-1``, like
     ``"last"``, is ``num_layers``. ``"all"`` is every id, and ``"eagle3"`` what EAGLE-3 draft trainers take: an early, a
-    middle and a late layer, and the last. Raises ConfigError for an id out of range, twice the same id, or another word.
+    middle and a late layer, and the last. Raises ConfigError for an id out of range, an id given twice, or another
+    word.
     """
     items = _items(spec)
     if len(items) == 1 and items[0] == "all":
@@ -38,8 +39,8 @@ def _eagle3(num_layers: int) -> tuple[int, ...]:
     ids = (2, num_layers // 2, num_layers - 3, num_layers)
     if num_layers < 7 or len(set(ids)) < len(ids):
         raise ConfigError(
-            f"layers: expected a model of at least 7 layers for eagle3 (layers 2, N/2, N-3 and N), came one of {num_layers}; "
-            f"give the ids (0 … {num_layers}) yourself"
+            f"layers: expected a model of at least 7 layers for eagle3 (layers 2, N/2, N-3 and N), "
+            f"came one of {num_layers}; give the ids (0 … {num_layers}) yourself"
         )
     return tuple(sorted(ids))
 
@@ -62,18 +63,17 @@ def _layer_id(item: int | str, num_layers: int) -> int:
     if item == "last":
         return num_layers
     try:
-        if isinstance(item, (bool, float)):
-            raise ValueError
-        layer = int(item)
-    except (TypeError, ValueError):
+        layer = int(item if type(item) is int else str(item))  # str: 1.5 and True are no ids
+    except ValueError:
         alone = f"; {item} stands alone, not in a list" if item in ("all", "eagle3") else ""
         raise ConfigError(
-            f"layers: expected ids 0 … {num_layers}, negative ones from the end, or last, came {item!r}{alone}; correct it"
+            f"layers: expected ids 0 … {num_layers}, negative ones from the end, or last, "
+            f"came {item!r}{alone}; correct it"
         ) from None
     if not -num_layers - 1 <= layer <= num_layers:
         raise ConfigError(
-            f"layers: expected ids 0 … {num_layers} (the model has {num_layers} layers; {num_layers} is the last one's output), "
-            f"or -1 … {-num_layers - 1} from the end, came {layer}; correct it"
+            f"layers: expected ids 0 … {num_layers} (the model has {num_layers} layers; {num_layers} is the last one's "
+            f"output), or -1 … {-num_layers - 1} from the end, came {layer}; correct it"
         )
     return layer if layer >= 0 else num_layers + 1 + layer
 

@@ -1,0 +1,33 @@
+"""Typed settings of an extraction: what they are, how they are read, and how they are shown without credentials."""
+
+from __future__ import annotations
+
+from hsx_dist.config.checks import CODEC_NAMES
+from hsx_dist.config.load import load_config, parse_storage_options
+from hsx_dist.config.models import (
+    ExtractConfig,
+    InputConfig,
+    ReplicaConfig,
+    Settings,
+    StoreConfig,
+    WritersConfig,
+)
+from hsx_dist.config.paths import is_local, resolve_paths
+from hsx_dist.config.secrets import HIDDEN, looks_secret, public_url
+
+__all__ = [
+    "CODEC_NAMES",
+    "HIDDEN",
+    "ExtractConfig",
+    "InputConfig",
+    "ReplicaConfig",
+    "Settings",
+    "StoreConfig",
+    "WritersConfig",
+    "is_local",
+    "load_config",
+    "looks_secret",
+    "parse_storage_options",
+    "public_url",
+    "resolve_paths",
+]

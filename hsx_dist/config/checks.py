@@ -1,0 +1,113 @@
+"""Checks of settings against one another, each with what was expected, what came, and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hsx_dist.config.models import ExtractConfig
+
+#: Names of the codecs that can be asked for; what they are is in hsx_dist.format.codecs.
+CODEC_NAMES = ("none", "split", "zstd")
+
+_REFUSED_ENGINE_KWARGS = {
+    "speculative_config": "the extraction sets it: vLLM computes hidden states through its extract_hidden_states "
+    "method; choose layers with the setting layers",
+    "kv_transfer_config": "the extraction sets it: states leave the engine through its own connector",
+    "model": "it is a setting of its own; use model",
+    "revision": "it is a setting of its own; use revision",
+}
+_REFUSED_SAMPLING_PARAMS = {
+    "kv_transfer_params": "the extraction fills it with each row's key",
+}
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`` (did you mean X?)``, or nothing when no known name is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.55)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def check_codec(value: object) -> None:
+    """Raise ValueError unless ``value`` names a codec, alone or in a mapping with parameters."""
+    name = value.get("name") if isinstance(value, Mapping) else value
+    choices = ", ".join(CODEC_NAMES)
+    if not isinstance(name, str):
+        came = "a mapping without name" if isinstance(value, Mapping) else repr(value)
+        raise ValueError(f"expected a codec's name ({choices}) or a mapping with name, came {came}; set one")
+    if name not in CODEC_NAMES:
+        raise ValueError(
+            f"expected one of the codecs {choices}, came {name!r}{nearest(name, CODEC_NAMES)}; choose one of them"
+        )
+
+
+def check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Refuse what the extraction itself sets, and what it cannot work with."""
+    lines = [
+        f"engine_kwargs.{name}: expected it to be absent, came a value; {why}. Remove it"
+        for name, why in _REFUSED_ENGINE_KWARGS.items()
+        if name in kwargs
+    ]
+    if str(kwargs.get("pipeline_parallel_size", 1)) != "1":
+        lines.append(
+            f"engine_kwargs.pipeline_parallel_size: expected 1, came {kwargs['pipeline_parallel_size']!r}; vLLM's "
+            "extract_hidden_states has no pipeline parallelism. Use tensor_parallel_size"
+        )
+    if lines:
+        raise ValueError("\n".join(lines))
+
+
+def check_sampling_params(params: Mapping[str, Any]) -> None:
+    """Refuse what would break the one-to-one of rows and samples."""
+    lines = [
+        f"sampling_params.{name}: expected it to be absent, came a value; {why}. Remove it"
+        for name, why in _REFUSED_SAMPLING_PARAMS.items()
+        if name in params
+    ]
+    extra = params.get("extra_args")
+    if isinstance(extra, Mapping) and "kv_transfer_params" in extra:
+        why = _REFUSED_SAMPLING_PARAMS["kv_transfer_params"]
+        lines.append(
+            f"sampling_params.extra_args.kv_transfer_params: expected it to be absent, came a value; {why}. Remove it"
+        )
+    for name in ("n", "best_of"):
+        if str(params.get(name) or 1) != "1":
+            lines.append(
+                f"sampling_params.{name}: expected 1, came {params[name]!r}; one row makes one sample. Repeat the row "
+                "under other ids to get several answers"
+            )
+    if lines:
+        raise ValueError("\n".join(lines))
+
+
+def check_sizes(config: ExtractConfig) -> None:
+    """Refuse byte budgets that could deadlock, and replica counts that contradict one another."""
+    page, segment, credit = config.page_bytes, config.segment_bytes, config.writers.credit_bytes
+    rules = (
+        ("segment_bytes", segment, page, "page_bytes", 1, "a segment is made of whole pages"),
+        ("part_bytes", config.part_bytes, segment, "segment_bytes", 1, "a part holds at least one segment"),
+        ("in_flight_bytes", config.in_flight_bytes, segment, "segment_bytes", 2, "one fills while another is shipped"),
+        ("writers.credit_bytes", credit, page, "page_bytes", 2, "one arrives while another is encoded"),
+    )  # fmt: skip
+    lines = [
+        f"{name}: expected at least {'twice ' if times == 2 else ''}{other} ({_size(least * times)}), "
+        f"came {_size(value)}; {why}. Raise {name} or lower {other}"
+        for name, value, least, other, times, why in rules
+        if value < least * times
+    ]
+    if config.max_replicas < config.min_replicas:
+        lines.append(
+            f"max_replicas: expected at least min_replicas ({config.min_replicas}), came {config.max_replicas}; raise "
+            "max_replicas or lower min_replicas"
+        )
+    if lines:
+        raise ValueError("\n".join(lines))
+
+
+def _size(n: int) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if n >= scale and n % scale == 0:
+            return f"{n // scale}{unit}"
+    return f"{n} bytes"

@@ -1,0 +1,149 @@
+"""Reading settings: a YAML file, ``key.sub=value`` overrides, ``${env:NAME}``; nothing else reads YAML."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from hsx_dist.config.models import ExtractConfig
+from hsx_dist.config.problems import config_error
+from hsx_dist.config.secrets import is_env_reference, secret_paths
+from hsx_dist.errors import ConfigError
+
+_ENV = re.compile(r"\$\{env:([^}]*)\}")
+
+
+def load_config(path: str | None, overrides: Sequence[str] = (), **direct: Any) -> ExtractConfig:
+    """The settings of one extraction: ``path`` (YAML), then ``direct`` values, then ``overrides``, the later one wins.
+
+    Raises ConfigError, with a line per problem, for a file that cannot be read, an unknown or contradictory setting,
+    an environment variable that is not set, or a credential given as an override.
+    """
+    settings = read_yaml(path) if path is not None else {}
+    for name, value in direct.items():
+        settings[name] = _merged(settings.get(name), value)
+    for override in overrides:
+        _override(settings, override)
+    found: set[str] = set()
+    resolved = {name: _with_env(value, (name,), found) for name, value in settings.items()}
+    try:
+        return ExtractConfig.model_validate(resolved)
+    except ValidationError as e:
+        raise config_error(e, ExtractConfig, hidden=found) from None
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    """The mapping that a local YAML file holds; ConfigError when there is none."""
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        why = e.strerror if isinstance(e, OSError) and e.strerror else type(e).__name__
+        raise ConfigError(f"expected a readable YAML file at {path}, came: {why}; check the path") from None
+    value = _parse(text, f"{path}")
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
+        raise ConfigError(
+            f"{path}: expected a mapping of settings, came a {type(value).__name__}; write `key: value` lines"
+        )
+    return value
+
+
+def parse_storage_options(options: Sequence[str]) -> dict[str, Any]:
+    """fsspec options from ``key.sub=value`` strings of a command line; a literal credential is refused."""
+    root: dict[str, Any] = {}
+    for option in options:
+        _override(root, option)
+    return {name: _with_env(value, (name,), set()) for name, value in root.items()}
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML in which a key that stands twice is an error: the first of the two would be lost silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Hashable] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"the key {key!r} stands twice", problem_mark=key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _StrictLoader)  # noqa: S506 (a SafeLoader)
+    except yaml.YAMLError as e:
+        # str(e) would quote the text, and a credential may stand there.
+        mark = getattr(e, "problem_mark", None)
+        at = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(
+            f"{where}:{at} expected YAML, came: {getattr(e, 'problem', None) or 'other text'}; correct it"
+        ) from None
+
+
+def _override(settings: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    path = tuple(name.strip().split("."))
+    if not equals or not all(path):
+        # Not echoed beyond the name: whatever came may be a credential.
+        raise ConfigError(
+            f"expected an override as key.sub=value, came {name[:40]!r}; write e.g. engine_kwargs.dtype=float32"
+        )
+    value = text if is_env_reference(text) else _parse(text, name)
+    for secret in secret_paths(value, path):
+        raise ConfigError(
+            f"{'.'.join(secret)}: expected no credential on a command line (job lists show it), came one; set it in "
+            f"the environment, and write {'.'.join(secret)}='${{env:NAME}}', or put `${{env:NAME}}` into the YAML file"
+        )
+    here = settings
+    for i, part in enumerate(path[:-1]):
+        inner = here.get(part)
+        if inner is None:
+            inner = here[part] = {}
+        elif not isinstance(inner, dict):
+            raise ConfigError(
+                f"{name}: expected {'.'.join(path[: i + 1])} to be a mapping, came a {type(inner).__name__}; "
+                "give the whole of it"
+            )
+        here = inner
+    here[path[-1]] = value
+
+
+def _merged(old: Any, new: Any) -> Any:
+    if isinstance(old, dict) and isinstance(new, Mapping):
+        return {**old, **{k: _merged(old.get(k), v) for k, v in new.items()}}
+    return new
+
+
+def _with_env(value: Any, path: tuple[str, ...], found: set[str]) -> Any:
+    """``value`` with every ``${env:NAME}`` replaced; what was put in is added to ``found``."""
+    if isinstance(value, Mapping):
+        return {k: _with_env(v, (*path, str(k)), found) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_env(v, path, found) for v in value]
+    if not isinstance(value, str) or "${env:" not in value:
+        return value
+
+    def replace(m: re.Match[str]) -> str:
+        name = m.group(1).strip()
+        if name not in os.environ:
+            raise ConfigError(
+                f"{'.'.join(path)}: expected the environment variable {name!r} to be set, came nothing; export it "
+                "where the driver runs, or remove the reference"
+            )
+        found.add(os.environ[name])
+        return os.environ[name]
+
+    out = _ENV.sub(replace, value)
+    if "${env:" in _ENV.sub("", value):
+        raise ConfigError(f"{'.'.join(path)}: expected ${{env:NAME}}, came one without its closing brace; close it")
+    return out

@@ -1,0 +1,235 @@
+"""The settings of an extraction, as types. Every field says what it does; a name that is none of them is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
+
+from hsx_dist.config.checks import check_codec, check_engine_kwargs, check_sampling_params, check_sizes
+from hsx_dist.config.secrets import HIDDEN, hide_options, hide_secrets, public_url, url_password
+
+_MIB = 1 << 20
+Bytes = Annotated[ByteSize, Field(gt=0)]
+Options = dict[str, Any]
+
+# Arguments of vLLM's that change the numbers of a sample, or which tokens it has; all others only change the speed.
+_ENGINE_MEANING = frozenset(
+    "dtype quantization max_model_len tokenizer tokenizer_mode tokenizer_revision code_revision load_format "
+    "config_format hf_config_path hf_overrides kv_cache_dtype rope_scaling rope_theta rope_parameters seed "
+    "trust_remote_code model_impl runner convert override_attention_dtype disable_sliding_window "
+    "gguf_file".split()
+)
+
+
+class Settings(BaseModel):
+    """A group of settings: immutable, no unknown names, and a repr that shows no credential."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, validate_default=True)
+
+    def public(self) -> dict[str, Any]:
+        """The settings as plain JSON data, without any credential (names stay, values are hidden)."""
+        return {name: _public_value(name, getattr(self, name)) for name in type(self).model_fields}
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        yield from self.public().items()
+
+
+class InputConfig(Settings):
+    """Where the rows come from."""
+
+    path: str = Field(
+        default="",
+        description="JSONL file, a local path or any fsspec URL; .gz and .zst are decompressed. "
+        "Empty: the rows are handed over in Python.",
+    )
+    format: Literal["jsonl"] = Field(default="jsonl", description="How rows are written: one JSON object a line.")
+    text: str = Field(default="text", min_length=1, description="Name of the field that holds a row's plain text.")
+    messages: str = Field(default="messages", min_length=1, description="Name of the field that holds chat messages.")
+    token_ids: str = Field(
+        default="token_ids", min_length=1, description="Name of the field that holds ready token ids."
+    )
+    id: str | None = Field(
+        default="id",
+        description="Name of the field that holds a row's key (a string or an integer, unique). "
+        "null, or a row without it: the key is FILE_STEM:ROW.",
+    )
+    limit: int | None = Field(default=None, ge=0, description="Read at most so many rows, refused ones included.")
+    storage_options: Options = Field(
+        default_factory=dict, description="fsspec options for reading the input; never shown."
+    )
+
+
+class WritersConfig(Settings):
+    """The pool that turns pages into stored parts."""
+
+    per_node: int = Field(default=1, ge=1, description="Writer actors on each node.")
+    num_cpus: float = Field(default=1.0, ge=0, description="CPU cores that Ray reserves for one writer.")
+    threads: int = Field(default=2, ge=1, description="Threads of one writer that compress.")
+    credit_bytes: Bytes = Field(
+        default=ByteSize(256 * _MIB), description="Bytes of pages that one writer holds at most."
+    )
+    uploads: int = Field(default=2, ge=1, description="Parts that one writer uploads at once.")
+
+
+class ReplicaConfig(Settings):
+    """What Ray reserves for, and hands to, the actor of one vLLM engine."""
+
+    num_cpus: float = Field(default=1, ge=0, description="CPU cores of one replica's actor.")
+    num_gpus: float | None = Field(
+        default=None,
+        ge=0,
+        description="GPUs of one replica's actor. null: as many as the engine's "
+        "tensor parallel size where the cluster has GPUs, else 0.",
+    )
+    resources: dict[str, float] = Field(default_factory=dict, description="Custom Ray resources of one replica.")
+    env: dict[str, str] = Field(default_factory=dict, description="Environment variables of one replica; never shown.")
+
+
+class StoreConfig(Settings):
+    """How the output is reached."""
+
+    storage_options: Options = Field(
+        default_factory=dict, description="fsspec options for the output's store; never shown."
+    )
+    retry_seconds: float = Field(
+        default=120.0, ge=0, description="Seconds for which a failing call to the store is repeated."
+    )
+
+
+class ExtractConfig(Settings):
+    """One extraction: a model's hidden states for the rows of an input, stored at an output."""
+
+    output: str = Field(min_length=1, description="Folder or URL of the run, e.g. runs/demo or s3://bucket/prefix.")
+    model: str = Field(min_length=1, description="Hugging Face id, a model folder, or builtin:smollm2-135m-instruct.")
+    revision: str | None = Field(default=None, description="Revision of the model on the Hugging Face hub.")
+    layers: list[int | str] | str | int = Field(
+        default="eagle3",
+        description="Layer ids (0 the embeddings, N the last layer before the final norm), -1 or last, all, eagle3.",
+    )
+    engine_kwargs: Options = Field(
+        default_factory=dict, description="Arguments for vLLM's engine, passed on untouched."
+    )
+    sampling_params: Options = Field(
+        default_factory=dict, description="Arguments for vLLM's SamplingParams, passed on untouched."
+    )
+    chat_template_kwargs: Options = Field(
+        default_factory=dict, description="Arguments for the tokenizer's apply_chat_template."
+    )
+    include_output_tokens: bool = Field(
+        default=False, description="Store the states of generated tokens too, not only the prompt's."
+    )
+    input: InputConfig = Field(default_factory=InputConfig, description="Where the rows come from.")
+    codec: str | dict[str, Any] = Field(
+        default="split",
+        description="Encoding of the states: a name (split, zstd, none), or a mapping with name and parameters.",
+    )
+    layout: Literal["part", "sample"] = Field(
+        default="part", description="part: many samples an object; sample: one an object."
+    )
+    part_bytes: Bytes = Field(default=ByteSize(256 * _MIB), description="Encoded size at which a part is stored.")
+    segment_bytes: Bytes = Field(
+        default=ByteSize(64 * _MIB), description="Raw size above which a sample is stored in several segments."
+    )
+    page_bytes: Bytes = Field(default=ByteSize(8 * _MIB), description="Raw size of what is copied and shipped at once.")
+    part_seconds: float = Field(
+        default=60.0, gt=0, description="Age in seconds at which a part is stored, however small."
+    )
+    in_flight_bytes: Bytes = Field(
+        default=ByteSize(256 * _MIB), description="Host memory of one replica for states not yet shipped."
+    )
+    min_replicas: int = Field(default=1, ge=1, description="Replicas to start with.")
+    max_replicas: int = Field(default=1, ge=1, description="Replicas at most.")
+    task_rows: int = Field(default=64, ge=1, description="Rows handed to a replica at once.")
+    max_tries: int = Field(default=3, ge=1, description="How often a row is tried before it counts as failed.")
+    pool: Literal["ray", "threads"] = Field(
+        default="ray", description="ray: replicas and writers are actors; threads: one process."
+    )
+    writers: WritersConfig = Field(
+        default_factory=WritersConfig, description="The pool that turns pages into stored parts."
+    )
+    replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="What one replica's actor gets.")
+    store: StoreConfig = Field(default_factory=StoreConfig, description="How the output is reached.")
+    resume: Literal["allow", "must", "never"] = Field(
+        default="allow",
+        description="allow: go on with a run that is there, or start one; must: only go on; never: only start.",
+    )
+    check_samples: int = Field(default=0, ge=0, description="Samples that are compared with transformers at the end.")
+
+    @field_validator("output", "model")
+    @classmethod
+    def _no_password(cls, value: str) -> str:
+        if url_password(value):
+            raise ValueError(
+                "expected a URL without a password, came one with it; give credentials by the environment or "
+                "store.storage_options"
+            )
+        return value
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _layers(cls, value: object) -> object:
+        items = value if isinstance(value, (list, tuple)) else [value]
+        if not items or not all(isinstance(i, (int, str)) and not isinstance(i, bool) for i in items):
+            raise ValueError(
+                f"expected layer ids such as [2, 15, last], or all, or eagle3, came {value!r}; correct the list"
+            )
+        return list(items) if isinstance(value, tuple) else value
+
+    @field_validator("codec", mode="before")
+    @classmethod
+    def _codec(cls, value: object) -> object:
+        check_codec(value)
+        return value
+
+    @field_validator("engine_kwargs")
+    @classmethod
+    def _engine_kwargs(cls, value: dict[str, Any]) -> dict[str, Any]:
+        check_engine_kwargs(value)
+        return value
+
+    @field_validator("sampling_params")
+    @classmethod
+    def _sampling_params(cls, value: dict[str, Any]) -> dict[str, Any]:
+        check_sampling_params(value)
+        return value
+
+    @model_validator(mode="after")
+    def _sizes(self) -> ExtractConfig:
+        check_sizes(self)
+        return self
+
+    def meaning(self) -> dict[str, Any]:
+        """What determines what a sample means; two runs may share one output only where this is equal.
+
+        ``layers`` is as it was written; a caller that knows the model's depth puts the resolved ids there.
+        """
+        meaning: dict[str, Any] = {
+            "model": public_url(self.model),
+            "revision": self.revision,
+            "layers": self.layers,
+            "chat_template_kwargs": hide_secrets(self.chat_template_kwargs),
+            "include_output_tokens": self.include_output_tokens,
+            "engine_kwargs": hide_secrets(
+                {k: v for k, v in sorted(self.engine_kwargs.items()) if k in _ENGINE_MEANING}
+            ),
+            "input": {name: getattr(self.input, name) for name in ("text", "messages", "token_ids", "id")},
+        }
+        if self.include_output_tokens:
+            meaning["sampling_params"] = hide_secrets(self.sampling_params)
+        return meaning
+
+
+def _public_value(name: str, value: Any) -> Any:
+    if isinstance(value, Settings):
+        return value.public()
+    if name == "storage_options":
+        return hide_options(value)
+    if name == "env":
+        return dict.fromkeys(value, HIDDEN)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return int(value)
+    if isinstance(value, (Mapping, list)):
+        return hide_secrets(value)
+    return public_url(value) if isinstance(value, str) else value

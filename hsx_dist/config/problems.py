@@ -1,0 +1,92 @@
+"""pydantic's complaints as one ConfigError, a line a problem, and no credential in it."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from hsx_dist.config.checks import nearest
+from hsx_dist.config.secrets import looks_secret
+from hsx_dist.errors import ConfigError
+
+_EXPECTED = {
+    "byte_size": "a number of bytes, such as 67108864 or 64MiB",
+    "byte_size_unit": "a number of bytes, such as 67108864 or 64MiB",
+}
+_NEVER_SHOWN = frozenset({"storage_options", "env"})
+
+
+def config_error(error: ValidationError, model: type[BaseModel], *, hidden: Collection[str] = ()) -> ConfigError:
+    """One error with a line per problem: ``field: expected …, came …; what to do``.
+
+    ``hidden`` are values (what ``${env:NAME}`` brought) that no message may contain.
+    """
+    lines = [line for problem in error.errors() for line in _lines(problem, model, hidden)]
+    return ConfigError("\n".join(dict.fromkeys(lines)))
+
+
+def _lines(problem: Any, model: type[BaseModel], hidden: Collection[str]) -> Iterator[str]:
+    loc = tuple(str(part) for part in problem["loc"])
+    field = ".".join(loc)
+    kind = problem["type"]
+    if kind == "extra_forbidden":
+        known = _fields_at(model, loc[:-1])
+        hint = nearest(loc[-1], known) or f"; known here: {', '.join(known)}"
+        yield f"{field}: expected a known setting, came an unknown name{hint}"
+    elif kind == "missing":
+        yield f"{field}: expected a value, came nothing; set it"
+    elif kind == "value_error":
+        for line in str(problem["ctx"]["error"]).splitlines():
+            # A check of several fields names each of them itself.
+            yield line if line.partition(":")[0].partition(".")[0] in model.model_fields else f"{field}: {line}"
+    else:
+        expected = (
+            _EXPECTED.get(kind)
+            or problem["msg"]
+            .removeprefix("Input should be ")
+            .removeprefix("String should have ")
+            .split(", unable to")[0]
+        )
+        came = _came(problem["input"], loc, hidden)
+        todo = (
+            "put it in quotes" if kind == "string_type" and isinstance(problem["input"], (int, float)) else "correct it"
+        )
+        yield f"{field}: expected {expected}, came {came}; {todo}"
+
+
+def _came(value: object, loc: tuple[str, ...], hidden: Collection[str]) -> str:
+    if value is None:
+        return "nothing"
+    if isinstance(value, (dict, list, tuple, set)):
+        return f"a {type(value).__name__} of {len(value)}"
+    if (
+        _NEVER_SHOWN.intersection(loc)
+        or any(looks_secret(part) for part in loc)
+        or any(h in str(value) for h in hidden if h)
+    ):
+        return f"a {type(value).__name__} that is not shown here"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "…"
+
+
+def _fields_at(model: type[BaseModel], path: tuple[str, ...]) -> list[str]:
+    for name in path:
+        field = model.model_fields.get(name)
+        inner = [t for t in _types(field.annotation) if issubclass(t, BaseModel)] if field else []
+        if not inner:
+            return []
+        model = inner[0]
+    return list(model.model_fields)
+
+
+def _types(annotation: Any) -> Iterator[type]:
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType):
+        for arg in typing.get_args(annotation):
+            yield from _types(arg)
+    elif isinstance(annotation, type):
+        yield annotation
