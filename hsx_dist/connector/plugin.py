@@ -1,0 +1,14 @@
+"""Makes the connector known to vLLM by its bare name (entry point group ``vllm.general_plugins``)."""
+
+from __future__ import annotations
+
+NAME = "HiddenStatesConnector"
+
+
+def register() -> None:
+    """Register ``HiddenStatesConnector``; vLLM calls this in every process, in some more than once."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    # A second registration of a name is an error in vLLM, and a plugin that raises is only logged.
+    if NAME not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(NAME, "hsx_dist.connector.connector", NAME)
