@@ -22,6 +22,9 @@ _REFUSED_ENGINE_KWARGS = {
 _REFUSED_SAMPLING_PARAMS = {
     "kv_transfer_params": "the extraction fills it with each row's key",
 }
+_REFUSED_CHAT_KWARGS = frozenset(
+    {"conversation", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length"}
+)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -72,12 +75,23 @@ def check_sampling_params(params: Mapping[str, Any]) -> None:
         lines.append(
             f"sampling_params.extra_args.kv_transfer_params: expected it to be absent, came a value; {why}. Remove it"
         )
-    for name in ("n", "best_of"):
-        if str(params.get(name) or 1) != "1":
-            lines.append(
-                f"sampling_params.{name}: expected 1, came {params[name]!r}; one row makes one sample. Repeat the row "
-                "under other ids to get several answers"
-            )
+    lines += [
+        f"sampling_params.{name}: expected 1, came {params[name]!r}; one row makes one sample. Repeat the row under "
+        "other ids to get several answers"
+        for name in ("n", "best_of")
+        if str(params.get(name) or 1) != "1"
+    ]
+    if lines:
+        raise ValueError("\n".join(lines))
+
+
+def check_chat_template_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Refuse what would make the chat template's result something else than one list of token ids."""
+    lines = [
+        f"chat_template_kwargs.{name}: expected it to be absent, came a value; the extraction asks "
+        "for plain token ids. Remove it"
+        for name in sorted(_REFUSED_CHAT_KWARGS.intersection(kwargs))
+    ]
     if lines:
         raise ValueError("\n".join(lines))
 

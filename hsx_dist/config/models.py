@@ -7,7 +7,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
-from hsx_dist.config.checks import check_codec, check_engine_kwargs, check_sampling_params, check_sizes
+from hsx_dist.config.checks import (
+    check_chat_template_kwargs,
+    check_codec,
+    check_engine_kwargs,
+    check_sampling_params,
+    check_sizes,
+)
 from hsx_dist.config.secrets import HIDDEN, hide_options, hide_secrets, public_url, url_password
 
 _MIB = 1 << 20
@@ -16,10 +22,31 @@ Options = dict[str, Any]
 
 # Arguments of vLLM's that change the numbers of a sample, or which tokens it has; all others only change the speed.
 _ENGINE_MEANING = frozenset(
-    "dtype quantization max_model_len tokenizer tokenizer_mode tokenizer_revision code_revision load_format "
-    "config_format hf_config_path hf_overrides kv_cache_dtype rope_scaling rope_theta rope_parameters seed "
-    "trust_remote_code model_impl runner convert override_attention_dtype disable_sliding_window "
-    "gguf_file".split()
+    {
+        "dtype",
+        "quantization",
+        "max_model_len",
+        "tokenizer",
+        "tokenizer_mode",
+        "tokenizer_revision",
+        "code_revision",
+        "load_format",
+        "config_format",
+        "hf_config_path",
+        "hf_overrides",
+        "kv_cache_dtype",
+        "rope_scaling",
+        "rope_theta",
+        "rope_parameters",
+        "seed",
+        "trust_remote_code",
+        "model_impl",
+        "runner",
+        "convert",
+        "override_attention_dtype",
+        "disable_sliding_window",
+        "gguf_file",
+    }
 )
 
 
@@ -193,6 +220,12 @@ class ExtractConfig(Settings):
     @classmethod
     def _sampling_params(cls, value: dict[str, Any]) -> dict[str, Any]:
         check_sampling_params(value)
+        return value
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _chat_template_kwargs(cls, value: dict[str, Any]) -> dict[str, Any]:
+        check_chat_template_kwargs(value)
         return value
 
     @model_validator(mode="after")

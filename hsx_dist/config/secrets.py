@@ -12,17 +12,54 @@ HIDDEN = "(not shown)"
 _ENV_REFERENCE = re.compile(r"\$\{env:[^}]*\}")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _SECRET_WORDS = frozenset(
-    "key apikey accesskey secretkey secret secrets token password passwd passphrase pwd credential credentials "
-    "auth authorization sas signature".split()
+    {
+        "key",
+        "apikey",
+        "accesskey",
+        "secretkey",
+        "secret",
+        "secrets",
+        "token",
+        "password",
+        "passwd",
+        "passphrase",
+        "pwd",
+        "credential",
+        "credentials",
+        "auth",
+        "authorization",
+        "sas",
+        "signature",
+    }
 )
 _SECRET_PHRASES = (("connection", "string"),)
 # "token" is also the model's word: token_ids, skip_special_tokens, max_tokens, token_type_ids are no secrets.
-_AFTER_TOKEN = frozenset("id ids type count limit".split())
+_AFTER_TOKEN = frozenset({"id", "ids", "type", "count", "limit"})
 # Names of storage options (of s3fs, gcsfs, adlfs) whose values say where and how, never who.
 _HARMLESS_OPTIONS = frozenset(
-    "endpoint_url region region_name anon project location use_ssl requester_pays default_location "
-    "addressing_style signature_version default_block_size default_cache_type max_concurrency account_name "
-    "asynchronous skip_instance_cache client_kwargs config_kwargs s3 version_aware".split()
+    {
+        "endpoint_url",
+        "region",
+        "region_name",
+        "anon",
+        "project",
+        "location",
+        "use_ssl",
+        "requester_pays",
+        "default_location",
+        "addressing_style",
+        "signature_version",
+        "default_block_size",
+        "default_cache_type",
+        "max_concurrency",
+        "account_name",
+        "asynchronous",
+        "skip_instance_cache",
+        "client_kwargs",
+        "config_kwargs",
+        "s3",
+        "version_aware",
+    }
 )
 # gcsfs takes these words as `token`: they say where to look for a credential, and are none themselves.
 _WHERE_TO_LOOK = frozenset({"anon", "cloud", "google_default", "cache"})
@@ -82,11 +119,9 @@ def secret_paths(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[st
         return
     if value is None or isinstance(value, bool) or is_env_reference(value):
         return
-    if isinstance(value, str) and url_password(value):
+    named_so = any(looks_secret(name) for name in path) and not (path[-1] == "token" and value in _WHERE_TO_LOOK)
+    if named_so or (isinstance(value, str) and url_password(value)):
         yield path
-    elif path and any(looks_secret(name) for name in path):
-        if not (path[-1].rpartition(".")[2] == "token" and value in _WHERE_TO_LOOK):
-            yield path
 
 
 def hide_options(options: Mapping[str, Any]) -> dict[str, Any]:

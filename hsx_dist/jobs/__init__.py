@@ -1,0 +1,1 @@
+"""Rows in, receipts out: what drives replicas and writers through one run."""
