@@ -1,0 +1,1 @@
+"""What a stored object is: codecs, the container, receipts and the manifest."""

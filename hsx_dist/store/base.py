@@ -1,0 +1,124 @@
+"""The store's protocol: eight verbs over whole objects, and what every back end shares.
+
+An object store is not a file system: objects appear whole or not at all, there are no folders, nothing is renamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+#: Bytes that a back end can send without copying: C-contiguous, of any item type and shape.
+Buffer = bytes | bytearray | memoryview | np.ndarray[Any, Any]
+
+#: Ranges closer than this are fetched in one request: a round trip costs more than the bytes between.
+COALESCE_GAP = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One object: its name relative to the store's url, and its size in bytes."""
+
+    name: str
+    size: int
+
+
+@runtime_checkable
+class Store(Protocol):
+    """Objects under one url. Every verb may raise ``Denied`` and ``Unavailable`` besides what it names.
+
+    Names are relative to ``url``, their parts separated by ``/``; an empty, absolute or ``..`` name is a ``ValueError``.
+    A store may be used from several threads at once.
+    """
+
+    @property
+    def url(self) -> str:
+        """Where the objects lie; it holds no credentials and may be shown."""
+
+    def put(self, name: str, buffers: Sequence[Buffer]) -> None:
+        """Store the concatenation of ``buffers``, atomically, replacing what was there.
+
+        The buffers must not change until the call returns.
+        """
+
+    def put_if_absent(self, name: str, data: bytes) -> None:
+        """Store ``data`` unless there is an object of that name: ``AlreadyExists``, and exactly one of several wins."""
+
+    def get(self, name: str) -> bytes:
+        """The whole object. ``NotFound`` when there is none."""
+
+    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """The bytes ``[start, stop)`` of each range, in the order asked; neighbours share a request.
+
+        ``NotFound`` when there is no such object; ``ValueError`` when a range is negative or ends past the object.
+        """
+
+    def head(self, name: str) -> ObjectInfo:
+        """Name and size. ``NotFound`` when there is none."""
+
+    def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
+        """Objects whose names begin with ``prefix`` (any string), sorted by name, strictly after ``after``; never cached."""
+
+    def delete(self, name: str) -> None:
+        """Remove the object; that it is missing is fine."""
+
+
+def as_bytes_view(data: Buffer) -> memoryview:
+    """``data`` as a flat memoryview of bytes, without a copy. ``ValueError`` when it is not contiguous."""
+    view = memoryview(data)
+    if not view.c_contiguous:
+        raise ValueError("expected a C-contiguous buffer, got a strided one: copy it with np.ascontiguousarray first")
+    if view.nbytes == 0:
+        return memoryview(b"")  # a shape with a zero cannot be cast
+    return view.cast("B")
+
+
+def check_name(name: str) -> str:
+    """``name`` itself, if it is one that stays inside the store. ``ValueError`` otherwise."""
+    if not name or "\x00" in name or any(part in ("", ".", "..") for part in name.split("/")):
+        raise ValueError(f"expected a relative object name such as 'data/a.bin', got {name!r}: no empty, '.' or '..' parts")
+    return name
+
+
+def check_ranges(name: str, ranges: Sequence[tuple[int, int]]) -> None:
+    """``ValueError`` when a range is not ``0 <= start <= stop``."""
+    for start, stop in ranges:
+        if not 0 <= start <= stop:
+            raise ValueError(f"{name}: expected byte ranges with 0 <= start <= stop, got [{start}, {stop})")
+
+
+def coalesce(ranges: Sequence[tuple[int, int]], gap: int = COALESCE_GAP) -> list[tuple[int, int]]:
+    """The fewest spans that cover all non-empty ``ranges``, joining those with at most ``gap`` bytes between them."""
+    spans: list[tuple[int, int]] = []
+    for start, stop in sorted(r for r in ranges if r[0] < r[1]):
+        if spans and start - spans[-1][1] <= gap:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], stop))
+        else:
+            spans.append((start, stop))
+    return spans
+
+
+def cut(
+    name: str, ranges: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]], contents: Sequence[Buffer]
+) -> list[memoryview]:
+    """``ranges`` as views into the fetched ``contents`` of ``spans`` (sorted, as ``coalesce`` gives them).
+
+    ``ValueError`` when a content is shorter than its span: the object ends before the range does.
+    """
+    views = [memoryview(content) for content in contents]
+    for (start, stop), view in zip(spans, views, strict=True):
+        if view.nbytes != stop - start:
+            raise ValueError(
+                f"{name}: expected {stop - start} bytes at [{start}, {stop}), got {view.nbytes}: the object ends before"
+            )
+    found: list[memoryview] = []
+    for start, stop in ranges:
+        if start == stop:
+            found.append(memoryview(b""))
+            continue
+        k = next(k for k, (a, b) in enumerate(spans) if a <= start and stop <= b)
+        found.append(views[k][start - spans[k][0] : stop - spans[k][0]])
+    return found
