@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hsx_dist.config import ExtractConfig, load_config, parse_storage_options
+from hsx_dist.errors import ConfigError
+
+LEAST: dict[str, Any] = {"output": "runs/x", "model": "m"}
+
+
+def refusal(*overrides: str, **direct: Any) -> str:
+    with pytest.raises(ConfigError) as e:
+        load_config(None, overrides, **{**LEAST, **direct})
+    assert e.value.__cause__ is None
+    return str(e.value)
+
+
+def test_defaults() -> None:
+    config = load_config(None, **LEAST)
+    assert (config.codec, config.layout, config.layers, config.pool) == ("split", "part", "eagle3", "ray")
+    assert config.part_bytes == 256 << 20
+    assert config.writers.credit_bytes == 256 << 20
+    assert (config.input.id, config.input.limit, config.replica.num_gpus) == ("id", None, None)
+
+
+def test_every_field_says_what_it_does() -> None:
+    def walk(model: type[Any]) -> None:
+        for name, field in model.model_fields.items():
+            assert field.description, f"{model.__name__}.{name}"
+            if isinstance(field.annotation, type) and hasattr(field.annotation, "model_fields"):
+                walk(field.annotation)
+
+    walk(ExtractConfig)
+
+
+def test_file_then_direct_then_overrides(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "output: a\nmodel: m\npart_bytes: 128MiB\nengine_kwargs: {dtype: auto, seed: 1}\ninput: {path: p}\n"
+    )
+    config = load_config(str(path), ["engine_kwargs.dtype=float32", "layers=[2, last]", "input.id="], model="n")
+    assert config.model == "n"
+    assert config.part_bytes == 128 << 20
+    assert config.engine_kwargs == {"dtype": "float32", "seed": 1}
+    assert config.layers == [2, "last"]
+    assert config.input.path == "p"
+    assert config.input.id is None
+
+
+def test_an_override_makes_the_mappings_on_its_way() -> None:
+    config = load_config(None, ["store.storage_options.client_kwargs.endpoint_url=http://h:1"], **LEAST)
+    assert config.store.storage_options == {"client_kwargs": {"endpoint_url": "http://h:1"}}
+
+
+@pytest.mark.parametrize("value", ["67108864", "64MiB", "64 MiB"])
+def test_byte_sizes(value: str) -> None:
+    assert load_config(None, [f"segment_bytes={value}"], **LEAST).segment_bytes == 64 << 20
+
+
+def test_unknown_names_get_the_nearest_right_one() -> None:
+    message = refusal("part_byte=1", "writers.per_nod=1", "input.pth=x", "zzz=1")
+    lines = message.splitlines()
+    assert len(lines) == 4
+    for near in (
+        "part_bytes?",
+        "writers.per_nod: ",
+        "per_node?",
+        "input.pth: ",
+        "(did you mean path?)",
+        "known here: output",
+    ):
+        assert near in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["part_bytes=abc"], ["part_bytes: expected a number of bytes", "'abc'"]),
+        (["part_bytes=0"], ["part_bytes: expected greater than 0"]),
+        (["part_bytes=1MiB"], ["part_bytes: expected at least segment_bytes (64MiB), came 1MiB"]),
+        (["in_flight_bytes=127MiB"], ["in_flight_bytes: expected at least twice segment_bytes (128MiB), came 127MiB"]),
+        (["writers.credit_bytes=15MiB"], ["writers.credit_bytes: expected at least twice page_bytes (16MiB)"]),
+        (["page_bytes=65MiB"], ["segment_bytes: expected at least page_bytes"]),
+        (["min_replicas=2"], ["max_replicas: expected at least min_replicas (2), came 1"]),
+        (["max_replicas=0"], ["max_replicas: expected greater than or equal to 1"]),
+        (["codec=splt"], ["codec: expected one of the codecs none, split, zstd", "did you mean split?"]),
+        (["codec={level: 3}"], ["a mapping without name"]),
+        (["codec=3"], ["codec: expected a codec's name", "came 3"]),
+        (["layers=[1.5]"], ["layers: expected layer ids", "1.5"]),
+        (["layers=[]"], ["layers: expected layer ids"]),
+        (["layers=true"], ["layers: expected layer ids"]),
+        (["pool=rays"], ["pool: expected 'ray' or 'threads', came 'rays'"]),
+        (["revision=123"], ["revision: expected a valid string, came 123; put it in quotes"]),
+        (["input=3"], ["input: expected"]),
+        (["engine_kwargs.speculative_config={}"], ["engine_kwargs.speculative_config", "the extraction sets it"]),
+        (["engine_kwargs.kv_transfer_config={}"], ["engine_kwargs.kv_transfer_config", "its own connector"]),
+        (["engine_kwargs.model=x"], ["engine_kwargs.model", "use model"]),
+        (["engine_kwargs.pipeline_parallel_size=2"], ["expected 1, came 2", "tensor_parallel_size"]),
+        (["sampling_params.n=2"], ["sampling_params.n: expected 1, came 2"]),
+        (["sampling_params.kv_transfer_params={}"], ["sampling_params.kv_transfer_params"]),
+        (["sampling_params.extra_args={kv_transfer_params: {}}"], ["sampling_params.extra_args.kv_transfer_params"]),
+        (["chat_template_kwargs.tokenize=false"], ["chat_template_kwargs.tokenize"]),
+        (["output="], ["output: expected a valid string, came nothing"]),
+        (["nonsense"], ["expected an override as key.sub=value"]),
+        (["a..b=1"], ["expected an override as key.sub=value"]),
+        (["layers=[1"], ["layers: line 1", "expected YAML"]),
+        (["output.x=1"], ["expected output to be a mapping, came a str"]),
+    ],
+)
+def test_refusals_say_expected_came_do(overrides: list[str], words: list[str]) -> None:
+    message = refusal(*overrides)
+    for word in ("expected", "came", *words):
+        assert word in message
+    assert "pydantic" not in message
+
+
+def test_all_problems_are_told_at_once() -> None:
+    assert len(refusal("part_bytes=1KiB", "in_flight_bytes=1KiB", "min_replicas=9").splitlines()) == 3
+
+
+def test_what_is_passed_on_is_left_alone() -> None:
+    direct = {
+        "engine_kwargs": {"tensor_parallel_size": 2, "hf_overrides": {"a": [1, 2]}, "pipeline_parallel_size": 1},
+        "sampling_params": {"max_tokens": 4, "n": 1, "extra_args": {"x": 1}},
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    config = load_config(None, **LEAST, **direct)
+    assert {name: getattr(config, name) for name in direct} == direct
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "no such file"),
+        ("- 1\n", "expected a mapping"),
+        ("a: [1\n", "line 2"),
+        ("model: a\nmodel: b\n", "stands twice"),
+        ("\tx", "expected YAML"),
+    ],
+)
+def test_a_file_that_is_none(tmp_path: Path, text: str | None, words: str) -> None:
+    path = tmp_path / "c.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError) as e:
+        load_config(str(path))
+    assert words.lower() in str(e.value).lower()
+
+
+def test_an_empty_file_is_told_what_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("# nothing\n")
+    with pytest.raises(ConfigError, match=r"output: expected a value, came nothing; set it\nmodel: "):
+        load_config(str(path))
+
+
+def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HSX_TEST_BUCKET", "b-1")
+    config = load_config(None, ["output=s3://${env:HSX_TEST_BUCKET}/runs/${env:HSX_TEST_BUCKET}"], model="m")
+    assert config.output == "s3://b-1/runs/b-1"
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [("${env:HSX_TEST_UNSET}", "HSX_TEST_UNSET"), ("s3://${env:HOME", "closing brace")]
+)
+def test_environment_that_is_not_there(value: str, words: str) -> None:
+    assert words in refusal(output=value)
+    assert "output: " in refusal(output=value)
+
+
+def test_storage_options_of_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HSX_TEST_KEY", "k1")
+    options = parse_storage_options(["key=${env:HSX_TEST_KEY}", "client_kwargs.endpoint_url=http://h:1", "anon=false"])
+    assert options == {"key": "k1", "client_kwargs": {"endpoint_url": "http://h:1"}, "anon": False}
+    with pytest.raises(ConfigError, match="no credential on a command line"):
+        parse_storage_options(["secret=abc"])

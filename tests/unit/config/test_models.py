@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hsx_dist.config import CODEC_NAMES, load_config, resolve_paths
+
+
+def make(**direct: Any) -> Any:
+    return load_config(None, **{"output": "runs/x", "model": "org/name", **direct})
+
+
+def test_it_travels() -> None:
+    config = make(store={"storage_options": {"key": "k"}})
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+@pytest.mark.parametrize(
+    "direct",
+    [
+        {"part_bytes": "1GiB"},
+        {"output": "elsewhere"},
+        {"codec": "none"},
+        {"engine_kwargs": {"tensor_parallel_size": 2, "enforce_eager": True}},
+        {"sampling_params": {"max_tokens": 7}},
+        {"store": {"storage_options": {"key": "k"}}},
+        {"input": {"path": "elsewhere", "limit": 3}},
+    ],
+)
+def test_meaning_ignores_how(direct: dict[str, Any]) -> None:
+    assert make(**direct).meaning() == make().meaning()
+
+
+@pytest.mark.parametrize(
+    "direct",
+    [
+        {"model": "org/other"},
+        {"revision": "r"},
+        {"layers": "all"},
+        {"include_output_tokens": True},
+        {"engine_kwargs": {"dtype": "float32"}},
+        {"engine_kwargs": {"max_model_len": 4}},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"input": {"id": "uid"}},
+    ],
+)
+def test_meaning_knows_what(direct: dict[str, Any]) -> None:
+    meaning = make(**direct).meaning()
+    assert meaning != make().meaning()
+    json.dumps(meaning)
+
+
+def test_sampling_matters_only_with_output_tokens() -> None:
+    one = make(include_output_tokens=True, sampling_params={"max_tokens": 7})
+    assert one.meaning() != make(include_output_tokens=True).meaning()
+
+
+def test_paths(tmp_path: Path) -> None:
+    (tmp_path / "models" / "m").mkdir(parents=True)
+    config = make(model="models/m", input={"path": "in.jsonl"}, engine_kwargs={"tokenizer": "models/m", "seed": 1})
+    resolved = resolve_paths(config, tmp_path)
+    assert resolved.output == str(tmp_path / "runs/x")
+    assert resolved.input.path == str(tmp_path / "in.jsonl")
+    assert resolved.model == str(tmp_path / "models/m")
+    assert resolved.engine_kwargs == {"tokenizer": str(tmp_path / "models/m"), "seed": 1}
+    assert config.output == "runs/x"
+    assert resolve_paths(resolved, Path("/elsewhere")) == resolved
+
+
+def test_what_is_no_local_path_stays(tmp_path: Path) -> None:
+    for model in ("org/name", "builtin:smollm2-135m-instruct"):
+        config = make(model=model, output="s3://b/x", input={"path": "memory://a/in.jsonl"})
+        assert resolve_paths(config, tmp_path) == config
+    assert resolve_paths(make(model="./not/there"), tmp_path).model == str(tmp_path / "not/there")
+    assert resolve_paths(make(), tmp_path).input.path == ""
+
+
+def test_codec_names_are_those_of_the_format() -> None:
+    from hsx_dist.format.codecs import CODECS
+
+    assert set(CODEC_NAMES) == set(CODECS)
