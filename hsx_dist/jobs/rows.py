@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import io
 import json
+import lzma
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,14 +15,17 @@ from pathlib import Path
 from typing import IO, Any
 
 import fsspec
+import zstandard
 from fsspec.implementations.local import LocalFileSystem
 
 from hsx_dist.config import InputConfig, is_local, public_url
 from hsx_dist.errors import ConfigError, FormatError, InputError, Unavailable
 from hsx_dist.format.manifest import RowFate
+from hsx_dist.jobs.zstd_lines import ZstdFile
 
 #: A longer line is refused without being held in memory.
 MAX_LINE_BYTES = 64 << 20
+_BROKEN = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, zstandard.ZstdError)
 _MAX_KEY = 1024
 _MAX_TOKEN_ID = (1 << 31) - 1
 _SUFFIXES = re.compile(r"(\.(jsonl|json|ndjson))?(\.(gz|zst|zstd|bz2|xz))?$", re.IGNORECASE)
@@ -78,26 +84,16 @@ def _rows(file: IO[bytes], config: InputConfig, shown: str) -> Iterator[Row | Ro
                 if config.limit is not None and number >= config.limit:
                     return
                 yield check.judge_line(number, line)
-    except (EOFError, zlib.error, UnicodeError) as e:
-        raise FormatError(_broken(shown, number, e)) from e
+    except _BROKEN as e:
+        raise FormatError(
+            f"expected {shown} to be whole, came broken compressed data after row {number} ({type(e).__name__}); "
+            "write or copy the file again"
+        ) from e
     except OSError as e:
-        if type(e).__name__ == "BadGzipFile":
-            raise FormatError(_broken(shown, number, e)) from e
         raise Unavailable(
             f"expected to read {shown} to its end, came {type(e).__name__} after row {number}; try again when the "
             "store answers (rows already stored are skipped)"
         ) from e
-    except Exception as e:
-        if type(e).__name__ in ("ZstdError", "LZMAError"):
-            raise FormatError(_broken(shown, number, e)) from e
-        raise
-
-
-def _broken(shown: str, number: int, e: Exception) -> str:
-    return (
-        f"expected {shown} to be whole, came broken compressed data after row {number} ({type(e).__name__}); "
-        "write or copy the file again"
-    )
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
@@ -251,13 +247,16 @@ def _stem(path: str) -> str:
 
 def _open(config: InputConfig) -> IO[bytes]:
     shown = public_url(config.path)
+    zstd = shown.lower().endswith((".zst", ".zstd"))
+    compression = None if zstd else "infer"
     try:
         if is_local(config.path):
             # Not through fsspec.open, which would take * and [ of a local name for a pattern.
             local = str(Path(config.path).expanduser())
-            return LocalFileSystem().open(local, "rb", compression="infer")  # type: ignore[no-any-return]
-        opened = fsspec.open(config.path, "rb", compression="infer", **config.storage_options)
-        return opened.open()  # type: ignore[no-any-return]
+            file = LocalFileSystem().open(local, "rb", compression=compression)
+        else:
+            file = fsspec.open(config.path, "rb", compression=compression, **config.storage_options).open()
+        return io.BufferedReader(ZstdFile(file), 1 << 18) if zstd else file
     except FileNotFoundError:
         came, todo = "no such file or bucket", "check the path"
     except PermissionError:
