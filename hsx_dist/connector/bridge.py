@@ -1,0 +1,147 @@
+"""From an engine in a child process to the parent that ships: the ring lies in memory that both map.
+
+The child runs no Ray and no store client: it copies pages into the ring and passes their places over a Unix socket; the
+parent hands the pages to its writers and passes the places back. What was copied survives the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import queue
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.reduction import recv_handle, send_handle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hsx_dist.connector.outlet import PageRef, Shipped, ship
+from hsx_dist.connector.ring import Ring
+from hsx_dist.page import Page
+from hsx_dist.writers.base import Sender
+
+log = logging.getLogger(__name__)
+
+
+def _map(fd: int, nbytes: int) -> np.ndarray[Any, Any]:
+    try:
+        return np.frombuffer(mmap.mmap(fd, nbytes), dtype=np.uint8)
+    finally:
+        os.close(fd)
+
+
+class SocketOutlet:
+    """The child's side. The connection is authenticated with the key that multiprocessing's children inherit."""
+
+    def __init__(self, address: str, in_flight_bytes: int):
+        self.ring = Ring(in_flight_bytes)
+        self._connection: Connection = Client(address, "AF_UNIX")
+        self._connection.send((os.getpid(), self.ring.capacity))
+        self.memory = _map(recv_handle(self._connection), self.ring.capacity)
+        self._queue: queue.SimpleQueue[tuple[PageRef, Callable[[], None] | None] | Shipped | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=ship, args=(self._queue, self._deliver), name="hsx-ship", daemon=True)
+        self._thread.start()
+        threading.Thread(target=self._take_back, name="hsx-free", daemon=True).start()
+
+    def submit(self, ref: PageRef, ready: Callable[[], None] | None) -> None:
+        self._queue.put((ref, ready))
+
+    def skip(self, key: str, reason: str) -> None:
+        self._queue.put(Shipped(key, reason))
+
+    def _deliver(self, refs: list[PageRef], told: list[Shipped]) -> None:
+        self._connection.send((refs, told))
+
+    def _take_back(self) -> None:
+        try:
+            while True:
+                for offset in self._connection.recv():
+                    self.ring.free(offset)
+        except (EOFError, OSError):
+            log.info("the process that ships this engine's pages has closed the connection")
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+
+class BridgeServer:
+    """The parent's side: one connection and one shipping thread for every worker rank of its engine.
+
+    ``make_sender`` gives each rank a sender of its own; ``on_shipped`` is called from the shipping threads.
+    """
+
+    def __init__(self, make_sender: Callable[[], Sender], on_shipped: Callable[[Shipped], None]):
+        self._make_sender = make_sender
+        self._on_shipped = on_shipped
+        # A folder that only this user can enter: the socket is no door for others on the machine.
+        self._folder = Path(tempfile.mkdtemp(prefix="hsx-"))
+        self.address = str(self._folder / "ring")
+        self._listener = Listener(self.address, "AF_UNIX")
+        self._threads: list[threading.Thread] = []
+        self._acceptor = threading.Thread(target=self._accept, name="hsx-accept", daemon=True)
+        self._closing = False
+        self._acceptor.start()
+
+    def _accept(self) -> None:
+        while not self._closing:
+            try:
+                connection = self._listener.accept()
+            except Exception as e:  # a stranger without the key, or the listener was closed
+                if not self._closing:
+                    log.warning("a connection to the ring was refused: %r", e)
+                continue
+            thread = threading.Thread(target=self._serve, args=(connection,), name="hsx-ship", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _serve(self, connection: Connection) -> None:
+        pid, nbytes = connection.recv()
+        fd = os.memfd_create("hsx-ring")
+        os.ftruncate(fd, nbytes)
+        # Reserve the pages now: too little memory must be an error here, not a SIGBUS in the engine.
+        os.posix_fallocate(fd, 0, nbytes)
+        send_handle(connection, fd, pid)
+        memory = _map(fd, nbytes)
+        sender = self._make_sender()
+        back = threading.Lock()
+        try:
+            while True:
+                refs, told = connection.recv()
+                offsets: dict[int, int] = {}
+                pages = []
+                for ref in refs:
+                    page = ref.page(memory)
+                    offsets[id(page)] = ref.offset
+                    pages.append(page)
+
+                def release(page: Page, offsets: dict[int, int] = offsets) -> None:
+                    try:
+                        with back:
+                            connection.send([offsets[id(page)]])
+                    except OSError:
+                        pass  # the engine is gone; its pages still went to the writers
+
+                if pages:
+                    sender.send(pages, release)
+                for shipped in told:
+                    self._on_shipped(shipped)
+        except (EOFError, OSError):
+            pass
+        finally:
+            sender.flush()
+            sender.close()
+
+    def close(self) -> None:
+        """End the listener; connections end when their engine does."""
+        self._closing = True
+        self._listener.close()
+        for thread in self._threads:
+            thread.join(timeout=60)
+        shutil.rmtree(self._folder, ignore_errors=True)

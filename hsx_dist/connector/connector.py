@@ -1,0 +1,192 @@
+"""``HiddenStatesConnector``: vLLM's calls, handed to the scheduler half or the worker half.
+
+vLLM builds this class twice, in the scheduler's process and in every worker; the two share nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
+
+from hsx_dist.connector.metadata import StepMetadata
+from hsx_dist.connector.outlet import Outlet, registered
+from hsx_dist.connector.scheduler import SchedulerHalf
+from hsx_dist.connector.settings import ConnectorSettings, read_settings
+from hsx_dist.connector.worker import WorkerHalf
+from hsx_dist.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger(__name__)
+
+
+class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
+    """Ships the hidden states that ``extract_hidden_states`` caches, in ``kv_transfer_config``:
+    ``{"kv_connector": "HiddenStatesConnector", "kv_role": "kv_producer", "kv_connector_extra_config": {...}}``
+    (keys: ``ConnectorSettings``)."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self._settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
+        self._layer_ids = captured_layers(vllm_config)
+        self._group = hidden_state_group(kv_cache_config)
+        spec = kv_cache_config.kv_cache_groups[self._group].kv_cache_spec
+        self._block_size = spec.block_size
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        self._outlet: Outlet | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerHalf(
+                self._settings,
+                block_size=self._block_size,
+                tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
+                layer_ids=self._layer_ids,
+                dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
+                hidden_size=vllm_config.model_config.get_hidden_size(),
+            )
+
+    # -- the scheduler's process ---------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return 0, False  # nothing is ever loaded
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        pass
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        assert self._scheduler is not None
+        return self._scheduler.build_meta(scheduler_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None
+        return self._scheduler.request_finished(request, block_ids)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        # A request that was never scheduled has no blocks at all.
+        return self.request_finished(request, block_ids[self._group] if self._group < len(block_ids) else [])
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        assert self._scheduler is not None
+        self._scheduler.copies_done(connector_output.finished_sending or set())
+
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduler is not None and self._scheduler.holds_blocks
+
+    def get_finished_count(self) -> int | None:
+        return 1  # a request's owner alone reports it
+
+    # -- every worker rank ---------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+        from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
+
+        layers = get_layers_from_vllm_config(self._vllm_config, CacheOnlyAttentionLayer, list(kv_caches))
+        if len(layers) != 1:
+            raise ConfigError(f"expected one hidden-state cache layer, found {len(layers)}: {sorted(layers)}")
+        cache = kv_caches[next(iter(layers))]
+        if cache.ndim != 4 or cache.shape[1] != len(self._layer_ids) or cache.shape[2] != self._block_size:
+            raise ConfigError(
+                f"hidden-state cache: expected [blocks, {len(self._layer_ids)}, {self._block_size}, hidden], came "
+                f"{tuple(cache.shape)}: this vLLM lays it out in a way that this version does not know"
+            )
+        self._outlet = make_outlet(self._settings, self._vllm_config)
+        self._worker = WorkerHalf(
+            cache,
+            self._outlet,
+            rank=get_tensor_model_parallel_rank(),
+            layer_ids=self._layer_ids,
+            page_bytes=self._settings.page_bytes,
+            segment_bytes=self._settings.segment_bytes,
+        )
+
+    def start_load_kv(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
+        pass  # vLLM's cache-only layer has written the states; they are read when the request has ended
+
+    def wait_for_save(self) -> None:
+        pass
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._worker is None:
+            return None, None
+        if self.has_connector_metadata():
+            meta = self._get_connector_metadata()
+            assert isinstance(meta, StepMetadata)
+            self._worker.step(meta)
+        return self._worker.finished() or None, None
+
+    def shutdown(self) -> None:
+        if self._outlet is not None and self._settings.via != "process":
+            self._outlet.close()
+
+
+def captured_layers(vllm_config: VllmConfig) -> tuple[int, ...]:
+    """The captured layer ids in the order of the cache's layer axis: vLLM sorts and deduplicates what was asked for.
+
+    Raises:
+        ConfigError: the engine does not run the ``extract_hidden_states`` method.
+    """
+    spec = vllm_config.speculative_config
+    if spec is None or spec.method != "extract_hidden_states":
+        raise ConfigError(
+            "HiddenStatesConnector needs speculative_config={'method': 'extract_hidden_states', ...}; "
+            f"this engine has {spec.method if spec else 'none'}"
+        )
+    ids = getattr(spec.draft_model_config.hf_config, "eagle_aux_hidden_state_layer_ids", None) or ()
+    return tuple(sorted(set(int(i) for i in ids)))
+
+
+def hidden_state_group(kv_cache_config: KVCacheConfig) -> int:
+    """Index of the cache group that holds the hidden states, found by its spec.
+
+    Raises:
+        ConfigError: the model's cache does not keep them in a group of their own kind.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    found = [i for i, g in enumerate(groups) if isinstance(g.kv_cache_spec, HiddenStateCacheSpec)]
+    if len(found) == 1:
+        return found[0]
+    if not found and len(groups) == 1:
+        return 0  # one uniform group holds everything (MLA models)
+    kinds = [type(g.kv_cache_spec).__name__ for g in groups]
+    raise ConfigError(
+        f"expected one hidden-state cache group, found {len(found)} among {kinds}: this model is not supported"
+    )
+
+
+def make_outlet(settings: ConnectorSettings, vllm_config: VllmConfig) -> Outlet:
+    """Where this rank's pages go; called once the worker is set up."""
+    if settings.via == "process":
+        assert settings.address is not None
+        return registered(settings.address)
+    if settings.via == "socket":
+        from hsx_dist.connector.bridge import SocketOutlet
+
+        assert settings.address is not None
+        return SocketOutlet(settings.address, settings.in_flight_bytes)
+    from hsx_dist.connector.standalone import store_outlet
+
+    return store_outlet(settings, vllm_config)

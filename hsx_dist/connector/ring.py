@@ -1,0 +1,75 @@
+"""A byte ring over reused host memory: what bounds the bytes between the cache and the writers."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+#: Offsets are multiples of this: a page's rows start on a cache line, and a wide dtype is aligned.
+ALIGN = 64
+
+
+class Ring:
+    """Allocates byte ranges of ``capacity`` bytes in order, wrapping; reclaims them in the order of allocation.
+
+    Thread-safe. Only offsets are handed out: the memory itself may be shared with another process, and the process
+    that copies into it is the one that holds the ``Ring``.
+    """
+
+    def __init__(self, capacity: int):
+        self.capacity = capacity - capacity % ALIGN
+        self._lock = threading.Condition()
+        self._head = 0  # where the next allocation starts
+        self._live: deque[list[int]] = deque()  # [offset, end, freed], oldest first
+        self._by_offset: dict[int, list[int]] = {}
+        self._used = 0
+
+    def allocate(self, nbytes: int) -> int | None:
+        """The offset of ``nbytes`` contiguous bytes, or None when there is no room now.
+
+        Raises:
+            ValueError: ``nbytes`` can never fit.
+        """
+        size = -(-nbytes // ALIGN) * ALIGN
+        if size > self.capacity:
+            raise ValueError(f"{nbytes} bytes can never fit into a ring of {self.capacity}")
+        with self._lock:
+            offset = self._place(size)
+            if offset is None:
+                return None
+            entry = [offset, offset + size, 0]
+            self._live.append(entry)
+            self._by_offset[offset] = entry
+            self._head = offset + size
+            self._used += size
+            return offset
+
+    def _place(self, size: int) -> int | None:
+        if not self._live:
+            return 0
+        tail = self._live[0][0]
+        if self._head > tail:  # the free space is behind the head and, wrapped, before the tail
+            if self._head + size <= self.capacity:
+                return self._head
+            return 0 if size <= tail else None
+        return self._head if self._head + size <= tail else None
+
+    def free(self, offset: int) -> None:
+        """Give back what ``allocate`` returned."""
+        with self._lock:
+            entry = self._by_offset.pop(offset)
+            entry[2] = 1
+            self._used -= entry[1] - entry[0]
+            while self._live and self._live[0][2]:
+                self._live.popleft()
+            self._lock.notify_all()
+
+    def wait(self, timeout: float) -> None:
+        """Wait until something is given back, at most ``timeout`` seconds."""
+        with self._lock:
+            if self._live:
+                self._lock.wait(timeout)
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used

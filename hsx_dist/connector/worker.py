@@ -1,0 +1,189 @@
+"""The worker half: copies finished requests' blocks into the ring, page by page, and reports when the blocks may go."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hsx_dist.connector.gather import Order, cache_order, gather, page_shape
+from hsx_dist.connector.metadata import Save, StepMetadata
+from hsx_dist.connector.outlet import Outlet, PageRef
+from hsx_dist.page import Segment
+
+#: How long a step without tokens waits for the ring, so that an engine that has nothing to do does not spin.
+IDLE_WAIT_S = 0.002
+
+#: Input of one compressed frame is at most this (one layer of one page).
+FRAME_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How many tokens go into a page and a segment: whole blocks, so that pages are gathered by blocks."""
+
+    page_tokens: int
+    segment_tokens: int
+
+    @classmethod
+    def of(
+        cls, *, block_size: int, layers: int, hidden_size: int, itemsize: int, page_bytes: int, segment_bytes: int
+    ) -> Plan:
+        """Raises:
+        ValueError: one block of all layers is larger than a page or a segment may be.
+        """
+        row = hidden_size * itemsize
+        block = block_size * layers * row
+        if block > segment_bytes:
+            raise ValueError(
+                f"one cache block of {block_size} tokens × {layers} layers takes {block} bytes, more than segment_bytes "
+                f"({segment_bytes}): raise segment_bytes and in_flight_bytes, or capture fewer layers"
+            )
+        blocks = max(1, min(page_bytes // block, FRAME_BYTES // (block_size * row)))
+        pages = max(1, segment_bytes // (blocks * block))
+        return cls(blocks * block_size, pages * blocks * block_size)
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A save under way: ``next`` is the first token not yet copied, ``event`` the last copy's."""
+
+    save: Save
+    blocks: torch.Tensor  # int64, on the cache's device
+    next: int = 0
+    event: torch.cuda.Event | None = None
+
+
+class WorkerHalf:
+    """State of the connector in one worker rank."""
+
+    def __init__(
+        self,
+        cache: torch.Tensor,
+        outlet: Outlet,
+        *,
+        rank: int,
+        layer_ids: tuple[int, ...],
+        page_bytes: int,
+        segment_bytes: int,
+    ):
+        """``cache``: the hidden-state cache as vLLM registers it, ``[blocks, layers, block_size, hidden]``."""
+        _, layers, block_size, hidden = cache.shape
+        self._cache = cache
+        self._order: Order = cache_order(cache)
+        self._outlet = outlet
+        self._rank = rank
+        self._layer_ids = layer_ids
+        self._dtype = str(cache.dtype).removeprefix("torch.")
+        self._block_size = block_size
+        self.plan = Plan.of(
+            block_size=block_size,
+            layers=layers,
+            hidden_size=hidden,
+            itemsize=cache.element_size(),
+            page_bytes=page_bytes,
+            segment_bytes=segment_bytes,
+        )
+        self._memory = torch.from_numpy(outlet.memory)
+        self._stream = torch.cuda.Stream(cache.device) if cache.is_cuda else None
+        if cache.is_cuda and not self._memory.is_pinned():
+            pin(self._memory)
+        self._waiting: deque[_Copy] = deque()  # not all pages copied, oldest first
+        self._copied: list[_Copy] = []  # all copies queued on the device, not all done
+
+    def step(self, meta: StepMetadata) -> None:
+        """Take what finished since the last step, and copy what there is room for. Depends on no order of vLLM's calls:
+        the states of a finished request were written in an earlier step."""
+        for key, reason in meta.skipped:
+            if self._rank == 0:
+                self._outlet.skip(key, reason)
+        for save in meta.saves:
+            if save.owner == self._rank:
+                blocks = torch.from_numpy(save.block_ids).to(self._cache.device, non_blocking=True)
+                self._waiting.append(_Copy(save, blocks))
+        if not self._waiting:
+            return
+        if self._stream is None:
+            self._pump()
+        else:
+            # The side stream must see what the model's stream has written; the model's stream waits for nothing.
+            self._stream.wait_stream(torch.cuda.current_stream(self._cache.device))
+            with torch.cuda.stream(self._stream):
+                self._pump()
+        if self._waiting and meta.idle:
+            self._outlet.ring.wait(IDLE_WAIT_S)
+
+    def finished(self) -> set[str]:
+        """Requests whose last copy is done since the last call: their blocks may be reused. Each is named once."""
+        done = {c.save.request_id for c in self._copied if c.event is None or c.event.query()}
+        self._copied = [c for c in self._copied if c.save.request_id not in done]
+        return done
+
+    @property
+    def pending(self) -> int:
+        """Requests whose blocks are still held."""
+        return len(self._waiting) + len(self._copied)
+
+    def _pump(self) -> None:
+        while self._waiting:
+            copy = self._waiting[0]
+            while copy.next < len(copy.save.token_ids):
+                if not self._copy_page(copy):
+                    return  # no room: the blocks stay held, and vLLM's scheduler waits for them
+            self._waiting.popleft()
+            self._copied.append(copy)
+
+    def _copy_page(self, copy: _Copy) -> bool:
+        tokens = copy.save.token_ids
+        total, start = len(tokens), copy.next
+        index = start // self.plan.segment_tokens
+        segment_start = index * self.plan.segment_tokens
+        segment_stop = min(segment_start + self.plan.segment_tokens, total)
+        stop = min(start + self.plan.page_tokens, segment_stop)
+        # Page and segment lengths are whole blocks, so a page starts with a block.
+        blocks = copy.blocks[start // self._block_size : -(-stop // self._block_size)]
+        shape = page_shape(self._cache, blocks.shape[0], self._order)
+        nbytes = shape[0] * shape[1] * shape[2] * self._cache.element_size()
+        offset = self._outlet.ring.allocate(nbytes)
+        if offset is None:
+            return False
+        out = self._memory[offset : offset + nbytes].view(self._cache.dtype).view(shape)
+        gather(self._cache, blocks, out, self._order)
+        ready: Callable[[], None] | None = None
+        if self._stream is not None:
+            copy.event = torch.cuda.Event()
+            copy.event.record(self._stream)
+            ready = copy.event.synchronize
+        self._outlet.submit(
+            PageRef(
+                offset=offset,
+                shape=shape,
+                segment=Segment(copy.save.key, index, segment_start, segment_stop, total),
+                start=start,
+                stop=stop,
+                chunk_tokens=self.plan.page_tokens,
+                layer_ids=self._layer_ids,
+                dtype=self._dtype,
+                order=self._order,
+                token_ids=tokens[start:stop],
+            ),
+            ready,
+        )
+        copy.next = stop
+        return True
+
+
+def pin(memory: torch.Tensor) -> None:
+    """Page-lock host memory that torch did not allocate, so that device copies into it need no staging.
+
+    Raises:
+        RuntimeError: CUDA refused (often: the limit of locked memory).
+    """
+    code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if code != 0:
+        raise RuntimeError(
+            f"cudaHostRegister of {memory.numel()} bytes failed with error {code}: lower in_flight_bytes or raise the "
+            "limit of locked memory (ulimit -l)"
+        )

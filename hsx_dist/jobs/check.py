@@ -1,0 +1,149 @@
+"""Stored samples against transformers on the same token ids: the proof that rows, layers and order are right."""
+
+from __future__ import annotations
+
+import gc
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hsx_dist.config import ExtractConfig
+from hsx_dist.errors import NotFound
+from hsx_dist.jobs.preflight import Model
+from hsx_dist.reading import Run, Sample
+from hsx_dist.store import Store
+
+if TYPE_CHECKING:
+    import torch
+
+CHECK = "check.json"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerError:
+    """Relative errors of one layer over all compared samples.
+
+    ``norm``: ‖ours − theirs‖ / ‖theirs‖ over all rows; ``worst_row``: the largest such ratio of a single row.
+    ``after_norm``: both sides after the model's final norm.
+    """
+
+    layer_id: int
+    after_norm: bool
+    norm: float
+    worst_row: float
+
+    def limit(self, dtype: str) -> tuple[str, float]:
+        """Which figure is judged, and its limit. In bf16 two right implementations differ by some percent (the order of
+        sums differs, and the norm's scale is large where states are small); in float32 every row must agree."""
+        if dtype == "float32":
+            return "worst_row", 1e-3
+        return "norm", 0.08 if self.after_norm else 0.05
+
+    def passed(self, dtype: str) -> bool:
+        figure, limit = self.limit(dtype)
+        return bool(getattr(self, figure) <= limit)  # NaN compares false
+
+
+def check_run(config: ExtractConfig, store: Store, model: Model, attempt: int, console: Console) -> bool:
+    """Compare ``check_samples`` samples, spread over the run, with transformers; prints a table, stores ``check.json``.
+
+    A run that passed in this attempt is not computed again.
+    """
+    try:
+        before = json.loads(store.get(CHECK))
+    except NotFound:
+        before = {}
+    if before.get("passed") and before.get("attempt") == attempt and before.get("wanted", 0) >= config.check_samples:
+        console.print(f"checked against transformers by attempt {attempt}: {before['samples']} samples agree")
+        return True
+    run = Run(store)
+    keys = sorted(run.keys())
+    wanted = min(config.check_samples, len(keys))
+    chosen = [run[keys[i * (len(keys) - 1) // max(wanted - 1, 1)]] for i in range(wanted)]
+    dtype = chosen[0].dtype
+    errors = compare(chosen, model.path, dtype=dtype, num_layers=model.num_layers, config=config)
+    passed = all(e.passed(dtype) for e in errors)
+    print_errors(errors, dtype, len(chosen), console)
+    body = {
+        "attempt": attempt,
+        "wanted": config.check_samples,
+        "samples": len(chosen),
+        "dtype": dtype,
+        "passed": passed,
+        "layers": [asdict(e) for e in errors],
+    }
+    store.put(CHECK, [json.dumps(body, indent=1).encode()])
+    return passed
+
+
+def compare(
+    samples: list[Sample], model: str, *, dtype: str, num_layers: int, config: ExtractConfig
+) -> list[LayerError]:
+    """Errors by layer id: transformers computes the same token ids in ``dtype``, one sample at a time.
+
+    Layer N is compared after the final norm, as transformers gives its last hidden state only so.
+    """
+    import torch
+    from transformers import AutoModel
+
+    reference = AutoModel.from_pretrained(
+        model,
+        revision=config.revision,
+        dtype=getattr(torch, dtype),
+        trust_remote_code=bool(config.engine_kwargs.get("trust_remote_code", False)),
+    ).eval()
+    norm = final_norm(reference)
+    sums: dict[int, list[float]] = {}
+    with torch.inference_mode():
+        for sample in samples:
+            data = sample.load(framework="torch")
+            ids: torch.Tensor = data["token_ids"]
+            theirs = reference(ids[None], output_hidden_states=True, use_cache=False).hidden_states
+            for i, layer in enumerate(sample.layer_ids):
+                ours = data["hidden_states"][:, i]
+                if layer == num_layers and norm is None:
+                    continue
+                if layer == num_layers and norm is not None:
+                    ours = norm(ours)
+                a, b = ours.double(), theirs[layer][0].double()
+                difference, size = (a - b).norm(dim=1), b.norm(dim=1)
+                total = sums.setdefault(layer, [0.0, 0.0, 0.0])
+                total[0] += float(difference.square().sum())
+                total[1] += float(size.square().sum())
+                worst = float((difference / size.clamp_min(1e-30)).max())
+                total[2] = worst if worst != worst else max(total[2], worst)
+    del reference
+    gc.collect()
+    return [
+        LayerError(layer, layer == num_layers, (total[0] / max(total[1], 1e-300)) ** 0.5, total[2])
+        for layer, total in sorted(sums.items())
+    ]
+
+
+def final_norm(model: Any) -> Any | None:
+    """The module that a decoder applies after its last layer, by the names that transformers' models give it; None
+    where it has another (then layer N is not compared)."""
+    inner = getattr(model, "language_model", model)
+    for name in ("norm", "final_layernorm", "ln_f", "final_layer_norm"):
+        if (module := getattr(inner, name, None)) is not None:
+            return module
+    return None
+
+
+def print_errors(errors: list[LayerError], dtype: str, samples: int, console: Console) -> None:
+    table = Table(title=f"{samples} samples against transformers ({dtype})", title_justify="left")
+    for column in ("layer", "relative error", "worst row", "limit", ""):
+        table.add_column(column)
+    for e in errors:
+        figure, limit = e.limit(dtype)
+        table.add_row(
+            f"{e.layer_id}{' after the final norm' if e.after_norm else ''}",
+            f"{e.norm:.2e}",
+            f"{e.worst_row:.2e}",
+            f"{limit:g} ({figure.replace('_', ' ')})",
+            "ok" if e.passed(dtype) else "MISMATCH",
+        )
+    console.print(table)

@@ -1,0 +1,305 @@
+"""The fleet on a Ray cluster: one actor a replica, writers on every node, all made by the driver."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from hsx_dist.config import ExtractConfig
+from hsx_dist.errors import ConfigError, HsxError
+from hsx_dist.jobs.cores import CoreClaim, omp_binding
+from hsx_dist.jobs.fleet import FleetEvent, ReplicaDied, ReplicaReady, TaskDone
+from hsx_dist.jobs.tasks import EngineSpec, Task, TaskResult
+from hsx_dist.writers.ray_pool import RaySender, WriterSpec, start_writer
+from hsx_dist.writers.sink import Lost, SinkOptions
+
+log = logging.getLogger(__name__)
+
+#: Environment variables that hold or lead to credentials: taken from the driver to every process that opens the store.
+CREDENTIAL_PREFIXES = ("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR_HOST", "GCSFS_", "FSSPEC_")
+
+
+def credential_environment() -> dict[str, str]:
+    """The driver's variables that a store may need. They travel as actor arguments, which Ray shows nowhere."""
+    return {k: v for k, v in os.environ.items() if k.startswith(CREDENTIAL_PREFIXES)}
+
+
+class ReplicaActor:
+    """A ``Replica`` in a Ray actor. Its constructor starts the engine."""
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        writers: list[tuple[str, Any]],
+        credit_bytes: int,
+        environment: Mapping[str, str],
+        num_cpus: float,
+    ):
+        os.environ.update(environment)
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        self._claim = prepare_cpu(spec.ranks, num_cpus)
+        from hsx_dist.jobs.replica import Replica
+
+        self._replica = Replica(spec, lambda: RaySender(writers, credit_bytes, self._on_lost))
+
+    def ready(self) -> str:
+        """The node's id, once the engine is up."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    def run(self, task: Task) -> TaskResult:
+        return self._replica.submit(task).result()
+
+    def flush(self) -> None:
+        self._replica.flush()
+
+    def stop(self) -> None:
+        self._replica.close()
+
+    def _on_lost(self, lost: Lost) -> None:
+        # The driver learns it from the receipts that are missing; this line is for whoever reads the actor's log.
+        log.warning("pages of %d segments were not taken by their writer: %s", len(lost.segments), lost.reason)
+
+
+def prepare_cpu(ranks: int, num_cpus: float) -> CoreClaim | None:
+    """On a machine without an accelerator: bind the engine to cores of its own, and keep its cache small."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    if "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
+        return None
+    claim = CoreClaim(max(int(num_cpus), 1))
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = omp_binding(claim.cores, ranks, max(int(num_cpus), 1))
+    return claim
+
+
+@dataclass(frozen=True)
+class ClusterShape:
+    """How many actors of which size. ``credit_bytes``: what one writer lets all replicas together send unanswered."""
+
+    replicas: int
+    replica_cpus: float
+    replica_gpus: float
+    replica_resources: Mapping[str, float]
+    replica_env: Mapping[str, str]
+    writers_per_node: int
+    writer_cpus: float
+    writer_threads: int
+    credit_bytes: int
+
+
+class RayFleet:
+    """Replicas and writers as actors of this driver: they end with it."""
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        writer: Callable[[str], WriterSpec],
+        shape: ClusterShape,
+        *,
+        name: str,
+        max_restarts: int = 3,
+    ):
+        """``writer(name)`` gives a writer's spec. ``name`` prefixes the actors' names on Ray's dashboard."""
+        self._spec = spec
+        self._writer = writer
+        self._shape = shape
+        self._name = name
+        self._restarts_left = [max_restarts] * shape.replicas
+        self._writers: list[tuple[str, Any]] = []
+        self._replicas: dict[int, Any] = {}
+        self._starting: dict[Any, int] = {}
+        self._tasks: dict[Any, int] = {}
+        self._listening: dict[Any, Any] = {}  # ref of a writer's events() → the writer
+
+    def start(self) -> None:
+        for index, node in enumerate(n for n in ray.nodes() if n["Alive"]):
+            for slot in range(self._shape.writers_per_node):
+                name = f"n{index}w{slot}"
+                actor = start_writer(
+                    self._writer(name),
+                    node_id=node["NodeID"],
+                    num_cpus=self._shape.writer_cpus,
+                    threads=self._shape.writer_threads,
+                    name=f"{self._name}/writer/{name}",
+                )
+                self._writers.append((node["NodeID"], actor))
+        for _, actor in self._writers:
+            self._listen(actor)
+        for replica in range(self._shape.replicas):
+            self._start_replica(replica)
+
+    def _start_replica(self, replica: int) -> None:
+        shape = self._shape
+        ranks = self._spec.ranks * shape.replicas
+        credit = max(shape.credit_bytes // ranks, 2 * self._spec.page_bytes)
+        # As an argument, not as a runtime_env: that one is shown on Ray's dashboard.
+        environment = {**credential_environment(), **shape.replica_env}
+        actor = (
+            ray.remote(ReplicaActor)
+            .options(
+                name=f"{self._name}/replica/{replica}",
+                num_cpus=shape.replica_cpus,
+                num_gpus=shape.replica_gpus,
+                resources=dict(shape.replica_resources) or None,
+                max_concurrency=8,
+            )
+            .remote(self._spec, self._writers, credit, environment, shape.replica_cpus)
+        )
+        self._replicas[replica] = actor
+        self._starting[actor.ready.remote()] = replica
+
+    def submit(self, replica: int, task: Task) -> None:
+        self._tasks[self._replicas[replica].run.remote(task)] = replica
+
+    def poll(self, timeout: float) -> list[FleetEvent]:
+        refs = [*self._starting, *self._tasks, *self._listening]
+        done, _ = ray.wait(refs, num_returns=1, timeout=timeout)
+        if done:  # and whatever else is there by now, at no further wait
+            done, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+        events: list[FleetEvent] = []
+        for ref in done:
+            if ref in self._listening:
+                events += self._heard(ref)
+            elif ref in self._starting:
+                events += self._started(ref)
+            elif ref in self._tasks:
+                events += self._task_done(ref)
+        return events
+
+    def _listen(self, actor: Any) -> None:
+        self._listening[actor.events.remote(2.0)] = actor
+
+    def _heard(self, ref: Any) -> list[FleetEvent]:
+        actor = self._listening.pop(ref)
+        try:
+            events = list(ray.get(ref))
+        except RayError as e:
+            # Ray restarts it; what it held has no receipt and will be run again.
+            log.warning("a writer died and is restarted: %s", type(e).__name__)
+            events = []
+        self._listen(actor)
+        return events
+
+    def _started(self, ref: Any) -> list[FleetEvent]:
+        replica = self._starting.pop(ref)
+        try:
+            ray.get(ref)
+        except RayError as e:
+            return self._died(replica, reason_of(e), starting=True)
+        return [ReplicaReady(replica)]
+
+    def _task_done(self, ref: Any) -> list[FleetEvent]:
+        replica = self._tasks.pop(ref)
+        try:
+            return [TaskDone(replica, ray.get(ref))]
+        except RayError as e:
+            return self._died(replica, reason_of(e), starting=False)
+
+    def _died(self, replica: int, reason: str, *, starting: bool) -> list[FleetEvent]:
+        """One report a death: the refs of its other tasks are forgotten with it."""
+        self._tasks = {ref: r for ref, r in self._tasks.items() if r != replica}
+        ray.kill(self._replicas[replica], no_restart=True)
+        self._restarts_left[replica] -= 1
+        if starting or self._restarts_left[replica] < 0:
+            del self._replicas[replica]
+            return [ReplicaDied(replica, reason, fatal=not self._replicas)]
+        self._start_replica(replica)
+        return [ReplicaDied(replica, reason)]
+
+    def flush(self) -> list[FleetEvent]:
+        for replica, actor in list(self._replicas.items()):
+            if replica not in self._starting.values():
+                self._attempt(actor.flush.remote())
+        for _, actor in self._writers:
+            self._attempt(actor.flush.remote())
+        events: list[FleetEvent] = []
+        # What the flush stored is told by the call that listens now, or by the next one.
+        for _ in range(2):
+            for ref in list(self._listening):
+                events += self._heard(ref)
+        return events
+
+    def _attempt(self, ref: Any) -> None:
+        try:
+            ray.get(ref)
+        except RayError as e:
+            log.warning("flush: %s", type(e).__name__)  # what it held is run again
+
+    def close(self) -> None:
+        for replica, actor in self._replicas.items():
+            if replica in self._starting.values():
+                ray.kill(actor)
+            else:
+                self._attempt(actor.stop.remote())
+                ray.kill(actor)
+        for _, actor in self._writers:
+            ray.kill(actor)
+
+
+def reason_of(error: RayError) -> str:
+    """A line that says why an actor or its task failed: our own error where one of ours is the cause."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, HsxError):
+        return str(cause)
+    if isinstance(error, RayActorError):
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        ours = [line for line in lines if line.startswith("hsx_dist.errors.")]
+        return ours[-1].partition(": ")[2] if ours else lines[0]
+    return str(error).strip().splitlines()[-1]
+
+
+def check_output(output: str, nodes: int) -> None:
+    """Raises ConfigError for an output on a node's own disk when there are several nodes."""
+    local = "://" not in output or output.startswith(("file://", "local://", "memory://"))
+    if local and nodes > 1:
+        raise ConfigError(
+            f"output: expected a place that all {nodes} nodes share, came {output!r}, which each node would understand as a disk "
+            "of its own; use an object store's URL (s3://…, gs://…), or set store.shared=true if it is a shared file system"
+        )
+
+
+def ray_fleet(config: ExtractConfig, spec: EngineSpec, options: Callable[[str], SinkOptions], *, name: str) -> RayFleet:
+    """The fleet that a configuration asks for, on the cluster that this driver is connected to.
+
+    Raises:
+        ConfigError: the output is a disk of one node's own, or no node can ever hold a replica.
+    """
+    nodes = [n for n in ray.nodes() if n["Alive"]]
+    if not config.store.shared:
+        check_output(config.output, len(nodes))
+    gpus = config.replica.num_gpus
+    if gpus is None:
+        gpus = float(spec.ranks) if ray.cluster_resources().get("GPU", 0) else 0.0
+    if not any(
+        n["Resources"].get("CPU", 0) >= config.replica.num_cpus and n["Resources"].get("GPU", 0) >= gpus for n in nodes
+    ):
+        raise ConfigError(
+            f"replica: expected a node with {config.replica.num_cpus:g} CPUs and {gpus:g} GPUs, came "
+            f"{[{k: n['Resources'].get(k, 0) for k in ('CPU', 'GPU')} for n in nodes]}; lower replica.num_cpus / num_gpus, or "
+            "add such a node"
+        )
+    shape = ClusterShape(
+        replicas=config.max_replicas,
+        replica_cpus=config.replica.num_cpus,
+        replica_gpus=gpus,
+        replica_resources=config.replica.resources,
+        replica_env=config.replica.env,
+        writers_per_node=config.writers.per_node,
+        writer_cpus=config.writers.num_cpus,
+        writer_threads=config.writers.threads,
+        credit_bytes=int(config.writers.credit_bytes),
+    )
+    environment = credential_environment()
+
+    def writer(writer_name: str) -> WriterSpec:
+        return WriterSpec(config.output, config.store.storage_options, environment, options(writer_name))
+
+    return RayFleet(spec, writer, shape, name=name)

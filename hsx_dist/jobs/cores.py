@@ -1,0 +1,48 @@
+"""Which cores a CPU engine binds to: two engines on one machine bind to the same ones by default."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+
+class CoreClaim:
+    """Cores of this machine that no other claim of ours holds; given up when the process ends, however it ends."""
+
+    def __init__(self, count: int):
+        """Claims up to ``count`` of the cores that this process may run on; ``cores`` says which."""
+        self.cores: list[int] = []
+        self._files: list[int] = []
+        folder = Path(tempfile.gettempdir()) / f"hsx-cores-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        for core in sorted(os.sched_getaffinity(0)):
+            if len(self.cores) == count:
+                break
+            fd = os.open(folder / str(core), os.O_CREAT | os.O_RDWR, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(fd)
+                continue
+            self.cores.append(core)
+            self._files.append(fd)
+
+    def release(self) -> None:
+        for fd in self._files:
+            os.close(fd)
+        self._files.clear()
+
+
+def omp_binding(cores: list[int], ranks: int, wanted: int) -> str:
+    """``VLLM_CPU_OMP_THREADS_BIND`` for an engine of ``ranks`` workers: a list of cores a rank, ``|`` between ranks;
+    ``nobind`` when there are not ``wanted`` cores free, for two engines on one core are slower than the kernel's own choice."""
+    if len(cores) < max(wanted, ranks):
+        log.warning("%d free cores of %d wanted: the engine's threads are not bound", len(cores), max(wanted, ranks))
+        return "nobind"
+    share = len(cores) // ranks
+    return "|".join(",".join(map(str, cores[r * share : (r + 1) * share])) for r in range(ranks))

@@ -1,0 +1,279 @@
+"""The driver: rows to replicas, receipts to certainty. It knows no Ray; a fleet does."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections import deque
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from itertools import islice
+
+from hsx_dist.errors import AlreadyExists, EngineError, Fenced, StoreError
+from hsx_dist.format.manifest import Manifest, Receipt, RowFate, receipt_name
+from hsx_dist.format.runs import beat, is_fenced
+from hsx_dist.jobs.fleet import Fleet, FleetEvent, ReplicaDied, ReplicaReady, TaskDone
+from hsx_dist.jobs.rows import Row
+from hsx_dist.jobs.tasks import Task
+from hsx_dist.observe.progress import Progress
+from hsx_dist.store import Store
+from hsx_dist.writers.sink import Lost
+
+log = logging.getLogger(__name__)
+
+#: Tasks handed to a replica: one that runs, one that is there when the first drains.
+TASKS_A_REPLICA = 2
+HEARTBEAT_S = 5.0
+
+
+class RowLedger:
+    """The driver's own receipts: rows that end without a sample, and why."""
+
+    def __init__(self, store: Store, attempt: int, manifest: Manifest, *, batch: int = 1000):
+        self._store = store
+        self._attempt = attempt
+        self._manifest = manifest
+        self._writer = f"driver-{uuid.uuid4().hex[:8]}"
+        self._rows: list[RowFate] = []
+        self._batch = batch
+        self._seq = 0
+        self.counts = {"refused": 0, "failed": 0}
+
+    def add(self, fate: RowFate) -> None:
+        self._rows.append(fate)
+        self.counts[fate.fate] += 1
+        if len(self._rows) >= self._batch:
+            self.flush()
+
+    def flush(self) -> None:
+        """Store what was added since the last flush.
+
+        Raises:
+            Fenced: a newer attempt owns the run.
+        """
+        if not self._rows:
+            return
+        if is_fenced(self._store, self._attempt):
+            raise Fenced(f"attempt {self._attempt} of {self._store.url} is no longer the newest")
+        receipt = Receipt(
+            attempt=self._attempt,
+            writer=self._writer,
+            seq=self._seq + 1,
+            part=None,
+            size=0,
+            crc32c="00000000",
+            header_bytes=0,
+            raw_bytes=0,
+            segments=(),
+            rows=tuple(self._rows),
+            created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        )
+        name, body = receipt_name(self._attempt, self._writer, receipt.seq), receipt.to_json()
+        try:
+            self._store.put_if_absent(name, body)
+        except AlreadyExists:
+            if self._store.get(name) != body:  # the name is ours alone: a put that was sent twice
+                raise
+        self._seq += 1
+        self._rows.clear()
+        self._manifest.add(receipt)
+
+
+class Heartbeat:
+    """Changes the attempt's heartbeat every few seconds, on a thread; whoever sees it stand still may take over."""
+
+    def __init__(self, store: Store, attempt: int):
+        self._store = store
+        self._attempt = attempt
+        self._value = 0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="hsx-heartbeat", daemon=True)
+        self._thread.start()
+
+    def _loop(self) -> None:
+        while not self._end.wait(HEARTBEAT_S):
+            self._beat("running")
+
+    def _beat(self, state: str) -> None:
+        self._value += 1
+        try:
+            beat(self._store, self._attempt, self._value, state)
+        except StoreError as e:
+            log.warning("heartbeat %d was not stored: %s", self._value, e)
+
+    def stop(self, state: str) -> None:
+        """Last value: ``finished``, ``failed`` or ``stopped``."""
+        self._end.set()
+        self._thread.join()
+        self._beat(state)
+
+
+class Driver:
+    """Runs rows through a fleet until each is stored, refused or failed.
+
+    What is done is what receipts prove; what replicas answer only says when to look. A row whose task or pages were lost
+    is run again, at most ``max_tries`` times, then alone, then it is failed.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        manifest: Manifest,
+        ledger: RowLedger,
+        progress: Progress,
+        *,
+        task_rows: int,
+        max_tries: int,
+    ):
+        self._fleet = fleet
+        self._manifest = manifest
+        self._ledger = ledger
+        self._progress = progress
+        self._task_rows = task_rows
+        self._max_tries = max_tries
+        self._ready: dict[int, list[Task]] = {}  # replica → its tasks, as far as they have not come back
+        self._again: deque[Task] = deque()
+        self._shipped: dict[str, tuple[Row, int]] = {}  # key → row and tries: handed to writers, not proven yet
+        self._numbers = 0
+        self._stop = threading.Event()
+
+    def stop(self) -> None:
+        """Hand out no more rows; ``run`` then closes what is under way and returns. Safe in a signal handler."""
+        self._stop.set()
+
+    @property
+    def stopped(self) -> bool:
+        return self._stop.is_set()
+
+    def run(self, rows: Iterator[Row | RowFate]) -> None:
+        """Raises:
+        EngineError: no replica is left and none can be started.
+        Fenced: a newer attempt took the run over.
+        StoreError: the store refuses (credentials, bucket): nothing more can be stored.
+        """
+        self._fleet.start()
+        self._progress.say("starting engines")
+        exhausted = False
+        while True:
+            while not self._stop.is_set() and (replica := self._free_replica()) is not None:
+                task = self._next_task(rows)
+                if task is None:
+                    exhausted = True
+                    break
+                self._ready[replica].append(task)
+                self._fleet.submit(replica, task)
+            running = any(self._ready.values())
+            if not running and (self._stop.is_set() or (exhausted and not self._again)):
+                self._handle_all(self._fleet.flush())
+                if self._stop.is_set():
+                    break
+                self._try_unproven_again()
+                if not self._again:
+                    break
+                continue
+            self._handle_all(self._fleet.poll(0.5))
+            self._progress.show(running=sum(len(t.rows) for ts in self._ready.values() for t in ts))
+        self._ledger.flush()
+
+    def _free_replica(self) -> int | None:
+        free = [r for r, tasks in self._ready.items() if len(tasks) < TASKS_A_REPLICA]
+        return min(free, key=lambda r: len(self._ready[r]), default=None)
+
+    def _next_task(self, rows: Iterator[Row | RowFate]) -> Task | None:
+        if self._again:
+            return self._again.popleft()
+        batch: list[Row] = []
+        while len(batch) < self._task_rows and (item := next(rows, None)) is not None:
+            if isinstance(item, RowFate):
+                self._give_up(item)
+            else:
+                batch.append(item)
+        return self._task(tuple(batch), 0) if batch else None
+
+    def _task(self, rows: tuple[Row, ...], tries: int) -> Task:
+        self._numbers += 1
+        return Task(self._numbers, rows, tries)
+
+    def _give_up(self, fate: RowFate) -> None:
+        self._ledger.add(fate)
+        self._progress.ended(fate.fate)
+        log.info("row %s (%s) %s: %s", fate.row, fate.key, fate.fate, fate.reason)
+
+    def _handle_all(self, events: list[FleetEvent]) -> None:
+        for event in events:
+            match event:
+                case ReplicaReady(replica):
+                    self._ready[replica] = []
+                    self._progress.started()
+                    self._progress.say(f"replica {replica} is ready")
+                case TaskDone(replica, result):
+                    self._done(replica, event)
+                case ReplicaDied():
+                    self._lost_replica(event)
+                case Receipt():
+                    self._proven(event)
+                case Lost():
+                    self._lost_segments(event)
+
+    def _done(self, replica: int, event: TaskDone) -> None:
+        result = event.result
+        task = next(t for t in self._ready[replica] if t.number == result.number)
+        self._ready[replica].remove(task)
+        rows = {r.key: r for r in task.rows}
+        for fate in result.refused:
+            self._give_up(fate)
+        for key in result.shipped:
+            if key not in self._manifest.samples:  # its receipt may have been quicker than its replica's answer
+                self._shipped[key] = (rows[key], task.tries)
+        for key, reason in result.skipped:
+            self._run_again((rows[key],), task.tries, reason)
+        self._progress.computed(result.tokens)
+
+    def _proven(self, receipt: Receipt) -> None:
+        self._manifest.add(receipt)
+        stored = 0
+        for proof in receipt.segments:
+            if proof.segment.key in self._manifest.samples:
+                self._shipped.pop(proof.segment.key, None)
+                stored += proof.segment.stop == proof.segment.total
+        self._progress.stored(rows=stored, raw_bytes=receipt.raw_bytes, stored_bytes=receipt.size)
+
+    def _lost_segments(self, lost: Lost) -> None:
+        if lost.fenced:
+            raise Fenced(lost.reason)
+        if lost.fatal:
+            raise StoreError(f"parts can no longer be stored: {lost.reason}")
+        # Rows that were shipped are found by their missing receipts when the writers are flushed.
+        log.warning("%d segments were not stored and are run again: %s", len(lost.segments), lost.reason)
+
+    def _lost_replica(self, event: ReplicaDied) -> None:
+        tasks = self._ready.pop(event.replica, [])
+        if event.fatal and not self._ready:
+            raise EngineError(event.reason)
+        log.warning("replica %d died: %s; its %d tasks are run again", event.replica, event.reason, len(tasks))
+        for task in tasks:
+            rows = tuple(r for r in task.rows if r.key not in self._manifest.samples)
+            self._run_again(rows, task.tries, f"its engine died: {event.reason}")
+
+    def _try_unproven_again(self) -> None:
+        """After a flush everything shipped is proven, or was lost with its writer."""
+        shipped, self._shipped = self._shipped, {}
+        for row, tries in shipped.values():
+            self._run_again((row,), tries, "its writer died or could not store it")
+
+    def _run_again(self, rows: tuple[Row, ...], tries: int, reason: str) -> None:
+        tries += 1
+        if not rows:
+            return
+        if tries >= self._max_tries:
+            for row in rows:
+                self._give_up(RowFate(row.key, row.row, "failed", reason, tries))
+        elif tries == self._max_tries - 1:
+            # The last try is each row's own: one that kills its engine takes no other with it.
+            self._again.extend(self._task((row,), tries) for row in rows)
+        else:
+            rest = iter(rows)
+            while batch := tuple(islice(rest, self._task_rows)):
+                self._again.append(self._task(batch, tries))
+        self._progress.retried(len(rows))

@@ -1,0 +1,114 @@
+"""What the driver works with: replicas to give tasks to, and writers that tell what is durable."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from hsx_dist.jobs.replica import Replica
+from hsx_dist.jobs.tasks import EngineSpec, Task, TaskResult
+from hsx_dist.store import Store
+from hsx_dist.writers.sink import Event, PartSink, SinkOptions
+from hsx_dist.writers.threads import ThreadSender
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReady:
+    replica: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaDied:
+    """The replica is gone (or never came up), and with it whatever of its tasks has no receipt. ``fatal``: the engine
+    refused to start, and so would the next one."""
+
+    replica: int
+    reason: str
+    fatal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TaskDone:
+    replica: int
+    result: TaskResult
+
+
+FleetEvent = ReplicaReady | ReplicaDied | TaskDone | Event
+
+
+class Fleet(Protocol):
+    """Replicas and writers of one attempt."""
+
+    def start(self) -> None:
+        """Begin to start replicas; each is announced by ``ReplicaReady``."""
+        ...
+
+    def submit(self, replica: int, task: Task) -> None: ...
+
+    def poll(self, timeout: float) -> list[FleetEvent]:
+        """What happened since the last call; waits up to ``timeout`` seconds for something."""
+        ...
+
+    def flush(self) -> list[FleetEvent]:
+        """Make durable all that replicas have shipped; what happened by then."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LocalFleet:
+    """One replica and one sink in this process: no Ray."""
+
+    def __init__(self, spec: EngineSpec, store: Store, options: SinkOptions, threads: int):
+        self._spec = spec
+        self._events: queue.SimpleQueue[FleetEvent] = queue.SimpleQueue()
+        self._sink = PartSink(store, options, self._events.put)
+        self._threads = threads
+        self._replica: Replica | None = None
+
+    def start(self) -> None:
+        threading.Thread(target=self._start_replica, name="hsx-start", daemon=True).start()
+
+    def _start_replica(self) -> None:
+        try:
+            self._replica = Replica(self._spec, lambda: ThreadSender(self._sink, self._threads))
+        except Exception as e:
+            self._events.put(ReplicaDied(0, str(e), fatal=True))
+        else:
+            self._events.put(ReplicaReady(0))
+
+    def submit(self, replica: int, task: Task) -> None:
+        assert self._replica is not None
+        self._replica.submit(task).add_done_callback(
+            lambda f: self._events.put(
+                ReplicaDied(0, str(e), fatal=True) if (e := f.exception()) else TaskDone(0, f.result())
+            )
+        )
+
+    def poll(self, timeout: float) -> list[FleetEvent]:
+        return drain(self._events.get, timeout)
+
+    def flush(self) -> list[FleetEvent]:
+        if self._replica is not None:
+            self._replica.flush()
+        self._sink.flush()
+        return self.poll(0)
+
+    def close(self) -> None:
+        if self._replica is not None:
+            self._replica.close()
+        self._sink.close()
+
+
+def drain(get: Callable[..., FleetEvent], timeout: float) -> list[FleetEvent]:
+    """Everything in a queue, after waiting up to ``timeout`` seconds for the first of it."""
+    events: list[FleetEvent] = []
+    try:
+        events.append(get(timeout=timeout) if timeout > 0 else get(block=False))
+        while True:
+            events.append(get(block=False))
+    except queue.Empty:
+        return events

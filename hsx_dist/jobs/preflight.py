@@ -1,0 +1,161 @@
+"""What is checked before any engine starts: model, layers, versions, store. Each failure says what to do."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import uuid
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from packaging.version import Version
+
+import hsx_dist
+from hsx_dist.config import ExtractConfig, public_url
+from hsx_dist.errors import ConfigError, StoreError
+from hsx_dist.layers import resolve_layers
+from hsx_dist.store import Store, open_store
+
+log = logging.getLogger(__name__)
+
+#: Versions that the tests have run with: [lowest, below).
+TESTED = {"vllm": ("0.32", "0.33"), "ray": ("2.60", "2.61")}
+#: Older ones lack what the connector needs (the cache view of vLLM 0.31 and before has other axes).
+LOWEST = {"vllm": "0.32", "ray": "2.50"}
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the preflight learned about the model."""
+
+    path: str
+    layers: tuple[int, ...]
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    itemsize: int
+    max_tokens: int
+    tokenizer_sha256: str
+
+    @property
+    def token_bytes(self) -> int:
+        """Raw bytes of one token's captured states."""
+        return len(self.layers) * self.hidden_size * self.itemsize
+
+
+def installed(package: str) -> str:
+    """The version of vLLM or Ray that is installed here ("vllm" may be the CPU build of it).
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    for name in (package, f"{package}-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    raise ConfigError(f"expected {package} to be installed, found nothing; install hsx-dist[{package}]")
+
+
+def check_versions(packages: tuple[str, ...]) -> dict[str, str]:
+    """Versions by package; warns outside of the tested range.
+
+    Raises:
+        ConfigError: a package is missing, or known not to work.
+    """
+    found = {}
+    for package in packages:
+        found[package] = installed(package)
+        have = Version(found[package])
+        low, below = TESTED[package]
+        if have < Version(LOWEST[package]):
+            raise ConfigError(
+                f"expected {package} >= {LOWEST[package]}, found {have}; upgrade it (tested: {low} up to {below})"
+            )
+        if not Version(low) <= have < Version(below):
+            log.warning("%s %s is outside of the tested range (%s up to %s)", package, have, low, below)
+    return found
+
+
+def examine_model(config: ExtractConfig) -> Model:
+    """Reads the model's configuration and tokenizer; loads no weights.
+
+    Raises:
+        ConfigError: there is no such model, a layer id is wrong, or a page or segment cannot hold a token.
+    """
+    from transformers import AutoConfig
+
+    from hsx_dist.jobs.encode import load_tokenizer
+    from hsx_dist.testing.models import resolve_model
+
+    path = resolve_model(config.model)
+    trust = bool(config.engine_kwargs.get("trust_remote_code", False))
+    try:
+        hf = AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=trust)
+    except (OSError, ValueError) as e:
+        raise ConfigError(
+            f"model: expected a Hugging Face id or a folder with a config.json, came {config.model!r}: "
+            f"{str(e).splitlines()[0]} Check the name, the access to the hub, or give a folder"
+        ) from None
+    text = hf.get_text_config()
+    layers = resolve_layers(config.layers, text.num_hidden_layers)
+    limit = int(config.engine_kwargs.get("max_model_len") or text.max_position_embeddings)
+    tokenizer = load_tokenizer(path, revision=config.revision, engine_kwargs=config.engine_kwargs)
+    model = Model(
+        path=path,
+        layers=layers,
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        itemsize=4 if str(config.engine_kwargs.get("dtype", "auto")) in ("float32", "float") else 2,
+        max_tokens=limit - 1,  # vLLM refuses a prompt of max_model_len: there would be no room for an answer
+        tokenizer_sha256=tokenizer_hash(tokenizer),
+    )
+    if model.token_bytes > config.page_bytes:
+        raise ConfigError(
+            f"page_bytes: expected at least one token of {len(layers)} layers ({model.token_bytes} bytes), came "
+            f"{int(config.page_bytes)}; raise page_bytes"
+        )
+    return model
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """SHA-256 of the tokenizer's serialised form: whoever has another hash reads other token ids."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def open_output(config: ExtractConfig) -> Store:
+    """The output's store, proven by writing, reading and deleting a small object.
+
+    Raises:
+        ConfigError: the store cannot be reached, or does not let us write; the message has the store's reason.
+    """
+    try:
+        store = open_store(
+            config.output, config.store.storage_options, retry_seconds=min(config.store.retry_seconds, 10.0)
+        )
+        name = f"probe/{uuid.uuid4().hex}"
+        store.put(name, [b"hsx"])
+        if store.get(name) != b"hsx":
+            raise StoreError(f"{store.url}: what was written was not what was read")
+        store.delete(name)
+        return open_store(config.output, config.store.storage_options, retry_seconds=config.store.retry_seconds)
+    except StoreError as e:
+        raise ConfigError(f"output: {e}") from e
+
+
+def about(config: ExtractConfig, model: Model, versions: dict[str, str]) -> dict[str, Any]:
+    """What every part says of where it comes from. Layer id k is the stream that enters layer k; the last one is before the
+    final norm."""
+    return {
+        "model": public_url(config.model),
+        "revision": config.revision,
+        "tokenizer_sha256": model.tokenizer_sha256,
+        "num_hidden_layers": model.num_layers,
+        "norm": "pre",
+        "hsx": hsx_dist.__version__,
+        **versions,
+    }

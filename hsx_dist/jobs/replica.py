@@ -1,0 +1,297 @@
+"""One replica: a real vLLM engine, stepped by a thread, fed with tasks, shipping through a sender. No Ray in here."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from hsx_dist.connector import outlet as outlets
+from hsx_dist.connector.bridge import BridgeServer
+from hsx_dist.connector.outlet import LocalOutlet, Shipped
+from hsx_dist.errors import EngineError, InputError
+from hsx_dist.format.manifest import RowFate
+from hsx_dist.jobs.encode import RowEncoder, load_tokenizer
+from hsx_dist.jobs.rows import Row
+from hsx_dist.jobs.tasks import EngineSpec, Task, TaskResult
+from hsx_dist.writers.base import Sender
+
+log = logging.getLogger(__name__)
+
+#: How long the loop sleeps when a step gave nothing and computed nothing (the ring is full, or the last copies are under way).
+IDLE_S = 0.001
+
+
+@dataclass(slots=True)
+class _Running:
+    task: Task
+    result: TaskResult
+    future: Future[TaskResult]
+    open: set[str]  # keys that are neither shipped nor refused nor skipped
+
+
+class Replica:
+    """Runs tasks on one engine. ``make_sender`` gives a sender for every worker rank.
+
+    The engine lives in this process (one rank), or in child processes (several); either way nothing is reported as
+    shipped before the writers have been handed all of it.
+    """
+
+    def __init__(self, spec: EngineSpec, make_sender: Callable[[], Sender]):
+        """Starts the engine; returns when it can work.
+
+        Raises:
+            EngineError: vLLM refused to start; the message carries its reason.
+        """
+        self._spec = spec
+        self._senders: list[Sender] = []
+        self._make_sender = make_sender
+        self._inbox: queue.SimpleQueue[_Running | None] = queue.SimpleQueue()
+        self._shipped: queue.SimpleQueue[Shipped] = queue.SimpleQueue()
+        self._wake = threading.Event()
+        self._running: dict[str, _Running] = {}  # by key
+        self._in_process = spec.ranks == 1 and spec.engine_kwargs.get("distributed_executor_backend", "uni") == "uni"
+        self._outlet: LocalOutlet | None = None
+        self._bridge: BridgeServer | None = None
+        self._engine: Any = None
+        self._failure: BaseException | None = None
+        self._ready = threading.Event()
+        self._requests = 0
+        # Made here, before the engine pins its thread: whatever an engine's thread starts inherits its cores.
+        self._via, self._address = self._open_outlet()
+        self._thread = threading.Thread(target=self._loop, name="hsx-engine", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+        if self._failure is not None:
+            self._close_outlet()
+            raise EngineError(f"vLLM did not start: {self._failure}") from self._failure
+
+    # -- what the owner calls ------------------------------------------------------------------------------------
+
+    def submit(self, task: Task) -> Future[TaskResult]:
+        """Queue a task behind those that run. The future fails with ``EngineError`` if the engine dies."""
+        running = _Running(task, TaskResult(task.number), Future(), set())
+        if self._failure is not None:
+            running.future.set_exception(self._died())
+            return running.future
+        self._inbox.put(running)
+        self._wake.set()
+        return running.future
+
+    def flush(self) -> None:
+        """Wait until the writers have taken every page shipped so far."""
+        for sender in list(self._senders):
+            sender.flush()
+
+    def close(self) -> None:
+        """End the engine and the shipping threads. Tasks still running fail."""
+        self._inbox.put(None)
+        self._wake.set()
+        self._thread.join()
+        self._close_outlet()
+
+    # -- where pages go ------------------------------------------------------------------------------------------
+
+    def _open_outlet(self) -> tuple[str, str]:
+        if self._in_process:
+            self._outlet = LocalOutlet(self._sender(), self._spec.in_flight_bytes, self._on_shipped)
+            address = f"replica-{id(self)}"
+            outlets.register(address, self._outlet)
+            return "process", address
+        self._bridge = BridgeServer(self._sender, self._on_shipped)
+        return "socket", self._bridge.address
+
+    def _close_outlet(self) -> None:
+        if self._outlet is not None:
+            outlets.unregister(self._address)
+            self._outlet.close()
+        if self._bridge is not None:
+            self._bridge.close()
+        for sender in self._senders:
+            sender.close()
+        self._senders.clear()
+
+    def _sender(self) -> Sender:
+        sender = self._make_sender()
+        self._senders.append(sender)
+        return sender
+
+    def _on_shipped(self, shipped: Shipped) -> None:
+        self._shipped.put(shipped)
+        self._wake.set()
+
+    # -- the engine's thread -------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        try:
+            with engine_environment(self._in_process):
+                self._start()
+        except BaseException as e:
+            log.exception("the engine did not start")
+            self._failure = e
+            self._ready.set()
+            return
+        self._ready.set()
+        try:
+            while self._take_tasks():
+                self._step()
+                self._take_shipped()
+        except BaseException as e:
+            log.exception("the engine died")
+            self._failure = e
+        finally:
+            with contextlib.suppress(Exception):
+                self._engine.engine_core.shutdown()
+            self._fail_all()
+
+    def _start(self) -> None:
+        from vllm import LLM
+
+        llm = LLM(**engine_arguments(self._spec, self._via, self._address))
+        self._engine = llm.llm_engine
+        spec = self._spec
+        tokenizer = load_tokenizer(spec.model, revision=spec.revision, engine_kwargs=spec.engine_kwargs)
+        self._encoder = RowEncoder(tokenizer, spec.max_tokens, spec.chat_template_kwargs, vocab_size=spec.vocab_size)
+
+    def _take_tasks(self) -> bool:
+        while True:
+            try:
+                running = self._inbox.get_nowait()
+            except queue.Empty:
+                if self._running:
+                    return True
+                self._wake.wait()  # nothing runs: sleep until somebody calls
+                self._wake.clear()
+                continue
+            if running is None:
+                return False
+            self._begin(running)
+
+    def _begin(self, running: _Running) -> None:
+        for row in running.task.rows:
+            try:
+                tokens = self._encoder.encode(row)
+                self._add(row, tokens)
+            except (InputError, ValueError) as e:
+                running.result.refused.append(RowFate(row.key, row.row, "refused", str(e), running.task.tries))
+                continue
+            running.open.add(row.key)
+            running.result.tokens += len(tokens)
+            self._running[row.key] = running
+        self._settle(running)
+
+    def _add(self, row: Row, tokens: list[int]) -> None:
+        from vllm import SamplingParams
+
+        # One token is sampled, as vLLM cannot sample none; the user's own parameters come over these.
+        params = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, **self._spec.sampling_params}
+        extra = dict(params.pop("extra_args", None) or {})
+        extra["kv_transfer_params"] = {
+            "hidden_states_key": row.key,
+            "include_output_tokens": self._spec.include_output_tokens,
+        }
+        self._requests += 1
+        self._engine.add_request(
+            f"r{self._requests}", {"prompt_token_ids": tokens}, SamplingParams(**params, extra_args=extra)
+        )
+
+    def _step(self) -> None:
+        if self._engine.has_unfinished_requests() or (self._in_process and self._running):
+            # In this process nothing else steps: after the last answer the copies of the last requests are still to come.
+            outputs = self._engine.step()
+            if outputs or self._engine.has_unfinished_requests():
+                return
+        elif not self._running:
+            return
+        self._wake.wait(IDLE_S if self._in_process else None)
+        self._wake.clear()
+
+    def _take_shipped(self) -> None:
+        while True:
+            try:
+                shipped = self._shipped.get_nowait()
+            except queue.Empty:
+                return
+            running = self._running.pop(shipped.key, None)
+            if running is None:
+                continue
+            running.open.discard(shipped.key)
+            if shipped.reason is None:
+                running.result.shipped.append(shipped.key)
+            else:
+                running.result.skipped.append((shipped.key, shipped.reason))
+            self._settle(running)
+
+    def _settle(self, running: _Running) -> None:
+        if not running.open and not running.future.done():
+            running.future.set_result(running.result)
+
+    def _died(self) -> EngineError:
+        return EngineError(f"the engine died: {self._failure!r}" if self._failure else "the replica was closed")
+
+    def _fail_all(self) -> None:
+        if self._failure is None:
+            self._failure = EngineError("the replica was closed")
+        for running in {id(r): r for r in self._running.values()}.values():
+            if not running.future.done():
+                running.future.set_exception(self._died())
+        while not self._inbox.empty():
+            waiting = self._inbox.get()
+            if waiting is not None:
+                waiting.future.set_exception(self._died())
+
+
+def engine_arguments(spec: EngineSpec, via: str, address: str) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM``: the user's untouched, and those that the extraction sets."""
+    arguments: dict[str, Any] = {"disable_log_stats": True, **spec.engine_kwargs}
+    if spec.revision is not None:
+        arguments["revision"] = spec.revision
+    if via == "process":
+        arguments["distributed_executor_backend"] = "uni"
+    return {
+        **arguments,
+        "model": spec.model,
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(spec.layers)}},
+        },
+        "kv_transfer_config": {
+            "kv_connector": "HiddenStatesConnector",
+            "kv_connector_module_path": "hsx_dist.connector.connector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {
+                "hsx": {
+                    "via": via,
+                    "address": address,
+                    "output": spec.output,
+                    "layout": spec.layout,
+                    "codec": spec.codec,
+                    "segment_bytes": spec.segment_bytes,
+                    "page_bytes": spec.page_bytes,
+                    "in_flight_bytes": spec.in_flight_bytes,
+                }
+            },
+        },
+    }
+
+
+@contextlib.contextmanager
+def engine_environment(in_process: bool) -> Iterator[None]:
+    """vLLM reads where its core runs from the environment, when the engine is made and at no other time."""
+    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    before = os.environ.get(name)
+    os.environ[name] = "0" if in_process else "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,1 @@
+"""Seeing a run: progress in the terminal."""

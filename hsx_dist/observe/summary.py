@@ -1,0 +1,84 @@
+"""What a run holds, in a few lines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from hsx_dist.format.manifest import Manifest
+from hsx_dist.observe.progress import Progress
+
+
+@dataclass(slots=True)
+class RunSummary:
+    """A run's totals, from its receipts."""
+
+    url: str
+    samples: int
+    tokens: int
+    parts: int
+    raw_bytes: int
+    stored_bytes: int
+    refused: int
+    failed: int
+    conflicts: int
+    stopped: bool = False
+    check_passed: bool | None = None  # None: nothing was compared
+
+    @classmethod
+    def of(cls, url: str, manifest: Manifest, *, stopped: bool = False) -> RunSummary:
+        """Totals over the samples that a reader sees and the parts in which they lie."""
+        samples = manifest.samples.values()
+        parts = {part for s in samples for part, _ in s.segments}
+        return cls(
+            url=url,
+            samples=len(samples),
+            tokens=sum(s.num_tokens for s in samples),
+            parts=len(parts),
+            raw_bytes=sum(p.raw_bytes for s in samples for _, p in s.segments),
+            stored_bytes=sum(manifest.parts[part].size for part in parts),
+            refused=len(manifest.refused),
+            failed=len(manifest.failed),
+            conflicts=len(manifest.conflicts),
+            stopped=stopped,
+        )
+
+    @property
+    def ratio(self) -> float:
+        """Raw bytes of the states a stored byte, token ids and headers included in the latter."""
+        return self.raw_bytes / self.stored_bytes if self.stored_bytes else 0.0
+
+    @property
+    def exit_status(self) -> int:
+        """0 when every row is stored or refused for a reason, and the comparison (if any) passed; else 1."""
+        bad = self.failed or self.conflicts or self.stopped or self.check_passed is False
+        return 1 if bad else 0
+
+
+def print_summary(summary: RunSummary, manifest: Manifest, console: Console, computed: Progress | None) -> None:
+    """A table, three samples with where they lie, and what was refused or failed."""
+    table = Table(title=f"run {summary.url}", title_justify="left", show_header=False)
+    table.add_row("rows", f"{summary.samples:,} stored, {summary.refused:,} refused, {summary.failed:,} failed")
+    table.add_row("tokens", f"{summary.tokens:,}")
+    table.add_row("parts", f"{summary.parts:,}")
+    table.add_row("raw", f"{summary.raw_bytes / 1e6:,.1f} MB")
+    table.add_row("stored", f"{summary.stored_bytes / 1e6:,.1f} MB")
+    table.add_row("ratio", f"{summary.ratio:.3f}")
+    if computed is not None:
+        rate = computed.tokens / max(computed.seconds, 1e-9)
+        table.add_row("speed", f"{rate:,.0f} tokens/s over {computed.seconds:.1f} s (engines ready to last receipt)")
+    console.print(table)
+    keys = list(manifest.samples)
+    for key in dict.fromkeys(keys[i] for i in (0, len(keys) // 2, -1)) if keys else ():
+        sample = manifest.samples[key]
+        where = ", ".join(f"{part} [{proof.slot}]" for part, proof in sample.segments)
+        console.print(f"  {key}: {sample.num_tokens} tokens in {where}", highlight=False, soft_wrap=True)
+    for fates in (manifest.refused, manifest.failed):
+        for fate in list(fates.values())[:5]:
+            console.print(f"  {fate.fate} {fate.key} (row {fate.row}): {fate.reason}", highlight=False, soft_wrap=True)
+        if len(fates) > 5:
+            console.print(f"  … and {len(fates) - 5} more")
+    for conflict in manifest.conflicts:
+        console.print(f"  conflict: {conflict}", highlight=False, soft_wrap=True)

@@ -1,0 +1,24 @@
+"""The sending side of a pool, as the thread that empties the ring sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from hsx_dist.page import Page
+
+
+class Sender(Protocol):
+    """Hands pages to writers. Used by one thread."""
+
+    def send(self, pages: Sequence[Page], release: Callable[[Page], None]) -> None:
+        """Pass pages on; blocks while the writers have no room. ``release(page)`` is called, from any thread, as soon as the
+        page's buffer may be reused: also when the page could not be passed on, for the ring must go round whatever
+        the writers do (what was lost shows in the receipts, which are all that counts)."""
+        ...
+
+    def flush(self) -> None:
+        """Wait until every page sent before has been taken by its writer."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,277 @@
+"""``PartSink``: pages in, durable parts out. Plain Python; every pool runs this and nothing else.
+
+The order that makes a sample exist: the part is stored whole under a name that nobody else uses; then the attempt is
+checked to be the newest; then the receipt is stored. Only after that is anybody told.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from hsx_dist.errors import AlreadyExists, Fenced, HsxError, Unavailable
+from hsx_dist.format.codecs import Codec
+from hsx_dist.format.container import EncodedSegment, SegmentEncoder, build_part
+from hsx_dist.format.manifest import Receipt, SegmentProof, part_name, receipt_name, token_hash
+from hsx_dist.format.runs import is_fenced
+from hsx_dist.page import Page, Segment, object_name
+from hsx_dist.store import Store
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Segments that will never be durable, and why. ``fatal``: no later part can succeed either."""
+
+    segments: tuple[Segment, ...]
+    reason: str
+    fatal: bool = False
+    #: The attempt was fenced off: not a fault, but the end of this attempt.
+    fenced: bool = False
+
+
+#: What a sink tells: proof of a stored part, or that segments were lost.
+Event = Receipt | Lost
+
+
+@dataclass(frozen=True, slots=True)
+class SinkOptions:
+    """How parts are made.
+
+    ``about`` goes into every part (model, revision, versions …). ``attempt`` 0 means that there is no run: objects
+    are stored without receipts (a server's ``layout="sample"``). ``max_bytes`` bounds what the sink holds: raw bytes being
+    encoded and encoded bytes not yet stored; at least one segment of every sender and one part fit whatever it says.
+    """
+
+    codec: Codec
+    about: Mapping[str, Any]
+    writer: str
+    attempt: int = 0
+    layout: Literal["part", "sample"] = "part"
+    part_bytes: int = 256 << 20
+    part_seconds: float = 60.0
+    max_bytes: int = 1 << 30
+    uploads: int = 2
+
+
+@dataclass(slots=True)
+class _OpenPart:
+    segments: list[EncodedSegment] = field(default_factory=list)
+    nbytes: int = 0
+    since: float = 0.0
+
+
+class PartSink:
+    """Collects pages into segments, segments into parts, and stores the parts.
+
+    ``add`` may be called from several threads; the calling thread does the encoding (zstandard releases the GIL), an
+    executor of ``uploads`` threads does the storing.
+    """
+
+    def __init__(self, store: Store, options: SinkOptions, on_event: Callable[[Event], None]):
+        self._store = store
+        self._opt = options
+        self._on_event = on_event
+        # A writer that died and came back must not meet its own names: each incarnation is a writer of its own.
+        self.name = f"{options.writer}-{uuid.uuid4().hex[:8]}"
+        self._lock = threading.Condition()
+        self._encoders: dict[tuple[str, int], SegmentEncoder] = {}
+        self._encoded: dict[tuple[str, int], int] = {}
+        self._open = _OpenPart()
+        self._held = 0
+        self._storing: set[Future[None]] = set()
+        self._dead: HsxError | None = None
+        self._next_part = 1
+        self._receipt_lock = threading.Lock()
+        self._next_receipt = 1
+        self._uploads = ThreadPoolExecutor(options.uploads, thread_name_prefix=f"hsx-put-{options.writer}")
+        self._closed = threading.Event()
+        self._clock = threading.Thread(target=self._seal_by_age, name=f"hsx-age-{options.writer}", daemon=True)
+        self._clock.start()
+
+    # -- pages in ------------------------------------------------------------------------------------------------
+
+    def add(self, page: Page) -> None:
+        """Encode one page; returns when its buffer may be reused. Blocks while the sink holds ``max_bytes``.
+
+        Raises:
+            Fenced, StoreError: the sink is dead; the page is not taken.
+        """
+        self._admit(page.nbytes)
+        key = (page.segment.key, page.segment.index)
+        grown = -page.nbytes
+        try:
+            with self._lock:
+                encoder = self._encoders.get(key)
+                if encoder is None:
+                    encoder = self._encoders[key] = SegmentEncoder(self._opt.codec)
+            size = encoder.add(page)
+            grown += size
+            with self._lock:
+                self._encoded[key] = self._encoded.get(key, 0) + size
+                # Of several threads that add to one segment exactly one sees it complete *and* still there.
+                done = encoder.complete and self._encoders.get(key) is encoder
+                if done:
+                    del self._encoders[key], self._encoded[key]
+            if done:
+                self._append(encoder.finish())
+        finally:
+            with self._lock:
+                self._held += grown
+                self._lock.notify_all()
+
+    def abandon(self, segment: Segment) -> None:
+        """Forget the pages of a segment whose rest will never come."""
+        with self._lock:
+            self._encoders.pop((segment.key, segment.index), None)
+            self._held -= self._encoded.pop((segment.key, segment.index), 0)
+            self._lock.notify_all()
+
+    def _admit(self, nbytes: int) -> None:
+        with self._lock:
+            while True:
+                if self._dead is not None:
+                    raise self._dead
+                if self._held + nbytes <= self._opt.max_bytes:
+                    break
+                if self._open.segments:
+                    self._seal_locked()  # starved: store what is whole rather than wait for a full part
+                if not self._storing:
+                    break  # only unfinished segments are held: taking more pages is the only way on
+                self._lock.wait(1.0)
+            self._held += nbytes
+
+    def _append(self, segment: EncodedSegment) -> None:
+        with self._lock:
+            part = self._open
+            if not part.segments:
+                part.since = time.monotonic()
+            part.segments.append(segment)
+            part.nbytes += segment.nbytes
+            if self._opt.layout == "sample" or part.nbytes >= self._opt.part_bytes:
+                self._seal_locked()
+
+    # -- parts out -----------------------------------------------------------------------------------------------
+
+    def _seal_locked(self) -> None:
+        part, self._open = self._open, _OpenPart()
+        number = self._next_part
+        self._next_part += 1
+        future = self._uploads.submit(self._store_part, part.segments, number)
+        self._storing.add(future)
+        future.add_done_callback(lambda f: self._stored(f, part.nbytes))
+
+    def _stored(self, future: Future[None], nbytes: int) -> None:
+        with self._lock:
+            self._storing.discard(future)
+            self._held -= nbytes
+            self._lock.notify_all()
+
+    def _seal_by_age(self) -> None:
+        while not self._closed.wait(min(1.0, self._opt.part_seconds / 4)):
+            with self._lock:
+                if self._open.segments and time.monotonic() - self._open.since >= self._opt.part_seconds:
+                    self._seal_locked()
+
+    def _store_part(self, segments: Sequence[EncodedSegment], number: int) -> None:
+        try:
+            if self._opt.layout == "sample":
+                folder = "data/" if self._opt.attempt else ""
+                name = f"{folder}{object_name(segments[0].segment.key)}.safetensors"
+            else:
+                name = part_name(self._opt.attempt, self.name, number)
+            part = build_part(segments, self._opt.codec, self._opt.about)
+            self._store.put(name, part.buffers)
+            proofs = tuple(
+                SegmentProof(
+                    segment=s.segment,
+                    slot=slot,
+                    token_hash=token_hash(s.token_ids),
+                    raw_bytes=s.raw_nbytes,
+                    stored_bytes=s.nbytes,
+                )
+                for slot, s in enumerate(segments)
+            )
+            receipt = Receipt(
+                attempt=self._opt.attempt,
+                writer=self.name,
+                seq=0,
+                part=name,
+                size=part.size,
+                crc32c=part.crc32c,
+                header_bytes=part.header_bytes,
+                raw_bytes=part.raw_bytes,
+                segments=proofs,
+                rows=(),
+                created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            )
+            self._on_event(self._prove(receipt) if self._opt.attempt else receipt)
+        except Exception as e:
+            self._fail(segments, e)
+
+    def _prove(self, receipt: Receipt) -> Receipt:
+        """Store the receipt under the writer's next number: numbers have no gaps, as only this lock hands them out."""
+        with self._receipt_lock:
+            if is_fenced(self._store, self._opt.attempt):
+                raise Fenced(
+                    f"attempt {self._opt.attempt} of {self._store.url} is no longer the newest: another driver took over; "
+                    "this one stores nothing more"
+                )
+            receipt = replace(receipt, seq=self._next_receipt)
+            name, body = receipt_name(receipt.attempt, receipt.writer, receipt.seq), receipt.to_json()
+            try:
+                self._store.put_if_absent(name, body)
+            except AlreadyExists:
+                # The answer to a put that had gone through was lost, and it was sent again. The name is ours alone.
+                if self._store.get(name) != body:
+                    raise
+            self._next_receipt += 1
+            return receipt
+
+    def _fail(self, segments: Sequence[EncodedSegment], error: Exception) -> None:
+        # What may work for the next part (a time-out) costs this part alone; a refusal would be met by each of them.
+        fatal = not isinstance(error, Unavailable)
+        if fatal:
+            with self._lock:
+                self._dead = error if isinstance(error, HsxError) else HsxError(f"the writer failed: {error!r}")
+                self._lock.notify_all()
+        log.error(
+            "part of %d segments was not stored: %s", len(segments), error, exc_info=not isinstance(error, HsxError)
+        )
+        self._on_event(
+            Lost(
+                tuple(s.segment for s in segments),
+                f"{type(error).__name__}: {error}",
+                fatal=fatal,
+                fenced=isinstance(error, Fenced),
+            )
+        )
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Seal the open part and wait until everything sealed is stored and told, or failed and told."""
+        with self._lock:
+            if self._open.segments:
+                self._seal_locked()
+            while self._storing:
+                self._lock.wait(1.0)
+
+    def close(self) -> None:
+        """``flush``, then end the threads. Segments that are not complete are dropped: they were never whole."""
+        self.flush()
+        self._closed.set()
+        self._uploads.shutdown()
+
+    @property
+    def held_bytes(self) -> int:
+        """Raw bytes being encoded and encoded bytes not yet stored."""
+        return self._held
