@@ -1,0 +1,266 @@
+"""Pages → encoded segments → one part, as a list of buffers that goes out without ever being joined."""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from hsx_dist.format.checksum import crc32c, crc32c_all, crc32c_hex
+from hsx_dist.format.codecs import Codec
+from hsx_dist.format.codecs.base import flat
+from hsx_dist.format.description import (
+    FORMAT,
+    MAX_CHUNK_BYTES,
+    MAX_HEADER_BYTES,
+    Description,
+    SegmentInfo,
+    SegmentRecord,
+)
+from hsx_dist.page import CARRIER, Page, Segment
+from hsx_dist.store.base import Buffer
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedSegment:
+    """A whole segment, encoded.
+
+    ``token_ids``: int64 ``[n]``; ``chunks``: ``[layer][chunk][plane]``; ``crcs``: crc32c, ``[layer][chunk]``.
+    """
+
+    segment: Segment
+    token_ids: np.ndarray[Any, Any]
+    layer_ids: tuple[int, ...]
+    dtype: str
+    hidden_size: int
+    chunk_tokens: int
+    chunks: tuple[tuple[tuple[Buffer, ...], ...], ...]
+    crcs: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def info(self) -> SegmentInfo:
+        """The same without the data."""
+        return SegmentInfo(
+            self.segment, self.layer_ids, self.dtype, self.hidden_size, self.chunk_tokens, len(self.layer_ids)
+        )
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes that the segment adds to a part's data: planes and token ids."""
+        return self.token_ids.nbytes + sum(_nbytes(b) for layer in self.chunks for chunk in layer for b in chunk)
+
+    @property
+    def raw_nbytes(self) -> int:
+        """Bytes of the states and token ids before encoding."""
+        return self.token_ids.nbytes + len(self.layer_ids) * self.segment.num_tokens * self.info.row_bytes
+
+    @cached_property
+    def header_nbytes(self) -> int:
+        """No fewer than the bytes that the segment adds to a part's header (at most ``MAX_HEADER_BYTES``)."""
+        planes = len(self.chunks[0][0])
+        layers, chunks = len(self.layer_ids), self.info.num_chunks
+        key = 14 * len(self.segment.key)  # one character beyond the BMP: two escapes, escaped again
+        return 640 + key + 24 * layers + layers * planes * 120 + layers * chunks * (planes + 1) * 12
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    token_ids: np.ndarray[Any, Any]
+    layers: tuple[tuple[Buffer, ...], ...]  # [layer][plane]
+    crcs: tuple[int, ...]
+
+
+class SegmentEncoder:
+    """Collects and encodes the pages of *one* segment, in any order, from several threads at once.
+
+    After ``add`` has returned nothing refers to the page's buffer any more.
+    """
+
+    def __init__(self, codec: Codec):
+        self._codec = codec
+        self._lock = threading.Lock()
+        self._info: SegmentInfo | None = None
+        self._taken: set[int] = set()
+        self._done: dict[int, _Chunk] = {}
+
+    def add(self, page: Page) -> int:
+        """Encode one page; how many bytes that made, token ids included: all pages' sum is the segment's ``nbytes``.
+
+        Raises:
+            ValueError: the page is no page of this segment, does not begin and end where a chunk does, or came before.
+        """
+        with self._lock:
+            info = _check_page(page, self._info)
+            if page.chunk in self._taken:
+                raise ValueError(f"{_where(info.segment)}: page {page.chunk} came twice")
+            self._info = info
+            self._taken.add(page.chunk)
+        try:
+            layers = tuple(self._codec.encode(page.layer(k), page.dtype) for k in range(info.num_layers))
+            chunk = _Chunk(np.array(page.token_ids, dtype="<i8"), layers, tuple(crc32c_all(p) for p in layers))
+        except BaseException:
+            with self._lock:
+                self._taken.discard(page.chunk)
+            raise
+        with self._lock:
+            self._done[page.chunk] = chunk
+        return chunk.token_ids.nbytes + sum(_nbytes(plane) for planes in layers for plane in planes)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every page has been added and encoded."""
+        with self._lock:
+            return self._info is not None and len(self._done) == self._info.num_chunks
+
+    def finish(self) -> EncodedSegment:
+        """The segment. ``ValueError`` when pages are missing."""
+        with self._lock:
+            info = self._info
+            if info is None:
+                raise ValueError("expected the pages of a segment, got none")
+            missing = [c for c in range(info.num_chunks) if c not in self._done]
+            if missing:
+                raise ValueError(
+                    f"{_where(info.segment)}: {len(missing)} of {info.num_chunks} pages are missing: {missing[:8]}"
+                )
+            chunks = [self._done[c] for c in range(info.num_chunks)]
+        return EncodedSegment(
+            segment=info.segment,
+            token_ids=np.concatenate([c.token_ids for c in chunks]),
+            layer_ids=info.layer_ids,
+            dtype=info.dtype,
+            hidden_size=info.hidden_size,
+            chunk_tokens=info.chunk_tokens,
+            chunks=tuple(tuple(c.layers[k] for c in chunks) for k in range(info.num_layers)),
+            crcs=tuple(tuple(c.crcs[k] for c in chunks) for k in range(info.num_layers)),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedPart:
+    """One object, ready to be put. ``buffers``: the header first; their concatenation has ``size`` bytes."""
+
+    header: bytes
+    buffers: list[Buffer]
+    size: int
+    #: Of the whole object, eight hex digits.
+    crc32c: str
+    #: Length of ``header``: length field, JSON and padding.
+    header_bytes: int
+    raw_bytes: int
+
+
+def build_part(segments: Sequence[EncodedSegment], codec: Codec, about: Mapping[str, Any]) -> EncodedPart:
+    """One part of ``segments``, which ``codec`` encoded; the data is referred to, not copied.
+
+    A whole sample alone, with codec ``none``, becomes vLLM's own schema (its layers are transposed, a chunk at a time).
+    ``about`` (JSON types) is what the run knows: model, revision, versions, …
+    Raises ``ValueError`` when there are no segments, a key and index come twice, or the header grows too large.
+    """
+    if not segments:
+        raise ValueError("expected at least one segment, got none")
+    if len({(s.segment.key, s.segment.index) for s in segments}) != len(segments):
+        raise ValueError("expected every segment once, got one twice")
+    if len(segments) == 1 and _is_plain_sample(segments[0], codec):
+        description, data = _vllm_schema(segments[0], codec, about)
+    else:
+        description, data = _segments_schema(segments, codec, about)
+    header = _header(description)
+    buffers = [header, *data]
+    size = len(header) + description.data_bytes
+    actual = sum(_nbytes(b) for b in buffers)
+    if actual != size:
+        raise ValueError(f"expected {size} bytes of planes, got {actual}: were the segments encoded with {codec}?")
+    crc = crc32c_hex(crc32c_all(buffers))
+    return EncodedPart(header, buffers, size, crc, len(header), sum(s.raw_nbytes for s in segments))
+
+
+def _is_plain_sample(s: EncodedSegment, codec: Codec) -> bool:
+    whole = s.segment.index == 0 and s.segment.start == 0 and s.segment.stop == s.segment.total
+    return whole and not codec.planes(s.dtype)[0].name
+
+
+def _segments_schema(
+    segments: Sequence[EncodedSegment], codec: Codec, about: Mapping[str, Any]
+) -> tuple[Description, list[Buffer]]:
+    data: list[Buffer] = [s.token_ids for s in segments]
+    records = []
+    for s in segments:
+        planes = codec.planes(s.dtype)
+        for layer in s.chunks:
+            data.extend(chunk[p] for p in range(len(planes)) for chunk in layer)
+        varying = [p for p, plane in enumerate(planes) if plane.bytes_per_element is None]
+        sizes = tuple(tuple(tuple(_nbytes(c[p]) for c in layer) for p in varying) for layer in s.chunks)
+        records.append(SegmentRecord(s.info, sizes if varying else (), s.crcs, crc32c(s.token_ids)))
+    return Description(codec, about, "segments", tuple(records)), data
+
+
+def _vllm_schema(s: EncodedSegment, codec: Codec, about: Mapping[str, Any]) -> tuple[Description, list[Buffer]]:
+    carrier, states = CARRIER[s.dtype], []
+    for c in range(s.info.num_chunks):
+        layers = [np.frombuffer(layer[c][0], dtype=carrier).reshape(-1, s.hidden_size) for layer in s.chunks]
+        states.append(flat(np.stack(layers, axis=1)))
+    crcs = (tuple(crc32c(chunk) for chunk in states),)
+    record = SegmentRecord(s.info, (), crcs, crc32c(s.token_ids))
+    return Description(codec, about, "vllm", (record,)), [s.token_ids, *states]
+
+
+def _header(description: Description) -> bytes:
+    text = description.to_json()
+    entries: dict[str, Any] = {
+        "__metadata__": {"format": FORMAT, "hsx": text, "hsx_crc32c": crc32c_hex(crc32c(text.encode()))}
+    }
+    for name, (dtype, shape, offsets) in description.tensors.items():
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+    body = json.dumps(entries, separators=(",", ":"), ensure_ascii=True).encode()
+    body += b" " * (-len(body) % 8)
+    if len(body) > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"the header of {len(description.segments)} segments takes {len(body)} bytes, safetensors allows "
+            f"{MAX_HEADER_BYTES}: put fewer segments into a part"
+        )
+    return struct.pack("<Q", len(body)) + body
+
+
+def _check_page(page: Page, known: SegmentInfo | None) -> SegmentInfo:
+    """What the page says of its segment, if it agrees with what is ``known`` and with itself."""
+    s, n = page.segment, page.num_tokens
+    info = SegmentInfo(s, tuple(page.layer_ids), page.dtype, page.hidden_size, page.chunk_tokens, len(page.layer_ids))
+    if known is not None and info != known:
+        raise ValueError(f"{_where(known.segment)}: a page of something else came: expected {known}, got {info}")
+    if known is None:
+        if not 0 <= s.start < s.stop <= s.total or s.index < 0 or page.chunk_tokens < 1 or page.hidden_size < 1:
+            raise ValueError(f"expected a segment of at least one token within its sample, got {info}")
+        if page.dtype not in CARRIER:
+            raise ValueError(f"{_where(s)}: expected dtype {', '.join(CARRIER)}, got {page.dtype!r}")
+        if not info.layer_ids or len(set(info.layer_ids)) != info.num_layers:
+            raise ValueError(f"{_where(s)}: expected at least one layer, each once, got {info.layer_ids}")
+        if min(info.chunk_tokens, s.num_tokens) * info.row_bytes > MAX_CHUNK_BYTES:
+            raise ValueError(f"{_where(s)}: expected pages of at most {MAX_CHUNK_BYTES} bytes a layer, got {info}")
+    first, odd = divmod(page.start - s.start, page.chunk_tokens)
+    if odd or not 0 <= first < info.num_chunks or (page.start - s.start, page.stop - s.start) != info.chunk_span(first):
+        raise ValueError(
+            f"{_where(s)}: expected pages of {page.chunk_tokens} tokens from {s.start}, got [{page.start}, {page.stop})"
+        )
+    rows, layers = page.data.shape[:2] if page.order == "TLH" else page.data.shape[1::-1]
+    if page.data.shape[2:] != (page.hidden_size,) or layers != info.num_layers or rows < n:
+        raise ValueError(f"{_where(s)}: expected data {page.order} of {n} rows of {info}, got shape {page.data.shape}")
+    if page.data.dtype != CARRIER[page.dtype]:
+        raise ValueError(f"{_where(s)}: expected {CARRIER[page.dtype]} for {page.dtype}, got {page.data.dtype}")
+    if page.token_ids.shape != (n,):
+        raise ValueError(f"{_where(s)}: expected {n} token ids, got shape {page.token_ids.shape}")
+    return info
+
+
+def _where(s: Segment) -> str:
+    return f"segment {s.index} of {s.key!r}"
+
+
+def _nbytes(data: Buffer) -> int:
+    return len(data) if isinstance(data, bytes | bytearray) else data.nbytes
