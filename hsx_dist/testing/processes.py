@@ -26,12 +26,12 @@ def free_ports(n: int, *, twin: int = 0) -> list[int]:
     With ``twin``, each port plus ``twin`` is free too.
     """
     found: list[int] = []
-    for port in random.sample(range(10000, 22000), k=4000):
+    for port in random.sample(range(10100, 20000), k=4000):
         if _is_free(port) and (not twin or _is_free(port + twin)):
             found.append(port)
         if len(found) == n:
             return found
-    raise StartFailed(f"expected {n} free ports in 10000-22000, found {len(found)}; end what listens there")
+    raise StartFailed(f"expected {n} free ports in 10100-20000, found {len(found)}; end what listens there")
 
 
 def _is_free(port: int) -> bool:
