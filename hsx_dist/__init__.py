@@ -9,20 +9,84 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hsx_dist.jobs import extract
+    from hsx_dist.config import ExtractConfig, load_config
+    from hsx_dist.errors import (
+        AlreadyExists,
+        ConfigError,
+        Denied,
+        EngineError,
+        Fenced,
+        FormatError,
+        HsxError,
+        InputError,
+        IntegrityError,
+        NotFound,
+        RunError,
+        RunMismatch,
+        SampleFailed,
+        SampleNotFound,
+        StoreError,
+        Unavailable,
+        UnknownCodec,
+    )
+    from hsx_dist.jobs.extract import extract
     from hsx_dist.reading import Run, Sample, load_hidden_states, open_run
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "Run": "hsx_dist.reading",
-    "Sample": "hsx_dist.reading",
-    "extract": "hsx_dist.jobs",
-    "load_hidden_states": "hsx_dist.reading",
-    "open_run": "hsx_dist.reading",
+_NAMES = {
+    "hsx_dist.jobs.extract": ["extract"],
+    "hsx_dist.reading": ["open_run", "load_hidden_states", "Run", "Sample"],
+    "hsx_dist.config": ["ExtractConfig", "load_config"],
+    "hsx_dist.errors": [
+        "HsxError",
+        "ConfigError",
+        "InputError",
+        "StoreError",
+        "NotFound",
+        "AlreadyExists",
+        "Denied",
+        "Unavailable",
+        "FormatError",
+        "UnknownCodec",
+        "IntegrityError",
+        "RunError",
+        "RunMismatch",
+        "Fenced",
+        "SampleNotFound",
+        "SampleFailed",
+        "EngineError",
+    ],
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
-__all__ = ["Run", "Sample", "__version__", "extract", "load_hidden_states", "open_run"]
+__all__ = [
+    "AlreadyExists",
+    "ConfigError",
+    "Denied",
+    "EngineError",
+    "ExtractConfig",
+    "Fenced",
+    "FormatError",
+    "HsxError",
+    "InputError",
+    "IntegrityError",
+    "NotFound",
+    "Run",
+    "RunError",
+    "RunMismatch",
+    "Sample",
+    "SampleFailed",
+    "SampleNotFound",
+    "StoreError",
+    "Unavailable",
+    "UnknownCodec",
+    "__version__",
+    "extract",
+    "load_config",
+    "load_hidden_states",
+    "open_run",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,54 @@
+"""``hsx extract``, and the same as a submitted Ray job."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Optional
+
+import typer
+
+from hsx_dist.cli.status import run_app
+from hsx_dist.config import load_config
+from hsx_dist.errors import ConfigError
+
+
+def run(config: str | None, overrides: Sequence[str], direct: Mapping[str, Any], *, as_json: bool = False) -> int:
+    """Extract with the settings of a file, of flags and of overrides (the later wins); returns the exit status.
+
+    Raises ConfigError before anything is started when a setting is wrong or the input is missing.
+    """
+    settings = load_config(config, overrides, **direct)
+    if not settings.input.path:
+        raise ConfigError(
+            "input.path: expected a JSONL file, a local path or URL, came nothing; set it, or give --input"
+        )
+    from hsx_dist.jobs.extract import run_extract
+
+    if not as_json:
+        return int(run_extract(settings).exit_status)
+    with contextlib.redirect_stdout(sys.stderr):  # standard output is for the JSON alone
+        summary = run_extract(settings)
+    facts = dataclasses.asdict(summary) if dataclasses.is_dataclass(summary) else vars(summary)
+    print(json.dumps({**facts, "exit_status": summary.exit_status}, default=str))
+    return int(summary.exit_status)
+
+
+job = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+
+
+@job.command()
+def _job(
+    config: Annotated[str, typer.Option(metavar="FILE", help="YAML file of settings.")],
+    overrides: Annotated[Optional[list[str]], typer.Argument(metavar="KEY.SUB=VALUE")] = None,  # noqa: UP045
+) -> None:
+    """Extract hidden states; for `ray job submit`."""
+    raise typer.Exit(run(config, overrides or (), {}))
+
+
+def job_main() -> None:
+    """The entry point of a submitted job: ``--config FILE [key.sub=value …]``, and nothing else."""
+    run_app(job, None, "extract")

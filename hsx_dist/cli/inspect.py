@@ -1,0 +1,199 @@
+"""``hsx ls`` and ``hsx show``: what the receipts of a run prove, and one sample looked at."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from hsx_dist.cli.tables import bytes_text, layers_text, print_facts, print_json, print_table
+from hsx_dist.config import parse_storage_options
+from hsx_dist.errors import SampleNotFound
+from hsx_dist.format.manifest import RowFate
+from hsx_dist.reading import Run, Sample, open_run
+
+_REASONS_SHOWN = 5
+_ROWS_AT_ONCE = 4096
+
+
+def print_samples(path: str, options: Sequence[str], *, limit: int, as_json: bool) -> None:
+    """The samples of the run at ``path`` in row order (at most ``limit``; 0: all), and totals over all of them."""
+    run = open_run(path, storage_options=parse_storage_options(options))
+    layers = _layers(run)
+    shown = islice(run.keys(), limit or None)
+    rows = (
+        {
+            "key": record.key,
+            "tokens": record.num_tokens,
+            "layers": layers,
+            "parts": sorted({part for part, _ in record.segments}),
+            "attempt": record.attempt,
+        }
+        for record in (run.manifest.samples[key] for key in shown)
+    )
+    totals = _totals(run)
+    if as_json:
+        print_json({"run": path, "complete": run.complete, "samples": list(rows), "totals": totals})
+        return
+    print_table(
+        ("key", "tokens", "layers", "parts", "attempt"),
+        ((r["key"], r["tokens"], layers_text(layers), _parts_text(r["parts"]), r["attempt"]) for r in rows),
+        numbers=("tokens", "attempt"),
+    )
+    hidden = len(run) - min(len(run), limit or len(run))
+    if hidden:
+        print(f"… and {hidden} more (--limit 0 prints all)")
+    print(_totals_text(totals, run.complete))
+
+
+def print_run(path: str, options: Sequence[str], *, as_json: bool) -> None:
+    """What the run at ``path`` was asked for, and what is there."""
+    run = open_run(path, storage_options=parse_storage_options(options))
+    totals = _totals(run)
+    refused, failed = list(run.refused.values()), list(run.failed.values())
+    if as_json:
+        facts = {"run": path, "complete": run.complete, "info": dict(run.info), "totals": totals}
+        facts |= {"refused": [_fate(f) for f in refused], "failed": [_fate(f) for f in failed]}
+        facts["conflicts"] = list(run.manifest.conflicts)
+        print_json(facts)
+        return
+    meaning = run.info.get("meaning", {})
+    settings = run.info.get("settings", {})
+    print_facts(
+        [
+            ("run", path),
+            (
+                "model",
+                f"{meaning.get('model', '?')}" + (f" at {meaning['revision']}" if meaning.get("revision") else ""),
+            ),
+            ("layers", layers_text(_layers(run)) or "?"),
+            ("codec", settings.get("codec", "?")),
+            ("created", run.info.get("created", "?")),
+            ("complete", "yes" if run.complete else "no: still written, or interrupted"),
+            ("samples", f"{totals['samples']:,}"),
+            ("tokens", f"{totals['tokens']:,}"),
+            ("parts", f"{totals['parts']:,}"),
+            ("raw", bytes_text(totals["raw_bytes"])),
+            ("stored", bytes_text(totals["stored_bytes"])),
+            *_fate_lines("refused", refused),
+            *_fate_lines("failed", failed),
+            *(("conflict", conflict) for conflict in run.manifest.conflicts),
+        ]
+    )
+
+
+def print_sample(path: str, key: str, options: Sequence[str], *, as_json: bool) -> None:
+    """One sample: shape, dtype, where it lies, and the norms of each layer. Reads all of it, a layer at a time."""
+    run = open_run(path, storage_options=parse_storage_options(options))
+    try:
+        sample = run[key]
+    except SampleNotFound:
+        _explain_missing(run, key)
+        raise
+    norms, hidden_size = _layer_norms(sample)
+    facts: dict[str, Any] = {
+        "key": sample.key,
+        "shape": [sample.num_tokens, len(norms), hidden_size],
+        "dtype": sample.dtype,
+        "layer_ids": list(sample.layer_ids),
+        "tokens": sample.num_tokens,
+        "uri": sample.uri,
+        "layers": norms,
+    }
+    if as_json:
+        print_json(facts)
+        return
+    print_facts(
+        [
+            ("key", key),
+            ("shape", f"{facts['shape']}  (tokens, layers, hidden size)"),
+            ("dtype", sample.dtype),
+            ("tokens", f"{sample.num_tokens:,}"),
+            ("lies in", sample.uri),
+        ]
+    )
+    columns = ("layer", "mean norm", "max norm", "not finite", "zero rows")
+    print_table(
+        columns,
+        ((n["layer"], f"{n['mean_norm']:.4g}", f"{n['max_norm']:.4g}", n["not_finite"], n["zero_rows"]) for n in norms),
+        numbers=columns,
+    )
+
+
+def _layer_norms(sample: Sample) -> tuple[list[dict[str, Any]], int]:
+    """Per layer: Euclidean norms over the hidden size, of all tokens. And the hidden size."""
+    norms = []
+    hidden_size = 0
+    for layer in sample.layer_ids:
+        states = sample.load(layers=[layer], framework="numpy")["hidden_states"][:, 0]
+        hidden_size = states.shape[1]
+        # In float64 and a few rows at once: fp16 squares overflow, and a copy of a long sample would be large.
+        rows = [
+            np.linalg.norm(states[i : i + _ROWS_AT_ONCE].astype(np.float64), axis=1)
+            for i in range(0, len(states), _ROWS_AT_ONCE)
+        ]
+        norm = np.concatenate(rows)
+        finite = np.isfinite(norm)
+        norms.append(
+            {
+                "layer": layer,
+                "mean_norm": float(norm[finite].mean()) if finite.any() else 0.0,
+                "max_norm": float(norm[finite].max()) if finite.any() else 0.0,
+                "not_finite": int((~finite).sum()),
+                "zero_rows": int((norm == 0).sum()),
+            }
+        )
+    return norms, hidden_size
+
+
+def _explain_missing(run: Run, key: str) -> None:
+    for fates in (run.refused, run.failed):
+        if key in fates:
+            print(f"row {fates[key].row} was {fates[key].fate}: {fates[key].reason}", file=sys.stderr)
+
+
+def _layers(run: Run) -> list[int]:
+    layers = run.info.get("meaning", {}).get("layers", [])
+    return list(layers) if isinstance(layers, list) else []
+
+
+def _totals(run: Run) -> dict[str, int]:
+    samples = run.manifest.samples.values()
+    parts = {part for s in samples for part, _ in s.segments}
+    return {
+        "samples": len(run),
+        "tokens": sum(s.num_tokens for s in samples),
+        "parts": len(parts),
+        "raw_bytes": sum(proof.raw_bytes for s in samples for _, proof in s.segments),
+        "stored_bytes": sum(run.manifest.parts[part].size for part in parts),
+        "refused": len(run.refused),
+        "failed": len(run.failed),
+    }
+
+
+def _totals_text(totals: dict[str, int], complete: bool) -> str:
+    ratio = f" (ratio {totals['raw_bytes'] / totals['stored_bytes']:.2f})" if totals["stored_bytes"] else ""
+    return (
+        f"{totals['samples']:,} samples, {totals['tokens']:,} tokens, {totals['parts']:,} parts, "
+        f"{bytes_text(totals['raw_bytes'])} raw, {bytes_text(totals['stored_bytes'])} stored{ratio}; "
+        f"{totals['refused']:,} rows refused, {totals['failed']:,} failed; {'complete' if complete else 'not complete'}"
+    )
+
+
+def _parts_text(parts: Sequence[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{len(parts)} parts, first {parts[0]}"
+
+
+def _fate(fate: RowFate) -> dict[str, Any]:
+    return {"key": fate.key, "row": fate.row, "reason": fate.reason, "tries": fate.tries}
+
+
+def _fate_lines(name: str, fates: Sequence[RowFate]) -> Iterable[tuple[str, str]]:
+    yield name, f"{len(fates):,} rows"
+    for fate in fates[:_REASONS_SHOWN]:
+        yield "", f"{fate.key}: {fate.reason}"
+    if len(fates) > _REASONS_SHOWN:
+        yield "", f"… and {len(fates) - _REASONS_SHOWN} more (--json prints all)"
