@@ -143,17 +143,22 @@ class _RowCheck:
         key = self._default_key(number)
         try:
             key = self._key(number, record)
+            if not self._first(key):
+                # Under its own number: the key belongs to the row that came first, even to a refused one.
+                reason = f"duplicate id {key[:80]!r}: an earlier row has it; give each row its own"
+                return self._refused(number, reason)
             kind, content = self._content(record)
         except InputError as e:
             return self._refused(number, str(e), key)
-        digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
-        if digest in self._seen:
-            # Under its own number: the key belongs to the row that came first.
-            return self._refused(number, f"duplicate id {key[:80]!r}: an earlier row has it; give each row its own")
-        self._seen.add(digest)
         own = {self.config.id, self.config.text, self.config.messages, self.config.token_ids}
         metadata = {k: v for k, v in record.items() if k not in own}
         return Row(key, number, metadata=metadata, **{kind: content})
+
+    def _first(self, key: str) -> bool:
+        digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
+        seen = digest in self._seen
+        self._seen.add(digest)
+        return not seen
 
     def _default_key(self, number: int) -> str:
         return f"{self.stem}:{number:08d}"

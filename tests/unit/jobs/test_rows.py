@@ -113,6 +113,14 @@ def test_a_duplicate_id_is_refused_under_its_row_number(tmp_path: Path) -> None:
     assert "duplicate id '7'" in second.reason
 
 
+def test_the_id_of_a_refused_row_is_taken_too(tmp_path: Path) -> None:
+    # Else a resumed run, which looks rows up by key, would take the second row for the refused one.
+    first, second = read(write(tmp_path / "in.jsonl", {"id": "a", "text": ""}, {"id": "a", "text": "x"}))
+    assert isinstance(first, RowFate)
+    assert isinstance(second, RowFate)
+    assert (first.key, second.key) == ("a", "in:00000001")
+
+
 def test_empty_lines(tmp_path: Path) -> None:
     rows = read(write(tmp_path / "in.jsonl", {"text": "a"}, b"", b"  ", {"text": "b"}, b"", b""))
     assert [(r.row, type(r)) for r in rows] == [(0, Row), (1, RowFate), (2, RowFate), (3, Row)]
