@@ -120,6 +120,11 @@ class StoreConfig(Settings):
     storage_options: Options = Field(
         default_factory=dict, description="fsspec options for the output's store; never shown."
     )
+    shared: bool = Field(
+        default=False,
+        description="The output is a local path on a file system that all nodes share; without this a local path is "
+        "refused on a cluster of several nodes.",
+    )
     retry_seconds: float = Field(
         default=120.0, ge=0, description="Seconds for which a failing call to the store is repeated."
     )

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
@@ -93,7 +94,7 @@ class BridgeServer:
         while not self._closing:
             try:
                 connection = self._listener.accept()
-            except Exception as e:  # a stranger without the key, or the listener was closed
+            except (OSError, EOFError, AuthenticationError) as e:  # a stranger without the key, or we are closing
                 if not self._closing:
                     log.warning("a connection to the ring was refused: %r", e)
                 continue

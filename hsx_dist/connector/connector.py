@@ -3,9 +3,13 @@
 vLLM builds this class twice, in the scheduler's process and in every worker; the two share nothing.
 """
 
+# vLLM names the arguments; which of them we need is our affair.
+# ruff: noqa: ARG002
+
 from __future__ import annotations
 
 import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,7 +118,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             rank=get_tensor_model_parallel_rank(),
             layer_ids=self._layer_ids,
             page_bytes=self._settings.page_bytes,
-            segment_bytes=self._settings.segment_bytes,
+            # Where every sample is an object of its own, it is one segment however long it is.
+            segment_bytes=self._settings.segment_bytes if self._settings.layout == "part" else sys.maxsize,
         )
 
     def start_load_kv(self, *args: Any, **kwargs: Any) -> None:
@@ -156,7 +161,7 @@ def captured_layers(vllm_config: VllmConfig) -> tuple[int, ...]:
             f"this engine has {spec.method if spec else 'none'}"
         )
     ids = getattr(spec.draft_model_config.hf_config, "eagle_aux_hidden_state_layer_ids", None) or ()
-    return tuple(sorted(set(int(i) for i in ids)))
+    return tuple(sorted({int(i) for i in ids}))
 
 
 def hidden_state_group(kv_cache_config: KVCacheConfig) -> int:

@@ -1,8 +1,8 @@
-"""Cache blocks → one contiguous page. torch only: no vLLM, so that it runs (and is measured) on any machine with torch.
+"""Cache blocks → one contiguous page. torch only, no vLLM: it runs (and is measured) on any machine with torch.
 
-The cache view is ``[blocks, layers, block_size, hidden]`` whatever its memory order; which order it has is read from the
-strides. Whole blocks are copied with ``index_select(out=)`` into a reused buffer: rows past the last token are copied
-too, and mean nothing.
+The cache view is ``[blocks, layers, block_size, hidden]`` whatever its memory order; which order it has is read from
+the strides. Whole blocks are copied with ``index_select(out=)`` into a reused buffer: rows past the last token are
+copied too, and mean nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Order = Literal["LTH", "TLH"]
 
 
 def cache_order(cache: torch.Tensor) -> Order:
-    """``"LTH"`` when a block holds its layers one after the other, ``"TLH"`` when it holds its tokens one after the other.
+    """``"LTH"`` when a block holds layer after layer, ``"TLH"`` when it holds token after token.
 
     Raises:
         ValueError: a layout in which neither a layer's nor a block's rows are contiguous.
@@ -27,8 +27,8 @@ def cache_order(cache: torch.Tensor) -> Order:
     if s_hidden == 1 and (s_layer == hidden or layers == 1) and s_token >= layers * hidden:
         return "TLH"
     raise ValueError(
-        f"hidden-state cache of shape {tuple(cache.shape)} has strides {cache.stride()}: expected layer-major or token-major "
-        "blocks with contiguous rows; this vLLM lays its cache out in a way that this version does not know"
+        f"hidden-state cache of shape {tuple(cache.shape)} has strides {cache.stride()}: expected layer-major or "
+        "token-major blocks with contiguous rows; this vLLM lays its cache out in a way that this version does not know"
     )
 
 
@@ -40,7 +40,8 @@ def page_shape(cache: torch.Tensor, num_blocks: int, order: Order) -> tuple[int,
 
 
 def gather(cache: torch.Tensor, block_ids: torch.Tensor, out: torch.Tensor, order: Order) -> None:
-    """Copy blocks ``block_ids`` (int64 ``[n]``, on the cache's device) into ``out`` (``page_shape``, contiguous, same dtype).
+    """Copy blocks into ``out`` (of ``page_shape``, contiguous, same dtype); ``block_ids``: int64 ``[n]`` on the cache's
+    device.
 
     On a CUDA cache the work is queued on the current stream; ``out`` may be pinned host memory, then a staging
     tensor of the page's size is used on the device.

@@ -72,9 +72,7 @@ class SchedulerHalf:
         """The tokens whose states are wanted (int64), and why there are none."""
         prompt = request.prompt_token_ids
         if not prompt:
-            return np.empty(
-                0, np.int64
-            ), "the prompt came as embeddings: there are no token ids to label its states with"
+            return np.empty(0, np.int64), "the prompt came as embeddings: no token ids label its states"
         if params.get("include_output_tokens", self._settings.include_output_tokens):
             # The last token was sampled but never an input: it has no state.
             return np.asarray(request.all_token_ids[:-1], dtype=np.int64), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -42,7 +43,7 @@ def read_settings(extra: dict[str, Any]) -> ConnectorSettings:
         table.setdefault("output", extra["shared_storage_path"])
     if "num_writer_threads" in extra:
         table.setdefault("writer_threads", extra["num_writer_threads"])
-    table.setdefault("output", "/tmp")  # vLLM's own default
+    table.setdefault("output", tempfile.gettempdir())  # where vLLM's own connector stores by default
     try:
         settings = ConnectorSettings.model_validate(table)
     except ValidationError as e:

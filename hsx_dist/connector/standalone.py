@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class StoreOutlet(LocalOutlet):
-    """A local outlet that owns its writer threads; a failure leaves ``KEY.error.json`` for whoever waits for the sample."""
+    """A local outlet with writer threads of its own; a failure leaves ``KEY.error.json`` for whoever waits."""
 
     def __init__(self, store: Store, settings: ConnectorSettings, about: dict[str, Any]):
         self._store = store

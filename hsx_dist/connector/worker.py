@@ -38,8 +38,8 @@ class Plan:
         block = block_size * layers * row
         if block > segment_bytes:
             raise ValueError(
-                f"one cache block of {block_size} tokens × {layers} layers takes {block} bytes, more than segment_bytes "
-                f"({segment_bytes}): raise segment_bytes and in_flight_bytes, or capture fewer layers"
+                f"one cache block of {block_size} tokens of {layers} layers takes {block} bytes, more than "
+                f"segment_bytes ({segment_bytes}): raise segment_bytes and in_flight_bytes, or capture fewer layers"
             )
         blocks = max(1, min(page_bytes // block, FRAME_BYTES // (block_size * row)))
         pages = max(1, segment_bytes // (blocks * block))

@@ -26,7 +26,7 @@ CHECK = "check.json"
 class LayerError:
     """Relative errors of one layer over all compared samples.
 
-    ``norm``: ‖ours − theirs‖ / ‖theirs‖ over all rows; ``worst_row``: the largest such ratio of a single row.
+    ``norm``: |ours - theirs| / |theirs| over all rows; ``worst_row``: the largest such ratio of a single row.
     ``after_norm``: both sides after the model's final norm.
     """
 

@@ -261,8 +261,9 @@ def check_output(output: str, nodes: int) -> None:
     local = "://" not in output or output.startswith(("file://", "local://", "memory://"))
     if local and nodes > 1:
         raise ConfigError(
-            f"output: expected a place that all {nodes} nodes share, came {output!r}, which each node would understand as a disk "
-            "of its own; use an object store's URL (s3://…, gs://…), or set store.shared=true if it is a shared file system"
+            f"output: expected a place that all {nodes} nodes share, came {output!r}, which each node would take for a "
+            "disk of its own; use an object store's URL (s3://…, gs://…), or set store.shared=true if it is a shared "
+            "file system"
         )
 
 
@@ -283,8 +284,8 @@ def ray_fleet(config: ExtractConfig, spec: EngineSpec, options: Callable[[str], 
     ):
         raise ConfigError(
             f"replica: expected a node with {config.replica.num_cpus:g} CPUs and {gpus:g} GPUs, came "
-            f"{[{k: n['Resources'].get(k, 0) for k in ('CPU', 'GPU')} for n in nodes]}; lower replica.num_cpus / num_gpus, or "
-            "add such a node"
+            f"{[{k: n['Resources'].get(k, 0) for k in ('CPU', 'GPU')} for n in nodes]}; lower replica.num_cpus or "
+            "replica.num_gpus, or add such a node"
         )
     shape = ClusterShape(
         replicas=config.max_replicas,

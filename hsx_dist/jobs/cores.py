@@ -40,7 +40,7 @@ class CoreClaim:
 
 def omp_binding(cores: list[int], ranks: int, wanted: int) -> str:
     """``VLLM_CPU_OMP_THREADS_BIND`` for an engine of ``ranks`` workers: a list of cores a rank, ``|`` between ranks;
-    ``nobind`` when there are not ``wanted`` cores free, for two engines on one core are slower than the kernel's own choice."""
+    ``nobind`` when fewer than ``wanted`` cores are free: the kernel's choice is better than two engines on one core."""
     if len(cores) < max(wanted, ranks):
         log.warning("%d free cores of %d wanted: the engine's threads are not bound", len(cores), max(wanted, ranks))
         return "nobind"

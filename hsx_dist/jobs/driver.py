@@ -15,7 +15,7 @@ from hsx_dist.format.manifest import Manifest, Receipt, RowFate, receipt_name
 from hsx_dist.format.runs import beat, is_fenced
 from hsx_dist.jobs.fleet import Fleet, FleetEvent, ReplicaDied, ReplicaReady, TaskDone
 from hsx_dist.jobs.rows import Row
-from hsx_dist.jobs.tasks import Task
+from hsx_dist.jobs.tasks import Task, TaskResult
 from hsx_dist.observe.progress import Progress
 from hsx_dist.store import Store
 from hsx_dist.writers.sink import Lost
@@ -112,8 +112,8 @@ class Heartbeat:
 class Driver:
     """Runs rows through a fleet until each is stored, refused or failed.
 
-    What is done is what receipts prove; what replicas answer only says when to look. A row whose task or pages were lost
-    is run again, at most ``max_tries`` times, then alone, then it is failed.
+    What is done is what receipts prove; what replicas answer only says when to look. A row whose task or pages were
+    lost is run again, up to ``max_tries`` times in all (the last time alone), and then counts as failed.
     """
 
     def __init__(
@@ -207,8 +207,8 @@ class Driver:
                     self._ready[replica] = []
                     self._progress.started()
                     self._progress.say(f"replica {replica} is ready")
-                case TaskDone(replica, result):
-                    self._done(replica, event)
+                case TaskDone():
+                    self._done(event.replica, event.result)
                 case ReplicaDied():
                     self._lost_replica(event)
                 case Receipt():
@@ -216,8 +216,7 @@ class Driver:
                 case Lost():
                     self._lost_segments(event)
 
-    def _done(self, replica: int, event: TaskDone) -> None:
-        result = event.result
+    def _done(self, replica: int, result: TaskResult) -> None:
         task = next(t for t in self._ready[replica] if t.number == result.number)
         self._ready[replica].remove(task)
         rows = {r.key: r for r in task.rows}

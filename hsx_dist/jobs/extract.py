@@ -1,4 +1,4 @@
-"""One extraction from configuration to summary: ``run_extract`` for jobs and the command line, ``extract`` for Python."""
+"""One extraction, from configuration to summary: ``run_extract`` for jobs and commands, ``extract`` for Python."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def run_extract(config: ExtractConfig, *, base: Path | None = None) -> RunSummar
 
 
 def refuse_job_local_output(config: ExtractConfig) -> None:
-    """A relative output of a submitted Ray job would end in the job's own copy of the working folder, and be lost with it.
+    """A relative output of a submitted job would end in the job's copy of the working folder, and be lost with it.
 
     Raises:
         ConfigError: the output is relative, and this is a Ray job.
@@ -101,8 +101,8 @@ def refuse_job_local_output(config: ExtractConfig) -> None:
         and not Path(config.output).is_absolute()
     ):
         raise ConfigError(
-            f"output: expected an absolute path or a URL in a submitted job, came {config.output!r}, which would lie in the "
-            "job's private copy of the folder; add output=$PWD/… to the command line, or give an object store's URL"
+            f"output: expected an absolute path or a URL in a submitted job, came {config.output!r}, which would lie "
+            "in the job's private copy of the folder; add output=$PWD/… to the command line, or an object store's URL"
         )
 
 
@@ -178,8 +178,8 @@ def open_or_start_run(config: ExtractConfig, store: Store, meaning: dict[str, An
     if differ:
         lines = "; ".join(f"{k}: the run has {before.get(k)!r}, this is {meaning.get(k)!r}" for k in differ)
         raise RunMismatch(
-            f"the run at {store.url} was made with settings that give its samples another meaning ({lines}). Choose another "
-            "output, or the same settings"
+            f"the run at {store.url} was made with settings that give its samples another meaning ({lines}). Choose "
+            "another output, or the same settings"
         )
     return load_manifest(store)
 
@@ -262,13 +262,13 @@ def connect_ray() -> None:
 
 @contextmanager
 def stop_on_signals(driver: Driver) -> Iterator[None]:
-    """SIGTERM and the first SIGINT end the run in good order. Only the main thread may take signals; elsewhere nothing changes."""
+    """SIGTERM and the first SIGINT end the run in good order. (Only in the main thread: no other may take signals.)"""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
-    def stop(number: int, frame: object) -> None:
+    def stop(number: int, _: object) -> None:
         driver.stop()
         signal.signal(number, before[number])  # the second one is taken at its word
 

@@ -75,12 +75,13 @@ class LocalFleet:
     def _start_replica(self) -> None:
         try:
             self._replica = Replica(self._spec, lambda: ThreadSender(self._sink, self._threads))
-        except Exception as e:
+        except Exception as e:  # noqa: BLE001 - told to the driver, which raises it
             self._events.put(ReplicaDied(0, str(e), fatal=True))
         else:
             self._events.put(ReplicaReady(0))
 
     def submit(self, replica: int, task: Task) -> None:
+        assert replica == 0
         assert self._replica is not None
         self._replica.submit(task).add_done_callback(
             lambda f: self._events.put(

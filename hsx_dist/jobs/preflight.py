@@ -148,8 +148,8 @@ def open_output(config: ExtractConfig) -> Store:
 
 
 def about(config: ExtractConfig, model: Model, versions: dict[str, str]) -> dict[str, Any]:
-    """What every part says of where it comes from. Layer id k is the stream that enters layer k; the last one is before the
-    final norm."""
+    """What every part says of where it comes from. Layer id k is the stream that enters layer k; layer N is the last
+    output, before the final norm."""
     return {
         "model": public_url(config.model),
         "revision": config.revision,

@@ -24,7 +24,7 @@ from hsx_dist.writers.base import Sender
 
 log = logging.getLogger(__name__)
 
-#: How long the loop sleeps when a step gave nothing and computed nothing (the ring is full, or the last copies are under way).
+#: How long the loop sleeps when a step had nothing to compute (the ring is full, or the last copies are under way).
 IDLE_S = 0.001
 
 
@@ -203,7 +203,7 @@ class Replica:
 
     def _step(self) -> None:
         if self._engine.has_unfinished_requests() or (self._in_process and self._running):
-            # In this process nothing else steps: after the last answer the copies of the last requests are still to come.
+            # In this process nothing else steps: after the last answer the last requests' copies are still to come.
             outputs = self._engine.step()
             if outputs or self._engine.has_unfinished_requests():
                 return

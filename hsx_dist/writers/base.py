@@ -12,9 +12,12 @@ class Sender(Protocol):
     """Hands pages to writers. Used by one thread."""
 
     def send(self, pages: Sequence[Page], release: Callable[[Page], None]) -> None:
-        """Pass pages on; blocks while the writers have no room. ``release(page)`` is called, from any thread, as soon as the
-        page's buffer may be reused: also when the page could not be passed on, for the ring must go round whatever
-        the writers do (what was lost shows in the receipts, which are all that counts)."""
+        """Pass pages on; blocks while the writers have no room.
+
+        ``release(page)`` is called, from any thread, as soon as the page's buffer may be reused: also when the page
+        could not be passed on, for the ring must go round whatever the writers do (what was lost has no receipt, and
+        receipts are all that counts).
+        """
         ...
 
     def flush(self) -> None:

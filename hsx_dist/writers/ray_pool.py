@@ -92,7 +92,8 @@ def start_writer(spec: WriterSpec, *, node_id: str, num_cpus: float, threads: in
 
 
 class RaySender:
-    """Sends from one replica to writers, those on its own node first; never more than ``credit_bytes`` unanswered a writer."""
+    """Sends from one replica to the writers of its node (or, where there is none, to all), never more than
+    ``credit_bytes`` unanswered a writer."""
 
     def __init__(self, writers: Sequence[tuple[str, Any]], credit_bytes: int, on_lost: Callable[[Lost], None]):
         """``writers``: (node id, actor handle). ``credit_bytes``: this sender's share of what a writer can hold."""
@@ -111,7 +112,7 @@ class RaySender:
                 nbytes = sum(p.nbytes for p in batch)
                 self._settle(writer, self._credit - nbytes)
                 segments = tuple(dict.fromkeys(p.segment for p in batch))
-                # Ray copies the arrays into its object store before .remote() returns: from here the ring may reuse them.
+                # Ray copies the arrays into its object store before .remote() returns: then the ring may reuse them.
                 ref = self._writers[writer].add_pages.remote(batch)
                 self._unanswered[writer][ref] = (nbytes, segments)
         finally:
@@ -132,7 +133,7 @@ class RaySender:
         return batches
 
     def _settle(self, writer: int, room: int) -> None:
-        """Take answers until at most ``room`` bytes are unanswered (or nothing is: a batch may exceed the credit alone)."""
+        """Take answers until at most ``room`` bytes are unanswered (or none: one batch may exceed the credit)."""
         unanswered = self._unanswered[writer]
         while unanswered and sum(n for n, _ in unanswered.values()) > max(room, 0):
             done, _ = ray.wait(list(unanswered), num_returns=1)

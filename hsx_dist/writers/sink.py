@@ -47,8 +47,8 @@ class SinkOptions:
     """How parts are made.
 
     ``about`` goes into every part (model, revision, versions …). ``attempt`` 0 means that there is no run: objects
-    are stored without receipts (a server's ``layout="sample"``). ``max_bytes`` bounds what the sink holds: raw bytes being
-    encoded and encoded bytes not yet stored; at least one segment of every sender and one part fit whatever it says.
+    are stored without receipts (a server's ``layout="sample"``). ``max_bytes`` bounds what the sink holds: raw bytes
+    being encoded and encoded bytes not yet stored; one segment of every sender and one part fit whatever it says.
     """
 
     codec: Codec
@@ -214,7 +214,7 @@ class PartSink:
                 created=datetime.now(UTC).isoformat(timespec="milliseconds"),
             )
             self._on_event(self._prove(receipt) if self._opt.attempt else receipt)
-        except Exception as e:
+        except Exception as e:  # noqa: BLE001 - whatever it is, the segments must be told as lost
             self._fail(segments, e)
 
     def _prove(self, receipt: Receipt) -> Receipt:
@@ -222,8 +222,8 @@ class PartSink:
         with self._receipt_lock:
             if is_fenced(self._store, self._opt.attempt):
                 raise Fenced(
-                    f"attempt {self._opt.attempt} of {self._store.url} is no longer the newest: another driver took over; "
-                    "this one stores nothing more"
+                    f"attempt {self._opt.attempt} of {self._store.url} is no longer the newest: another driver took "
+                    "over; this one stores nothing more"
                 )
             receipt = replace(receipt, seq=self._next_receipt)
             name, body = receipt_name(receipt.attempt, receipt.writer, receipt.seq), receipt.to_json()

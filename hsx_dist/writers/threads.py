@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 
 
 class ThreadSender:
-    """Threads that encode pages into one ``PartSink``. The ring bounds the queue: a page's buffer is released only when the
-    page is encoded."""
+    """Threads that encode pages into one ``PartSink``. The ring bounds the queue: a page's buffer is released only
+    when the page is encoded."""
 
     def __init__(self, sink: PartSink, threads: int = 2):
         self.sink = sink
