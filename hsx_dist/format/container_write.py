@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import struct
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +14,12 @@ from hsx_dist.format.checksum import crc32c, crc32c_all, crc32c_hex
 from hsx_dist.format.codecs import Codec
 from hsx_dist.format.codecs.base import flat
 from hsx_dist.format.description import (
-    FORMAT,
     MAX_CHUNK_BYTES,
-    MAX_HEADER_BYTES,
     Description,
     SegmentInfo,
     SegmentRecord,
 )
+from hsx_dist.format.header import build_header
 from hsx_dist.page import CARRIER, Page, Segment
 from hsx_dist.store.base import Buffer
 
@@ -62,7 +59,7 @@ class EncodedSegment:
 
     @cached_property
     def header_nbytes(self) -> int:
-        """No fewer than the bytes that the segment adds to a part's header (at most ``MAX_HEADER_BYTES``)."""
+        """No fewer than the bytes that the segment adds to a part's header (which safetensors limits to 100 MB)."""
         planes = len(self.chunks[0][0])
         layers, chunks = len(self.layer_ids), self.info.num_chunks
         key = 14 * len(self.segment.key)  # one character beyond the BMP: two escapes, escaped again
@@ -171,7 +168,7 @@ def build_part(segments: Sequence[EncodedSegment], codec: Codec, about: Mapping[
         description, data = _vllm_schema(segments[0], codec, about)
     else:
         description, data = _segments_schema(segments, codec, about)
-    header = _header(description)
+    header = build_header(description)
     buffers = [header, *data]
     size = len(header) + description.data_bytes
     actual = sum(_nbytes(b) for b in buffers)
@@ -209,23 +206,6 @@ def _vllm_schema(s: EncodedSegment, codec: Codec, about: Mapping[str, Any]) -> t
     crcs = (tuple(crc32c(chunk) for chunk in states),)
     record = SegmentRecord(s.info, (), crcs, crc32c(s.token_ids))
     return Description(codec, about, "vllm", (record,)), [s.token_ids, *states]
-
-
-def _header(description: Description) -> bytes:
-    text = description.to_json()
-    entries: dict[str, Any] = {
-        "__metadata__": {"format": FORMAT, "hsx": text, "hsx_crc32c": crc32c_hex(crc32c(text.encode()))}
-    }
-    for name, (dtype, shape, offsets) in description.tensors.items():
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
-    body = json.dumps(entries, separators=(",", ":"), ensure_ascii=True).encode()
-    body += b" " * (-len(body) % 8)
-    if len(body) > MAX_HEADER_BYTES:
-        raise ValueError(
-            f"the header of {len(description.segments)} segments takes {len(body)} bytes, safetensors allows "
-            f"{MAX_HEADER_BYTES}: put fewer segments into a part"
-        )
-    return struct.pack("<Q", len(body)) + body
 
 
 def _check_page(page: Page, known: SegmentInfo | None) -> SegmentInfo:

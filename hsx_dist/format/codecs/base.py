@@ -53,7 +53,7 @@ class Codec(Protocol):
 
 
 def raw_plane(data: Buffer, itemsize: int, n: int, hidden_size: int, plane: str) -> np.ndarray[Any, Any]:
-    """``data`` as unsigned integers ``[n, hidden_size]`` of ``itemsize`` bytes, a view. ``FormatError`` on a wrong size."""
+    """``data`` as ``[n, hidden_size]`` unsigned integers of ``itemsize`` bytes, a view, or ``FormatError``."""
     view = as_bytes_view(data)
     expected = n * hidden_size * itemsize
     if view.nbytes != expected:

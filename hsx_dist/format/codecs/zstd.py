@@ -49,7 +49,7 @@ def compress_huffman(data: np.ndarray[Any, Any]) -> bytes:
 
 
 def decompress(data: Buffer, expected: int, plane: str) -> bytes:
-    """The content of the one zstd frame ``data``. ``FormatError`` unless it is ``expected`` bytes, before allocating."""
+    """The content of the zstd frame ``data``. ``FormatError`` unless it is ``expected`` bytes, before allocating."""
     view = as_bytes_view(data)
     try:
         size = zstandard.frame_content_size(view)

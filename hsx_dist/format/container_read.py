@@ -1,0 +1,265 @@
+"""Reading parts: one header tells every place; only the chunks asked for are fetched, checked and decoded."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from hsx_dist.errors import ConfigError, FormatError, IntegrityError
+from hsx_dist.format.checksum import crc32c, crc32c_all, crc32c_hex
+from hsx_dist.format.codecs import Codec
+from hsx_dist.format.codecs.base import raw_plane
+from hsx_dist.format.description import MAX_HEADER_BYTES, SegmentInfo, SegmentRecord
+from hsx_dist.format.header import Header, parse_header
+from hsx_dist.page import CARRIER
+from hsx_dist.store.base import Store
+
+#: Fetched at first when the header's length is not known: enough for about a thousand segments.
+_FIRST_BYTES = 256 * 1024
+
+
+class Part:
+    """One stored part, open for reading; immutable, and safe to share between threads.
+
+    Also opens a file that vLLM itself wrote (``hidden_states``, ``token_ids``, no metadata): one segment without key,
+    layer ids and checksums.
+    """
+
+    def __init__(self, store: Store, name: str, header: Header, size: int | None):
+        self.name = name
+        #: Of the object in bytes; ``None`` when nobody had to ask.
+        self.size = size
+        self.header_bytes = header.size
+        self._store = store
+        self._header = header
+        self._where = f"{store.url.rstrip('/')}/{name}"
+
+    @classmethod
+    def open(cls, store: Store, name: str, *, header_bytes: int | None = None, size: int | None = None) -> Part:
+        """Read and check the header.
+
+        ``header_bytes`` and ``size`` as a receipt has them: one request then, otherwise one for the size and one or two
+        for the header.
+
+        Raises:
+            NotFound, StoreError: the store's.
+            FormatError: this is no part, or it is cut short; ``UnknownCodec`` when its codec is not registered.
+            IntegrityError: its description changed after it was written.
+        """
+        with _told(f"{store.url.rstrip('/')}/{name}"):
+            if header_bytes is None and size is None:
+                size = store.head(name).size
+            first = header_bytes if header_bytes is not None else min(size or 0, _FIRST_BYTES)
+            if first < 8:
+                raise FormatError(f"expected a safetensors header, got an object or header of {first} bytes")
+            data = bytes(_ranges(store, name, [(0, first)])[0])
+            length = 8 + struct.unpack_from("<Q", data)[0]
+            if length - 8 > MAX_HEADER_BYTES or (size is not None and length > size):
+                raise FormatError(
+                    f"the header claims {length - 8} bytes in an object of {size}, not a safetensors file?"
+                )
+            if header_bytes is not None and length != header_bytes:
+                raise FormatError(f"expected a header of {header_bytes} bytes, the object says {length}")
+            if length > first:
+                data += bytes(_ranges(store, name, [(first, length)])[0])
+            return cls(store, name, parse_header(data[8:length], None if size is None else size - length), size)
+
+    @property
+    def codec(self) -> Codec:
+        return self._header.description.codec
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What the run knew when it wrote the part: model, revision, versions, …"""
+        return dict(self._header.description.about)
+
+    @property
+    def segments(self) -> tuple[SegmentInfo, ...]:
+        return tuple(record.info for record in self._header.description.segments)
+
+    def token_ids(self, i: int) -> np.ndarray[Any, Any]:
+        """Token ids of segment ``i``: int64 ``[n]``."""
+        with _told(self._where):
+            return self._token_ids(i, self._fetch([self._token_range(i)])[0])
+
+    def read(
+        self, i: int, *, layers: Sequence[int] | None = None, tokens: tuple[int, int] | None = None
+    ) -> np.ndarray[Any, Any]:
+        """States of segment ``i``: the dtype's carrier, ``[n, len(layers), H]``, a new array.
+
+        ``layers``: vLLM's layer ids, in the order wanted; ``None``: all, as stored. ``tokens``: ``(start, stop)``
+        counted from the segment's start.
+
+        Raises:
+            ConfigError: there is no such layer or token.
+            FormatError: the data is cut short or is no encoding of that shape.
+            IntegrityError: a checksum fails.
+        """
+        with _told(self._where):
+            return self._read(i, layers, tokens, [])[0]
+
+    def load(
+        self, i: int, *, layers: Sequence[int] | None = None, tokens: tuple[int, int] | None = None
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """``read`` and the token ids of the *whole* segment, fetched together."""
+        with _told(self._where):
+            states, (ids,) = self._read(i, layers, tokens, [self._token_range(i)])
+            return states, self._token_ids(i, ids)
+
+    def scan(self, i: int) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
+        """Every chunk of segment ``i``, checked and decoded: position of the layer, states ``[rows, H]`` (carrier)."""
+        info = self.segments[i]
+        with _told(self._where):
+            if self._header.description.schema == "vllm":
+                ranges = self._row_ranges(i, 0, info.num_chunks)
+                for _, x in self._row_chunks(i, 0, self._fetch(ranges)):
+                    yield from ((k, x[:, k]) for k in range(info.num_layers))
+                return
+            for k in range(info.num_layers):
+                views = self._fetch(self._plane_ranges(i, k, 0, info.num_chunks))
+                yield from ((k, x) for _, x in self._layer_chunks(i, k, 0, info.num_chunks, views))
+
+    # -- what to fetch ---------------------------------------------------------------------------------------------
+
+    def _record(self, i: int) -> SegmentRecord:
+        return self._header.description.segments[i]
+
+    def _begin(self, name: str) -> int:
+        return self._header.tensors[name][2][0]
+
+    def _token_range(self, i: int) -> tuple[int, int]:
+        name = "token_ids" if self._header.description.schema == "vllm" else f"{i}.token_ids"
+        return self._header.tensors[name][2]
+
+    def _row_ranges(self, i: int, first: int, last: int) -> list[tuple[int, int]]:
+        """Schema ``vllm``: chunks ``[first, last)``, all layers."""
+        info, base = self._record(i).info, self._begin("hidden_states")
+        row = info.num_layers * info.row_bytes
+        return [(base + a * row, base + b * row) for a, b in (info.chunk_span(c) for c in range(first, last))]
+
+    def _plane_ranges(self, i: int, k: int, first: int, last: int) -> list[tuple[int, int]]:
+        """Chunks ``[first, last)`` of the ``k``-th stored layer: one range a plane, as chunks follow one another."""
+        ranges = []
+        planes = self.codec.planes(self._record(i).info.dtype)
+        for plane, sizes in zip(planes, self._record(i).plane_sizes(k, planes), strict=True):
+            base = self._begin(f"{i}.{k}.{plane.name}" if plane.name else f"{i}.{k}")
+            start = base + sum(sizes[:first])
+            ranges.append((start, start + sum(sizes[first:last])))
+        return ranges
+
+    def _fetch(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        shift = self.header_bytes
+        return _ranges(self._store, self.name, [(shift + a, shift + b) for a, b in ranges])
+
+    # -- what came -------------------------------------------------------------------------------------------------
+
+    def _read(
+        self, i: int, layers: Sequence[int] | None, tokens: tuple[int, int] | None, extra: list[tuple[int, int]]
+    ) -> tuple[np.ndarray[Any, Any], list[memoryview]]:
+        info = self._record(i).info
+        picks = _positions(info, layers)
+        start, stop = tokens if tokens is not None else (0, info.segment.num_tokens)
+        if not 0 <= start <= stop <= info.segment.num_tokens:
+            raise ConfigError(f"expected tokens within [0, {info.segment.num_tokens}), got [{start}, {stop})")
+        plain = self._header.description.schema == "vllm"
+        first, last = start // info.chunk_tokens, -(-stop // info.chunk_tokens)
+        if start == stop or not picks:
+            last = first
+        wanted = [self._row_ranges(i, first, last)] if plain else [self._plane_ranges(i, k, first, last) for k in picks]
+        views = iter(self._fetch([*extra, *(r for ranges in wanted for r in ranges)]))
+        extras = [next(views) for _ in extra]
+        try:
+            out = np.empty((stop - start, len(picks), info.hidden_size), CARRIER[info.dtype])
+        except (MemoryError, ValueError) as e:
+            raise FormatError(f"segment {i} claims {stop - start} tokens: more than this machine can hold") from e
+        for at, ranges in enumerate(wanted):
+            got = [next(views) for _ in ranges]
+            if plain:
+                for c, x in self._row_chunks(i, first, got):
+                    _place(out, x if layers is None else x[:, picks], info.chunk_span(c), start, stop)
+            else:
+                for c, x in self._layer_chunks(i, picks[at], first, last, got):
+                    _place(out[:, at], x, info.chunk_span(c), start, stop)
+        return out, extras
+
+    def _row_chunks(
+        self, i: int, first: int, views: Sequence[memoryview]
+    ) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
+        record = self._record(i)
+        info = record.info
+        for c, view in enumerate(views, first):
+            if record.crcs is not None:
+                _check(crc32c(view), record.crcs[0][c], f"segment {i}, tokens {info.chunk_span(c)}")
+            yield c, np.frombuffer(view, CARRIER[info.dtype]).reshape(-1, info.num_layers, info.hidden_size)
+
+    def _layer_chunks(
+        self, i: int, k: int, first: int, last: int, views: Sequence[memoryview]
+    ) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
+        record = self._record(i)
+        info, crcs = record.info, record.crcs
+        assert crcs is not None, "only a file in schema vllm has no checksums"
+        sizes = record.plane_sizes(k, self.codec.planes(info.dtype))
+        ends = [[0, *accumulate(s[first:last])] for s in sizes]
+        for c in range(first, last):
+            place = f"segment {i}, layer {info.layer_ids[k]}, tokens {info.chunk_span(c)}"
+            planes = [view[e[c - first] : e[c - first + 1]] for view, e in zip(views, ends, strict=True)]
+            _check(crc32c_all(planes), crcs[k][c], place)
+            a, b = info.chunk_span(c)
+            with _told(place):
+                x = self.codec.decode(planes, b - a, info.hidden_size, info.dtype)
+            yield c, x
+
+    def _token_ids(self, i: int, view: memoryview) -> np.ndarray[Any, Any]:
+        record = self._record(i)
+        if record.token_crc is not None:
+            _check(crc32c(view), record.token_crc, f"token ids of segment {i}")
+        ids = raw_plane(view, 8, record.info.segment.num_tokens, 1, "token_ids")
+        return ids.reshape(-1).astype(np.int64)
+
+
+def _positions(info: SegmentInfo, layers: Sequence[int] | None) -> list[int]:
+    if layers is None:
+        return list(range(info.num_layers))
+    unknown = [layer for layer in layers if layer not in info.layer_ids]
+    if unknown:
+        stored = ", ".join(map(str, info.layer_ids)) or "(it does not say: read it with layers=None)"
+        raise ConfigError(f"layers: {unknown} are not stored; stored are {stored}")
+    return [info.layer_ids.index(layer) for layer in layers]
+
+
+def _place(out: np.ndarray[Any, Any], x: np.ndarray[Any, Any], span: tuple[int, int], start: int, stop: int) -> None:
+    """Copy the rows of a chunk (tokens ``span``) that lie in ``[start, stop)`` to their place in ``out``."""
+    a, b = max(span[0], start), min(span[1], stop)
+    out[a - start : b - start] = x[a - span[0] : b - span[0]]
+
+
+def _check(crc: int, expected: int, what: str) -> None:
+    if crc != expected:
+        raise IntegrityError(
+            f"{what}: expected crc32c {crc32c_hex(expected)}, got {crc32c_hex(crc)}: the bytes changed"
+        )
+
+
+def _ranges(store: Store, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+    try:
+        views = store.get_ranges(name, ranges)
+    except ValueError as e:  # the store's word for a range past the end
+        raise FormatError(f"cut short: {e}") from e
+    for (start, stop), view in zip(ranges, views, strict=True):
+        if view.nbytes != stop - start:
+            raise FormatError(f"cut short: expected {stop - start} bytes at {start}, got {view.nbytes}")
+    return views
+
+
+@contextmanager
+def _told(where: str) -> Iterator[None]:
+    """Format errors say where."""
+    try:
+        yield
+    except FormatError as e:
+        raise type(e)(f"{where}: {e}") from e

@@ -1,0 +1,95 @@
+"""The safetensors header of a part: built from a description, and read back only if it follows from one."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hsx_dist.errors import FormatError, IntegrityError
+from hsx_dist.format.checksum import crc32c, crc32c_hex
+from hsx_dist.format.description import FORMAT, MAX_HEADER_BYTES, Description, Tensor, parse_json, plain_description
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """``tensors``: name → dtype, shape and place within the data; ``size`` in bytes, the length field included."""
+
+    description: Description
+    tensors: Mapping[str, Tensor]
+    size: int
+
+
+def build_header(description: Description) -> bytes:
+    """Length field, JSON and padding. ``ValueError`` when that is more than safetensors allows."""
+    text = description.to_json()
+    entries: dict[str, Any] = {
+        "__metadata__": {"format": FORMAT, "hsx": text, "hsx_crc32c": crc32c_hex(crc32c(text.encode()))}
+    }
+    for name, (dtype, shape, offsets) in description.tensors.items():
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+    body = json.dumps(entries, separators=(",", ":"), ensure_ascii=True).encode()
+    body += b" " * (-len(body) % 8)
+    if len(body) > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"the header of {len(description.segments)} segments takes {len(body)} bytes, safetensors allows "
+            f"{MAX_HEADER_BYTES}: put fewer segments into a part"
+        )
+    return struct.pack("<Q", len(body)) + body
+
+
+def parse_header(body: bytes, data_bytes: int | None) -> Header:
+    """The header in ``body`` (JSON, padded) of an object that has ``data_bytes`` after it (``None``: not known).
+
+    Raises ``FormatError`` when the table is not the one that follows from the description, or the data is not as long
+    as it says; ``IntegrityError`` when the description's checksum fails.
+    """
+    entries = parse_json(body, floats=False)
+    if not isinstance(entries, dict):
+        raise FormatError("expected a JSON object as header")
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise FormatError("expected a JSON object as __metadata__")
+    table = {name: _tensor(name, entry) for name, entry in entries.items()}
+    if not any(k == "hsx" or str(v).startswith("hsx/") for k, v in metadata.items()):
+        description = plain_description(table)
+        _check_plain(description, table, data_bytes)
+        return Header(description, table, 8 + len(body))
+    if metadata.get("format") != FORMAT:
+        raise FormatError(f"expected format {FORMAT!r}, got {metadata.get('format')!r}: use a newer hsx_dist")
+    text = metadata.get("hsx")
+    if not isinstance(text, str):
+        raise FormatError("expected a description under 'hsx' in __metadata__, got none")
+    crc = crc32c_hex(crc32c(text.encode("utf-8", "surrogatepass")))
+    if metadata.get("hsx_crc32c") != crc:
+        raise IntegrityError(f"the description has crc32c {crc}, written was {metadata.get('hsx_crc32c')!r}")
+    description = Description.from_json(text)
+    expected = description.tensors
+    if table != expected:
+        wrong = sorted(n for n in table.keys() | expected.keys() if table.get(n) != expected.get(n))
+        raise FormatError(
+            f"tensor {wrong[0]!r}: expected {expected.get(wrong[0])} as the description says, got {table.get(wrong[0])}"
+        )
+    if data_bytes is not None and data_bytes != description.data_bytes:
+        raise FormatError(f"expected {description.data_bytes} bytes of data, the object has {data_bytes}: cut short?")
+    return Header(description, expected, 8 + len(body))
+
+
+def _tensor(name: str, entry: Any) -> Tensor:
+    match entry:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]} if len(entry) == 3:
+            if all(type(v) is int and v >= 0 for v in (*shape, begin, end)) and begin <= end:
+                return dtype, tuple(shape), (begin, end)
+    raise FormatError(f"tensor {name[:80]!r}: expected dtype, shape and data_offsets, got {str(entry)[:80]}")
+
+
+def _check_plain(description: Description, table: Mapping[str, Tensor], data_bytes: int | None) -> None:
+    for name, (dtype, shape, (begin, end)) in description.tensors.items():
+        got = table.get(name)
+        if got is None or got[:2] != (dtype, shape) or got[2][1] - got[2][0] != end - begin:
+            raise FormatError(f"tensor {name!r}: expected {dtype} {list(shape)} in {end - begin} bytes, got {got}")
+    last = max(end for _, _, (_, end) in table.values())
+    if data_bytes is not None and last != data_bytes:
+        raise FormatError(f"expected {last} bytes of data, the object has {data_bytes}: cut short?")
