@@ -1,0 +1,55 @@
+"""The main job on this machine: a Ray head (unless RAY_ADDRESS names a cluster), and `ray job submit` of the demo.
+
+    python scripts/demo.py [--s3] [key.sub=value …]
+
+With ``--s3`` the run goes to a real S3 server, SeaweedFS, which is started for it and ended with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+from hsx_dist.testing.servers import ray_head, seaweedfs
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run the demo as a submitted Ray job.")
+    parser.add_argument("--s3", action="store_true", help="store in SeaweedFS instead of runs/demo")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings over configs/demo.yaml")
+    arguments = parser.parse_args()
+    # The job runs in its own copy of the working folder: what is relative here must be absolute there.
+    settings = [f"output={ROOT / 'runs' / 'demo'}"]
+    # The job's `python` and the workers' must be this one.
+    env = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+    with ExitStack() as stack:
+        if arguments.s3:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hsx-s3-"))
+            server = stack.enter_context(seaweedfs(folder))
+            settings = [
+                f"output={server.url}/demo",
+                f"store.storage_options.client_kwargs.endpoint_url={server.endpoint_url}",
+            ]
+            # Credentials travel in the cluster's environment; on the command line `ray job list` would show them.
+            env.update(server.env)
+        if "RAY_ADDRESS" not in os.environ:
+            print("starting a Ray head on this machine", flush=True)
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hsx-ray-"))
+            head = stack.enter_context(ray_head(num_cpus=os.cpu_count() or 2, temp_dir=folder, env=env))
+            env.update(head.env)
+            print(f"dashboard: {head.dashboard_url}", flush=True)
+        job = ["python", "ray_jobs/extract.py", "--config", "configs/demo.yaml", *settings, *arguments.overrides]
+        command = ["ray", "job", "submit", "--working-dir", ".", "--", *job]
+        print(f"$ {' '.join(command)}", flush=True)
+        return subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
