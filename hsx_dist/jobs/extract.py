@@ -266,7 +266,7 @@ def stop_on_signals(driver: Driver) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before: dict[int, Any] = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
 
     def stop(number: int, _: object) -> None:
         driver.stop()

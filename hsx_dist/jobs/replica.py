@@ -68,6 +68,9 @@ class Replica:
         self._thread = threading.Thread(target=self._loop, name="hsx-engine", daemon=True)
         self._thread.start()
         self._ready.wait()
+        self._raise_if_not_started()
+
+    def _raise_if_not_started(self) -> None:
         if self._failure is not None:
             self._close_outlet()
             raise EngineError(f"vLLM did not start: {self._failure}") from self._failure

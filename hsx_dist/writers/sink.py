@@ -62,10 +62,15 @@ class SinkOptions:
     uploads: int = 2
 
 
+#: A part is sealed before its header grows beyond this: readers fetch the header whole, and safetensors stops at 100 MB.
+MAX_HEADER_BYTES = 32 << 20
+
+
 @dataclass(slots=True)
 class _OpenPart:
     segments: list[EncodedSegment] = field(default_factory=list)
     nbytes: int = 0
+    header_bytes: int = 0
     since: float = 0.0
 
 
@@ -156,7 +161,9 @@ class PartSink:
                 part.since = time.monotonic()
             part.segments.append(segment)
             part.nbytes += segment.nbytes
-            if self._opt.layout == "sample" or part.nbytes >= self._opt.part_bytes:
+            part.header_bytes += segment.header_nbytes
+            full = part.nbytes >= self._opt.part_bytes or part.header_bytes >= MAX_HEADER_BYTES
+            if full or self._opt.layout == "sample":
                 self._seal_locked()
 
     # -- parts out -----------------------------------------------------------------------------------------------

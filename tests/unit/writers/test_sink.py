@@ -1,0 +1,214 @@
+"""The sink on a real folder: what is told is stored, in the order that makes a sample exist."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hsx_dist.errors import Denied, Fenced, Unavailable
+from hsx_dist.format.codecs import resolve_codec
+from hsx_dist.format.container import Part
+from hsx_dist.format.manifest import Manifest, Receipt
+from hsx_dist.format.runs import load_manifest, take_attempt
+from hsx_dist.page import Page, Segment
+from hsx_dist.store.local import LocalStore
+from hsx_dist.writers.sink import Lost, PartSink, SinkOptions
+from hsx_dist.writers.threads import ThreadSender
+
+LAYERS, HIDDEN, CHUNK = (2, 5), 8, 16
+
+
+def pages(key: str, n: int, *, segment_tokens: int = 64, seed: int = 0) -> list[Page]:
+    """Pages of a sample as the worker half makes them; the value of every element is a function of its place."""
+    found = []
+    for index, start in enumerate(range(0, n, segment_tokens)):
+        segment = Segment(key, index, start, min(start + segment_tokens, n), n)
+        for at in range(segment.start, segment.stop, CHUNK):
+            stop = min(at + CHUNK, segment.stop)
+            rows = np.arange(at, at + CHUNK)[None, :, None]
+            layers = np.arange(len(LAYERS))[:, None, None]
+            data = (rows * 7 + layers * 1000 + np.arange(HIDDEN) + seed).astype(np.uint16)
+            ids = np.arange(at, stop, dtype=np.int64) + seed
+            found.append(Page(segment, at, stop, CHUNK, LAYERS, "bfloat16", HIDDEN, "LTH", ids, data))
+    return found
+
+
+def options(attempt: int = 1, **changes) -> SinkOptions:
+    return SinkOptions(
+        **{"codec": resolve_codec("split"), "about": {"model": "m"}, "writer": "w", "attempt": attempt, **changes}
+    )
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    store = LocalStore(tmp_path)
+    assert take_attempt(store, {}) == 1
+    return store
+
+
+def check_readable(store: LocalStore, manifest: Manifest, key: str, n: int) -> None:
+    record = manifest.samples[key]
+    assert record.num_tokens == n
+    states = []
+    for part_name, proof in record.segments:
+        part = Part.open(store, part_name, header_bytes=manifest.parts[part_name].header_bytes)
+        states.append(part.read(proof.slot))
+    expected = np.concatenate([p.data[:, : p.num_tokens] for p in pages(key, n)], axis=1).transpose(1, 0, 2)
+    np.testing.assert_array_equal(np.concatenate(states), expected)
+
+
+def test_what_is_added_is_proven_and_readable(store):
+    events = []
+    sink = PartSink(store, options(), events.append)
+    for page in [*pages("a", 1), *pages("b", 100), *pages("c", 200)]:
+        sink.add(page)
+    assert events == []  # nothing is durable, and nothing is told, before a part is sealed
+    sink.close()
+    assert sink.held_bytes == 0
+    (receipt,) = events
+    manifest = load_manifest(store)
+    assert set(manifest.samples) == {"a", "b", "c"}
+    assert receipt == next(iter(manifest.parts.values()))
+    assert store.head(receipt.part).size == receipt.size
+    for key, n in (("a", 1), ("b", 100), ("c", 200)):
+        check_readable(store, manifest, key, n)
+
+
+def test_pages_of_a_segment_may_come_in_any_order(store):
+    sink = PartSink(store, options(), lambda _: None)
+    shuffled = pages("k", 300)
+    np.random.default_rng(1).shuffle(shuffled)
+    for page in shuffled:
+        sink.add(page)
+    sink.close()
+    check_readable(store, load_manifest(store), "k", 300)
+
+
+def test_parts_are_sealed_by_size_and_receipts_have_no_gaps(store):
+    events = []
+    sink = PartSink(store, options(part_bytes=4000), events.append)
+    for i in range(50):
+        for page in pages(f"k{i}", 40):
+            sink.add(page)
+    sink.close()
+    assert len(events) > 5
+    assert sorted(e.seq for e in events) == list(range(1, len(events) + 1))
+    assert len(load_manifest(store).samples) == 50
+
+
+def test_one_sample_an_object(tmp_path):
+    store = LocalStore(tmp_path)
+    events = []
+    sink = PartSink(store, options(attempt=0, layout="sample"), events.append)
+    for page in pages("../a b", 40):
+        sink.add(page)
+    sink.close()
+    assert [o.name for o in store.list()] == ["%2E.%2Fa%20b.safetensors"]
+    assert [e.part for e in events] == ["%2E.%2Fa%20b.safetensors"]
+
+
+def test_a_segment_without_its_last_page_is_never_stored(store):
+    events = []
+    sink = PartSink(store, options(), events.append)
+    for page in pages("k", 40)[:-1]:
+        sink.add(page)
+    sink.abandon(pages("k", 40)[0].segment)
+    sink.close()
+    assert events == []
+    assert sink.held_bytes == 0
+    assert load_manifest(store).samples == {}
+
+
+def test_a_newer_attempt_fences_the_sink_off(store):
+    events = []
+    sink = PartSink(store, options(), events.append)
+    for page in pages("k", 40):
+        sink.add(page)
+    assert take_attempt(store, {}) == 2
+    sink.flush()
+    (lost,) = events
+    assert isinstance(lost, Lost)
+    assert lost.fenced
+    assert lost.fatal
+    with pytest.raises(Fenced):
+        sink.add(pages("l", 1)[0])
+    sink.close()
+    assert load_manifest(store).samples == {}  # the part lies there, but nothing names it
+
+
+class RefusingStore(LocalStore):
+    """Refuses puts of parts with the errors it is given, one after the other."""
+
+    def __init__(self, root, errors):
+        super().__init__(root)
+        self.errors = list(errors)
+
+    def put(self, name, buffers):
+        if name.startswith("data/") and self.errors:
+            raise self.errors.pop(0)
+        super().put(name, buffers)
+
+
+def test_a_time_out_costs_one_part_and_a_refusal_ends_the_sink(tmp_path):
+    store = RefusingStore(tmp_path, [Unavailable("slow"), Denied("no")])
+    take_attempt(store, {})
+    events = []
+    sink = PartSink(store, options(), events.append)
+    for key in ("a", "b"):
+        for page in pages(key, 5):
+            sink.add(page)
+        sink.flush()
+    assert [(e.segments[0].key, e.fatal) for e in events] == [("a", False), ("b", True)]
+    assert sink.held_bytes == 0
+    with pytest.raises(Denied):
+        sink.add(pages("c", 5)[0])
+    sink.close()
+
+
+def test_a_lost_answer_to_a_receipts_put_is_no_conflict(store, monkeypatch):
+    real = store.put_if_absent
+
+    def twice(name, data):
+        real(name, data)
+        if name.startswith("manifest/"):
+            real(name, data)  # the client sent it again, and meets its own object
+
+    monkeypatch.setattr(store, "put_if_absent", twice)
+    events = []
+    sink = PartSink(store, options(), events.append)
+    for page in pages("k", 5):
+        sink.add(page)
+    sink.close()
+    assert [type(e) for e in events] == [Receipt]
+
+
+def test_starved_sink_seals_what_is_whole_rather_than_wait_for_a_full_part(store):
+    """Room for one page; a part would need hundreds: only sealing early lets the pages through."""
+    sink = PartSink(store, options(max_bytes=pages("k", 16)[0].nbytes), lambda _: None)
+    for i in range(20):
+        for page in pages(f"k{i}", 100):
+            sink.add(page)
+    sink.close()
+    assert len(load_manifest(store).samples) == 20
+
+
+def test_threads_release_every_page_once_and_flush_waits_for_them(store):
+    sink = PartSink(store, options(), lambda _: None)
+    sender = ThreadSender(sink, threads=3)
+    released = []
+    lock = threading.Lock()
+
+    def release(page):
+        with lock:
+            released.append((page.segment.key, page.start))
+
+    sent = [p for i in range(40) for p in pages(f"k{i}", 70)]
+    sender.send(sent, release)
+    sender.flush()
+    assert sorted(released) == sorted((p.segment.key, p.start) for p in sent)
+    sender.close()
+    sink.close()
+    assert len(load_manifest(store).samples) == 40
