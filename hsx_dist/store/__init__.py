@@ -3,5 +3,7 @@
 from __future__ import annotations
 
 from hsx_dist.store.base import Buffer, ObjectInfo, Store
+from hsx_dist.store.opening import open_store
+from hsx_dist.store.retry import RetryPolicy, RetryStore
 
-__all__ = ["Buffer", "ObjectInfo", "Store"]
+__all__ = ["open_store", "Store", "ObjectInfo", "Buffer", "RetryStore", "RetryPolicy"]

@@ -30,8 +30,8 @@ class ObjectInfo:
 class Store(Protocol):
     """Objects under one url. Every verb may raise ``Denied`` and ``Unavailable`` besides what it names.
 
-    Names are relative to ``url``, their parts separated by ``/``; an empty, absolute or ``..`` name is a ``ValueError``.
-    A store may be used from several threads at once.
+    Names are relative to ``url``, their parts separated by ``/``; an empty, absolute or ``..`` name is a
+    ``ValueError``. A store may be used from several threads at once.
     """
 
     @property
@@ -60,7 +60,10 @@ class Store(Protocol):
         """Name and size. ``NotFound`` when there is none."""
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
-        """Objects whose names begin with ``prefix`` (any string), sorted by name, strictly after ``after``; never cached."""
+        """Objects whose names begin with ``prefix`` (any string), sorted by name, strictly after ``after``.
+
+        Never answered from a cache. Nothing stored yet is no error; a missing bucket is ``NotFound``.
+        """
 
     def delete(self, name: str) -> None:
         """Remove the object; that it is missing is fine."""
@@ -79,7 +82,9 @@ def as_bytes_view(data: Buffer) -> memoryview:
 def check_name(name: str) -> str:
     """``name`` itself, if it is one that stays inside the store. ``ValueError`` otherwise."""
     if not name or "\x00" in name or any(part in ("", ".", "..") for part in name.split("/")):
-        raise ValueError(f"expected a relative object name such as 'data/a.bin', got {name!r}: no empty, '.' or '..' parts")
+        raise ValueError(
+            f"expected a relative object name such as 'data/a.bin', got {name!r}: no empty, '.' or '..' parts"
+        )
     return name
 
 

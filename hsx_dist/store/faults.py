@@ -1,0 +1,189 @@
+"""What a back end's exception means, whichever library raised it.
+
+Libraries are recognised by their exceptions' names and fields, so that none of them is imported here.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hsx_dist.config.secrets import looks_secret
+from hsx_dist.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
+
+_DENIED_CODES = frozenset(
+    {
+        "AccessDenied",
+        "AccountProblem",
+        "AllAccessDisabled",
+        "ExpiredToken",
+        "InvalidAccessKeyId",
+        "InvalidToken",
+        "NotSignedUp",
+        "RequestTimeTooSkewed",
+        "SignatureDoesNotMatch",
+        "TokenRefreshRequired",
+        "UnauthorizedAccess",
+    }
+)
+_BUSY_CODES = frozenset(
+    {
+        "ConditionalRequestConflict",
+        "IncompleteBody",
+        "InternalError",
+        "OperationAborted",
+        "RequestTimeout",
+        "ServiceUnavailable",
+        "SlowDown",
+        "Throttling",
+        "ThrottlingException",
+        "TooManyRequests",
+        "XAmzContentSHA256Mismatch",
+    }
+)
+_NO_CREDENTIALS = frozenset(
+    {
+        "CredentialRetrievalError",
+        "DefaultCredentialsError",
+        "NoAuthTokenError",
+        "NoCredentialsError",
+        "PartialCredentialsError",
+        "ProfileNotFound",
+        "RefreshError",
+        "SSOTokenLoadError",
+        "TokenRetrievalError",
+        "UnauthorizedSSOTokenError",
+    }
+)
+_CONNECTION = frozenset(
+    {
+        "ChecksumError",
+        "ClientConnectionError",
+        "ClientPayloadError",
+        "FSTimeoutError",
+        "HTTPClientError",
+        "IncompleteRead",
+        "RequestException",
+        "ResponseParserError",
+        "RetryError",
+        "ServerDisconnectedError",
+        "ServerTimeoutError",
+        "TransportError",
+    }
+)
+_TRANSIENT = frozenset(
+    {errno.EIO, errno.EBUSY, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.EPIPE, errno.EREMOTEIO}
+)
+_REGION_CODES = frozenset({"301", "307", "AuthorizationHeaderMalformed", "PermanentRedirect"})
+_DETAIL = 300
+# gcsfs takes these words as `token`: they are no secrets, and cutting them out would garble messages.
+_WHERE_TO_LOOK = frozenset({"anon", "browser", "cache", "cloud", "google_default"})
+
+_CREDENTIALS_HINT = (
+    "Check the credentials (environment, profile, instance role, or storage_options) and that they may do this"
+)
+_ENDPOINT_HINT = "Check the endpoint's address, that the service runs, and the network between"
+
+
+class Redactor:
+    """Removes the values of credentials from text that comes from a back end."""
+
+    def __init__(self, options: Mapping[str, Any], environ: Mapping[str, str]):
+        values = {*_secret_values(options), *(v for k, v in environ.items() if looks_secret(k) and len(v) >= 8)}
+        # The longest first: one secret may be a part of another.
+        self._secrets = sorted((v for v in values if len(v) >= 4), key=len, reverse=True)
+
+    def __call__(self, text: str) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret, "(not shown)")
+        return text
+
+
+def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -> StoreError:
+    """The store's error for a back end's ``error``.
+
+    ``where``: what was tried on which object, without credentials; ``bucket``: where it lies, for hints.
+    """
+    chain = list(_chain(error))
+    names = {c.__name__ for e in chain for c in type(e).__mro__}
+    code, status = _code(chain)
+    came = redact(_detail(chain, code, status))
+    if code == "NoSuchBucket" or (status == 404 and "bucket does not exist" in came.lower()):
+        return NotFound(f"{where}: there is no bucket {bucket!r}. Make it, or correct the url")
+    if "PreconditionFailed" in (code, *names) or status == 412 or isinstance(error, FileExistsError):
+        return AlreadyExists(f"{where}: expected no object of this name, and there is one")
+    if code in _REGION_CODES or status in (301, 307):
+        return StoreError(f"{where}: {came}. The bucket lies in another region: set the region, or the endpoint")
+    if code == "RequestTimeTooSkewed":
+        return Denied(f"{where}: {came}. Set this machine's clock")
+    if code in _BUSY_CODES or status in (408, 429) or (status is not None and status >= 500):
+        return Unavailable(f"{where}: the service cannot answer now: {came}")
+    if code in _DENIED_CODES or status in (401, 403) or isinstance(error, PermissionError) or "Forbidden:" in came:
+        return Denied(f"{where}: not allowed: {came}. {_CREDENTIALS_HINT}")
+    if names & _NO_CREDENTIALS:
+        return Denied(f"{where}: no usable credentials: {came}. {_CREDENTIALS_HINT}")
+    if status == 404 or code in ("NoSuchKey", "404") or isinstance(error, (FileNotFoundError, IsADirectoryError)):
+        return NotFound(f"{where}: there is no such object")
+    if names & _CONNECTION or isinstance(error, (TimeoutError, ConnectionError)):
+        return Unavailable(f"{where}: no answer: {came}. {_ENDPOINT_HINT}")
+    # A known 4xx is a wrong request whatever errno the library chose for it.
+    if status is None and isinstance(error, OSError) and error.errno in _TRANSIENT:
+        return Unavailable(f"{where}: {came}. {_ENDPOINT_HINT}")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StoreError(f"{where}: {came}. Free some space, or choose another output")
+    return StoreError(f"{where}: {came}")
+
+
+def expired(error: BaseException) -> bool:
+    """Whether temporary credentials ran out: new ones may be there already."""
+    return _code(list(_chain(error)))[0] in ("ExpiredToken", "TokenRefreshRequired")
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and what it was raised from (what it merely happened beside says nothing about it)."""
+    seen = 0
+    while error is not None and seen < 8:
+        yield error
+        error = error.__cause__
+        seen += 1
+
+
+def _code(chain: list[BaseException]) -> tuple[str, int | None]:
+    """(S3's error code or "", HTTP status or None)."""
+    for e in chain:
+        response = getattr(e, "response", None)  # botocore's ClientError
+        if isinstance(response, Mapping):
+            code = str(response.get("Error", {}).get("Code", ""))
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            return code, _status(status) or _status(code)
+        for field in ("code", "status", "status_code"):  # gcsfs's HttpError, aiohttp's, others'
+            status = _status(getattr(e, field, None))
+            if status is not None:
+                return "", status
+    return "", None
+
+
+def _status(value: object) -> int | None:
+    if isinstance(value, (int, str)) and re.fullmatch(r"[1-5]\d\d", str(value)):
+        return int(value)
+    return None
+
+
+def _detail(chain: list[BaseException], code: str, status: int | None) -> str:
+    root = chain[-1]
+    text = " ".join(str(root).split()) or json.dumps(repr(root))
+    told = text if len(text) <= _DETAIL else f"{text[:_DETAIL]}…"
+    what = code or (f"HTTP {status}" if status is not None else "")
+    return f"{type(root).__name__}{f' {what}' if what and what not in told else ''}: {told}"
+
+
+def _secret_values(options: Mapping[str, Any], secret: bool = False) -> Iterator[str]:
+    for name, value in options.items():
+        hidden = secret or looks_secret(str(name))
+        if isinstance(value, Mapping):
+            yield from _secret_values(value, hidden)
+        elif hidden and isinstance(value, str) and value not in _WHERE_TO_LOOK:
+            yield value

@@ -1,0 +1,279 @@
+"""Objects through fsspec: any scheme it speaks; S3, GCS and memory are tested."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import fsspec
+
+from hsx_dist.config.secrets import public_url
+from hsx_dist.errors import AlreadyExists, ConfigError, HsxError, NotFound, StoreError, Unavailable
+from hsx_dist.store.base import Buffer, ObjectInfo, as_bytes_view, check_name, check_ranges, coalesce, cut
+from hsx_dist.store.faults import Redactor, expired, translate
+
+T = TypeVar("T")
+
+#: What of an upload to S3 is in flight at once: pieces of this size, so many of them.
+_PIECE = 16 * 1024 * 1024
+_PIECES_AT_ONCE = 4
+_MEMORY_LOCK = threading.Lock()
+
+
+class FsspecStore:
+    """A ``Store`` over one of fsspec's file systems.
+
+    ``options`` are the file system's own arguments. Errors of every library come out as ``hsx_dist.errors``. Raises
+    ``ConfigError`` when the scheme is unknown or its package is missing, ``StoreError`` when the file system cannot be
+    made (``Denied`` for unusable credentials).
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None):
+        self._scheme = url.partition("://")[0]
+        self._url = public_url(url).rstrip("/")
+        self._options = dict(options or {})
+        self._redact = Redactor(self._options, os.environ)
+        self._lock = threading.Lock()
+        self._full_url = url
+        self._bucket = self._url.partition("://")[2].partition("/")[0]
+        self._fs, self._root = self._connect()
+        self._s3 = self._scheme in ("s3", "s3a")
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def __repr__(self) -> str:
+        return f"FsspecStore({self._url!r})"
+
+    # -- the verbs -----------------------------------------------------------------------------------------------
+
+    def put(self, name: str, buffers: Sequence[Buffer]) -> None:
+        path = self._path(name)
+        pieces = [as_bytes_view(b) for b in buffers]
+        size = sum(p.nbytes for p in pieces)
+        if self._s3 and size >= 2 * _PIECE:
+            # s3fs cuts slices and sends several at once: each is made when it is asked for, the whole never.
+            self._call("put", name, lambda: self._fs.pipe_file(
+                path, _Gathered(pieces, size), chunksize=_PIECE, max_concurrency=_PIECES_AT_ONCE
+            ))  # fmt: skip
+            return
+        data = bytes(pieces[0]) if len(pieces) == 1 else b"".join(pieces)
+        whole = {"chunksize": 2 * _PIECE} if self._s3 else {}
+        self._call("put", name, lambda: self._pipe(path, data, **whole))
+
+    def put_if_absent(self, name: str, data: bytes) -> None:
+        path = self._path(name)
+        data = bytes(data)
+        # In one request: s3fs and gcsfs cut larger ones, and gcsfs's are then not create-only.
+        whole = {"chunksize": len(data) + 1} if self._s3 or self._scheme in ("gs", "gcs") else {}
+        if not self._can_create():
+            raise StoreError(
+                f"put {self.url}/{name}: expected a back end with create-only writes, and fsspec's "
+                f"{type(self._fs).__name__} has none. Use file, s3 or gs"
+            )
+        self._call("put-if-absent", name, lambda: self._pipe(path, data, mode="create", **whole))
+
+    def get(self, name: str) -> bytes:
+        path = self._path(name)
+        # s3fs asks for the size first, unless it is told not to cut the answer.
+        whole = {"max_concurrency": 1} if self._s3 else {}
+        return bytes(self._call("get", name, lambda: self._fs.cat_file(path, **whole)))
+
+    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        path = self._path(name)
+        check_ranges(name, ranges)
+        spans = coalesce(ranges)
+        contents: list[bytes] = []
+        if len(spans) == 1:
+            start, stop = spans[0]
+            contents = [self._call("get", name, lambda: self._fs.cat_file(path, start=start, end=stop), past_end=b"")]
+        elif spans:
+            found = self._call("get", name, lambda: self._fs.cat_ranges(
+                [path] * len(spans), [s for s, _ in spans], [s for _, s in spans], on_error="return"
+            ))  # fmt: skip
+            for answer in found:
+                # fsspec's default hands exceptions out as if they were contents.
+                contents.append(self._call("get", name, lambda a=answer: _content(a), past_end=b""))
+        return cut(f"{self.url}/{name}", ranges, spans, contents)
+
+    def head(self, name: str) -> ObjectInfo:
+        path = self._path(name)
+        if self._s3:
+            # s3fs's info() follows a miss by a listing, in case it is a folder: a request that is_fenced would pay.
+            bucket, key, _ = self._fs.split_path(path)
+            answer = self._call("head", name, lambda: self._fs.call_s3("head_object", Bucket=bucket, Key=key))
+            return ObjectInfo(name, int(answer["ContentLength"]))
+        info = self._call("head", name, lambda: self._fs.info(path))
+        if info["type"] != "file":
+            raise NotFound(f"head {self.url}/{name}: there is no such object")
+        return ObjectInfo(name, int(info["size"]))
+
+    def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
+        found = self._list_s3(prefix, after) if self._s3 else self._list_any(prefix)
+        for info in found:
+            if info.name and info.name.startswith(prefix) and (after is None or info.name > after):
+                yield info
+
+    def delete(self, name: str) -> None:
+        path = self._path(name)
+        try:
+            self._call("delete", name, lambda: self._fs.rm_file(path))
+        except NotFound as e:
+            if "there is no bucket" in str(e):
+                raise
+
+    # -- how -----------------------------------------------------------------------------------------------------
+
+    def _connect(self) -> tuple[Any, str]:
+        try:
+            cls = fsspec.get_filesystem_class(self._scheme)
+        except ImportError as e:
+            extra = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}.get(self._scheme)
+            what = f"pip install 'hsx-dist[{extra}]'" if extra else "install the package that fsspec names"
+            raise ConfigError(f"{self._url}: the package for {self._scheme}:// is missing ({e}); {what}") from e
+        except ValueError as e:
+            raise ConfigError(
+                f"{self._url}: expected a scheme that fsspec knows, such as file, s3, gs or memory, came "
+                f"{self._scheme!r}; correct the url"
+            ) from e
+        # Another one's cached listings and settings must not be ours.
+        defaults: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+        if self._scheme in ("s3", "s3a"):
+            config = dict(self._options.get("config_kwargs") or {})
+            # Few and quick: the patient repetition with a time limit is RetryStore's.
+            config.setdefault("retries", {"total_max_attempts": 3, "mode": "standard"})
+            defaults["config_kwargs"] = config
+        elif self._scheme == "memory":
+            defaults.pop("skip_instance_cache")
+        try:
+            fs = cls(**{**self._options, **defaults})
+            root = str(cls._strip_protocol(self._full_url)).rstrip("/")
+        except TypeError as e:
+            raise ConfigError(f"{self._url}: storage_options do not fit {cls.__name__}: {self._redact(str(e))}") from e
+        except Exception as e:  # noqa: BLE001 - every library has its own
+            raise translate(e, f"open {self._url}", self._bucket, self._redact) from self._shown(e)
+        if self._scheme in ("s3", "s3a"):
+            fs.retries = 1
+        return fs, root
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{check_name(name)}"
+
+    def _pipe(self, path: str, data: bytes, **how: Any) -> None:
+        if self._scheme == "memory":
+            with _MEMORY_LOCK:  # fsspec's looks first and stores then
+                self._fs.pipe_file(path, data, **how)
+        else:
+            self._fs.pipe_file(path, data, **how)
+
+    def _can_create(self) -> bool:
+        pipe = getattr(self._fs, "_pipe_file", None) or self._fs.pipe_file
+        return "mode" in inspect.signature(pipe).parameters
+
+    def _list_s3(self, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
+        bucket, root, _ = self._fs.split_path(self._root)
+        root = f"{root}/" if root else ""
+        page: dict[str, Any] = {"Bucket": bucket, "Prefix": root + prefix}
+        if after is not None:
+            page["StartAfter"] = root + after
+        while True:
+            answer = self._call("list", prefix, lambda: self._fs.call_s3("list_objects_v2", **page))
+            for entry in answer.get("Contents", ()):
+                if not entry["Key"].endswith("/"):  # a console's folder marker
+                    yield ObjectInfo(entry["Key"][len(root) :], int(entry["Size"]))
+            if not answer.get("IsTruncated"):
+                return
+            page["ContinuationToken"] = answer["NextContinuationToken"]
+
+    def _list_any(self, prefix: str) -> Iterator[ObjectInfo]:
+        folder, _, stem = prefix.rpartition("/")
+        start = f"{self._root}/{folder}" if folder else self._root
+        how = {"prefix": stem, "update_cache": False} if self._scheme in ("gs", "gcs") else {}
+        self._fs.invalidate_cache()
+        try:
+            found = self._call("list", prefix, lambda: self._fs.find(start, detail=True, **how))
+        except NotFound as e:
+            if "there is no bucket" in str(e):
+                raise
+            return
+        skip = len(self._root) + 1
+        names = [(str(path)[skip:], info) for path, info in found.items() if str(path).startswith(f"{self._root}/")]
+        for name, info in sorted(names, key=lambda item: item[0]):
+            if info["type"] == "file" and not name.endswith("/"):
+                yield ObjectInfo(name, int(info["size"]))
+
+    @contextmanager
+    def _telling(self, verb: str, name: str) -> Iterator[None]:
+        """Every library's errors as the store's own."""
+        fs = self._fs
+        try:
+            yield
+        except HsxError:
+            raise
+        except Exception as e:  # noqa: BLE001 - every library has its own
+            told = translate(e, f"{verb} {self.url}/{name}", self._bucket, self._redact)
+            if verb != "put-if-absent" and isinstance(told, AlreadyExists):
+                told = StoreError(f"{verb} {self.url}/{name}: {self._redact(str(e))}")
+            if expired(e) and "token" not in self._options and self._renew(fs):
+                told = Unavailable(str(told))
+            raise told from self._shown(e)
+
+    def _call(self, verb: str, name: str, call: Callable[[], T], past_end: T | None = None) -> T:
+        with self._telling(verb, name):
+            try:
+                return call()
+            except Exception as e:
+                if past_end is not None and _past_the_end(e):
+                    return past_end
+                raise
+
+    def _renew(self, fs: Any) -> bool:
+        """Look for credentials anew, as those that a profile or the environment gave ran out."""
+        with self._lock:
+            if self._fs is fs:
+                self._fs, self._root = self._connect()
+        return True
+
+    def _shown(self, error: BaseException) -> BaseException | None:
+        """The error as the cause that tracebacks show, unless a credential stands in it."""
+        text = "".join(f"{e!r} {e}" for e in (error, error.__cause__, error.__context__) if e is not None)
+        return error if self._redact(text) == text else None
+
+
+class _Gathered:
+    """Several buffers seen as one run of bytes, of which only slices are ever made."""
+
+    def __init__(self, pieces: Sequence[memoryview], size: int):
+        self._pieces = pieces
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, which: slice) -> bytes:
+        start, stop, _ = which.indices(self._size)
+        parts: list[memoryview] = []
+        at = 0
+        for piece in self._pieces:
+            if at + piece.nbytes > start and at < stop:
+                parts.append(piece[max(0, start - at) : stop - at])
+            at += piece.nbytes
+        return b"".join(parts)
+
+
+def _content(answer: bytes | Exception) -> bytes:
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _past_the_end(error: BaseException) -> bool:
+    cause = error.__cause__ if error.__cause__ is not None else error
+    response = getattr(cause, "response", None)
+    code = str(response.get("Error", {}).get("Code", "")) if isinstance(response, Mapping) else ""
+    return code in ("InvalidRange", "416") or str(getattr(cause, "code", "")) == "416"

@@ -1,0 +1,137 @@
+"""Repetition of calls that may go through later, as a wrapper around any store."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from hsx_dist.errors import AlreadyExists, NotFound, Unavailable
+from hsx_dist.store.base import Buffer, ObjectInfo, Store
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How long, and how, a call is repeated."""
+
+    #: Seconds after the first failure within which a call is begun again; 0: never. A call's own duration comes on top.
+    seconds: float = 120.0
+    #: The longest pause before the first repetition; it doubles with each.
+    first_pause: float = 0.1
+    #: The longest pause of all.
+    longest_pause: float = 15.0
+
+
+class RetryStore:
+    """A ``Store`` that repeats what fails with ``Unavailable``, with jittered exponential backoff and a time limit.
+
+    Nothing else is repeated: a refusal stays one. The last error is raised, saying how often it was tried.
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        policy: RetryPolicy = RetryPolicy(),
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._inner = inner
+        self._policy = policy
+        self._sleep = sleep
+        self._clock = clock
+
+    @property
+    def url(self) -> str:
+        return self._inner.url
+
+    def __repr__(self) -> str:
+        return f"RetryStore({self._inner!r}, {self._policy.seconds:g} s)"
+
+    def put(self, name: str, buffers: Sequence[Buffer]) -> None:
+        self._repeat(lambda: self._inner.put(name, buffers))
+
+    def put_if_absent(self, name: str, data: bytes) -> None:
+        failed = False
+
+        def once() -> None:
+            nonlocal failed
+            try:
+                self._inner.put_if_absent(name, data)
+            except Unavailable:
+                failed = True
+                raise
+            except AlreadyExists:
+                # The answer to a put that had gone through may have been lost: then the object is ours.
+                if not (failed and self._holds(name, data)):
+                    raise
+
+        self._repeat(once)
+
+    def get(self, name: str) -> bytes:
+        return self._repeat(lambda: self._inner.get(name))
+
+    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        return self._repeat(lambda: self._inner.get_ranges(name, ranges))
+
+    def head(self, name: str) -> ObjectInfo:
+        return self._repeat(lambda: self._inner.head(name))
+
+    def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
+        attempts = _Attempts(self._policy, self._sleep, self._clock)
+        while True:
+            try:
+                for info in self._inner.list(prefix, after):
+                    after = info.name  # a listing that breaks off goes on behind what it gave
+                    attempts = _Attempts(self._policy, self._sleep, self._clock)
+                    yield info
+                return
+            except Unavailable as e:
+                attempts.failed(e)
+
+    def delete(self, name: str) -> None:
+        self._repeat(lambda: self._inner.delete(name))
+
+    def _holds(self, name: str, data: bytes) -> bool:
+        try:
+            return self._inner.get(name) == data
+        except NotFound:
+            return False
+
+    def _repeat(self, call: Callable[[], T]) -> T:
+        attempts = _Attempts(self._policy, self._sleep, self._clock)
+        while True:
+            try:
+                return call()
+            except Unavailable as e:
+                attempts.failed(e)
+
+
+class _Attempts:
+    """Counts failures of one call; pauses, or gives up."""
+
+    def __init__(self, policy: RetryPolicy, sleep: Callable[[float], None], clock: Callable[[], float]):
+        self._policy = policy
+        self._sleep = sleep
+        self._clock = clock
+        self._count = 0
+        self._first = 0.0
+
+    def failed(self, error: Unavailable) -> None:
+        """Return when it is time to try again. Raises ``Unavailable`` when the time is up."""
+        now = self._clock()
+        if self._count == 0:
+            self._first = now
+        self._count += 1
+        longest = min(self._policy.longest_pause, self._policy.first_pause * 2.0 ** min(self._count - 1, 30))
+        # Full jitter: writers that failed together must not come back together.
+        pause = random.uniform(0, longest)  # noqa: S311
+        if now + pause - self._first >= self._policy.seconds:
+            if self._count == 1:
+                raise error
+            raise type(error)(f"{error} (tried {self._count} times in {now - self._first:.0f} s)") from error
+        self._sleep(pause)
