@@ -39,6 +39,7 @@ class EncodedSegment:
     chunk_tokens: int
     chunks: tuple[tuple[tuple[Buffer, ...], ...], ...]
     crcs: tuple[tuple[int, ...], ...]
+    codec: Codec
 
     @cached_property
     def info(self) -> SegmentInfo:
@@ -136,6 +137,7 @@ class SegmentEncoder:
             chunk_tokens=info.chunk_tokens,
             chunks=tuple(tuple(c.layers[k] for c in chunks) for k in range(info.num_layers)),
             crcs=tuple(tuple(c.crcs[k] for c in chunks) for k in range(info.num_layers)),
+            codec=self._codec,
         )
 
 
@@ -158,12 +160,15 @@ def build_part(segments: Sequence[EncodedSegment], codec: Codec, about: Mapping[
 
     A whole sample alone, with codec ``none``, becomes vLLM's own schema (its layers are transposed, a chunk at a time).
     ``about`` (JSON types) is what the run knows: model, revision, versions, …
-    Raises ``ValueError`` when there are no segments, a key and index come twice, or the header grows too large.
+    Raises ``ValueError`` when there are no segments, a key and index come twice, another codec made
+    them, or the header grows too large.
     """
     if not segments:
         raise ValueError("expected at least one segment, got none")
     if len({(s.segment.key, s.segment.index) for s in segments}) != len(segments):
         raise ValueError("expected every segment once, got one twice")
+    if any(s.codec != codec for s in segments):
+        raise ValueError(f"expected segments that {codec} encoded, got {sorted({str(s.codec) for s in segments})}")
     if len(segments) == 1 and _is_plain_sample(segments[0], codec):
         description, data = _vllm_schema(segments[0], codec, about)
     else:
@@ -173,7 +178,7 @@ def build_part(segments: Sequence[EncodedSegment], codec: Codec, about: Mapping[
     size = len(header) + description.data_bytes
     actual = sum(_nbytes(b) for b in buffers)
     if actual != size:
-        raise ValueError(f"expected {size} bytes of planes, got {actual}: were the segments encoded with {codec}?")
+        raise ValueError(f"expected {size} bytes, got {actual}: {codec} made raw planes of a wrong size")
     crc = crc32c_hex(crc32c_all(buffers))
     return EncodedPart(header, buffers, size, crc, len(header), sum(s.raw_nbytes for s in segments))
 

@@ -1,0 +1,558 @@
+from __future__ import annotations
+
+import itertools
+import json
+import struct
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import safetensors
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load as load_numpy
+from safetensors.torch import save
+
+from hsx_dist.errors import ConfigError, FormatError, IntegrityError, NotFound, UnknownCodec
+from hsx_dist.format.checksum import crc32c, crc32c_hex
+from hsx_dist.format.codecs import CODECS, Codec, NoneCodec, SplitCodec, ZstdCodec
+from hsx_dist.format.container import EncodedPart, EncodedSegment, Part, SegmentEncoder, build_part
+from hsx_dist.page import CARRIER, Page, Segment
+from hsx_dist.testing.samples import RandomSample, random_sample
+from hsx_dist.testing.stores import MemoryStore
+
+ABOUT = {"model": "a/b", "revision": None, "norm": "pre", "vllm": "0.32.0", "temperature": 0.5}
+TORCH = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+every_codec = pytest.mark.parametrize("codec", [NoneCodec(), ZstdCodec(), SplitCodec()], ids=lambda c: c.name)
+every_dtype = pytest.mark.parametrize("dtype", list(CARRIER))
+
+
+def encode(codec: Codec, pages: Sequence[Page]) -> EncodedSegment:
+    encoder = SegmentEncoder(codec)
+    sizes = [encoder.add(page) for page in pages]
+    assert encoder.complete
+    segment = encoder.finish()
+    assert segment.nbytes == sum(sizes)
+    return segment
+
+
+def part_of(codec: Codec, *samples: RandomSample) -> EncodedPart:
+    return build_part([encode(codec, list(s.pages())) for s in samples], codec, ABOUT)
+
+
+def content(part: EncodedPart) -> bytes:
+    return b"".join(memoryview(b).cast("B") if memoryview(b).nbytes else b"" for b in part.buffers)
+
+
+def stored(part: EncodedPart) -> MemoryStore:
+    store = MemoryStore()
+    store.put("p", part.buffers)
+    return store
+
+
+def read_back(data: bytes) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+    store = MemoryStore()
+    store.objects["p"] = data
+    part = Part.open(store, "p")
+    return [part.load(i) for i in range(len(part.segments))]
+
+
+@every_codec
+@every_dtype
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 32, 50])
+@pytest.mark.parametrize("order", ["LTH", "TLH"])
+def test_a_part_gives_back_every_sample(
+    codec: Codec, dtype: str, tokens: int, order: Literal["LTH", "TLH"], tmp_path: Path
+) -> None:
+    samples = [random_sample("a/ü\n\U0001f600\ud800", tokens, dtype=dtype), random_sample("b", 3, dtype=dtype, seed=1)]
+    segments = [encode(codec, list(s.pages(order=order, padding=5))) for s in samples]
+    part = build_part(segments, codec, ABOUT)
+    data = content(part)
+    assert (part.size, part.crc32c, part.header_bytes) == (len(data), crc32c_hex(crc32c(data)), len(part.header))
+    assert part.raw_bytes == sum(s.states.nbytes + s.token_ids.nbytes for s in samples)
+    assert part.header_bytes % 8 == 0
+    assert part.header_bytes <= 400 + sum(s.header_nbytes for s in segments)
+    opened = Part.open(stored(part), "p", header_bytes=part.header_bytes, size=part.size)
+    assert opened.about == ABOUT
+    assert opened.codec == codec
+    for i, sample in enumerate(samples):
+        info = opened.segments[i]
+        assert info.segment == sample.segments()[0]
+        assert (info.layer_ids, info.dtype, info.hidden_size) == (sample.layer_ids, dtype, 24)
+        assert np.array_equal(opened.read(i), sample.states)
+        assert np.array_equal(opened.token_ids(i), sample.token_ids)
+        assert opened.token_ids(i).dtype == np.int64
+        scanned: list[list[Any]] = [[] for _ in info.layer_ids]
+        for k, x in opened.scan(i):
+            scanned[k].append(x)
+        assert np.array_equal(np.stack([np.concatenate(c) for c in scanned], axis=1), sample.states)
+
+    path = tmp_path / "p.safetensors"
+    path.write_bytes(data)
+    with safetensors.safe_open(path, "pt") as f:
+        tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
+        assert f.metadata()["format"] == "hsx/1"
+    assert sum(t.nbytes for t in tensors.values()) == len(data) - part.header_bytes
+    assert torch.equal(tensors["0.token_ids"], torch.from_numpy(samples[0].token_ids))
+    if codec.name == "none":
+        assert tensors["0.1"].dtype == TORCH[dtype]
+        bits = tensors["0.1"].contiguous().view(torch.uint8).numpy().tobytes()
+        assert bits == samples[0].states[:, 1].tobytes()
+
+
+@every_dtype
+@pytest.mark.parametrize("tokens", [1, 16, 33])
+def test_one_plain_sample_is_in_vllms_own_schema(dtype: str, tokens: int, tmp_path: Path) -> None:
+    sample = random_sample(tokens=tokens, dtype=dtype)
+    part = part_of(NoneCodec(), sample)
+    path = tmp_path / "p.safetensors"
+    path.write_bytes(content(part))
+    with safetensors.safe_open(path, "pt") as f:
+        assert sorted(f.keys()) == ["hidden_states", "token_ids"]
+        states, ids = f.get_tensor("hidden_states"), f.get_tensor("token_ids")
+    assert states.dtype == TORCH[dtype]
+    assert states.shape == sample.states.shape
+    assert states.contiguous().view(torch.uint8).numpy().tobytes() == sample.states.tobytes()
+    assert torch.equal(ids, torch.from_numpy(sample.token_ids))
+    opened = Part.open(stored(part), "p")
+    assert opened.segments[0].layer_ids == sample.layer_ids
+    assert np.array_equal(opened.read(0, layers=[30, 2], tokens=(0, 1)), sample.states[:1, [2, 0]])
+
+
+def test_a_piece_of_a_sample_is_not_in_vllms_schema() -> None:
+    sample = random_sample()
+    pieces = [encode(NoneCodec(), list(sample.pages(s))) for s in sample.segments(20)]
+    for segment in pieces:
+        part = build_part([segment], NoneCodec(), ABOUT)
+        assert "hidden_states" not in load_numpy_names(content(part))
+        (got, ids), *_ = read_back(content(part))
+        s = segment.segment
+        assert np.array_equal(got, sample.states[s.start : s.stop])
+        assert np.array_equal(ids, sample.token_ids[s.start : s.stop])
+
+
+def load_numpy_names(data: bytes) -> set[str]:
+    (n,) = struct.unpack_from("<Q", data)
+    return set(json.loads(data[8 : 8 + n]))
+
+
+def test_a_file_that_vllm_wrote_is_read() -> None:
+    states = torch.randn(2000, 3, 256).to(torch.bfloat16)
+    ids = torch.arange(2000)
+    for metadata in (None, {"format": "pt"}):
+        store = MemoryStore()
+        store.objects["x"] = save({"hidden_states": states, "token_ids": ids}, metadata)
+        part = Part.open(store, "x")
+        info = part.segments[0]
+        assert (info.layer_ids, info.dtype, info.num_layers) == ((), "bfloat16", 3)
+        bits = states.view(torch.uint16).numpy()
+        assert np.array_equal(part.read(0), bits)
+        assert np.array_equal(part.read(0, tokens=(1500, 1900)), bits[1500:1900])
+        assert np.array_equal(part.token_ids(0), ids.numpy())
+        with pytest.raises(ConfigError, match="layers"):
+            part.read(0, layers=[0])
+
+
+def test_a_safetensors_file_of_something_else_is_told() -> None:
+    store = MemoryStore()
+    store.objects["x"] = save({"lm_head.weight": torch.zeros(3)})
+    with pytest.raises(FormatError, match=r"test://memory/x.*lm_head"):
+        Part.open(store, "x")
+
+
+def test_segments_with_other_layers_and_sizes_share_a_part() -> None:
+    samples = [
+        random_sample("a", 20, layer_ids=(1,), hidden_size=7),
+        random_sample("b", 3, layer_ids=(5, 2, 9), hidden_size=16, chunk_tokens=1),
+        random_sample("c", 9, dtype="float16"),
+    ]
+    for codec in (NoneCodec(), ZstdCodec(), SplitCodec()):
+        data = content(part_of(codec, *samples))
+        load_numpy(data) if codec.name != "none" else None
+        for sample, (states, ids) in zip(samples, read_back(data), strict=True):
+            assert np.array_equal(states, sample.states)
+            assert np.array_equal(ids, sample.token_ids)
+
+
+@every_codec
+def test_the_same_pages_in_any_order_and_layout_give_the_same_bytes(codec: Codec) -> None:
+    sample = random_sample(tokens=50)
+    expected = content(part_of(codec, sample, random_sample("b")))
+    other = encode(codec, list(sample.pages(order="TLH", padding=3))[::-1])
+    about = dict(reversed(ABOUT.items()))
+    assert content(build_part([other, encode(codec, list(random_sample("b").pages()))], codec, about)) == expected
+
+
+@every_codec
+def test_pages_may_be_added_by_several_threads(codec: Codec) -> None:
+    sample = random_sample(tokens=999, hidden_size=64)
+    encoder, pages = SegmentEncoder(codec), list(sample.pages())
+    threads = [threading.Thread(target=lambda i=i: [encoder.add(p) for p in pages[i::4]]) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    expected = part_of(codec, sample)
+    assert content(build_part([encoder.finish()], codec, ABOUT)) == content(expected)
+
+
+# -- what must not be accepted when writing ------------------------------------------------------------------------
+
+
+def changed(page: Page, **changes: Any) -> Page:
+    return Page(**{f: changes.get(f, getattr(page, f)) for f in Page.__dataclass_fields__})
+
+
+def test_missing_and_double_pages_are_refused() -> None:
+    encoder = SegmentEncoder(SplitCodec())
+    with pytest.raises(ValueError, match="got none"):
+        encoder.finish()
+    pages = list(random_sample(tokens=40).pages())
+    encoder.add(pages[2])
+    assert not encoder.complete
+    with pytest.raises(ValueError, match="page 2 came twice"):
+        encoder.add(pages[2])
+    with pytest.raises(ValueError, match=r"2 of 3 pages are missing: \[0, 1\]"):
+        encoder.finish()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"segment": Segment("b", 0, 0, 37, 37)},
+        {"segment": Segment("a", 1, 0, 37, 37)},
+        {"layer_ids": (2, 15, 31)},
+        {"dtype": "float16"},
+        {"hidden_size": 23},
+        {"chunk_tokens": 8},
+        {"start": 17},
+        {"stop": 31},
+        {"start": 32, "stop": 38},
+        {"start": -16, "stop": 0},
+        {"token_ids": np.arange(15)},
+        {"data": np.zeros((3, 15, 24), np.uint16)},
+        {"data": np.zeros((2, 16, 24), np.uint16)},
+        {"data": np.zeros((3, 16, 24), np.uint32)},
+        {"data": np.zeros((3, 16 * 24), np.uint16)},
+        {"order": "TLH"},
+    ],
+    ids=str,
+)
+def test_a_page_that_does_not_fit_is_refused(changes: dict[str, Any]) -> None:
+    first, second, _ = random_sample().pages()
+    encoder = SegmentEncoder(SplitCodec())
+    encoder.add(first)
+    with pytest.raises(ValueError, match="'a'"):
+        encoder.add(changed(second, **changes))
+    encoder.add(second)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"segment": Segment("a", 0, 5, 5, 37)},
+        {"segment": Segment("a", 0, 0, 37, 36)},
+        {"layer_ids": ()},
+        {"layer_ids": (2, 2, 30)},
+        {"dtype": "int8"},
+        {"chunk_tokens": 0},
+    ],
+    ids=str,
+)
+def test_a_first_page_that_makes_no_sense_is_refused(changes: dict[str, Any]) -> None:
+    page = next(random_sample().pages())
+    with pytest.raises(ValueError, match="expected"):
+        SegmentEncoder(SplitCodec()).add(changed(page, **changes))
+
+
+def test_parts_that_make_no_sense_are_refused() -> None:
+    segment = encode(SplitCodec(), list(random_sample().pages()))
+    with pytest.raises(ValueError, match="at least one"):
+        build_part([], SplitCodec(), {})
+    with pytest.raises(ValueError, match="twice"):
+        build_part([segment, segment], SplitCodec(), {})
+    for codec in (ZstdCodec(), NoneCodec()):
+        with pytest.raises(ValueError, match="SplitCodec"):
+            build_part([segment], codec, {})
+    with pytest.raises(ValueError, match="JSON"):
+        build_part([segment], SplitCodec(), {"loss": float("nan")})
+
+
+# -- ranges ----------------------------------------------------------------------------------------------------------
+
+
+@every_codec
+def test_only_the_chunks_needed_are_fetched(codec: Codec) -> None:
+    # Chunks well above the gap that the store coalesces over.
+    samples = [
+        random_sample(f"s{i}", 4000, layer_ids=range(4), hidden_size=128, chunk_tokens=1000, seed=i) for i in range(3)
+    ]
+    encoded = part_of(codec, *samples)
+    store = stored(encoded)
+    part = Part.open(store, "p", header_bytes=encoded.header_bytes)
+    assert (store.requests, store.bytes_read) == (1, encoded.header_bytes)
+
+    table = part._header.tensors
+    store.reset()
+    assert np.array_equal(part.read(1, layers=[2]), samples[1].states[:, [2]])
+    layer = sum(e - b for name, (_, _, (b, e)) in table.items() if name.startswith("1.2"))
+    assert (store.requests, store.bytes_read) == (1, layer)
+    whole = sum(e - b for name, (_, _, (b, e)) in table.items() if name.startswith("1.") and "token" not in name)
+    assert layer <= whole * (1 / 4 + 0.05)
+
+    store.reset()
+    assert np.array_equal(part.read(1, layers=[2], tokens=(1100, 1900)), samples[1].states[1100:1900, [2]])
+    assert layer * 0.24 <= store.bytes_read <= layer * 0.26
+
+    store.reset()
+    assert np.array_equal(part.read(1, layers=[3, 0], tokens=(1999, 2001)), samples[1].states[1999:2001][:, [3, 0]])
+    assert layer * 0.98 <= store.bytes_read <= layer * 1.02
+
+    store.reset()
+    assert np.array_equal(part.token_ids(2), samples[2].token_ids)
+    assert store.bytes_read == 8 * 4000
+
+    store.reset()
+    assert part.read(0, tokens=(7, 7)).shape == (0, 4, 128)
+    assert part.read(0, layers=[]).shape == (4000, 0, 128)
+    assert store.bytes_read == 0
+
+
+def test_a_header_of_thousands_of_segments_takes_one_or_two_requests() -> None:
+    samples = [random_sample(f"conversation-{i:07}", 2, hidden_size=8, seed=i) for i in range(2000)]
+    encoded = part_of(SplitCodec(), *samples)
+    assert encoded.header_bytes > 256 * 1024
+    store = stored(encoded)
+    part = Part.open(store, "p", header_bytes=encoded.header_bytes)
+    assert store.requests == 1
+    store.reset()
+    part = Part.open(store, "p", size=encoded.size)
+    assert store.requests == 2
+    part = Part.open(store, "p")
+    assert np.array_equal(part.read(1999), samples[1999].states)
+
+
+def test_wrong_requests_are_told() -> None:
+    part = Part.open(stored(part_of(SplitCodec(), random_sample())), "p")
+    with pytest.raises(ConfigError, match=r"\[7\] are not stored; stored are 2, 15, 30"):
+        part.read(0, layers=[2, 7])
+    for tokens in ((-1, 3), (3, 2), (0, 38)):
+        with pytest.raises(ConfigError, match=r"\[0, 37\)"):
+            part.read(0, tokens=tokens)
+    with pytest.raises(NotFound):
+        Part.open(MemoryStore(), "p")
+
+
+# -- broken objects --------------------------------------------------------------------------------------------------
+
+
+@every_codec
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_flipped_bit_anywhere_is_found(codec: Codec, count: int) -> None:
+    samples = [random_sample(f"s{i}", 9, hidden_size=8, chunk_tokens=4, seed=i) for i in range(count)]
+    part = part_of(codec, *samples)
+    data = bytearray(content(part))
+    header_bits = range(8 * part.header_bytes)
+    data_bits = np.random.default_rng(0).integers(8 * part.header_bytes, 8 * len(data), 600)
+    for bit in itertools.chain(header_bits, map(int, data_bits)):
+        data[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(FormatError, match="test://memory/p"):
+            read_back(bytes(data))
+        data[bit // 8] ^= 1 << bit % 8
+    for sample, (states, _) in zip(samples, read_back(bytes(data)), strict=True):
+        assert np.array_equal(states, sample.states)
+
+
+@every_codec
+def test_a_truncation_anywhere_is_found(codec: Codec) -> None:
+    part = part_of(codec, random_sample(tokens=5), random_sample("b", 3))
+    data = content(part)
+    for n in range(len(data)):
+        with pytest.raises(FormatError):
+            read_back(data[:n])
+        store = MemoryStore()
+        store.objects["p"] = data[:n]
+        with pytest.raises(FormatError):  # the header's length is known, and nobody asks for the size
+            list(map(Part.open(store, "p", header_bytes=part.header_bytes).load, range(2)))
+    with pytest.raises(FormatError, match="data"):
+        read_back(data + b"\0")
+
+
+def forged(part: EncodedPart, change: Any, *, table: Any = None) -> bytes:
+    """The part with another description, its crc right, as an attacker would write it."""
+    (n,) = struct.unpack_from("<Q", part.header)
+    header = json.loads(part.header[8 : 8 + n])
+    body = json.loads(header["__metadata__"]["hsx"])
+    change(body)
+    text = json.dumps(body)
+    header["__metadata__"] |= {"hsx": text, "hsx_crc32c": crc32c_hex(crc32c(text.encode()))}
+    if table:
+        table(header)
+    new = json.dumps(header).encode()
+    return struct.pack("<Q", len(new)) + new + content(part)[part.header_bytes :]
+
+
+HUGE = 1 << 60
+
+
+@every_codec
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        *itertools.product(
+            [("segments", 0, "stop"), ("segments", 0, "total"), ("common", "hidden_size"), ("common", "chunk_tokens")],
+            [HUGE, -1, 0, 1.5, "9", None, True, 10**30],
+        ),
+        (("segments", 0, "start"), 40),
+        (("segments", 0, "start"), -5),
+        (("segments", 0, "index"), HUGE),
+        (("segments", 0, "key"), 7),
+        (("segments", 0, "token_crc"), 1 << 32),
+        (("segments", 0, "crcs"), []),
+        (("segments", 0, "crcs"), [[1], [2], [3]]),
+        (("segments", 0, "crcs"), [[1.0, 2, 3]] * 3),
+        (("segments", 0, "crcs"), 5),
+        (("segments",), []),
+        (("segments",), {}),
+        (("segments", 0), 3),
+        (("common", "dtype"), "int8"),
+        (("common", "layer_ids"), []),
+        (("common", "layer_ids"), [2, 2, 3]),
+        (("common", "layer_ids"), [-1, 2, 3]),
+        (("common", "layer_ids"), list(range(5000))),
+        (("common",), []),
+        (("about",), None),
+        (("schema",), "vllm"),
+        (("schema",), "other"),
+        (("codec",), "split"),
+        (("codec",), {"name": "zstd", "level": "x"}),
+    ],
+    ids=str,
+)
+def test_a_description_that_lies_is_refused(codec: Codec, where: tuple[Any, ...], value: Any) -> None:
+    part = part_of(codec, random_sample(), random_sample("b"))
+
+    def change(body: dict[str, Any]) -> None:
+        at: Any = body
+        for step in where[:-1]:
+            at = at[step]
+        at[where[-1]] = value
+
+    with pytest.raises(FormatError, match="test://memory/p"):
+        read_back(forged(part, change))
+
+
+def test_sizes_that_lie_are_refused() -> None:
+    part = part_of(SplitCodec(), random_sample(), random_sample("b"))
+    for value in (HUGE, -1, 0, 1.0):
+        with pytest.raises(FormatError):
+            read_back(forged(part, lambda body, v=value: body["segments"][0]["sizes"][1][0].__setitem__(0, v)))
+
+    def swap(body: dict[str, Any]) -> None:  # the sum stays
+        sizes = body["segments"][0]["sizes"][0][0]
+        sizes[0], sizes[1] = sizes[0] - 1, sizes[1] + 1
+
+    with pytest.raises(IntegrityError, match=r"segment 0, layer 2, tokens \(0, 16\)"):
+        read_back(forged(part, swap))
+
+
+def test_an_unknown_codec_is_named() -> None:
+    part = part_of(SplitCodec(), random_sample())
+    with pytest.raises(UnknownCodec, match="'newer'"):
+        read_back(forged(part, lambda body: body["codec"].update(name="newer")))
+
+
+def test_another_format_version_is_told() -> None:
+    part = part_of(SplitCodec(), random_sample())
+    with pytest.raises(FormatError, match="hsx/2"):
+        read_back(forged(part, lambda _: None, table=lambda h: h["__metadata__"].update(format="hsx/2")))
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        lambda h: h["0.token_ids"].update(shape=[HUGE]),
+        lambda h: h["0.token_ids"].update(dtype="U64"),
+        lambda h: h["0.0.hi"].update(data_offsets=[0, HUGE]),
+        lambda h: h["0.0.hi"].update(data_offsets=[8, 4]),
+        lambda h: h["0.0.hi"].update(data_offsets=h["0.0.lo"]["data_offsets"]),
+        lambda h: h.update(more={"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}),
+        lambda h: h.pop("0.1.lo"),
+        lambda h: h.update(more=3),
+    ],
+)
+def test_a_table_that_does_not_follow_is_refused(table: Any) -> None:
+    part = part_of(SplitCodec(), random_sample())
+    assert read_back(forged(part, lambda _: None))
+    with pytest.raises(FormatError):
+        read_back(forged(part, lambda _: None, table=table))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"1234567",
+        struct.pack("<Q", 0),
+        struct.pack("<Q", 1 << 63) + b"{}",
+        struct.pack("<Q", 2) + b"{}",
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 4) + b"\xff\xfe{}",
+        struct.pack("<Q", 4000) + b"[" * 4000,
+        struct.pack("<Q", 20) + b'{"a":1,"a":2}'.ljust(20),
+        struct.pack("<Q", 20) + b'{"__metadata__":[3]}',
+    ],
+)
+def test_what_is_no_safetensors_file_is_told(data: bytes) -> None:
+    with pytest.raises(FormatError, match="test://memory/p"):
+        read_back(data)
+
+
+# -- the property ----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    codec=st.sampled_from(sorted(CODECS)),
+    dtype=st.sampled_from(sorted(CARRIER)),
+    tokens=st.integers(1, 70),
+    layers=st.integers(1, 4),
+    hidden_size=st.integers(1, 40),
+    chunk_tokens=st.integers(1, 80),
+    order=st.sampled_from(["LTH", "TLH"]),
+    padding=st.integers(0, 3),
+    key=st.text(min_size=1, max_size=30),
+    data=st.data(),
+)
+def test_any_read_of_any_sample_equals_what_went_in(
+    codec: str,
+    dtype: str,
+    tokens: int,
+    layers: int,
+    hidden_size: int,
+    chunk_tokens: int,
+    order: Literal["LTH", "TLH"],
+    padding: int,
+    key: str,
+    data: st.DataObject,
+) -> None:
+    ids = data.draw(st.lists(st.integers(0, 100), min_size=layers, max_size=layers, unique=True))
+    sample = random_sample(key, tokens, layer_ids=ids, hidden_size=hidden_size, dtype=dtype, chunk_tokens=chunk_tokens)
+    cuts = sorted(data.draw(st.sets(st.integers(1, tokens), max_size=3)) - {tokens})
+    coder = CODECS[codec]()
+    segments = [encode(coder, list(sample.pages(s, order=order, padding=padding))) for s in sample.segments(*cuts)]
+    part = Part.open(stored(build_part(segments, coder, {})), "p")
+    picked = data.draw(st.lists(st.sampled_from(ids), max_size=layers))
+    for i, s in enumerate(sample.segments(*cuts)):
+        assert part.segments[i].segment == s
+        start = data.draw(st.integers(0, s.num_tokens))
+        stop = data.draw(st.integers(start, s.num_tokens))
+        got = part.read(i, layers=picked, tokens=(start, stop))
+        expected = sample.states[s.start + start : s.start + stop][:, [ids.index(p) for p in picked]]
+        assert np.array_equal(got, expected)
+        assert np.array_equal(part.token_ids(i), sample.token_ids[s.start : s.stop])
