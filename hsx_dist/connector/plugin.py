@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hsx_dist.connector.isa import avoid_broken_amx
+
 NAME = "HiddenStatesConnector"
 
 
@@ -9,6 +11,7 @@ def register() -> None:
     """Register ``HiddenStatesConnector``; vLLM calls this in every process, in some more than once."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    avoid_broken_amx()
     # A second registration of a name is an error in vLLM, and a plugin that raises is only logged.
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, "hsx_dist.connector.connector", NAME)
