@@ -1,7 +1,7 @@
 """Keeps torch and vLLM off AMX on machines that claim to have it and do not say what its tiles are like.
 
-Some virtual machines pass the ``amx_*`` flags on and cut CPUID off below leaf 0x1D, which describes the tiles. oneDNN then
-configures none, and the first bf16 product ends the process with an illegal instruction.
+Some virtual machines pass the ``amx_*`` flags on and cut CPUID off below leaf 0x1D, which describes the tiles. oneDNN
+then configures none, and the first bf16 product ends the process with an illegal instruction.
 """
 
 from __future__ import annotations
