@@ -1,255 +1,226 @@
-"""What a run's small objects are called and say: attempts, receipts, and the manifest that all receipts add up to.
-
-Nothing makes a sample exist but a receipt that proves every token of it.
-"""
+"""The manifest: all receipts of a run, and which samples they prove. Pure data; ``runs`` reads and writes it."""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from types import MappingProxyType
 
-import numpy as np
+from hsx_dist.format.receipt import Receipt, RowFate, SegmentProof, token_hash
 
-from hsx_dist.errors import FormatError, IntegrityError
-from hsx_dist.format.checksum import crc32c
-from hsx_dist.page import Segment
+__all__ = [
+    "COMPLETE",
+    "RUN",
+    "Manifest",
+    "Receipt",
+    "RowFate",
+    "SampleRecord",
+    "SegmentProof",
+    "attempt_name",
+    "compacted_name",
+    "heartbeat_name",
+    "parse_receipt_name",
+    "part_name",
+    "receipt_name",
+    "token_hash",
+]
 
-FORMAT = 1
 RUN = "run.json"
 COMPLETE = "complete.json"
+_WRITER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+_RECEIPT = re.compile(r"manifest/(\d{4,})/([^/]+)/(\d{6,})\.json")
 
 
 def attempt_name(attempt: int) -> str:
-    return f"attempts/{attempt:04d}.json"
+    """``attempts/0001.json``: who holds the attempt."""
+    return f"attempts/{_number(attempt, 4)}.json"
 
 
 def heartbeat_name(attempt: int) -> str:
-    return f"attempts/{attempt:04d}.heartbeat.json"
-
-
-def receipts_prefix(attempt: int) -> str:
-    return f"manifest/{attempt:04d}/"
+    """``attempts/0001.heartbeat.json``: a value that changes while its holder lives."""
+    return f"attempts/{_number(attempt, 4)}.heartbeat.json"
 
 
 def receipt_name(attempt: int, writer: str, seq: int) -> str:
-    """A writer's receipts count from 1 without gaps: who follows a run asks for the next instead of listing."""
-    return f"{receipts_prefix(attempt)}{writer}/{seq:06d}.json"
+    """``manifest/0001/WRITER/000001.json``"""
+    return f"manifest/{_number(attempt, 4)}/{_writer(writer)}/{_number(seq, 6)}.json"
 
 
 def part_name(attempt: int, writer: str, seq: int) -> str:
-    return f"data/part-{attempt:04d}-{writer}-{seq:06d}.safetensors"
+    """``data/part-0001-WRITER-000001.safetensors``"""
+    return f"data/part-{_number(attempt, 4)}-{_writer(writer)}-{_number(seq, 6)}.safetensors"
 
 
 def compacted_name(attempt: int) -> str:
-    return f"manifest/compacted-{attempt:04d}.jsonl.zst"
+    """``manifest/compacted-0001.jsonl.zst``: all receipts that counted when the attempt completed the run."""
+    return f"manifest/compacted-{_number(attempt, 4)}.jsonl.zst"
 
 
-def token_hash(token_ids: np.ndarray[Any, Any]) -> str:
-    """16 hex digits of BLAKE2b over the ids as little-endian int64: the same tokens, the same hash."""
-    return hashlib.blake2b(np.ascontiguousarray(token_ids, "<i8").tobytes(), digest_size=8).hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentProof:
-    """One stored segment: its place (``slot``: position in the part), its tokens' hash, its sizes in bytes."""
-
-    segment: Segment
-    slot: int
-    token_hash: str
-    raw_bytes: int
-    stored_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class RowFate:
-    """An input row that ended without a sample, and why. ``row`` counts from 0 in the input."""
-
-    key: str
-    row: int | None
-    fate: Literal["refused", "failed"]
-    reason: str
-    tries: int
-
-
-@dataclass(frozen=True, slots=True)
-class Receipt:
-    """Proof of one stored part (size in bytes, CRC-32C), or (``part`` None) of rows that ended without a sample."""
-
-    attempt: int
-    writer: str
-    seq: int
-    part: str | None
-    size: int
-    crc32c: str
-    header_bytes: int
-    raw_bytes: int
-    segments: tuple[SegmentProof, ...]
-    rows: tuple[RowFate, ...]
-    created: str
-
-    def to_json(self) -> bytes:
-        """One line of JSON; its last member is the CRC-32C of what stands before it."""
-        body = asdict(self)
-        body["format"] = FORMAT
-        body["segments"] = [
-            [*_segment_values(p.segment), p.slot, p.token_hash, p.raw_bytes, p.stored_bytes] for p in self.segments
-        ]
-        body["rows"] = [[r.key, r.row, r.fate, r.reason, r.tries] for r in self.rows]
-        text = json.dumps(body, separators=(",", ":"), sort_keys=True)
-        return f'{text[:-1]},"~crc32c":"{crc32c(text.encode()):08x}"}}'.encode()
-
-    @classmethod
-    def from_json(cls, data: bytes, name: str = "receipt") -> Receipt:
-        """Raises:
-        IntegrityError: the checksum does not match.
-        FormatError: not a receipt, or of a format that is not known here.
-        """
-        tail = len(',"~crc32c":"00000000"}')
-        text, end = data[:-tail] + b"}", data[-tail:]
-        if end != f',"~crc32c":"{crc32c(text):08x}"}}'.encode():
-            raise IntegrityError(
-                f"{name}: its checksum does not match: it is no receipt, or was changed after it was written"
-            )
-        try:
-            body = json.loads(text)
-            if body.pop("format") != FORMAT:
-                raise FormatError(f"{name}: expected format {FORMAT}; read it with a newer hsx-dist")
-            segments = tuple(
-                SegmentProof(Segment(s[0], s[1], s[2], s[3], s[4]), s[5], s[6], s[7], s[8])
-                for s in body.pop("segments")
-            )
-            rows = tuple(RowFate(*r) for r in body.pop("rows"))
-            return cls(segments=segments, rows=rows, **body)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as e:
-            if isinstance(e, FormatError):
-                raise
-            raise FormatError(f"{name}: expected a receipt, got something else ({type(e).__name__}: {e})") from e
-
-
-def _segment_values(s: Segment) -> list[Any]:
-    return [s.key, s.index, s.start, s.stop, s.total]
+def parse_receipt_name(name: str) -> tuple[int, str, int] | None:
+    """``(attempt, writer, seq)`` of a receipt's name; ``None`` for any other name."""
+    found = _RECEIPT.fullmatch(name)
+    return (int(found[1]), found[2], int(found[3])) if found else None
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRecord:
-    """A durable sample: where its segments lie, in the order of its tokens."""
+    """A sample that is proven whole: ``segments`` are ``(part, proof)`` in token order and cover all its tokens."""
 
     key: str
     num_tokens: int
     attempt: int
-    segments: tuple[tuple[str, SegmentProof], ...]  # (part, proof)
+    row: int | None
+    segments: tuple[tuple[str, SegmentProof], ...]
 
 
-@dataclass(slots=True)
 class Manifest:
-    """All receipts of a run, added up in any order.
+    """What a run's receipts prove. Receipts may come in any order, and again; the outcome is the same.
 
-    ``samples`` holds only what is whole: segments of *one* attempt that cover every token. A sample that is proven
-    twice is the one of the highest attempt, then of the lowest part names. The same key with other tokens in one
-    attempt is a conflict: told in ``conflicts``, for nobody can say which of the two is meant.
+    A sample exists when segments of one attempt cover its tokens. Of several attempts that prove it the highest
+    counts; within an attempt the lowest part name. Not safe for concurrent ``add``.
     """
 
-    samples: dict[str, SampleRecord] = field(default_factory=dict)
-    parts: dict[str, Receipt] = field(default_factory=dict)
-    refused: dict[str, RowFate] = field(default_factory=dict)
-    failed: dict[str, RowFate] = field(default_factory=dict)
-    conflicts: list[str] = field(default_factory=list)
-    receipts: dict[tuple[int, str, int], Receipt] = field(default_factory=dict)
-    _partial: dict[tuple[int, str], dict[int, tuple[str, SegmentProof]]] = field(default_factory=dict)
+    def __init__(self, receipts: Iterable[Receipt] = ()):
+        self._receipts: dict[tuple[int, str, int], Receipt] = {}
+        self._parts: dict[str, Receipt] = {}
+        self._proofs: dict[str, list[tuple[int, str, SegmentProof]]] = {}
+        self._samples: dict[str, SampleRecord] = {}
+        self._fates: dict[str, tuple[tuple[int, str, int], RowFate]] = {}
+        self._refused: dict[str, RowFate] = {}
+        self._failed: dict[str, RowFate] = {}
+        self._conflicts: set[str] = set()
+        self._disputed: dict[str, list[str]] = {}
+        for receipt in receipts:
+            self.add(receipt)
+
+    @property
+    def samples(self) -> Mapping[str, SampleRecord]:
+        """By key; only whole ones. A live view."""
+        return MappingProxyType(self._samples)
+
+    @property
+    def refused(self) -> Mapping[str, RowFate]:
+        """By key: rows that cannot have a sample. A live view."""
+        return MappingProxyType(self._refused)
+
+    @property
+    def failed(self) -> Mapping[str, RowFate]:
+        """By key: rows that were given up, and have no sample. A live view."""
+        return MappingProxyType(self._failed)
+
+    @property
+    def parts(self) -> Mapping[str, Receipt]:
+        """The receipt of each stored part. A live view."""
+        return MappingProxyType(self._parts)
+
+    @property
+    def conflicts(self) -> list[str]:
+        """What contradicts itself, in words, sorted: a key with other tokens in the same attempt, receipts that differ."""
+        return sorted({*self._conflicts, *(c for found in self._disputed.values() for c in found)})
+
+    @property
+    def receipts(self) -> list[Receipt]:
+        """All receipts, by attempt, writer and number."""
+        return [self._receipts[i] for i in sorted(self._receipts)]
 
     def add(self, receipt: Receipt) -> None:
-        """Add a receipt; one that was added before changes nothing."""
-        identity = (receipt.attempt, receipt.writer, receipt.seq)
-        if identity in self.receipts:
+        """Take one receipt into account; one that is known already changes nothing."""
+        known = self._receipts.setdefault(receipt.id, receipt)
+        if known is not receipt:
+            if known != receipt:
+                self._conflicts.add(f"{receipt_name(*receipt.id)}: two receipts of this name differ")
             return
-        self.receipts[identity] = receipt
         if receipt.part is not None:
-            self.parts[receipt.part] = receipt
+            before = self._parts.setdefault(receipt.part, receipt)
+            if before is not receipt:
+                self._conflicts.add(f"{receipt.part}: two receipts name this part")
+                self._parts[receipt.part] = max(before, receipt, key=lambda r: r.id)
             for proof in receipt.segments:
-                self._prove(receipt.attempt, receipt.part, proof)
-        for row in receipt.rows:
-            if row.fate == "refused":
-                self.refused[row.key] = row
-            elif row.key not in self.samples:
-                self.failed[row.key] = row
+                self._proofs.setdefault(proof.segment.key, []).append((receipt.attempt, receipt.part, proof))
+            for key in {proof.segment.key for proof in receipt.segments}:
+                self._settle(key)
+        for fate in receipt.rows:
+            self._take_fate(receipt.id, fate)
 
-    def _prove(self, attempt: int, part: str, proof: SegmentProof) -> None:
-        segment = proof.segment
-        whole = self.samples.get(segment.key)
-        if whole is not None and whole.attempt == attempt:
-            self._again(whole, part, proof)
+    def _take_fate(self, told: tuple[int, str, int], fate: RowFate) -> None:
+        known = self._fates.get(fate.key)
+        if known is not None and known[0] > told:
             return
-        found = self._partial.setdefault((attempt, segment.key), {})
-        other = found.get(segment.index)
-        if other is not None:
-            self._compare(attempt, other[1], proof)
-            if other[0] <= part:
-                return
-        found[segment.index] = (part, proof)
-        self._complete(attempt, segment.key)
+        self._fates[fate.key] = (told, fate)
+        self._refused.pop(fate.key, None)
+        self._failed.pop(fate.key, None)
+        if fate.fate == "refused":
+            self._refused[fate.key] = fate
+        elif fate.key not in self._samples:
+            self._failed[fate.key] = fate
 
-    def _complete(self, attempt: int, key: str) -> None:
-        found = self._partial[(attempt, key)]
-        at = 0
-        for index in range(len(found)):
-            if index not in found or found[index][1].segment.start != at:
-                return
-            at = found[index][1].segment.stop
-        total = found[0][1].segment.total
-        if at != total:
-            return
-        del self._partial[(attempt, key)]
-        before = self.samples.get(key)
-        if before is None or before.attempt < attempt:
-            self.samples[key] = SampleRecord(key, total, attempt, tuple(found[i] for i in range(len(found))))
-            self.failed.pop(key, None)
+    def _settle(self, key: str) -> None:
+        """Decide anew which record, if any, stands for ``key``."""
+        proofs = self._proofs[key]
+        disputes: list[str] = []
+        record: SampleRecord | None = None
+        for attempt in sorted({a for a, _, _ in proofs}, reverse=True):
+            record, dispute = _whole(key, attempt, [(p, q) for a, p, q in proofs if a == attempt])
+            disputes += [dispute] if dispute else []
+            if record is not None:
+                break  # what older attempts say does not matter any more
+        self._disputed.pop(key, None)
+        if disputes:
+            self._disputed[key] = disputes
+        if record is not None:
+            self._samples[key] = record
+            self._failed.pop(key, None)
+        elif self._samples.pop(key, None) is not None and key in self._fates:
+            self._take_fate(*self._fates[key])
 
-    def _again(self, whole: SampleRecord, part: str, proof: SegmentProof) -> None:
-        """A segment of a sample that this attempt has proven already."""
-        index = proof.segment.index
-        if index >= len(whole.segments):
-            self.conflicts.append(f"{whole.key}: attempt {whole.attempt} stored it twice, in different lengths")
-            return
-        have_part, have = whole.segments[index]
-        self._compare(whole.attempt, have, proof)
-        if part < have_part:
-            segments = (*whole.segments[:index], (part, proof), *whole.segments[index + 1 :])
-            self.samples[whole.key] = SampleRecord(whole.key, whole.num_tokens, whole.attempt, segments)
 
-    def _compare(self, attempt: int, a: SegmentProof, b: SegmentProof) -> None:
-        if a.segment != b.segment or a.token_hash != b.token_hash:
-            self.conflicts.append(
-                f"{a.segment.key}: attempt {attempt} stored segment {a.segment.index} twice with different tokens "
-                f"({a.token_hash} and {b.token_hash}); two rows have one key"
-            )
+def _whole(key: str, attempt: int, proofs: list[tuple[str, SegmentProof]]) -> tuple[SampleRecord | None, str | None]:
+    """(the sample that one attempt proves, what contradicts itself in it), each ``None`` when there is none."""
+    chosen: dict[tuple[int, int, int], tuple[str, SegmentProof]] = {}
+    mixed = False
+    for part, proof in sorted(proofs, key=lambda item: (item[0], item[1].slot)):  # the lowest part name first
+        s = proof.segment
+        first = chosen.setdefault((s.total, s.index, s.start), (part, proof))
+        mixed |= (first[1].segment.stop, first[1].token_hash) != (s.stop, proof.token_hash)
+    totals = sorted({total for total, _, _ in chosen})
+    dispute = None
+    if mixed or len(totals) > 1:
+        names = ", ".join(sorted({part for part, _ in proofs}))
+        dispute = f"sample {key!r}: attempt {attempt} stored it with different tokens ({names})"
+    # Two runs of one sample whose tokens differ must not be joined; a single segment stands alone.
+    runs = [run for run in (_cover(total, chosen) for total in totals) if run and not (mixed and len(run) > 1)]
+    if not runs:
+        return None, dispute
+    best = min(runs, key=lambda run: run[0][0])
+    return SampleRecord(key, best[0][1].segment.total, attempt, best[0][1].row, tuple(best)), dispute
 
-    def writers(self, attempt: int) -> Mapping[str, int]:
-        """The attempt's writers, and how many receipts each has stored."""
-        last: dict[str, int] = {}
-        for n, writer, seq in self.receipts:
-            if n == attempt:
-                last[writer] = max(last.get(writer, 0), seq)
-        return last
 
-    def check_gapless(self) -> None:
-        """Raises:
-        IntegrityError: a writer's receipt is missing though a later one is there.
-        """
-        for attempt in {n for n, _, _ in self.receipts}:
-            for writer, last in self.writers(attempt).items():
-                missing = [s for s in range(1, last + 1) if (attempt, writer, s) not in self.receipts]
-                if missing:
-                    names = ", ".join(receipt_name(attempt, writer, s) for s in missing[:3])
-                    raise IntegrityError(
-                        f"expected receipts 1 to {last} of {writer}, found none at {names}: it was removed"
-                    )
+def _cover(
+    total: int, chosen: Mapping[tuple[int, int, int], tuple[str, SegmentProof]]
+) -> list[tuple[str, SegmentProof]]:
+    """Segments 0, 1, … that cover tokens ``[0, total)`` without a gap; empty when there are none."""
+    run: list[tuple[str, SegmentProof]] = []
+    at = 0
+    while at < total:
+        item = chosen.get((total, len(run), at))
+        if item is None:
+            return []
+        run.append(item)
+        at = item[1].segment.stop
+    return run
 
-    @classmethod
-    def of(cls, receipts: Iterable[Receipt]) -> Manifest:
-        manifest = cls()
-        for receipt in receipts:
-            manifest.add(receipt)
-        return manifest
+
+def _number(n: int, digits: int) -> str:
+    if n < 1:
+        raise ValueError(f"expected a number from 1 on, came {n}")
+    return f"{n:0{digits}d}"
+
+
+def _writer(name: str) -> str:
+    if not _WRITER.fullmatch(name):
+        raise ValueError(
+            f"expected a writer's name of at most 128 letters, digits, '_', '-', '.', came {name!r}; "
+            "object_name makes one"
+        )
+    return name

@@ -1,62 +1,99 @@
-"""A run's small objects in a store: who may write (attempts), what was asked, what is proven.
-
-Everything here is small, whole-object, and created at most once, but for the heartbeat.
-"""
+"""A run's own objects in a store: ``run.json``, attempts, heartbeats, receipts, completion."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
 
 import zstandard
 
-from hsx_dist.errors import AlreadyExists, FormatError, IntegrityError, NotFound, RunError
-from hsx_dist.format.checksum import crc32c
+from hsx_dist.errors import AlreadyExists, Fenced, FormatError, IntegrityError, NotFound, RunError
+from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.manifest import (
     COMPLETE,
-    FORMAT,
     RUN,
     Manifest,
     Receipt,
     attempt_name,
     compacted_name,
     heartbeat_name,
-    receipts_prefix,
+    parse_receipt_name,
+    receipt_name,
 )
 from hsx_dist.store import Store
 
-#: Receipts fetched at once: they are small, and a store's latency is not.
-FETCHES = 16
-#: A compacted manifest of a million samples takes about 200 MB; what says to be larger than this is not believed.
-MAX_COMPACTED_BYTES = 16 << 30
+__all__ = [
+    "COMPLETE",
+    "RUN",
+    "beat",
+    "is_fenced",
+    "load_manifest",
+    "newest_attempt",
+    "read_complete",
+    "read_heartbeat",
+    "read_run",
+    "take_attempt",
+    "write_complete",
+    "write_run",
+]
 
+_RUN_FORMAT = "hsx-run/1"
+_COMPLETE_FORMAT = "hsx-complete/1"
 _ATTEMPT = re.compile(r"attempts/(\d{4,})\.json")
+_READERS = 16
+_LARGEST_JSON = 256 << 20
+_LARGEST_COMPACTED = 64 << 30
 
 
-def newest_attempt(store: Store) -> int:
-    """The newest attempt's number; 0 when there is none."""
-    return max((int(m[1]) for o in store.list("attempts/") if (m := _ATTEMPT.fullmatch(o.name))), default=0)
+def write_run(store: Store, info: Mapping[str, Any]) -> None:
+    """Make the run: store ``run.json``, which must hold no credentials.
+
+    Raises:
+        RunError: another one was made here in the meantime.
+    """
+    body = _dump({"format": _RUN_FORMAT, **info})
+    if not _put_own(store, RUN, body):
+        raise RunError(
+            f"{store.url}: expected no {RUN}, and there is one: another driver has just started a run here. Start "
+            "again to go on with it, or choose another output"
+        )
+
+
+def read_run(store: Store) -> dict[str, Any]:
+    """What ``run.json`` says. Raises ``RunError`` when there is none, ``FormatError`` when it cannot be read."""
+    found = _read_json(store, RUN)
+    if found is None:
+        raise RunError(f"no run at {store.url}: expected {RUN} there; check the path, or that the run has been started")
+    _check_format(found, _RUN_FORMAT, f"{store.url}/{RUN}")
+    return found
 
 
 def take_attempt(store: Store, info: Mapping[str, Any]) -> int:
-    """Become the run's newest attempt; every earlier one is fenced off from here. Returns its number (from 1)."""
-    number = newest_attempt(store)
-    body = {"format": FORMAT, "started": datetime.now(UTC).isoformat(timespec="seconds"), **info}
-    while True:
-        number += 1
-        try:
-            store.put_if_absent(attempt_name(number), _dump({**body, "attempt": number}))
-        except AlreadyExists:
-            continue  # another driver was quicker: ours must be newer than its
-        return number
+    """Take the run's next attempt, which fences off all before it; returns its number, from 1.
+
+    ``info`` (host, settings, …; no credentials) is stored for people to read.
+    """
+    # The token makes the body ours alone: read back, it tells a lost answer from a lost race.
+    own = {"token": uuid.uuid4().hex, "created": datetime.now(UTC).isoformat(timespec="seconds")}
+    attempt = newest_attempt(store) + 1
+    while not _put_own(store, attempt_name(attempt), _dump({**info, "attempt": attempt, **own})):
+        attempt += 1
+    return attempt
+
+
+def newest_attempt(store: Store) -> int:
+    """The highest attempt that anybody took; 0 when none was."""
+    found = (_ATTEMPT.fullmatch(info.name) for info in store.list("attempts/"))
+    return max((int(m[1]) for m in found if m), default=0)
 
 
 def is_fenced(store: Store, attempt: int) -> bool:
-    """Whether a newer attempt exists. Numbers have no gaps, so the next one tells."""
+    """Whether a newer attempt was taken. Attempts have no gaps, so that one request tells."""
     try:
         store.head(attempt_name(attempt + 1))
     except NotFound:
@@ -65,128 +102,195 @@ def is_fenced(store: Store, attempt: int) -> bool:
 
 
 def beat(store: Store, attempt: int, value: int, state: str) -> None:
-    """Change the attempt's heartbeat (observers compare values, not clocks); ``state``: running, finished, failed …"""
-    store.put(heartbeat_name(attempt), [_dump({"value": value, "state": state})])
+    """Store the attempt's heartbeat: a ``value`` other than the last says that its holder lives, by nobody's clock."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    store.put(heartbeat_name(attempt), [_dump({"attempt": attempt, "value": value, "state": state, "time": now})])
 
 
 def read_heartbeat(store: Store, attempt: int) -> dict[str, Any] | None:
-    """``{"value", "state"}``, or None before the first beat."""
-    try:
-        return _load(store.get(heartbeat_name(attempt)), heartbeat_name(attempt))
-    except NotFound:
-        return None
-
-
-def write_run(store: Store, run: Mapping[str, Any]) -> None:
-    """Say what was asked for; the first to say so wins, and ``AlreadyExists`` goes to the others."""
-    store.put_if_absent(RUN, _dump({"format": FORMAT, **run}))
-
-
-def read_run(store: Store) -> dict[str, Any]:
-    """Raises:
-    RunError: there is no run here.
-    FormatError: it is of a format that is not known here.
-    """
-    try:
-        run = _load(store.get(RUN), RUN)
-    except NotFound:
-        raise RunError(
-            f"no run at {store.url}: expected {RUN} there; check the path, or the credentials' view of it"
-        ) from None
-    if run.get("format") != FORMAT:
-        raise FormatError(f"{RUN}: expected format {FORMAT}, got {run.get('format')!r}; read it with a newer hsx-dist")
-    return run
-
-
-def read_complete(store: Store) -> dict[str, Any] | None:
-    """What the last attempt that ended said, or None while no attempt has ended."""
-    try:
-        return _load(store.get(COMPLETE), COMPLETE)
-    except NotFound:
-        return None
+    """``{"attempt", "value", "state", "time"}`` as last stored; ``None`` before the first beat."""
+    return _read_json(store, heartbeat_name(attempt))
 
 
 def load_manifest(store: Store) -> Manifest:
-    """All receipts: those of the attempts that ended from the compacted manifest, later ones one by one.
+    """The manifest of the run: the compacted one where the run is complete, and the receipts since.
 
     Raises:
-        IntegrityError: a receipt or the compacted manifest was changed, or a writer's numbers have a gap.
-        FormatError: something that is no receipt lies among them.
+        IntegrityError: a receipt is missing or damaged.
+        FormatError: something is there that is no receipt.
     """
     complete = read_complete(store)
     manifest, after = Manifest(), 0
     if complete is not None:
-        manifest = _read_compacted(store, complete)
+        manifest = Manifest(_read_compacted(store, complete))
         after = int(complete["attempt"])
-    names = [
-        info.name
-        for attempt in range(after + 1, newest_attempt(store) + 1)
-        for info in store.list(receipts_prefix(attempt))
-        if info.name.endswith(".json")
-    ]
-    with ThreadPoolExecutor(FETCHES) as pool:
-        for name, data in zip(names, pool.map(store.get, names), strict=True):
-            manifest.add(Receipt.from_json(data, name))
-    manifest.check_gapless()
+    names = _receipt_names(store, after)
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="hsx-receipts") as pool:
+        for receipt in pool.map(lambda name: _read_receipt(store, name), names):
+            manifest.add(receipt)
     return manifest
 
 
 def write_complete(store: Store, attempt: int, manifest: Manifest, summary: Mapping[str, Any]) -> None:
-    """Store the compacted manifest, then ``complete.json``, which names it with size and CRC-32C.
+    """Mark the run as complete: the compacted manifest, then ``complete.json`` with counts and ``summary``.
 
-    The compacted manifest holds every receipt of the run as one JSON line, in order, compressed with zstd.
+    Raises:
+        Fenced: a newer attempt was taken.
     """
-    receipts = [manifest.receipts[identity] for identity in sorted(manifest.receipts)]
-    body = zstandard.ZstdCompressor(level=3).compress(b"\n".join(r.to_json() for r in receipts) + b"\n")
-    store.put(compacted_name(attempt), [body])
-    complete = {
-        **summary,
-        "format": FORMAT,
+    if is_fenced(store, attempt):
+        raise Fenced(
+            f"attempt {attempt} of {store.url} is no longer the newest: another driver took over; it completes the run"
+        )
+    receipts = manifest.receipts
+    lines = b"".join(r.to_json() + b"\n" for r in receipts)
+    packed = zstandard.ZstdCompressor(level=3).compress(lines)
+    name = compacted_name(attempt)
+    store.put(name, [packed])
+    body = {
+        "format": _COMPLETE_FORMAT,
         "attempt": attempt,
-        "samples": len(manifest.samples),
-        "parts": len(manifest.parts),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "manifest": {
+            "name": name,
+            "size": len(packed),
+            "crc32c": crc32c_hex(crc32c(packed)),
+            "raw_size": len(lines),
+            "receipts": len(receipts),
+        },
+        "counts": count(manifest),
+        "summary": dict(summary),
+    }
+    store.put(COMPLETE, [_dump(body)])
+
+
+def count(manifest: Manifest) -> dict[str, int]:
+    """The counts that ``complete.json`` holds, of what readers see."""
+    samples = manifest.samples.values()
+    proofs = [(part, proof) for s in samples for part, proof in s.segments]
+    return {
+        "samples": len(samples),
+        "tokens": sum(s.num_tokens for s in samples),
+        "segments": len(proofs),
+        "parts": len({part for part, _ in proofs}),
+        "raw_bytes": sum(proof.raw_bytes for _, proof in proofs),
+        "stored_bytes": sum(proof.stored_bytes for _, proof in proofs),
         "refused": len(manifest.refused),
         "failed": len(manifest.failed),
-        "receipts": len(receipts),
-        "manifest": {"name": compacted_name(attempt), "size": len(body), "crc32c": f"{crc32c(body):08x}"},
-        "ended": datetime.now(UTC).isoformat(timespec="seconds"),
+        "conflicts": len(manifest.conflicts),
     }
-    store.put(COMPLETE, [_dump(complete)])
 
 
-def _read_compacted(store: Store, complete: Mapping[str, Any]) -> Manifest:
+def read_complete(store: Store) -> dict[str, Any] | None:
+    """``complete.json``; ``None`` when the run is not complete. Raises ``FormatError`` when it cannot be read."""
+    found = _read_json(store, COMPLETE)
+    if found is None:
+        return None
+    where = f"{store.url}/{COMPLETE}"
+    _check_format(found, _COMPLETE_FORMAT, where)
+    about = found.get("manifest")
+    numbers = ("size", "raw_size", "receipts")
+    if (
+        type(found.get("attempt")) is not int
+        or found["attempt"] < 1
+        or not isinstance(found.get("counts"), dict)
+        or not isinstance(about, dict)
+        or any(type(about.get(n)) is not int or not 0 <= about[n] <= _LARGEST_COMPACTED for n in numbers)
+        or about.get("name") != compacted_name(found["attempt"])
+    ):
+        raise FormatError(
+            f"{where}: expected attempt, counts, and the compacted manifest's name and sizes. It is damaged"
+        )
+    return found
+
+
+def _read_compacted(store: Store, complete: Mapping[str, Any]) -> Iterator[Receipt]:
+    about = complete["manifest"]
+    where = f"{store.url}/{about['name']}"
     try:
-        name, size, crc = (complete["manifest"][k] for k in ("name", "size", "crc32c"))
-        count = int(complete["receipts"])
-    except (KeyError, TypeError, ValueError) as e:
-        raise FormatError(f"{COMPLETE}: expected the compacted manifest's name, size and crc32c ({e!r})") from e
-    data = store.get(name)
-    if len(data) != size or f"{crc32c(data):08x}" != crc:
-        raise IntegrityError(f"{name}: expected {size} bytes of CRC-32C {crc}, got {len(data)} of {crc32c(data):08x}")
-    lines = _decompress(data, name).splitlines()
-    if len(lines) != count:
-        raise IntegrityError(f"{name}: expected {count} receipts, got {len(lines)}")
-    return Manifest.of(Receipt.from_json(line, f"{name}:{i + 1}") for i, line in enumerate(lines))
-
-
-def _decompress(data: bytes, name: str) -> bytes:
+        packed = store.get(about["name"])
+    except NotFound as e:
+        raise IntegrityError(f"{where}: {COMPLETE} names this compacted manifest, and it is not there") from e
+    found = crc32c_hex(crc32c(packed))
+    if len(packed) != about["size"] or found != about.get("crc32c"):
+        raise IntegrityError(
+            f"{where}: expected {about['size']} bytes with crc32c {about.get('crc32c')}, found {len(packed)} with "
+            f"{found}. Restore it, or remove {COMPLETE} so that the single receipts are read"
+        )
     try:
-        if zstandard.frame_content_size(data) > MAX_COMPACTED_BYTES:
-            raise FormatError(f"{name}: says to hold more than {MAX_COMPACTED_BYTES} bytes")
-        return zstandard.ZstdDecompressor().decompress(data)
+        # The frame says how large it is; what is larger than promised is never allocated.
+        if zstandard.frame_content_size(packed) != about["raw_size"]:
+            raise FormatError(f"{where}: expected {about['raw_size']} bytes of receipts, the frame says otherwise")
+        lines = zstandard.ZstdDecompressor().decompress(packed).splitlines()
     except zstandard.ZstdError as e:
-        raise FormatError(f"{name}: expected a zstd frame: {e}") from e
+        raise FormatError(f"{where}: expected a zstandard frame: {e}") from e
+    if len(lines) != about["receipts"]:
+        raise FormatError(f"{where}: expected {about['receipts']} receipts, found {len(lines)}")
+    for number, line in enumerate(lines, 1):
+        yield Receipt.from_json(line, f"{where}, line {number}")
+
+
+def _receipt_names(store: Store, after_attempt: int) -> list[str]:
+    """The receipts of later attempts, each writer's checked to be without gaps."""
+    # "~" sorts behind every writer's name.
+    after = f"manifest/{after_attempt:04d}/~" if 0 < after_attempt < 9999 else None
+    numbers: dict[tuple[int, str], list[int]] = {}
+    for info in store.list("manifest/", after=after):
+        parsed = parse_receipt_name(info.name)
+        if parsed is None or parsed[0] <= after_attempt:
+            continue
+        if info.size > _LARGEST_JSON:
+            raise FormatError(f"{store.url}/{info.name}: {info.size} bytes are no receipt")
+        numbers.setdefault(parsed[:2], []).append(parsed[2])
+    names: list[str] = []
+    for (attempt, writer), found in sorted(numbers.items()):
+        missing = sorted(set(range(1, max(found) + 1)).difference(found))
+        if missing:
+            raise IntegrityError(
+                f"{store.url}/{receipt_name(attempt, writer, missing[0])} is missing ({len(missing)} of {max(found)} "
+                "of this writer): receipts have no gaps, so it was lost after it was written. Restore it; or remove the "
+                "writer's later receipts, and run again: what they prove is then extracted anew"
+            )
+        names += [receipt_name(attempt, writer, seq) for seq in sorted(found)]
+    return names
+
+
+def _read_receipt(store: Store, name: str) -> Receipt:
+    where = f"{store.url}/{name}"
+    receipt = Receipt.from_json(store.get(name), where)
+    if receipt.id != parse_receipt_name(name):
+        raise FormatError(f"{where}: it says that it is {receipt_name(*receipt.id)}; it lies under a wrong name")
+    return receipt
+
+
+def _put_own(store: Store, name: str, body: bytes) -> bool:
+    """Create an object; whether it is ours, also when the answer to an earlier try was lost."""
+    try:
+        store.put_if_absent(name, body)
+    except AlreadyExists:
+        return store.get(name) == body
+    return True
 
 
 def _dump(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, indent=1, sort_keys=True).encode()
+    return json.dumps(value, indent=1, allow_nan=False).encode() + b"\n"
 
 
-def _load(data: bytes, name: str) -> dict[str, Any]:
+def _read_json(store: Store, name: str) -> dict[str, Any] | None:
     try:
-        value = json.loads(data)
-    except ValueError as e:
-        raise FormatError(f"{name}: expected JSON: {e}") from e
-    if not isinstance(value, dict):
-        raise FormatError(f"{name}: expected a JSON object, got {type(value).__name__}")
-    return value
+        data = store.get(name)
+    except NotFound:
+        return None
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as e:
+        raise FormatError(f"{store.url}/{name}: not JSON: {e}") from e
+    if not isinstance(found, dict):
+        raise FormatError(f"{store.url}/{name}: expected a JSON object, came a {type(found).__name__}")
+    return found
+
+
+def _check_format(found: Mapping[str, Any], expected: str, where: str) -> None:
+    if found.get("format") != expected:
+        raise FormatError(
+            f"{where}: expected format {expected!r}, came {found.get('format')!r}; update hsx_dist to read it"
+        )

@@ -71,12 +71,16 @@ class Store(Protocol):
 
 def as_bytes_view(data: Buffer) -> memoryview:
     """``data`` as a flat memoryview of bytes, without a copy. ``ValueError`` when it is not contiguous."""
-    view = memoryview(data)
+    view = _view(data)
     if not view.c_contiguous:
         raise ValueError("expected a C-contiguous buffer, got a strided one: copy it with np.ascontiguousarray first")
     if view.nbytes == 0:
         return memoryview(b"")  # a shape with a zero cannot be cast
     return view.cast("B")
+
+
+def _view(data: Buffer) -> memoryview:
+    return data.data if isinstance(data, np.ndarray) else memoryview(data)
 
 
 def check_name(name: str) -> str:
@@ -113,7 +117,7 @@ def cut(
 
     ``ValueError`` when a content is shorter than its span: the object ends before the range does.
     """
-    views = [memoryview(content) for content in contents]
+    views = [_view(content) for content in contents]
     for (start, stop), view in zip(spans, views, strict=True):
         if view.nbytes != stop - start:
             raise ValueError(

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import fsspec
@@ -98,7 +99,7 @@ class FsspecStore:
             ))  # fmt: skip
             for answer in found:
                 # fsspec's default hands exceptions out as if they were contents.
-                contents.append(self._call("get", name, lambda a=answer: _content(a), past_end=b""))
+                contents.append(self._call("get", name, partial(_content, answer), past_end=b""))
         return cut(f"{self.url}/{name}", ranges, spans, contents)
 
     def head(self, name: str) -> ObjectInfo:

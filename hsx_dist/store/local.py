@@ -191,7 +191,7 @@ def _write_all(fd: int, views: Sequence[memoryview]) -> None:
 
 
 def _read(fd: int, start: int, stop: int) -> memoryview:
-    data = memoryview(np.empty(max(0, stop - start), np.uint8)) if stop > start else memoryview(b"")
+    data = np.empty(stop - start, np.uint8).data if stop > start else memoryview(b"")
     done = 0
     while done < data.nbytes:
         n = os.preadv(fd, [data[done:]], start + done)

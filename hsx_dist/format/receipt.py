@@ -1,0 +1,225 @@
+"""Receipts: the proof that a part is stored whole, and the fate of rows that left no sample.
+
+Stored as ``{"crc32c":"8 hex digits","receipt":BODY}``, the checksum being that of the bytes of BODY. Unknown members
+of the body are for later versions, and ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from hsx_dist.errors import FormatError, IntegrityError
+from hsx_dist.format.checksum import crc32c, crc32c_hex
+from hsx_dist.page import Segment
+
+_FORMAT = "hsx-receipt/1"
+_BEFORE_CRC, _AFTER_CRC = b'{"crc32c":"', b'","receipt":'
+_HEADER = len(_BEFORE_CRC) + 8 + len(_AFTER_CRC)
+# A table, not objects: a receipt may prove tens of thousands of segments.
+_SEGMENT_COLUMNS = [
+    "key", "index", "start", "stop", "total", "slot", "token_hash", "raw_bytes", "stored_bytes", "row"
+]  # fmt: skip
+_ROW_COLUMNS = ["key", "row", "fate", "reason", "tries"]
+_HEX8, _HEX16 = re.compile(r"[0-9a-f]{8}"), re.compile(r"[0-9a-f]{16}")
+_LARGEST = 2**62
+_Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentProof:
+    """One segment of a stored part.
+
+    ``slot``: its position among the part's segments. ``token_hash``: ``token_hash`` of its ids. ``raw_bytes`` and
+    ``stored_bytes``: size of its states before and after encoding. ``row``: the input row it came from, if known.
+    """
+
+    segment: Segment
+    slot: int
+    token_hash: str
+    raw_bytes: int
+    stored_bytes: int
+    row: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowFate:
+    """A row that has no sample, and why: ``refused`` rows cannot have one, ``failed`` ones may be tried again."""
+
+    key: str
+    row: int | None
+    fate: Literal["refused", "failed"]
+    reason: str
+    tries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Receipt number ``seq`` (from 1, without gaps) of one writer in one attempt.
+
+    ``part``: the stored object's name, or ``None`` when the receipt tells of rows only; then ``size``, ``header_bytes``
+    and ``raw_bytes`` are 0. ``crc32c``: eight hex digits, over the whole object of ``size`` bytes, whose first
+    ``header_bytes`` are its header. ``created``: ISO 8601, UTC.
+    """
+
+    attempt: int
+    writer: str
+    seq: int
+    part: str | None
+    size: int
+    crc32c: str
+    header_bytes: int
+    raw_bytes: int
+    segments: tuple[SegmentProof, ...]
+    rows: tuple[RowFate, ...]
+    created: str
+
+    @property
+    def id(self) -> tuple[int, str, int]:
+        """What no two receipts of a run share."""
+        return self.attempt, self.writer, self.seq
+
+    def to_json(self) -> bytes:
+        """The receipt as it is stored: one line, the same bytes for the same receipt."""
+        body = {
+            "format": _FORMAT,
+            "attempt": self.attempt,
+            "writer": self.writer,
+            "seq": self.seq,
+            "part": self.part,
+            "size": self.size,
+            "crc32c": self.crc32c,
+            "header_bytes": self.header_bytes,
+            "raw_bytes": self.raw_bytes,
+            "segment_columns": _SEGMENT_COLUMNS,
+            "segments": [_segment_row(p) for p in self.segments],
+            "row_columns": _ROW_COLUMNS,
+            "rows": [[r.key, r.row, r.fate, r.reason, r.tries] for r in self.rows],
+            "created": self.created,
+        }
+        text = json.dumps(body, separators=(",", ":")).encode("ascii")
+        return b"".join((_BEFORE_CRC, crc32c_hex(crc32c(text)).encode(), _AFTER_CRC, text, b"}"))
+
+    @classmethod
+    def from_json(cls, data: bytes, where: str = "receipt") -> Receipt:
+        """The inverse of ``to_json``; ``where`` names the object in errors.
+
+        Raises:
+            IntegrityError: the checksum does not match.
+            FormatError: it is no receipt, of a later format, or says what cannot be.
+        """
+        body = _open(data, where)
+        try:
+            return _receipt(body)
+        except (KeyError, TypeError, ValueError) as e:
+            what = f"no member {e}" if isinstance(e, KeyError) else str(e)
+            raise FormatError(f"{where}: not a receipt: {what}. It was not written by hsx_dist, or is damaged") from e
+
+
+def token_hash(token_ids: np.ndarray[Any, Any]) -> str:
+    """16 hex digits of BLAKE2b over the ids as little-endian int64; ``token_ids``: integers ``[n]``."""
+    ids = np.ascontiguousarray(token_ids, dtype="<i8")
+    return hashlib.blake2b(ids.data, digest_size=8).hexdigest()
+
+
+def _segment_row(p: SegmentProof) -> list[Any]:
+    s = p.segment
+    return [s.key, s.index, s.start, s.stop, s.total, p.slot, p.token_hash, p.raw_bytes, p.stored_bytes, p.row]
+
+
+def _open(data: bytes, where: str) -> _Json:
+    """The body, its checksum verified before anything of it is believed."""
+    if not (data.startswith(_BEFORE_CRC) and data[_HEADER - len(_AFTER_CRC) : _HEADER] == _AFTER_CRC):
+        raise FormatError(
+            f"{where}: expected a receipt, which begins with {_BEFORE_CRC.decode()!r}, came {data[:24]!r}; it was not "
+            "written by hsx_dist, or is damaged"
+        )
+    text, told = data[_HEADER:-1], data[len(_BEFORE_CRC) : len(_BEFORE_CRC) + 8]
+    found = crc32c_hex(crc32c(text))
+    if data[-1:] != b"}" or told != found.encode():
+        raise IntegrityError(
+            f"{where}: crc32c {told.decode('ascii', 'replace')} expected, {found} found: the receipt changed after it "
+            "was written. Restore it; without it its part's samples count as missing"
+        )
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise FormatError(f"{where}: not JSON: {e}") from e
+    if not isinstance(body, dict) or body.get("format") != _FORMAT:
+        came = body.get("format") if isinstance(body, dict) else type(body).__name__
+        raise FormatError(f"{where}: expected format {_FORMAT!r}, came {came!r}; update hsx_dist to read it")
+    return body
+
+
+def _receipt(b: _Json) -> Receipt:
+    for name, columns in (("segment_columns", _SEGMENT_COLUMNS), ("row_columns", _ROW_COLUMNS)):
+        if b[name] != columns:
+            raise ValueError(f"{name}: expected {columns}, came {b[name]}")
+    part = b["part"]
+    if part is not None:
+        part = _text(part, "part")
+        if part.startswith("/") or any(p in ("", ".", "..") for p in part.split("/")):
+            raise ValueError(f"part: expected a relative name, came {part!r}")
+    segments = tuple(map(_proof, b["segments"]))
+    if part is None and segments:
+        raise ValueError("segments without a part")
+    if any(p.slot != i for i, p in enumerate(segments)):
+        raise ValueError("slots: expected 0, 1, 2, …")
+    receipt = Receipt(
+        attempt=_count(b["attempt"], "attempt", 1),
+        writer=_text(b["writer"], "writer"),
+        seq=_count(b["seq"], "seq", 1),
+        part=part,
+        size=_count(b["size"], "size"),
+        crc32c=_text(b["crc32c"], "crc32c"),
+        header_bytes=_count(b["header_bytes"], "header_bytes"),
+        raw_bytes=_count(b["raw_bytes"], "raw_bytes"),
+        segments=segments,
+        rows=tuple(map(_fate, b["rows"])),
+        created=_text(b["created"], "created"),
+    )
+    if not _HEX8.fullmatch(receipt.crc32c):
+        raise ValueError(f"crc32c: expected 8 hex digits, came {receipt.crc32c!r}")
+    if receipt.header_bytes > receipt.size:
+        raise ValueError(f"header_bytes: expected at most size ({receipt.size}), came {receipt.header_bytes}")
+    return receipt
+
+
+def _proof(row: Any) -> SegmentProof:
+    key, index, start, stop, total, slot, token_hash, raw, stored, number = row
+    for value in (index, start, stop, total, slot, raw, stored):
+        if type(value) is not int or not 0 <= value < _LARGEST:
+            raise ValueError(f"segments: expected counts, came {value!r}")
+    if not start < stop <= total:
+        raise ValueError(f"segments: expected start < stop <= total, came {start}, {stop}, {total}")
+    if type(key) is not str or not key or type(token_hash) is not str or not _HEX16.fullmatch(token_hash):
+        raise ValueError(f"segments: expected a key and a hash of 16 hex digits, came {key!r}, {token_hash!r}")
+    if number is not None:
+        _count(number, "segments: row")
+    return SegmentProof(Segment(key, index, start, stop, total), slot, token_hash, raw, stored, number)
+
+
+def _fate(row: Any) -> RowFate:
+    key, number, fate, reason, tries = row
+    if fate not in ("refused", "failed"):
+        raise ValueError(f"rows: expected refused or failed, came {fate!r}")
+    if number is not None:
+        _count(number, "rows: row")
+    return RowFate(_text(key, "rows: key"), number, fate, _text(reason, "rows: reason"), _count(tries, "rows: tries"))
+
+
+def _count(value: Any, name: str, least: int = 0) -> int:
+    if type(value) is not int or not least <= value < _LARGEST:
+        raise ValueError(f"{name}: expected a whole number of at least {least}, came {value!r}")
+    return value
+
+
+def _text(value: Any, name: str) -> str:
+    if type(value) is not str:
+        raise ValueError(f"{name}: expected a string, came {value!r}")
+    return value
