@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,10 +17,21 @@ from hsx_dist.format.codecs.base import raw_plane
 from hsx_dist.format.description import MAX_HEADER_BYTES, SegmentInfo, SegmentRecord
 from hsx_dist.format.header import Header, parse_header
 from hsx_dist.page import CARRIER
-from hsx_dist.store.base import Store
+from hsx_dist.store.base import ObjectInfo
 
 #: Fetched at first when the header's length is not known: enough for about a thousand segments.
 _FIRST_BYTES = 256 * 1024
+
+
+class Source(Protocol):
+    """What reading needs of a ``Store``."""
+
+    @property
+    def url(self) -> str: ...
+
+    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]: ...
+
+    def head(self, name: str) -> ObjectInfo: ...
 
 
 class Part:
@@ -30,7 +41,7 @@ class Part:
     layer ids and checksums.
     """
 
-    def __init__(self, store: Store, name: str, header: Header, size: int | None):
+    def __init__(self, store: Source, name: str, header: Header, size: int | None):
         self.name = name
         #: Of the object in bytes; ``None`` when nobody had to ask.
         self.size = size
@@ -40,7 +51,7 @@ class Part:
         self._where = f"{store.url.rstrip('/')}/{name}"
 
     @classmethod
-    def open(cls, store: Store, name: str, *, header_bytes: int | None = None, size: int | None = None) -> Part:
+    def open(cls, store: Source, name: str, *, header_bytes: int | None = None, size: int | None = None) -> Part:
         """Read and check the header.
 
         ``header_bytes`` and ``size`` as a receipt has them: one request then, otherwise one for the size and one or two
@@ -88,9 +99,14 @@ class Part:
             return self._token_ids(i, self._fetch([self._token_range(i)])[0])
 
     def read(
-        self, i: int, *, layers: Sequence[int] | None = None, tokens: tuple[int, int] | None = None
+        self,
+        i: int,
+        *,
+        layers: Sequence[int] | None = None,
+        tokens: tuple[int, int] | None = None,
+        out: np.ndarray[Any, Any] | None = None,
     ) -> np.ndarray[Any, Any]:
-        """States of segment ``i``: the dtype's carrier, ``[n, len(layers), H]``, a new array.
+        """States of segment ``i``: the dtype's carrier, ``[n, len(layers), H]``; ``out`` if given, else a new array.
 
         ``layers``: vLLM's layer ids, in the order wanted; ``None``: all, as stored. ``tokens``: ``(start, stop)``
         counted from the segment's start.
@@ -101,14 +117,19 @@ class Part:
             IntegrityError: a checksum fails.
         """
         with _told(self._where):
-            return self._read(i, layers, tokens, [])[0]
+            return self._read(i, layers, tokens, out, [])[0]
 
     def load(
-        self, i: int, *, layers: Sequence[int] | None = None, tokens: tuple[int, int] | None = None
+        self,
+        i: int,
+        *,
+        layers: Sequence[int] | None = None,
+        tokens: tuple[int, int] | None = None,
+        out: np.ndarray[Any, Any] | None = None,
     ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """``read`` and the token ids of the *whole* segment, fetched together."""
         with _told(self._where):
-            states, (ids,) = self._read(i, layers, tokens, [self._token_range(i)])
+            states, (ids,) = self._read(i, layers, tokens, out, [self._token_range(i)])
             return states, self._token_ids(i, ids)
 
     def scan(self, i: int) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
@@ -159,7 +180,12 @@ class Part:
     # -- what came -------------------------------------------------------------------------------------------------
 
     def _read(
-        self, i: int, layers: Sequence[int] | None, tokens: tuple[int, int] | None, extra: list[tuple[int, int]]
+        self,
+        i: int,
+        layers: Sequence[int] | None,
+        tokens: tuple[int, int] | None,
+        out: np.ndarray[Any, Any] | None,
+        extra: list[tuple[int, int]],
     ) -> tuple[np.ndarray[Any, Any], list[memoryview]]:
         info = self._record(i).info
         picks = _positions(info, layers)
@@ -173,10 +199,11 @@ class Part:
         wanted = [self._row_ranges(i, first, last)] if plain else [self._plane_ranges(i, k, first, last) for k in picks]
         views = iter(self._fetch([*extra, *(r for ranges in wanted for r in ranges)]))
         extras = [next(views) for _ in extra]
-        try:
-            out = np.empty((stop - start, len(picks), info.hidden_size), CARRIER[info.dtype])
-        except (MemoryError, ValueError) as e:
-            raise FormatError(f"segment {i} claims {stop - start} tokens: more than this machine can hold") from e
+        shape = (stop - start, len(picks), info.hidden_size)
+        if out is None:  # only now: what was fetched has shown that the segment is there
+            out = new_states(shape, info.dtype)
+        elif (out.shape, out.dtype) != (shape, CARRIER[info.dtype]):
+            raise ValueError(f"out: expected {CARRIER[info.dtype]} {shape}, got {out.dtype} {out.shape}")
         for at, ranges in enumerate(wanted):
             got = [next(views) for _ in ranges]
             if plain:
@@ -222,6 +249,14 @@ class Part:
         return ids.reshape(-1).astype(np.int64)
 
 
+def new_states(shape: tuple[int, int, int], dtype: str) -> np.ndarray[Any, Any]:
+    """An empty carrier array. ``FormatError`` when it is larger than this machine can hold."""
+    try:
+        return np.empty(shape, CARRIER[dtype])
+    except (MemoryError, ValueError) as e:
+        raise FormatError(f"claims {shape[0]} tokens of {shape[1]} layers: more than this machine can hold") from e
+
+
 def _positions(info: SegmentInfo, layers: Sequence[int] | None) -> list[int]:
     if layers is None:
         return list(range(info.num_layers))
@@ -245,7 +280,7 @@ def _check(crc: int, expected: int, what: str) -> None:
         )
 
 
-def _ranges(store: Store, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+def _ranges(store: Source, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
     try:
         views = store.get_ranges(name, ranges)
     except ValueError as e:  # the store's word for a range past the end

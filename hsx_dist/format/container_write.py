@@ -55,8 +55,8 @@ class EncodedSegment:
 
     @property
     def raw_nbytes(self) -> int:
-        """Bytes of the states and token ids before encoding."""
-        return self.token_ids.nbytes + len(self.layer_ids) * self.segment.num_tokens * self.info.row_bytes
+        """Bytes of the states before encoding."""
+        return len(self.layer_ids) * self.segment.num_tokens * self.info.row_bytes
 
     @cached_property
     def header_nbytes(self) -> int:

@@ -74,7 +74,7 @@ def test_a_part_gives_back_every_sample(
     part = build_part(segments, codec, ABOUT)
     data = content(part)
     assert (part.size, part.crc32c, part.header_bytes) == (len(data), crc32c_hex(crc32c(data)), len(part.header))
-    assert part.raw_bytes == sum(s.states.nbytes + s.token_ids.nbytes for s in samples)
+    assert part.raw_bytes == sum(s.states.nbytes for s in samples)
     assert part.header_bytes % 8 == 0
     assert part.header_bytes <= 400 + sum(s.header_nbytes for s in segments)
     opened = Part.open(stored(part), "p", header_bytes=part.header_bytes, size=part.size)

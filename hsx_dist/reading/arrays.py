@@ -1,0 +1,45 @@
+"""From carriers to what users compute with: torch tensors of the true dtype, or numpy arrays."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, Literal
+
+import numpy as np
+
+from hsx_dist.errors import ConfigError
+
+#: ``auto``: torch where it is installed.
+Framework = Literal["auto", "torch", "numpy"]
+
+
+def resolve_framework(framework: str) -> Literal["torch", "numpy"]:
+    """``torch`` or ``numpy``. ``ConfigError`` when it is neither, or torch is not installed."""
+    if framework not in ("auto", "torch", "numpy"):
+        raise ConfigError(f"framework: expected 'auto', 'torch' or 'numpy', got {framework!r}")
+    installed = framework != "numpy" and importlib.util.find_spec("torch") is not None
+    if framework == "torch" and not installed:
+        raise ConfigError("framework: expected torch to be installed; install hsx-dist[torch], or ask for 'numpy'")
+    return "torch" if installed else "numpy"
+
+
+def to_states(carrier: np.ndarray[Any, Any], dtype: str, framework: str) -> Any:
+    """States in their true dtype, without a copy; numpy has no bfloat16 and gets float32, which holds it exactly."""
+    if resolve_framework(framework) == "torch":
+        import torch
+
+        return torch.from_numpy(carrier).view(getattr(torch, dtype))
+    if dtype == "bfloat16":
+        wide = carrier.astype(np.uint32)
+        wide <<= 16
+        return wide.view(np.float32)
+    return carrier.view(np.dtype(dtype))
+
+
+def to_ids(ids: np.ndarray[Any, Any], framework: str) -> Any:
+    """Token ids, int64."""
+    if resolve_framework(framework) == "torch":
+        import torch
+
+        return torch.from_numpy(ids)
+    return ids

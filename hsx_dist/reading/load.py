@@ -1,0 +1,133 @@
+"""``load_hidden_states``: from what an answer says (a path, or a run and a key) to the states."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any, TypeVar
+
+from hsx_dist.errors import ConfigError, NotFound, RunError, SampleFailed, SampleNotFound
+from hsx_dist.format.container import Part
+from hsx_dist.reading.arrays import Framework
+from hsx_dist.reading.run import Run
+from hsx_dist.reading.sample import Piece, Sample, Tokens
+from hsx_dist.store import Store, open_store
+
+_SUFFIX = ".safetensors"
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
+_T = TypeVar("_T")
+
+
+def load_hidden_states(
+    path: str,
+    key: str | None = None,
+    *,
+    layers: Sequence[int] | None = None,
+    tokens: Tokens | None = None,
+    wait: float = 0,
+    storage_options: Mapping[str, Any] | None = None,
+    framework: Framework = "auto",
+) -> dict[str, Any]:
+    """The states of one sample.
+
+    Args:
+        path: a run's path or URL, with ``key``; or one object (``….safetensors``), ours or of vLLM's own connector,
+            with ``key`` only if it holds several samples.
+        key: the sample's key.
+        layers: vLLM's layer ids in the order wanted; ``None``: all, as stored.
+        tokens: a slice or ``(start, stop)``; negative numbers count from the end.
+        wait: seconds to wait for the sample to appear; a failure that its producer tells ends the wait.
+        storage_options: fsspec's.
+        framework: ``torch``, ``numpy``, or ``auto``.
+
+    Returns:
+        ``hidden_states`` ``[n, L, H]``, ``token_ids`` int64 ``[n]``, ``layer_ids`` int64 ``[L]``, ``key``.
+
+    Raises:
+        NotFound, SampleNotFound: there is no such object, run or sample, after ``wait`` seconds.
+        SampleFailed: the producer says that it will never be there.
+        ConfigError: no key for a run; no such layer.
+        FormatError, IntegrityError: the stored bytes are not what they must be.
+        StoreError: the store's.
+    """
+    path = str(path)
+    if path.endswith(_SUFFIX):
+        folder, _, name = path.rpartition("/")
+        store = open_store(folder or ("/" if path.startswith("/") else "."), storage_options)
+        sample = _wait_for(lambda: _sample_in_object(store, name, key), wait)
+    else:
+        store = open_store(path, storage_options)
+        if key is None:
+            raise ConfigError(
+                f"{path}: expected an object ({_SUFFIX}), or a run and a key; got no key. List keys with hsx ls"
+            )
+        opened: list[Run] = []
+        sample = _wait_for(lambda: _sample_in_run(store, key, opened), wait)
+    return sample.load(layers, tokens, framework)
+
+
+def _wait_for(find: Callable[[], _T], seconds: float) -> _T:
+    end, pause = time.monotonic() + seconds, _FIRST_PAUSE
+    while True:
+        try:
+            return find()
+        except (NotFound, SampleNotFound):
+            left = end - time.monotonic()
+            if left <= 0:
+                raise
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _sample_in_run(store: Store, key: str, opened: list[Run]) -> Sample:
+    """``opened`` keeps the run between two looks."""
+    if opened:
+        opened[0].refresh()
+    else:
+        try:
+            opened.append(Run(store))
+        except RunError as e:
+            raise NotFound(str(e)) from e  # it may be about to be made
+    run = opened[0]
+    fate = run.refused.get(key) or (run.failed.get(key) if run.complete else None)
+    if fate is not None and key not in run:
+        raise SampleFailed(f"{run.url}: {key!r} was {fate.fate}: {fate.reason}")
+    return run[key]
+
+
+def _sample_in_object(store: Store, name: str, key: str | None) -> Sample:
+    try:
+        part = Part.open(store, name)
+    except NotFound:
+        _raise_marker(store, name)
+        raise
+    where = f"{store.url.rstrip('/')}/{name}"
+    found = [(i, info.segment) for i, info in enumerate(part.segments) if key in (None, info.segment.key)]
+    keys = sorted({segment.key for _, segment in found})
+    if not found:
+        raise SampleNotFound(
+            f"{where}: no sample {key!r}; it holds {len({s.segment.key for s in part.segments})} others"
+        )
+    if len(keys) > 1:
+        raise ConfigError(f"{where}: expected the key of one of its {len(keys)} samples, got none; such as {keys[0]!r}")
+    found.sort(key=lambda item: item[1].index)
+    ends = [0, *(segment.stop for _, segment in found)]
+    if [s.start for _, s in found] != ends[:-1] or ends[-1] != found[0][1].total:
+        raise SampleNotFound(f"{where}: holds only a piece of {keys[0]!r}; load it from its run, by key")
+    pieces = [Piece(name, i, segment, None) for i, segment in found]
+    return Sample(keys[0] or PurePosixPath(name).stem, pieces, lambda _: part, store.url)
+
+
+def _raise_marker(store: Store, name: str) -> None:
+    marker = f"{name.removesuffix(_SUFFIX)}.error.json"
+    try:
+        body = store.get(marker)
+    except NotFound:
+        return
+    try:
+        reason = json.loads(body)["error"]
+    except (ValueError, KeyError, TypeError):
+        reason = f"(no reason in {marker})"
+    raise SampleFailed(f"{store.url.rstrip('/')}/{name}: its producer failed: {reason}")

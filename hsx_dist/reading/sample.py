@@ -1,0 +1,165 @@
+"""One sample: its tokens, its layers, and any part of them, whatever the number of objects it lies in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hsx_dist.errors import ConfigError, FormatError, IntegrityError
+from hsx_dist.format.container import Part, SegmentInfo
+from hsx_dist.format.container_read import new_states
+from hsx_dist.format.manifest import token_hash
+from hsx_dist.page import Segment
+from hsx_dist.reading.arrays import Framework, to_ids, to_states
+
+#: Tokens wanted: a slice (step 1) or ``(start, stop)``; negative numbers count from the sample's end.
+Tokens = slice | tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where a segment lies. ``token_hash``: what its receipt proves; ``None`` for an object without a receipt."""
+
+    part: str
+    slot: int
+    segment: Segment
+    token_hash: str | None
+
+
+class Sample:
+    """One request's hidden states and token ids. Nothing is fetched before it is asked for."""
+
+    def __init__(self, key: str, pieces: Sequence[Piece], open_part: Callable[[str], Part], url: str):
+        self.key = key
+        self.num_tokens = pieces[-1].segment.stop
+        self._pieces = tuple(pieces)
+        self._open = open_part
+        self._url = url.rstrip("/")
+        self._infos: dict[int, SegmentInfo] = {}
+
+    def __repr__(self) -> str:
+        return f"Sample({self.key!r}, {self.num_tokens} tokens, {self.uri})"
+
+    @property
+    def uri(self) -> str:
+        """The objects that it lies in, separated by blanks."""
+        return " ".join(f"{self._url}/{part}" for part in dict.fromkeys(p.part for p in self._pieces))
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """vLLM's ids of the stored layers: 0 the embeddings, k what enters layer k, N the last output before the
+        final norm. Empty for a file that vLLM itself wrote, which does not tell them."""
+        return self._info(0).layer_ids
+
+    @property
+    def dtype(self) -> str:
+        """``bfloat16``, ``float16`` or ``float32``."""
+        return self._info(0).dtype
+
+    @property
+    def hidden_size(self) -> int:
+        return self._info(0).hidden_size
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What the object says of where it comes from: model, revision, versions, …"""
+        return self._open(self._pieces[0].part).about
+
+    def token_ids(self, framework: Framework = "auto") -> Any:
+        """Token ids, int64 ``[T]``."""
+        return to_ids(np.concatenate([self._ids(i) for i in range(len(self._pieces))]), framework)
+
+    def load(
+        self, layers: Sequence[int] | None = None, tokens: Tokens | None = None, framework: Framework = "auto"
+    ) -> dict[str, Any]:
+        """Fetch, check and decode.
+
+        Args:
+            layers: vLLM's layer ids in the order wanted; ``None``: all, as stored.
+            tokens: a slice or ``(start, stop)``; negative numbers count from the end.
+            framework: ``torch`` (the true dtype), ``numpy`` (bf16 as float32, which is exact), ``auto``: torch where
+                it is installed.
+
+        Returns:
+            ``hidden_states`` ``[n, L, H]``, ``token_ids`` int64 ``[n]``, ``layer_ids`` int64 ``[L]``, ``key``.
+
+        Raises:
+            ConfigError: there is no such layer; the tokens are no range.
+            FormatError: stored bytes are not what they must be; ``IntegrityError``: they changed.
+        """
+        start, stop = self._span(tokens)
+        states, ids = self._load(layers, start, stop)
+        wanted = np.array(self.layer_ids if layers is None else layers, np.int64)
+        return {
+            "hidden_states": to_states(states, self.dtype, framework),
+            "token_ids": to_ids(ids, framework),
+            "layer_ids": to_ids(wanted, framework),
+            "key": self.key,
+        }
+
+    def layer(self, layer_id: int, tokens: Tokens | None = None, framework: Framework = "auto") -> Any:
+        """One layer: ``[n, H]``."""
+        return self.load([layer_id], tokens, framework)["hidden_states"][:, 0]
+
+    def _load(
+        self, layers: Sequence[int] | None, start: int, stop: int
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        first = self._info(0)
+        if layers is None and first.layer_ids:
+            layers = first.layer_ids  # one order, should segments have several
+        within = [(i, p) for i, p in enumerate(self._pieces) if p.segment.start < stop and start < p.segment.stop]
+        within = within or [(0, self._pieces[0])]  # no tokens: an empty array of the right shape
+        out, ids = None, []
+        if len(within) > 1:
+            out = new_states((stop - start, len(layers or first.layer_ids), first.hidden_size), first.dtype)
+        for i, piece in within:
+            s, info = piece.segment, self._info(i)
+            if (info.dtype, info.hidden_size) != (first.dtype, first.hidden_size):
+                raise FormatError(f"{self.key}: expected segments of {first}, got {info}")
+            a, b = max(start, s.start), max(min(stop, s.stop), max(start, s.start))
+            states, own = self._open(piece.part).load(
+                piece.slot,
+                layers=layers,
+                tokens=(a - s.start, b - s.start) if a < b else (0, 0),
+                out=None if out is None else out[a - start : b - start],
+            )
+            self._check_ids(piece, own)
+            ids.append(own[a - s.start : b - s.start])
+        return (states if out is None else out), np.concatenate(ids)
+
+    def _span(self, tokens: Tokens | None) -> tuple[int, int]:
+        wanted = slice(None) if tokens is None else tokens if isinstance(tokens, slice) else slice(*tokens)
+        start, stop, step = wanted.indices(self.num_tokens)
+        if step != 1:
+            raise ConfigError(f"tokens: expected consecutive ones, got a step of {step}")
+        return start, max(start, stop)
+
+    def _info(self, i: int) -> SegmentInfo:
+        info = self._infos.get(i)
+        if info is None:
+            piece = self._pieces[i]
+            segments = self._open(piece.part).segments
+            if piece.slot >= len(segments) or segments[piece.slot].segment != piece.segment:
+                raise IntegrityError(
+                    f"{self._url}/{piece.part}: expected {piece.segment} at place {piece.slot}, as its receipt says, "
+                    f"got {segments[piece.slot].segment if piece.slot < len(segments) else 'nothing'}"
+                )
+            info = self._infos[i] = segments[piece.slot]
+        return info
+
+    def _ids(self, i: int) -> np.ndarray[Any, Any]:
+        piece = self._pieces[i]
+        self._info(i)
+        ids = self._open(piece.part).token_ids(piece.slot)
+        self._check_ids(piece, ids)
+        return ids
+
+    def _check_ids(self, piece: Piece, ids: np.ndarray[Any, Any]) -> None:
+        if piece.token_hash is not None and token_hash(ids) != piece.token_hash:
+            raise IntegrityError(
+                f"{self._url}/{piece.part}: expected token ids of hash {piece.token_hash} for {self.key!r}, as its "
+                f"receipt says, got {token_hash(ids)}"
+            )
