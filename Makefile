@@ -1,0 +1,40 @@
+# make demo: the main job on this machine. make test: all tests. Both set up .venv on first use.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+SOURCES := hsx_dist ray_jobs scripts tests
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo demo-s3 check test lock clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z0-9-]*\):.*## /\1	/p' Makefile
+
+setup: $(READY)  ## .venv from the locked requirements
+
+$(READY): requirements/dev.lock pyproject.toml scripts/setup.sh
+	scripts/setup.sh $(PYTHON)
+	@touch $@
+
+demo: $(READY)  ## extract hidden states of SmolLM2 into runs/demo on a local Ray cluster, and check them
+	$(BIN)/python scripts/demo.py
+
+demo-s3: $(READY)  ## the same into an S3 server that it starts and ends
+	$(BIN)/python scripts/demo.py --s3
+
+check: $(READY)  ## lint, format, types, unit tests: under a minute
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/pytest -q tests/unit
+
+test: $(READY)  ## all tests, with real vLLM, Ray, S3 and GCS servers
+	$(BIN)/pytest
+
+lock: $(READY)  ## requirements/dev.lock from dev.in and overrides.txt
+	cd requirements && ../$(BIN)/uv pip compile dev.in --override overrides.txt $(addprefix --find-links ,$(PIP_FIND_LINKS)) \
+	    $(if $(PIP_FIND_LINKS),,--torch-backend cpu) --python-version 3.11 --no-header --quiet --output-file dev.lock
+
+clean:  ## everything that is made here, the environment too; runs stay
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Makes .venv what requirements/dev.lock says, with this checkout installed in it. Usage: scripts/setup.sh [PYTHON]
+# Takes the package index and its certificates from PIP_* where they are set, and the CPU build of torch from
+# PIP_FIND_LINKS where that is set, else from the PyTorch project's own index.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${1:-python3}
+lock=requirements/dev.lock
+
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "expected Python 3.11 or newer, got $("$python" --version 2>&1); name another one: make setup PYTHON=python3.12" >&2
+    exit 2
+}
+
+pinned() { sed -n "s/^$1==\([^ ]*\).*/\1/p" "$lock"; }
+
+# --without-pip, as some distributions ship venv without what fills it; pip then works on the new environment from outside.
+.venv/bin/python -c '' 2>/dev/null || "$python" -m venv --clear --without-pip .venv
+[ "$(.venv/bin/uv --version 2>/dev/null | cut -d' ' -f2)" = "$(pinned uv)" ] ||
+    "$python" -m pip --python .venv/bin/python install --quiet "uv==$(pinned uv)"
+
+[ -z "${PIP_INDEX_URL:-}" ] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$PIP_INDEX_URL}"
+[ -z "${PIP_EXTRA_INDEX_URL:-}" ] || export UV_INDEX="${UV_INDEX:-$PIP_EXTRA_INDEX_URL}"
+[ -z "${PIP_CERT:-}" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$PIP_CERT}"
+[ -z "${PIP_DEFAULT_TIMEOUT:-}" ] || export UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-$PIP_DEFAULT_TIMEOUT}"
+
+torch=()
+for place in ${PIP_FIND_LINKS:-}; do torch+=(--find-links "$place"); done
+[ ${#torch[@]} -gt 0 ] || torch=(--torch-backend cpu)
+
+# sync installs exactly the lock and asks no package what else it would like: torchvision and its kin stay out.
+.venv/bin/uv pip sync --quiet --python .venv/bin/python "${torch[@]}" "$lock"
+.venv/bin/uv pip install --quiet --python .venv/bin/python --no-build-isolation --no-deps --editable .
