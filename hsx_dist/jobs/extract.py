@@ -253,7 +253,7 @@ def connect_ray() -> None:
         return
     address = os.environ.get("RAY_ADDRESS")
     try:
-        ray.init(address=address or "local", log_to_driver=True, logging_level=logging.WARNING)
+        ray.init(address=address or "local", log_to_driver=False, logging_level=logging.WARNING)
     except ConnectionError as e:
         raise ConfigError(
             f"RAY_ADDRESS: expected a Ray cluster at {address!r}, came: {e}; start one, or unset it"

@@ -137,7 +137,7 @@ def open_output(config: ExtractConfig) -> Store:
         store = open_store(
             config.output, config.store.storage_options, retry_seconds=min(config.store.retry_seconds, 10.0)
         )
-        name = f"probe/{uuid.uuid4().hex}"
+        name = f"probe-{uuid.uuid4().hex}"
         store.put(name, [b"hsx"])
         if store.get(name) != b"hsx":
             raise StoreError(f"{store.url}: what was written was not what was read")
