@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -11,7 +10,6 @@ import numpy as np
 
 from hsx_dist.cli.tables import bytes_text, layers_text, print_facts, print_json, print_table
 from hsx_dist.config import parse_storage_options
-from hsx_dist.errors import SampleNotFound
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.reading import Run, Sample, open_run
 
@@ -20,11 +18,11 @@ _ROWS_AT_ONCE = 4096
 
 
 def print_samples(path: str, options: Sequence[str], *, limit: int, as_json: bool) -> None:
-    """The samples of the run at ``path`` in row order (at most ``limit``; 0: all), and totals over all of them."""
+    """The samples of the run at ``path`` by key (at most ``limit``; 0: all), and totals over all of them."""
     run = open_run(path, storage_options=parse_storage_options(options))
     layers = _layers(run)
     shown = islice(run.keys(), limit or None)
-    rows = (
+    rows: Iterator[dict[str, Any]] = (
         {
             "key": record.key,
             "tokens": record.num_tokens,
@@ -88,11 +86,7 @@ def print_run(path: str, options: Sequence[str], *, as_json: bool) -> None:
 def print_sample(path: str, key: str, options: Sequence[str], *, as_json: bool) -> None:
     """One sample: shape, dtype, where it lies, and the norms of each layer. Reads all of it, a layer at a time."""
     run = open_run(path, storage_options=parse_storage_options(options))
-    try:
-        sample = run[key]
-    except SampleNotFound:
-        _explain_missing(run, key)
-        raise
+    sample = run[key]
     norms, hidden_size = _layer_norms(sample)
     facts: dict[str, Any] = {
         "key": sample.key,
@@ -147,12 +141,6 @@ def _layer_norms(sample: Sample) -> tuple[list[dict[str, Any]], int]:
             }
         )
     return norms, hidden_size
-
-
-def _explain_missing(run: Run, key: str) -> None:
-    for fates in (run.refused, run.failed):
-        if key in fates:
-            print(f"row {fates[key].row} was {fates[key].fate}: {fates[key].reason}", file=sys.stderr)
 
 
 def _layers(run: Run) -> list[int]:

@@ -1,0 +1,176 @@
+"""``hsx ls``, ``show`` and ``verify`` on a run that the real writer stored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hsx_dist.cli import main
+from hsx_dist.format.codecs import resolve_codec
+from hsx_dist.format.manifest import Receipt, RowFate, receipt_name
+from hsx_dist.format.runs import load_manifest, take_attempt, write_complete, write_run
+from hsx_dist.page import Page, Segment
+from hsx_dist.store import Store, open_store
+from hsx_dist.writers.sink import PartSink, SinkOptions
+
+LAYERS, HIDDEN = (2, 5, 6), 16
+TOKENS = {"row:00000000": 7, "a/b c": 12, "[bold]x\x1b": 1}
+
+
+def page(key: str, states: np.ndarray[Any, Any]) -> Page:
+    layers, tokens, _ = states.shape
+    return Page(
+        segment=Segment(key, 0, 0, tokens, tokens),
+        start=0,
+        stop=tokens,
+        chunk_tokens=tokens,
+        layer_ids=LAYERS[:layers],
+        dtype="float32",
+        hidden_size=HIDDEN,
+        order="LTH",
+        token_ids=np.arange(tokens, dtype=np.int64),
+        data=states.astype(np.float32).view(np.uint32),
+    )
+
+
+def write_samples(store: Store, attempt: int) -> None:
+    events: list[object] = []
+    options = SinkOptions(codec=resolve_codec("split"), about={"model": "tiny"}, writer="w", attempt=attempt)
+    sink = PartSink(store, options, events.append)
+    for n, (key, tokens) in enumerate(TOKENS.items()):
+        states = np.ones((len(LAYERS), tokens, HIDDEN)) * np.array([1, 2, 3])[:, None, None]
+        if n == 1:
+            states[2, 4, 0] = np.nan
+            states[1, 3] = 0
+        sink.add(page(key, states))
+    sink.flush()
+    sink.close()
+    assert all(isinstance(e, Receipt) for e in events), events
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> str:
+    path = str(tmp_path / "run")
+    store = open_store(path)
+    meaning = {"model": "tiny", "revision": None, "layers": list(LAYERS)}
+    write_run(store, {"meaning": meaning, "settings": {"codec": "split"}, "created": "2026-01-01T00:00:00+00:00"})
+    attempt = take_attempt(store, {})
+    write_samples(store, attempt)
+    rows = (RowFate("row:00000003", 3, "refused", "text: expected text, came an empty string", 0),)
+    receipt = Receipt(attempt, "driver", 1, None, 0, "00000000", 0, 0, (), rows, "2026-01-01T00:00:00+00:00")
+    store.put_if_absent(receipt_name(attempt, "driver", 1), receipt.to_json())
+    write_complete(store, attempt, load_manifest(store), {"rows": 4})
+    return path
+
+
+def hsx(*args: str) -> int:
+    with pytest.raises(SystemExit) as e:
+        main(args)
+    return int(e.value.code or 0)
+
+
+def hsx_json(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
+    assert hsx(*args, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_ls(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hsx("ls", run) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "row:00000000",
+        "a/b c",
+        "[bold]x\\x1b",
+        "2,5,6",
+        "data/part-0001-w-",
+        "3 samples, 20 tokens, 1 parts",
+    ):
+        assert words in out
+    assert "1 rows refused, 0 failed; complete" in out
+    assert "\x1b" not in out
+
+
+def test_ls_json(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    listing = hsx_json(capsys, "ls", run)
+    assert {s["key"]: s["tokens"] for s in listing["samples"]} == TOKENS
+    assert listing["samples"][0]["layers"] == list(LAYERS)
+    assert listing["samples"][0]["attempt"] == 1
+    assert listing["totals"]["raw_bytes"] == 20 * 3 * HIDDEN * 4
+    assert listing["complete"] is True
+
+
+def test_ls_limit(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hsx("ls", run, "--limit", "1") == 0
+    out = capsys.readouterr().out
+    assert "… and 2 more" in out
+    assert "3 samples" in out
+    assert len(hsx_json(capsys, "ls", run, "--limit", "0")["samples"]) == 3
+
+
+def test_show_run(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hsx("show", run) == 0
+    out = capsys.readouterr().out
+    for words in ("tiny", "2,5,6", "split", "row:00000003: text: expected text"):
+        assert words in out
+    facts = hsx_json(capsys, "show", run)
+    assert facts["info"]["meaning"]["model"] == "tiny"
+    assert facts["refused"][0]["row"] == 3
+    assert facts["totals"]["samples"] == 3
+
+
+def test_show_sample(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = hsx_json(capsys, "show", run, "a/b c")
+    assert facts["shape"] == [12, 3, HIDDEN]
+    assert (facts["dtype"], facts["layer_ids"]) == ("float32", [2, 5, 6])
+    assert "data/part-0001-w-" in str(facts["uri"])
+    low, middle, high = facts["layers"]
+    assert low["mean_norm"] == pytest.approx(np.sqrt(HIDDEN))
+    assert (middle["zero_rows"], middle["not_finite"]) == (1, 0)
+    assert (high["zero_rows"], high["not_finite"], high["max_norm"]) == (0, 1, pytest.approx(3 * np.sqrt(HIDDEN)))
+    assert hsx("show", run, "a/b c") == 0
+    assert "[12, 3, 16]" in capsys.readouterr().out
+
+
+def test_show_what_is_not_there(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hsx("show", run, "nope") == 2
+    assert "nope" in capsys.readouterr().err
+    assert hsx("show", run, "row:00000003") == 2
+    assert "its row was refused: text: expected text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify"])
+def test_no_run_there(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hsx(command, str(tmp_path / "nothing")) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "run.json" in err
+    assert "Traceback" not in err
+
+
+def test_verify(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hsx("verify", run) == 0
+    assert "\nok: 1 parts, 3 samples" in capsys.readouterr().out
+    assert hsx_json(capsys, "verify", run)["ok"] is True
+
+
+def test_verify_names_the_part_of_a_flipped_bit(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (part,) = (Path(run) / "data").iterdir()
+    data = bytearray(part.read_bytes())
+    data[-5] ^= 4
+    part.chmod(0o644)
+    part.write_bytes(data)
+    assert hsx("verify", run) == 1
+    assert part.name in capsys.readouterr().out
+    assert hsx("verify", run, "--json") == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is False
+    assert part.name in report["problems"][0]["part"]
+
+
+def test_a_secret_storage_option_is_refused(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hsx("ls", run, "--storage-option", "secret=hunter2") == 2
+    assert "hunter2" not in capsys.readouterr().err
