@@ -116,7 +116,7 @@ class Manifest:
 
     @property
     def conflicts(self) -> list[str]:
-        """What contradicts itself, in words, sorted: a key with other tokens in the same attempt, receipts that differ."""
+        """What contradicts itself, in words: a key with other tokens in the same attempt, receipts that differ."""
         return sorted({*self._conflicts, *(c for found in self._disputed.values() for c in found)})
 
     @property

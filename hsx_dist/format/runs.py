@@ -247,8 +247,8 @@ def _receipt_names(store: Store, after_attempt: int) -> list[str]:
         if missing:
             raise IntegrityError(
                 f"{store.url}/{receipt_name(attempt, writer, missing[0])} is missing ({len(missing)} of {max(found)} "
-                "of this writer): receipts have no gaps, so it was lost after it was written. Restore it; or remove the "
-                "writer's later receipts, and run again: what they prove is then extracted anew"
+                "of this writer): receipts have no gaps, so it was lost after it was written. Restore it; or remove "
+                "the writer's later receipts, and run again: what they prove is then extracted anew"
             )
         names += [receipt_name(attempt, writer, seq) for seq in sorted(found)]
     return names
