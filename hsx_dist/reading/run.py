@@ -32,7 +32,7 @@ def open_run(path: str, *, storage_options: Mapping[str, Any] | None = None) -> 
 class Run:
     """The durable samples of a run, by key; safe to share between threads.
 
-    Iterates in the order of keys (which is that of the input rows where the keys were made from them).
+    Iterates in the order of the input rows; samples of unknown rows come last, by key.
     What is written after opening appears with ``refresh``.
     """
 
@@ -48,7 +48,7 @@ class Run:
         """Read the manifest again."""
         # In this order: what is said to be complete must have been so before the receipts were read.
         complete = read_complete(self._store)
-        self._complete = complete is not None and complete.get("attempt", 0) >= newest_attempt(self._store)
+        self._complete = complete is not None and complete["attempt"] >= newest_attempt(self._store)
         self.manifest: Manifest = load_manifest(self._store)
         self._keys: list[str] | None = None
 
@@ -72,9 +72,10 @@ class Run:
         return self.manifest.failed
 
     def keys(self) -> list[str]:
-        """The keys of all samples, sorted."""
+        """The keys of all samples, in the order of iteration."""
         if self._keys is None:
-            self._keys = sorted(self.manifest.samples)
+            order = sorted((r.row is None, r.row or 0, r.key) for r in self.manifest.samples.values())
+            self._keys = [key for _, _, key in order]
         return list(self._keys)
 
     def __len__(self) -> int:

@@ -114,7 +114,8 @@ class Sample:
         within = within or [(0, self._pieces[0])]  # no tokens: an empty array of the right shape
         out, ids = None, []
         if len(within) > 1:
-            out = new_states((stop - start, len(layers or first.layer_ids), first.hidden_size), first.dtype)
+            num_layers = first.num_layers if layers is None else len(layers)
+            out = new_states((stop - start, num_layers, first.hidden_size), first.dtype)
         for i, piece in within:
             s, info = piece.segment, self._info(i)
             if (info.dtype, info.hidden_size) != (first.dtype, first.hidden_size):

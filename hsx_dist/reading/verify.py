@@ -11,7 +11,7 @@ from hsx_dist.errors import FormatError, HsxError, NotFound, StoreError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.container import Part, SegmentInfo
 from hsx_dist.format.manifest import Manifest, Receipt, SegmentProof, token_hash
-from hsx_dist.format.runs import load_manifest, read_complete, read_run
+from hsx_dist.format.runs import count, load_manifest, read_complete, read_run
 from hsx_dist.store import ObjectInfo, Store
 
 # Exponent bits all set: infinite or not a number.
@@ -146,11 +146,10 @@ def _check_counts(store: Store, manifest: Manifest) -> Iterator[str]:
         return
     if complete is None:
         return
-    here = Manifest.of(r for r in manifest.receipts.values() if r.attempt <= complete.get("attempt", 0))
-    for name in ("samples", "parts", "refused", "failed"):
-        got = len(getattr(here, name))
-        if complete.get(name) != got:
-            yield f"complete.json: expected {complete.get(name)} {name}, its receipts make {got}"
+    here = count(Manifest(r for r in manifest.receipts if r.attempt <= complete["attempt"]))
+    for name, told in complete["counts"].items():
+        if name in here and here[name] != told:
+            yield f"complete.json: expected {told} {name}, its receipts make {here[name]}"
 
 
 class _Bytes:

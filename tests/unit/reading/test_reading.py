@@ -1,0 +1,433 @@
+"""Runs and samples, written by the real encoder and receipts into a real folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from hsx_dist.errors import (
+    ConfigError,
+    FormatError,
+    IntegrityError,
+    NotFound,
+    RunError,
+    SampleFailed,
+    SampleNotFound,
+)
+from hsx_dist.format.codecs import Codec, NoneCodec, SplitCodec
+from hsx_dist.format.container import SegmentEncoder, build_part
+from hsx_dist.format.manifest import Receipt, RowFate, SegmentProof, part_name, receipt_name, token_hash
+from hsx_dist.format.runs import load_manifest, take_attempt, write_complete, write_run
+from hsx_dist.page import Segment
+from hsx_dist.reading import Run, load_hidden_states, open_run, verify_run
+from hsx_dist.store import Store, open_store
+from hsx_dist.testing.samples import RandomSample, random_sample
+from hsx_dist.testing.stores import MemoryStore
+
+Stored = tuple[RandomSample, Segment, int | None]  # and the input row
+
+
+class Writer:
+    """Stores parts with their receipts, as a sink does."""
+
+    def __init__(self, store: Store, codec: Codec | None = None, name: str = "w"):
+        self.store, self.codec, self.name = store, codec or SplitCodec(), name
+        self.attempt = take_attempt(store, {})
+        self.seq = 0
+
+    def put(self, segments: Sequence[Stored], rows: Sequence[RowFate] = ()) -> Receipt:
+        self.seq += 1
+        encoded, proofs = [], []
+        for slot, (sample, segment, row) in enumerate(segments):
+            encoder = SegmentEncoder(self.codec)
+            for page in sample.pages(segment):
+                encoder.add(page)
+            e = encoder.finish()
+            encoded.append(e)
+            proofs.append(SegmentProof(segment, slot, token_hash(e.token_ids), e.raw_nbytes, e.nbytes, row))
+        name, sizes = None, (0, "00000000", 0, 0)
+        if encoded:
+            part = build_part(encoded, self.codec, {"model": "tiny"})
+            name = part_name(self.attempt, self.name, self.seq)
+            self.store.put(name, part.buffers)
+            sizes = (part.size, part.crc32c, part.header_bytes, part.raw_bytes)
+        receipt = Receipt(
+            self.attempt, self.name, self.seq, name, *sizes, tuple(proofs), tuple(rows), "2026-01-01T00:00:00+00:00"
+        )
+        self.store.put_if_absent(receipt_name(self.attempt, self.name, self.seq), receipt.to_json())
+        return receipt
+
+    def complete(self) -> None:
+        write_complete(self.store, self.attempt, load_manifest(self.store), {})
+
+
+def whole(sample: RandomSample, row: int | None = None) -> Stored:
+    return sample, sample.segments()[0], row
+
+
+LONG = random_sample("long", 100, seed=1)
+SHORT = random_sample("short/é", 5, seed=2)
+OTHER = random_sample("other", 33, seed=3)
+REFUSED = RowFate("empty", 3, "refused", "no text", 0)
+FAILED = RowFate("unlucky", 4, "failed", "the replica died", 3)
+
+
+def write(store: Store, *, codec: Codec | None = None) -> Writer:
+    """``LONG`` in three segments over two parts, not in order."""
+    write_run(store, {"meaning": {"model": "tiny"}})
+    writer = Writer(store, codec)
+    a, b, c = LONG.segments(20, 70)
+    writer.put([(LONG, c, 1), whole(SHORT, 2), (LONG, a, 1)])
+    writer.put([(LONG, b, 1), whole(OTHER, 0)], [REFUSED, FAILED])
+    return writer
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(str(tmp_path / "run"))
+
+
+def bits(states: Any) -> np.ndarray[Any, Any]:
+    return states.contiguous().view(torch.uint16).numpy()
+
+
+@pytest.mark.parametrize("codec", [SplitCodec(), NoneCodec()], ids=lambda c: c.name)
+def test_a_run_gives_back_its_samples(store: Store, codec: Codec) -> None:
+    write(store, codec=codec)
+    run = open_run(store.url)
+    assert run.info["meaning"] == {"model": "tiny"}
+    assert len(run) == 3
+    assert [s.key for s in run] == ["other", "long", "short/é"] == list(run.keys())  # rows 0, 1, 2
+    assert "long" in run
+    assert "empty" not in run
+    assert (dict(run.refused), dict(run.failed)) == ({"empty": REFUSED}, {"unlucky": FAILED})
+    for sample in (LONG, SHORT, OTHER):
+        got = run[sample.key]
+        assert (got.num_tokens, got.dtype, got.layer_ids) == (len(sample.token_ids), "bfloat16", (2, 15, 30))
+        assert (got.hidden_size, got.about) == (24, {"model": "tiny"})
+        loaded = got.load()
+        assert loaded["key"] == sample.key
+        assert loaded["hidden_states"].dtype == torch.bfloat16
+        assert loaded["hidden_states"].is_contiguous()
+        assert np.array_equal(bits(loaded["hidden_states"]), sample.states)
+        assert torch.equal(loaded["token_ids"], torch.from_numpy(sample.token_ids))
+        assert torch.equal(loaded["layer_ids"], torch.tensor([2, 15, 30]))
+        assert torch.equal(got.token_ids(), loaded["token_ids"])
+        assert np.array_equal(bits(got.layer(15)), sample.states[:, 1])
+        again = load_hidden_states(store.url, sample.key, layers=[30, 2], tokens=(-4, 100))
+        assert np.array_equal(bits(again["hidden_states"]), sample.states[-4:, [2, 0]])
+        assert np.array_equal(again["layer_ids"].numpy(), [30, 2])
+    assert run["long"].uri.count("data/part-") == 2
+    assert run["short/é"].uri == f"{run.url}/{run['short/é'].uri.removeprefix(run.url + '/')}"
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    cuts=st.sets(st.integers(1, 99), max_size=5),
+    start=st.integers(-120, 120) | st.none(),
+    stop=st.integers(-120, 120) | st.none(),
+    layers=st.lists(st.sampled_from([2, 15, 30]), max_size=4) | st.none(),
+    parts=st.integers(1, 3),
+)
+def test_any_window_of_a_sample_in_any_segments(
+    cuts: set[int], start: int | None, stop: int | None, layers: list[int] | None, parts: int
+) -> None:
+    store = MemoryStore()
+    write_run(store, {})
+    writer = Writer(store)
+    segments = LONG.segments(*sorted(cuts))
+    for i in range(min(parts, len(segments))):
+        writer.put([(LONG, s, None) for s in reversed(segments[i::parts])])
+    loaded = Run(store)["long"].load(layers, slice(start, stop), "numpy")
+    columns = [0, 1, 2] if layers is None else [(2, 15, 30).index(k) for k in layers]
+    expected = LONG.states[start:stop][:, columns].astype(np.uint32) << 16
+    assert np.array_equal(loaded["hidden_states"].view(np.uint32), expected)
+    assert np.array_equal(loaded["token_ids"], LONG.token_ids[start:stop])
+
+
+def test_only_the_segments_of_the_window_are_fetched() -> None:
+    store = MemoryStore()
+    write_run(store, {})
+    sample = random_sample("a", 4000, hidden_size=256, chunk_tokens=500)
+    writer = Writer(store)
+    for segment in sample.segments(1000, 2000, 3000):
+        writer.put([(sample, segment, None)])
+    run = Run(store)
+    run["a"].load()
+    store.reset()
+    states = run["a"].load([15], (1400, 1600))["hidden_states"]
+    assert np.array_equal(bits(states), sample.states[1400:1600, [1]])
+    one_layer = 1000 * 256 * 2
+    assert store.bytes_read <= one_layer + 8 * 1000
+    store.reset()
+    assert run["a"].load([15], (7, 7))["hidden_states"].shape == (0, 1, 256)
+    assert store.bytes_read <= 8 * 1000
+
+
+def test_frameworks_and_dtypes() -> None:
+    for dtype, numpy_dtype in (("bfloat16", np.float32), ("float16", np.float16), ("float32", np.float32)):
+        store = MemoryStore()
+        write_run(store, {})
+        sample = random_sample("a", 20, dtype=dtype)
+        Writer(store).put([whole(sample)])
+        got = Run(store)["a"]
+        as_torch, as_numpy = got.load(framework="torch"), got.load(framework="numpy")
+        assert as_torch["hidden_states"].dtype == getattr(torch, dtype)
+        assert as_numpy["hidden_states"].dtype == numpy_dtype
+        assert (as_numpy["token_ids"].dtype, as_numpy["layer_ids"].dtype) == (np.int64, np.int64)
+        wide = as_torch["hidden_states"].float().numpy()
+        assert np.array_equal(wide, as_numpy["hidden_states"].astype(np.float32), equal_nan=True)
+        with pytest.raises(ConfigError, match="framework"):
+            got.load(framework="jax")  # type: ignore[arg-type]
+
+
+def test_reading_imports_neither_torch_nor_ray_nor_vllm(store: Store) -> None:
+    write(store)
+    code = (
+        "import sys, hsx_dist; run = hsx_dist.open_run(sys.argv[1]); "
+        "print(run['long'].load(framework='numpy')['hidden_states'].shape); "
+        "print([m for m in ('torch', 'ray', 'vllm', 'transformers') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code, store.url], capture_output=True, text=True, check=True)
+    assert out.stdout.split("\n")[:2] == ["(100, 3, 24)", "[]"]
+
+
+def test_what_is_not_there_is_told(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"run\.json"):
+        open_run(store.url)
+    writer = write(store)
+    run = open_run(store.url)
+    assert not run.complete
+    for key, reason in (("empty", "no text"), ("unlucky", "replica died"), ("nobody", "not stored yet")):
+        with pytest.raises(SampleNotFound, match=reason):
+            run[key]
+    writer.complete()
+    run.refresh()
+    assert run.complete
+    assert len(run) == 3
+    with pytest.raises(SampleNotFound, match="none has this key"):
+        run["nobody"]
+    with pytest.raises(ConfigError, match="2, 15, 30"):
+        run["long"].load([3])
+    with pytest.raises(ConfigError, match="step"):
+        run["long"].load(tokens=slice(0, 10, 2))
+    with pytest.raises(ConfigError, match="key"):
+        load_hidden_states(store.url)
+    with pytest.raises(SampleFailed, match="replica died"):
+        load_hidden_states(store.url, "unlucky")
+    with pytest.raises(SampleFailed, match="no text"):
+        load_hidden_states(store.url, "empty", wait=60)
+    with pytest.raises(NotFound):
+        load_hidden_states(str(tmp_path / "nowhere"), "a")
+    take_attempt(store, {})
+    run.refresh()
+    assert not run.complete
+
+
+def test_a_newer_attempt_wins_and_half_a_sample_is_none(store: Store) -> None:
+    write(store)
+    newer = random_sample("other", 12, seed=9)
+    half = random_sample("half", 30)
+    writer = Writer(store, NoneCodec(), "v")
+    writer.put([whole(newer), (half, half.segments(10)[1], None)])
+    run = open_run(store.url)
+    assert np.array_equal(bits(run["other"].load()["hidden_states"]), newer.states)
+    with pytest.raises(SampleNotFound):
+        run["half"]
+
+
+def test_waiting_for_a_sample(store: Store) -> None:
+    def later() -> None:
+        time.sleep(0.2)
+        write_run(store, {})
+        time.sleep(0.2)
+        Writer(store).put([whole(LONG)])
+
+    thread = threading.Thread(target=later)
+    thread.start()
+    loaded = load_hidden_states(store.url, "long", wait=30)
+    thread.join()
+    assert np.array_equal(bits(loaded["hidden_states"]), LONG.states)
+    started = time.monotonic()
+    with pytest.raises(SampleNotFound):
+        load_hidden_states(store.url, "never", wait=0.3)
+    assert 0.3 <= time.monotonic() - started < 3
+
+
+# -- one object ------------------------------------------------------------------------------------------------------
+
+
+def put_object(
+    store: Store, name: str, *samples: RandomSample, codec: Codec | None = None, about: Mapping[str, Any] | None = None
+) -> str:
+    codec = codec or NoneCodec()
+    encoded = []
+    for sample in samples:
+        encoder = SegmentEncoder(codec)
+        for page in sample.pages():
+            encoder.add(page)
+        encoded.append(encoder.finish())
+    store.put(name, build_part(encoded, codec, about or {}).buffers)
+    return f"{store.url}/{name}"
+
+
+@pytest.mark.parametrize("codec", [SplitCodec(), NoneCodec()], ids=lambda c: c.name)
+def test_one_object_is_loaded_by_its_path(store: Store, codec: Codec) -> None:
+    path = put_object(store, "a.safetensors", LONG, codec=codec)
+    for key in (None, "long"):
+        loaded = load_hidden_states(path, key, layers=[15])
+        assert loaded["key"] == "long"
+        assert np.array_equal(bits(loaded["hidden_states"]), LONG.states[:, [1]])
+    with pytest.raises(SampleNotFound, match="'b'"):
+        load_hidden_states(path, "b")
+    several = put_object(store, "two.safetensors", LONG, SHORT, codec=codec)
+    assert np.array_equal(bits(load_hidden_states(several, "short/é")["hidden_states"]), SHORT.states)
+    with pytest.raises(ConfigError, match="'long'"):
+        load_hidden_states(several)
+
+
+def test_a_piece_of_a_sample_is_not_taken_for_it(store: Store) -> None:
+    write(store)
+    part = next(o.name for o in store.list("data/"))
+    assert load_hidden_states(f"{store.url}/{part}", "short/é")["key"] == "short/é"
+    with pytest.raises(SampleNotFound, match="piece"):
+        load_hidden_states(f"{store.url}/{part}", "long")
+
+
+def test_a_file_of_vllms_own_connector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states, ids = torch.randn(9, 2, 8).bfloat16(), torch.arange(9)
+    save_file({"hidden_states": states, "token_ids": ids}, tmp_path / "req-1.safetensors")
+    loaded = load_hidden_states(str(tmp_path / "req-1.safetensors"), tokens=(3, -1))
+    assert torch.equal(loaded["hidden_states"], states[3:-1])
+    assert torch.equal(loaded["token_ids"], ids[3:-1])
+    assert loaded["layer_ids"].shape == (0,)
+    assert loaded["key"] == "req-1"
+    monkeypatch.chdir(tmp_path)
+    assert torch.equal(load_hidden_states("req-1.safetensors")["hidden_states"], states)
+
+
+def test_a_failure_marker_ends_the_wait(store: Store) -> None:
+    path = f"{store.url}/a.safetensors"
+    with pytest.raises(NotFound):
+        load_hidden_states(path)
+    store.put("a.error.json", [json.dumps({"key": "a", "error": "the request was aborted"}).encode()])
+    with pytest.raises(SampleFailed, match="aborted"):
+        load_hidden_states(path, wait=60)
+    store.put("a.error.json", [b"\xff"])
+    with pytest.raises(SampleFailed, match=r"a\.error\.json"):
+        load_hidden_states(path, wait=60)
+
+
+# -- damage ----------------------------------------------------------------------------------------------------------
+
+
+def test_verify_passes_a_sound_run(store: Store) -> None:
+    writer = write(store)
+    seen: list[str] = []
+    for _ in range(2):  # before and after it is complete
+        report = verify_run(store, on_part=lambda part, _: seen.append(part))
+        assert report.ok, report.problems
+        assert (report.parts, report.samples) == (2, 3)
+        assert report.bytes == sum(o.size for o in store.list("data/"))
+        writer.complete()
+    assert sorted(set(seen)) == [o.name for o in store.list("data/")]
+
+
+def test_verify_counts_non_finite_and_empty_layers() -> None:
+    store = MemoryStore()
+    write_run(store, {})
+    for dtype, infinity in (("bfloat16", 0x7F80), ("float16", 0xFC00), ("float32", 0x7F800000)):
+        sample = random_sample(f"a-{dtype}", 40, dtype=dtype)
+        sample.states[:] = 1
+        sample.states[39, 1, 5] = infinity
+        sample.states[:, 2] = 0
+        sample.states[0, 2, 0] = 1 << (8 * sample.states.itemsize - 1)  # -0
+        Writer(store).put([whole(sample)])
+    report = verify_run(store)
+    assert report.ok
+    assert (report.non_finite, report.all_zero) == (3, 3)
+
+
+@pytest.mark.parametrize("codec", [SplitCodec(), NoneCodec()], ids=lambda c: c.name)
+def test_any_flipped_bit_of_a_part_is_found_by_verify(codec: Codec) -> None:
+    store = MemoryStore()
+    write_run(store, {})
+    receipt = Writer(store, codec).put([whole(random_sample("a", 9)), whole(random_sample("b", 4))])
+    assert receipt.part is not None
+    data = store.objects[receipt.part]
+    for bit in np.random.default_rng(0).integers(0, 8 * len(data), 200):
+        broken = bytearray(data)
+        broken[bit // 8] ^= 1 << bit % 8
+        store.objects[receipt.part] = bytes(broken)
+        problems = verify_run(store).problems
+        assert {p.part for p in problems} == {receipt.part}
+        assert any("crc32c" in p.message for p in problems)
+
+
+def test_verify_names_what_is_missing_or_another(store: Store) -> None:
+    writer = write(store)
+    writer.complete()
+    first, second = (o.name for o in store.list("data/"))
+    whole_part = store.get(first)
+    store.put(first, [whole_part[:-1]])
+    assert {p.part for p in verify_run(store).problems} == {first}
+    store.put(first, [store.get(second)])
+    assert {p.part for p in verify_run(store).problems} == {first}
+    with pytest.raises(FormatError, match=r"part-"):
+        open_run(store.url)["long"].load()
+    store.delete(first)
+    (problem,) = verify_run(store).problems
+    assert problem.part == first
+    store.put(first, [whole_part])
+    assert verify_run(store).ok
+    complete = json.loads(store.get("complete.json"))
+    complete["counts"]["samples"] = 4
+    store.put("complete.json", [json.dumps(complete).encode()])
+    (problem,) = verify_run(store).problems
+    assert problem.part == ""
+    assert "samples" in problem.message
+    store.delete("manifest/compacted-0001.jsonl.zst")
+    assert not verify_run(store).ok
+
+
+def test_a_part_that_is_sound_but_not_the_proven_one_is_refused() -> None:
+    store = MemoryStore()
+    write_run(store, {})
+    writer = Writer(store)
+    receipt = writer.put([whole(random_sample("a", 9, seed=1))])
+    assert receipt.part is not None
+    other = random_sample("a", 9, seed=2)
+    store.objects[receipt.part] = content_of(other)
+    with pytest.raises(FormatError):
+        Run(store)["a"].load()
+    # Sound, and of the very same sizes: only the hash of the tokens tells.
+    for more in range(1, 100):
+        sample = random_sample("a", 9, seed=1)
+        sample.token_ids[3] += more
+        part = content_of(sample)
+        if len(part) == receipt.size:
+            break
+    store.objects[receipt.part] = part
+    for read in (Run(store)["a"].token_ids, Run(store)["a"].load):
+        with pytest.raises(IntegrityError, match="hash"):
+            read()
+    assert any("hash" in p.message for p in verify_run(store).problems)
+
+
+def content_of(sample: RandomSample) -> bytes:
+    store = MemoryStore()
+    put_object(store, "x", sample, codec=SplitCodec(), about={"model": "tiny"})
+    return store.objects["x"]
