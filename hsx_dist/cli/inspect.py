@@ -18,7 +18,7 @@ _ROWS_AT_ONCE = 4096
 
 
 def print_samples(path: str, options: Sequence[str], *, limit: int, as_json: bool) -> None:
-    """The samples of the run at ``path`` by key (at most ``limit``; 0: all), and totals over all of them."""
+    """The samples of the run at ``path`` in its order (at most ``limit``; 0: all), and totals over all of them."""
     run = open_run(path, storage_options=parse_storage_options(options))
     layers = _layers(run)
     shown = islice(run.keys(), limit or None)
