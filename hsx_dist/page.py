@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -48,13 +48,17 @@ def object_name(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens ``[start, stop)`` of the ``total`` tokens of sample ``key``; segments of a sample count from 0."""
+    """Tokens ``[start, stop)`` of the ``total`` tokens of sample ``key``; segments of a sample count from 0.
+
+    ``row``: the input row (from 0) that the sample came from, where there was one. Receipts keep it; parts do not.
+    """
 
     key: str
     index: int
     start: int
     stop: int
     total: int
+    row: int | None = field(default=None, compare=False)
 
     @property
     def num_tokens(self) -> int:

@@ -18,6 +18,7 @@ class Save:
     token_ids: np.ndarray[Any, Any]  # int64 [T]: the tokens to store, from the request's first
     block_ids: np.ndarray[Any, Any]  # int64 [ceil(T / block_size)]
     owner: int  # the tensor-parallel rank that copies, ships and reports
+    row: int | None = None  # the input row, as the driver counts
 
 
 @dataclass(slots=True)

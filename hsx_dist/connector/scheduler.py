@@ -62,6 +62,7 @@ class SchedulerHalf:
                 token_ids=tokens,
                 block_ids=np.asarray(block_ids[:blocks], dtype=np.int64),
                 owner=self._sequence % self._tp,
+                row=params.get("hidden_states_row"),
             )
         )
         self._sequence += 1

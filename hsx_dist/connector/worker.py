@@ -160,7 +160,7 @@ class WorkerHalf:
             PageRef(
                 offset=offset,
                 shape=shape,
-                segment=Segment(copy.save.key, index, segment_start, segment_stop, total),
+                segment=Segment(copy.save.key, index, segment_start, segment_stop, total, copy.save.row),
                 start=start,
                 stop=stop,
                 chunk_tokens=self.plan.page_tokens,

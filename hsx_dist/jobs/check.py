@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hsx_dist.config import ExtractConfig
+from hsx_dist.connector.isa import avoid_broken_amx
 from hsx_dist.errors import NotFound
 from hsx_dist.jobs.preflight import Model
 from hsx_dist.reading import Run, Sample
@@ -86,6 +87,7 @@ def compare(
 
     Layer N is compared after the final norm, as transformers gives its last hidden state only so.
     """
+    avoid_broken_amx()
     import torch
     from transformers import AutoModel
 

@@ -197,6 +197,7 @@ class Replica:
         extra = dict(params.pop("extra_args", None) or {})
         extra["kv_transfer_params"] = {
             "hidden_states_key": row.key,
+            "hidden_states_row": row.row,
             "include_output_tokens": self._spec.include_output_tokens,
         }
         self._requests += 1

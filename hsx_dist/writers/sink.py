@@ -204,6 +204,7 @@ class PartSink:
                     token_hash=token_hash(s.token_ids),
                     raw_bytes=s.raw_nbytes,
                     stored_bytes=s.nbytes,
+                    row=s.segment.row,
                 )
                 for slot, s in enumerate(segments)
             )

@@ -1,0 +1,157 @@
+"""``hsx_dist.extract``: real vLLM in this process, writer threads, a folder; transformers is the oracle."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hsx_dist
+from hsx_dist.errors import ConfigError, RunMismatch
+from hsx_dist.reading.verify import verify_run
+from hsx_dist.store import open_store
+from tests.integration.oracle import Oracle
+
+ENGINE = {"dtype": "float32", "max_model_len": 256, "enforce_eager": True, "max_num_batched_tokens": 64}
+# Small enough for samples of several pages and segments, and requests longer than the ring (512-byte rows of 5 layers).
+SIZES = {"page_bytes": "40KiB", "segment_bytes": "100KiB", "part_bytes": "200KiB", "in_flight_bytes": "200KiB"}
+
+
+def settings(**changes):
+    return {"engine_kwargs": ENGINE, "layers": "all", **SIZES, **changes}
+
+
+def prompts() -> list:
+    rng = np.random.default_rng(3)
+    ids = [rng.integers(0, 300, n).tolist() for n in (1, 2, 15, 16, 17, 63, 64, 65, 100, 200, 255)]
+    shared = rng.integers(0, 300, 48).tolist()  # the same beginning: prefix caching
+    return [
+        *ids,
+        *[shared + rng.integers(0, 300, n).tolist() for n in (1, 16, 40)],
+        "Plain text goes through the tokenizer.",
+        [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day."}],
+        {"id": "named", "text": "A row with an id of its own."},
+        "",  # refused: nothing in it
+        {"id": "long", "token_ids": [1] * 256},  # refused: no room for an answer
+        {"id": "named", "text": "The id is taken."},  # refused
+    ]
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model_path, tmp_path_factory):
+    output = tmp_path_factory.mktemp("local") / "run"
+    return hsx_dist.extract(prompts(), model=str(tiny_model_path), output=output, **settings())
+
+
+def test_every_row_is_stored_or_refused_for_a_reason(run):
+    assert len(run) == 17
+    assert "named" in set(run.keys())
+    reasons = {key: fate.reason for key, fate in run.refused.items()}
+    assert len(reasons) == 3
+    assert "256" in reasons["long"]
+    assert any("duplicate" in r for r in reasons.values())
+    assert run.complete
+
+
+def test_states_equal_those_of_transformers(run, tiny_model_path):
+    oracle = Oracle(tiny_model_path)
+    lengths = set()
+    for sample in run:
+        data = sample.load(framework="torch")
+        oracle.assert_equal(data["token_ids"].tolist(), data["hidden_states"], sample.layer_ids)
+        lengths.add(sample.num_tokens)
+    assert {1, 16, 17, 64, 65, 255} <= lengths
+
+
+def test_long_samples_lie_in_several_segments_and_read_as_one(run):
+    assert any(len(record.segments) > 1 for record in run.manifest.samples.values())
+    assert len(run.manifest.parts) > 1
+
+
+def test_verify_passes_and_names_the_part_of_a_flipped_bit(run, tmp_path):
+    root = Path(run.url)
+    assert verify_run(open_store(str(root))).ok
+    part = sorted(root.glob("data/*.safetensors"))[1]
+    healthy = part.read_bytes()
+    broken = bytearray(healthy)
+    broken[len(broken) // 2] ^= 4
+    part.write_bytes(broken)
+    try:
+        report = verify_run(open_store(str(root)))
+        assert not report.ok
+        assert {p.part for p in report.problems} == {f"data/{part.name}"}
+        hsx = subprocess.run(
+            [sys.executable, "-m", "hsx_dist.cli", "verify", str(root)], capture_output=True, text=True, check=False
+        )
+        assert hsx.returncode == 1
+        assert part.name in hsx.stdout + hsx.stderr
+    finally:
+        part.write_bytes(healthy)
+
+
+def test_the_same_call_again_starts_no_engine(run, tiny_model_path, monkeypatch):
+    monkeypatch.setattr("hsx_dist.jobs.extract.make_fleet", lambda *_, **__: pytest.fail("an engine was started"))
+    again = hsx_dist.extract(prompts(), model=str(tiny_model_path), output=run.url, **settings())
+    assert set(again.keys()) == set(run.keys())
+
+
+def test_another_meaning_is_refused_and_named(run, tiny_model_path):
+    with pytest.raises(RunMismatch, match="layers"):
+        hsx_dist.extract(prompts(), model=str(tiny_model_path), output=run.url, **settings(layers=[1]))
+
+
+def test_more_rows_go_on_where_the_run_ended_with_their_answers(tiny_model_path, tmp_path):
+    """A second attempt computes what is missing alone; generated tokens have states but for the last one."""
+    output = tmp_path / "run"
+    first = [{"id": f"a{i}", "token_ids": list(range(5, 25 + i))} for i in range(4)]
+    more = [*first, {"id": "b", "token_ids": list(range(9, 40))}]
+    sampling = {"max_tokens": 7, "ignore_eos": True, "temperature": 0.0}
+    options = settings(include_output_tokens=True, sampling_params=sampling, layers=[2, "last"], codec="zstd")
+    before = hsx_dist.extract(first, model=str(tiny_model_path), output=output, **options)
+    parts = set(before.manifest.parts)
+    run = hsx_dist.extract(more, model=str(tiny_model_path), output=output, **options)
+    assert {r.attempt for r in run.manifest.samples.values()} == {1, 2}
+    assert parts < set(run.manifest.parts)
+    oracle = Oracle(tiny_model_path)
+    for row in more:
+        data = run[row["id"]].load(framework="torch")
+        ids = data["token_ids"].tolist()
+        assert ids[: len(row["token_ids"])] == row["token_ids"]
+        assert len(ids) == len(row["token_ids"]) + 7 - 1
+        oracle.assert_equal(ids, data["hidden_states"], (2, 4))
+
+
+def test_wrong_settings_are_refused_before_an_engine_starts(tiny_model_path, tmp_path, monkeypatch):
+    monkeypatch.setattr("hsx_dist.jobs.extract.make_fleet", lambda *_, **__: pytest.fail("an engine was started"))
+    model = str(tiny_model_path)
+    for changes, said in (
+        ({"layers": [9]}, "0"),
+        ({"layers": [1, 1]}, "1"),
+        ({"codec": "spilt"}, "split"),
+        ({"in_flight_bytes": "150KiB"}, "segment_bytes"),
+        ({"page_bytes": "1KiB"}, "page_bytes"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            hsx_dist.extract(["x"], model=model, output=tmp_path / "run", **settings(**changes))
+    with pytest.raises(ConfigError, match="model"):
+        hsx_dist.extract(["x"], model=str(tmp_path / "nothing"), output=tmp_path / "run", **settings())
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_codec_none_with_one_sample_an_object_is_vllms_own_file(tiny_model_path, tmp_path):
+    from safetensors import safe_open
+
+    rows = [{"id": "x/y", "token_ids": list(range(3, 60))}]
+    run = hsx_dist.extract(rows, model=str(tiny_model_path), output=tmp_path, **settings(codec="none", layout="sample"))
+    (part,) = tmp_path.glob("data/*.safetensors")
+    with safe_open(part, "pt") as f:
+        assert set(f.keys()) == {"hidden_states", "token_ids"}
+        states, ids = f.get_tensor("hidden_states"), f.get_tensor("token_ids")
+    assert ids.tolist() == rows[0]["token_ids"]
+    Oracle(tiny_model_path).assert_equal(ids.tolist(), states, run["x/y"].layer_ids)
+    info = json.loads((tmp_path / "run.json").read_text())
+    assert info["meaning"]["layers"] == [0, 1, 2, 3, 4]

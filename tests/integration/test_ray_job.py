@@ -1,0 +1,156 @@
+"""The main job as users run it: ``ray job submit`` on a real cluster, real replicas, writers, and a real S3 server."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from hsx_dist.reading import open_run
+from hsx_dist.reading.verify import verify_run
+from hsx_dist.store import open_store
+from hsx_dist.testing.servers import ray_head
+from tests.integration.oracle import Oracle
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def cluster(s3, tmp_path_factory):
+    env = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", **s3.env}
+    with ray_head(num_cpus=2, temp_dir=tmp_path_factory.mktemp("ray"), env=env) as head:
+        yield {**os.environ, **env, **head.env}
+
+
+@pytest.fixture(scope="module")
+def rows():
+    rng = np.random.default_rng(11)
+    lengths = rng.integers(1, 250, 40)
+    return {f"row/{i}": rng.integers(0, 300, n).tolist() for i, n in enumerate(lengths)}
+
+
+@pytest.fixture(scope="module")
+def config(rows, tiny_model_path, tmp_path_factory, s3) -> Path:
+    folder = tmp_path_factory.mktemp("job")
+    lines = [json.dumps({"id": key, "token_ids": ids}) for key, ids in rows.items()]
+    bad = ["{broken", json.dumps({"id": "empty", "text": ""}), json.dumps({"id": "long", "token_ids": [1] * 256})]
+    (folder / "rows.jsonl").write_text("\n".join([*lines[:20], *bad, *lines[20:]]) + "\n")
+    settings = {
+        "model": str(tiny_model_path),
+        "layers": [0, 2, "last"],
+        "output": f"{s3.url}/job",
+        "store": {"storage_options": {"client_kwargs": {"endpoint_url": s3.endpoint_url}}},
+        "input": {"path": str(folder / "rows.jsonl")},
+        "engine_kwargs": {
+            "dtype": "float32",
+            "max_model_len": 256,
+            "enforce_eager": True,
+            "max_num_batched_tokens": 64,
+        },
+        "codec": "split",
+        "page_bytes": "64KiB",
+        "segment_bytes": "128KiB",
+        "in_flight_bytes": "256KiB",
+        "part_bytes": "1MiB",
+        "min_replicas": 2,
+        "max_replicas": 2,
+        "writers": {"num_cpus": 0, "credit_bytes": "512KiB"},
+        "task_rows": 4,
+        "check_samples": 3,
+    }
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def submit(config: Path, cluster, *overrides: str) -> subprocess.CompletedProcess[str]:
+    job = ["python", "ray_jobs/extract.py", "--config", str(config), *overrides]
+    return subprocess.run(
+        ["ray", "job", "submit", "--working-dir", ".", "--", *job],
+        cwd=ROOT,
+        env=cluster,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def job(config, cluster):
+    done = submit(config, cluster)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def test_the_summary_counts_every_row(job):
+    assert "40 stored, 3 refused, 0 failed" in job
+    assert "3 samples against transformers" in job
+    assert "MISMATCH" not in job
+
+
+def test_no_credential_is_in_the_log_or_the_run(job, s3):
+    store = open_store(f"{s3.url}/job", s3.storage_options)
+    for info in store.list():
+        if not info.name.startswith("data/"):
+            assert s3.secret_key.encode() not in store.get(info.name), info.name
+    assert s3.secret_key not in job
+
+
+def test_the_states_in_s3_equal_those_of_transformers(job, rows, s3, tiny_model_path):
+    assert "stored" in job
+    run = open_run(f"{s3.url}/job", storage_options=s3.storage_options)
+    assert set(run.keys()) == set(rows)
+    assert {fate.key for fate in run.refused.values()} >= {"empty", "long"}
+    assert len({name.split("-")[2] for name in run.manifest.parts}) == 1  # one writer a node
+    oracle = Oracle(tiny_model_path)
+    for key, ids in rows.items():
+        data = run[key].load(framework="torch")
+        assert data["token_ids"].tolist() == ids
+        oracle.assert_equal(ids, data["hidden_states"], (0, 2, 4))
+    assert verify_run(open_store(f"{s3.url}/job", s3.storage_options)).ok
+
+
+def test_submitting_it_again_finds_every_row_done(job, config, cluster):
+    assert "attempt 1" in job
+    again = submit(config, cluster)
+    assert again.returncode == 0, again.stdout[-4000:]
+    assert "nothing to do" in again.stdout
+    assert "starting engines" not in again.stdout
+
+
+def test_a_relative_output_in_a_submitted_job_is_refused(config, cluster):
+    refused = submit(config, cluster, "output=runs/lost")
+    assert refused.returncode != 0
+    assert "absolute path or a URL" in refused.stdout
+    assert "Traceback" not in refused.stdout
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("output=s3://no-such-bucket/x", "no-such-bucket"),
+        ("store.storage_options.client_kwargs.endpoint_url=http://127.0.0.1:9", "127.0.0.1:9"),
+        ("layers=[7]", "layers"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_an_engine_starts(config, cluster, override, said):
+    done = subprocess.run(
+        [sys.executable, "-m", "hsx_dist.cli", "extract", "--config", str(config), "pool=threads", override],
+        cwd=ROOT,
+        env=cluster,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert said in done.stderr
+    assert "starting engines" not in done.stdout
+    assert "Traceback" not in done.stderr

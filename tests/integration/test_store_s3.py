@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import socket
+import threading
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hsx_dist.errors import AlreadyExists, ConfigError, Denied, NotFound, StoreError, Unavailable
+from hsx_dist.format import runs
+from hsx_dist.store import Store, open_store
+from hsx_dist.testing.servers import S3Server, seaweedfs
+from hsx_dist.testing.store_suite import StoreSuite
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with seaweedfs(tmp_path_factory.mktemp("weed")) as server:
+        yield server
+
+
+@pytest.fixture
+def url(s3: S3Server) -> str:
+    return f"{s3.url}/{uuid.uuid4().hex}/run"
+
+
+def _store(s3: S3Server, url: str, seconds: float = 0, **changes: Any) -> Store:
+    return open_store(url, {**s3.storage_options, **changes}, retry_seconds=seconds)
+
+
+class TestS3(StoreSuite):
+    racers = 3  # SeaweedFS takes about two seconds for each contender
+
+    @pytest.fixture
+    def store(self, s3: S3Server, url: str) -> Store:
+        return _store(s3, url)
+
+
+def test_credentials_from_the_environment(s3: S3Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in s3.env.items():
+        monkeypatch.setenv(name, value)
+    store = open_store(url)
+    store.put("a", [b"1"])
+    assert store.get("a") == b"1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "hint"),
+    [
+        ({"secret": "wrong-secret-0123456789"}, "Check the credentials"),
+        ({"key": "wrong-key-0123456789", "secret": "wrong-secret-0123456789"}, "Check the credentials"),
+    ],
+)
+def test_wrong_credentials_are_denied_and_not_shown(s3: S3Server, url: str, changes: dict[str, str], hint: str) -> None:
+    store = _store(s3, url, 30, **changes)
+    for call in (
+        lambda: store.put("a", [b"1"]),
+        lambda: store.put_if_absent("a", b"1"),
+        lambda: store.get("a"),
+        lambda: store.get_ranges("a", [(0, 1), (10**7, 10**7 + 1)]),
+        lambda: store.head("a"),
+        lambda: list(store.list()),
+        lambda: store.delete("a"),
+    ):
+        with pytest.raises(Denied, match=hint) as told:
+            call()
+        _shows_no_secret(told.value, s3, *changes.values())
+        assert url in str(told.value)
+
+
+def test_read_only_credentials_may_read_and_not_write(s3: S3Server, url: str) -> None:
+    _store(s3, url).put("a", [b"1"])
+    reader = open_store(url, s3.read_only.storage_options, retry_seconds=0)
+    assert reader.get("a") == b"1"
+    assert [o.name for o in reader.list()] == ["a"]
+    for call in (
+        lambda: reader.put("a", [b"2"]),
+        lambda: reader.put("large", [bytes(40 << 20)]),
+        lambda: reader.put_if_absent("b", b"2"),
+    ):
+        with pytest.raises(Denied, match="Check the credentials"):
+            call()
+    assert reader.get("a") == b"1"
+
+
+def test_no_credentials_at_all(s3: S3Server, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    store = open_store(url, {"endpoint_url": s3.endpoint_url}, retry_seconds=0)
+    with pytest.raises(Denied, match="Check the credentials"):
+        store.put("a", [b"1"])
+
+
+def test_missing_bucket_has_its_own_hint(s3: S3Server) -> None:
+    store = _store(s3, "s3://no-such-bucket/run", 30)
+    for call in (
+        lambda: store.put("a", [b"1"]),
+        lambda: store.put("large", [bytes(40 << 20)]),
+        lambda: store.put_if_absent("a", b"1"),
+        lambda: store.get("a"),
+        lambda: list(store.list()),
+    ):
+        with pytest.raises(NotFound, match="there is no bucket 'no-such-bucket'. Make it"):
+            call()
+    with pytest.raises(NotFound):
+        store.head("a")
+
+
+def test_unreachable_endpoint(s3: S3Server, url: str) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{s.getsockname()[1]}"  # bound, and nobody listens
+        store = _store(s3, url, 0, endpoint_url=endpoint)
+        with pytest.raises(Unavailable, match="Check the endpoint's address") as told:
+            store.put("a", [b"1"])
+        _shows_no_secret(told.value, s3)
+        patient = _store(s3, url, 3, endpoint_url=endpoint)
+        with pytest.raises(Unavailable, match=r"\(tried \d+ times in \d+ s\)"):
+            patient.get("a")
+
+
+def test_a_server_that_never_answers_is_given_up(s3: S3Server, url: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        changes = {"endpoint_url": endpoint, "config_kwargs": {"read_timeout": 1, "retries": {"total_max_attempts": 1}}}
+        with pytest.raises(Unavailable, match="Check the endpoint's address"):
+            _store(s3, url, 0, **changes).get("a")
+
+
+def test_throttling_is_waited_out(s3: S3Server, url: str) -> None:
+    """A server that says 503 SlowDown twice as often as the client alone would bear."""
+    answers = iter([503] * 7 + [200] * 100)
+    with _answering(answers) as endpoint:
+        store = _store(s3, url, 60, endpoint_url=endpoint)
+        store.put("a", [b"1"])
+
+
+def test_large_put_never_joins_the_buffers(s3: S3Server, url: str) -> None:
+    import tracemalloc
+
+    page = np.random.default_rng(0).integers(0, 256, 8 << 20, np.uint8)
+    store = _store(s3, url)
+    store.put("warm", [b"x"])
+    tracemalloc.start()
+    store.put("large", [page] * 24)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert store.head("large").size == 24 * page.nbytes
+    assert peak < 5 * (16 << 20) + (16 << 20), f"{peak >> 20} MiB for a put of 192 MiB"
+    tail = store.get_ranges("large", [(24 * page.nbytes - 5, 24 * page.nbytes)])[0]
+    assert bytes(tail) == page[-5:].tobytes()
+
+
+def test_a_long_listing_is_paged(s3: S3Server, url: str) -> None:
+    store = _store(s3, url)
+    names = [f"n/{i:05d}" for i in range(1203)]
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda name: store.put(name, [b"x"]), names))
+    assert [o.name for o in store.list()] == names
+    assert [o.name for o in store.list("n/", "n/00100")] == names[101:]
+
+
+def test_attempts_race(s3: S3Server, url: str) -> None:
+    start = threading.Barrier(3)
+
+    def take(i: int) -> int:
+        store = _store(s3, url)
+        start.wait()
+        return runs.take_attempt(store, {"driver": i})
+
+    with ThreadPoolExecutor(3) as pool:
+        assert sorted(pool.map(take, range(3))) == [1, 2, 3]
+    store = _store(s3, url)
+    assert runs.newest_attempt(store) == 3
+    assert [runs.is_fenced(store, a) for a in (1, 2, 3)] == [True, True, False]
+
+
+def _shows_no_secret(error: BaseException, s3: S3Server, *others: str) -> None:
+    at: BaseException | None = error
+    while at is not None:
+        for secret in (s3.secret_key, s3.access_key, *others):
+            assert secret not in f"{at} {at!r}"
+        at = at.__cause__
+
+
+class _answering:  # noqa: N801
+    """An HTTP server on loopback that answers PUTs with the statuses it is given."""
+
+    def __init__(self, statuses: Iterator[int]):
+        from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_PUT(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                status = next(statuses)
+                body = b"" if status == 200 else b"<Error><Code>SlowDown</Code><Message>wait</Message></Error>"
+                self.send_response(status)
+                self.send_header("ETag", '"x"')
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *args: object) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever)
+
+    def __enter__(self) -> str:
+        self._thread.start()
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def __exit__(self, *exc: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
