@@ -67,13 +67,10 @@ class ReplicaActor:
 
 
 def prepare_cpu(ranks: int, num_cpus: float) -> CoreClaim | None:
-    """On a machine without an accelerator: bind the engine to cores of its own, and keep its cache small."""
+    """On a machine without an accelerator: bind the engine to cores of its own."""
     import torch
 
-    if torch.cuda.is_available():
-        return None
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    if "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
+    if torch.cuda.is_available() or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
         return None
     claim = CoreClaim(max(int(num_cpus), 1))
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = omp_binding(claim.cores, ranks, max(int(num_cpus), 1))

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 #: Versions that the tests have run with: [lowest, below).
 TESTED = {"vllm": ("0.32", "0.33"), "ray": ("2.60", "2.61")}
+#: Tokens of a cache block where ``engine_kwargs`` does not say: vLLM's default on CPU, the largest of its defaults.
+BLOCK_TOKENS = 128
 #: Older ones lack what the connector needs (the cache view of vLLM 0.31 and before has other axes).
 LOWEST = {"vllm": "0.32", "ray": "2.50"}
 
@@ -112,10 +114,16 @@ def examine_model(config: ExtractConfig) -> Model:
         max_tokens=limit - 1,  # vLLM refuses a prompt of max_model_len: there would be no room for an answer
         tokenizer_sha256=tokenizer_hash(tokenizer),
     )
-    if model.token_bytes > config.page_bytes:
+    block = int(config.engine_kwargs.get("block_size") or BLOCK_TOKENS) * model.token_bytes
+    if config.layout == "part" and block > config.segment_bytes:
         raise ConfigError(
-            f"page_bytes: expected at least one token of {len(layers)} layers ({model.token_bytes} bytes), came "
-            f"{int(config.page_bytes)}; raise page_bytes"
+            f"segment_bytes: expected at least one cache block of {len(layers)} layers ({block} bytes), came "
+            f"{int(config.segment_bytes)}; raise segment_bytes, part_bytes and in_flight_bytes, or capture fewer layers"
+        )
+    if block > config.in_flight_bytes:
+        raise ConfigError(
+            f"in_flight_bytes: expected at least one cache block of {len(layers)} layers ({block} bytes), came "
+            f"{int(config.in_flight_bytes)}; raise it"
         )
     return model
 

@@ -288,14 +288,20 @@ def engine_arguments(spec: EngineSpec, via: str, address: str) -> dict[str, Any]
 
 @contextlib.contextmanager
 def engine_environment(in_process: bool) -> Iterator[None]:
-    """vLLM reads where its core runs from the environment, when the engine is made and at no other time."""
-    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
-    before = os.environ.get(name)
-    os.environ[name] = "0" if in_process else "1"
+    """vLLM reads where its core runs, and a CPU engine's cache size, from the environment, when the engine is made and
+    at no other time."""
+    changes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1"}
+    if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+        # Left alone, a CPU engine takes nearly all of the machine's memory; the variable means nothing to a GPU's.
+        gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
+        changes["VLLM_CPU_KVCACHE_SPACE"] = str(max(gib // 16, 1))
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

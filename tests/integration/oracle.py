@@ -32,7 +32,7 @@ class Oracle:
         for i, layer in enumerate(layer_ids):
             ours = self.norm(states[:, i]) if layer == self.last else states[:, i]
             a, b = ours.double(), theirs[layer][0].double()
-            rows = (a - b).norm(dim=1) / b.norm(dim=1)
+            rows = (a - b).norm(dim=1) / b.norm(dim=1).clamp_min(1e-30)  # a padding token is embedded as zeros
             found[layer] = (float((a - b).norm() / b.norm()), float(rows.max()))
         return found
 

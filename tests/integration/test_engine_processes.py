@@ -32,6 +32,7 @@ def two_ranks(tiny_model_path, monkeypatch):
             "enforce_eager": True,
             "tensor_parallel_size": 2,
             "max_num_batched_tokens": 64,
+            "block_size": 32,
         },
         sampling_params={},
         chat_template_kwargs={},

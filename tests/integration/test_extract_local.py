@@ -16,7 +16,13 @@ from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import open_store
 from tests.integration.oracle import Oracle
 
-ENGINE = {"dtype": "float32", "max_model_len": 256, "enforce_eager": True, "max_num_batched_tokens": 64}
+ENGINE = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "enforce_eager": True,
+    "max_num_batched_tokens": 64,
+    "block_size": 32,
+}
 # Small enough for samples of several pages and segments, and requests longer than the ring (512-byte rows of 5 layers).
 SIZES = {"page_bytes": "40KiB", "segment_bytes": "100KiB", "part_bytes": "200KiB", "in_flight_bytes": "200KiB"}
 
@@ -133,7 +139,7 @@ def test_wrong_settings_are_refused_before_an_engine_starts(tiny_model_path, tmp
         ({"layers": [1, 1]}, "1"),
         ({"codec": "spilt"}, "split"),
         ({"in_flight_bytes": "150KiB"}, "segment_bytes"),
-        ({"page_bytes": "1KiB"}, "page_bytes"),
+        ({"page_bytes": "1KiB", "segment_bytes": "10KiB"}, "segment_bytes"),
     ):
         with pytest.raises(ConfigError, match=said):
             hsx_dist.extract(["x"], model=model, output=tmp_path / "run", **settings(**changes))

@@ -52,6 +52,7 @@ def config(rows, tiny_model_path, tmp_path_factory, s3) -> Path:
             "max_model_len": 256,
             "enforce_eager": True,
             "max_num_batched_tokens": 64,
+            "block_size": 32,
         },
         "codec": "split",
         "page_bytes": "64KiB",

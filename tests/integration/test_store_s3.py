@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hsx_dist.errors import AlreadyExists, ConfigError, Denied, NotFound, StoreError, Unavailable
+from hsx_dist.errors import Denied, NotFound, Unavailable
 from hsx_dist.format import runs
 from hsx_dist.store import Store, open_store
+from hsx_dist.store.fsspec import FsspecStore
 from hsx_dist.testing.servers import S3Server, seaweedfs
 from hsx_dist.testing.store_suite import StoreSuite
 
@@ -137,8 +138,17 @@ def test_a_server_that_never_answers_is_given_up(s3: S3Server, url: str) -> None
             _store(s3, url, 0, **changes).get("a")
 
 
+def test_a_server_that_never_lets_a_put_begin_is_given_up(s3: S3Server, url: str) -> None:
+    """The client sends `Expect: 100-continue` and waits; no read time-out of its own covers that."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        store = FsspecStore(url, {**s3.storage_options, "endpoint_url": endpoint}, patience=2)
+        with pytest.raises(Unavailable, match="Check the endpoint's address"):
+            store.put("a", [b"1"])
+
+
 def test_throttling_is_waited_out(s3: S3Server, url: str) -> None:
-    """A server that says 503 SlowDown twice as often as the client alone would bear."""
+    """A server that says 503 SlowDown more often than the client alone would bear."""
     answers = iter([503] * 7 + [200] * 100)
     with _answering(answers) as endpoint:
         store = _store(s3, url, 60, endpoint_url=endpoint)
@@ -200,6 +210,8 @@ class _answering:  # noqa: N801
         from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"  # which answers Expect: 100-continue
+
             def do_PUT(self) -> None:
                 self.rfile.read(int(self.headers["Content-Length"]))
                 status = next(statuses)
