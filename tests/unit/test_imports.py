@@ -1,0 +1,111 @@
+"""Imports point one way, and what reads a run needs neither Ray, vLLM nor torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hsx_dist
+
+PACKAGE = Path(hsx_dist.__file__).parent
+
+#: Which rooms of the house each room may look into; itself always.
+ALLOWED: dict[str, set[str]] = {
+    "__init__": {"config", "errors", "jobs", "page", "reading"},
+    "errors": set(),
+    "page": {"errors"},
+    "config": {"errors", "page"},
+    "layers": {"errors", "page"},
+    "store": {"errors", "page", "config", "layers"},
+    "format": {"errors", "page", "config", "layers", "store"},
+    "reading": {"errors", "page", "config", "store", "format"},
+    "writers": {"errors", "page", "config", "layers", "store", "format"},
+    "connector": {"errors", "page", "config", "layers", "store", "format", "writers"},
+    "observe": {"errors", "page", "config", "layers", "store", "format"},
+    "testing": {"errors", "page", "config", "layers", "store", "format", "writers"},
+    "jobs": {
+        *("errors", "page", "config", "layers", "store", "format"),
+        *("writers", "connector", "reading", "observe", "testing"),
+    },
+    "cli": {
+        *("errors", "page", "config", "layers", "store", "format"),
+        *("writers", "connector", "reading", "observe", "jobs"),
+    },
+}
+
+#: Where the heavy packages may be imported: a path, or a folder.
+HEAVY: dict[str, tuple[str, ...]] = {
+    "ray": ("writers/ray_pool.py", "jobs/"),
+    "vllm": ("connector/", "jobs/"),
+    "torch": ("connector/", "jobs/", "reading/", "testing/"),
+    "transformers": ("jobs/", "testing/"),
+}
+
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Every module that ``tree`` imports, anywhere in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            # `from hsx_dist import x`: x is a room, or a name of the package itself
+            yield from (
+                (f"{node.module}.{name.name}" for name in node.names) if node.module == "hsx_dist" else [node.module]
+            )
+
+
+def imports_on_loading(body: list[ast.stmt]) -> Iterator[str]:
+    """What a module imports when it is itself imported: not in functions, not for the type checker."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from imports_on_loading(node.orelse)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from imports(node)
+        else:
+            yield from imports_on_loading([n for n in ast.iter_child_nodes(node) if isinstance(n, ast.stmt)])
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def test_every_room_has_its_rule() -> None:
+    assert {room(path) for path in MODULES} <= set(ALLOWED)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_one_way(path: Path) -> None:
+    me = room(path)
+    for name in imports(ast.parse(path.read_text())):
+        parts = name.split(".")
+        if parts[0] == "hsx_dist" and len(parts) > 1 and parts[1] in ALLOWED:
+            assert parts[1] in {me, *ALLOWED[me]}, f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_heavy_packages_stay_in_their_rooms(path: Path) -> None:
+    relative = path.relative_to(PACKAGE).as_posix()
+    tree = ast.parse(path.read_text())
+    for name in imports(tree):
+        package = name.split(".")[0]
+        if package in HEAVY:
+            assert relative.startswith(HEAVY[package]), f"{path} imports {name}"
+    if room(path) in {"reading", "cli", "testing", "config", "store", "format"}:
+        loaded = {name.split(".")[0] for name in imports_on_loading(tree.body)}
+        assert not loaded & set(HEAVY), f"{path} loads {loaded & set(HEAVY)} when it is imported"
+
+
+@pytest.mark.parametrize("module", ["hsx_dist", "hsx_dist.reading", "hsx_dist.cli", "hsx_dist.testing.servers"])
+def test_loading_needs_neither_ray_nor_vllm_nor_torch(module: str) -> None:
+    code = f"import {module}, sys; print(*sorted({{'ray', 'vllm', 'torch', 'transformers'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == []
