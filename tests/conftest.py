@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from hsx_dist.testing.servers import GcsServer, RayHead, S3Server, fake_gcs, ray_head, seaweedfs
 
 # Read by vLLM when it is imported: small caches (GiB), few lines.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 # Nothing here may ask a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Read by gcsfs when it is imported: with it on, every operation on the test server first waits a minute for gRPC.
+os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
 
 @pytest.fixture(scope="session")
@@ -32,9 +37,24 @@ def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A real S3 server (SeaweedFS) on loopback, with the bucket ``hsx``."""
-    from hsx_dist.testing.servers import seaweedfs
-
     with seaweedfs(tmp_path_factory.mktemp("s3")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
+    """A GCS server (fake-gcs-server) on loopback, with the bucket ``hsx``; its variables are set for gcsfs."""
+    with fake_gcs(tmp_path_factory.mktemp("gcs")) as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.env.items():
+            patch.setenv(name, value)
+        yield server
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(s3: S3Server) -> Iterator[RayHead]:
+    """A Ray head of two CPUs whose processes use this interpreter, and ``s3`` with its credentials."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    with ray_head(num_cpus=2, env={**s3.env, "PATH": path}) as head:
+        yield head
