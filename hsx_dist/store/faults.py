@@ -63,6 +63,8 @@ _CONNECTION = frozenset(
         "ChecksumError",
         "ClientConnectionError",
         "ClientPayloadError",
+        "ConnectionClosedError",
+        "ConnectionError",
         "FSTimeoutError",
         "HTTPClientError",
         "IncompleteRead",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import fsspec
 
@@ -23,20 +24,30 @@ T = TypeVar("T")
 _PIECE = 16 * 1024 * 1024
 _PIECES_AT_ONCE = 4
 _MEMORY_LOCK = threading.Lock()
+#: No call lasts longer than this many seconds, and one more for every so many bytes that it moves. The libraries' own
+#: limits are for silence, and have holes: a server may send a byte a second, or never answer `Expect: 100-continue`.
+_PATIENCE = 60.0
+_SLOWEST = 1024 * 1024
+_LARGEST_OBJECT = 5 << 40
 
 
 class FsspecStore:
     """A ``Store`` over one of fsspec's file systems.
 
-    ``options`` are the file system's own arguments. Errors of every library come out as ``hsx_dist.errors``. Raises
-    ``ConfigError`` when the scheme is unknown or its package is missing, ``StoreError`` when the file system cannot be
-    made (``Denied`` for unusable credentials).
+    ``options`` are the file system's own arguments. A call that lasts longer than ``patience`` seconds (ten times that
+    where sizes are unknown), and a second more for every MiB that it moves, is ``Unavailable``. Errors of every library
+    come out as ``hsx_dist.errors``.
+
+    Raises:
+        ConfigError: the scheme is unknown, its package is missing, or the options do not fit.
+        StoreError: the file system cannot be made (``Denied`` for unusable credentials).
     """
 
-    def __init__(self, url: str, options: Mapping[str, Any] | None = None):
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, patience: float = _PATIENCE):
         self._scheme = url.partition("://")[0]
         self._url = public_url(url).rstrip("/")
         self._options = dict(options or {})
+        self._patience = patience
         self._redact = Redactor(self._options, os.environ)
         self._lock = threading.Lock()
         self._full_url = url
@@ -60,7 +71,7 @@ class FsspecStore:
         if self._s3 and size >= 2 * _PIECE:
             # s3fs cuts slices and sends several at once: each is made when it is asked for, the whole never.
             self._call("put", name, lambda: self._fs.pipe_file(
-                path, _Gathered(pieces, size), chunksize=_PIECE, max_concurrency=_PIECES_AT_ONCE
+                path, _Gathered(pieces, size), chunksize=_PIECE, max_concurrency=_PIECES_AT_ONCE, **self._limit(size)
             ))  # fmt: skip
             return
         data = bytes(pieces[0]) if len(pieces) == 1 else b"".join(pieces)
@@ -83,19 +94,23 @@ class FsspecStore:
         path = self._path(name)
         # s3fs asks for the size first, unless it is told not to cut the answer.
         whole = {"max_concurrency": 1} if self._s3 else {}
-        return bytes(self._call("get", name, lambda: self._fs.cat_file(path, **whole)))
+        longest = self._limit(patience=10 * self._patience)  # its size is not known
+        return bytes(self._call("get", name, lambda: self._fs.cat_file(path, **whole, **longest)))
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         path = self._path(name)
         check_ranges(name, ranges)
         spans = coalesce(ranges)
         contents: list[bytes] = []
+        limit = self._limit(min(sum(stop - start for start, stop in spans), _LARGEST_OBJECT))
         if len(spans) == 1:
             start, stop = spans[0]
-            contents = [self._call("get", name, lambda: self._fs.cat_file(path, start=start, end=stop), past_end=b"")]
+            contents = [
+                self._call("get", name, lambda: self._fs.cat_file(path, start=start, end=stop, **limit), past_end=b"")
+            ]
         elif spans:
             found = self._call("get", name, lambda: self._fs.cat_ranges(
-                [path] * len(spans), [s for s, _ in spans], [s for _, s in spans], on_error="return"
+                [path] * len(spans), [s for s, _ in spans], [s for _, s in spans], on_error="return", **limit
             ))  # fmt: skip
             for answer in found:
                 # fsspec's default hands exceptions out as if they were contents.
@@ -107,9 +122,11 @@ class FsspecStore:
         if self._s3:
             # s3fs's info() follows a miss by a listing, in case it is a folder: a request that is_fenced would pay.
             bucket, key, _ = self._fs.split_path(path)
-            answer = self._call("head", name, lambda: self._fs.call_s3("head_object", Bucket=bucket, Key=key))
+            answer = self._call(
+                "head", name, lambda: self._fs.call_s3("head_object", Bucket=bucket, Key=key, **self._limit())
+            )
             return ObjectInfo(name, int(answer["ContentLength"]))
-        info = self._call("head", name, lambda: self._fs.info(path))
+        info = self._call("head", name, lambda: self._fs.info(path, **self._limit()))
         if info["type"] != "file":
             raise NotFound(f"head {self.url}/{name}: there is no such object")
         return ObjectInfo(name, int(info["size"]))
@@ -123,7 +140,7 @@ class FsspecStore:
     def delete(self, name: str) -> None:
         path = self._path(name)
         try:
-            self._call("delete", name, lambda: self._fs.rm_file(path))
+            self._call("delete", name, lambda: self._fs.rm_file(path, **self._limit()))
         except NotFound as e:
             if "there is no bucket" in str(e):
                 raise
@@ -170,7 +187,12 @@ class FsspecStore:
             with _MEMORY_LOCK:  # fsspec's looks first and stores then
                 self._fs.pipe_file(path, data, **how)
         else:
-            self._fs.pipe_file(path, data, **how)
+            self._fs.pipe_file(path, data, **how, **self._limit(len(data)))
+
+    def _limit(self, nbytes: int = 0, patience: float | None = None) -> dict[str, float]:
+        """The argument that ends an overlong call, where the file system takes one."""
+        seconds = self._patience if patience is None else patience
+        return {"timeout": seconds + nbytes / _SLOWEST} if getattr(self._fs, "async_impl", False) else {}
 
     def _can_create(self) -> bool:
         pipe = getattr(self._fs, "_pipe_file", None) or self._fs.pipe_file
@@ -180,10 +202,22 @@ class FsspecStore:
         bucket, root, _ = self._fs.split_path(self._root)
         root = f"{root}/" if root else ""
         page: dict[str, Any] = {"Bucket": bucket, "Prefix": root + prefix}
+        self._call("list", prefix, lambda: self._fs.connect(**self._limit()))
+        if not self._sorts():
+            yield from sorted(self._pages(page, root, prefix), key=lambda info: info.name)
+            return
         if after is not None:
             page["StartAfter"] = root + after
+        yield from self._pages(page, root, prefix)
+
+    def _sorts(self) -> bool:
+        """Whether listings come sorted by name. AWS promises it; SeaweedFS walks folders, "a/b" before "a-b"."""
+        host = urlsplit(self._fs.s3.meta.endpoint_url).hostname or ""
+        return host.endswith((".amazonaws.com", ".amazonaws.com.cn")) and not self._bucket.endswith("--x-s3")
+
+    def _pages(self, page: dict[str, Any], root: str, prefix: str) -> Iterator[ObjectInfo]:
         while True:
-            answer = self._call("list", prefix, lambda: self._fs.call_s3("list_objects_v2", **page))
+            answer = self._call("list", prefix, lambda: self._fs.call_s3("list_objects_v2", **page, **self._limit()))
             for entry in answer.get("Contents", ()):
                 if not entry["Key"].endswith("/"):  # a console's folder marker
                     yield ObjectInfo(entry["Key"][len(root) :], int(entry["Size"]))
@@ -196,8 +230,9 @@ class FsspecStore:
         start = f"{self._root}/{folder}" if folder else self._root
         how = {"prefix": stem, "update_cache": False} if self._scheme in ("gs", "gcs") else {}
         self._fs.invalidate_cache()
+        longest = self._limit(patience=10 * self._patience)
         try:
-            found = self._call("list", prefix, lambda: self._fs.find(start, detail=True, **how))
+            found = self._call("list", prefix, lambda: self._fs.find(start, detail=True, **how, **longest))
         except NotFound as e:
             if "there is no bucket" in str(e):
                 raise

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import tracemalloc
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -111,7 +112,7 @@ def test_missing_bucket_has_its_own_hint(s3: S3Server) -> None:
         lambda: store.get("a"),
         lambda: list(store.list()),
     ):
-        with pytest.raises(NotFound, match="there is no bucket 'no-such-bucket'. Make it"):
+        with pytest.raises(NotFound, match=r"there is no bucket 'no-such-bucket'\. Make it"):
             call()
     with pytest.raises(NotFound):
         store.head("a")
@@ -156,27 +157,28 @@ def test_throttling_is_waited_out(s3: S3Server, url: str) -> None:
 
 
 def test_large_put_never_joins_the_buffers(s3: S3Server, url: str) -> None:
-    import tracemalloc
-
     page = np.random.default_rng(0).integers(0, 256, 8 << 20, np.uint8)
     store = _store(s3, url)
     store.put("warm", [b"x"])
     tracemalloc.start()
-    store.put("large", [page] * 24)
+    store.put("large", [page] * 32)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert store.head("large").size == 24 * page.nbytes
-    assert peak < 5 * (16 << 20) + (16 << 20), f"{peak >> 20} MiB for a put of 192 MiB"
-    tail = store.get_ranges("large", [(24 * page.nbytes - 5, 24 * page.nbytes)])[0]
+    assert store.head("large").size == 32 * page.nbytes
+    assert peak < 10 * (16 << 20), f"{peak >> 20} MiB for a put of 256 MiB"
+    tail = store.get_ranges("large", [(32 * page.nbytes - 5, 32 * page.nbytes)])[0]
     assert bytes(tail) == page[-5:].tobytes()
 
 
-def test_a_long_listing_is_paged(s3: S3Server, url: str) -> None:
+def test_a_long_listing_is_paged(s3: S3Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = _store(s3, url)
     names = [f"n/{i:05d}" for i in range(1203)]
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda name: store.put(name, [b"x"]), names))
     assert [o.name for o in store.list()] == names
+    assert [o.name for o in store.list("n/", "n/00100")] == names[101:]
+    # As against AWS, which sorts: here this holds within one folder.
+    monkeypatch.setattr(FsspecStore, "_sorts", lambda self: True)
     assert [o.name for o in store.list("n/", "n/00100")] == names[101:]
 
 
