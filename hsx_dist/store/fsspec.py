@@ -159,17 +159,8 @@ class FsspecStore:
                 f"{self._url}: expected a scheme that fsspec knows, such as file, s3, gs or memory, came "
                 f"{self._scheme!r}; correct the url"
             ) from e
-        # Another one's cached listings and settings must not be ours.
-        defaults: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
-        if self._scheme in ("s3", "s3a"):
-            config = dict(self._options.get("config_kwargs") or {})
-            # Few and quick: the patient repetition with a time limit is RetryStore's.
-            config.setdefault("retries", {"total_max_attempts": 3, "mode": "standard"})
-            defaults["config_kwargs"] = config
-        elif self._scheme == "memory":
-            defaults.pop("skip_instance_cache")
         try:
-            fs = cls(**{**self._options, **defaults})
+            fs = cls(**{**self._options, **self._defaults()})
             root = str(cls._strip_protocol(self._full_url)).rstrip("/")
         except TypeError as e:
             raise ConfigError(f"{self._url}: storage_options do not fit {cls.__name__}: {self._redact(str(e))}") from e
@@ -178,6 +169,17 @@ class FsspecStore:
         if self._scheme in ("s3", "s3a"):
             fs.retries = 1
         return fs, root
+
+    def _defaults(self) -> dict[str, Any]:
+        # Another one's cached listings and settings must not be ours.
+        defaults: dict[str, Any] = {"use_listings_cache": False}
+        if self._scheme != "memory":
+            defaults["skip_instance_cache"] = True
+        if self._scheme in ("s3", "s3a"):
+            # Few and quick: the patient repetition with a time limit is RetryStore's.
+            quick = {"retries": {"total_max_attempts": 3, "mode": "standard"}}
+            defaults["config_kwargs"] = {**quick, **(self._options.get("config_kwargs") or {})}
+        return defaults
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{check_name(name)}"

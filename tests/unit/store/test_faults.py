@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+import pytest
+
+from hsx_dist.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
+from hsx_dist.store.faults import Redactor, expired, translate
+
+_NOTHING = Redactor({}, {})
+
+
+class ClientError(Exception):
+    """Like botocore's."""
+
+    def __init__(self, code: str, status: int | None, message: str = "said the server"):
+        super().__init__(f"An error occurred ({code}): {message}")
+        self.response: dict[str, Any] = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+
+
+class HttpError(Exception):
+    """Like gcsfs's."""
+
+    def __init__(self, code: int):
+        super().__init__(f"said the server, {code}")
+        self.code = code
+
+
+class NoCredentialsError(Exception): ...
+
+
+class HTTPClientError(Exception): ...
+
+
+class EndpointConnectionError(HTTPClientError): ...
+
+
+def _caused(outer: Exception, cause: Exception) -> Exception:
+    outer.__cause__ = cause
+    return outer
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "says"),
+    [
+        (_caused(FileNotFoundError("x"), ClientError("NoSuchBucket", 404)), NotFound, "there is no bucket 'bkt'. Make"),
+        (_caused(FileNotFoundError("x"), ClientError("NoSuchKey", 404)), NotFound, "there is no such object"),
+        (FileNotFoundError("x"), NotFound, "there is no such object"),
+        (_caused(OSError(errno.EINVAL, "x"), ClientError("PreconditionFailed", 412)), AlreadyExists, "there is one"),
+        (FileExistsError("x"), AlreadyExists, "there is one"),
+        (_caused(PermissionError("x"), ClientError("AccessDenied", 403)), Denied, "Check the credentials"),
+        (_caused(PermissionError("x"), ClientError("RequestTimeTooSkewed", 403)), Denied, "clock"),
+        (_caused(PermissionError("x"), ClientError("ExpiredToken", 400)), Denied, "Check the credentials"),
+        (NoCredentialsError("Unable to locate credentials"), Denied, "Check the credentials"),
+        (OSError("Forbidden: b/bkt/o\nno"), Denied, "Check the credentials"),
+        (HttpError(401), Denied, "Check the credentials"),
+        (_caused(OSError(errno.EBUSY, "x"), ClientError("SlowDown", 503)), Unavailable, "cannot answer now"),
+        (_caused(OSError(errno.EIO, "x"), ClientError("InternalError", 500)), Unavailable, "cannot answer now"),
+        (_caused(TimeoutError("x"), ClientError("RequestTimeout", 400)), Unavailable, "cannot answer now"),
+        (HttpError(429), Unavailable, "cannot answer now"),
+        (HttpError(503), Unavailable, "cannot answer now"),
+        (EndpointConnectionError("Could not connect"), Unavailable, "Check the endpoint's address"),
+        (TimeoutError(), Unavailable, "Check the endpoint's address"),
+        (ConnectionResetError(errno.ECONNRESET, "reset"), Unavailable, "Check the endpoint's address"),
+        (_caused(OSError(errno.EREMCHG, "x"), ClientError("PermanentRedirect", 301)), StoreError, "another region"),
+        (_caused(OSError(errno.EINVAL, "x"), ClientError("InvalidArgument", 400)), StoreError, "InvalidArgument"),
+        (OSError(errno.ENOSPC, "full"), StoreError, "Free some space"),
+    ],
+)
+def test_every_back_ends_error_has_its_type_and_hint(error: Exception, kind: type[StoreError], says: str) -> None:
+    told = translate(error, "put s3://bkt/run/a", "bkt", _NOTHING)
+    assert type(told) is kind
+    assert says in str(told)
+    assert str(told).startswith("put s3://bkt/run/a: ")
+
+
+def test_credentials_are_removed_from_what_a_back_end_says() -> None:
+    options = {
+        "key": "AKIAEXAMPLE",
+        "client_kwargs": {"aws_session_token": "session-token", "region_name": "eu-north-1"},
+        "token": {"client_email": "me@example.org"},
+    }
+    redact = Redactor(options, {"AWS_SECRET_ACCESS_KEY": "from-the-environment", "HOME": "/home/somebody"})
+    said = "AKIAEXAMPLE session-token eu-north-1 me@example.org from-the-environment /home/somebody"
+    told = str(translate(OSError(said), "get x", "bkt", redact))
+    for secret in ("AKIAEXAMPLE", "session-token", "me@example.org", "from-the-environment"):
+        assert secret not in told
+    assert "eu-north-1" in told
+    assert "/home/somebody" in told
+
+
+def test_words_that_say_where_to_look_are_no_secrets() -> None:
+    assert Redactor({"token": "anon"}, {})("anonymous caller") == "anonymous caller"
+
+
+def test_expired_credentials_are_recognised() -> None:
+    assert expired(_caused(PermissionError("x"), ClientError("ExpiredToken", 400)))
+    assert not expired(_caused(PermissionError("x"), ClientError("AccessDenied", 403)))
+
+
+def test_what_happened_beside_an_error_says_nothing_about_it() -> None:
+    error = EndpointConnectionError("Could not connect")
+    error.__context__ = FileNotFoundError("the credentials file")
+    assert type(translate(error, "get x", "bkt", _NOTHING)) is Unavailable

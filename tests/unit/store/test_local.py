@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hsx_dist.errors import Denied, NotFound, StoreError, Unavailable
+from hsx_dist.store.local import LocalStore
+
+
+def _files(root: Path) -> list[str]:
+    return sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
+
+
+def test_a_put_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(tmp_path)
+    store.put("a", [b"old"])
+
+    def full(fd: int, buffers: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "writev", full)
+    with pytest.raises(StoreError, match=r"No space left on device\. Free some space") as told:
+        store.put("a", [b"new"])
+    assert type(told.value) is StoreError
+    assert not told.value.retryable
+    monkeypatch.undo()
+    assert store.get("a") == b"old"
+    assert _files(tmp_path) == ["a"]
+
+
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.writev
+    monkeypatch.setattr(os, "writev", lambda fd, buffers: real(fd, [buffers[0][:3]]))
+    store = LocalStore(tmp_path)
+    store.put("a", [b"abcdefgh", b"ij", b"klmnop"])
+    assert store.get("a") == b"abcdefghijklmnop"
+
+
+def test_what_a_killed_process_left_is_not_an_object(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("d/a", [b"1"])
+    (tmp_path / "d" / ".hsx-unfinished-0123").write_bytes(b"half")
+    assert [o.name for o in store.list()] == ["d/a"]
+    with pytest.raises(ValueError, match="being written"):
+        store.get("d/.hsx-unfinished-0123")
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(errno.EACCES, Denied), (errno.ESTALE, Unavailable), (errno.EIO, Unavailable), (errno.ENAMETOOLONG, StoreError)],
+)
+def test_errors_of_the_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, expected: type[StoreError]
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    store = LocalStore(tmp_path)
+    monkeypatch.setattr(os, "open", fail)
+    with pytest.raises(expected, match=os.strerror(number)) as told:
+        store.put("a", [b"1"])
+    assert type(told.value) is expected
+    assert str(tmp_path) in str(told.value)
+
+
+def test_no_hard_links_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", fail)
+    with pytest.raises(StoreError, match="expected a file system with hard links"):
+        LocalStore(tmp_path).put_if_absent("a", b"1")
+    assert _files(tmp_path) == []
+
+
+def test_an_object_in_the_way_of_a_folder(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("a", [b"1"])
+    for name in ("a/b", "a/b/c"):
+        with pytest.raises(StoreError) as told:
+            store.put(name, [b"2"])
+        assert not isinstance(told.value, NotFound)
+        assert "a folder" in str(told.value)
+    store.put("d/e", [b"1"])
+    with pytest.raises(StoreError, match="cannot share a name"):
+        store.put("d", [b"2"])
+
+
+def test_relative_roots_do_not_follow_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = LocalStore("run")
+    assert store.url == str(tmp_path / "run")
+    store.put("a", [b"1"])
+    monkeypatch.chdir("/")
+    assert store.get("a") == b"1"
+
+
+def test_a_range_that_lies_is_not_allocated(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("a", [b"1"])
+    with pytest.raises(ValueError, match="the object ends before"):
+        store.get_ranges("a", [(0, 2**60)])

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hsx_dist.errors import ConfigError, Unavailable
+from hsx_dist.store import open_store
+from hsx_dist.store.fsspec import FsspecStore
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("", "expected the url of a store"),
+        ("s3://", "expected a bucket behind s3://"),
+        ("nosuch://x/y", "expected a scheme that fsspec knows"),
+        ("file://relative/path", "add the leading slash"),
+        ("s3://me:hunter2secret@bucket/x", "url without a password"),
+    ],
+)
+def test_urls_that_cannot_be(url: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as told:
+        open_store(url)
+    assert "hunter2secret" not in str(told.value)
+
+
+def test_a_missing_package_is_named() -> None:
+    program = """
+import sys
+sys.modules["s3fs"] = None
+from hsx_dist.errors import ConfigError
+from hsx_dist.store import open_store
+try:
+    open_store("s3://bucket/x")
+except ConfigError as e:
+    print(e)
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert "pip install 'hsx-dist[s3]'" in said
+
+
+def test_options_of_the_wrong_kind() -> None:
+    with pytest.raises(ConfigError, match="storage_options do not fit"):
+        open_store("s3://bucket/x", {"config_kwargs": 3})
+
+
+def test_files_need_no_fsspec(tmp_path: Path) -> None:
+    program = f"""
+import sys
+sys.modules["fsspec"] = None
+from hsx_dist.store import open_store
+store = open_store({str(tmp_path)!r})
+store.put("a", [b"1"])
+print(store.get("a"))
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert said == "b'1'\n"
+
+
+def test_urls_show_no_credentials_and_no_query(tmp_path: Path) -> None:
+    assert open_store(str(tmp_path / "run")).url == str(tmp_path / "run")
+    assert open_store(f"file://{tmp_path}/run/").url == f"{tmp_path}/run"
+    assert open_store("memory://a/b/").url == "memory://a/b"
+
+
+def test_negative_retry_seconds() -> None:
+    with pytest.raises(ConfigError, match="retry_seconds"):
+        open_store("memory://a", retry_seconds=-1)
+
+
+def test_exceptions_in_lists_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec's cat_ranges hands exceptions out where contents should be."""
+    store = FsspecStore("memory://hsx-lists/x")
+
+    def cat_ranges(*args: object, **kwargs: object) -> list[object]:
+        return [b"1", TimeoutError("late")]
+
+    monkeypatch.setattr(type(store._fs), "cat_ranges", cat_ranges)
+    with pytest.raises(Unavailable, match="late"):
+        store.get_ranges("a", [(0, 1), (10**6, 10**6 + 1)])

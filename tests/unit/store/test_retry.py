@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from hsx_dist.errors import AlreadyExists, Denied, NotFound, Unavailable
+from hsx_dist.store import Buffer, ObjectInfo, RetryPolicy, RetryStore
+
+
+class Flaky:
+    """A store in a dict of which every call first does what the next item of ``plan`` says."""
+
+    url = "flaky://"
+
+    def __init__(self, *plan: Exception | str | None):
+        self.plan = iter(plan)
+        self.objects: dict[str, bytes] = {}
+        self.calls = 0
+
+    def _next(self) -> bool:
+        """Whether the call is done although its answer is lost."""
+        self.calls += 1
+        step = next(self.plan, None)
+        if isinstance(step, Exception):
+            raise step
+        return step == "lose the answer"
+
+    def put(self, name: str, buffers: Sequence[Buffer]) -> None:
+        self._next()
+        self.objects[name] = b"".join(bytes(b) for b in buffers)
+
+    def put_if_absent(self, name: str, data: bytes) -> None:
+        lost = self._next()
+        if name in self.objects:
+            raise AlreadyExists(name)
+        self.objects[name] = data
+        if lost:
+            raise Unavailable("the answer was lost")
+
+    def get(self, name: str) -> bytes:
+        if name not in self.objects:
+            raise NotFound(name)
+        return self.objects[name]
+
+    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        self._next()
+        return [memoryview(self.objects[name])[a:b] for a, b in ranges]
+
+    def head(self, name: str) -> ObjectInfo:
+        self._next()
+        return ObjectInfo(name, len(self.get(name)))
+
+    def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
+        for name in sorted(self.objects):
+            if name.startswith(prefix) and (after is None or name > after):
+                self._next()
+                yield ObjectInfo(name, len(self.objects[name]))
+
+    def delete(self, name: str) -> None:
+        self._next()
+        self.objects.pop(name, None)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.pauses: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+
+def _retrying(inner: Flaky, seconds: float = 100.0) -> tuple[RetryStore, Clock]:
+    clock = Clock()
+    return RetryStore(inner, RetryPolicy(seconds=seconds), sleep=clock.sleep, clock=lambda: clock.now), clock
+
+
+def test_what_may_go_through_later_is_repeated() -> None:
+    inner = Flaky(Unavailable("busy"), Unavailable("busy"), None)
+    store, clock = _retrying(inner)
+    store.put("a", [b"1"])
+    assert inner.objects == {"a": b"1"}
+    assert len(clock.pauses) == 2
+
+
+@pytest.mark.parametrize("refusal", [Denied("no"), NotFound("no"), ValueError("no")])
+def test_a_refusal_is_not_repeated(refusal: Exception) -> None:
+    inner = Flaky(refusal)
+    store, clock = _retrying(inner)
+    with pytest.raises(type(refusal), match=r"^no$"):
+        store.head("a")
+    assert (inner.calls, clock.pauses) == (1, [])
+
+
+def test_time_is_limited_and_told() -> None:
+    inner = Flaky(*[Unavailable("busy")] * 10_000)
+    store, clock = _retrying(inner, 60)
+    with pytest.raises(Unavailable, match=r"^busy \(tried \d+ times in \d+ s\)$"):
+        store.delete("a")
+    assert 30 < clock.now < 60
+    assert max(clock.pauses) <= RetryPolicy.__dataclass_fields__["longest_pause"].default
+
+
+def test_no_seconds_means_once() -> None:
+    inner = Flaky(Unavailable("busy"))
+    store, clock = _retrying(inner, 0)
+    with pytest.raises(Unavailable, match=r"^busy$"):
+        store.get_ranges("a", [])
+    assert (inner.calls, clock.pauses) == (1, [])
+
+
+def test_pauses_grow_and_are_jittered() -> None:
+    _, a = _pauses(8)
+    _, b = _pauses(8)
+    assert a != b
+    assert all(p <= 0.1 * 2**i for i, p in enumerate(a))
+
+
+def _pauses(n: int) -> tuple[RetryStore, list[float]]:
+    store, clock = _retrying(Flaky(*[Unavailable("busy")] * n))
+    store.put("a", [b""])
+    return store, clock.pauses
+
+
+def test_a_lost_answer_to_a_create_is_no_conflict() -> None:
+    store, _ = _retrying(Flaky("lose the answer"))
+    store.put_if_absent("a", b"mine")
+    with pytest.raises(AlreadyExists):
+        store.put_if_absent("a", b"mine")
+
+
+def test_a_create_that_another_won_stays_a_conflict() -> None:
+    inner = Flaky(Unavailable("busy"))
+    inner.objects["a"] = b"theirs"
+    store, _ = _retrying(inner)
+    with pytest.raises(AlreadyExists):
+        store.put_if_absent("a", b"mine")
+
+
+def test_a_listing_goes_on_where_it_broke_off() -> None:
+    inner = Flaky(None, None, Unavailable("busy"), None, Unavailable("busy"))
+    inner.objects = {f"{i}": b"" for i in range(6)}
+    store, clock = _retrying(inner)
+    assert [o.name for o in store.list(after="0")] == ["1", "2", "3", "4", "5"]
+    assert len(clock.pauses) == 2
