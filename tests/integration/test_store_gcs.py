@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import socket
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hsx_dist.errors import NotFound, Unavailable
+from hsx_dist.format import runs
+from hsx_dist.store import Store, open_store
+from hsx_dist.store.fsspec import FsspecStore
+from hsx_dist.testing.servers import GcsServer, fake_gcs
+from hsx_dist.testing.store_suite import StoreSuite
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
+    with fake_gcs(tmp_path_factory.mktemp("gcs")) as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.env.items():
+            patch.setenv(name, value)
+        yield server
+
+
+def _store(gcs: GcsServer, url: str, **changes: Any) -> Store:
+    return open_store(url, {**gcs.storage_options, **changes}, retry_seconds=0)
+
+
+class TestGcs(StoreSuite):
+    @pytest.fixture
+    def store(self, gcs: GcsServer) -> Store:
+        return _store(gcs, f"{gcs.url}/{uuid.uuid4().hex}/run")
+
+
+def test_missing_bucket(gcs: GcsServer) -> None:
+    store = _store(gcs, "gs://no-such-bucket/run")
+    for call in (lambda: store.put("a", [b"1"]), lambda: store.get("a"), lambda: store.head("a")):
+        with pytest.raises(NotFound):
+            call()
+
+
+def test_unreachable_endpoint(gcs: GcsServer) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{s.getsockname()[1]}"
+        store = FsspecStore(f"{gcs.url}/x", {**gcs.storage_options, "endpoint_url": endpoint}, patience=3)
+        with pytest.raises(Unavailable, match="Check the endpoint's address"):
+            store.put("a", [b"1"])
+
+
+def test_attempts(gcs: GcsServer) -> None:
+    store = _store(gcs, f"{gcs.url}/{uuid.uuid4().hex}")
+    assert [runs.take_attempt(store, {}) for _ in range(3)] == [1, 2, 3]
+    assert runs.newest_attempt(store) == 3
+    assert [runs.is_fenced(store, a) for a in (1, 2, 3)] == [True, True, False]
