@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hsx_dist.store.base import as_bytes_view, coalesce, cut
@@ -10,6 +10,7 @@ from hsx_dist.store.base import as_bytes_view, coalesce, cut
 _RANGES = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 100)).map(lambda r: (r[0], r[0] + r[1])), max_size=20)
 
 
+@settings(deadline=None)
 @given(_RANGES, st.integers(0, 50))
 def test_coalesced_spans_give_every_range(ranges: list[tuple[int, int]], gap: int) -> None:
     data = np.random.default_rng(0).integers(0, 256, 600, np.uint8).tobytes()

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hsx_dist.format.checksum import crc32c, crc32c_all, crc32c_hex
+
+
+def test_the_check_value_of_the_standard() -> None:
+    assert crc32c(b"123456789") == 0xE3069283
+    assert crc32c(b"") == 0
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda b: memoryview(bytearray(b))])
+def test_every_kind_of_buffer(kind: type) -> None:
+    data = np.arange(999, dtype=np.uint16).tobytes()
+    assert crc32c(kind(data)) == crc32c(data)
+
+
+def test_arrays_count_in_memory_order() -> None:
+    a = np.arange(60, dtype=np.uint32).reshape(3, 4, 5)
+    assert crc32c(a) == crc32c(a.tobytes()) == crc32c(a.data)
+    assert crc32c(a[1]) == crc32c(a[1].tobytes())
+    assert crc32c(np.empty((0, 7), np.uint16), 5) == 5
+
+
+def test_strided_arrays_are_refused() -> None:
+    with pytest.raises(ValueError, match="C-contiguous"):
+        crc32c(np.arange(10)[::2])
+    with pytest.raises(ValueError, match="C-contiguous"):
+        crc32c(np.zeros((3, 4)).T)
+
+
+@settings(deadline=None)
+@given(st.lists(st.binary(max_size=50), max_size=10))
+def test_pieces_are_the_whole(pieces: list[bytes]) -> None:
+    assert crc32c_all(pieces) == crc32c(b"".join(pieces))
+
+
+def test_hex_has_eight_digits() -> None:
+    assert crc32c_hex(0xAB) == "000000ab"

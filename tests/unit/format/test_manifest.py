@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hsx_dist.format.manifest import (
+    Manifest,
+    Receipt,
+    RowFate,
+    SegmentProof,
+    attempt_name,
+    heartbeat_name,
+    parse_receipt_name,
+    part_name,
+    receipt_name,
+    token_hash,
+)
+from hsx_dist.page import Segment
+
+
+def _receipt(
+    attempt: int, seq: int, *segments: Segment, writer: str = "w", rows: tuple[RowFate, ...] = (), tokens: int = 0
+) -> Receipt:
+    proofs = tuple(
+        SegmentProof(s, i, token_hash(np.arange(s.start, s.stop) + tokens), 10, 7, 0) for i, s in enumerate(segments)
+    )
+    part = part_name(attempt, writer, seq) if segments else None
+    return Receipt(attempt, writer, seq, part, 99, "00000000", 9, 10, proofs, rows, "t")
+
+
+def _whole(key: str, n: int = 5) -> Segment:
+    return Segment(key, 0, 0, n, n)
+
+
+def _fate(key: str, fate: str = "failed") -> RowFate:
+    return RowFate(key, 1, fate, "why", 1)  # type: ignore[arg-type]
+
+
+def test_names() -> None:
+    assert attempt_name(1) == "attempts/0001.json"
+    assert heartbeat_name(12345) == "attempts/12345.heartbeat.json"
+    assert receipt_name(1, "w-1", 2) == "manifest/0001/w-1/000002.json"
+    assert part_name(1, "w-1", 2) == "data/part-0001-w-1-000002.safetensors"
+    assert parse_receipt_name(receipt_name(3, "a.b", 1234567)) == (3, "a.b", 1234567)
+    assert parse_receipt_name("manifest/compacted-0001.jsonl.zst") is None
+
+
+@pytest.mark.parametrize("writer", ["", "a/b", "..", ".hidden", "a b", "x" * 129, "ä"])
+def test_writers_whose_name_would_leave_its_place(writer: str) -> None:
+    with pytest.raises(ValueError, match="expected a writer's name"):
+        part_name(1, writer, 1)
+    with pytest.raises(ValueError, match="expected a number from 1 on"):
+        receipt_name(0, "w", 1)
+
+
+def test_a_sample_exists_when_its_segments_cover_it() -> None:
+    first, second, third = Segment("k", 0, 0, 4, 10), Segment("k", 1, 4, 8, 10), Segment("k", 2, 8, 10, 10)
+    manifest = Manifest([_receipt(1, 1, third, _whole("other")), _receipt(1, 2, first)])
+    assert list(manifest.samples) == ["other"]
+    manifest.add(_receipt(1, 1, second, writer="v"))
+    sample = manifest.samples["k"]
+    assert (sample.num_tokens, sample.attempt, sample.row) == (10, 1, 0)
+    assert [(part, proof.segment, proof.slot) for part, proof in sample.segments] == [
+        (part_name(1, "w", 2), first, 0),
+        (part_name(1, "v", 1), second, 0),
+        (part_name(1, "w", 1), third, 0),
+    ]
+    assert manifest.conflicts == []
+
+
+def test_segments_of_two_attempts_make_no_sample() -> None:
+    manifest = Manifest([_receipt(1, 1, Segment("k", 0, 0, 4, 8)), _receipt(2, 1, Segment("k", 1, 4, 8, 8))])
+    assert dict(manifest.samples) == {}
+    assert set(manifest.parts) == {part_name(1, "w", 1), part_name(2, "w", 1)}
+
+
+def test_the_highest_attempt_counts_then_the_lowest_part() -> None:
+    receipts = [_receipt(1, 1, _whole("k")), _receipt(2, 2, _whole("k")), _receipt(2, 1, _whole("k"), writer="x")]
+    assert Manifest(receipts).samples["k"].segments[0][0] == part_name(2, "w", 2)
+    assert Manifest(receipts).samples["k"].attempt == 2
+    assert Manifest(receipts).conflicts == []
+
+
+def test_an_incomplete_newer_attempt_does_not_hide_an_older_sample() -> None:
+    manifest = Manifest([_receipt(1, 1, _whole("k", 8)), _receipt(2, 1, Segment("k", 0, 0, 4, 8))])
+    assert manifest.samples["k"].attempt == 1
+
+
+def test_other_tokens_in_the_same_attempt_are_a_conflict() -> None:
+    manifest = Manifest([_receipt(1, 2, _whole("k"), tokens=7), _receipt(1, 1, _whole("k"))])
+    assert manifest.samples["k"].segments[0][0] == part_name(1, "w", 1)
+    [told] = manifest.conflicts
+    assert "'k'" in told
+    assert part_name(1, "w", 1) in told
+    assert part_name(1, "w", 2) in told
+
+
+def test_other_tokens_in_another_attempt_are_none() -> None:
+    manifest = Manifest([_receipt(1, 1, _whole("k")), _receipt(2, 1, _whole("k", 6), tokens=7)])
+    assert manifest.conflicts == []
+    assert manifest.samples["k"].num_tokens == 6
+
+
+def test_a_newer_attempt_settles_a_conflict() -> None:
+    manifest = Manifest([_receipt(1, 1, _whole("k")), _receipt(1, 2, _whole("k"), tokens=7)])
+    manifest.add(_receipt(2, 1, _whole("k")))
+    assert manifest.conflicts == []
+
+
+def test_runs_of_different_tokens_are_never_joined() -> None:
+    a, b = Segment("k", 0, 0, 4, 8), Segment("k", 1, 4, 8, 8)
+    manifest = Manifest([_receipt(1, 1, a), _receipt(1, 2, b), _receipt(1, 3, b, tokens=7)])
+    assert "k" not in manifest.samples
+    assert len(manifest.conflicts) == 1
+
+
+def test_segments_that_overlap_or_miss_make_no_sample() -> None:
+    for pieces in (
+        [Segment("k", 0, 0, 4, 8), Segment("k", 1, 3, 8, 8)],
+        [Segment("k", 0, 0, 4, 8), Segment("k", 1, 5, 8, 8)],
+        [Segment("k", 0, 0, 4, 8), Segment("k", 2, 4, 8, 8)],
+        [Segment("k", 1, 4, 8, 8)],
+        [Segment("k", 0, 0, 4, 8), Segment("k", 1, 4, 8, 9)],
+    ):
+        assert dict(Manifest([_receipt(1, 1, *pieces)]).samples) == {}
+
+
+def test_fates() -> None:
+    manifest = Manifest([_receipt(1, 1, rows=(_fate("f"), _fate("g"), _fate("r", "refused")))])
+    assert (set(manifest.failed), set(manifest.refused)) == ({"f", "g"}, {"r"})
+    manifest.add(_receipt(2, 1, _whole("f")))
+    assert set(manifest.failed) == {"g"}
+    manifest.add(_receipt(2, 2, rows=(_fate("g", "refused"), _fate("f"))))
+    assert (set(manifest.failed), set(manifest.refused)) == (set(), {"r", "g"})
+
+
+def test_adding_again_changes_nothing() -> None:
+    receipt = _receipt(1, 1, _whole("k"), rows=(_fate("f"),))
+    manifest = Manifest([receipt, receipt, Receipt.from_json(receipt.to_json())])
+    assert manifest.receipts == [receipt]
+    assert manifest.conflicts == []
+
+
+def test_receipts_that_contradict_one_another_are_told() -> None:
+    manifest = Manifest([_receipt(1, 1, _whole("k")), _receipt(1, 1, _whole("l"))])
+    assert manifest.conflicts == ["manifest/0001/w/000001.json: two receipts of this name differ"]
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_the_order_of_receipts_does_not_matter(data: st.DataObject) -> None:
+    cuts = st.sampled_from([(0, 8), (0, 4, 8), (0, 2, 8), (0, 6)])
+    receipts = []
+    for seq in range(1, data.draw(st.integers(1, 8)) + 1):
+        bounds = data.draw(cuts)
+        pieces = [
+            Segment(data.draw(st.sampled_from("kl")), i, a, b, bounds[-1])
+            for i, (a, b) in enumerate(pairwise(bounds))
+            if data.draw(st.booleans())
+        ]
+        rows = tuple(
+            _fate(k, data.draw(st.sampled_from(["failed", "refused"])))
+            for k in data.draw(st.sets(st.sampled_from("klm")))
+        )
+        attempt, tokens = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([0, 0, 0, 5]))
+        receipts.append(_receipt(attempt, seq, *pieces, rows=rows, tokens=tokens))
+    shuffled = receipts * 2
+    random.Random(data.draw(st.integers(0, 9))).shuffle(shuffled)
+    one, other = Manifest(receipts), Manifest(shuffled)
+    assert dict(one.samples) == dict(other.samples)
+    assert (one.conflicts, dict(one.failed), dict(one.refused)) == (
+        other.conflicts,
+        dict(other.failed),
+        dict(other.refused),
+    )
+    for sample in one.samples.values():
+        bounds = [(p.segment.start, p.segment.stop) for _, p in sample.segments]
+        assert bounds[0][0] == 0
+        assert bounds[-1][1] == sample.num_tokens
+        assert all(a[1] == b[0] for a, b in pairwise(bounds))

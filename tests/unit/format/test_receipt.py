@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hsx_dist.errors import FormatError, IntegrityError
+from hsx_dist.format.checksum import crc32c, crc32c_hex
+from hsx_dist.format.receipt import Receipt, RowFate, SegmentProof, token_hash
+from hsx_dist.page import Segment
+
+_COUNT = st.integers(0, 2**62 - 1)
+
+
+@st.composite
+def _segments(draw: st.DrawFn) -> Segment:
+    start, length, rest = draw(st.tuples(st.integers(0, 2**40), st.integers(1, 2**40), st.integers(0, 2**40)))
+    return Segment(
+        draw(st.text(min_size=1, max_size=20)), draw(st.integers(0, 99)), start, start + length, start + length + rest
+    )
+
+
+@st.composite
+def _receipts(draw: st.DrawFn) -> Receipt:
+    proofs = tuple(
+        SegmentProof(
+            s, i, f"{draw(st.integers(0, 2**64 - 1)):016x}", draw(_COUNT), draw(_COUNT), draw(st.none() | _COUNT)
+        )
+        for i, s in enumerate(draw(st.lists(_segments(), max_size=4)))
+    )
+    rows = draw(
+        st.lists(
+            st.builds(
+                RowFate, st.text(), st.none() | _COUNT, st.sampled_from(["refused", "failed"]), st.text(), _COUNT
+            ),
+            max_size=3,
+        )
+    )
+    size = draw(_COUNT)
+    return Receipt(
+        attempt=draw(st.integers(1, 10**6)),
+        writer="w-0",
+        seq=draw(st.integers(1, 10**9)),
+        part="data/x.safetensors" if proofs else None,
+        size=size,
+        crc32c=f"{draw(st.integers(0, 2**32 - 1)):08x}",
+        header_bytes=draw(st.integers(0, size)),
+        raw_bytes=draw(_COUNT),
+        segments=proofs,
+        rows=tuple(rows),
+        created="2026-01-01T00:00:00Z",
+    )
+
+
+def _example() -> Receipt:
+    proof = SegmentProof(Segment("key", 0, 0, 5, 9), 0, "0123456789abcdef", 50, 40, 7)
+    fate = RowFate("bad", 3, "refused", "too long", 1)
+    return Receipt(
+        1, "w-0", 1, "data/p.safetensors", 100, "0000abcd", 10, 50, (proof,), (fate,), "2026-01-01T00:00:00Z"
+    )
+
+
+@settings(deadline=None)
+@given(_receipts())
+def test_what_is_written_is_read(receipt: Receipt) -> None:
+    data = receipt.to_json()
+    assert b"\n" not in data
+    assert Receipt.from_json(data) == receipt
+    assert json.loads(data)["receipt"]["writer"] == "w-0"
+
+
+def test_the_bytes_are_what_they_were() -> None:
+    """Stored receipts outlive this code: a change here is a new format."""
+    assert _example().to_json() == (
+        b'{"crc32c":"9a8ac2fd","receipt":{"format":"hsx-receipt/1","attempt":1,"writer":"w-0","seq":1,'
+        b'"part":"data/p.safetensors","size":100,"crc32c":"0000abcd","header_bytes":10,"raw_bytes":50,'
+        b'"segment_columns":["key","index","start","stop","total","slot","token_hash","raw_bytes","stored_bytes","row"],'
+        b'"segments":[["key",0,0,5,9,0,"0123456789abcdef",50,40,7]],'
+        b'"row_columns":["key","row","fate","reason","tries"],"rows":[["bad",3,"refused","too long",1]],'
+        b'"created":"2026-01-01T00:00:00Z"}}'
+    )
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_no_changed_byte_goes_unseen(data: st.DataObject) -> None:
+    good = _example().to_json()
+    at = data.draw(st.integers(0, len(good) - 1))
+    changed = bytearray(good)
+    changed[at] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(FormatError, match="the object's name"):
+        Receipt.from_json(bytes(changed), "the object's name")
+
+
+@settings(deadline=None)
+@given(st.integers(0, len(_example().to_json()) - 1))
+def test_no_truncation_goes_unseen(length: int) -> None:
+    with pytest.raises(FormatError):
+        Receipt.from_json(_example().to_json()[:length])
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=80))
+def test_anything_else_is_no_receipt(data: bytes) -> None:
+    with pytest.raises(FormatError):
+        Receipt.from_json(data)
+
+
+def _sealed(body: object) -> bytes:
+    text = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return b'{"crc32c":"%s","receipt":%s}' % (crc32c_hex(crc32c(text)).encode(), text)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": "hsx-receipt/2"},
+        {"attempt": 0},
+        {"attempt": True},
+        {"attempt": 1.0},
+        {"seq": -1},
+        {"seq": 2**70},
+        {"writer": None},
+        {"part": "../../etc/passwd"},
+        {"part": "/absolute"},
+        {"part": None},
+        {"size": 5},
+        {"crc32c": "xyz"},
+        {"segments": 3},
+        {"segments": [["key", 0, 0, 5, 9, 0, "0123456789abcdef", 50, 40]]},
+        {"segments": [["key", 0, 5, 5, 9, 0, "0123456789abcdef", 50, 40, 7]]},
+        {"segments": [["key", 0, 0, 10, 9, 0, "0123456789abcdef", 50, 40, 7]]},
+        {"segments": [["key", 0, -1, 5, 9, 0, "0123456789abcdef", 50, 40, 7]]},
+        {"segments": [["key", 0, 0, 5, 9, 1, "0123456789abcdef", 50, 40, 7]]},
+        {"segments": [["", 0, 0, 5, 9, 0, "0123456789abcdef", 50, 40, 7]]},
+        {"segments": [["key", 0, 0, 5, 9, 0, "nothex", 50, 40, 7]]},
+        {"rows": [["k", 0, "lost", "x", 1]]},
+        {"rows": [["k", 0, ["failed"], "x", 1]]},
+        {"segment_columns": ["key"]},
+        {"created": 5},
+    ],
+)
+def test_receipts_that_say_what_cannot_be(change: dict[str, object]) -> None:
+    body = json.loads(_example().to_json())["receipt"]
+    with pytest.raises(FormatError, match="here"):
+        Receipt.from_json(_sealed(body | change), "here")
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000, b"nonsense", b"\xff\xfe", b"[]", b"9" * 5000, b"{}"])
+def test_bodies_that_are_no_receipts(text: bytes) -> None:
+    with pytest.raises(FormatError, match="here"):
+        Receipt.from_json(_sealed(text), "here")
+
+
+def test_members_of_later_versions_are_ignored() -> None:
+    body = json.loads(_example().to_json())["receipt"]
+    assert Receipt.from_json(_sealed(body | {"later": [1]})) == _example()
+
+
+def test_a_damaged_receipt_is_an_integrity_error() -> None:
+    data = _example().to_json().replace(b"data/p", b"data/q")
+    with pytest.raises(IntegrityError, match="crc32c"):
+        Receipt.from_json(data)
+
+
+def test_receipts_pickle() -> None:
+    assert pickle.loads(pickle.dumps(_example())) == _example()
+    assert dataclasses.replace(_example(), seq=2).id == (1, "w-0", 2)
+
+
+def test_the_hash_of_token_ids_is_of_their_values() -> None:
+    ids = np.arange(10, dtype=np.int64)
+    assert token_hash(ids) == token_hash(ids.astype(np.int32)) == token_hash(np.repeat(ids, 2)[::2])
+    assert token_hash(ids) != token_hash(ids[:-1])
+    assert token_hash(np.array([1, 2, 3])) == "77ba1ae68d5afbb4"

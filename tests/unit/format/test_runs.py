@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hsx_dist.errors import AlreadyExists, Fenced, FormatError, IntegrityError, RunError
+from hsx_dist.format import runs
+from hsx_dist.format.manifest import (
+    COMPLETE,
+    RUN,
+    Receipt,
+    RowFate,
+    SegmentProof,
+    attempt_name,
+    part_name,
+    receipt_name,
+    token_hash,
+)
+from hsx_dist.page import Segment
+from hsx_dist.store.local import LocalStore
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "run")
+
+
+def _prove(store: LocalStore, attempt: int, writer: str, seq: int, key: str) -> Receipt:
+    proof = SegmentProof(Segment(key, 0, 0, 4, 4), 0, token_hash(np.arange(4)), 32, 20, seq)
+    rows = (RowFate(f"{key}-refused", None, "refused", "empty", 1),)
+    receipt = Receipt(attempt, writer, seq, part_name(attempt, writer, seq), 50, "0" * 8, 8, 32, (proof,), rows, "t")
+    store.put_if_absent(receipt_name(*receipt.id), receipt.to_json())
+    return receipt
+
+
+def test_a_run_is_made_once(store: LocalStore) -> None:
+    with pytest.raises(RunError, match=r"expected run\.json there"):
+        runs.read_run(store)
+    runs.write_run(store, {"settings": {"layers": [1]}})
+    assert runs.read_run(store) == {"format": "hsx-run/1", "settings": {"layers": [1]}}
+    runs.write_run(store, {"settings": {"layers": [1]}})  # the answer to the first was lost
+    with pytest.raises(RunError, match="another driver has just started a run"):
+        runs.write_run(store, {"settings": {"layers": [2]}})
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b'{"format":"hsx-run/2"}', b"\xff", b"[" * 10**5])
+def test_a_run_that_cannot_be_read(store: LocalStore, body: bytes) -> None:
+    store.put(RUN, [body])
+    with pytest.raises(FormatError, match=r"run\.json"):
+        runs.read_run(store)
+
+
+def test_attempts_are_numbered_and_fence(store: LocalStore) -> None:
+    assert runs.newest_attempt(store) == 0
+    assert [runs.take_attempt(store, {"host": "h"}) for _ in range(3)] == [1, 2, 3]
+    runs.beat(store, 3, 1, "running")
+    assert runs.newest_attempt(store) == 3
+    assert [runs.is_fenced(store, a) for a in (1, 2, 3)] == [True, True, False]
+    assert json.loads(store.get(attempt_name(2)))["host"] == "h"
+
+
+def test_racing_drivers_take_different_attempts(store: LocalStore) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        taken = list(pool.map(lambda i: runs.take_attempt(store, {"driver": i}), range(24)))
+    assert sorted(taken) == list(range(1, 25))
+
+
+def test_an_attempt_whose_answer_was_lost_is_still_ours(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    create = store.put_if_absent
+
+    def stored_but_answered_wrongly(name: str, data: bytes) -> None:
+        create(name, data)
+        raise AlreadyExists(name)
+
+    monkeypatch.setattr(store, "put_if_absent", stored_but_answered_wrongly)
+    assert runs.take_attempt(store, {}) == 1
+    assert runs.newest_attempt(store) == 1
+
+
+def test_heartbeats(store: LocalStore) -> None:
+    assert runs.read_heartbeat(store, 1) is None
+    runs.beat(store, 1, 7, "running")
+    runs.beat(store, 1, 8, "finished")
+    beat = runs.read_heartbeat(store, 1)
+    assert beat is not None
+    assert (beat["attempt"], beat["value"], beat["state"]) == (1, 8, "finished")
+
+
+def test_the_manifest_of_a_run_that_goes_on(store: LocalStore) -> None:
+    for writer in ("w", "w-1"):
+        for seq in (1, 2, 3):
+            _prove(store, 1, writer, seq, f"{writer}-{seq}")
+    manifest = runs.load_manifest(store)
+    assert len(manifest.samples) == 6
+    assert len(manifest.refused) == 6
+    assert runs.read_complete(store) is None
+
+
+def test_completion_and_what_comes_after(store: LocalStore) -> None:
+    assert runs.take_attempt(store, {}) == 1
+    _prove(store, 1, "w", 1, "a")
+    before = runs.load_manifest(store)
+    runs.write_complete(store, 1, before, {"rows": 2})
+    complete = runs.read_complete(store)
+    assert complete is not None
+    assert complete["summary"] == {"rows": 2}
+    assert complete["counts"] == {
+        "samples": 1, "tokens": 4, "segments": 1, "parts": 1, "raw_bytes": 32, "stored_bytes": 20,
+        "refused": 1, "failed": 0, "conflicts": 0,
+    }  # fmt: skip
+    store.delete(receipt_name(1, "w", 1))  # the compacted manifest is enough
+    again = runs.load_manifest(store)
+    assert dict(again.samples) == dict(before.samples)
+    assert again.receipts == before.receipts
+
+    assert runs.take_attempt(store, {}) == 2
+    _prove(store, 2, "v", 1, "b")
+    assert set(runs.load_manifest(store).samples) == {"a", "b"}
+    with pytest.raises(Fenced, match="attempt 1"):
+        runs.write_complete(store, 1, before, {})
+    runs.write_complete(store, 2, runs.load_manifest(store), {})
+    assert set(runs.load_manifest(store).samples) == {"a", "b"}
+
+
+def test_a_missing_receipt_is_told(store: LocalStore) -> None:
+    for seq in (1, 2, 3):
+        _prove(store, 1, "w", seq, f"{seq}")
+    store.delete(receipt_name(1, "w", 2))
+    with pytest.raises(IntegrityError, match=r"manifest/0001/w/000002\.json is missing \(1 of 3"):
+        runs.load_manifest(store)
+
+
+def test_a_damaged_receipt_is_told(store: LocalStore) -> None:
+    body = bytearray(_prove(store, 1, "w", 1, "a").to_json())
+    body[60] ^= 1
+    store.put(receipt_name(1, "w", 1), [body])
+    with pytest.raises(IntegrityError, match=r"manifest/0001/w/000001\.json"):
+        runs.load_manifest(store)
+
+
+def test_a_receipt_under_a_wrong_name_is_told(store: LocalStore) -> None:
+    receipt = _prove(store, 1, "w", 1, "a")
+    store.put(receipt_name(1, "w", 2), [receipt.to_json()])
+    with pytest.raises(FormatError, match="it lies under a wrong name"):
+        runs.load_manifest(store)
+
+
+def test_other_objects_beside_receipts_are_left_alone(store: LocalStore) -> None:
+    _prove(store, 1, "w", 1, "a")
+    store.put("manifest/0001/w/notes.txt", [b"hello"])
+    assert set(runs.load_manifest(store).samples) == {"a"}
+
+
+def test_damage_to_the_compacted_manifest_is_told(store: LocalStore) -> None:
+    runs.take_attempt(store, {})
+    _prove(store, 1, "w", 1, "a")
+    runs.write_complete(store, 1, runs.load_manifest(store), {})
+    name = "manifest/compacted-0001.jsonl.zst"
+    good = store.get(name)
+    for bad in (good[:-1], bytes([good[0] ^ 1]) + good[1:], b""):
+        store.put(name, [bad])
+        with pytest.raises(IntegrityError, match="compacted-0001"):
+            runs.load_manifest(store)
+    store.delete(name)
+    with pytest.raises(IntegrityError, match="names this compacted manifest, and it is not there"):
+        runs.load_manifest(store)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attempt": 0},
+        {"attempt": "1"},
+        {"counts": None},
+        {"manifest": {}},
+        {"manifest": {"name": "../../x", "size": 1, "raw_size": 1, "receipts": 1, "crc32c": "0"}},
+        {"manifest": {"name": "manifest/compacted-0001.jsonl.zst", "size": 1, "raw_size": 2**60, "receipts": 1}},
+    ],
+)
+def test_a_completion_that_lies(store: LocalStore, change: dict[str, object]) -> None:
+    runs.take_attempt(store, {})
+    runs.write_complete(store, 1, runs.load_manifest(store), {})
+    complete = runs.read_complete(store)
+    assert complete is not None
+    store.put(COMPLETE, [json.dumps({**complete, **change}).encode()])
+    with pytest.raises(FormatError, match=r"complete\.json"):
+        runs.load_manifest(store)
