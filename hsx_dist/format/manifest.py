@@ -158,6 +158,13 @@ class Manifest:
     def _settle(self, key: str) -> None:
         """Decide anew which record, if any, stands for ``key``."""
         proofs = self._proofs[key]
+        if len(proofs) == 1:  # nearly all of a run's samples
+            [(attempt, part, proof)] = proofs
+            s = proof.segment
+            if s.index == 0 and s.start == 0 and s.stop == s.total:
+                self._samples[key] = SampleRecord(key, s.total, attempt, proof.row, ((part, proof),))
+                self._failed.pop(key, None)
+            return
         disputes: list[str] = []
         record: SampleRecord | None = None
         for attempt in sorted({a for a, _, _ in proofs}, reverse=True):

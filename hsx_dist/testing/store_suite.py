@@ -51,7 +51,7 @@ class StoreSuite:
             [b""],
             [b"", b"ab", b""],
             [b"ab", bytearray(b"cd"), memoryview(b"ef")],
-            [np.arange(7, dtype=np.uint16), np.zeros((3, 5), np.uint32), memoryview(np.arange(3))],
+            [np.arange(7, dtype=np.uint16), np.zeros((3, 5), np.uint32), np.arange(3).data],
             [np.empty((0, 4), np.uint16), b"x"],
             [bytes([i % 256]) for i in range(1500)],
         ],

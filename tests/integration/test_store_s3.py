@@ -156,6 +156,19 @@ def test_throttling_is_waited_out(s3: S3Server, url: str) -> None:
         store.put("a", [b"1"])
 
 
+def test_expired_credentials_are_looked_up_anew(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    for name, value in {"ACCESS_KEY_ID": "first-key", "SECRET_ACCESS_KEY": "s", "SESSION_TOKEN": "t"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    with _answering(iter([400, 400, 200])) as endpoint:
+        store = open_store(url, {"endpoint_url": endpoint}, retry_seconds=30)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "second-key")
+        store.put("a", [b"1"])
+    with _answering(iter([400] * 9)) as endpoint:
+        given = {"endpoint_url": endpoint, "key": "the-key", "secret": "the-secret", "token": "the-token"}
+        with pytest.raises(Denied, match="ExpiredToken"):
+            open_store(url, given, retry_seconds=30).put("a", [b"1"])
+
+
 def test_large_put_never_joins_the_buffers(s3: S3Server, url: str) -> None:
     page = np.random.default_rng(0).integers(0, 256, 8 << 20, np.uint8)
     store = _store(s3, url)
@@ -178,7 +191,7 @@ def test_a_long_listing_is_paged(s3: S3Server, url: str, monkeypatch: pytest.Mon
     assert [o.name for o in store.list()] == names
     assert [o.name for o in store.list("n/", "n/00100")] == names[101:]
     # As against AWS, which sorts: here this holds within one folder.
-    monkeypatch.setattr(FsspecStore, "_sorts", lambda self: True)
+    monkeypatch.setattr(FsspecStore, "_sorts", lambda _: True)
     assert [o.name for o in store.list("n/", "n/00100")] == names[101:]
 
 
@@ -217,7 +230,8 @@ class _answering:  # noqa: N801
             def do_PUT(self) -> None:
                 self.rfile.read(int(self.headers["Content-Length"]))
                 status = next(statuses)
-                body = b"" if status == 200 else b"<Error><Code>SlowDown</Code><Message>wait</Message></Error>"
+                code = {200: "", 400: "ExpiredToken", 503: "SlowDown"}[status]
+                body = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode() if code else b""
                 self.send_response(status)
                 self.send_header("ETag", '"x"')
                 self.send_header("Content-Length", str(len(body)))
