@@ -90,7 +90,10 @@ def compare(
     avoid_broken_amx()
     import torch
     from transformers import AutoModel
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     reference = AutoModel.from_pretrained(
         model,
         revision=config.revision,

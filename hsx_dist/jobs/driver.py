@@ -157,9 +157,9 @@ class Driver:
         exhausted = False
         while True:
             while not self._stop.is_set() and (replica := self._free_replica()) is not None:
-                task = self._next_task(rows)
+                task = self._next_task(rows, idle=not self._ready[replica])
                 if task is None:
-                    exhausted = True
+                    exhausted = not self._again
                     break
                 self._ready[replica].append(task)
                 self._fleet.submit(replica, task)
@@ -177,11 +177,16 @@ class Driver:
         self._ledger.flush()
 
     def _free_replica(self) -> int | None:
-        free = [r for r, tasks in self._ready.items() if len(tasks) < TASKS_A_REPLICA]
+        free = [
+            r
+            for r, tasks in self._ready.items()
+            if len(tasks) < TASKS_A_REPLICA and not any(task.alone for task in tasks)
+        ]
         return min(free, key=lambda r: len(self._ready[r]), default=None)
 
-    def _next_task(self, rows: Iterator[Row | RowFate]) -> Task | None:
-        if self._again:
+    def _next_task(self, rows: Iterator[Row | RowFate], *, idle: bool) -> Task | None:
+        """The next task for a replica that has nothing else to do (``idle``) or has; None when there is none for it now."""
+        if self._again and not (self._again[0].alone and not idle):
             return self._again.popleft()
         batch: list[Row] = []
         while len(batch) < self._task_rows and (item := next(rows, None)) is not None:
@@ -191,9 +196,9 @@ class Driver:
                 batch.append(item)
         return self._task(tuple(batch), 0) if batch else None
 
-    def _task(self, rows: tuple[Row, ...], tries: int) -> Task:
+    def _task(self, rows: tuple[Row, ...], tries: int, *, alone: bool = False) -> Task:
         self._numbers += 1
-        return Task(self._numbers, rows, tries)
+        return Task(self._numbers, rows, tries, alone)
 
     def _give_up(self, fate: RowFate) -> None:
         self._ledger.add(fate)
@@ -270,7 +275,7 @@ class Driver:
                 self._give_up(RowFate(row.key, row.row, "failed", reason, tries))
         elif tries == self._max_tries - 1:
             # The last try is each row's own: one that kills its engine takes no other with it.
-            self._again.extend(self._task((row,), tries) for row in rows)
+            self._again.extend(self._task((row,), tries, alone=True) for row in rows)
         else:
             rest = iter(rows)
             while batch := tuple(islice(rest, self._task_rows)):

@@ -55,8 +55,11 @@ def read_rows(config: InputConfig) -> Iterator[Row | RowFate]:
 
 
 def rows_from(prompts: Iterable[Any], config: InputConfig) -> Iterator[Row | RowFate]:
-    """Rows handed over in Python: each a text, token ids, chat messages, or a mapping like a JSONL row."""
-    check = _RowCheck(config, "row")
+    """Rows handed over in Python: each a text, token ids, chat messages, or a mapping like a JSONL row.
+
+    One without an id has its number as its key: ``"0"``, ``"1"``, …
+    """
+    check = _RowCheck(config, "")
     for number, prompt in enumerate(prompts):
         if config.limit is not None and number >= config.limit:
             return
@@ -161,7 +164,7 @@ class _RowCheck:
         return not seen
 
     def _default_key(self, number: int) -> str:
-        return f"{self.stem}:{number:08d}"
+        return f"{self.stem}:{number:08d}" if self.stem else str(number)
 
     def _refused(self, number: int, reason: str, key: str | None = None) -> RowFate:
         return RowFate(key=key or self._default_key(number), row=number, fate="refused", reason=reason, tries=0)

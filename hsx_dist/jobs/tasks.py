@@ -12,11 +12,15 @@ from hsx_dist.jobs.rows import Row
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Rows for one replica: the unit of work that is handed out, and again when its replica dies."""
+    """Rows for one replica: the unit of work that is handed out, and again when its replica dies.
+
+    ``alone``: one row, on its last try; its replica is given nothing beside it, so that whatever happens is its doing.
+    """
 
     number: int
     rows: tuple[Row, ...]
     tries: int = 0
+    alone: bool = False
 
 
 @dataclass(slots=True)

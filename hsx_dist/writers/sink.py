@@ -233,16 +233,19 @@ class PartSink:
                     f"attempt {self._opt.attempt} of {self._store.url} is no longer the newest: another driver took "
                     "over; this one stores nothing more"
                 )
-            receipt = replace(receipt, seq=self._next_receipt)
-            name, body = receipt_name(receipt.attempt, receipt.writer, receipt.seq), receipt.to_json()
-            try:
-                self._store.put_if_absent(name, body)
-            except AlreadyExists:
-                # The answer to a put that had gone through was lost, and it was sent again. The name is ours alone.
-                if self._store.get(name) != body:
-                    raise
-            self._next_receipt += 1
-            return receipt
+            while True:
+                receipt = replace(receipt, seq=self._next_receipt)
+                name, body = receipt_name(receipt.attempt, receipt.writer, receipt.seq), receipt.to_json()
+                try:
+                    self._store.put_if_absent(name, body)
+                    found = body
+                except AlreadyExists:
+                    # The names are ours alone: a put of ours went through though its answer said otherwise, this one
+                    # or an earlier part's, which then is proven after all.
+                    found = self._store.get(name)
+                self._next_receipt += 1
+                if found == body:
+                    return receipt
 
     def _fail(self, segments: Sequence[EncodedSegment], error: Exception) -> None:
         # What may work for the next part (a time-out) costs this part alone; a refusal would be met by each of them.

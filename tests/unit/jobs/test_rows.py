@@ -220,10 +220,10 @@ def test_rows_from_python() -> None:
     prompts = ["a", [1, 2], np.array([3, 4]), messages, {"id": "k", "text": "t"}, "", 3, []]
     rows = list(rows_from(prompts, InputConfig()))
     assert rows[:5] == [
-        Row("row:00000000", 0, text="a"),
-        Row("row:00000001", 1, token_ids=[1, 2]),
-        Row("row:00000002", 2, token_ids=[3, 4]),
-        Row("row:00000003", 3, messages=messages),
+        Row("0", 0, text="a"),
+        Row("1", 1, token_ids=[1, 2]),
+        Row("2", 2, token_ids=[3, 4]),
+        Row("3", 3, messages=messages),
         Row("k", 4, text="t"),
     ]
     assert all(isinstance(r, RowFate) for r in rows[5:])

@@ -185,6 +185,28 @@ def test_a_lost_answer_to_a_receipts_put_is_no_conflict(store, monkeypatch):
     assert [type(e) for e in events] == [Receipt]
 
 
+def test_a_receipt_that_was_stored_though_its_put_failed_keeps_its_number(store, monkeypatch):
+    real = store.put_if_absent
+    failures = [Unavailable("the answer was lost")]
+
+    def stored_but_not_told(name, data):
+        real(name, data)
+        if name.startswith("manifest/") and failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(store, "put_if_absent", stored_but_not_told)
+    events = []
+    sink = PartSink(store, options(), events.append)
+    for key in ("a", "b"):
+        for page in pages(key, 5):
+            sink.add(page)
+        sink.flush()
+    sink.close()
+    assert [type(e) for e in events] == [Lost, Receipt]
+    assert events[1].seq == 2
+    assert set(load_manifest(store).samples) == {"a", "b"}
+
+
 def test_starved_sink_seals_what_is_whole_rather_than_wait_for_a_full_part(store):
     """Room for one page; a part would need hundreds: only sealing early lets the pages through."""
     sink = PartSink(store, options(max_bytes=pages("k", 16)[0].nbytes), lambda _: None)

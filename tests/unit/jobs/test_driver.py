@@ -1,0 +1,239 @@
+"""The driver's bookkeeping, with a fleet that loses things on purpose (real fleets: tests/integration)."""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+
+import pytest
+from rich.console import Console
+
+from hsx_dist.errors import EngineError, Fenced, StoreError
+from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SegmentProof, part_name
+from hsx_dist.format.runs import load_manifest, take_attempt
+from hsx_dist.jobs.driver import Driver, RowLedger
+from hsx_dist.jobs.fleet import ReplicaDied, ReplicaReady, TaskDone
+from hsx_dist.jobs.rows import Row
+from hsx_dist.jobs.tasks import TaskResult
+from hsx_dist.observe.progress import Progress
+from hsx_dist.page import Segment
+from hsx_dist.store.local import LocalStore
+from hsx_dist.writers.sink import Lost
+
+
+class LossyFleet:
+    """Two replicas that compute at once, and one writer that stores on ``flush``; ``plan(task)`` says what goes wrong."""
+
+    def __init__(self, plan=lambda task: "fine", replicas=2):
+        self.plan = plan
+        self.replicas = replicas
+        self.events: deque = deque()
+        self.open: list[str] = []  # shipped, not stored
+        self.seq = 0
+        self.tasks = []
+        self.dead: set[int] = set()
+        self.most_at_once = 0
+        self.running = dict.fromkeys(range(replicas), 0)
+
+    def start(self):
+        self.events.extend(ReplicaReady(r) for r in range(self.replicas))
+
+    def submit(self, replica, task):
+        if replica in self.dead:
+            return  # the driver does not know yet; no answer will come
+        self.tasks.append(task)
+        self.running[replica] += 1
+        self.most_at_once = max(self.most_at_once, self.running[replica])
+        outcome = self.plan(task)
+        if outcome == "die":
+            self.running[replica] = 0
+            self.dead.add(replica)
+            # Answers of a replica that died never come; what it shipped before may still be stored.
+            self.events = deque(e for e in self.events if not (isinstance(e, tuple) and e[0] == replica))
+            self.events += [ReplicaDied(replica, "killed"), ReplicaReady(replica)]
+            return
+        if outcome == "die for good":
+            self.events.append(ReplicaDied(replica, "no engine", fatal=True))
+            return
+        result = TaskResult(task.number, tokens=len(task.rows))
+        for row in task.rows:
+            if outcome == "skip":
+                result.skipped.append((row.key, "aborted"))
+            elif outcome == "refuse":
+                result.refused.append(RowFate(row.key, row.row, "refused", "too long", 0))
+            else:
+                result.shipped.append(row.key)
+                if outcome != "lose":
+                    self.open.append(row.key)
+        self.events.append((replica, TaskDone(replica, result)))
+
+    def poll(self, timeout):
+        events, self.events = list(self.events), deque()
+        self.dead.clear()
+        found = []
+        for event in events:
+            if isinstance(event, tuple):
+                replica, event = event
+                self.running[replica] = max(self.running[replica] - 1, 0)
+            found.append(event)
+        return found
+
+    def flush(self):
+        events = self.poll(0)
+        if self.open:
+            self.seq += 1
+            events.append(receipt(self.seq, self.open))
+            self.open = []
+        return events
+
+    def close(self):
+        pass
+
+
+def receipt(seq: int, keys: list[str]) -> Receipt:
+    proofs = tuple(
+        SegmentProof(
+            segment=Segment(key, 0, 0, 3, 3), slot=i, token_hash="0" * 16, raw_bytes=30, stored_bytes=20, row=i
+        )
+        for i, key in enumerate(keys)
+    )
+    return Receipt(
+        attempt=1,
+        writer="w",
+        seq=seq,
+        part=part_name(1, "w", seq),
+        size=100,
+        crc32c="00000000",
+        header_bytes=10,
+        raw_bytes=30 * len(keys),
+        segments=proofs,
+        rows=(),
+        created="2026-01-01T00:00:00+00:00",
+    )
+
+
+def rows(n: int) -> list[Row | RowFate]:
+    return [Row(f"k{i}", i, text="x") for i in range(n)]
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    store = LocalStore(tmp_path)
+    take_attempt(store, {})
+    return RowLedger(store, 1, Manifest())
+
+
+def drive(fleet, items, ledger, **options):
+    manifest = ledger._manifest
+    progress = Progress(len(items), console=Console(file=io.StringIO()))
+    driver = Driver(fleet, manifest, ledger, progress, **{"task_rows": 4, "max_tries": 3, **options})
+    driver.run(iter(items))
+    return manifest
+
+
+def test_every_row_is_stored_and_replicas_have_the_next_task_before_the_last_is_done(ledger):
+    fleet = LossyFleet()
+    manifest = drive(fleet, rows(50), ledger)
+    assert len(manifest.samples) == 50
+    assert len(fleet.tasks) == 13
+    assert fleet.most_at_once == 2
+
+
+def test_a_dead_replicas_rows_are_run_again(ledger):
+    died = []
+
+    def plan(task):
+        if not died:
+            died.append(task)
+            return "die"
+        return "fine"
+
+    fleet = LossyFleet(plan)
+    manifest = drive(fleet, rows(20), ledger)
+    assert len(manifest.samples) == 20
+    assert manifest.failed == {}
+    assert [t for t in fleet.tasks if t.tries == 1]
+
+
+def test_what_was_shipped_and_never_proven_is_run_again(ledger):
+    fleet = LossyFleet(lambda task: "lose" if task.tries == 0 and task.number % 2 else "fine")
+    manifest = drive(fleet, rows(20), ledger)
+    assert len(manifest.samples) == 20
+
+
+def test_a_row_that_kills_every_engine_fails_alone(ledger):
+    fleet = LossyFleet(lambda task: "die" if any(r.key == "k5" for r in task.rows) else "fine")
+    manifest = drive(fleet, rows(12), ledger)
+    assert set(manifest.failed) == {"k5"}
+    assert manifest.failed["k5"].tries == 3
+    assert "killed" in manifest.failed["k5"].reason
+    assert len(manifest.samples) == 11
+    assert all(len(t.rows) == 1 and t.alone for t in fleet.tasks if t.tries == 2)
+
+
+def test_skipped_rows_are_tried_and_then_failed_refused_ones_are_not_tried_again(ledger):
+    fleet = LossyFleet(lambda task: "skip" if task.rows[0].key == "k0" else "refuse", replicas=1)
+    items = [*rows(2), RowFate("bad", 2, "refused", "not JSON", 0)]
+    manifest = drive(fleet, items, ledger, task_rows=1)
+    assert {k: f.fate for k, f in {**manifest.refused, **manifest.failed}.items()} == {
+        "bad": "refused",
+        "k1": "refused",
+        "k0": "failed",
+    }
+    assert sum(t.rows[0].key == "k1" for t in fleet.tasks) == 1
+    assert sum(t.rows[0].key == "k0" for t in fleet.tasks) == 3
+
+
+def test_fates_of_rows_are_receipts_that_a_later_attempt_reads(ledger, tmp_path):
+    drive(LossyFleet(), [RowFate(f"bad{i}", i, "refused", "why", 0) for i in range(2500)], ledger)
+    assert len(load_manifest(LocalStore(tmp_path)).refused) == 2500
+
+
+def test_without_any_replica_the_run_ends_with_the_reason(ledger):
+    with pytest.raises(EngineError, match="no engine"):
+        drive(LossyFleet(lambda _: "die for good", replicas=1), rows(5), ledger)
+
+
+@pytest.mark.parametrize(
+    ("lost", "error"),
+    [
+        (Lost((), "attempt 2 took over", fatal=True, fenced=True), Fenced),
+        (Lost((), "Denied: no", fatal=True), StoreError),
+    ],
+)
+def test_a_store_that_refuses_ends_the_run(ledger, lost, error):
+    fleet = LossyFleet()
+    fleet.events.append(lost)
+    with pytest.raises(error):
+        drive(fleet, rows(5), ledger)
+
+
+def test_a_lost_part_alone_does_not_end_the_run(ledger):
+    fleet = LossyFleet()
+    fleet.events.append(Lost((Segment("k0", 0, 0, 3, 3),), "Unavailable: slow"))
+    assert len(drive(fleet, rows(5), ledger).samples) == 5
+
+
+def test_a_fenced_driver_writes_no_receipt_of_its_own(ledger, tmp_path):
+    take_attempt(LocalStore(tmp_path), {})
+    with pytest.raises(Fenced):
+        drive(LossyFleet(), [RowFate("bad", 0, "refused", "why", 0)], ledger)
+    assert load_manifest(LocalStore(tmp_path)).refused == {}
+
+
+def test_stop_hands_out_nothing_more_and_makes_durable_what_is_there(ledger):
+    fleet = LossyFleet()
+    manifest = ledger._manifest
+    progress = Progress(100, console=Console(file=io.StringIO()))
+    driver = Driver(fleet, manifest, ledger, progress, task_rows=4, max_tries=3)
+    real = fleet.submit
+
+    def submit(replica, task):
+        real(replica, task)
+        if task.number == 3:
+            driver.stop()
+
+    fleet.submit = submit
+    driver.run(iter(rows(100)))
+    assert driver.stopped
+    assert len(manifest.samples) == 12
