@@ -50,7 +50,9 @@ def object_name(key: str) -> str:
 class Segment:
     """Tokens ``[start, stop)`` of the ``total`` tokens of sample ``key``; segments of a sample count from 0.
 
-    ``row``: the input row (from 0) that the sample came from, where there was one. Receipts keep it; parts do not.
+    ``row``: the input row (from 0) that the sample came from, where there was one; ``sample_hash``: ``token_hash`` of
+    the whole sample's ids, by which segments know each other again when a row was computed twice. Receipts keep both;
+    parts do not.
     """
 
     key: str
@@ -59,6 +61,7 @@ class Segment:
     stop: int
     total: int
     row: int | None = field(default=None, compare=False)
+    sample_hash: str = field(default="", compare=False)
 
     @property
     def num_tokens(self) -> int:
@@ -72,7 +75,8 @@ class Page:
     ``data`` is a contiguous array of the dtype's carrier (``CARRIER``), shape ``[L, rows, H]`` when ``order`` is
     ``"LTH"`` or ``[rows, L, H]`` when it is ``"TLH"``; ``rows >= stop - start``, as the gather copies whole cache
     blocks; the rows past ``stop - start`` mean nothing.
-    Every page of a segment but the last has ``chunk_tokens`` tokens, and starts at a multiple of it from the segment's start.
+    Every page of a segment but the last has ``chunk_tokens`` tokens, and starts at a multiple of them from the
+    segment's start.
     """
 
     segment: Segment

@@ -11,6 +11,7 @@ import torch
 from hsx_dist.connector.gather import Order, cache_order, gather, page_shape
 from hsx_dist.connector.metadata import Save, StepMetadata
 from hsx_dist.connector.outlet import Outlet, PageRef
+from hsx_dist.format.receipt import token_hash
 from hsx_dist.page import Segment
 
 #: How long a step without tokens waits for the ring, so that an engine that has nothing to do does not spin.
@@ -52,6 +53,7 @@ class _Copy:
 
     save: Save
     blocks: torch.Tensor  # int64, on the cache's device
+    sample_hash: str
     next: int = 0
     event: torch.cuda.Event | None = None
 
@@ -102,7 +104,7 @@ class WorkerHalf:
         for save in meta.saves:
             if save.owner == self._rank:
                 blocks = torch.from_numpy(save.block_ids).to(self._cache.device, non_blocking=True)
-                self._waiting.append(_Copy(save, blocks))
+                self._waiting.append(_Copy(save, blocks, token_hash(save.token_ids)))
         if not self._waiting:
             return
         if self._stream is None:
@@ -160,7 +162,9 @@ class WorkerHalf:
             PageRef(
                 offset=offset,
                 shape=shape,
-                segment=Segment(copy.save.key, index, segment_start, segment_stop, total, copy.save.row),
+                segment=Segment(
+                    copy.save.key, index, segment_start, segment_stop, total, copy.save.row, copy.sample_hash
+                ),
                 start=start,
                 stop=stop,
                 chunk_tokens=self.plan.page_tokens,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import google_crc32c
-import numpy as np
+import crc32c as _crc32c
 
 from hsx_dist.store.base import Buffer, as_bytes_view
 
@@ -17,10 +16,9 @@ def crc32c(data: Buffer, value: int = 0) -> int:
     Raises ``ValueError`` when ``data`` is not contiguous.
     """
     if isinstance(data, bytes):
-        return int(google_crc32c.extend(value, data))
+        return int(_crc32c.crc32c(data, value))
     view = as_bytes_view(data)
-    # The extension refuses memoryviews and writable buffers, yet takes numpy arrays: one over the same memory.
-    return int(google_crc32c.extend(value, np.frombuffer(view, dtype=np.uint8))) if view.nbytes else value
+    return int(_crc32c.crc32c(view, value))
 
 
 def crc32c_all(buffers: Iterable[Buffer], value: int = 0) -> int:

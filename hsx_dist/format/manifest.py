@@ -184,33 +184,38 @@ class Manifest:
 
 def _whole(key: str, attempt: int, proofs: list[tuple[str, SegmentProof]]) -> tuple[SampleRecord | None, str | None]:
     """(the sample that one attempt proves, what contradicts itself in it), each ``None`` when there is none."""
-    chosen: dict[tuple[int, int, int], tuple[str, SegmentProof]] = {}
+    # Segments of one sample agree in their total and in the hash of all its tokens; only such are joined.
+    chosen: dict[tuple[_Identity, int, int], tuple[str, SegmentProof]] = {}
     mixed = False
     for part, proof in sorted(proofs, key=lambda item: (item[0], item[1].slot)):  # the lowest part name first
         s = proof.segment
-        first = chosen.setdefault((s.total, s.index, s.start), (part, proof))
+        first = chosen.setdefault(((s.total, proof.sample_hash), s.index, s.start), (part, proof))
         mixed |= (first[1].segment.stop, first[1].token_hash) != (s.stop, proof.token_hash)
-    totals = sorted({total for total, _, _ in chosen})
+    samples = sorted({sample for sample, _, _ in chosen})
     dispute = None
-    if mixed or len(totals) > 1:
+    if mixed or len(samples) > 1:
         names = ", ".join(sorted({part for part, _ in proofs}))
         dispute = f"sample {key!r}: attempt {attempt} stored it with different tokens ({names})"
-    # Two runs of one sample whose tokens differ must not be joined; a single segment stands alone.
-    runs = [run for run in (_cover(total, chosen) for total in totals) if run and not (mixed and len(run) > 1)]
+    # Where the whole sample's hash is not known, runs whose tokens differ must not be joined either.
+    runs = [run for run in (_cover(sample, chosen) for sample in samples) if run and not (mixed and len(run) > 1)]
     if not runs:
         return None, dispute
     best = min(runs, key=lambda run: run[0][0])
     return SampleRecord(key, best[0][1].segment.total, attempt, best[0][1].row, tuple(best)), dispute
 
 
+#: What all segments of a sample share: its number of tokens, and the hash of their ids.
+_Identity = tuple[int, str]
+
+
 def _cover(
-    total: int, chosen: Mapping[tuple[int, int, int], tuple[str, SegmentProof]]
+    sample: _Identity, chosen: Mapping[tuple[_Identity, int, int], tuple[str, SegmentProof]]
 ) -> list[tuple[str, SegmentProof]]:
-    """Segments 0, 1, … that cover tokens ``[0, total)`` without a gap; empty when there are none."""
+    """Segments 0, 1, … that cover all the sample's tokens without a gap; empty when there are none."""
     run: list[tuple[str, SegmentProof]] = []
     at = 0
-    while at < total:
-        item = chosen.get((total, len(run), at))
+    while at < sample[0]:
+        item = chosen.get((sample, len(run), at))
         if item is None:
             return []
         run.append(item)

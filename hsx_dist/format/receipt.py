@@ -23,7 +23,7 @@ _BEFORE_CRC, _AFTER_CRC = b'{"crc32c":"', b'","receipt":'
 _HEADER = len(_BEFORE_CRC) + 8 + len(_AFTER_CRC)
 # A table, not objects: a receipt may prove tens of thousands of segments.
 _SEGMENT_COLUMNS = [
-    "key", "index", "start", "stop", "total", "slot", "token_hash", "raw_bytes", "stored_bytes", "row"
+    "key", "index", "start", "stop", "total", "slot", "token_hash", "raw_bytes", "stored_bytes", "row", "sample_hash"
 ]  # fmt: skip
 _ROW_COLUMNS = ["key", "row", "fate", "reason", "tries"]
 _HEX8, _HEX16 = re.compile(r"[0-9a-f]{8}"), re.compile(r"[0-9a-f]{16}")
@@ -37,6 +37,7 @@ class SegmentProof:
 
     ``slot``: its position among the part's segments. ``token_hash``: ``token_hash`` of its ids. ``raw_bytes`` and
     ``stored_bytes``: size of its states before and after encoding. ``row``: the input row it came from, if known.
+    ``sample_hash``: ``token_hash`` of all ids of the sample, if known: only segments that agree in it belong together.
     """
 
     segment: Segment
@@ -45,6 +46,7 @@ class SegmentProof:
     raw_bytes: int
     stored_bytes: int
     row: int | None = None
+    sample_hash: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,10 @@ def token_hash(token_ids: np.ndarray[Any, Any]) -> str:
 
 def _segment_row(p: SegmentProof) -> list[Any]:
     s = p.segment
-    return [s.key, s.index, s.start, s.stop, s.total, p.slot, p.token_hash, p.raw_bytes, p.stored_bytes, p.row]
+    return [
+        s.key, s.index, s.start, s.stop, s.total, p.slot, p.token_hash, p.raw_bytes, p.stored_bytes, p.row,
+        p.sample_hash,
+    ]  # fmt: skip
 
 
 def _open(data: bytes, where: str) -> _Json:
@@ -191,7 +196,7 @@ def _receipt(b: _Json) -> Receipt:
 
 
 def _proof(row: Any) -> SegmentProof:
-    key, index, start, stop, total, slot, token_hash, raw, stored, number = row
+    key, index, start, stop, total, slot, token_hash, raw, stored, number, sample_hash = row
     for value in (index, start, stop, total, slot, raw, stored):
         if type(value) is not int or not 0 <= value < _LARGEST:
             raise ValueError(f"segments: expected counts, came {value!r}")
@@ -201,7 +206,9 @@ def _proof(row: Any) -> SegmentProof:
         raise ValueError(f"segments: expected a key and a hash of 16 hex digits, came {key!r}, {token_hash!r}")
     if number is not None:
         _count(number, "segments: row")
-    return SegmentProof(Segment(key, index, start, stop, total), slot, token_hash, raw, stored, number)
+    if sample_hash != "" and (type(sample_hash) is not str or not _HEX16.fullmatch(sample_hash)):
+        raise ValueError(f"segments: expected a sample's hash of 16 hex digits, or none, came {sample_hash!r}")
+    return SegmentProof(Segment(key, index, start, stop, total), slot, token_hash, raw, stored, number, sample_hash)
 
 
 def _fate(row: Any) -> RowFate:

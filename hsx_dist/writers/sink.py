@@ -62,7 +62,7 @@ class SinkOptions:
     uploads: int = 2
 
 
-#: A part is sealed before its header grows beyond this: readers fetch the header whole, and safetensors stops at 100 MB.
+#: A part is sealed before its header grows beyond this: readers fetch it whole, and safetensors stops at 100 MB.
 MAX_HEADER_BYTES = 32 << 20
 
 
@@ -205,6 +205,7 @@ class PartSink:
                     raw_bytes=s.raw_nbytes,
                     stored_bytes=s.nbytes,
                     row=s.segment.row,
+                    sample_hash=s.segment.sample_hash,
                 )
                 for slot, s in enumerate(segments)
             )

@@ -116,9 +116,7 @@ def test_only_the_owner_copies_and_reports():
 
 
 def test_plan_is_whole_blocks_within_page_frame_and_segment():
-    plan = Plan.of(
-        block_size=16, layers=4, hidden_size=576, itemsize=2, page_bytes=8 << 20, segment_bytes=64 << 20
-    )
+    plan = Plan.of(block_size=16, layers=4, hidden_size=576, itemsize=2, page_bytes=8 << 20, segment_bytes=64 << 20)
     assert plan.page_tokens % 16 == 0
     assert plan.page_tokens * 576 * 2 <= 1 << 20  # a layer's share of a page is one frame
     assert plan.segment_tokens % plan.page_tokens == 0

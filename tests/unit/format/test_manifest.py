@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -71,6 +72,22 @@ def test_a_sample_exists_when_its_segments_cover_it() -> None:
         (part_name(1, "w", 1), third, 0),
     ]
     assert manifest.conflicts == []
+
+
+def test_segments_of_two_tries_with_other_tokens_are_never_joined() -> None:
+    """Sampled answers differ from try to try: half of one and half of the other would be a sample that never was."""
+    halves = [Segment("k", 0, 0, 5, 10), Segment("k", 1, 5, 10, 10)]
+
+    def proof(half: int, sample: str) -> Receipt:
+        r = _receipt(1, 1 + half + 2 * int(sample), halves[half], tokens=100 * int(sample))
+        (p,) = r.segments
+        return replace(r, segments=(replace(p, sample_hash=sample * 16),))
+
+    manifest = Manifest([proof(1, "0"), proof(0, "1")])
+    assert not manifest.samples
+    manifest.add(proof(1, "1"))
+    assert {p.sample_hash for _, p in manifest.samples["k"].segments} == {"1" * 16}
+    assert [part for part, _ in manifest.samples["k"].segments] == [part_name(1, "w", 3), part_name(1, "w", 4)]
 
 
 def test_segments_of_two_attempts_make_no_sample() -> None:

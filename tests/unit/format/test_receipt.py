@@ -58,7 +58,7 @@ def _receipts(draw: st.DrawFn) -> Receipt:
 
 
 def _example() -> Receipt:
-    proof = SegmentProof(Segment("key", 0, 0, 5, 9), 0, "0123456789abcdef", 50, 40, 7)
+    proof = SegmentProof(Segment("key", 0, 0, 5, 9), 0, "0123456789abcdef", 50, 40, 7, "fedcba9876543210")
     fate = RowFate("bad", 3, "refused", "too long", 1)
     return Receipt(
         1, "w-0", 1, "data/p.safetensors", 100, "0000abcd", 10, 50, (proof,), (fate,), "2026-01-01T00:00:00Z"
@@ -77,10 +77,10 @@ def test_what_is_written_is_read(receipt: Receipt) -> None:
 def test_the_bytes_are_what_they_were() -> None:
     """Stored receipts outlive this code: a change here is a new format."""
     assert _example().to_json() == (
-        b'{"crc32c":"9a8ac2fd","receipt":{"format":"hsx-receipt/1","attempt":1,"writer":"w-0","seq":1,'
+        b'{"crc32c":"48d2a12e","receipt":{"format":"hsx-receipt/1","attempt":1,"writer":"w-0","seq":1,'
         b'"part":"data/p.safetensors","size":100,"crc32c":"0000abcd","header_bytes":10,"raw_bytes":50,'
-        b'"segment_columns":["key","index","start","stop","total","slot","token_hash","raw_bytes","stored_bytes","row"],'
-        b'"segments":[["key",0,0,5,9,0,"0123456789abcdef",50,40,7]],'
+        b'"segment_columns":["key","index","start","stop","total","slot","token_hash","raw_bytes","stored_bytes","row",'
+        b'"sample_hash"],"segments":[["key",0,0,5,9,0,"0123456789abcdef",50,40,7,"fedcba9876543210"]],'
         b'"row_columns":["key","row","fate","reason","tries"],"rows":[["bad",3,"refused","too long",1]],'
         b'"created":"2026-01-01T00:00:00Z"}}'
     )

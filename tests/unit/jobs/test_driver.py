@@ -22,9 +22,9 @@ from hsx_dist.writers.sink import Lost
 
 
 class LossyFleet:
-    """Two replicas that compute at once, and one writer that stores on ``flush``; ``plan(task)`` says what goes wrong."""
+    """Two replicas that compute at once, one writer that stores on ``flush``; ``plan(task)`` says what goes wrong."""
 
-    def __init__(self, plan=lambda task: "fine", replicas=2):
+    def __init__(self, plan=lambda _: "fine", replicas=2):
         self.plan = plan
         self.replicas = replicas
         self.events: deque = deque()
@@ -67,7 +67,7 @@ class LossyFleet:
                     self.open.append(row.key)
         self.events.append((replica, TaskDone(replica, result)))
 
-    def poll(self, timeout):
+    def poll(self, timeout):  # noqa: ARG002 - nothing here takes time
         events, self.events = list(self.events), deque()
         self.dead.clear()
         found = []
