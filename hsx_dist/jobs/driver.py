@@ -185,7 +185,7 @@ class Driver:
         return min(free, key=lambda r: len(self._ready[r]), default=None)
 
     def _next_task(self, rows: Iterator[Row | RowFate], *, idle: bool) -> Task | None:
-        """The next task for a replica that has nothing else to do (``idle``), or has; None when it can have none now."""
+        """The next task for a replica, which has nothing else to do if ``idle``; None when it can have none now."""
         if self._again and not (self._again[0].alone and not idle):
             return self._again.popleft()
         batch: list[Row] = []
