@@ -29,5 +29,6 @@ for place in ${PIP_FIND_LINKS:-}; do torch+=(--find-links "$place"); done
 [ ${#torch[@]} -gt 0 ] || torch=(--torch-backend cpu)
 
 # sync installs exactly the lock and asks no package what else it would like: torchvision and its kin stay out.
-.venv/bin/uv pip sync --quiet --python .venv/bin/python "${torch[@]}" "$lock"
+# Compiled once here, for where PYTHONDONTWRITEBYTECODE is set every process would compile vLLM anew, for half its start.
+.venv/bin/uv pip sync --compile-bytecode --quiet --python .venv/bin/python "${torch[@]}" "$lock"
 .venv/bin/uv pip install --quiet --python .venv/bin/python --no-build-isolation --no-deps --editable .

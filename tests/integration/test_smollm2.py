@@ -1,0 +1,70 @@
+"""A real language model: SmolLM2-135M through the command line, in bf16 and in float32, compared with transformers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hsx_dist.reading import load_hidden_states, open_run
+from tests.integration.oracle import Oracle
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS = (2, 15, 27, 30)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> Path:
+    """Every eleventh row of the demo: some two dozen, chats among them."""
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    lines = (ROOT / "configs" / "demo" / "prompts.jsonl").read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[::11]))
+    return path
+
+
+def extract(rows: Path, output: Path, dtype: str) -> str:
+    settings = [f"engine_kwargs.dtype={dtype}", "engine_kwargs.enforce_eager=true", "engine_kwargs.max_model_len=2048"]
+    flags = ["--model", "builtin:smollm2-135m-instruct", "--input", str(rows), "--layers", "2,15,27,last"]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "hsx_dist.cli",
+            "extract",
+            *flags,
+            "--output",
+            str(output),
+            "--pool",
+            "threads",
+            *settings,
+            "check_samples=4",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize(("dtype", "layer_limit", "norm_limit"), [("float32", 1e-3, 1e-3), ("bfloat16", 0.05, 0.08)])
+def test_stored_states_are_those_of_transformers(rows, smollm2_path, tmp_path, dtype, layer_limit, norm_limit):
+    said = extract(rows, tmp_path / "run", dtype)
+    assert "4 samples against transformers" in said
+    run = open_run(str(tmp_path / "run"))
+    wanted = [json.loads(line)["id"] for line in rows.read_text().splitlines()]
+    assert run.keys() == wanted  # samples come in the order of their rows
+    oracle = Oracle(smollm2_path, getattr(torch, dtype))
+    for sample in run:
+        data = load_hidden_states(str(tmp_path / "run"), sample.key)
+        assert tuple(data["layer_ids"].tolist()) == LAYERS
+        assert data["hidden_states"].dtype == getattr(torch, dtype)
+        errors = oracle.errors(data["token_ids"].tolist(), data["hidden_states"], LAYERS)
+        for layer, (whole, worst_row) in errors.items():
+            error = worst_row if dtype == "float32" else whole
+            assert error < (norm_limit if layer == 30 else layer_limit), (sample.key, layer, error)
