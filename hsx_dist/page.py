@@ -52,7 +52,8 @@ class Segment:
 
     ``row``: the input row (from 0) that the sample came from, where there was one; ``sample_hash``: ``token_hash`` of
     the whole sample's ids, by which segments know each other again when a row was computed twice. Receipts keep both;
-    parts do not.
+    parts do not. ``source`` is the same for the pages of one copy out of a cache, and for no others: when a row is
+    computed again, what came of it before is not mixed with what comes now.
     """
 
     key: str
@@ -62,6 +63,7 @@ class Segment:
     total: int
     row: int | None = field(default=None, compare=False)
     sample_hash: str = field(default="", compare=False)
+    source: str = field(default="", compare=False)
 
     @property
     def num_tokens(self) -> int:

@@ -129,8 +129,12 @@ class BridgeServer:
                     except OSError:
                         pass  # the engine is gone; its pages still went to the writers
 
-                if pages:
-                    sender.send(pages, release)
+                try:
+                    if pages:
+                        sender.send(pages, release)
+                except Exception:
+                    # The ring must go round and the engine live on; what is missing has no receipt.
+                    log.exception("%d pages were not shipped", len(pages))
                 for shipped in told:
                     self._on_shipped(shipped)
         except (EOFError, OSError):

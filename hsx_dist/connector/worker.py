@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from uuid import uuid4
 
 import torch
 
@@ -54,6 +55,7 @@ class _Copy:
     save: Save
     blocks: torch.Tensor  # int64, on the cache's device
     sample_hash: str
+    source: str
     next: int = 0
     event: torch.cuda.Event | None = None
 
@@ -104,7 +106,7 @@ class WorkerHalf:
         for save in meta.saves:
             if save.owner == self._rank:
                 blocks = torch.from_numpy(save.block_ids).to(self._cache.device, non_blocking=True)
-                self._waiting.append(_Copy(save, blocks, token_hash(save.token_ids)))
+                self._waiting.append(_Copy(save, blocks, token_hash(save.token_ids), uuid4().hex[:12]))
         if not self._waiting:
             return
         if self._stream is None:
@@ -163,7 +165,14 @@ class WorkerHalf:
                 offset=offset,
                 shape=shape,
                 segment=Segment(
-                    copy.save.key, index, segment_start, segment_stop, total, copy.save.row, copy.sample_hash
+                    key=copy.save.key,
+                    index=index,
+                    start=segment_start,
+                    stop=segment_stop,
+                    total=total,
+                    row=copy.save.row,
+                    sample_hash=copy.sample_hash,
+                    source=copy.source,
                 ),
                 start=start,
                 stop=stop,

@@ -12,7 +12,7 @@ from itertools import islice
 
 from hsx_dist.errors import AlreadyExists, EngineError, Fenced, StoreError
 from hsx_dist.format.manifest import Manifest, Receipt, RowFate, receipt_name
-from hsx_dist.format.runs import beat, is_fenced
+from hsx_dist.format.runs import beat, is_fenced, load_manifest
 from hsx_dist.jobs.fleet import Fleet, FleetEvent, ReplicaDied, ReplicaReady, TaskDone
 from hsx_dist.jobs.rows import Row
 from hsx_dist.jobs.tasks import Task, TaskResult
@@ -31,7 +31,7 @@ class RowLedger:
     """The driver's own receipts: rows that end without a sample, and why."""
 
     def __init__(self, store: Store, attempt: int, manifest: Manifest, *, batch: int = 1000):
-        self._store = store
+        self.store = store
         self._attempt = attempt
         self._manifest = manifest
         self._writer = f"driver-{uuid.uuid4().hex[:8]}"
@@ -54,8 +54,8 @@ class RowLedger:
         """
         if not self._rows:
             return
-        if is_fenced(self._store, self._attempt):
-            raise Fenced(f"attempt {self._attempt} of {self._store.url} is no longer the newest")
+        if is_fenced(self.store, self._attempt):
+            raise Fenced(f"attempt {self._attempt} of {self.store.url} is no longer the newest")
         receipt = Receipt(
             attempt=self._attempt,
             writer=self._writer,
@@ -71,9 +71,9 @@ class RowLedger:
         )
         name, body = receipt_name(self._attempt, self._writer, receipt.seq), receipt.to_json()
         try:
-            self._store.put_if_absent(name, body)
+            self.store.put_if_absent(name, body)
         except AlreadyExists:
-            if self._store.get(name) != body:  # the name is ours alone: a put that was sent twice
+            if self.store.get(name) != body:  # the name is ours alone: a put that was sent twice
                 raise
         self._seq += 1
         self._rows.clear()
@@ -163,11 +163,12 @@ class Driver:
                     break
                 self._ready[replica].append(task)
                 self._fleet.submit(replica, task)
-            running = any(self._ready.values())
-            if not running and (self._stop.is_set() or (exhausted and not self._again)):
+            if self._stop.is_set():
+                # Little time may be left: what is shipped is made durable, what is still computed is left to a resume.
                 self._handle_all(self._fleet.flush())
-                if self._stop.is_set():
-                    break
+                break
+            if not any(self._ready.values()) and exhausted and not self._again:
+                self._handle_all(self._fleet.flush())
                 self._try_unproven_again()
                 if not self._again:
                     break
@@ -261,8 +262,13 @@ class Driver:
             self._run_again(rows, task.tries, f"its engine died: {event.reason}")
 
     def _try_unproven_again(self) -> None:
-        """After a flush everything shipped is proven, or was lost with its writer."""
-        shipped, self._shipped = self._shipped, {}
+        """After a flush everything shipped is proven, or was lost with its writer; a writer that died may have proven
+        more than it could tell, so the store is asked before anything is computed again."""
+        if self._shipped:
+            for receipt in load_manifest(self._ledger.store).receipts:
+                self._manifest.add(receipt)
+        shipped = {key: value for key, value in self._shipped.items() if key not in self._manifest.samples}
+        self._shipped = {}
         for row, tries in shipped.values():
             self._run_again((row,), tries, "its writer died or could not store it")
 

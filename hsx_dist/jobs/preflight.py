@@ -24,7 +24,7 @@ TESTED = {"vllm": ("0.32", "0.33"), "ray": ("2.60", "2.61")}
 #: Tokens of a cache block where ``engine_kwargs`` does not say: vLLM's default on CPU, the largest of its defaults.
 BLOCK_TOKENS = 128
 #: Older ones lack what the connector needs (the cache view of vLLM 0.31 and before has other axes).
-LOWEST = {"vllm": "0.32", "ray": "2.50"}
+LOWEST = {"vllm": "0.32", "ray": "2.55"}
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,13 +51,9 @@ class WriterActor:
         try:
             for page in pages:
                 self._sink.add(page)
-        except HsxError as e:
+        except (HsxError, ValueError) as e:
             return f"{type(e).__name__}: {e}"
         return None
-
-    @ray.method(concurrency_group="control")
-    def abandon(self, segment: Segment) -> None:
-        self._sink.abandon(segment)
 
     @ray.method(concurrency_group="control")
     def flush(self) -> None:
@@ -105,19 +102,25 @@ class RaySender:
         self._unanswered: list[dict[Any, tuple[int, tuple[Segment, ...]]]] = [{} for _ in self._writers]
         self._route: dict[tuple[str, int], int] = {}
         self._turn = 0
+        # ``flush`` comes from another thread than ``send``.
+        self._lock = threading.Lock()
 
     def send(self, pages: Sequence[Page], release: Callable[[Page], None]) -> None:
         try:
-            for writer, batch in self._routed(pages).items():
-                nbytes = sum(p.nbytes for p in batch)
-                self._settle(writer, self._credit - nbytes)
-                segments = tuple(dict.fromkeys(p.segment for p in batch))
-                # Ray copies the arrays into its object store before .remote() returns: then the ring may reuse them.
-                ref = self._writers[writer].add_pages.remote(batch)
-                self._unanswered[writer][ref] = (nbytes, segments)
+            with self._lock:
+                for writer, batch in self._routed(pages).items():
+                    self._send_to(writer, batch)
         finally:
             for page in pages:
                 release(page)
+
+    def _send_to(self, writer: int, batch: list[Page]) -> None:
+        nbytes = sum(p.nbytes for p in batch)
+        self._settle(writer, self._credit - nbytes)
+        segments = tuple(dict.fromkeys(p.segment for p in batch))
+        # Ray copies the arrays into its object store before .remote() returns: then the ring may reuse them.
+        ref = self._writers[writer].add_pages.remote(batch)
+        self._unanswered[writer][ref] = (nbytes, segments)
 
     def _routed(self, pages: Sequence[Page]) -> dict[int, list[Page]]:
         """Pages by writer: a segment's pages all go to one, segments in turn."""
@@ -147,8 +150,9 @@ class RaySender:
                     self._on_lost(Lost(segments, refused))
 
     def flush(self) -> None:
-        for writer in range(len(self._writers)):
-            self._settle(writer, 0)
+        with self._lock:
+            for writer in range(len(self._writers)):
+                self._settle(writer, 0)
 
     def close(self) -> None:
         self.flush()

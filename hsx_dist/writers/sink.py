@@ -67,6 +67,15 @@ MAX_HEADER_BYTES = 32 << 20
 
 
 @dataclass(slots=True)
+class _Filling:
+    """A segment of which not all pages are here. ``nbytes``: encoded so far."""
+
+    encoder: SegmentEncoder
+    source: str
+    nbytes: int = 0
+
+
+@dataclass(slots=True)
 class _OpenPart:
     segments: list[EncodedSegment] = field(default_factory=list)
     nbytes: int = 0
@@ -88,8 +97,7 @@ class PartSink:
         # A writer that died and came back must not meet its own names: each incarnation is a writer of its own.
         self.name = f"{options.writer}-{uuid.uuid4().hex[:8]}"
         self._lock = threading.Condition()
-        self._encoders: dict[tuple[str, int], SegmentEncoder] = {}
-        self._encoded: dict[tuple[str, int], int] = {}
+        self._filling: dict[tuple[str, int], _Filling] = {}
         self._open = _OpenPart()
         self._held = 0
         self._storing: set[Future[None]] = set()
@@ -114,31 +122,35 @@ class PartSink:
         key = (page.segment.key, page.segment.index)
         grown = -page.nbytes
         try:
+            filling = self._filling_for(page.segment)
+            size = filling.encoder.add(page)
             with self._lock:
-                encoder = self._encoders.get(key)
-                if encoder is None:
-                    encoder = self._encoders[key] = SegmentEncoder(self._opt.codec)
-            size = encoder.add(page)
-            grown += size
-            with self._lock:
-                self._encoded[key] = self._encoded.get(key, 0) + size
                 # Of several threads that add to one segment exactly one sees it complete *and* still there.
-                done = encoder.complete and self._encoders.get(key) is encoder
+                here = self._filling.get(key) is filling
+                if here:
+                    grown += size
+                    filling.nbytes += size
+                done = here and filling.encoder.complete
                 if done:
-                    del self._encoders[key], self._encoded[key]
+                    del self._filling[key]
             if done:
-                self._append(encoder.finish())
+                self._append(filling.encoder.finish())
         finally:
             with self._lock:
                 self._held += grown
                 self._lock.notify_all()
 
-    def abandon(self, segment: Segment) -> None:
-        """Forget the pages of a segment whose rest will never come."""
+    def _filling_for(self, segment: Segment) -> _Filling:
+        died, its row is computed again) is dropped: the rest of that will never come."""
+        died, its row is computed again) is dropped: the rest of that one will never come."""
+        key = (segment.key, segment.index)
         with self._lock:
-            self._encoders.pop((segment.key, segment.index), None)
-            self._held -= self._encoded.pop((segment.key, segment.index), 0)
-            self._lock.notify_all()
+            filling = self._filling.get(key)
+            if filling is None or filling.source != segment.source:
+                if filling is not None:
+                    self._held -= filling.nbytes
+                filling = self._filling[key] = _Filling(SegmentEncoder(self._opt.codec), segment.source)
+            return filling
 
     def _admit(self, nbytes: int) -> None:
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -115,11 +116,25 @@ def test_a_segment_without_its_last_page_is_never_stored(store):
     sink = PartSink(store, options(), events.append)
     for page in pages("k", 40)[:-1]:
         sink.add(page)
-    sink.abandon(pages("k", 40)[0].segment)
     sink.close()
     assert events == []
-    assert sink.held_bytes == 0
     assert load_manifest(store).samples == {}
+
+
+def test_a_row_that_is_computed_again_is_not_mixed_with_what_its_dead_engine_left(store):
+    sink = PartSink(store, options(), lambda _: None)
+
+    def copied(source, seed):
+        return [replace(p, segment=replace(p.segment, source=source)) for p in pages("k", 100, seed=seed)]
+
+    for page in copied("first", seed=500)[:2]:
+        sink.add(page)
+    for page in copied("second", seed=0):
+        sink.add(page)
+    assert sink.held_bytes > 0
+    sink.close()
+    assert sink.held_bytes == 0
+    check_readable(store, load_manifest(store), "k", 100)
 
 
 def test_a_newer_attempt_fences_the_sink_off(store):

@@ -1,0 +1,56 @@
+"""What of the fleet on Ray needs no Ray to be run."""
+
+from __future__ import annotations
+
+import pytest
+
+from hsx_dist.errors import ConfigError
+from hsx_dist.jobs.cluster import check_output, credential_environment
+from hsx_dist.jobs.cores import CoreClaim, omp_binding
+
+
+@pytest.mark.parametrize("output", ["runs/x", "/data/x", "file:///data/x", "memory://x"])
+def test_a_nodes_own_disk_is_refused_where_there_are_several_nodes(output):
+    check_output(output, 1)
+    with pytest.raises(ConfigError, match=r"all 2 nodes share.*store\.shared"):
+        check_output(output, 2)
+
+
+def test_an_object_store_is_shared_by_all_nodes():
+    check_output("s3://bucket/x", 100)
+
+
+def test_two_claims_share_no_core():
+    first = CoreClaim(1)
+    second = CoreClaim(1)
+    try:
+        assert not set(first.cores) & set(second.cores)
+    finally:
+        first.release()
+        second.release()
+    third = CoreClaim(1)
+    assert third.cores == first.cores  # given back
+    third.release()
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "wanted", "binding"),
+    [
+        ([0, 1], 1, 2, "0,1"),
+        ([0, 1], 2, 2, "0|1"),
+        ([4, 5, 6, 7], 2, 4, "4,5|6,7"),
+        ([0], 1, 2, "nobind"),
+        ([0], 2, 1, "nobind"),
+    ],
+)
+def test_binding_gives_every_rank_its_share(cores, ranks, wanted, binding):
+    assert omp_binding(cores, ranks, wanted) == binding
+
+
+def test_what_a_store_needs_of_the_environment_travels_and_nothing_else(monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "f")
+    monkeypatch.setenv("MY_TOKEN", "t")
+    found = credential_environment()
+    assert {"AWS_SECRET_ACCESS_KEY", "GOOGLE_APPLICATION_CREDENTIALS"} <= set(found)
+    assert "MY_TOKEN" not in found
