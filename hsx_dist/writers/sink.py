@@ -141,8 +141,11 @@ class PartSink:
                 self._lock.notify_all()
 
     def _filling_for(self, segment: Segment) -> _Filling:
-        died, its row is computed again) is dropped: the rest of that will never come."""
-        died, its row is computed again) is dropped: the rest of that one will never come."""
+        """Where the pages of this copy of the segment are collected.
+
+        What another copy of it left unfinished (its engine died, and its row is computed again) is dropped: the rest
+        of that one will never come.
+        """
         key = (segment.key, segment.index)
         with self._lock:
             filling = self._filling.get(key)
