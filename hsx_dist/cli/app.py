@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Optional
 
 import typer
@@ -56,12 +57,17 @@ def extract(
     input_: Annotated[Optional[str], typer.Option("--input", help="JSONL file of rows, a path or URL.")] = None,  # noqa: UP045
     layers: Annotated[Optional[str], typer.Option(help="E.g. 2,15,last; or all; or eagle3.")] = None,  # noqa: UP045
     output: Annotated[Optional[str], typer.Option(help="Folder or URL of the run.")] = None,  # noqa: UP045
-    pool: Annotated[Optional[str], typer.Option(help="ray, or threads: all in this process.")] = None,  # noqa: UP045
+    pool: Annotated[
+        str | None,
+        typer.Option(help="ray, or threads: all in this process (the default without --config and RAY_ADDRESS)."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Extract hidden states of the rows of a file; a second run goes on where the first stopped."""
     from hsx_dist.cli.extract import run
 
+    if config is None and pool is None and "RAY_ADDRESS" not in os.environ:
+        pool = "threads"  # the quick case, and no cluster at hand: one process, no Ray
     flags = {"model": model, "layers": layers, "output": output, "pool": pool}
     direct = {name: value for name, value in flags.items() if value is not None}
     if input_ is not None:

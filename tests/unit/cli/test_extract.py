@@ -127,3 +127,17 @@ def test_an_unexpected_error_is_no_bare_traceback(
     monkeypatch.setattr(extract_command, "load_config", broken)
     assert run("extract") == 1
     assert capsys.readouterr().err.splitlines()[-1].startswith("hsx: this should not happen (ZeroDivisionError)")
+
+
+@pytest.mark.parametrize(
+    ("address", "more", "pool"),
+    [(None, [], "threads"), ("auto", [], "ray"), (None, ["--pool", "ray"], "ray"), (None, ["pool=ray"], "ray")],
+)
+def test_the_quick_case_needs_no_ray(
+    asked: list[ExtractConfig], monkeypatch: pytest.MonkeyPatch, address: str | None, more: list[str], pool: str
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if address:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    assert run("extract", "--model", "M", "--input", "I", "--output", "O", *more) == 1
+    assert asked[0].pool == pool
