@@ -75,12 +75,19 @@ class SocketOutlet:
 class BridgeServer:
     """The parent's side: one connection and one shipping thread for every worker rank of its engine.
 
-    ``make_sender`` gives each rank a sender of its own; ``on_shipped`` is called from the shipping threads.
+    ``make_sender`` gives each rank a sender of its own (its owner closes it); ``on_shipped`` is called from the
+    shipping threads, and ``on_closed`` when a rank has ended, after all that it shipped.
     """
 
-    def __init__(self, make_sender: Callable[[], Sender], on_shipped: Callable[[Shipped], None]):
+    def __init__(
+        self,
+        make_sender: Callable[[], Sender],
+        on_shipped: Callable[[Shipped], None],
+        on_closed: Callable[[], None] = lambda: None,
+    ):
         self._make_sender = make_sender
         self._on_shipped = on_shipped
+        self._on_closed = on_closed
         # A folder that only this user can enter: the socket is no door for others on the machine.
         self._folder = Path(tempfile.mkdtemp(prefix="hsx-"))
         self.address = str(self._folder / "ring")
@@ -141,7 +148,7 @@ class BridgeServer:
             pass
         finally:
             sender.flush()
-            sender.close()
+            self._on_closed()
 
     def close(self) -> None:
         """End the listener; connections end when their engine does."""

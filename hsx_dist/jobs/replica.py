@@ -56,6 +56,8 @@ class Replica:
         self._shipped: queue.SimpleQueue[Shipped] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._running: dict[str, _Running] = {}  # by key
+        self._unanswered: dict[int, _Running] = {}  # every task whose future is open, by its number
+        self._lock = threading.Lock()  # between ``submit`` and the end of the loop
         self._in_process = spec.ranks == 1 and spec.engine_kwargs.get("distributed_executor_backend", "uni") == "uni"
         self._outlet: LocalOutlet | None = None
         self._bridge: BridgeServer | None = None
@@ -80,10 +82,12 @@ class Replica:
     def submit(self, task: Task) -> Future[TaskResult]:
         """Queue a task behind those that run. The future fails with ``EngineError`` if the engine dies."""
         running = _Running(task, TaskResult(task.number), Future(), set())
-        if self._failure is not None:
-            running.future.set_exception(self._died())
-            return running.future
-        self._inbox.put(running)
+        with self._lock:
+            if self._failure is None:
+                self._unanswered[task.number] = running
+                self._inbox.put(running)
+            else:
+                running.future.set_exception(self._died())
         self._wake.set()
         return running.future
 
@@ -96,7 +100,8 @@ class Replica:
         """End the engine and the shipping threads. Tasks still running fail."""
         self._inbox.put(None)
         self._wake.set()
-        self._thread.join()
+        # vLLM's client waits for ever for the answer of processes that were killed: that thread is left to itself.
+        self._thread.join(timeout=None if self._failure is None else 10)
         self._close_outlet()
 
     # -- where pages go ------------------------------------------------------------------------------------------
@@ -107,7 +112,7 @@ class Replica:
             address = f"replica-{id(self)}"
             outlets.register(address, self._outlet)
             return "process", address
-        self._bridge = BridgeServer(self._sender, self._on_shipped)
+        self._bridge = BridgeServer(self._sender, self._on_shipped, self._on_processes_ended)
         return "socket", self._bridge.address
 
     def _close_outlet(self) -> None:
@@ -129,6 +134,11 @@ class Replica:
         self._shipped.put(shipped)
         self._wake.set()
 
+    def _on_processes_ended(self) -> None:
+        # Told from the shipping thread: the engine's own may be waiting for an answer of the dead.
+        self._end(EngineError("its processes ended"))
+        self._wake.set()
+
     # -- the engine's thread -------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
@@ -145,13 +155,13 @@ class Replica:
             while self._take_tasks():
                 self._step()
                 self._take_shipped()
+            self._end(EngineError("the replica was closed"))
         except BaseException as e:
             log.exception("the engine died")
-            self._failure = e
+            self._end(e)
         finally:
             with contextlib.suppress(Exception):
                 self._engine.engine_core.shutdown()
-            self._fail_all()
 
     def _start(self) -> None:
         from vllm import LLM
@@ -163,7 +173,7 @@ class Replica:
         self._encoder = RowEncoder(tokenizer, spec.max_tokens, spec.chat_template_kwargs, vocab_size=spec.vocab_size)
 
     def _take_tasks(self) -> bool:
-        while True:
+        while self._failure is None:
             try:
                 running = self._inbox.get_nowait()
             except queue.Empty:
@@ -175,6 +185,7 @@ class Replica:
             if running is None:
                 return False
             self._begin(running)
+        return False
 
     def _begin(self, running: _Running) -> None:
         for row in running.task.rows:
@@ -233,22 +244,19 @@ class Replica:
             self._settle(running)
 
     def _settle(self, running: _Running) -> None:
-        if not running.open and not running.future.done():
+        if not running.open and self._unanswered.pop(running.task.number, None) is not None:
             running.future.set_result(running.result)
 
     def _died(self) -> EngineError:
-        return EngineError(f"the engine died: {self._failure!r}" if self._failure else "the replica was closed")
+        return EngineError(f"the engine died: {self._failure}")
 
-    def _fail_all(self) -> None:
-        if self._failure is None:
-            self._failure = EngineError("the replica was closed")
-        for running in {id(r): r for r in self._running.values()}.values():
-            if not running.future.done():
-                running.future.set_exception(self._died())
-        while not self._inbox.empty():
-            waiting = self._inbox.get()
-            if waiting is not None:
-                waiting.future.set_exception(self._died())
+    def _end(self, why: BaseException) -> None:
+        """No task is answered any more: those that wait get the reason, and so do those that come later."""
+        with self._lock:
+            self._failure = self._failure or why
+            unanswered, self._unanswered = self._unanswered, {}
+        for running in unanswered.values():
+            running.future.set_exception(self._died())
 
 
 def engine_arguments(spec: EngineSpec, via: str, address: str) -> dict[str, Any]:

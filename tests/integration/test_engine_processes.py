@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import psutil
 import pytest
 from transformers import AutoTokenizer
 
+from hsx_dist.errors import EngineError
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.runs import load_manifest, take_attempt, write_run
 from hsx_dist.jobs.replica import Replica
@@ -48,7 +50,7 @@ def two_ranks(tiny_model_path, monkeypatch):
     )
 
 
-def test_every_rank_ships_what_it_owns_and_all_of_it_arrives(two_ranks, tiny_model_path, tmp_path):
+def test_every_rank_ships_what_it_owns_and_a_killed_engine_is_told(two_ranks, tiny_model_path, tmp_path):
     store = open_store(str(tmp_path))
     write_run(store, {"meaning": {}})
     attempt = take_attempt(store, {})
@@ -76,6 +78,14 @@ def test_every_rank_ships_what_it_owns_and_all_of_it_arrives(two_ranks, tiny_mod
         replica.flush()
         sink.flush()
         assert set(load_manifest(store).samples) == set(rows)
+
+        for process in psutil.Process().children(recursive=True):
+            if "VLLM" in " ".join(process.cmdline()) or "multiprocessing" in " ".join(process.cmdline()):
+                process.kill()  # our own children, by their ids
+        with pytest.raises(EngineError):
+            replica.submit(Task(3, (tasks[0],))).result(120)
+        with pytest.raises(EngineError):
+            replica.submit(Task(4, (tasks[0],))).result(1)
     finally:
         replica.close()
         sink.close()
@@ -85,5 +95,3 @@ def test_every_rank_ships_what_it_owns_and_all_of_it_arrives(two_ranks, tiny_mod
         data = run[key].load(framework="torch")
         assert data["token_ids"].tolist() == ids
         oracle.assert_equal(ids, data["hidden_states"], (0, 2, 4))
-    closed = replica.submit(Task(3, (tasks[0],)))
-    assert closed.exception(10) is not None
