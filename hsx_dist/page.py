@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -53,7 +54,9 @@ class Segment:
     ``row``: the input row (from 0) that the sample came from, where there was one; ``sample_hash``: ``token_hash`` of
     the whole sample's ids, by which segments know each other again when a row was computed twice. Receipts keep both;
     parts do not. ``source`` is the same for the pages of one copy out of a cache, and for no others: when a row is
-    computed again, what came of it before is not mixed with what comes now.
+    computed again, what came of it before is not mixed with what comes now. ``meta``: what is known of the sample
+    beyond its states (why its request ended, which of its tokens these are); JSON values, stored with it. ``name``: the
+    object's name under the store, where every sample is one and its client chose the name.
     """
 
     key: str
@@ -64,6 +67,8 @@ class Segment:
     row: int | None = field(default=None, compare=False)
     sample_hash: str = field(default="", compare=False)
     source: str = field(default="", compare=False)
+    meta: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    name: str = field(default="", compare=False)
 
     @property
     def num_tokens(self) -> int:
