@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         UnknownCodec,
     )
     from hsx_dist.jobs.extract import extract
+    from hsx_dist.page import object_name, sample_key
     from hsx_dist.reading import Run, Sample, load_hidden_states, open_run
 
 __version__ = "0.1.0"
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "hsx_dist.jobs.extract": ["extract"],
     "hsx_dist.reading": ["open_run", "load_hidden_states", "Run", "Sample"],
+    "hsx_dist.page": ["object_name", "sample_key"],
     "hsx_dist.config": ["ExtractConfig", "load_config"],
     "hsx_dist.errors": [
         "HsxError",
@@ -88,7 +90,9 @@ __all__ = [
     "extract",
     "load_config",
     "load_hidden_states",
+    "object_name",
     "open_run",
+    "sample_key",
 ]
 
 

@@ -47,6 +47,21 @@ def object_name(key: str) -> str:
     return name
 
 
+def sample_key(key: str, *, prompt: int = 0, choice: int = 0) -> str:
+    """The key of one result when a request that chose ``key`` has several.
+
+    Args:
+        key: what the client gave as ``hidden_states_key``.
+        prompt: which prompt of a completion request's batch, from 0.
+        choice: which of the ``n`` choices of a prompt, from 0.
+
+    Returns:
+        ``key`` for the first; ``-p1``, ``-p2``, … is appended for a later prompt, and after that ``-n1``, … for a
+        later choice.
+    """
+    return f"{key}{f'-p{prompt}' if prompt else ''}{f'-n{choice}' if choice else ''}"
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Tokens ``[start, stop)`` of the ``total`` tokens of sample ``key``; segments of a sample count from 0.

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hsx_dist.page import object_name
+from hsx_dist.page import object_name, sample_key
 
 PREFIX = "hidden_states_"
 SUFFIX = ".safetensors"
@@ -22,21 +22,6 @@ KNOWN = {"key", "path", "layers", "tokens", "save", "row"}
 _BATCH = re.compile(r"cmpl-.*-(\d{1,9})-[0-9a-f]{8}")
 #: With ``n`` > 1 the j-th choice's id is the request's, led by ``j_``.
 _CHOICE = re.compile(r"(\d{1,9})_(.+)", re.DOTALL)
-
-
-def sample_key(key: str, *, prompt: int = 0, choice: int = 0) -> str:
-    """The key of one result when a request that chose ``key`` has several.
-
-    Args:
-        key: what the client gave as ``hidden_states_key``.
-        prompt: which prompt of a completion request's batch, from 0.
-        choice: which of the ``n`` choices of a prompt, from 0.
-
-    Returns:
-        ``key`` for the first; ``-p1``, ``-p2``, … is appended for a later prompt, and after that ``-n1``, … for a
-        later choice.
-    """
-    return f"{key}{f'-p{prompt}' if prompt else ''}{f'-n{choice}' if choice else ''}"
 
 
 def place(request_id: str) -> tuple[int, int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hsx_dist.connector.options import ALL, Selection, custom_name, place, read_options, sample_key
+from hsx_dist.connector.options import ALL, Selection, custom_name, place, read_options
+from hsx_dist.page import sample_key
 
 CAPTURED = (2, 15, 30)
 
