@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from hsx_dist.config import ExtractConfig, load_config, looks_secret, public_url
+from hsx_dist.config.secrets import secret_paths
 from hsx_dist.errors import ConfigError
 
 SECRET = "hunter2-not-to-be-seen"
