@@ -28,6 +28,7 @@ from hsx_dist.testing.stores import MemoryStore
 ABOUT = {"model": "a/b", "revision": None, "norm": "pre", "vllm": "0.32.0", "temperature": 0.5}
 TORCH = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
+LOSSLESS = sorted(name for name, codec in CODECS.items() if not codec.lossy)
 every_codec = pytest.mark.parametrize("codec", [NoneCodec(), ZstdCodec(), SplitCodec()], ids=lambda c: c.name)
 every_dtype = pytest.mark.parametrize("dtype", list(CARRIER))
 
@@ -58,7 +59,7 @@ def stored(part: EncodedPart) -> MemoryStore:
 def read_back(data: bytes) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
     store = MemoryStore()
     store.objects["p"] = data
-    part = Part.open(store, "p")
+    part = Part.open(store, "p", size=len(data))
     return [part.load(i) for i in range(len(part.segments))]
 
 
@@ -331,9 +332,11 @@ def test_a_header_of_thousands_of_segments_takes_one_or_two_requests() -> None:
     part = Part.open(store, "p", header_bytes=encoded.header_bytes)
     assert store.requests == 1
     store.reset()
-    part = Part.open(store, "p", size=encoded.size)
+    Part.open(store, "p", size=encoded.size)
     assert store.requests == 2
+    store.reset()
     part = Part.open(store, "p")
+    assert (store.requests, store.bytes_read) == (2, encoded.header_bytes)
     assert np.array_equal(part.read(1999), samples[1999].states)
 
 
@@ -451,10 +454,10 @@ def test_sizes_that_lie_are_refused() -> None:
     part = part_of(SplitCodec(), random_sample(), random_sample("b"))
     for value in (HUGE, -1, 0, 1.0):
         with pytest.raises(FormatError):
-            read_back(forged(part, lambda body, v=value: body["segments"][0]["sizes"][1][0].__setitem__(0, v)))
+            read_back(forged(part, lambda body, v=value: body["segments"][0]["sizes"][1].__setitem__(0, v)))
 
     def swap(body: dict[str, Any]) -> None:  # the sum stays
-        sizes = body["segments"][0]["sizes"][0][0]
+        sizes = body["segments"][0]["sizes"][0]
         sizes[0], sizes[1] = sizes[0] - 1, sizes[1] + 1
 
     with pytest.raises(IntegrityError, match=r"segment 0, layer 2, tokens \(0, 16\)"):
@@ -478,11 +481,11 @@ def test_another_format_version_is_told() -> None:
     [
         lambda h: h["0.token_ids"].update(shape=[HUGE]),
         lambda h: h["0.token_ids"].update(dtype="U64"),
-        lambda h: h["0.0.hi"].update(data_offsets=[0, HUGE]),
-        lambda h: h["0.0.hi"].update(data_offsets=[8, 4]),
-        lambda h: h["0.0.hi"].update(data_offsets=h["0.0.lo"]["data_offsets"]),
+        lambda h: h["0.0"].update(data_offsets=[0, HUGE]),
+        lambda h: h["0.0"].update(data_offsets=[8, 4]),
+        lambda h: h["0.0"].update(data_offsets=h["0.1"]["data_offsets"]),
         lambda h: h.update(more={"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}),
-        lambda h: h.pop("0.1.lo"),
+        lambda h: h.pop("0.1"),
         lambda h: h.update(more=3),
     ],
 )
@@ -518,7 +521,7 @@ def test_what_is_no_safetensors_file_is_told(data: bytes) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    codec=st.sampled_from(sorted(CODECS)),
+    codec=st.sampled_from(LOSSLESS),
     dtype=st.sampled_from(sorted(CARRIER)),
     tokens=st.integers(1, 70),
     layers=st.integers(1, 4),
