@@ -283,8 +283,8 @@ def _record(d: dict[str, Any], codec: Codec, schema: str) -> SegmentRecord:
     plain = isinstance(codec, NoneCodec)
     if schema == "vllm" and (not plain or segment.num_tokens != total):
         raise FormatError("schema vllm: expected a whole sample, not encoded")
-    sizes = () if plain else _nested(d, "sizes", (len(layer_ids), info.num_chunks), MAX_CHUNK_BYTES * 2)
-    crcs = _nested(d, "crcs", (len(layer_ids) if schema == "segments" else 1, info.num_chunks), 0xFFFFFFFF)
+    sizes = () if plain else _table(d, "sizes", (len(layer_ids), info.num_chunks), MAX_CHUNK_BYTES * 2)
+    crcs = _table(d, "crcs", (len(layer_ids) if schema == "segments" else 1, info.num_chunks), 0xFFFFFFFF)
     loss = _losses(_get(d, "loss", list), len(layer_ids)) if "loss" in d else ()
     attached = {n: _attachment(n, a) for n, a in _get(d, "attached", dict).items()} if "attached" in d else {}
     return SegmentRecord(info, sizes, crcs, _int(d, "token_crc", 0, 0xFFFFFFFF), loss, attached)
@@ -313,14 +313,12 @@ def _attachment(name: str, item: Any) -> Attachment:
     raise FormatError(f"attached {name[:80]!r}: expected a dtype, a small shape and a crc32c, got {str(item)[:80]}")
 
 
-def _nested(d: Mapping[str, Any], name: str, shape: tuple[int, ...], most: int) -> tuple[Any, ...]:
-    def check(value: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
-        if not isinstance(value, list) or len(value) != shape[0]:
-            got = f"{len(value)} values" if isinstance(value, list) else type(value).__name__
-            raise FormatError(f"{name}: expected a list of {shape[0]}, got {got}")
-        return _ints(value, 0, most, name) if len(shape) == 1 else tuple(check(v, shape[1:]) for v in value)
-
-    return check(d.get(name), shape)
+def _table(d: Mapping[str, Any], name: str, shape: tuple[int, int], most: int) -> tuple[tuple[int, ...], ...]:
+    rows = _get(d, name, list)
+    if len(rows) != shape[0] or any(type(row) is not list or len(row) != shape[1] for row in rows):
+        raise FormatError(f"{name}: expected {shape[0]} lists of {shape[1]}, got {str(rows)[:80]}")
+    _ints([value for row in rows for value in row], 0, most, name)
+    return tuple(map(tuple, rows))
 
 
 def _ints(values: list[Any], least: int, most: int, name: str) -> tuple[int, ...]:
