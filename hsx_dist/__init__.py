@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         Unavailable,
         UnknownCodec,
     )
+    from hsx_dist.format.codecs import register_codec
     from hsx_dist.jobs.extract import extract
     from hsx_dist.reading import Run, Sample, load_hidden_states, open_run
 
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "hsx_dist.jobs.extract": ["extract"],
+    "hsx_dist.format.codecs": ["register_codec"],
     "hsx_dist.reading": ["open_run", "load_hidden_states", "Run", "Sample"],
     "hsx_dist.config": ["ExtractConfig", "load_config"],
     "hsx_dist.errors": [
@@ -86,6 +88,7 @@ __all__ = [
     "load_config",
     "load_hidden_states",
     "open_run",
+    "register_codec",
 ]
 
 

@@ -41,6 +41,11 @@ ATTACHMENT_DTYPE = {
 }  # fmt: skip
 ATTACHMENT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MAX_ATTACHED_BYTES = 64 << 20
+#: Written into every part, for whoever finds one alone.
+LAYER_MEANING = (
+    "layer id k is the residual stream that enters decoder layer k: 0 the embeddings, N (the model's number of "
+    "layers) the last layer's output before the final norm"
+)
 _WIDTH = {**{k: np.dtype(v).itemsize for k, v in ATTACHMENT_DTYPE.items()}, "BF16": 2}
 #: What the segments of a part usually have in common, and is then written once.
 _SHARED = ("dtype", "hidden_size", "layer_ids", "chunk_tokens", "index", "start")
@@ -168,6 +173,7 @@ class Description:
             "codec": self.codec.to_dict(),
             "about": dict(self.about),
             "schema": self.schema,
+            "layer_meaning": LAYER_MEANING,
             "common": common,
             "segments": [{k: v for k, v in row.items() if k not in common} for row in rows],
         }

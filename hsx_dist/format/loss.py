@@ -34,7 +34,8 @@ class Squares:
 
 def measure(original: np.ndarray[Any, Any], decoded: np.ndarray[Any, Any], dtype: str) -> Squares:
     """Compare two carrier arrays ``[n, H]``."""
-    before, after = (to_float32(x, dtype).astype(np.float64) for x in (original, decoded))
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        before, after = (to_float32(x, dtype).astype(np.float64) for x in (original, decoded))
     counted = np.isfinite(before)
     after[~counted] = before[~counted] = 0
     after[~np.isfinite(after)] = np.inf
