@@ -51,7 +51,8 @@ def parse_header(body: bytes, data_bytes: int | None) -> Header:
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict):
         raise FormatError("expected a JSON object as __metadata__")
-    if not any(k == "hsx" or str(v).startswith("hsx/") for k, v in metadata.items()):
+    # Nothing more lenient: a part whose metadata is damaged must not pass for a file that never had checksums.
+    if not metadata or (metadata.keys() == {"format"} and metadata["format"] in ("pt", "np")):
         table = {name: _tensor(name, entry) for name, entry in entries.items()}
         description = plain_description(table)
         _check_plain(description, table, data_bytes)

@@ -52,3 +52,13 @@ def test_wrong_numbers_would_be_seen() -> None:
     assert truth(name) != truth("zstd-bfloat16.safetensors")
     with pytest.raises(AssertionError, match="wrong numbers"):
         outcome(name, golden("zstd-bfloat16.safetensors"), False, True)
+
+
+def test_damaged_metadata_does_not_make_a_part_one_without_checksums() -> None:
+    """Both of the names by which a part is known for one, and then the states. (Found by ``make soak``.)"""
+    whole = golden("one-none-float16.safetensors")
+    for old, new in ((b'"hsx/1"', b'"hsxo1"'), (b'"hsx":', b'"jsx":'), (b'"hsx_crc32c"', b'"jsx_crc32c"')):
+        assert whole.count(old) == 1
+        whole = whole.replace(old, new)
+    bad = whole[:-1] + bytes([whole[-1] ^ 1])
+    assert outcome("one-none-float16.safetensors", bad, False, True) == "FormatError"
