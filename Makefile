@@ -31,7 +31,7 @@ check: $(READY)  ## lint, format, types, unit tests: under a minute
 test: $(READY)  ## all tests, with real vLLM, Ray, S3 and GCS servers
 	$(BIN)/pytest
 
-soak: $(READY)  ## a hundred thousand broken and hostile parts: some minutes
+soak: $(READY)  ## two hundred thousand broken and hostile parts: a minute or two
 	$(BIN)/python -m tests.soak.run
 
 lock: $(READY)  ## requirements/dev.lock from dev.in and overrides.txt

@@ -1,6 +1,6 @@
-"""A hundred thousand mutated parts: each ends in a typed error that names it, or in the very numbers that were stored.
+"""Two hundred thousand mutated parts: each ends in a typed error that names it, or in the numbers that were stored.
 
-    .venv/bin/python -m tests.soak.run [--objects 100000] [--seed 0]
+    .venv/bin/python -m tests.soak.run [--objects 200000] [--seed 0]
 
 Two processes, each with its address space limited; the tally goes to benchmarks/results/soak-format.md.
 """
@@ -60,7 +60,7 @@ def work(job: tuple[int, int]) -> tuple[Tally, float, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--objects", type=int, default=100_000)
+    parser.add_argument("--objects", type=int, default=200_000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     about = provenance("numpy", "zstandard", "safetensors")

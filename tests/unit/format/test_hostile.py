@@ -1,4 +1,4 @@
-"""Mutated golden parts; ``make soak`` does the same to a hundred thousand."""
+"""Mutated golden parts; ``make soak`` does the same to two hundred thousand."""
 
 from __future__ import annotations
 
