@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         NotFound,
         RunError,
         RunMismatch,
+        SampleConflict,
         SampleFailed,
         SampleNotFound,
         StoreError,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     )
     from hsx_dist.format.codecs import register_codec
     from hsx_dist.jobs.extract import extract
+    from hsx_dist.page import object_name, sample_key
     from hsx_dist.reading import Run, Sample, load_hidden_states, open_run
 
 __version__ = "0.1.0"
@@ -39,6 +41,7 @@ _NAMES = {
     "hsx_dist.jobs.extract": ["extract"],
     "hsx_dist.format.codecs": ["register_codec"],
     "hsx_dist.reading": ["open_run", "load_hidden_states", "Run", "Sample"],
+    "hsx_dist.page": ["object_name", "sample_key"],
     "hsx_dist.config": ["ExtractConfig", "load_config"],
     "hsx_dist.errors": [
         "HsxError",
@@ -56,6 +59,7 @@ _NAMES = {
         "RunMismatch",
         "Fenced",
         "SampleNotFound",
+        "SampleConflict",
         "SampleFailed",
         "EngineError",
     ],
@@ -78,6 +82,7 @@ __all__ = [
     "RunError",
     "RunMismatch",
     "Sample",
+    "SampleConflict",
     "SampleFailed",
     "SampleNotFound",
     "StoreError",
@@ -87,8 +92,10 @@ __all__ = [
     "extract",
     "load_config",
     "load_hidden_states",
+    "object_name",
     "open_run",
     "register_codec",
+    "sample_key",
 ]
 
 

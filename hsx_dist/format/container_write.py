@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,6 +76,8 @@ class EncodedSegment:
         layers, chunks = len(self.layer_ids), self.info.num_chunks
         key = 14 * len(self.segment.key)  # one character beyond the BMP: two escapes, escaped again
         attached = sum(240 + 2 * len(name) + 44 * a.ndim for name, a in self.attached.items())
+        if self.segment.meta:
+            key += 2 * len(json.dumps(dict(self.segment.meta))) + 8  # its quotes and escapes are escaped again
         return 640 + key + attached + layers * (24 + 120 + 48) + layers * chunks * 24
 
 

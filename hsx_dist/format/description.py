@@ -261,6 +261,8 @@ def _row(record: SegmentRecord) -> dict[str, Any]:
         row["sizes"] = record.sizes
     if record.loss:
         row["loss"] = [[_finite(x.rms), _finite(x.worst_token)] for x in record.loss]
+    if s.meta:
+        row["meta"] = dict(s.meta)
     if record.attached:
         row["attached"] = {n: [a.dtype, list(a.shape), a.crc] for n, a in record.attached.items()}
     return row
@@ -274,7 +276,8 @@ def _record(d: dict[str, Any], codec: Codec, schema: str) -> SegmentRecord:
     total = _int(d, "total", 1, MAX_TOKENS)
     start = _int(d, "start", 0, total - 1)
     index, stop = _int(d, "index", 0, total - 1), _int(d, "stop", start + 1, total)
-    segment = Segment(_get(d, "key", str), index, start, stop, total)
+    meta = _get(d, "meta", dict) if "meta" in d else {}
+    segment = Segment(_get(d, "key", str), index, start, stop, total, meta=meta)
     dtype = _get(d, "dtype", str)
     if dtype not in CARRIER:
         raise FormatError(f"dtype: expected one of {', '.join(CARRIER)}, got {dtype[:40]!r}")

@@ -59,7 +59,8 @@ def sample(key: str, tokens: int, dtype: str, seed: int) -> RandomSample:
 
 def segment(codec: Codec, s: RandomSample, index: int = 0, *cuts: int, **attached: Any) -> EncodedSegment:
     encoder = SegmentEncoder(codec)
-    for page in s.pages(s.segments(*cuts)[index]):
+    meta = {"finish_reason": "stop", "note": 'ä "quoted" \\'} if s.key == "a" else {}
+    for page in s.pages(replace(s.segments(*cuts)[index], meta=meta)):
         encoder.add(page)
     return encoder.finish(attached)
 
@@ -108,6 +109,7 @@ def facts(data: bytes) -> dict[str, Any]:
                 "states": crc32c_hex(crc32c_all([states])),
                 "token_ids": crc32c_hex(crc32c_all([ids])),
                 "attached": {k: crc32c_hex(crc32c_all([v])) for k, v in part.attached(i).items()},
+                "meta": dict(s.meta),
                 "loss": {str(k): [x.rms, x.worst_token] for k, x in part.loss(i).items()},
             }
         )

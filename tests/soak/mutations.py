@@ -48,7 +48,7 @@ def read_all(data: bytes, told_size: bool = True) -> list[tuple[bytes, ...]]:
     for i, info in enumerate(part.segments):
         states, ids = part.load(i)
         attached = part.attached(i)
-        said = repr((info, part.codec, sorted(part.about.items()), part.loss(i), list(attached)))
+        said = repr((info, part.codec, sorted(part.about.items()), info.segment.meta, part.loss(i), list(attached)))
         found.append((states.tobytes(), ids.tobytes(), *(a.tobytes() for a in attached.values()), said.encode()))
     return found
 

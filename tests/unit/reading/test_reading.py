@@ -456,3 +456,13 @@ def test_what_is_attached_and_lost_is_told_of_samples() -> None:
         assert 0 < error <= got.loss[layer].rms * 1.001 <= got.loss[layer].worst_token * 1.002
     assert not Run(write(MemoryStore()).store)["long"].loss
     assert not Run(write(MemoryStore()).store)["long"].attached()
+
+
+def test_verify_reads_the_receipts_behind_a_compacted_manifest_too(store: Store) -> None:
+    write(store).complete()
+    assert verify_run(store).ok
+    names = [i.name for i in store.list("manifest/") if i.name.endswith(".json")]
+    body = store.get(names[0])
+    store.put(names[0], [body[: len(body) // 2]])
+    store.delete(names[1])
+    assert {p.part for p in verify_run(store).problems} == set(names[:2])
