@@ -2,10 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-SOURCES := hsx_dist ray_jobs scripts tests
+SOURCES := hsx_dist ray_jobs scripts tests benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-s3 check test lock clean
+.PHONY: help setup demo demo-s3 check test soak lock clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1	/p' Makefile
@@ -30,6 +30,9 @@ check: $(READY)  ## lint, format, types, unit tests: under a minute
 
 test: $(READY)  ## all tests, with real vLLM, Ray, S3 and GCS servers
 	$(BIN)/pytest
+
+soak: $(READY)  ## two hundred thousand broken and hostile parts: a minute or two
+	$(BIN)/python -m tests.soak.run
 
 lock: $(READY)  ## requirements/dev.lock from dev.in and overrides.txt
 	cd requirements && ../$(BIN)/uv pip compile dev.in --override overrides.txt $(addprefix --find-links ,$(PIP_FIND_LINKS)) \
