@@ -1,7 +1,7 @@
 """vLLM's real ``AsyncScheduler`` with our connector, and runner outputs that are made up: what a CPU cannot run.
 
-The made-up runner writes states into a cache by the scheduler's own block tables, and calls the worker half in the order
-of either model runner. Each state says of which request, layer and position it is.
+The made-up runner writes states into a cache by the scheduler's own block tables, and calls the worker half in the
+order of either model runner. Each state says of which request, layer and position it is.
 """
 
 from __future__ import annotations
