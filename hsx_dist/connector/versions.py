@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import re
 import warnings
-
-import torch
+from typing import TYPE_CHECKING
 
 from hsx_dist.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 #: First and last minor release that ``make matrix`` runs.
 TESTED = ((0, 31), (0, 32))
