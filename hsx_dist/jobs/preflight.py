@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 #: Versions that the tests have run with: [lowest, below).
 TESTED = {
-    "vllm": ("{}.{}".format(*VLLM_TESTED[0]), "{}.{}".format(VLLM_TESTED[1][0], VLLM_TESTED[1][1] + 1)),
+    "vllm": ("{}.{}".format(*VLLM_TESTED[0]), f"{VLLM_TESTED[1][0]}.{VLLM_TESTED[1][1] + 1}"),
     "ray": ("2.60", "2.61"),
 }
 #: Tokens of a cache block where ``engine_kwargs`` does not say: vLLM's default on CPU, the largest of its defaults.
