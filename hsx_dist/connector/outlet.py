@@ -239,7 +239,15 @@ class LocalOutlet:
                 page = ref.page(self.memory)
                 offsets[id(page)] = ref.offset
                 pages.append(page)
-            self._sender.send(pages, lambda p: self.ring.free(offsets[id(p)]))
+            try:
+                self._sender.send(pages, lambda p: self.ring.free(offsets.pop(id(p))))
+            except Exception as e:
+                # The ring must go round, and whoever waits for a sample be told, whatever the writers do.
+                log.exception("%d pages were not shipped", len(pages))
+                for offset in list(offsets.values()):
+                    self.ring.free(offset)
+                reason = f"its pages were not shipped: {type(e).__name__}: {e}"
+                told = [Shipped(s.key, s.reason or reason) for s in told]
         for shipped in told:
             self._on_shipped(shipped)
 

@@ -104,6 +104,8 @@ class Sample:
             ConfigError: there is no such layer; the tokens are no range.
             FormatError: stored bytes are not what they must be; ``IntegrityError``: they changed.
         """
+        if isinstance(layers, (int, str)):
+            raise ConfigError(f"layers: expected a list of layer ids such as [15], came {layers!r}; put it into a list")
         start, stop = self._span(tokens)
         states, ids = self._load(layers, start, stop)
         wanted = np.array(self.layer_ids if layers is None else layers, np.int64)

@@ -179,3 +179,24 @@ def test_the_end_is_not_waited_for_longer_than_asked(tmp_path):
     outlet.close(0.2)
     assert outlet.pending == 1
     faulty.go.set()
+
+
+def test_what_a_sender_could_not_pass_on_is_told_and_its_room_comes_free():
+    from hsx_dist.connector.outlet import LocalOutlet
+
+    class BrokenSender:
+        def send(self, pages, release):
+            release(pages[0])
+            raise RuntimeError("the object store is full")
+
+        def flush(self): ...
+        def close(self): ...
+
+    told = []
+    outlet = LocalOutlet(BrokenSender(), 1 << 20, told.append)
+    for key in "ab":
+        submit(outlet, key, some())
+    outlet.close()
+    assert [s.key for s in told] == ["a", "b"]
+    assert all("object store is full" in s.reason for s in told)
+    assert outlet.ring.used_bytes == 0
