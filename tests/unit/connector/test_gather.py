@@ -77,7 +77,7 @@ def rows_of(cache: torch.Tensor) -> torch.Tensor:
     return cache.permute(1, 0, 2, 3).reshape(layers, blocks * block, hidden)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 @given(caches(), st.data())
 def test_any_blocks_of_any_layout_equal_plain_indexing(cache, data):
     ids = torch.tensor(data.draw(st.lists(st.integers(0, cache.shape[0] - 1), max_size=12)), dtype=torch.int64)
@@ -88,7 +88,7 @@ def test_any_blocks_of_any_layout_equal_plain_indexing(cache, data):
     assert torch.equal(out if order == "LTH" else out.permute(1, 0, 2), expected)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 @given(caches(), st.data())
 def test_any_rows_of_any_layers_equal_plain_indexing(cache, data):
     blocks, layers, block, hidden = cache.shape
