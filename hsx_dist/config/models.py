@@ -120,6 +120,11 @@ class StoreConfig(Settings):
     storage_options: Options = Field(
         default_factory=dict, description="fsspec options for the output's store; never shown."
     )
+    backend: Literal["auto", "fsspec", "obstore"] = Field(
+        default="auto",
+        description="Library that reaches the output. auto: obstore where it does the same as fsspec with these "
+        "options and this environment, else fsspec.",
+    )
     shared: bool = Field(
         default=False,
         description="The output is a local path on a file system that all nodes share; without this a local path is "

@@ -298,6 +298,13 @@ def ray_fleet(config: ExtractConfig, spec: EngineSpec, options: Callable[[str], 
     environment = credential_environment()
 
     def writer(writer_name: str) -> WriterSpec:
-        return WriterSpec(config.output, config.store.storage_options, environment, options(writer_name))
+        return WriterSpec(
+            output=config.output,
+            storage_options=config.store.storage_options,
+            backend=config.store.backend,
+            retry_seconds=config.store.retry_seconds,
+            environment=environment,
+            options=options(writer_name),
+        )
 
     return RayFleet(spec, writer, shape, name=name)

@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 from hsx_dist.errors import HsxError
 from hsx_dist.page import Page, Segment
 from hsx_dist.store import open_store
+from hsx_dist.store.opening import Backend
 from hsx_dist.writers.sink import Event, Lost, PartSink, SinkOptions
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,8 @@ class WriterSpec:
 
     output: str
     storage_options: Mapping[str, Any]
+    backend: Backend
+    retry_seconds: float
     environment: Mapping[str, str]
     options: SinkOptions
 
@@ -39,7 +42,7 @@ class WriterActor:
         os.environ.update(spec.environment)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        store = open_store(spec.output, spec.storage_options)
+        store = open_store(spec.output, spec.storage_options, backend=spec.backend, retry_seconds=spec.retry_seconds)
         self._sink = PartSink(store, spec.options, self._events.put)
 
     @ray.method(concurrency_group="control")
