@@ -97,7 +97,7 @@ class WritersConfig(Settings):
     credit_bytes: Bytes = Field(
         default=ByteSize(256 * _MIB), description="Bytes of pages that one writer holds at most."
     )
-    uploads: int = Field(default=2, ge=1, description="Parts that one writer uploads at once.")
+    uploads: int = Field(default=4, ge=1, description="Parts that one writer uploads at once.")
 
 
 class ReplicaConfig(Settings):

@@ -234,7 +234,7 @@ def make_fleet(config: ExtractConfig, store: Store, spec: EngineSpec, about: dic
             layout=config.layout,
             part_bytes=int(config.part_bytes),
             part_seconds=config.part_seconds,
-            max_bytes=int(config.writers.credit_bytes) + int(config.part_bytes) * (1 + config.writers.uploads),
+            max_bytes=int(config.writers.credit_bytes) + int(config.part_bytes),
             uploads=config.writers.uploads,
         )
 

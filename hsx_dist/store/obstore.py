@@ -64,11 +64,12 @@ class ObstoreStore:
     def put(self, name: str, buffers: Sequence[Buffer]) -> None:
         path = self._path(name)
         views = [view for view in map(as_bytes_view, buffers) if view.nbytes]
-        whole = sum(v.nbytes for v in views) < 2 * _PIECE
+        size = sum(v.nbytes for v in views)
+        whole = size < 2 * _PIECE
         pieces = {"use_multipart": False} if whole else {"chunk_size": _PIECE, "max_concurrency": _PIECES_AT_ONCE}
         self._call("put", name, lambda obs, client: obs.put(
             client, path, views, **pieces, **self._described()
-        ), nbytes=2 * _PIECE)  # fmt: skip
+        ), nbytes=size if whole else _PIECE)  # fmt: skip
 
     def put_if_absent(self, name: str, data: bytes) -> None:
         path = self._path(name)
@@ -152,10 +153,8 @@ class ObstoreStore:
     def _seconds(self, nbytes: int | None) -> float:
         if nbytes is None:
             return 10 * self._patience
-        longest = self._patience
-        while longest < self._patience + nbytes / _SLOWEST:
-            longest *= 2  # few classes: each has a client, and connections, of its own
-        return longest
+        step = 64 * _SLOWEST  # few classes: each has a client, and connections, of its own
+        return self._patience + -(-nbytes // step) * step / _SLOWEST if nbytes > _SLOWEST else self._patience
 
     def _path(self, name: str) -> str:
         return self._root + check_name(name)
