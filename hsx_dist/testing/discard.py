@@ -1,12 +1,14 @@
 """An S3 server that keeps names and sizes and throws the bytes away: for measuring clients, and for watching them.
 
-It checks no signature. What it was sent stands in ``requests``; ``answer`` may refuse, delay or starve any of them.
+It checks no signature. What it was sent stands in ``requests``; ``answer`` may refuse or starve any of them, and
+``stored`` is told of each that was carried out, before it is answered. Objects of up to a MiB can be read back.
 
     python -m hsx_dist.testing.discard    # prints its port, serves until its standard input ends
 """
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 import threading
@@ -39,6 +41,7 @@ class Answer:
     status: int
     body: bytes = b""
     slowly: float = 0.0
+    content_range: str = ""
 
 
 @dataclass
@@ -46,6 +49,7 @@ class DiscardServer:
     """Serves on loopback from the moment it is made, on threads of this process."""
 
     answer: Callable[[Request], Answer | None] = lambda _: None
+    stored: Callable[[Request], None] = lambda _: None
     requests: list[Request] = field(default_factory=list)
     received_bytes: int = 0
 
@@ -128,6 +132,7 @@ class DiscardServer:
         told = self.answer(request)
         if told is None:
             told = self._usual(request, length, bytes(kept or b""))
+            self.stored(request)
         _send(connection, request, told)
         return True
 
@@ -152,7 +157,14 @@ class DiscardServer:
         if known is None:
             return Answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
         size, content = known
-        return Answer(200, content if len(content) == size else bytes(size))
+        content = content if len(content) == size else bytes(size)
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", request.headers.get("range", ""))
+        if wanted is None:
+            return Answer(200, content)
+        start, stop = int(wanted[1]), min(int(wanted[2]) + 1, size)
+        if start >= size:
+            return Answer(416, b"<Error><Code>InvalidRange</Code></Error>")
+        return Answer(206, content[start:stop], content_range=f"bytes {start}-{stop - 1}/{size}")
 
     def _listing(self, request: Request) -> Answer:
         bucket = request.path.partition("/")[0]
@@ -188,11 +200,14 @@ def _parse(head: bytes) -> Request:
 
 
 def _send(connection: socket.socket, request: Request, answer: Answer) -> None:
-    length = len(answer.body)
-    head = (
-        f"HTTP/1.1 {answer.status} -\r\nContent-Length: {length}\r\n"
-        'ETag: "x"\r\nLast-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\n\r\n'
-    )
+    lines = [
+        f"HTTP/1.1 {answer.status} -",
+        f"Content-Length: {len(answer.body)}",
+        'ETag: "x"',
+        "Last-Modified: Thu, 01 Jan 2026 00:00:00 GMT",
+        *([f"Content-Range: {answer.content_range}"] if answer.content_range else []),
+    ]
+    head = "\r\n".join([*lines, "", ""])
     data = head.encode() + (b"" if request.method == "HEAD" else answer.body)
     if not answer.slowly:
         connection.sendall(data)
