@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 import ray
 from ray.cluster_utils import Cluster
@@ -73,7 +76,11 @@ def test_a_node_that_dies_takes_no_sample_with_it(cluster):
         here = next(w for w in sender._writers if w.node == doomed.node_id)
         assert here.unanswered == {}
         assert load_manifest(store).samples == {}  # all of it is with the writer that will die, and nothing proven
+        pid = ray.get(here.actor.__ray_call__.remote(lambda _: os.getpid()))
         cluster.remove_node(doomed, allow_graceful=False)
+        os.kill(
+            pid, signal.SIGKILL
+        )  # a worker outlives its raylet for a moment, which a machine's death does not allow
         for _ in range(20):
             send()
             sender.flush()
