@@ -2,10 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-SOURCES := hsx_dist ray_jobs scripts tests
+SOURCES := benchmarks hsx_dist ray_jobs scripts tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-s3 check test lock clean
+.PHONY: help setup demo demo-s3 check test soak lock clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1	/p' Makefile
@@ -30,6 +30,9 @@ check: $(READY)  ## lint, format, types, unit tests: under a minute
 
 test: $(READY)  ## all tests, with real vLLM, Ray, S3 and GCS servers
 	$(BIN)/pytest
+
+soak: $(READY)  ## an hour of writers killed at random (MINUTES=60); its tally is in benchmarks/results
+	$(BIN)/python scripts/soak_pool.py --minutes $(or $(MINUTES),60) --tally benchmarks/results/soak-pool.json
 
 lock: $(READY)  ## requirements/dev.lock from dev.in and overrides.txt
 	cd requirements && ../$(BIN)/uv pip compile dev.in --override overrides.txt $(addprefix --find-links ,$(PIP_FIND_LINKS)) \

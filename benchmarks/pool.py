@@ -4,7 +4,7 @@
     python benchmarks/pool.py --gib 1 --dry    # quickly, and writes nothing
 
 Everything that is compared runs in processes bound to one core, the server on another one, in one run, the sides taking
-turns. Besides wall clock the processes' own CPU time is told: on a machine that does other things too, it is what holds.
+turns. Besides wall clock the processes' own CPU time is told: on a machine that does other things too it holds better.
 """
 
 from __future__ import annotations
@@ -248,6 +248,10 @@ def run_writers(
     }
 
 
+def rates(found: dict[str, Any]) -> tuple[float, float]:
+    return found["gib_per_s"], found["cpu_s_per_gib"]
+
+
 def median(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return statistics.median(r for r, _ in rows), statistics.median(c for _, c in rows)
 
@@ -278,18 +282,14 @@ def measure(gib: float, rounds: int, long_gib: float) -> dict[str, Any]:
         for _ in range(rounds):
             take("codec split alone", ray.get(bench.codec.remote(shared, "split", pages)))
             last["split"] = run_writers(states, "split", pages, tls, [work])
-            take("writer, split", (last["split"]["gib_per_s"], last["split"]["cpu_s_per_gib"]))
+            take("writer, split", rates(last["split"]))
             take("straightforward", ray.get(bench.straightforward.remote(shared, max(pages // 8, 8), base)))
             last["none"] = run_writers(states, "none", pages, tls, [work])
-            take("writer, none", (last["none"]["gib_per_s"], last["none"]["cpu_s_per_gib"]))
+            take("writer, none", rates(last["none"]))
             count = max(int(gib * GIB) // PART, 2)
             take("obstore's own puts", ray.get(bench.own_puts.remote(PART, count, 4, endpoint)))
-            take("two writers, split", (two := run_writers(states, "split", pages, tls, [work, rest]))["gib_per_s"] and (
-                two["gib_per_s"], two["cpu_s_per_gib"]
-            ))  # fmt: skip
-        take("writer, split, signed payload", (s := run_writers(states, "split", pages, base, [work])) and (
-            s["gib_per_s"], s["cpu_s_per_gib"]
-        ))  # fmt: skip
+            take("two writers, split", rates(run_writers(states, "split", pages, tls, [work, rest])))
+        take("writer, split, signed payload", rates(run_writers(states, "split", pages, base, [work])))
         result["rows"] = {
             name: dict(zip(("gib_per_s", "cpu_s_per_gib"), median(r), strict=True)) for name, r in rows.items()
         }
@@ -339,7 +339,8 @@ def goals(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def machine() -> dict[str, Any]:
-    cpu = next(l.partition(":")[2].strip() for l in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in l)
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next(line.partition(":")[2].strip() for line in lines if "model name" in line)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, check=True)
     packages = ["ray", "obstore", "s3fs", "zstandard", "safetensors", "numpy", "torch"]
     return {
@@ -361,8 +362,8 @@ def report(found: dict[str, Any]) -> str:
         f"`python benchmarks/pool.py` at commit {m['commit'][:12]}, on {m['cores']} cores ({m['cpu']}), "
         f"{m['memory_gib']} GiB, load before the start {m['load_before']:.1f}; "
         + ", ".join(f"{k} {v}" for k, v in m["versions"].items()) + f", Python {m['python']}.",
-        f"Pages of {PAGE_BYTES} bytes: SmolLM2-135M's layers {list(LAYERS)}, bf16, tiled. Server, sender and Ray on one "
-        "core, what is measured on the other; medians of "
+        f"Pages of {PAGE_BYTES} bytes: SmolLM2-135M's layers {list(LAYERS)}, bf16, tiled. Server, sender and Ray on "
+        "one core, what is measured on the other; medians of "
         f"{max(len(r) for r in found['rounds'].values())} rounds that take turns.", "",
         "| | GiB/s of raw states | CPU s/GiB of its process |", "|---|---|---|",
         *(f"| {n} | {r['gib_per_s']:.3f} | {r['cpu_s_per_gib']:.3f} |" for n, r in found["rows"].items()), "",
