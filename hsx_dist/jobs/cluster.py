@@ -126,32 +126,53 @@ class RayFleet:
         self._writers: list[tuple[str, Any]] = []
         self._nodes: list[str] = []  # every node that ever had writers; a node that comes back has another id
         self._nodes_seen = 0.0
+        self._coming: dict[Any, str] = {}  # writers of nodes that came later, until they are heard of
         self._replicas: dict[int, Any] = {}
         self._starting: dict[Any, int] = {}
         self._tasks: dict[Any, int] = {}
         self._listening: dict[Any, Any] = {}  # ref of a writer's events() → the writer
 
     def start(self) -> None:
-        self._watch_nodes()
+        """Raises ConfigError when no node has the CPUs of a writer."""
+        for node in self._nodes_for_writers():
+            # Before any replica, which could take their CPUs.
+            self._writers += [(node, actor) for actor in self._start_writers(node)]
+        if not self._writers:
+            raise ConfigError(
+                f"writers.num_cpus: expected a node with {self._shape.writer_cpus:g} CPUs, found none; lower it, or "
+                "add such a node"
+            )
         for replica in range(self._shape.replicas):
             self._start_replica(replica)
 
+    def _nodes_for_writers(self) -> list[str]:
+        self._nodes_seen = time.monotonic()
+        return sorted(
+            n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU", 0.0) >= self._shape.writer_cpus
+        )
+
     def _watch_nodes(self) -> None:
         """Writers on nodes that came; those of nodes that went are forgotten, and the replicas told."""
-        self._nodes_seen = time.monotonic()
-        alive = {n["NodeID"] for n in ray.nodes() if n["Alive"]}
-        if alive == {node for node, _ in self._writers}:
-            return
-        self._writers = [(node, actor) for node, actor in self._writers if node in alive]
-        left = {actor for _, actor in self._writers}
-        self._listening = {ref: actor for ref, actor in self._listening.items() if actor in left}
-        for node in sorted(alive.difference(self._nodes)):
-            self._start_writers(node)
+        alive = self._nodes_for_writers()
+        for node in alive:
+            if node not in self._nodes:
+                # Replicas hear of it when it lives: on a node that is full already it may wait for its CPUs for ever.
+                self._coming |= dict.fromkeys(self._start_writers(node), node)
+        self._coming = {actor: node for actor, node in self._coming.items() if node in alive}
+        left = [(node, actor) for node, actor in self._writers if node in alive]
+        if len(left) < len(self._writers):
+            self._writers = left
+            self._tell_replicas()
+        known = {*self._coming, *(actor for _, actor in left)}
+        self._listening = {ref: actor for ref, actor in self._listening.items() if actor in known}
+
+    def _tell_replicas(self) -> None:
         for replica, actor in self._replicas.items():
             if replica not in self._starting.values():
                 actor.set_writers.remote(self._writers)
 
-    def _start_writers(self, node: str) -> None:
+    def _start_writers(self, node: str) -> list[Any]:
+        started = []
         for slot in range(self._shape.writers_per_node):
             name = f"n{len(self._nodes)}w{slot}"
             actor = start_writer(
@@ -161,9 +182,10 @@ class RayFleet:
                 threads=self._shape.writer_threads,
                 name=f"{self._name}/writer/{name}",
             )
-            self._writers.append((node, actor))
+            started.append(actor)
             self._listen(actor)
         self._nodes.append(node)
+        return started
 
     def _start_replica(self, replica: int) -> None:
         shape = self._shape
@@ -207,15 +229,20 @@ class RayFleet:
         self._listening[actor.events.remote(2.0)] = actor
 
     def _heard(self, ref: Any) -> list[FleetEvent]:
-        actor = self._listening.pop(ref)
+        actor = self._listening.pop(ref, None)
+        if actor is None:
+            return []  # its node went while others were heard
         try:
             events = list(ray.get(ref))
+            if actor in self._coming:
+                self._writers.append((self._coming.pop(actor), actor))
+                self._tell_replicas()
         except RayError as e:
             # Ray restarts it while its node lives; what it held has no receipt and will be run again.
             log.warning("a writer died: %s", type(e).__name__)
             self._watch_nodes()
             events = []
-        if any(actor == listed for _, listed in self._writers):
+        if actor in self._coming or any(actor == listed for _, listed in self._writers):
             self._listen(actor)
         return events
 
@@ -272,7 +299,7 @@ class RayFleet:
             else:
                 self._attempt(actor.stop.remote())
                 ray.kill(actor)
-        for _, actor in self._writers:
+        for actor in (*self._coming, *(actor for _, actor in self._writers)):
             ray.kill(actor)
 
 

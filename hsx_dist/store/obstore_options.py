@@ -174,6 +174,11 @@ class BotocoreCredentials:
         self._credentials = credentials
 
     def __call__(self) -> dict[str, Any]:
+        if self._credentials is None:
+            # Not before: a store can be opened wherever it is, as fsspec's can.
+            from botocore.exceptions import NoCredentialsError
+
+            raise NoCredentialsError
         frozen = self._credentials.get_frozen_credentials()
         return {
             "access_key_id": frozen.access_key,
@@ -201,10 +206,6 @@ def _s3(bucket: str, options: Mapping[str, Any], region: str | None) -> Connecti
     client = _botocore_client(options, client_kwargs, config_kwargs, region)
     anonymous = bool(options.get("anon"))
     credentials = None if anonymous else client._request_signer._credentials
-    if credentials is None and not anonymous:
-        from botocore.exceptions import NoCredentialsError
-
-        raise NoCredentialsError
     endpoint = str(client.meta.endpoint_url)
     aws = (urlsplit(endpoint).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
     s3 = _mapping(config_kwargs, "s3")

@@ -78,15 +78,28 @@ class WriterActor:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._credits = Credits(spec.credit_bytes)
-        store = open_store(spec.output, spec.storage_options, backend=spec.backend, retry_seconds=spec.retry_seconds)
-        self._sink = PartSink(store, spec.options, self._events.put)
+        self._sink: PartSink | None = None
+        self._broken = ""
+        try:
+            store = open_store(
+                spec.output, spec.storage_options, backend=spec.backend, retry_seconds=spec.retry_seconds
+            )
+        except HsxError as e:
+            # Told, not raised: an actor whose constructor fails is dead for good, and says so to nobody.
+            self._broken = f"{type(e).__name__}: {e}"
+            self._events.put(Lost((), self._broken, fatal=True))
+        else:
+            self._sink = PartSink(store, spec.options, self._events.put)
 
     @ray.method(concurrency_group="control")
     def name(self) -> str:
-        return self._sink.name
+        """Of the sink, another one in each life; empty when there is none."""
+        return self._sink.name if self._sink is not None else ""
 
     def add_pages(self, sender: str, pages: Sequence[Page]) -> Answer:
         """Encode pages of ``sender`` (a dead sink has told by ``events`` what it lost)."""
+        if self._sink is None:
+            return Answer(self._credits.share(sender), self._broken)
         refused = None
         try:
             for page in pages:
@@ -97,7 +110,8 @@ class WriterActor:
 
     @ray.method(concurrency_group="control")
     def flush(self) -> None:
-        self._sink.flush()
+        if self._sink is not None:
+            self._sink.flush()
 
     @ray.method(concurrency_group="control")
     def events(self, timeout: float) -> list[Event]:

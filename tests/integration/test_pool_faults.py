@@ -195,6 +195,17 @@ def test_a_writer_killed_while_it_encodes_costs_no_sample(pool):
         assert "long" not in load_manifest(store).samples
 
 
+def test_a_writer_that_cannot_open_its_store_says_so(pool):
+    """A profile that is on the driver's machine and not on the writer's, for example."""
+    p = pool("s3://b/run", {"profile": "only-elsewhere"}).start()
+    p.send([SAMPLES["k00"]])
+    p.flush()
+    (told,) = p.events
+    assert told.fatal
+    assert "only-elsewhere" in told.reason
+    assert [lost.segments[0].key for lost in p.lost] == ["k00"]
+
+
 def test_a_second_driver_fences_the_first_off(pool):
     with discard_server() as server:
         store = open_store("s3://b/run", server.storage_options())
