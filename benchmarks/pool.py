@@ -259,7 +259,7 @@ def median(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def measure(gib: float, rounds: int, long_gib: float) -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0))
     pages = int(gib * GIB / PAGE_BYTES)
-    states = real_states(8)
+    states = real_states(4)
     result: dict[str, Any] = {}
     work, rest = cores[0], cores[-1]
     os.sched_setaffinity(0, {rest})
