@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         NotFound,
         RunError,
         RunMismatch,
+        SampleConflict,
         SampleFailed,
         SampleNotFound,
         StoreError,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         UnknownCodec,
     )
     from hsx_dist.jobs.extract import extract
+    from hsx_dist.page import object_name, sample_key
     from hsx_dist.reading import Run, Sample, load_hidden_states, open_run
 
 __version__ = "0.1.0"
@@ -37,6 +39,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "hsx_dist.jobs.extract": ["extract"],
     "hsx_dist.reading": ["open_run", "load_hidden_states", "Run", "Sample"],
+    "hsx_dist.page": ["object_name", "sample_key"],
     "hsx_dist.config": ["ExtractConfig", "load_config"],
     "hsx_dist.errors": [
         "HsxError",
@@ -54,6 +57,7 @@ _NAMES = {
         "RunMismatch",
         "Fenced",
         "SampleNotFound",
+        "SampleConflict",
         "SampleFailed",
         "EngineError",
     ],
@@ -76,6 +80,7 @@ __all__ = [
     "RunError",
     "RunMismatch",
     "Sample",
+    "SampleConflict",
     "SampleFailed",
     "SampleNotFound",
     "StoreError",
@@ -85,7 +90,9 @@ __all__ = [
     "extract",
     "load_config",
     "load_hidden_states",
+    "object_name",
     "open_run",
+    "sample_key",
 ]
 
 

@@ -80,5 +80,9 @@ class SampleFailed(RunError):
     """The producer left a failure marker for the key: waiting longer is of no use."""
 
 
+class SampleConflict(RunError):
+    """The key stands for another sample already: other tokens, layers or model."""
+
+
 class EngineError(HsxError, RuntimeError):
     """vLLM could not be started, or died."""

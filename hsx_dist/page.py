@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -46,6 +47,21 @@ def object_name(key: str) -> str:
     return name
 
 
+def sample_key(key: str, *, prompt: int = 0, choice: int = 0) -> str:
+    """The key of one result when a request that chose ``key`` has several.
+
+    Args:
+        key: what the client gave as ``hidden_states_key``.
+        prompt: which prompt of a completion request's batch, from 0.
+        choice: which of the ``n`` choices of a prompt, from 0.
+
+    Returns:
+        ``key`` for the first; ``-p1``, ``-p2``, … is appended for a later prompt, and after that ``-n1``, … for a
+        later choice.
+    """
+    return f"{key}{f'-p{prompt}' if prompt else ''}{f'-n{choice}' if choice else ''}"
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Tokens ``[start, stop)`` of the ``total`` tokens of sample ``key``; segments of a sample count from 0.
@@ -53,7 +69,9 @@ class Segment:
     ``row``: the input row (from 0) that the sample came from, where there was one; ``sample_hash``: ``token_hash`` of
     the whole sample's ids, by which segments know each other again when a row was computed twice. Receipts keep both;
     parts do not. ``source`` is the same for the pages of one copy out of a cache, and for no others: when a row is
-    computed again, what came of it before is not mixed with what comes now.
+    computed again, what came of it before is not mixed with what comes now. ``meta``: what is known of the sample
+    beyond its states (why its request ended, which of its tokens these are); JSON values, stored with it. ``name``: the
+    object's name under the store, where every sample is one and its client chose the name.
     """
 
     key: str
@@ -64,6 +82,8 @@ class Segment:
     row: int | None = field(default=None, compare=False)
     sample_hash: str = field(default="", compare=False)
     source: str = field(default="", compare=False)
+    meta: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    name: str = field(default="", compare=False)
 
     @property
     def num_tokens(self) -> int:

@@ -176,8 +176,10 @@ class ExtractConfig(Settings):
     in_flight_bytes: Bytes = Field(
         default=ByteSize(256 * _MIB), description="Host memory of one replica for states not yet shipped."
     )
-    min_replicas: int = Field(default=1, ge=1, description="Replicas to start with.")
-    max_replicas: int = Field(default=1, ge=1, description="Replicas at most.")
+    min_replicas: int = Field(default=1, ge=1, description="Replicas that the cluster must have room for at the start.")
+    max_replicas: int = Field(
+        default=1, ge=1, description="Replicas at most: those that find no room wait for it while the others work."
+    )
     task_rows: int = Field(default=64, ge=1, description="Rows handed to a replica at once.")
     max_tries: int = Field(default=3, ge=1, description="How often a row is tried before it counts as failed.")
     pool: Literal["ray", "threads"] = Field(

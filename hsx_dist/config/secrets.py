@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 #: What stands where a value is not shown.
 HIDDEN = "(not shown)"
@@ -107,6 +108,14 @@ def public_url(url: str) -> str:
     return f"{scheme}://{authority}{slash}{path}"
 
 
+def is_signed_url(url: str) -> bool:
+    """Whether a URL's query holds a signature (S3, GCS, Azure): whoever has the URL has the access."""
+    if "://" not in url:
+        return False
+    names = [name for name, _ in parse_qsl(urlsplit(url).query, keep_blank_values=True)]
+    return any(looks_secret(name) or name.lower() == "sig" for name in names)
+
+
 def secret_paths(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """The paths below (and at) ``path`` at which a literal credential seems to stand."""
     if isinstance(value, Mapping):
@@ -120,7 +129,7 @@ def secret_paths(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[st
     if value is None or isinstance(value, bool) or is_env_reference(value):
         return
     named_so = any(looks_secret(name) for name in path) and not (path[-1] == "token" and value in _WHERE_TO_LOOK)
-    if named_so or (isinstance(value, str) and url_password(value)):
+    if named_so or (isinstance(value, str) and (url_password(value) or is_signed_url(value))):
         yield path
 
 

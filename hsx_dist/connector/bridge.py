@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import queue
 import shutil
 import tempfile
 import threading
@@ -18,14 +17,17 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hsx_dist.connector.outlet import PageRef, Shipped, ship
+from hsx_dist.connector.outlet import Counts, PageRef, Shipped, ShippingThread
 from hsx_dist.connector.ring import Ring
 from hsx_dist.page import Page
 from hsx_dist.writers.base import Sender
+
+if TYPE_CHECKING:  # importing it imports vLLM
+    from hsx_dist.connector.metadata import Expect, Skip
 
 log = logging.getLogger(__name__)
 
@@ -45,16 +47,22 @@ class SocketOutlet:
         self._connection: Connection = Client(address, "AF_UNIX")
         self._connection.send((os.getpid(), self.ring.capacity))
         self.memory = _map(recv_handle(self._connection), self.ring.capacity)
-        self._queue: queue.SimpleQueue[tuple[PageRef, Callable[[], None] | None] | Shipped | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=ship, args=(self._queue, self._deliver), name="hsx-ship", daemon=True)
-        self._thread.start()
+        self.counts = Counts()
+        self._thread = ShippingThread(self._deliver, self.counts)
         threading.Thread(target=self._take_back, name="hsx-free", daemon=True).start()
 
     def submit(self, ref: PageRef, ready: Callable[[], None] | None) -> None:
-        self._queue.put((ref, ready))
+        self._thread.put((ref, ready))
 
-    def skip(self, key: str, reason: str) -> None:
-        self._queue.put(Shipped(key, reason))
+    def expect(self, expected: Expect) -> None:
+        pass  # receipts tell
+
+    def skip(self, skip: Skip) -> None:
+        self._thread.put(Shipped(skip.key, skip.reason))
+
+    @property
+    def pending(self) -> int:
+        return self._thread.pending
 
     def _deliver(self, refs: list[PageRef], told: list[Shipped]) -> None:
         self._connection.send((refs, told))
@@ -67,9 +75,8 @@ class SocketOutlet:
         except (EOFError, OSError):
             log.info("the process that ships this engine's pages has closed the connection")
 
-    def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
+    def close(self, timeout: float | None = None) -> None:
+        self._thread.close(timeout)
 
 
 class BridgeServer:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,10 +27,12 @@ from hsx_dist.connector.metadata import StepMetadata
 from hsx_dist.connector.outlet import Outlet, registered
 from hsx_dist.connector.scheduler import SchedulerHalf
 from hsx_dist.connector.settings import ConnectorSettings, read_settings
+from hsx_dist.connector.stats import HiddenStatesPromMetrics, HiddenStatesStats
 from hsx_dist.connector.worker import WorkerHalf
 from hsx_dist.errors import ConfigError
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -48,7 +51,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
         self._layer_ids = captured_layers(vllm_config)
-        self._group = hidden_state_group(kv_cache_config)
+        self._group = hidden_state_group(kv_cache_config, vllm_config.model_config.model)
         spec = kv_cache_config.kv_cache_groups[self._group].kv_cache_spec
         self._block_size = spec.block_size
         self._scheduler: SchedulerHalf | None = None
@@ -64,7 +67,13 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 hidden_size=vllm_config.model_config.get_hidden_size(),
             )
 
+        warn_of_short_limits(self._settings, vllm_config, role)
+
     # -- the scheduler's process ---------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        assert self._scheduler is not None
+        self._scheduler.new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return 0, False  # nothing is ever loaded
@@ -92,6 +101,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_block_frees(self) -> bool:
         return self._scheduler is not None and self._scheduler.holds_blocks
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.has_news
 
     def get_finished_count(self) -> int | None:
         return 1  # a request's owner alone reports it
@@ -143,9 +155,83 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.step(meta)
         return self._worker.finished() or None, None
 
+    @property
+    def pending(self) -> int:
+        """Requests whose states this half has not passed on yet (worker half: or not stored yet, where it stores)."""
+        if self._scheduler is not None:
+            return self._scheduler.pending
+        waiting = self._worker.pending if self._worker is not None else 0
+        return waiting + (self._outlet.pending if self._outlet is not None else 0)
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return HiddenStatesStats.of(self._outlet, self._worker) if self._worker is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return HiddenStatesStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        return HiddenStatesPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     def shutdown(self) -> None:
-        if self._outlet is not None and self._settings.via != "process":
-            self._outlet.close()
+        if self._worker is None or self._outlet is None:
+            return
+        end = time.monotonic() + self._settings.drain_seconds
+        left = self._worker.drain(self._settings.drain_seconds)
+        if left:
+            log.error(
+                "the engine ends with %d requests whose hidden states were not copied within %g s (drain_seconds)",
+                left,
+                self._settings.drain_seconds,
+            )
+        if self._settings.via != "process":  # else its owner closes it
+            self._outlet.close(max(end - time.monotonic(), 0.1))
+
+
+def warn_of_short_limits(settings: ConnectorSettings, vllm_config: VllmConfig, role: KVConnectorRole) -> None:
+    """Say which of the engine's own limits would cut off what the connector is still doing at its end.
+
+    Raises:
+        ConfigError: the drafter would skip states of long sequences.
+    """
+    import vllm.envs as envs
+
+    if role != KVConnectorRole.SCHEDULER:
+        return
+    spec = vllm_config.speculative_config
+    drafter = getattr(getattr(spec, "draft_model_config", None), "max_model_len", None)
+    longest = vllm_config.model_config.max_model_len
+    if drafter is not None and drafter < longest:
+        # vLLM then writes no states for a whole batch, whenever its longest sequence exceeds the drafter's limit.
+        raise ConfigError(
+            f"expected a drafter that takes sequences as long as the model's ({longest} tokens), came {drafter}: "
+            "states of longer ones would be missing; do not set speculative_config's max_model_len, or lower the "
+            "model's"
+        )
+    if settings.via != "store":
+        return
+    if vllm_config.shutdown_timeout < settings.drain_seconds:
+        log.warning(
+            "shutdown_timeout is %g s, less than drain_seconds (%g): a stopped server ends requests at once, and may "
+            "end before all hidden states are stored; start it with --shutdown-timeout %d",
+            vllm_config.shutdown_timeout,
+            settings.drain_seconds,
+            int(settings.drain_seconds) + 10,
+        )
+    if settings.drain_seconds > envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS:
+        log.warning(
+            "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS is %g, less than drain_seconds (%g): workers may be ended before all "
+            "hidden states are stored; raise it",
+            envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS,
+            settings.drain_seconds,
+        )
 
 
 def captured_layers(vllm_config: VllmConfig) -> tuple[int, ...]:
@@ -164,7 +250,7 @@ def captured_layers(vllm_config: VllmConfig) -> tuple[int, ...]:
     return tuple(sorted({int(i) for i in ids}))
 
 
-def hidden_state_group(kv_cache_config: KVCacheConfig) -> int:
+def hidden_state_group(kv_cache_config: KVCacheConfig, model: str = "this model") -> int:
     """Index of the cache group that holds the hidden states, found by its spec.
 
     Raises:
@@ -178,7 +264,8 @@ def hidden_state_group(kv_cache_config: KVCacheConfig) -> int:
         return 0  # one uniform group holds everything (MLA models)
     kinds = [type(g.kv_cache_spec).__name__ for g in groups]
     raise ConfigError(
-        f"expected one hidden-state cache group, found {len(found)} among {kinds}: this model is not supported"
+        f"{model}: expected one hidden-state cache group, found {len(found)} among {kinds}: its cache has a form whose "
+        "hidden states cannot be told from its keys and values; this model is not supported"
     )
 
 

@@ -7,6 +7,7 @@ copied too, and mean nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -58,5 +59,20 @@ def gather(cache: torch.Tensor, block_ids: torch.Tensor, out: torch.Tensor, orde
         if cache.stride(2) == layers * hidden:
             whole = cache.as_strided((blocks, block * layers * hidden), (cache.stride(0), 1))
         torch.index_select(whole, 0, block_ids, out=target.view(num_blocks, *whole.shape[1:]))
+    if target is not out:
+        out.copy_(target, non_blocking=True)
+
+
+def gather_rows(cache: torch.Tensor, slots: torch.Tensor, layers: Sequence[int], out: torch.Tensor) -> None:
+    """Copy single tokens of some layers into ``out``, contiguous ``[len(layers), n, H]``, same dtype.
+
+    ``slots``: int64 ``[n]`` on the cache's device, ``block * block_size + place in the block``; ``layers``: entries of
+    the cache's layer axis. Queued as in ``gather``.
+    """
+    _, _, block, _ = cache.shape
+    blocks, places = slots // block, slots % block
+    target = out if out.device == cache.device else torch.empty_like(out, device=cache.device)
+    for i, layer in enumerate(layers):
+        target[i] = cache[blocks, layer, places]
     if target is not out:
         out.copy_(target, non_blocking=True)

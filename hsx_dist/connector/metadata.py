@@ -15,16 +15,43 @@ class Save:
 
     request_id: str
     key: str
-    token_ids: np.ndarray[Any, Any]  # int64 [T]: the tokens to store, from the request's first
-    block_ids: np.ndarray[Any, Any]  # int64 [ceil(T / block_size)]
+    token_ids: np.ndarray[Any, Any]  # int64 [T]: the tokens to store
+    block_ids: np.ndarray[Any, Any]  # int64: the cache blocks of the request, from its first
     owner: int  # the tensor-parallel rank that copies, ships and reports
     row: int | None = None  # the input row, as the driver counts
+    positions: range | None = None  # where the tokens stand in the request; None: all from the first
+    layers: tuple[int, ...] | None = None  # which entries of the cache's layer axis, in this order; None: all
+    meta: dict[str, Any] = field(default_factory=dict)  # ``Segment.meta``
+    name: str = ""  # ``Segment.name``: the object's, where the client chose a path
+
+
+@dataclass(slots=True, frozen=True)
+class Expect:
+    """A request that was scheduled for the first time: where its sample will lie, and which rank will store it."""
+
+    request_id: str
+    name: str
+    owner: int
+    chosen: bool = False  # the client chose the name, and may use it again
+
+
+@dataclass(slots=True, frozen=True)
+class Skip:
+    """A finished request of which nothing is stored."""
+
+    request_id: str
+    key: str
+    name: str
+    owner: int
+    reason: str
+    #: The client did not ask for it, or it is not the first time: no failure to tell.
+    quiet: bool = False
 
 
 @dataclass(slots=True)
 class StepMetadata(KVConnectorMetadata):
     saves: list[Save] = field(default_factory=list)
-    #: (key, reason) of finished requests that have nothing whole to store.
-    skipped: list[tuple[str, str]] = field(default_factory=list)
+    skipped: list[Skip] = field(default_factory=list)
+    expected: list[Expect] = field(default_factory=list)
     #: The step schedules no tokens: a worker may wait a moment for the ring instead of letting the engine spin.
     idle: bool = False

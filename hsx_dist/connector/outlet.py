@@ -11,13 +11,16 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
 from hsx_dist.connector.ring import Ring
 from hsx_dist.page import CARRIER, Page, Segment
 from hsx_dist.writers.base import Sender
+
+if TYPE_CHECKING:  # importing it imports vLLM
+    from hsx_dist.connector.metadata import Expect, Skip
 
 log = logging.getLogger(__name__)
 
@@ -72,25 +75,128 @@ class Shipped:
     reason: str | None = None
 
 
+class Counts:
+    """Sums since the last ``take``; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums: dict[str, float] = {}
+
+    def add(self, name: str, value: float = 1) -> None:
+        with self._lock:
+            self._sums[name] = self._sums.get(name, 0) + value
+
+    def take(self) -> dict[str, float]:
+        with self._lock:
+            sums, self._sums = self._sums, {}
+        return sums
+
+
 class Outlet(Protocol):
     """What the worker half sees."""
 
     ring: Ring
+    counts: Counts
     memory: np.ndarray[Any, Any]  # uint8 [ring.capacity]
 
     def submit(self, ref: PageRef, ready: Callable[[], None] | None) -> None:
         """Ship a page; ``ready`` blocks until its copy into the ring is done. Returns at once."""
         ...
 
-    def skip(self, key: str, reason: str) -> None:
-        """Tell that nothing of ``key`` will be shipped. Returns at once."""
+    def expect(self, expected: Expect) -> None:
+        """A request of this rank's was scheduled for the first time. Returns at once."""
         ...
 
-    def close(self) -> None: ...
+    def skip(self, skip: Skip) -> None:
+        """Tell that nothing of a request will be shipped. Returns at once."""
+        ...
+
+    @property
+    def pending(self) -> int:
+        """What was submitted, and is not shipped yet (or not stored yet, where this process stores)."""
+        ...
+
+    def close(self, timeout: float | None = None) -> None:
+        """Ship what was submitted, for at most ``timeout`` seconds, and end the thread."""
+        ...
 
 
 #: How many bytes of pages travel in one call to a writer, at most (a single page may be larger).
 COALESCE_BYTES = 8 << 20
+
+
+class ShippingThread:
+    """The queue between steps and the thread that ships; ``deliver`` is called on the thread, in order."""
+
+    def __init__(self, deliver: Callable[[list[PageRef], list[Shipped]], None], counts: Counts):
+        self._deliver = deliver
+        self._counts = counts
+        self._queue: queue.SimpleQueue[tuple[PageRef, Callable[[], None] | None] | Shipped | None] = queue.SimpleQueue()
+        self._submitted = self._delivered = 0  # each written by one thread alone
+        self._thread = threading.Thread(target=self._run, name="hsx-ship", daemon=True)
+        self._thread.start()
+
+    def put(self, item: tuple[PageRef, Callable[[], None] | None] | Shipped) -> None:
+        self._submitted += 1
+        self._queue.put(item)
+
+    @property
+    def pending(self) -> int:
+        return self._submitted - self._delivered
+
+    def close(self, timeout: float | None) -> bool:
+        """Whether everything was shipped in time."""
+        self._queue.put(None)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        # The thread may be born of one that vLLM has pinned to the engine's cores; shipping belongs on any core.
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        ended = False
+        while not ended:
+            item = self._queue.get()
+            refs: list[PageRef] = []
+            told: list[Shipped] = []
+            taken = nbytes = 0
+            while True:
+                if item is None:
+                    ended = True
+                    break
+                taken += 1
+                if isinstance(item, Shipped):
+                    told.append(item)
+                else:
+                    ref, ready = item
+                    if ready is not None:
+                        ready()
+                    refs.append(ref)
+                    nbytes += ref.nbytes
+                    if ref.last:
+                        told.append(Shipped(ref.segment.key))
+                if nbytes >= COALESCE_BYTES:
+                    break
+                try:
+                    item = self._queue.get_nowait()
+                except queue.Empty:
+                    break
+            try:
+                self._deliver(refs, told)
+            except Exception:
+                log.exception("%d pages were not shipped", len(refs))
+            self._delivered += taken
+            self._count(refs, told, nbytes)
+
+    def _count(self, refs: list[PageRef], told: list[Shipped], nbytes: int) -> None:
+        for name, value in (
+            ("pages", len(refs)),
+            ("bytes", nbytes),
+            ("samples", sum(s.reason is None for s in told)),
+            ("skipped", sum(s.reason is not None for s in told)),
+        ):
+            if value:
+                self._counts.add(name, value)
 
 
 class LocalOutlet:
@@ -109,15 +215,21 @@ class LocalOutlet:
         self.memory.fill(0)
         self._sender = sender
         self._on_shipped = on_shipped
-        self._queue: queue.SimpleQueue[tuple[PageRef, Callable[[], None] | None] | Shipped | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=ship, args=(self._queue, self._ship), name="hsx-ship", daemon=True)
-        self._thread.start()
+        self.counts = Counts()
+        self._thread = ShippingThread(self._ship, self.counts)
 
     def submit(self, ref: PageRef, ready: Callable[[], None] | None) -> None:
-        self._queue.put((ref, ready))
+        self._thread.put((ref, ready))
 
-    def skip(self, key: str, reason: str) -> None:
-        self._queue.put(Shipped(key, reason))
+    def expect(self, expected: Expect) -> None:
+        pass  # whoever ships for a run asks receipts
+
+    def skip(self, skip: Skip) -> None:
+        self._thread.put(Shipped(skip.key, skip.reason))
+
+    @property
+    def pending(self) -> int:
+        return self._thread.pending
 
     def _ship(self, refs: list[PageRef], told: list[Shipped]) -> None:
         if refs:
@@ -127,54 +239,21 @@ class LocalOutlet:
                 page = ref.page(self.memory)
                 offsets[id(page)] = ref.offset
                 pages.append(page)
-            self._sender.send(pages, lambda p: self.ring.free(offsets[id(p)]))
+            try:
+                self._sender.send(pages, lambda p: self.ring.free(offsets.pop(id(p))))
+            except Exception as e:
+                # The ring must go round, and whoever waits for a sample be told, whatever the writers do.
+                log.exception("%d pages were not shipped", len(pages))
+                for offset in list(offsets.values()):
+                    self.ring.free(offset)
+                reason = f"its pages were not shipped: {type(e).__name__}: {e}"
+                told = [Shipped(s.key, s.reason or reason) for s in told]
         for shipped in told:
             self._on_shipped(shipped)
 
-    def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
-        self._sender.flush()
-
-
-def ship(
-    source: queue.SimpleQueue[tuple[PageRef, Callable[[], None] | None] | Shipped | None],
-    deliver: Callable[[list[PageRef], list[Shipped]], None],
-) -> None:
-    """Body of a shipping thread: takes what is there, up to ``COALESCE_BYTES``, and delivers it in order."""
-    # The thread may be born of one that vLLM has pinned to the engine's cores; shipping belongs on any core.
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    ended = False
-    while not ended:
-        item = source.get()
-        refs: list[PageRef] = []
-        told: list[Shipped] = []
-        nbytes = 0
-        while True:
-            if item is None:
-                ended = True
-                break
-            if isinstance(item, Shipped):
-                told.append(item)
-            else:
-                ref, ready = item
-                if ready is not None:
-                    ready()
-                refs.append(ref)
-                nbytes += ref.nbytes
-                if ref.last:
-                    told.append(Shipped(ref.segment.key))
-            if nbytes >= COALESCE_BYTES:
-                break
-            try:
-                item = source.get_nowait()
-            except queue.Empty:
-                break
-        try:
-            deliver(refs, told)
-        except Exception:
-            log.exception("%d pages were not shipped", len(refs))
+    def close(self, timeout: float | None = None) -> None:
+        if self._thread.close(timeout):
+            self._sender.flush()
 
 
 _REGISTERED: dict[str, Outlet] = {}

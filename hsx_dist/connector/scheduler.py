@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from vllm.v1.request import RequestStatus
 
-from hsx_dist.connector.metadata import Save, StepMetadata
+from hsx_dist.connector.metadata import Expect, Save, Skip, StepMetadata
+from hsx_dist.connector.options import RequestOptions, read_options
 from hsx_dist.connector.settings import ConnectorSettings
-from hsx_dist.page import object_name
+from hsx_dist.format.receipt import token_hash
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+log = logging.getLogger(__name__)
+
+#: How many keys that clients chose are remembered, to tell when one comes again for other tokens.
+REMEMBERED_KEYS = 65536
+
+
+@dataclass(slots=True)
+class _Known:
+    """A request that has not finished. ``owner`` is chosen when it is first scheduled."""
+
+    options: RequestOptions
+    owner: int | None = None
 
 
 class SchedulerHalf:
@@ -36,66 +55,174 @@ class SchedulerHalf:
         self._hidden_size = hidden_size
         self._next = StepMetadata()
         self._sequence = 0
+        self._known: dict[str, _Known] = {}
         #: Requests whose blocks we hold: told True, not yet reported by their owner.
         self._held: set[str] = set()
+        self._seen: OrderedDict[str, str] = OrderedDict()  # key that a client chose → hash of what it stood for
+        self._warned: set[str] = set()
+
+    # -- a request's life ----------------------------------------------------------------------------------------
+
+    def new_request(self, request: Request) -> None:
+        """Called when a request is queued, and again with the same one by no release that we know: idempotent."""
+        if request.request_id not in self._known:
+            self._known[request.request_id] = _Known(self._read(request))
+
+    def _read(self, request: Request) -> RequestOptions:
+        s = self._settings
+        options = read_options(
+            request.request_id,
+            request.kv_transfer_params or {},
+            layer_ids=self._layer_ids,
+            output=s.output,
+            allow_custom_path=s.allow_custom_save_path and s.one_object,
+            include_output_tokens=s.include_output_tokens,
+        )
+        for name, why in options.refused.items():
+            if name not in self._warned:  # a client may send a million of them
+                self._warned.add(name)
+                log.warning("kv_transfer_params[%r] of request %s is ignored: %s", name, request.request_id, why)
+        return options
+
+    def _owner(self, known: _Known) -> int:
+        if known.owner is None:
+            known.owner = self._sequence % self._tp
+            self._sequence += 1
+        return known.owner
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Called once a request, whatever its end. What is whole is decided by the tokens that were computed, never
         by the request's status: a stop string looks like a client that hung up."""
-        params = request.kv_transfer_params or {}
-        key = str(params.get("hidden_states_key") or request.request_id)
-        tokens, reason = self._wanted(request, params)
-        # Tokens of a step that is still in flight are counted as computed already; their states may not be written yet.
-        computed = request.num_computed_tokens - request.num_in_flight_tokens
-        if reason is None and computed < len(tokens):
-            reason = f"computed {max(computed, 0)} of {len(tokens)} tokens ({request.status.name})"
-        blocks = -(-len(tokens) // self._block_size)
-        if reason is None and len(block_ids) < blocks:
+        known = self._known.pop(request.request_id, None) or _Known(self._read(request))
+        options = known.options
+        if not options.save:
+            return self._skip(known, request, "the request asked for none", quiet=True)
+        tokens, meta, reason = self._covered(request, options)
+        refused = dict(options.refused)
+        if reason is None and len(block_ids) < (blocks := -(-len(tokens) // self._block_size)):
             reason = f"has {len(block_ids)} cache blocks of {blocks}"
         if reason is not None:
-            self._next.skipped.append((key, reason))
-            return False, None
+            return self._skip(known, request, reason)
+        positions = options.tokens.of(len(tokens))
+        if not positions:
+            refused["hidden_states_tokens"] = f"selects none of the {len(tokens)} tokens; all are stored"
+            positions = range(len(tokens))
+        if self._settings.ttl_seconds is not None:
+            meta["expires"] = round(time.time() + self._settings.ttl_seconds)
+        if positions != range(len(tokens)):
+            meta["tokens"] = {"start": positions.start, "step": positions.step, "of": len(tokens)}
+        selected = tokens[positions.start : positions.stop : positions.step]
+        conflict = self._conflict(options, tokens, positions)
+        if conflict is not None:
+            return self._skip(known, request, conflict, refused={**refused, "hidden_states_key": conflict})
         self._next.saves.append(
             Save(
                 request_id=request.request_id,
-                key=key,
-                token_ids=tokens,
-                block_ids=np.asarray(block_ids[:blocks], dtype=np.int64),
-                owner=self._sequence % self._tp,
-                row=params.get("hidden_states_row"),
+                key=options.key,
+                token_ids=selected,
+                block_ids=np.asarray(block_ids[: -(-len(tokens) // self._block_size)], dtype=np.int64),
+                owner=self._owner(known),
+                row=options.row,
+                positions=positions if "tokens" in meta else None,
+                layers=None
+                if options.layer_ids == self._layer_ids
+                else tuple(self._layer_ids.index(i) for i in options.layer_ids),
+                meta=meta,
+                name=options.path or "",
             )
         )
-        self._sequence += 1
         self._held.add(request.request_id)
-        return True, self._answer(key, len(tokens))
+        return True, self._answer(options, len(selected), meta, refused)
 
-    def _wanted(self, request: Request, params: dict[str, Any]) -> tuple[np.ndarray[Any, Any], str | None]:
-        """The tokens whose states are wanted (int64), and why there are none."""
+    def _skip(
+        self,
+        known: _Known,
+        request: Request,
+        reason: str,
+        *,
+        quiet: bool = False,
+        refused: dict[str, str] | None = None,
+    ) -> tuple[bool, dict[str, Any] | None]:
+        options = known.options
+        # One that was never scheduled has no owner, and needs none but to tell.
+        self._next.skipped.append(
+            Skip(request.request_id, options.key, options.name, known.owner or 0, reason, quiet=quiet)
+        )
+        refused = dict(options.refused) if refused is None else refused
+        if request.num_computed_tokens == 0 and not refused:
+            return False, None  # never scheduled: vLLM expects nothing of it
+        meta: dict[str, Any] = {"saved": False, "reason": reason}
+        return False, {"hidden_states_meta": meta | ({"refused": refused} if refused else {})}
+
+    def _covered(
+        self, request: Request, options: RequestOptions
+    ) -> tuple[np.ndarray[Any, Any], dict[str, Any], str | None]:
+        """The tokens (int64) whose states are all computed, what is to be said of them, and why there are none."""
+        none = np.empty(0, np.int64)
         prompt = request.prompt_token_ids
-        if not prompt:
-            return np.empty(0, np.int64), "the prompt came as embeddings: no token ids label its states"
-        if params.get("include_output_tokens", self._settings.include_output_tokens):
-            # The last token was sampled but never an input: it has no state.
-            return np.asarray(request.all_token_ids[:-1], dtype=np.int64), None
-        return np.asarray(prompt, dtype=np.int64), None
+        if not prompt or request.prompt_embeds is not None:
+            return none, {}, "the prompt came as embeddings: no token ids label its states"
+        # Tokens of a step that is still in flight are counted as computed already; their states may not be written yet.
+        computed = max(request.num_computed_tokens - request.num_in_flight_tokens, 0)
+        aborted = request.status == RequestStatus.FINISHED_ABORTED
+        if computed < len(prompt):
+            return none, {}, f"computed {computed} of {len(prompt)} tokens ({request.status.name})"
+        if not options.include_output_tokens:
+            return np.asarray(prompt, dtype=np.int64), {}, None
+        if aborted and self._settings.aborted_outputs == "drop":
+            return none, {}, "was aborted, and aborted_outputs is 'drop'"
+        # The last token was sampled but never an input: it has no state.
+        last = len(request.all_token_ids) - (1 if request.num_output_tokens else 0)
+        tokens = np.asarray(request.all_token_ids[:last], dtype=np.int64)
+        meta: dict[str, Any] = {"prompt_tokens": len(prompt)}
+        if aborted:
+            # Its client hung up, or it was ended by a stop string, which the engine cannot tell apart.
+            meta["finish_reason"] = "abort"
+            tokens = tokens[: max(computed, len(prompt))]
+        elif computed < len(tokens):
+            return none, {}, f"computed {computed} of {len(tokens)} tokens ({request.status.name})"
+        return tokens, meta, None
 
-    def _answer(self, key: str, num_tokens: int) -> dict[str, Any]:
+    def _conflict(self, options: RequestOptions, tokens: np.ndarray[Any, Any], positions: range) -> str | None:
+        """Why a key that a client chose cannot stand for this: it stands for something else already."""
+        if not options.chosen or options.path is not None:
+            return None  # a path that a client chose is replaced, as by vLLM's connector
+        what = f"{token_hash(tokens)} {positions} {options.layer_ids}"
+        if self._seen.setdefault(options.key, what) != what:
+            return f"the key {options.key!r} was used before for other tokens or layers; choose another"
+        self._seen.move_to_end(options.key)
+        if len(self._seen) > REMEMBERED_KEYS:
+            self._seen.popitem(last=False)
+        return None
+
+    def _answer(
+        self, options: RequestOptions, num_tokens: int, meta: dict[str, Any], refused: dict[str, str]
+    ) -> dict[str, Any]:
         base = self._settings.output.rstrip("/")
-        one_object = self._settings.layout == "sample" and self._settings.via == "store"
         return {
-            "hidden_states_path": f"{base}/{object_name(key)}.safetensors" if one_object else base,
-            "hidden_states_key": key,
+            "hidden_states_path": f"{base}/{options.name}" if self._settings.one_object else base,
+            "hidden_states_key": options.key,
             "hidden_states_meta": {
-                "shape": [num_tokens, len(self._layer_ids), self._hidden_size],
+                "shape": [num_tokens, len(options.layer_ids), self._hidden_size],
                 "dtype": self._dtype,
-                "layer_ids": list(self._layer_ids),
+                "layer_ids": list(options.layer_ids),
                 "codec": self._settings.codec,
+                **meta,
+                **({"refused": refused} if refused else {}),
             },
         }
+
+    # -- a step --------------------------------------------------------------------------------------------------
 
     def build_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         meta, self._next = self._next, StepMetadata()
         meta.idle = scheduler_output.total_num_scheduled_tokens == 0
+        # A request that was preempted and resumes may be called new again: its owner was told the first time.
+        for new in scheduler_output.scheduled_new_reqs:
+            known = self._known.get(new.req_id)
+            if known is not None and known.owner is None and known.options.save:
+                options = known.options
+                meta.expected.append(Expect(new.req_id, options.name, self._owner(known), options.chosen))
         return meta
 
     def copies_done(self, request_ids: set[str]) -> None:
@@ -105,3 +232,13 @@ class SchedulerHalf:
     def holds_blocks(self) -> bool:
         """Blocks will come free without preempting anybody."""
         return bool(self._held)
+
+    @property
+    def has_news(self) -> bool:
+        """The workers have not been told everything: the engine must step once more, if without tokens."""
+        return bool(self._next.saves or self._next.skipped)
+
+    @property
+    def pending(self) -> int:
+        """Finished requests whose workers have not been told, or have not copied all."""
+        return len(self._next.skipped) + len(self._held)

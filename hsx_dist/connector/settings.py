@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hsx_dist.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
+#: The keys of vLLM's own connector → ours.
+VLLM_KEYS = {
+    "shared_storage_path": "output",
+    "allow_custom_save_path": "allow_custom_save_path",
+    "num_writer_threads": "writer_threads",
+    "use_synchronization_lock": "use_synchronization_lock",
+}
+
 
 class ConnectorSettings(BaseModel):
-    """The ``hsx`` table of ``kv_connector_extra_config``, and vLLM's own key ``shared_storage_path``.
+    """The ``hsx`` table of ``kv_connector_extra_config``; vLLM's own keys stand beside it (``VLLM_KEYS``).
 
     ``via`` says where pages go: ``process`` to a sender registered in this process (``outlet.register``), ``socket`` to
     the process that listens at ``address``, ``store`` to writer threads of the worker's own that store under
@@ -22,27 +34,49 @@ class ConnectorSettings(BaseModel):
 
     via: Literal["process", "socket", "store"] = "store"
     address: str | None = None
-    output: str
+    output: str = Field(min_length=1)
+    storage_options: dict[str, Any] = Field(default_factory=dict, description="fsspec's, for ``output``")
     layout: Literal["part", "sample"] = "sample"
     codec: str | dict[str, Any] = "none"
-    segment_bytes: int = 64 << 20
-    page_bytes: int = 8 << 20
-    in_flight_bytes: int = 256 << 20
-    writer_threads: int = 2
+    segment_bytes: int = Field(64 << 20, gt=0)
+    page_bytes: int = Field(8 << 20, gt=0)
+    in_flight_bytes: int = Field(256 << 20, gt=0)
+    writer_threads: int = Field(2, ge=1, le=256)
     include_output_tokens: bool = False
+    aborted_outputs: Literal["store", "drop"] = Field(
+        "store",
+        description="what becomes of a request with include_output_tokens that was aborted (or ended by a stop "
+        "string): what was computed of it is stored and labelled, or nothing",
+    )
+    on_bad_rows: Literal["flag", "fail"] = Field(
+        "flag", description="a sample with non-finite rows or an all-zero layer: stored and labelled, or not stored"
+    )
+    allow_custom_save_path: bool = Field(False, description="a client may choose a name under ``output``")
+    use_synchronization_lock: bool = Field(
+        True, description="on a local disk, PATH.lock is held until the object is there, as vLLM's connector does"
+    )
+    ttl_seconds: float | None = Field(None, gt=0, description="objects may be removed by hsx gc after so long")
+    drain_seconds: float = Field(4.0, ge=0, description="how long shutdown waits for what was copied to be stored")
+
+    @property
+    def one_object(self) -> bool:
+        """Every sample is an object of its own, whose name the answer can tell."""
+        return self.layout == "sample" and self.via == "store"
 
 
-def read_settings(extra: dict[str, Any]) -> ConnectorSettings:
+def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
     """Settings from ``kv_connector_extra_config``.
 
     Raises:
         ConfigError: an unknown key, a wrong value, or a ring that could not hold two segments.
     """
     table = dict(extra.get("hsx") or {})
-    if "shared_storage_path" in extra:
-        table.setdefault("output", extra["shared_storage_path"])
-    if "num_writer_threads" in extra:
-        table.setdefault("writer_threads", extra["num_writer_threads"])
+    for theirs, ours in VLLM_KEYS.items():
+        if extra.get(theirs) is not None:
+            table.setdefault(ours, extra[theirs])
+    for name in extra:
+        if name != "hsx" and name not in VLLM_KEYS:
+            log.warning("kv_connector_extra_config[%r] is not ours and is ignored; ours stand under 'hsx'", name)
     table.setdefault("output", tempfile.gettempdir())  # where vLLM's own connector stores by default
     try:
         settings = ConnectorSettings.model_validate(table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,9 +10,10 @@ from uuid import uuid4
 
 import torch
 
-from hsx_dist.connector.gather import Order, cache_order, gather, page_shape
+from hsx_dist.connector.gather import Order, cache_order, gather, gather_rows, page_shape
 from hsx_dist.connector.metadata import Save, StepMetadata
 from hsx_dist.connector.outlet import Outlet, PageRef
+from hsx_dist.errors import ConfigError
 from hsx_dist.format.receipt import token_hash
 from hsx_dist.page import Segment
 
@@ -53,7 +55,9 @@ class _Copy:
     """A save under way: ``next`` is the first token not yet copied, ``event`` the last copy's."""
 
     save: Save
-    blocks: torch.Tensor  # int64, on the cache's device
+    #: int64, on the cache's device: the blocks, or (where only some tokens or layers are wanted) a slot for each token
+    places: torch.Tensor
+    rows: bool
     sample_hash: str
     source: str
     next: int = 0
@@ -90,23 +94,32 @@ class WorkerHalf:
             page_bytes=page_bytes,
             segment_bytes=segment_bytes,
         )
+        page = self.plan.page_tokens * layers * hidden * cache.element_size()
+        if page > outlet.ring.capacity:
+            raise ConfigError(
+                f"in_flight_bytes: expected room for a page of {page} bytes ({self.plan.page_tokens} tokens of "
+                f"{layers} layers), came a ring of {outlet.ring.capacity}; raise in_flight_bytes or lower page_bytes"
+            )
         self._memory = torch.from_numpy(outlet.memory)
         self._stream = torch.cuda.Stream(cache.device) if cache.is_cuda else None
         if cache.is_cuda and not self._memory.is_pinned():
             pin(self._memory)
         self._waiting: deque[_Copy] = deque()  # not all pages copied, oldest first
         self._copied: list[_Copy] = []  # all copies queued on the device, not all done
+        self.seconds_full = 0.0  # how long steps without tokens waited for the ring
 
     def step(self, meta: StepMetadata) -> None:
         """Take what finished since the last step, and copy what there is room for. Depends on no order of vLLM's calls:
         the states of a finished request were written in an earlier step."""
-        for key, reason in meta.skipped:
-            if self._rank == 0:
-                self._outlet.skip(key, reason)
+        for expected in meta.expected:
+            if expected.owner == self._rank:
+                self._outlet.expect(expected)
+        for skip in meta.skipped:
+            if skip.owner == self._rank:
+                self._outlet.skip(skip)
         for save in meta.saves:
             if save.owner == self._rank:
-                blocks = torch.from_numpy(save.block_ids).to(self._cache.device, non_blocking=True)
-                self._waiting.append(_Copy(save, blocks, token_hash(save.token_ids), uuid4().hex[:12]))
+                self._waiting.append(self._plan_copy(save))
         if not self._waiting:
             return
         if self._stream is None:
@@ -117,7 +130,26 @@ class WorkerHalf:
             with torch.cuda.stream(self._stream):
                 self._pump()
         if self._waiting and meta.idle:
+            before = time.monotonic()
             self._outlet.ring.wait(IDLE_WAIT_S)
+            self.seconds_full += time.monotonic() - before
+
+    def _plan_copy(self, save: Save) -> _Copy:
+        places = torch.from_numpy(save.block_ids)
+        rows = save.positions is not None or save.layers is not None
+        if rows:
+            positions = save.positions if save.positions is not None else range(len(save.token_ids))
+            at = torch.arange(positions.start, positions.stop, positions.step)
+            places = places[at // self._block_size] * self._block_size + at % self._block_size
+        places = places.to(self._cache.device, non_blocking=True)
+        return _Copy(save, places, rows, token_hash(save.token_ids), uuid4().hex[:12])
+
+    def drain(self, seconds: float) -> int:
+        """At the end of the engine: copy what still waits, for at most ``seconds``; how many requests were left."""
+        end = time.monotonic() + seconds
+        while self._waiting and time.monotonic() < end:
+            self.step(StepMetadata(idle=True))
+        return len(self._waiting)
 
     def finished(self) -> set[str]:
         """Requests whose last copy is done since the last call: their blocks may be reused. Each is named once."""
@@ -140,21 +172,33 @@ class WorkerHalf:
             self._copied.append(copy)
 
     def _copy_page(self, copy: _Copy) -> bool:
+        shape: tuple[int, int, int]
+        order: Order
+        layers: tuple[int, ...] | None
         tokens = copy.save.token_ids
         total, start = len(tokens), copy.next
         index = start // self.plan.segment_tokens
         segment_start = index * self.plan.segment_tokens
         segment_stop = min(segment_start + self.plan.segment_tokens, total)
         stop = min(start + self.plan.page_tokens, segment_stop)
-        # Page and segment lengths are whole blocks, so a page starts with a block.
-        blocks = copy.blocks[start // self._block_size : -(-stop // self._block_size)]
-        shape = page_shape(self._cache, blocks.shape[0], self._order)
+        if copy.rows:
+            layers = copy.save.layers or tuple(range(len(self._layer_ids)))
+            places = copy.places[start:stop]
+            shape, order = (len(layers), stop - start, self._cache.shape[3]), "LTH"
+        else:
+            # Page and segment lengths are whole blocks, so a page starts with a block.
+            layers = None
+            places = copy.places[start // self._block_size : -(-stop // self._block_size)]
+            shape, order = page_shape(self._cache, places.shape[0], self._order), self._order
         nbytes = shape[0] * shape[1] * shape[2] * self._cache.element_size()
         offset = self._outlet.ring.allocate(nbytes)
         if offset is None:
             return False
         out = self._memory[offset : offset + nbytes].view(self._cache.dtype).view(shape)
-        gather(self._cache, blocks, out, self._order)
+        if layers is None:
+            gather(self._cache, places, out, order)
+        else:
+            gather_rows(self._cache, places, layers, out)
         ready: Callable[[], None] | None = None
         if self._stream is not None:
             copy.event = torch.cuda.Event()
@@ -173,13 +217,15 @@ class WorkerHalf:
                     row=copy.save.row,
                     sample_hash=copy.sample_hash,
                     source=copy.source,
+                    meta=copy.save.meta,
+                    name=copy.save.name,
                 ),
                 start=start,
                 stop=stop,
                 chunk_tokens=self.plan.page_tokens,
-                layer_ids=self._layer_ids,
+                layer_ids=self._layer_ids if layers is None else tuple(self._layer_ids[i] for i in layers),
                 dtype=self._dtype,
-                order=self._order,
+                order=order,
                 token_ids=tokens[start:stop],
             ),
             ready,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,8 @@ class EncodedSegment:
         planes = len(self.chunks[0][0])
         layers, chunks = len(self.layer_ids), self.info.num_chunks
         key = 14 * len(self.segment.key)  # one character beyond the BMP: two escapes, escaped again
+        if self.segment.meta:
+            key += 2 * len(json.dumps(dict(self.segment.meta))) + 8  # its quotes and escapes are escaped again
         return 640 + key + 24 * layers + layers * planes * 120 + layers * chunks * (planes + 1) * 12
 
 

@@ -142,6 +142,8 @@ class Description:
             own = {k: v for k, v in row.items() if k not in common}
             own |= {"key": s.key, "index": s.index, "start": s.start, "stop": s.stop, "total": s.total}
             own |= {"sizes": r.sizes, "crcs": r.crcs, "token_crc": r.token_crc}
+            if s.meta:
+                own["meta"] = dict(s.meta)
             segments.append(own)
         body = {
             "codec": self.codec.to_dict(),
@@ -229,7 +231,8 @@ def _record(d: dict[str, Any], codec: Codec, schema: str) -> SegmentRecord:
     total = _int(d, "total", 1, MAX_TOKENS)
     start = _int(d, "start", 0, total - 1)
     index, stop = _int(d, "index", 0, total - 1), _int(d, "stop", start + 1, total)
-    segment = Segment(_get(d, "key", str), index, start, stop, total)
+    meta = _get(d, "meta", dict) if "meta" in d else {}
+    segment = Segment(_get(d, "key", str), index, start, stop, total, meta=meta)
     dtype = _get(d, "dtype", str)
     if dtype not in CARRIER:
         raise FormatError(f"dtype: expected one of {', '.join(CARRIER)}, got {dtype!r}")

@@ -101,7 +101,7 @@ class Manifest:
 
     @property
     def refused(self) -> Mapping[str, RowFate]:
-        """By key: rows that cannot have a sample. A live view."""
+        """By key: rows that cannot have a sample, and have none. A live view."""
         return MappingProxyType(self._refused)
 
     @property
@@ -150,10 +150,13 @@ class Manifest:
         self._fates[fate.key] = (told, fate)
         self._refused.pop(fate.key, None)
         self._failed.pop(fate.key, None)
-        if fate.fate == "refused":
-            self._refused[fate.key] = fate
-        elif fate.key not in self._samples:
-            self._failed[fate.key] = fate
+        if fate.key in self._samples or fate.fate == "withdrawn":
+            return
+        (self._refused if fate.fate == "refused" else self._failed)[fate.key] = fate
+
+    def _drop_fate(self, key: str) -> None:
+        self._refused.pop(key, None)
+        self._failed.pop(key, None)
 
     def _settle(self, key: str) -> None:
         """Decide anew which record, if any, stands for ``key``."""
@@ -163,7 +166,7 @@ class Manifest:
             s = proof.segment
             if s.index == 0 and s.start == 0 and s.stop == s.total:
                 self._samples[key] = SampleRecord(key, s.total, attempt, proof.row, ((part, proof),))
-                self._failed.pop(key, None)
+                self._drop_fate(key)
             return
         disputes: list[str] = []
         record: SampleRecord | None = None
@@ -177,7 +180,7 @@ class Manifest:
             self._disputed[key] = disputes
         if record is not None:
             self._samples[key] = record
-            self._failed.pop(key, None)
+            self._drop_fate(key)
         elif self._samples.pop(key, None) is not None and key in self._fates:
             self._take_fate(*self._fates[key])
 

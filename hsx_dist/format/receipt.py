@@ -25,7 +25,7 @@ _HEADER = len(_BEFORE_CRC) + 8 + len(_AFTER_CRC)
 _SEGMENT_COLUMNS = [
     "key", "index", "start", "stop", "total", "slot", "token_hash", "raw_bytes", "stored_bytes", "row", "sample_hash"
 ]  # fmt: skip
-_ROW_COLUMNS = ["key", "row", "fate", "reason", "tries"]
+_ROW_COLUMNS = ["key", "row", "fate", "reason", "tries", "content"]
 _HEX8, _HEX16 = re.compile(r"[0-9a-f]{8}"), re.compile(r"[0-9a-f]{16}")
 _LARGEST = 2**62
 _Json = dict[str, Any]
@@ -51,13 +51,18 @@ class SegmentProof:
 
 @dataclass(frozen=True, slots=True)
 class RowFate:
-    """A row that has no sample, and why: ``refused`` rows cannot have one, ``failed`` ones may be tried again."""
+    """A row that has no sample, and why: ``refused`` rows cannot have one, ``failed`` ones may be tried again.
+
+    ``withdrawn`` takes back an earlier fate of the key: the row was corrected. ``content``: hash of the row's content
+    where it could be read, so that a corrected row is known from the one that was refused; else empty.
+    """
 
     key: str
     row: int | None
-    fate: Literal["refused", "failed"]
+    fate: Literal["refused", "failed", "withdrawn"]
     reason: str
     tries: int
+    content: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +106,7 @@ class Receipt:
             "segment_columns": _SEGMENT_COLUMNS,
             "segments": [_segment_row(p) for p in self.segments],
             "row_columns": _ROW_COLUMNS,
-            "rows": [[r.key, r.row, r.fate, r.reason, r.tries] for r in self.rows],
+            "rows": [[r.key, r.row, r.fate, r.reason, r.tries, r.content] for r in self.rows],
             "created": self.created,
         }
         text = json.dumps(body, separators=(",", ":")).encode("ascii")
@@ -212,12 +217,19 @@ def _proof(row: Any) -> SegmentProof:
 
 
 def _fate(row: Any) -> RowFate:
-    key, number, fate, reason, tries = row
-    if fate not in ("refused", "failed"):
-        raise ValueError(f"rows: expected refused or failed, came {fate!r}")
+    key, number, fate, reason, tries, content = row
+    if fate not in ("refused", "failed", "withdrawn"):
+        raise ValueError(f"rows: expected refused, failed or withdrawn, came {fate!r}")
     if number is not None:
         _count(number, "rows: row")
-    return RowFate(_text(key, "rows: key"), number, fate, _text(reason, "rows: reason"), _count(tries, "rows: tries"))
+    return RowFate(
+        _text(key, "rows: key"),
+        number,
+        fate,
+        _text(reason, "rows: reason"),
+        _count(tries, "rows: tries"),
+        _text(content, "rows: content"),
+    )
 
 
 def _count(value: Any, name: str, least: int = 0) -> int:

@@ -131,6 +131,27 @@ def load_manifest(store: Store) -> Manifest:
     return manifest
 
 
+def check_receipts(store: Store) -> Iterator[tuple[str, str]]:
+    """Of a complete run, the single receipts behind the compacted manifest: (name, what is wrong with it).
+
+    Readers do not need them; but whoever removes a damaged compacted manifest does.
+    """
+    complete = read_complete(store)
+    if complete is None:
+        return  # ``load_manifest`` has read them
+    compacted = {receipt_name(*r.id): r for r in _read_compacted(store, complete)}
+    found = {info.name for info in store.list("manifest/") if parse_receipt_name(info.name) is not None}
+    for name, receipt in sorted(compacted.items()):
+        if name not in found:
+            yield name, f"expected the receipt that {COMPLETE} counts, it is not there"
+            continue
+        try:
+            if _read_receipt(store, name) != receipt:
+                yield name, "differs from what the compacted manifest says"
+        except FormatError as e:
+            yield name, str(e)
+
+
 def write_complete(store: Store, attempt: int, manifest: Manifest, summary: Mapping[str, Any]) -> None:
     """Mark the run as complete: the compacted manifest, then ``complete.json`` with counts and ``summary``.
 

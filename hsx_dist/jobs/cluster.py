@@ -133,15 +133,9 @@ class RayFleet:
         self._listening: dict[Any, Any] = {}  # ref of a writer's events() → the writer
 
     def start(self) -> None:
-        """Raises ConfigError when no node has the CPUs of a writer."""
         for node in self._nodes_for_writers():
             # Before any replica, which could take their CPUs.
             self._writers += [(node, actor) for actor in self._start_writers(node)]
-        if not self._writers:
-            raise ConfigError(
-                f"writers.num_cpus: expected a node with {self._shape.writer_cpus:g} CPUs, found none; lower it, or "
-                "add such a node"
-            )
         for replica in range(self._shape.replicas):
             self._start_replica(replica)
 
@@ -350,6 +344,42 @@ def affordable_credit(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]])
     return min(wanted, most)
 
 
+def has_room_for_writers(node: Mapping[str, float], cpus: float) -> bool:
+    """Whether writers are made on a node. A head that gives its CPUs to nobody (``--num-cpus=0``) gets none."""
+    return node.get("CPU", 0) >= cpus
+
+
+def check_room(config: ExtractConfig, gpus: float, nodes: Sequence[Mapping[str, float]]) -> None:
+    """Raises ConfigError when the nodes (their Ray resources) have no room for ``min_replicas``, with their writers.
+
+    Ray would let the replicas wait for ever, and say so to nobody who looks at the job.
+    """
+    wanted = {**config.replica.resources, "CPU": config.replica.num_cpus, "GPU": gpus}
+    wanted = {name: amount for name, amount in wanted.items() if amount}
+    writers = config.writers.per_node * config.writers.num_cpus
+    if not any(has_room_for_writers(node, writers) for node in nodes):
+        raise ConfigError(
+            f"writers: expected a node with {writers:g} CPUs for its writers, came nodes with "
+            f"{[node.get('CPU', 0) for node in nodes]}; lower writers.per_node or writers.num_cpus"
+        )
+    room = 0
+    for node in nodes:
+        taken = writers if has_room_for_writers(node, writers) else 0
+        free = {**node, "CPU": node.get("CPU", 0) - taken}
+        fits = [int(free.get(name, 0) / amount + 1e-9) for name, amount in wanted.items()]
+        room += min(fits, default=config.min_replicas)
+    if room < config.min_replicas:
+        have = ", ".join(
+            "{" + ", ".join(f"{name}: {node.get(name, 0):g}" for name in sorted(wanted)) + "}" for node in nodes
+        )
+        raise ConfigError(
+            f"min_replicas: expected room for {config.min_replicas} replicas of "
+            f"{', '.join(f'{amount:g} {name}' for name, amount in sorted(wanted.items()))} each, beside writers of "
+            f"{writers:g} CPUs on each node, came nodes with {have}: room for {room}; lower replica.num_cpus, "
+            "writers.num_cpus or min_replicas, or add nodes"
+        )
+
+
 def ray_fleet(config: ExtractConfig, spec: EngineSpec, options: Callable[[str], SinkOptions], *, name: str) -> RayFleet:
     """The fleet that a configuration asks for, on the cluster that this driver is connected to.
 
@@ -362,14 +392,7 @@ def ray_fleet(config: ExtractConfig, spec: EngineSpec, options: Callable[[str], 
     gpus = config.replica.num_gpus
     if gpus is None:
         gpus = float(spec.ranks) if ray.cluster_resources().get("GPU", 0) else 0.0
-    if not any(
-        n["Resources"].get("CPU", 0) >= config.replica.num_cpus and n["Resources"].get("GPU", 0) >= gpus for n in nodes
-    ):
-        raise ConfigError(
-            f"replica: expected a node with {config.replica.num_cpus:g} CPUs and {gpus:g} GPUs, came "
-            f"{[{k: n['Resources'].get(k, 0) for k in ('CPU', 'GPU')} for n in nodes]}; lower replica.num_cpus or "
-            "replica.num_gpus, or add such a node"
-        )
+    check_room(config, gpus, [n["Resources"] for n in nodes])
     shape = ClusterShape(
         replicas=config.max_replicas,
         replica_cpus=config.replica.num_cpus,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import uuid
 from collections import deque
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 #: Tasks handed to a replica: one that runs, one that is there when the first drains.
 TASKS_A_REPLICA = 2
 HEARTBEAT_S = 5.0
+#: After so many seconds without any engine the driver says so, again and again.
+WAITING_S = 120.0
 
 
 class RowLedger:
@@ -38,11 +41,9 @@ class RowLedger:
         self._rows: list[RowFate] = []
         self._batch = batch
         self._seq = 0
-        self.counts = {"refused": 0, "failed": 0}
 
     def add(self, fate: RowFate) -> None:
         self._rows.append(fate)
-        self.counts[fate.fate] += 1
         if len(self._rows) >= self._batch:
             self.flush()
 
@@ -136,6 +137,7 @@ class Driver:
         self._again: deque[Task] = deque()
         self._shipped: dict[str, tuple[Row, int]] = {}  # key → row and tries: handed to writers, not proven yet
         self._numbers = 0
+        self._since = time.monotonic()
         self._stop = threading.Event()
 
     def stop(self) -> None:
@@ -152,6 +154,7 @@ class Driver:
         Fenced: a newer attempt took the run over.
         StoreError: the store refuses (credentials, bucket): nothing more can be stored.
         """
+        self._since = time.monotonic()
         self._fleet.start()
         self._progress.say("starting engines")
         exhausted = False
@@ -174,8 +177,17 @@ class Driver:
                     break
                 continue
             self._handle_all(self._fleet.poll(0.5))
+            self._say_what_is_waited_for()
             self._progress.show(running=sum(len(t.rows) for ts in self._ready.values() for t in ts))
         self._ledger.flush()
+
+    def _say_what_is_waited_for(self) -> None:
+        waited = time.monotonic() - self._since
+        if not self._ready and waited >= WAITING_S:
+            self._since += WAITING_S
+            self._progress.say(
+                "no engine is ready yet: they load, or wait for room on the cluster (see Ray's dashboard)"
+            )
 
     def _free_replica(self) -> int | None:
         free = [
@@ -203,6 +215,8 @@ class Driver:
 
     def _give_up(self, fate: RowFate) -> None:
         self._ledger.add(fate)
+        if fate.fate == "withdrawn":
+            return
         self._progress.ended(fate.fate)
         log.info("row %s (%s) %s: %s", fate.row, fate.key, fate.fate, fate.reason)
 
@@ -278,7 +292,7 @@ class Driver:
             return
         if tries >= self._max_tries:
             for row in rows:
-                self._give_up(RowFate(row.key, row.row, "failed", reason, tries))
+                self._give_up(RowFate(row.key, row.row, "failed", reason, tries, row.content))
         elif tries == self._max_tries - 1:
             # The last try is each row's own: one that kills its engine takes no other with it.
             self._again.extend(self._task((row,), tries, alone=True) for row in rows)

@@ -70,8 +70,8 @@ class RowEncoder:
             raise InputError("expected at least one token, came none after tokenising; remove the row")
         if len(ids) > self.max_tokens:
             raise InputError(
-                f"expected at most {self.max_tokens} tokens, came {len(ids)}; shorten the row or raise "
-                "engine_kwargs.max_model_len"
+                f"expected at most {self.max_tokens} tokens, came {len(ids)}; shorten the row, or extract it with "
+                "a larger engine_kwargs.max_model_len into another run"
             )
         return ids
 

@@ -108,8 +108,11 @@ def refuse_job_local_output(config: ExtractConfig) -> None:
 
 def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSummary:
     """The extraction proper: preflight, attempt, fleet, driver, manifest, check."""
+    resolve_codec(config.codec)
     if config.pool == "ray":
         connect_ray()
+    else:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # read by vLLM when it is imported
     versions = preflight.check_versions(("vllm", "ray") if config.pool == "ray" else ("vllm",))
     store = preflight.open_output(config)
     model = preflight.examine_model(config)
@@ -212,14 +215,25 @@ def count_rows(rows: Rows, manifest: Manifest) -> tuple[int, int]:
 
 
 def accounted(row: Row | RowFate, manifest: Manifest) -> bool:
-    """A refused row stays refused: the same settings would refuse it again. A failed one gets another chance."""
+    """A refused row stays refused while its content is the same: so are the settings that refused it. A failed one gets
+    another chance."""
     if isinstance(row, RowFate):
         return row.key in manifest.refused
-    return row.key in manifest.samples or row.key in manifest.refused
+    if row.key in manifest.samples:
+        return row.number_key not in manifest.refused
+    fate = manifest.refused.get(row.key)
+    return fate is not None and fate.content == row.content
 
 
 def remaining(rows: Rows, manifest: Manifest) -> Iterator[Row | RowFate]:
-    return (row for row in rows() if not accounted(row, manifest))
+    """What is still to be done. A row that can be read now comes after the withdrawal of what was said of it before."""
+    for row in rows():
+        if accounted(row, manifest):
+            continue
+        if isinstance(row, Row) and row.number_key in manifest.refused:
+            yield RowFate(row.number_key, row.row, "withdrawn", "the row was corrected", 0)
+        if isinstance(row, RowFate) or row.key not in manifest.samples:
+            yield row
 
 
 def engine_spec(config: ExtractConfig, model: preflight.Model) -> EngineSpec:

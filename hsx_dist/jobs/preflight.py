@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from packaging.version import Version
-
 import hsx_dist
 from hsx_dist.config import ExtractConfig, public_url
 from hsx_dist.errors import ConfigError, StoreError
@@ -66,9 +64,10 @@ def check_versions(packages: tuple[str, ...]) -> dict[str, str]:
     Raises:
         ConfigError: a package is missing, or known not to work.
     """
-    found = {}
+    found = {package: installed(package) for package in packages}
+    from packaging.version import Version  # comes with either of them
+
     for package in packages:
-        found[package] = installed(package)
         have = Version(found[package])
         low, below = TESTED[package]
         if have < Version(LOWEST[package]):
@@ -102,7 +101,7 @@ def examine_model(config: ExtractConfig) -> Model:
         ) from None
     text = hf.get_text_config()
     layers = resolve_layers(config.layers, text.num_hidden_layers)
-    limit = int(config.engine_kwargs.get("max_model_len") or text.max_position_embeddings)
+    limit = whole_number(config, "max_model_len", text.max_position_embeddings)
     tokenizer = load_tokenizer(path, revision=config.revision, engine_kwargs=config.engine_kwargs)
     model = Model(
         path=path,
@@ -114,7 +113,7 @@ def examine_model(config: ExtractConfig) -> Model:
         max_tokens=limit - 1,  # vLLM refuses a prompt of max_model_len: there would be no room for an answer
         tokenizer_sha256=tokenizer_hash(tokenizer),
     )
-    block = int(config.engine_kwargs.get("block_size") or BLOCK_TOKENS) * model.token_bytes
+    block = whole_number(config, "block_size", BLOCK_TOKENS) * model.token_bytes
     if config.layout == "part" and block > config.segment_bytes:
         raise ConfigError(
             f"segment_bytes: expected at least one cache block of {len(layers)} layers ({block} bytes), came "
@@ -126,6 +125,20 @@ def examine_model(config: ExtractConfig) -> Model:
             f"{int(config.in_flight_bytes)}; raise it"
         )
     return model
+
+
+def whole_number(config: ExtractConfig, name: str, default: int) -> int:
+    """A number from ``engine_kwargs``; ``default`` where it is absent or leaves the choice to vLLM (-1, "auto").
+
+    Raises:
+        ConfigError: it is no whole number from 1 on.
+    """
+    value = config.engine_kwargs.get(name)
+    if value in (None, -1, "-1", "auto"):
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, str)) or not str(value).isdecimal() or int(value) < 1:
+        raise ConfigError(f"engine_kwargs.{name}: expected a whole number from 1 on, came {value!r}; correct it")
+    return int(value)
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

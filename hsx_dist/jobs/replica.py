@@ -146,7 +146,7 @@ class Replica:
             with engine_environment(self._in_process):
                 self._start()
         except BaseException as e:
-            log.exception("the engine did not start")
+            log.info("the engine did not start", exc_info=True)  # whoever made the replica tells it
             self._failure = e
             self._ready.set()
             return
@@ -165,12 +165,21 @@ class Replica:
 
     def _start(self) -> None:
         from vllm import LLM
+        from vllm.exceptions import VLLMValidationError
 
-        llm = LLM(**engine_arguments(self._spec, self._via, self._address))
-        self._engine = llm.llm_engine
+        #: What vLLM raises when a request is wrong, and the engine is not.
+        self._refusals = (VLLMValidationError,)
         spec = self._spec
+        try:
+            self._sampling_params({})
+        except (TypeError, ValueError, VLLMValidationError) as e:
+            raise EngineError(f"sampling_params: expected what vLLM's SamplingParams take, came {e}") from e
+        llm = LLM(**engine_arguments(spec, self._via, self._address))
+        self._engine = llm.llm_engine
         tokenizer = load_tokenizer(spec.model, revision=spec.revision, engine_kwargs=spec.engine_kwargs)
-        self._encoder = RowEncoder(tokenizer, spec.max_tokens, spec.chat_template_kwargs, vocab_size=spec.vocab_size)
+        # The engine's own limit counts: its rules for it are not all in the model's configuration.
+        longest = min(spec.max_tokens, llm.model_config.max_model_len - 1)
+        self._encoder = RowEncoder(tokenizer, longest, spec.chat_template_kwargs, vocab_size=spec.vocab_size)
 
     def _take_tasks(self) -> bool:
         while self._failure is None:
@@ -192,8 +201,10 @@ class Replica:
             try:
                 tokens = self._encoder.encode(row)
                 self._add(row, tokens)
-            except (InputError, ValueError) as e:
-                running.result.refused.append(RowFate(row.key, row.row, "refused", str(e), running.task.tries))
+            except (InputError, ValueError, *self._refusals) as e:
+                running.result.refused.append(
+                    RowFate(row.key, row.row, "refused", str(e), running.task.tries, row.content)
+                )
                 continue
             running.open.add(row.key)
             running.result.tokens += len(tokens)
@@ -201,20 +212,23 @@ class Replica:
         self._settle(running)
 
     def _add(self, row: Row, tokens: list[int]) -> None:
+        params = self._sampling_params(
+            {
+                "hidden_states_key": row.key,
+                "hidden_states_row": row.row,
+                "include_output_tokens": self._spec.include_output_tokens,
+            }
+        )
+        self._requests += 1
+        self._engine.add_request(f"r{self._requests}", {"prompt_token_ids": tokens}, params)
+
+    def _sampling_params(self, kv_transfer_params: dict[str, Any]) -> Any:
         from vllm import SamplingParams
 
         # One token is sampled, as vLLM cannot sample none; the user's own parameters come over these.
         params = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, **self._spec.sampling_params}
-        extra = dict(params.pop("extra_args", None) or {})
-        extra["kv_transfer_params"] = {
-            "hidden_states_key": row.key,
-            "hidden_states_row": row.row,
-            "include_output_tokens": self._spec.include_output_tokens,
-        }
-        self._requests += 1
-        self._engine.add_request(
-            f"r{self._requests}", {"prompt_token_ids": tokens}, SamplingParams(**params, extra_args=extra)
-        )
+        extra = {**(params.pop("extra_args", None) or {}), "kv_transfer_params": kv_transfer_params}
+        return SamplingParams(**params, extra_args=extra)
 
     def _step(self) -> None:
         if self._engine.has_unfinished_requests() or (self._in_process and self._running):

@@ -40,7 +40,15 @@ class Row:
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
     token_ids: list[int] | None = None
+    #: Under which key this row would have been refused, had its own not been usable.
+    number_key: str = field(default="", compare=False)
     metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def content(self) -> str:
+        """Hash of what is tokenised: 16 hex digits."""
+        body = json.dumps([self.text, self.messages, self.token_ids], sort_keys=True, default=str)
+        return hashlib.blake2b(body.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def read_rows(config: InputConfig) -> Iterator[Row | RowFate]:
@@ -143,7 +151,7 @@ class _RowCheck:
     def judge(self, number: int, record: Any) -> Row | RowFate:
         if not isinstance(record, dict):
             return self._refused(number, f"expected a JSON object, came {_kind(record)}")
-        key = self._default_key(number)
+        key = None
         try:
             key = self._key(number, record)
             if not self._first(key):
@@ -155,7 +163,7 @@ class _RowCheck:
             return self._refused(number, str(e), key)
         own = {self.config.id, self.config.text, self.config.messages, self.config.token_ids}
         metadata = {k: v for k, v in record.items() if k not in own}
-        return Row(key, number, metadata=metadata, **{kind: content})
+        return Row(key, number, number_key=self._number_key(number), metadata=metadata, **{kind: content})
 
     def _first(self, key: str) -> bool:
         digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
@@ -166,8 +174,12 @@ class _RowCheck:
     def _default_key(self, number: int) -> str:
         return f"{self.stem}:{number:08d}" if self.stem else str(number)
 
+    def _number_key(self, number: int) -> str:
+        # Not the default key: that one, or an id that looks like it, may belong to a row that is fine.
+        return f"{self.stem}#{number:08d}"
+
     def _refused(self, number: int, reason: str, key: str | None = None) -> RowFate:
-        return RowFate(key=key or self._default_key(number), row=number, fate="refused", reason=reason, tries=0)
+        return RowFate(key=key or self._number_key(number), row=number, fate="refused", reason=reason, tries=0)
 
     def _key(self, number: int, record: dict[str, Any]) -> str:
         name = self.config.id

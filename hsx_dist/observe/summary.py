@@ -52,8 +52,9 @@ class RunSummary:
 
     @property
     def exit_status(self) -> int:
-        """0 when every row is stored or refused for a reason, and the comparison (if any) passed; else 1."""
-        bad = self.failed or self.conflicts or self.stopped or self.check_passed is False
+        """0 when every row is stored or refused for a reason (not all of them), and the comparison (if any) passed."""
+        nothing = self.refused and not self.samples  # of all rows none could be used: hardly what was meant
+        bad = self.failed or self.conflicts or self.stopped or self.check_passed is False or nothing
         return 1 if bad else 0
 
 

@@ -43,7 +43,8 @@ def load_hidden_states(
         framework: ``torch``, ``numpy``, or ``auto``.
 
     Returns:
-        ``hidden_states`` ``[n, L, H]``, ``token_ids`` int64 ``[n]``, ``layer_ids`` int64 ``[L]``, ``key``.
+        ``hidden_states`` ``[n, L, H]``, ``token_ids`` int64 ``[n]``, ``layer_ids`` int64 ``[L]``, ``key``, ``meta``
+        (``Sample.meta``).
 
     Raises:
         NotFound, SampleNotFound: there is no such object, run or sample, after ``wait`` seconds.
@@ -98,11 +99,15 @@ def _sample_in_run(store: Store, key: str, opened: list[Run]) -> Sample:
 
 
 def _sample_in_object(store: Store, name: str, key: str | None) -> Sample:
+    missing = None
     try:
         part = Part.open(store, name)
-    except NotFound:
-        _raise_marker(store, name)
-        raise
+    except NotFound as e:
+        missing = e
+    # Also where there is an object: its key may have been used for two samples, and the marker says so.
+    _raise_marker(store, name)
+    if missing is not None:
+        raise missing
     where = f"{store.url.rstrip('/')}/{name}"
     found = [(i, info.segment) for i, info in enumerate(part.segments) if key in (None, info.segment.key)]
     keys = sorted({segment.key for _, segment in found})

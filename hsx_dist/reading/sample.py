@@ -68,6 +68,19 @@ class Sample:
         """What the object says of where it comes from: model, revision, versions, …"""
         return self._open(self._pieces[0].part).about
 
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What its producer said of this sample.
+
+        ``tokens`` (``start``, ``step``, ``of``: which of the request's tokens these are, where not all),
+        ``prompt_tokens``, ``finish_reason`` (``abort``), ``expires`` (seconds since the epoch), and ``bad``: for each
+        segment with non-finite rows or all-zero layers, its tokens and how many of what.
+        """
+        metas = [(p.segment, self._info(i).segment.meta) for i, p in enumerate(self._pieces)]
+        bad = [{"start": s.start, "stop": s.stop, **m["bad"]} for s, m in metas if "bad" in m]
+        first = {k: v for k, v in metas[0][1].items() if k != "bad"}
+        return {**first, "bad": bad} if bad else first
+
     def token_ids(self, framework: Framework = "auto") -> Any:
         """Token ids, int64 ``[T]``."""
         return to_ids(np.concatenate([self._ids(i) for i in range(len(self._pieces))]), framework)
@@ -84,12 +97,15 @@ class Sample:
                 it is installed.
 
         Returns:
-            ``hidden_states`` ``[n, L, H]``, ``token_ids`` int64 ``[n]``, ``layer_ids`` int64 ``[L]``, ``key``.
+            ``hidden_states`` ``[n, L, H]``, ``token_ids`` int64 ``[n]``, ``layer_ids`` int64 ``[L]``, ``key``,
+            ``meta``.
 
         Raises:
             ConfigError: there is no such layer; the tokens are no range.
             FormatError: stored bytes are not what they must be; ``IntegrityError``: they changed.
         """
+        if isinstance(layers, (int, str)):
+            raise ConfigError(f"layers: expected a list of layer ids such as [15], came {layers!r}; put it into a list")
         start, stop = self._span(tokens)
         states, ids = self._load(layers, start, stop)
         wanted = np.array(self.layer_ids if layers is None else layers, np.int64)
@@ -98,6 +114,7 @@ class Sample:
             "token_ids": to_ids(ids, framework),
             "layer_ids": to_ids(wanted, framework),
             "key": self.key,
+            "meta": self.meta,
         }
 
     def layer(self, layer_id: int, tokens: Tokens | None = None, framework: Framework = "auto") -> Any:

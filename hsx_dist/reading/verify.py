@@ -11,7 +11,7 @@ from hsx_dist.errors import FormatError, HsxError, NotFound, StoreError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.container import Part, SegmentInfo
 from hsx_dist.format.manifest import Manifest, Receipt, SegmentProof, token_hash
-from hsx_dist.format.runs import count, load_manifest, read_complete, read_run
+from hsx_dist.format.runs import check_receipts, count, load_manifest, read_complete, read_run
 from hsx_dist.store import ObjectInfo, Store
 
 # Exponent bits all set: infinite or not a number.
@@ -21,7 +21,7 @@ _SIGN = {"bfloat16": 0x8000, "float16": 0x8000, "float32": 0x80000000}
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong, and with which part (``""``: the run itself)."""
+    """What is wrong, and with which part or receipt (``""``: the run itself)."""
 
     part: str
     message: str
@@ -72,6 +72,10 @@ def verify_run(store: Store, *, on_part: Callable[[str, Sequence[Problem]], None
         if on_part is not None:
             on_part(name, found)
     report.samples = len(manifest.samples)
+    try:
+        report.problems.extend(Problem(name, message) for name, message in check_receipts(store))
+    except FormatError as e:
+        report.problems.append(Problem("", str(e)))
     report.problems.extend(Problem("", message) for message in _check_counts(store, manifest))
     return report
 

@@ -16,13 +16,14 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from hsx_dist.errors import AlreadyExists, Fenced, HsxError, Unavailable
+from hsx_dist.errors import AlreadyExists, Fenced, HsxError, SampleConflict, Unavailable
 from hsx_dist.format.codecs import Codec
-from hsx_dist.format.container import EncodedSegment, SegmentEncoder, build_part
+from hsx_dist.format.container import EncodedSegment, Part, SegmentEncoder, build_part, same_sample
 from hsx_dist.format.manifest import Receipt, SegmentProof, part_name, receipt_name, token_hash
 from hsx_dist.format.runs import is_fenced
 from hsx_dist.page import Page, Segment, object_name
 from hsx_dist.store import Store
+from hsx_dist.writers.scan import Scan
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,8 @@ class SinkOptions:
     are stored without receipts (a server's ``layout="sample"``). ``max_bytes`` bounds what the sink holds: raw bytes
     being encoded and encoded bytes not yet stored; one segment of every sender and one part fit whatever it says.
     ``uploads`` parts are stored at once. An unfinished segment of which nothing came for ``stale_seconds`` is dropped.
+    ``on_bad_rows``: segments with non-finite rows or all-zero layers are stored with that said in their ``meta``
+    (``"flag"``), or told as lost (``"fail"``).
     """
 
     codec: Codec
@@ -62,6 +65,7 @@ class SinkOptions:
     max_bytes: int = 1 << 30
     uploads: int = 4
     stale_seconds: float = 900.0
+    on_bad_rows: Literal["flag", "fail"] = "flag"
 
 
 #: A part is sealed before its header grows beyond this: readers fetch it whole, and safetensors stops at 100 MB.
@@ -75,6 +79,7 @@ class _Filling:
     encoder: SegmentEncoder
     source: str
     touched: float
+    scan: Scan
     nbytes: int = 0
 
 
@@ -126,9 +131,12 @@ class PartSink:
         key = (page.segment.key, page.segment.index)
         grown = -page.nbytes
         try:
-            filling = self._filling_for(page.segment)
+            filling = self._filling_for(page.segment, len(page.layer_ids))
+            scan = Scan.empty(len(page.layer_ids))
+            scan.add(page)
             size = filling.encoder.add(page)
             with self._lock:
+                filling.scan.join(scan)
                 # Of several threads that add to one segment exactly one sees it complete *and* still there.
                 here = self._filling.get(key) is filling
                 if here:
@@ -138,13 +146,37 @@ class PartSink:
                 if done:
                     del self._filling[key]
             if done:
-                self._append(filling.encoder.finish())
+                grown -= self._finish(filling)
+        except HsxError:
+            raise
+        except Exception as e:
+            # A page that cannot be encoded costs its segment: the rest of it must not wait for it for ever.
+            with self._lock:
+                if (lost := self._filling.pop(key, None)) is not None:
+                    grown -= lost.nbytes
+            self._on_event(Lost((page.segment,), f"{type(e).__name__}: {e}"))
+            raise
         finally:
             with self._lock:
                 self._held += grown
                 self._lock.notify_all()
 
-    def _filling_for(self, segment: Segment) -> _Filling:
+    def _finish(self, filling: _Filling) -> int:
+        """Append a whole segment to the open part, or refuse it; the bytes that are no longer held."""
+        segment = filling.encoder.finish()
+        found = filling.scan.findings(segment.layer_ids)
+        if not found:
+            self._append(segment)
+            return 0
+        log.warning("hidden states of %s look wrong: %s", segment.segment.key, found)
+        if self._opt.on_bad_rows == "fail":
+            self._on_event(Lost((segment.segment,), f"its states look wrong: {found} (on_bad_rows is 'fail')"))
+            return filling.nbytes
+        meta = {**segment.segment.meta, "bad": found}
+        self._append(replace(segment, segment=replace(segment.segment, meta=meta)))
+        return 0
+
+    def _filling_for(self, segment: Segment, num_layers: int) -> _Filling:
         """Where the pages of this copy of the segment are collected.
 
         What another copy of it left unfinished (its engine died, and its row is computed again) is dropped: the rest
@@ -156,7 +188,9 @@ class PartSink:
             if filling is None or filling.source != segment.source:
                 if filling is not None:
                     self._held -= filling.nbytes
-                filling = _Filling(SegmentEncoder(self._opt.codec), segment.source, 0.0)
+                filling = _Filling(
+                    SegmentEncoder(self._opt.codec), segment.source, time.monotonic(), Scan.empty(num_layers)
+                )
                 self._filling[key] = filling
             filling.touched = time.monotonic()
             return filling
@@ -225,11 +259,15 @@ class PartSink:
         try:
             if self._opt.layout == "sample":
                 folder = "data/" if self._opt.attempt else ""
-                name = f"{folder}{object_name(segments[0].segment.key)}.safetensors"
+                segment = segments[0].segment
+                name = f"{folder}{segment.name or object_name(segment.key) + '.safetensors'}"
             else:
                 name = part_name(self._opt.attempt, self.name, number)
             part = build_part(segments, self._opt.codec, self._opt.about)
-            self._store.put(name, part.buffers)
+            if self._opt.attempt or segments[0].segment.name:
+                self._store.put(name, part.buffers)
+            else:
+                self._put_new(name, part.buffers, segments[0])
             proofs = tuple(
                 SegmentProof(
                     segment=s.segment,
@@ -259,6 +297,21 @@ class PartSink:
         except Exception as e:  # noqa: BLE001 - whatever it is, the segments must be told as lost
             self._fail(segments, e)
 
+    def _put_new(self, name: str, buffers: Sequence[Any], segment: EncodedSegment) -> None:
+        """Store an object whose name follows from its key. Where there is one already it must be the same sample.
+
+        Raises:
+            SampleConflict: the key stands for something else.
+        """
+        try:
+            self._store.put_if_absent(name, b"".join(memoryview(b).cast("B") for b in buffers))
+        except AlreadyExists:
+            if not same_sample(Part.open(self._store, name), segment, self._opt.about):
+                raise SampleConflict(
+                    f"{self._store.url}/{name}: expected a key that is used once, or again for the same tokens, layers "
+                    "and model; there is another sample of that key. Choose another, or delete the object"
+                ) from None
+
     def _prove(self, receipt: Receipt) -> Receipt:
         """Store the receipt under the writer's next number: numbers have no gaps, as only this lock hands them out."""
         with self._receipt_lock:
@@ -283,7 +336,8 @@ class PartSink:
 
     def _fail(self, segments: Sequence[EncodedSegment], error: Exception) -> None:
         # What may work for the next part (a time-out) costs this part alone; a refusal would be met by each of them.
-        fatal = not isinstance(error, Unavailable)
+        # Without a run there is no driver to give up: each sample stands for itself.
+        fatal = not isinstance(error, Unavailable) and self._opt.attempt > 0
         if fatal:
             with self._lock:
                 self._dead = error if isinstance(error, HsxError) else HsxError(f"the writer failed: {error!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import hsx_dist
-from hsx_dist.errors import ConfigError, RunMismatch
+from hsx_dist.errors import ConfigError, EngineError, RunMismatch
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import open_store
 from tests.integration.oracle import Oracle
@@ -161,3 +162,30 @@ def test_codec_none_with_one_sample_an_object_is_vllms_own_file(tiny_model_path,
     Oracle(tiny_model_path).assert_equal(ids.tolist(), states, run["x/y"].layer_ids)
     info = json.loads((tmp_path / "run.json").read_text())
     assert info["meaning"]["layers"] == [0, 1, 2, 3, 4]
+
+
+def test_what_only_the_engine_refuses_costs_that_row_alone_and_is_run_once_corrected(tiny_model_path, tmp_path):
+    """vLLM derives a shorter limit from this folder than the preflight does."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model_path, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_seq_len": 128}))
+    engine = {k: v for k, v in ENGINE.items() if k != "max_model_len"}
+    rows = [{"id": f"r{i}", "token_ids": [5] * n} for i, n in enumerate((5, 200, 7))]
+
+    def run(rows):
+        return hsx_dist.extract(rows, model=str(model), output=tmp_path / "run", layers=[1], engine_kwargs=engine)
+
+    first = run(rows)
+    assert sorted(first.keys()) == ["r0", "r2"]
+    assert "at most 127 tokens, came 200" in first.refused["r1"].reason
+    second = run([*rows[:1], {"id": "r1", "token_ids": [5] * 100}, *rows[2:]])
+    assert sorted(second.keys()) == ["r0", "r1", "r2"]
+    assert not second.refused
+
+
+def test_wrong_sampling_parameters_are_told_before_the_engine_is_loaded(tiny_model_path, tmp_path):
+    with pytest.raises(EngineError, match=r"sampling_params: expected what vLLM's SamplingParams take.*temperature"):
+        hsx_dist.extract(
+            ["a"], model=str(tiny_model_path), output=tmp_path / "run", sampling_params={"temperature": -1}
+        )

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from hsx_dist.config import ExtractConfig, load_config, looks_secret, public_url
+from hsx_dist.config.secrets import secret_paths
 from hsx_dist.errors import ConfigError
 
 SECRET = "hunter2-not-to-be-seen"
@@ -151,3 +152,16 @@ def test_pydantic_shows_none_either() -> None:
 )
 def test_public_url(url: str, shown: str) -> None:
     assert public_url(url) == shown
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://b.s3.amazonaws.com/rows.jsonl?X-Amz-Algorithm=A&X-Amz-Signature=abc",
+        "https://storage.googleapis.com/b/rows.jsonl?X-Goog-Signature=abc",
+        "https://a.blob.core.windows.net/c/rows.jsonl?sv=1&sig=abc",
+    ],
+)
+def test_a_signed_url_is_a_credential(url):
+    assert list(secret_paths({"input": {"path": url}})) == [("input", "path")]
+    assert list(secret_paths({"input": {"path": url.partition("?")[0] + "?version=3"}})) == []

@@ -15,9 +15,9 @@ from hsx_dist.errors import ConfigError
 BLOCK = 16
 
 
-def half(tp=1, **settings) -> SchedulerHalf:
+def half(tp=1, output="s3://bucket/run", **settings) -> SchedulerHalf:
     return SchedulerHalf(
-        ConnectorSettings(output="s3://bucket/run", **settings),
+        ConnectorSettings(output=output, **settings),
         block_size=BLOCK,
         tensor_parallel_size=tp,
         layer_ids=(2, 15),
@@ -26,9 +26,11 @@ def half(tp=1, **settings) -> SchedulerHalf:
     )
 
 
-def request(n: int, computed: int, *, generated: int = 1, in_flight: int = 0, **params) -> Request:
+def request(
+    n: int, computed: int, *, generated: int = 1, in_flight: int = 0, request_id: str = "client-id/../x-1234", **params
+) -> Request:
     r = Request(
-        request_id="client-id/../x-1234",
+        request_id=request_id,
         prompt_token_ids=list(range(n)),
         sampling_params=SamplingParams(max_tokens=8, extra_args={"kv_transfer_params": params} if params else None),
         pooling_params=None,
@@ -40,8 +42,13 @@ def request(n: int, computed: int, *, generated: int = 1, in_flight: int = 0, **
     return r
 
 
-def meta(scheduler: SchedulerHalf):
-    return scheduler.build_meta(SimpleNamespace(total_num_scheduled_tokens=0))
+def meta(scheduler: SchedulerHalf, *new: Request):
+    """One step, in which ``new`` are scheduled for the first time."""
+    return scheduler.build_meta(
+        SimpleNamespace(
+            total_num_scheduled_tokens=0, scheduled_new_reqs=[SimpleNamespace(req_id=r.request_id) for r in new]
+        )
+    )
 
 
 def test_a_whole_prompt_is_saved_under_the_key_that_was_asked_for():
@@ -68,22 +75,26 @@ def test_coverage_decides_and_not_status(status):
     assert scheduler.request_finished(r, [1, 2])[0]
     r = request(20, 16)
     r.status = status
-    assert scheduler.request_finished(r, [1]) == (False, None)
+    held, answer = scheduler.request_finished(r, [1])
+    assert not held
+    assert answer is not None
+    assert answer["hidden_states_meta"]["saved"] is False
     m = meta(scheduler)
     assert len(m.saves) == 1
-    ((_, reason),) = m.skipped
-    assert "16 of 20" in reason
+    (skip,) = m.skipped
+    assert "16 of 20" in skip.reason
 
 
 def test_tokens_of_a_step_in_flight_do_not_count():
-    assert half().request_finished(request(20, 20, in_flight=4), [1, 2]) == (False, None)
+    held, _ = half().request_finished(request(20, 20, in_flight=4), [1, 2])
+    assert not held
 
 
 def test_never_scheduled_is_told_and_holds_nothing():
     scheduler = half()
     assert scheduler.request_finished(request(20, 0, generated=0), []) == (False, None)
     assert not scheduler.holds_blocks
-    assert "0 of 20" in meta(scheduler).skipped[0][1]
+    assert "0 of 20" in meta(scheduler).skipped[0].reason
 
 
 def test_output_tokens_end_before_the_last_which_was_never_an_input():
@@ -92,10 +103,16 @@ def test_output_tokens_end_before_the_last_which_was_never_an_input():
     assert len(meta(scheduler).saves[0].token_ids) == 24
 
 
-def test_owners_take_turns():
+def test_owners_take_turns_and_are_told_when_a_request_is_first_scheduled():
     scheduler = half(tp=2)
-    for _ in range(4):
-        scheduler.request_finished(request(3, 3), [1])
+    requests = [request(3, 3, request_id=f"r{i}-aaaa") for i in range(4)]
+    for r in requests:
+        scheduler.new_request(r)
+    m = meta(scheduler, *requests)
+    assert [(e.request_id, e.owner) for e in m.expected] == [(r.request_id, i % 2) for i, r in enumerate(requests)]
+    assert meta(scheduler, requests[0]).expected == []  # preempted and resumed: V2 calls it new again
+    for r in requests:
+        scheduler.request_finished(r, [1])
     assert [s.owner for s in meta(scheduler).saves] == [0, 1, 0, 1]
 
 
@@ -112,3 +129,153 @@ def test_settings_that_could_deadlock_are_refused():
         read_settings({"hsx": {"output": "x", "segment_bytes": 100, "in_flight_bytes": 199}})
     with pytest.raises(ConfigError, match="nonsense"):
         read_settings({"hsx": {"output": "x", "nonsense": 1}})
+
+
+def test_what_a_request_asks_for_is_all_that_is_saved():
+    scheduler = half()
+    r = request(20, 20, hidden_states_layers=[15], hidden_states_tokens=[-5, None, 2])
+    held, answer = scheduler.request_finished(r, [3, 4])
+    assert held
+    assert answer is not None
+    assert answer["hidden_states_meta"]["shape"] == [3, 1, 576]
+    assert answer["hidden_states_meta"]["layer_ids"] == [15]
+    (save,) = meta(scheduler).saves
+    assert save.token_ids.tolist() == [15, 17, 19]
+    assert list(save.positions) == [15, 17, 19]
+    assert save.layers == (1,)
+    assert save.meta["tokens"] == {"start": 15, "step": 2, "of": 20}
+
+
+def test_a_wrong_value_is_told_and_costs_nothing_else():
+    scheduler = half()
+    r = request(20, 20, hidden_states_layers=[99], hidden_states_tokens="first", hidden_states_key="k")
+    held, answer = scheduler.request_finished(r, [3, 4])
+    assert held
+    assert answer is not None
+    assert answer["hidden_states_key"] == "k"
+    assert set(answer["hidden_states_meta"]["refused"]) == {"hidden_states_layers", "hidden_states_tokens"}
+    assert len(meta(scheduler).saves[0].token_ids) == 20
+
+
+def test_tokens_that_select_nothing_are_refused_when_the_length_is_known():
+    scheduler = half()
+    _, answer = scheduler.request_finished(request(4, 4, hidden_states_tokens=[10, 20]), [3])
+    assert answer is not None
+    assert "none of the 4" in answer["hidden_states_meta"]["refused"]["hidden_states_tokens"]
+    assert len(meta(scheduler).saves[0].token_ids) == 4
+
+
+def test_a_request_may_ask_for_nothing_beside_others_that_do():
+    scheduler = half()
+    held, answer = scheduler.request_finished(request(4, 4, hidden_states_save=False), [3])
+    assert not held
+    assert answer is not None
+    assert answer["hidden_states_meta"]["saved"] is False
+    assert scheduler.request_finished(request(4, 4, request_id="b-1"), [3])[0]
+    m = meta(scheduler)
+    assert m.skipped[0].quiet
+    assert len(m.saves) == 1
+
+
+def test_the_same_key_for_other_tokens_is_told_and_for_the_same_is_stored_again():
+    scheduler = half()
+    assert scheduler.request_finished(request(4, 4, hidden_states_key="k"), [1])[0]
+    assert scheduler.request_finished(request(4, 4, hidden_states_key="k", request_id="b-1"), [1])[0]
+    held, answer = scheduler.request_finished(request(5, 5, hidden_states_key="k", request_id="c-1"), [1])
+    assert not held
+    assert answer is not None
+    assert "used before" in answer["hidden_states_meta"]["refused"]["hidden_states_key"]
+    m = meta(scheduler)
+    assert len(m.saves) == 2
+    assert "used before" in m.skipped[0].reason
+    held, _ = scheduler.request_finished(
+        request(4, 4, hidden_states_key="k", request_id="d-1", hidden_states_layers=[2]), [1]
+    )
+    assert not held  # other layers are another sample too
+
+
+@pytest.mark.parametrize(("setting", "stored"), [("store", True), ("drop", False)])
+def test_an_aborted_request_with_outputs_stores_what_it_covers_labelled_or_nothing(setting, stored):
+    scheduler = half(aborted_outputs=setting)
+    r = request(20, 23, generated=4, include_output_tokens=True)
+    r.status = RequestStatus.FINISHED_ABORTED
+    held, answer = scheduler.request_finished(r, [1, 2])
+    assert held is stored
+    assert answer is not None
+    if stored:
+        assert answer["hidden_states_meta"]["finish_reason"] == "abort"
+        (save,) = meta(scheduler).saves
+        assert len(save.token_ids) == 23
+        assert save.meta == {"prompt_tokens": 20, "finish_reason": "abort"}
+    else:
+        assert "aborted_outputs" in meta(scheduler).skipped[0].reason
+
+
+def test_aborted_when_the_prompt_was_just_computed():
+    scheduler = half()
+    r = request(20, 20, generated=0, include_output_tokens=True)
+    r.status = RequestStatus.FINISHED_ABORTED
+    assert scheduler.request_finished(r, [1, 2])[0]
+    assert len(meta(scheduler).saves[0].token_ids) == 20
+
+
+def test_prompts_of_embeddings_are_refused_with_the_reason():
+    import torch
+
+    r = request(4, 4)
+    r.prompt_embeds = torch.zeros(4, 8)
+    scheduler = half()
+    held, answer = scheduler.request_finished(r, [1])
+    assert not held
+    assert answer is not None
+    assert "embeddings" in answer["hidden_states_meta"]["reason"]
+
+
+def test_results_of_a_batch_and_of_n_choices_have_keys_that_a_client_can_compute():
+    scheduler = half(via="store")
+    keys = {}
+    for request_id in ("cmpl-x-0-00000000", "cmpl-x-2-00000000", "1_cmpl-x-0-00000000", "1_cmpl-x-2-00000000"):
+        r = request(3, 3, hidden_states_key="k", request_id=request_id)
+        _, answer = scheduler.request_finished(r, [1])
+        assert answer is not None
+        keys[request_id] = answer["hidden_states_key"]
+    assert list(keys.values()) == ["k", "k-p2", "k-n1", "k-p2-n1"]
+
+
+def test_the_engine_steps_on_until_the_workers_have_been_told():
+    scheduler = half()
+    assert not scheduler.has_news
+    scheduler.request_finished(request(20, 4), [1])
+    assert scheduler.has_news
+    meta(scheduler)
+    assert not scheduler.has_news
+
+
+def test_vllms_own_keys_are_understood():
+    settings = read_settings(
+        {
+            "shared_storage_path": "/data/x",
+            "allow_custom_save_path": True,
+            "num_writer_threads": 3,
+            "use_synchronization_lock": False,
+        }
+    )
+    assert settings.output == "/data/x"
+    assert settings.allow_custom_save_path
+    assert settings.writer_threads == 3
+    assert not settings.use_synchronization_lock
+    assert settings.one_object
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_path_of_the_clients_choice_lies_under_the_prefix_or_is_told(allowed):
+    scheduler = half(output="/data/x", allow_custom_save_path=allowed)
+    r = request(3, 3, hidden_states_path="/data/x/sub/mine.safetensors")
+    _, answer = scheduler.request_finished(r, [1])
+    assert answer is not None
+    if allowed:
+        assert answer["hidden_states_path"] == "/data/x/sub/mine.safetensors"
+        assert meta(scheduler).saves[0].name == "sub/mine.safetensors"
+    else:
+        assert "hidden_states_path" in answer["hidden_states_meta"]["refused"]
+        assert meta(scheduler).saves[0].name == ""

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from hsx_dist.connector.metadata import Save, StepMetadata
+from hsx_dist.connector.metadata import Expect, Save, Skip, StepMetadata
 from hsx_dist.connector.outlet import PageRef
 from hsx_dist.connector.ring import Ring
 from hsx_dist.connector.worker import Plan, WorkerHalf
+from hsx_dist.errors import ConfigError
 
 BLOCKS, LAYERS, BLOCK, HIDDEN = 64, 3, 4, 8
 ROW = LAYERS * HIDDEN * 4
@@ -20,16 +21,20 @@ class KeepingOutlet:
         self.ring = Ring(nbytes)
         self.memory = np.zeros(self.ring.capacity, np.uint8)
         self.refs: list[PageRef] = []
-        self.skipped: list[tuple[str, str]] = []
+        self.skipped: list[Skip] = []
+        self.expected: list[Expect] = []
 
     def submit(self, ref, ready):
         assert ready is None
         self.refs.append(ref)
 
-    def skip(self, key, reason):
-        self.skipped.append((key, reason))
+    def expect(self, expected):
+        self.expected.append(expected)
 
-    def close(self):
+    def skip(self, skip):
+        self.skipped.append(skip)
+
+    def close(self, timeout=None):
         pass
 
     def take(self):
@@ -109,10 +114,11 @@ def test_while_the_ring_is_full_blocks_are_held_and_nothing_else_overtakes():
 def test_only_the_owner_copies_and_reports():
     outlet = KeepingOutlet(1 << 20)
     _, worker = half(outlet, rank=1)
-    worker.step(StepMetadata(saves=[save(8, key="a", owner=0), save(8, key="b", owner=1)], skipped=[("c", "why")]))
+    told = {"skipped": [Skip("r", "c", "c.safetensors", 0, "why")], "expected": [Expect("s", "s.safetensors", 0)]}
+    worker.step(StepMetadata(saves=[save(8, key="a", owner=0), save(8, key="b", owner=1)], **told))
     assert worker.finished() == {"req-b"}
     assert {p.segment.key for p, _ in outlet.take()} == {"b"}
-    assert outlet.skipped == []  # rank 0 tells
+    assert outlet.skipped == outlet.expected == []  # rank 0's
 
 
 def test_plan_is_whole_blocks_within_page_frame_and_segment():
@@ -123,3 +129,44 @@ def test_plan_is_whole_blocks_within_page_frame_and_segment():
     assert plan.segment_tokens * 4 * 576 * 2 <= 64 << 20
     with pytest.raises(ValueError, match="raise segment_bytes"):
         Plan.of(block_size=128, layers=80, hidden_size=8192, itemsize=2, page_bytes=1 << 20, segment_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("order", ["LTH", "TLH"])
+@pytest.mark.parametrize(
+    ("positions", "layers"),
+    [(range(3, 17), None), (range(0, 30, 7), (2, 0)), (range(29, 30), (1,)), (None, (2,))],
+)
+def test_only_what_a_request_wants_is_copied(order, positions, layers):
+    outlet = KeepingOutlet(1 << 20)
+    cache = torch.randn(BLOCKS, LAYERS, BLOCK, HIDDEN)
+    if order == "TLH":
+        cache = cache.permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3)
+    worker = WorkerHalf(cache, outlet, rank=0, layer_ids=(1, 2, 3), page_bytes=2 * BLOCK * ROW, segment_bytes=1 << 20)
+    n = 30
+    s = save(n)
+    at = positions if positions is not None else range(n)
+    s.positions, s.layers = positions, layers
+    s.token_ids = s.token_ids[at.start : at.stop : at.step]
+    worker.step(StepMetadata(saves=[s]))
+    assert worker.finished() == {"req-k"}
+    whole = cache[torch.from_numpy(s.block_ids)].permute(1, 0, 2, 3).reshape(LAYERS, -1, HIDDEN).numpy()
+    expected = whole[list(layers or range(LAYERS))][:, list(at)]
+    pages = outlet.take()
+    got = np.concatenate([data.view(np.float32) for _, data in pages], axis=1)
+    np.testing.assert_array_equal(got, expected)
+    assert {p.layer_ids for p, _ in pages} == {tuple((1, 2, 3)[i] for i in layers or range(LAYERS))}
+    assert [t for p, _ in pages for t in p.token_ids.tolist()] == [100 + i for i in at]
+
+
+def test_a_ring_smaller_than_a_page_is_refused_at_the_start():
+    with pytest.raises(ConfigError, match="in_flight_bytes"):
+        half(KeepingOutlet(BLOCK * ROW // 2))
+
+
+def test_at_the_end_what_waits_is_still_copied_and_what_could_not_be_is_counted():
+    outlet = KeepingOutlet(2 * BLOCK * ROW)
+    _, worker = half(outlet)
+    worker.step(StepMetadata(saves=[save(8, key="a"), save(8, key="b")]))
+    assert worker.drain(0.01) == 1
+    outlet.take()
+    assert worker.drain(10) == 0

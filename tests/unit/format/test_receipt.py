@@ -77,11 +77,11 @@ def test_what_is_written_is_read(receipt: Receipt) -> None:
 def test_the_bytes_are_what_they_were() -> None:
     """Stored receipts outlive this code: a change here is a new format."""
     assert _example().to_json() == (
-        b'{"crc32c":"48d2a12e","receipt":{"format":"hsx-receipt/1","attempt":1,"writer":"w-0","seq":1,'
+        b'{"crc32c":"749600dc","receipt":{"format":"hsx-receipt/1","attempt":1,"writer":"w-0","seq":1,'
         b'"part":"data/p.safetensors","size":100,"crc32c":"0000abcd","header_bytes":10,"raw_bytes":50,'
         b'"segment_columns":["key","index","start","stop","total","slot","token_hash","raw_bytes","stored_bytes","row",'
         b'"sample_hash"],"segments":[["key",0,0,5,9,0,"0123456789abcdef",50,40,7,"fedcba9876543210"]],'
-        b'"row_columns":["key","row","fate","reason","tries"],"rows":[["bad",3,"refused","too long",1]],'
+        b'"row_columns":["key","row","fate","reason","tries","content"],"rows":[["bad",3,"refused","too long",1,""]],'
         b'"created":"2026-01-01T00:00:00Z"}}'
     )
 

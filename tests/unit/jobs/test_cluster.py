@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from hsx_dist.config import load_config
 from hsx_dist.errors import ConfigError
-from hsx_dist.jobs.cluster import check_output, credential_environment
+from hsx_dist.jobs.cluster import check_output, check_room, credential_environment
 from hsx_dist.jobs.cores import CoreClaim, omp_binding
 
 
@@ -54,3 +55,25 @@ def test_what_a_store_needs_of_the_environment_travels_and_nothing_else(monkeypa
     found = credential_environment()
     assert {"AWS_SECRET_ACCESS_KEY", "GOOGLE_APPLICATION_CREDENTIALS"} <= set(found)
     assert "MY_TOKEN" not in found
+
+
+def config(**settings):
+    return load_config(None, (), model="m", output="s3://bucket/x", **settings)
+
+
+def test_replicas_that_no_node_has_room_for_are_refused_instead_of_waited_for():
+    two_cores = [{"CPU": 2.0}]
+    check_room(config(), 0, two_cores)  # a writer and a replica
+    with pytest.raises(ConfigError, match=r"room for 0.*lower replica\.num_cpus, writers\.num_cpus"):
+        check_room(config(replica={"num_cpus": 2}), 0, two_cores)
+    check_room(config(replica={"num_cpus": 2}, writers={"num_cpus": 0}), 0, two_cores)
+    with pytest.raises(ConfigError, match="expected room for 2 replicas"):
+        check_room(config(min_replicas=2, max_replicas=4), 0, two_cores)
+    check_room(config(min_replicas=1, max_replicas=4), 0, two_cores)
+    with pytest.raises(ConfigError, match="nosuch"):
+        check_room(config(replica={"resources": {"nosuch": 1}}), 0, two_cores)
+    with pytest.raises(ConfigError, match="GPU"):
+        check_room(config(), 1, two_cores)
+    check_room(config(), 1, [{"CPU": 0.0}, {"CPU": 16.0, "GPU": 1.0}])  # a head without CPUs
+    with pytest.raises(ConfigError, match="writers"):
+        check_room(config(), 0, [{"CPU": 0.0}])

@@ -101,7 +101,7 @@ def test_a_bad_row_is_refused_and_the_next_one_read(tmp_path: Path, line: Any, r
 
 def test_a_refused_row_keeps_the_id_it_has(tmp_path: Path) -> None:
     assert one(tmp_path, {"id": "a", "text": ""}).key == "a"
-    assert one(tmp_path, {"id": "a" * 2000, "text": "x"}).key == "in:00000000"
+    assert one(tmp_path, {"id": "a" * 2000, "text": "x"}).key == "in#00000000"
 
 
 def test_a_duplicate_id_is_refused_under_its_row_number(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_duplicate_id_is_refused_under_its_row_number(tmp_path: Path) -> None:
     first, second, third = read(path)
     assert (first.key, third.key) == ("7", "c")
     assert isinstance(second, RowFate)
-    assert second.key == "in:00000001"
+    assert second.key == "in#00000001"
     assert "duplicate id '7'" in second.reason
 
 
@@ -118,7 +118,7 @@ def test_the_id_of_a_refused_row_is_taken_too(tmp_path: Path) -> None:
     first, second = read(write(tmp_path / "in.jsonl", {"id": "a", "text": ""}, {"id": "a", "text": "x"}))
     assert isinstance(first, RowFate)
     assert isinstance(second, RowFate)
-    assert (first.key, second.key) == ("a", "in:00000001")
+    assert (first.key, second.key) == ("a", "in#00000001")
 
 
 def test_empty_lines(tmp_path: Path) -> None:
@@ -229,3 +229,20 @@ def test_rows_from_python() -> None:
     assert all(isinstance(r, RowFate) for r in rows[5:])
     assert len(rows) == 8
     assert len(list(rows_from(iter(prompts), InputConfig(limit=2)))) == 2
+
+
+def test_a_refused_rows_key_is_never_a_good_rows(tmp_path: Path) -> None:
+    rows = list(
+        rows_from([{"id": 1, "text": "x"}, {"text": "no id"}, {"text": ""}, {"id": "2", "text": "y"}], InputConfig())
+    )
+    assert [type(r) for r in rows] == [Row, RowFate, RowFate, RowFate]
+    assert rows[0].key == "1"
+    assert {r.key for r in rows[1:]}.isdisjoint({"1"})
+    first, second = read(write(tmp_path / "in.jsonl", b"broken", {"id": "in:00000000", "text": "x"}))
+    assert first.key != second.key
+
+
+def test_content_tells_a_corrected_row_from_the_one_that_was_refused() -> None:
+    contents = {row.content for row in rows_from(["a", "b", [1, 2], [{"role": "user", "content": "a"}]], InputConfig())}
+    assert len(contents) == 4
+    assert Row("k", 0, text="a").content == Row("other", 7, text="a").content

@@ -431,3 +431,13 @@ def content_of(sample: RandomSample) -> bytes:
     store = MemoryStore()
     put_object(store, "x", sample, codec=SplitCodec(), about={"model": "tiny"})
     return store.objects["x"]
+
+
+def test_verify_reads_the_receipts_behind_a_compacted_manifest_too(store: Store) -> None:
+    write(store).complete()
+    assert verify_run(store).ok
+    names = [i.name for i in store.list("manifest/") if i.name.endswith(".json")]
+    body = store.get(names[0])
+    store.put(names[0], [body[: len(body) // 2]])
+    store.delete(names[1])
+    assert {p.part for p in verify_run(store).problems} == set(names[:2])

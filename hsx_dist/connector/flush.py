@@ -1,0 +1,76 @@
+"""Waiting until everything that finished requests computed is stored."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from hsx_dist.errors import EngineError
+
+_PAUSE_S = 0.01
+#: How often in a row a child-process engine must answer "nothing": its answer may overtake its next step, in which a
+#: request that has just finished is told to the workers.
+_QUIET = 3
+
+
+class HiddenStatesWorkerExtension:
+    """Methods for every worker: ``worker_extension_cls="hsx_dist.connector.flush.HiddenStatesWorkerExtension"``."""
+
+    def hidden_states_pending(self) -> int:
+        """How many requests' states this worker has not stored yet, as far as it has been told of them."""
+        return pending_here()
+
+
+def pending_here() -> int:
+    """Sum over the connectors of this process that copy and store."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if not has_kv_transfer_group():
+        return 0
+    return _pending(get_kv_transfer_group())
+
+
+def _pending(connector: Any) -> int:
+    from hsx_dist.connector.connector import HiddenStatesConnector
+
+    children = getattr(connector, "sub_connectors", [connector])  # vLLM's MultiConnector
+    return sum(c.pending for c in children if isinstance(c, HiddenStatesConnector))
+
+
+def flush(llm: Any, timeout: float = 60.0) -> None:
+    """Wait until the hidden states of every finished request are stored, or marked as failed.
+
+    ``LLM.generate`` stops stepping at the last answer; the last requests' states are then still in the cache. An engine
+    in this process is stepped on from here; one in child processes needs ``HiddenStatesWorkerExtension``, through which
+    its workers are asked.
+
+    Args:
+        llm: vLLM's ``LLM``.
+        timeout: seconds.
+
+    Raises:
+        TimeoutError: not everything was stored in time.
+        EngineError: the engine runs in child processes, without the extension.
+    """
+    end = time.monotonic() + timeout
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)  # an InprocClient's
+    quiet = 0
+    while quiet < (1 if core is not None else _QUIET):
+        left = _pending(core.scheduler.connector) + pending_here() if core is not None else _ask(llm)
+        quiet = 0 if left else quiet + 1
+        if left and time.monotonic() > end:
+            raise TimeoutError(f"hidden states of {left} requests are not stored after {timeout:g} s")
+        if core is not None and _pending(core.scheduler.connector):
+            llm.llm_engine.step()
+        elif left or quiet < _QUIET:
+            time.sleep(_PAUSE_S)
+
+
+def _ask(llm: Any) -> int:
+    try:
+        return sum(llm.collective_rpc("hidden_states_pending"))
+    except Exception as e:
+        raise EngineError(
+            f"expected workers that can be asked what is pending, came {type(e).__name__}: {e}; start the engine with "
+            'worker_extension_cls="hsx_dist.connector.flush.HiddenStatesWorkerExtension"'
+        ) from e

@@ -1,0 +1,257 @@
+"""The connector by itself in somebody's own ``LLM``: options of each request, ends of every kind, vLLM's own script."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import hsx_dist
+from hsx_dist.connector.flush import flush
+from hsx_dist.connector.isa import avoid_broken_amx
+from hsx_dist.errors import SampleFailed
+from tests.integration.oracle import Oracle
+
+LAYERS = (0, 2, 4)
+RNG = np.random.default_rng(11)
+
+
+def engine_arguments(model: Path, output: Path, **hsx) -> dict:
+    return {
+        "model": str(model),
+        "dtype": "float32",
+        "max_model_len": 256,
+        "max_num_batched_tokens": 64,
+        "block_size": 32,
+        "enforce_eager": True,
+        "distributed_executor_backend": "uni",
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS)}},
+        },
+        "kv_transfer_config": {
+            "kv_connector": "HiddenStatesConnector",  # by its name: the plugin has registered it
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {
+                "shared_storage_path": str(output),
+                "allow_custom_save_path": True,
+                "hsx": {"in_flight_bytes": 1 << 20, "segment_bytes": 1 << 18, "page_bytes": 1 << 16, **hsx},
+            },
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_model_path):
+    return Oracle(tiny_model_path)
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("bare")
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model_path, output):
+    avoid_broken_amx()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        from vllm import LLM
+
+        engine = LLM(**engine_arguments(tiny_model_path, output))
+    yield engine
+    engine.llm_engine.engine_core.shutdown()
+
+
+def ask(llm, prompts, params: list[dict], **sampling):
+    """One batch; ``params``: each prompt's ``kv_transfer_params``. Returns the answers' once all is stored."""
+    from vllm import SamplingParams
+
+    sampling = {"max_tokens": 1, "temperature": 0.0, **sampling}
+    outputs = llm.generate(
+        [{"prompt_token_ids": p} for p in prompts],
+        [SamplingParams(**sampling, extra_args={"kv_transfer_params": p} if p else None) for p in params],
+        use_tqdm=False,
+    )
+    flush(llm, 60)
+    return outputs
+
+
+def ids(n: int) -> list[int]:
+    return RNG.integers(0, 300, n).tolist()
+
+
+def test_each_request_of_a_batch_gets_what_it_asked_for(llm, oracle, output):
+    prompts = [ids(n) for n in (100, 70, 33, 5, 1, 40)]
+    outputs = ask(
+        llm,
+        prompts,
+        [
+            {},
+            {"hidden_states_key": "subset", "hidden_states_layers": [4, 0]},
+            {"hidden_states_key": "window", "hidden_states_tokens": [-10, -2]},
+            {"hidden_states_key": "none", "hidden_states_save": False},
+            {"hidden_states_key": "../one", "hidden_states_tokens": "nonsense"},
+            {"hidden_states_path": str(output / "mine" / "six.safetensors"), "hidden_states_tokens": "stride:7"},
+        ],
+    )
+    answers = [o.kv_transfer_params for o in outputs]
+    whole = hsx_dist.load_hidden_states(answers[0]["hidden_states_path"], framework="torch")
+    oracle.assert_equal(prompts[0], whole["hidden_states"], LAYERS)
+    assert whole["token_ids"].tolist() == prompts[0]
+
+    subset = hsx_dist.load_hidden_states(answers[1]["hidden_states_path"], framework="torch")
+    assert subset["layer_ids"].tolist() == [4, 0]
+    oracle.assert_equal(prompts[1], subset["hidden_states"], (4, 0))
+
+    window = hsx_dist.load_hidden_states(answers[2]["hidden_states_path"], framework="torch")
+    assert window["token_ids"].tolist() == prompts[2][-10:-2]
+    assert window["meta"]["tokens"] == {"start": 23, "step": 1, "of": 33}
+    full = hsx_dist.load_hidden_states(ask(llm, [prompts[2]], [{}])[0].kv_transfer_params["hidden_states_path"])
+    torch.testing.assert_close(window["hidden_states"], full["hidden_states"][23:31])
+
+    assert answers[3]["hidden_states_meta"]["saved"] is False
+    assert not list(output.glob("none*"))
+
+    assert "hidden_states_tokens" in answers[4]["hidden_states_meta"]["refused"]
+    inside = Path(answers[4]["hidden_states_path"])
+    assert inside.parent == output  # a key cannot leave the prefix
+    assert hsx_dist.load_hidden_states(str(inside))["token_ids"].tolist() == prompts[4]
+
+    strided = hsx_dist.load_hidden_states(str(output / "mine" / "six.safetensors"), framework="torch")
+    assert strided["token_ids"].tolist() == prompts[5][::7]
+
+
+def test_a_prefix_hit_that_covers_all_but_one_token(llm, oracle):
+    prompt = ids(97)  # three whole blocks of 32, and one token
+    for _ in range(2):
+        (output,) = ask(llm, [prompt], [{}])
+    assert output.num_cached_tokens == 96
+    data = hsx_dist.load_hidden_states(output.kv_transfer_params["hidden_states_path"], framework="torch")
+    oracle.assert_equal(prompt, data["hidden_states"], LAYERS)
+
+
+def test_n_choices_are_stored_under_keys_that_can_be_computed(llm, oracle, output):
+    prompt = ids(20)
+    (answer,) = ask(
+        llm,
+        [prompt],
+        [{"hidden_states_key": "choices", "include_output_tokens": True}],
+        n=3,
+        temperature=1.0,
+        seed=5,
+        max_tokens=6,
+        ignore_eos=True,
+    )
+    for choice in answer.outputs:
+        key = hsx_dist.sample_key("choices", choice=choice.index)
+        data = hsx_dist.load_hidden_states(f"{output}/{key}.safetensors", framework="torch")
+        tokens = [*prompt, *choice.token_ids[:-1]]
+        assert data["token_ids"].tolist() == tokens
+        oracle.assert_equal(tokens, data["hidden_states"], LAYERS)
+
+
+def test_the_same_key_for_other_tokens_is_told(llm, output):
+    first, second = ask(llm, [ids(8), ids(9)], [{"hidden_states_key": "twice"}] * 2)
+    told = [o.kv_transfer_params["hidden_states_meta"].get("refused", {}) for o in (first, second)]
+    assert sum("hidden_states_key" in t for t in told) == 1
+    with pytest.raises(SampleFailed, match="used before"):
+        hsx_dist.load_hidden_states(f"{output}/twice.safetensors")
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 6])
+def test_aborted_at_any_moment_is_whole_or_not_there(llm, oracle, output, steps):
+    """Before it is scheduled, in mid-prefill (64 tokens a step), at its end, and in mid-decode."""
+    from vllm import SamplingParams
+
+    engine, prompt, key = llm.llm_engine, ids(150), f"aborted-{steps}"
+    params = {"hidden_states_key": key, "include_output_tokens": True}
+    engine.add_request(
+        key,
+        {"prompt_token_ids": prompt},
+        SamplingParams(max_tokens=50, ignore_eos=True, temperature=0, extra_args={"kv_transfer_params": params}),
+    )
+    seen: list[int] = []
+    for _ in range(steps):
+        for o in engine.step():
+            seen = list(o.outputs[0].token_ids)
+    engine.abort_request([key])
+    flush(llm, 60)
+    path = f"{output}/{key}.safetensors"
+    if not seen:
+        with pytest.raises(SampleFailed, match="150 tokens"):
+            hsx_dist.load_hidden_states(path)
+        return
+    data = hsx_dist.load_hidden_states(path, framework="torch")
+    tokens = data["token_ids"].tolist()
+    assert data["meta"]["finish_reason"] == "abort"
+    assert tokens == [*prompt, *seen][: len(tokens)]
+    assert len(tokens) >= len(prompt)
+    oracle.assert_equal(tokens, data["hidden_states"], LAYERS)
+
+
+def test_requests_longer_than_the_ring_and_of_the_longest_length(llm, oracle):
+    prompts = [ids(255), ids(254), ids(1)]
+    for prompt, out in zip(prompts, ask(llm, prompts, [{}] * 3), strict=True):
+        data = hsx_dist.load_hidden_states(out.kv_transfer_params["hidden_states_path"], framework="torch")
+        oracle.assert_equal(prompt, data["hidden_states"], LAYERS)
+
+
+SCRIPT = """
+    import sys, tempfile
+    from vllm import LLM, SamplingParams
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+        cleanup_hidden_states, load_hidden_states)
+
+    def main():
+        llm = LLM(
+            model=sys.argv[1], max_model_len=128, enforce_eager=True, dtype="float32", block_size=32,
+            speculative_config={
+                "method": "extract_hidden_states", "num_speculative_tokens": 1,
+                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 3]}},
+            },
+            kv_transfer_config={
+                "kv_connector": "HiddenStatesConnector",
+                "kv_connector_module_path": "hsx_dist.connector",
+                "kv_role": "kv_producer",
+                "kv_connector_extra_config": {"shared_storage_path": sys.argv[2], "num_writer_threads": 4},
+            },
+        )
+        outputs = llm.generate(["Hello, world.", "A second prompt."], SamplingParams(max_tokens=1))
+        for output in outputs:
+            path = output.kv_transfer_params["hidden_states_path"]
+            data = load_hidden_states(path)
+            assert data["token_ids"].tolist() == output.prompt_token_ids, data
+            assert data["hidden_states"].shape == (len(output.prompt_token_ids), 2, 64)
+            assert data["hidden_states"].abs().sum() > 0
+            cleanup_hidden_states(path)
+        print("fine")
+
+    if __name__ == "__main__":
+        main()
+"""
+
+
+def test_a_script_for_vllms_own_connector_runs_with_two_strings_changed(tiny_model_path, tmp_path):
+    """vLLM's default: the engine in a child process, its loader in the parent, which sleeps on the lock."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    env = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    done = subprocess.run(
+        [sys.executable, str(script), str(tiny_model_path), str(tmp_path / "states")],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip().endswith("fine")
+    assert list((tmp_path / "states").iterdir()) == []

@@ -1,0 +1,207 @@
+"""vLLM's own OpenAI server with the connector, states in a real S3 server, the ``openai`` client."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+import hsx_dist
+from hsx_dist.errors import SampleFailed
+from hsx_dist.testing.processes import child, free_ports, http_status
+from tests.integration.oracle import Oracle
+
+LAYERS = (1, 4)
+
+
+@dataclass
+class Served:
+    url: str
+    prefix: str
+    storage_options: dict[str, Any]
+    client: Any
+
+    def load(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        return hsx_dist.load_hidden_states(path, storage_options=self.storage_options, framework="torch", **kwargs)
+
+    def at(self, key: str) -> str:
+        return f"{self.prefix}/{hsx_dist.object_name(key)}.safetensors"
+
+
+@pytest.fixture(scope="module")
+def served(s3, tiny_model_path, tmp_path_factory):
+    import openai
+
+    (port,) = free_ports(1)
+    prefix = f"{s3.url}/served"
+    arguments = {
+        "--model": str(tiny_model_path),
+        "--served-model-name": "tiny",
+        "--host": "127.0.0.1",
+        "--port": str(port),
+        "--dtype": "float32",
+        "--max-model-len": "256",
+        "--block-size": "32",
+        "--shutdown-timeout": "20",
+        "--speculative-config": json.dumps(
+            {
+                "method": "extract_hidden_states",
+                "num_speculative_tokens": 1,
+                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS)}},
+            }
+        ),
+        "--kv-transfer-config": json.dumps(
+            {
+                "kv_connector": "HiddenStatesConnector",
+                "kv_role": "kv_producer",
+                "kv_connector_extra_config": {
+                    "shared_storage_path": prefix,
+                    "hsx": {"in_flight_bytes": 32 << 20, "segment_bytes": 8 << 20, "ttl_seconds": 3600},
+                },
+            }
+        ),
+    }
+    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+    argv += [word for pair in arguments.items() for word in pair]
+    log = tmp_path_factory.mktemp("server") / "log"
+    url = f"http://127.0.0.1:{port}"
+    with child(argv, log=log, env={**s3.env, "VLLM_LOGGING_LEVEL": "WARNING"}) as server:
+        server.wait_until(lambda: http_status(f"{url}/health") == 200, 240)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        yield Served(url, prefix, s3.storage_options, client)
+        server.terminate(30)
+        assert "Traceback" not in log.read_text()
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_model_path):
+    return Oracle(tiny_model_path)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model_path):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_model_path)
+
+
+def wait_for_the_end(call: Callable[[], object], seconds: float = 30) -> None:
+    """Call until it raises, for so long."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        call()
+        time.sleep(0.1)
+
+
+def params(**kwargs: Any) -> dict[str, Any]:
+    return {"kv_transfer_params": kwargs}
+
+
+def test_a_completion_and_a_chat_answer_with_a_path(served, oracle, tokenizer):
+    prompt = "Reading is what paths are for."
+    answer = served.client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
+    path = answer.kv_transfer_params["hidden_states_path"]
+    data = served.load(path, wait=30)
+    assert data["token_ids"].tolist() == tokenizer(prompt).input_ids
+    oracle.assert_equal(data["token_ids"].tolist(), data["hidden_states"], LAYERS)
+    assert data["meta"]["expires"] > time.time()
+
+    messages = [{"role": "user", "content": "Hello"}]
+    chat = served.client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=4, extra_body=params(hidden_states_key="chat/1")
+    )
+    assert chat.kv_transfer_params["hidden_states_path"] == served.at("chat/1")
+    data = served.load(served.at("chat/1"), wait=30)
+    assert data["token_ids"].tolist() == tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+    oracle.assert_equal(data["token_ids"].tolist(), data["hidden_states"], LAYERS)
+
+
+def test_of_a_batch_and_n_choices_every_path_can_be_computed(served, oracle, tokenizer):
+    prompts = ["The first.", "And the second one."]
+    answer = served.client.completions.create(
+        model="tiny", prompt=prompts, n=2, max_tokens=3, temperature=1.0, extra_body=params(hidden_states_key="batch")
+    )
+    assert len(answer.choices) == 4
+    for i, prompt in enumerate(prompts):
+        for j in range(2):
+            data = served.load(served.at(hsx_dist.sample_key("batch", prompt=i, choice=j)), wait=30)
+            assert data["token_ids"].tolist() == tokenizer(prompt).input_ids
+            oracle.assert_equal(data["token_ids"].tolist(), data["hidden_states"], LAYERS)
+
+
+def test_a_stream_and_a_stop_string_answer_no_path_and_store_all_the_same(served, oracle, tokenizer):
+    prompt = "Streams carry no parameters."
+    ask = {"model": "tiny", "prompt": prompt, "max_tokens": 40, "temperature": 0}
+    streamed = list(served.client.completions.create(**ask, stream=True, extra_body=params(hidden_states_key="stream")))
+    text = "".join(chunk.choices[0].text for chunk in streamed if chunk.choices)
+    assert all(getattr(chunk, "kv_transfer_params", None) is None for chunk in streamed)
+    # Two characters from the middle: they span tokens, so the front end alone finds them.
+    middle = text[len(text) // 2 : len(text) // 2 + 2]
+    stopped = served.client.completions.create(**ask, stop=[middle], extra_body=params(hidden_states_key="stop"))
+    assert stopped.choices[0].finish_reason == "stop"
+    assert stopped.kv_transfer_params is None
+    for key in ("stream", "stop"):
+        data = served.load(served.at(key), wait=30)
+        assert data["token_ids"].tolist() == tokenizer(prompt).input_ids
+        oracle.assert_equal(data["token_ids"].tolist(), data["hidden_states"], LAYERS)
+
+
+def test_a_client_that_hangs_up_leaves_the_prompt_whole_or_a_marker(served, tokenizer):
+    stream = served.client.completions.create(
+        model="tiny",
+        prompt="Good bye.",
+        max_tokens=200,
+        stream=True,
+        extra_body={**params(hidden_states_key="hung-up"), "ignore_eos": True},
+    )
+    next(iter(stream))
+    stream.close()
+    data = served.load(served.at("hung-up"), wait=30)
+    assert data["token_ids"].tolist() == tokenizer("Good bye.").input_ids
+
+
+def test_a_wrong_value_and_a_used_key_are_told_in_the_answer_and_by_a_marker(served):
+    first = served.client.completions.create(
+        model="tiny", prompt="One.", max_tokens=1, extra_body=params(hidden_states_key="k", hidden_states_layers=[99])
+    )
+    assert "hidden_states_layers" in first.kv_transfer_params["hidden_states_meta"]["refused"]
+    served.load(served.at("k"), wait=30)
+    second = served.client.completions.create(
+        model="tiny", prompt="Another.", max_tokens=1, extra_body=params(hidden_states_key="k")
+    )
+    assert "used before" in second.kv_transfer_params["hidden_states_meta"]["refused"]["hidden_states_key"]
+    with pytest.raises(SampleFailed, match="used before"):
+        wait_for_the_end(lambda: served.load(served.at("k")))  # the marker is written beside the answer
+
+
+def test_no_request_id_reaches_a_path_outside_of_the_prefix(served):
+    answer = served.client.completions.create(
+        model="tiny", prompt="Id.", max_tokens=1, extra_headers={"X-Request-Id": "my/../../id"}
+    )
+    path = answer.kv_transfer_params["hidden_states_path"]
+    assert "/" not in path.removeprefix(f"{served.prefix}/")
+    served.load(path, wait=30)
+
+
+def test_metrics_show_what_was_stored(served):
+    end = time.monotonic() + 60
+    while True:  # what was stored since the last step is told in the next
+        served.client.completions.create(model="tiny", prompt="Count.", max_tokens=1)
+        with urllib.request.urlopen(f"{served.url}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        found = dict(re.findall(r"^vllm:hidden_states_(\w+)\{[^}]*\} (\S+)$", text, re.MULTILINE))
+        if float(found.get("stored_total", 0)) >= 1 and float(found.get("skipped_total", 0)) >= 1:
+            break
+        assert time.monotonic() < end, found
+    assert float(found["bytes_total"]) > 0
+    assert float(found["pages_total"]) >= float(found["samples_total"]) >= float(found["stored_total"])
+    assert "ring_bytes" in found

@@ -1,0 +1,66 @@
+"""Which rows a resumed run still has to do."""
+
+from __future__ import annotations
+
+from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SegmentProof
+from hsx_dist.jobs.extract import accounted, count_rows, remaining
+from hsx_dist.jobs.rows import Row
+from hsx_dist.page import Segment
+
+HASH = "0" * 16
+
+
+def receipt(seq: int, *, keys: tuple[str, ...] = (), fates: tuple[RowFate, ...] = ()) -> Receipt:
+    proofs = tuple(SegmentProof(Segment(k, 0, 0, 3, 3), i, HASH, 10, 5, i) for i, k in enumerate(keys))
+    part = f"data/p{seq}.safetensors" if keys else None
+    size = 100 if keys else 0
+    return Receipt(
+        1, "w", seq, part, size, "00000000", size // 2, 10 * len(keys), proofs, fates, "2026-01-01T00:00:00Z"
+    )
+
+
+def row(key: str, number: int, text: str) -> Row:
+    return Row(key, number, text=text, number_key=f"in#{number:08d}")
+
+
+def refused(r: Row) -> RowFate:
+    return RowFate(r.key, r.row, "refused", "too long", 0, r.content)
+
+
+def test_a_refused_row_is_done_until_it_is_corrected():
+    before, after = row("a", 0, "too long"), row("a", 0, "short")
+    manifest = Manifest([receipt(1, fates=(refused(before),))])
+    assert accounted(before, manifest)
+    assert not accounted(after, manifest)
+    assert list(remaining(lambda: iter([after]), manifest)) == [after]
+    manifest.add(receipt(2, keys=("a",)))
+    assert accounted(after, manifest)
+    assert not manifest.refused
+
+
+def test_a_line_that_could_not_be_read_and_now_can_is_run_and_its_refusal_withdrawn():
+    broken = RowFate("in#00000003", 3, "refused", "not JSON", 0)
+    manifest = Manifest([receipt(1, fates=(broken,))])
+    assert accounted(broken, manifest)
+    mended = row("c", 3, "text")
+    withdrawal, again = remaining(lambda: iter([mended]), manifest)
+    assert again is mended
+    assert (withdrawal.key, withdrawal.fate) == (broken.key, "withdrawn")
+    manifest.add(receipt(2, keys=("c",)))
+    assert not accounted(mended, manifest)  # the withdrawal is still to be stored
+    assert [r.fate for r in remaining(lambda: iter([mended]), manifest)] == ["withdrawn"]
+    manifest.add(receipt(3, fates=(withdrawal,)))
+    assert accounted(mended, manifest)
+    assert not manifest.refused
+    assert count_rows(lambda: iter([mended]), manifest) == (1, 0)
+
+
+def test_a_refusal_under_another_rows_id_never_hides_that_row():
+    good = row("1", 5, "text")
+    manifest = Manifest([receipt(1, fates=(RowFate("1", 7, "refused", "duplicate id", 0),))])
+    assert not accounted(good, manifest)
+
+
+def test_a_failed_row_gets_another_chance():
+    r = row("a", 0, "text")
+    assert not accounted(r, Manifest([receipt(1, fates=(RowFate("a", 0, "failed", "died", 3, r.content),))]))
