@@ -31,8 +31,9 @@ check: $(READY)  ## lint, format, types, unit tests: under a minute
 test: $(READY)  ## all tests, with real vLLM, Ray, S3 and GCS servers
 	$(BIN)/pytest
 
-soak: $(READY)  ## two hundred thousand broken and hostile parts: a minute or two
+soak: $(READY)  ## two hundred thousand hostile parts (a minute or two), and an hour of writers killed at random (MINUTES=60)
 	$(BIN)/python -m tests.soak.run
+	$(BIN)/python scripts/soak_pool.py --minutes $(or $(MINUTES),60) --tally benchmarks/results/soak-pool.json
 
 matrix: $(READY)  ## the connector's tests on every vLLM that it names as tested; the table goes to docs/
 	$(BIN)/python scripts/matrix.py
