@@ -94,7 +94,8 @@ class Sample:
         """What its producer said of this sample.
 
         ``tokens`` (``start``, ``step``, ``of``: which of the request's tokens these are, where not all),
-        ``prompt_tokens``, ``finish_reason`` (``abort``), ``expires`` (seconds since the epoch), and ``bad``: for each
+        ``prompt_tokens``, ``multimodal`` (what vLLM calls the images or sounds behind placeholder tokens),
+        ``finish_reason`` (``abort``), ``expires`` (seconds since the epoch), and ``bad``: for each
         segment with non-finite rows or all-zero layers, its tokens and how many of what.
         """
         metas = [(p.segment, self._info(i).segment.meta) for i, p in enumerate(self._pieces)]
