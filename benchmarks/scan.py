@@ -101,8 +101,8 @@ def table(about: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         f"{about['cpu']}, {about['cores']} cores, load {about['load_average']}; {about['system']}, Python "
         f"{about['python']}, {versions}; commit {about['commit']}. Made by `python -m benchmarks.scan`.",
         "",
-        "What the scan for non-finite rows and all-zero layers takes on the writer's core, of the time that encoding and "
-        "its crc32c take: median (quartiles) of the ratios within a round. GB/s are medians.",
+        "What the scan for non-finite rows and all-zero layers takes on the writer's core, of the time that encoding "
+        "and its crc32c take: median (quartiles) of the ratios within a round. GB/s are medians.",
         "",
         "| dtype | codec | memcpy | scan | encode | scan / encode |",
         "|---|---|---:|---:|---:|---:|",
