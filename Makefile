@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-SOURCES := benchmarks hsx_dist ray_jobs scripts tests
+SOURCES := hsx_dist ray_jobs scripts tests benchmarks
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-s3 check test soak lock clean
@@ -31,7 +31,8 @@ check: $(READY)  ## lint, format, types, unit tests: under a minute
 test: $(READY)  ## all tests, with real vLLM, Ray, S3 and GCS servers
 	$(BIN)/pytest
 
-soak: $(READY)  ## an hour of writers killed at random (MINUTES=60); its tally is in benchmarks/results
+soak: $(READY)  ## hostile parts (a minute or two), then writers killed at random for MINUTES=60
+	$(BIN)/python -m tests.soak.run
 	$(BIN)/python scripts/soak_pool.py --minutes $(or $(MINUTES),60) --tally benchmarks/results/soak-pool.json
 
 lock: $(READY)  ## requirements/dev.lock from dev.in and overrides.txt

@@ -160,7 +160,8 @@ class ExtractConfig(Settings):
     input: InputConfig = Field(default_factory=InputConfig, description="Where the rows come from.")
     codec: str | dict[str, Any] = Field(
         default="split",
-        description="Encoding of the states: a name (split, zstd, none), or a mapping with name and parameters.",
+        description="Encoding of the states: a name (split, zstd, none; fp8-token loses precision), or a mapping "
+        "with name and parameters.",
     )
     layout: Literal["part", "sample"] = Field(
         default="part", description="part: many samples an object; sample: one an object."
