@@ -2,10 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-SOURCES := hsx_dist ray_jobs scripts tests benchmarks
+SOURCES := hsx_dist benchmarks ray_jobs scripts tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-s3 check test soak lock clean
+.PHONY: help setup demo demo-s3 check test matrix soak lock clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1	/p' Makefile
@@ -31,14 +31,17 @@ check: $(READY)  ## lint, format, types, unit tests: under a minute
 test: $(READY)  ## all tests, with real vLLM, Ray, S3 and GCS servers
 	$(BIN)/pytest
 
-soak: $(READY)  ## hostile parts (a minute or two), then writers killed at random for MINUTES=60
+soak: $(READY)  ## two hundred thousand hostile parts (a minute or two), and an hour of writers killed at random (MINUTES=60)
 	$(BIN)/python -m tests.soak.run
 	$(BIN)/python scripts/soak_pool.py --minutes $(or $(MINUTES),60) --tally benchmarks/results/soak-pool.json
+
+matrix: $(READY)  ## the connector's tests on every vLLM that it names as tested; the table goes to docs/
+	$(BIN)/python scripts/matrix.py
 
 lock: $(READY)  ## requirements/dev.lock from dev.in and overrides.txt
 	cd requirements && ../$(BIN)/uv pip compile dev.in --override overrides.txt $(addprefix --find-links ,$(PIP_FIND_LINKS)) \
 	    $(if $(PIP_FIND_LINKS),,--torch-backend cpu) --python-version 3.11 --no-header --quiet --output-file dev.lock
 
 clean:  ## everything that is made here, the environment too; runs stay
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .matrix build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

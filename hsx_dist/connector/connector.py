@@ -14,6 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import __version__ as VLLM_VERSION  # noqa: N812
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -28,6 +29,7 @@ from hsx_dist.connector.outlet import Outlet, registered
 from hsx_dist.connector.scheduler import SchedulerHalf
 from hsx_dist.connector.settings import ConnectorSettings, read_settings
 from hsx_dist.connector.stats import HiddenStatesPromMetrics, HiddenStatesStats
+from hsx_dist.connector.versions import check_version, layers_first
 from hsx_dist.connector.worker import WorkerHalf
 from hsx_dist.errors import ConfigError
 
@@ -48,6 +50,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     (keys: ``ConnectorSettings``)."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
+        check_version(VLLM_VERSION)
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
         self._layer_ids = captured_layers(vllm_config)
@@ -118,11 +121,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if len(layers) != 1:
             raise ConfigError(f"expected one hidden-state cache layer, found {len(layers)}: {sorted(layers)}")
         cache = kv_caches[next(iter(layers))]
-        if cache.ndim != 4 or cache.shape[1] != len(self._layer_ids) or cache.shape[2] != self._block_size:
-            raise ConfigError(
-                f"hidden-state cache: expected [blocks, {len(self._layer_ids)}, {self._block_size}, hidden], came "
-                f"{tuple(cache.shape)}: this vLLM lays it out in a way that this version does not know"
-            )
+        cache = layers_first(cache, len(self._layer_ids), self._block_size, VLLM_VERSION)
         self._outlet = make_outlet(self._settings, self._vllm_config)
         self._worker = WorkerHalf(
             cache,

@@ -1,18 +1,23 @@
 """Cache blocks → one contiguous page. torch only, no vLLM: it runs (and is measured) on any machine with torch.
 
 The cache view is ``[blocks, layers, block_size, hidden]`` whatever its memory order; which order it has is read from
-the strides. Whole blocks are copied with ``index_select(out=)`` into a reused buffer: rows past the last token are
-copied too, and mean nothing.
+the strides. Everything is one ``index_select(out=)`` into a reused buffer, over an overlapping view of the cache whose
+rows start wherever a run of memory may start. ``benchmarks/gather.py`` holds it against memcpy.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal
 
 import torch
 
 Order = Literal["LTH", "TLH"]
+
+#: On a CPU, index_select copies rows below ATen's grain size with memcpy, and longer ones with a slower loop.
+_MAX_RUN = 32767
 
 
 def cache_order(cache: torch.Tensor) -> Order:
@@ -41,38 +46,83 @@ def page_shape(cache: torch.Tensor, num_blocks: int, order: Order) -> tuple[int,
 
 
 def gather(cache: torch.Tensor, block_ids: torch.Tensor, out: torch.Tensor, order: Order) -> None:
-    """Copy blocks into ``out`` (of ``page_shape``, contiguous, same dtype); ``block_ids``: int64 ``[n]`` on the cache's
-    device.
+    """Copy whole blocks into ``out`` (of ``page_shape``, contiguous, same dtype): rows past the last token are copied
+    too, and mean nothing. ``block_ids``: int64 ``[n]`` on the cache's device.
 
     On a CUDA cache the work is queued on the current stream; ``out`` may be pinned host memory, then a staging
     tensor of the page's size is used on the device.
     """
-    num_blocks = block_ids.shape[0]
-    blocks, layers, block, hidden = cache.shape
-    target = out if out.device == cache.device else torch.empty_like(out, device=cache.device)
-    if order == "LTH":
-        for layer in range(layers):
-            rows = cache[:, layer].as_strided((blocks, block * hidden), (cache.stride(0), 1))
-            torch.index_select(rows, 0, block_ids, out=target[layer].view(num_blocks, block * hidden))
-    else:
-        whole = cache.as_strided((blocks, block, layers * hidden), (cache.stride(0), cache.stride(2), 1))
-        if cache.stride(2) == layers * hidden:
-            whole = cache.as_strided((blocks, block * layers * hidden), (cache.stride(0), 1))
-        torch.index_select(whole, 0, block_ids, out=target.view(num_blocks, *whole.shape[1:]))
-    if target is not out:
-        out.copy_(target, non_blocking=True)
+    runs, step, scale, outer, inner = _block_runs(cache.shape, cache.stride(), order, cache.device)
+    index = outer[:, None, None] + block_ids[None, :, None] * scale + inner
+    _select(cache, runs, step, index, out)
 
 
 def gather_rows(cache: torch.Tensor, slots: torch.Tensor, layers: Sequence[int], out: torch.Tensor) -> None:
-    """Copy single tokens of some layers into ``out``, contiguous ``[len(layers), n, H]``, same dtype.
+    """Copy the rows of any tokens and of some layers into ``out``.
 
-    ``slots``: int64 ``[n]`` on the cache's device, ``block * block_size + place in the block``; ``layers``: entries of
-    the cache's layer axis. Queued as in ``gather``.
+    Args:
+        cache: ``[blocks, layers, block_size, hidden]``, in either order.
+        slots: int64 ``[n]`` on the cache's device: ``block_id * block_size + position in the block``, in any order,
+            also repeated. They are the caller's to check: doing it here would synchronise the device.
+        layers: positions on the cache's layer axis (not layer ids), in the order wanted.
+        out: ``[len(layers), n, hidden]``, contiguous, of the cache's dtype; on the cache's device, or pinned host
+            memory as with ``gather``.
+
+    Raises:
+        ValueError: the last axis is not contiguous, or there is no such layer.
     """
-    _, _, block, _ = cache.shape
-    blocks, places = slots // block, slots % block
+    _, available, block, hidden = cache.shape
+    s_block, s_layer, s_token, s_hidden = cache.stride()
+    if s_hidden != 1 and hidden > 1:
+        raise ValueError(f"expected a cache whose rows are contiguous, got strides {cache.stride()}")
+    wrong = [layer for layer in layers if not 0 <= layer < available]
+    if wrong:
+        raise ValueError(f"expected layer positions from 0 to {available - 1}, got {wrong}")
+    step = math.gcd(s_block, s_layer, s_token) or 1
+    start = (slots // block) * (s_block // step) + (slots % block) * (s_token // step)
+    offsets = torch.tensor([layer * (s_layer // step) for layer in layers], dtype=torch.int64, device=cache.device)
+    _select(cache, hidden, step, offsets[:, None] + start, out)
+
+
+def _select(cache: torch.Tensor, length: int, step: int, index: torch.Tensor, out: torch.Tensor) -> None:
+    """``out`` gets, one after another, the ``length`` elements that start at ``index * step`` of the cache."""
+    if index.numel() == 0:
+        return
+    span = sum((n - 1) * s for n, s in zip(cache.shape, cache.stride(), strict=True)) + 1
+    runs = cache.as_strided(((span - length) // step + 1, length), (step, 1))
     target = out if out.device == cache.device else torch.empty_like(out, device=cache.device)
-    for i, layer in enumerate(layers):
-        target[i] = cache[blocks, layer, places]
+    torch.index_select(runs, 0, index.reshape(-1), out=target.view(-1, length))
     if target is not out:
         out.copy_(target, non_blocking=True)
+
+
+@lru_cache(maxsize=64)
+def _block_runs(
+    shape: tuple[int, ...], strides: tuple[int, ...], order: Order, device: torch.device
+) -> tuple[int, int, int, torch.Tensor, torch.Tensor]:
+    """How a block is read: length of a run in elements, the step between the rows of the view, what a block counts in
+    such steps, and the steps to each outer (a layer, where layers come first in the page) and inner run of a block."""
+    _, layers, block, hidden = shape
+    s_block, s_layer, s_token, _ = strides
+    if order == "LTH":
+        outer, rows = [layer * s_layer for layer in range(layers)], [0]
+        length = block * hidden
+    else:
+        outer, rows = [0], [0]
+        length = block * layers * hidden
+        if s_token != layers * hidden and block > 1:  # padding after each token
+            rows, length = [token * s_token for token in range(block)], layers * hidden
+    parts = _parts(length // hidden, hidden)
+    run = length // parts
+    inner = [row + i * run for row in rows for i in range(parts)]
+    step = math.gcd(s_block, *outer, *inner) or 1
+
+    def steps(offsets: list[int]) -> torch.Tensor:
+        return torch.tensor([offset // step for offset in offsets], dtype=torch.int64, device=device)
+
+    return run, step, s_block // step, steps(outer), steps(inner)
+
+
+def _parts(rows: int, hidden: int) -> int:
+    """Into how many equal runs ``rows`` contiguous rows are cut, so that each is whole rows and copied by memcpy."""
+    return next((n for n in range(1, rows + 1) if rows % n == 0 and rows // n * hidden <= _MAX_RUN), rows)

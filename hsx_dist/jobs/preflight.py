@@ -11,6 +11,8 @@ from typing import Any
 
 import hsx_dist
 from hsx_dist.config import ExtractConfig, public_url
+from hsx_dist.connector.versions import OLDEST as VLLM_OLDEST
+from hsx_dist.connector.versions import TESTED as VLLM_TESTED
 from hsx_dist.errors import ConfigError, StoreError
 from hsx_dist.layers import resolve_layers
 from hsx_dist.store import Store, open_store
@@ -18,11 +20,14 @@ from hsx_dist.store import Store, open_store
 log = logging.getLogger(__name__)
 
 #: Versions that the tests have run with: [lowest, below).
-TESTED = {"vllm": ("0.32", "0.33"), "ray": ("2.60", "2.61")}
+TESTED = {
+    "vllm": ("{}.{}".format(*VLLM_TESTED[0]), f"{VLLM_TESTED[1][0]}.{VLLM_TESTED[1][1] + 1}"),
+    "ray": ("2.60", "2.61"),
+}
 #: Tokens of a cache block where ``engine_kwargs`` does not say: vLLM's default on CPU, the largest of its defaults.
 BLOCK_TOKENS = 128
-#: Older ones lack what the connector needs (the cache view of vLLM 0.31 and before has other axes).
-LOWEST = {"vllm": "0.32", "ray": "2.55"}
+#: Older ones lack what the connector needs (``connector/versions.py``), or what jobs need of Ray.
+LOWEST = {"vllm": "{}.{}".format(*VLLM_OLDEST), "ray": "2.55"}
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def tiny_llama(
 
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    size = _write_tiny_tokenizer(path, vocab, max_positions)
+    size = write_tiny_tokenizer(path, vocab, max_positions)
     config = LlamaConfig(
         vocab_size=size,
         hidden_size=hidden,
@@ -103,7 +103,7 @@ def tiny_llama(
     return path
 
 
-def _write_tiny_tokenizer(path: Path, vocab: int, max_positions: int) -> int:
+def write_tiny_tokenizer(path: Path, vocab: int, max_positions: int) -> int:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from hsx_dist.connector.gather import cache_order, gather, page_shape
+from hsx_dist.connector.gather import cache_order, gather, gather_rows, page_shape
 
 BLOCKS, LAYERS, BLOCK, HIDDEN = 11, 3, 4, 8
 
@@ -43,3 +48,90 @@ def test_an_unknown_layout_is_refused_with_its_strides():
     cache = torch.randn(BLOCKS, LAYERS, HIDDEN, BLOCK).transpose(2, 3)
     with pytest.raises(ValueError, match="strides"):
         cache_order(cache)
+
+
+@st.composite
+def caches(draw):
+    """A view over numbered memory: any small shape, either order, padding after tokens, layers and blocks."""
+    blocks, layers, block = draw(st.integers(1, 9)), draw(st.integers(1, 5)), draw(st.integers(1, 8))
+    hidden = draw(st.sampled_from([1, 8, 24, 4096, 20_000]))  # the large ones are cut into runs
+    if hidden > 24:
+        blocks, layers, block = min(blocks, 3), min(layers, 2), min(block, 4)
+    order = draw(st.sampled_from(["LTH", "TLH"]))
+    pad_run, pad_block, offset = (draw(st.sampled_from([0, 0, 8, 13])) for _ in range(3))
+    if order == "LTH":
+        s_token, s_layer = hidden, block * hidden + pad_run
+        s_block = layers * s_layer + pad_block
+    else:
+        s_layer, s_token = hidden, layers * hidden + pad_run
+        s_block = block * s_token + pad_block
+    # Memory ends with the last row: padding behind it must not be read.
+    size = (blocks - 1) * s_block + (layers - 1) * s_layer + (block - 1) * s_token + hidden
+    memory = torch.arange(offset + size, dtype=torch.int32)
+    return memory.as_strided((blocks, layers, block, hidden), (s_block, s_layer, s_token, 1), offset)
+
+
+def rows_of(cache: torch.Tensor) -> torch.Tensor:
+    """``[L, slots, H]`` by plain indexing."""
+    blocks, layers, block, hidden = cache.shape
+    return cache.permute(1, 0, 2, 3).reshape(layers, blocks * block, hidden)
+
+
+@settings(deadline=None, max_examples=75)
+@given(caches(), st.data())
+def test_any_blocks_of_any_layout_equal_plain_indexing(cache, data):
+    ids = torch.tensor(data.draw(st.lists(st.integers(0, cache.shape[0] - 1), max_size=12)), dtype=torch.int64)
+    order = cache_order(cache)
+    out = torch.full(page_shape(cache, len(ids), order), -1, dtype=cache.dtype)
+    gather(cache, ids, out, order)
+    expected = cache[ids].permute(1, 0, 2, 3).reshape(cache.shape[1], -1, cache.shape[3])
+    assert torch.equal(out if order == "LTH" else out.permute(1, 0, 2), expected)
+
+
+@settings(deadline=None, max_examples=75)
+@given(caches(), st.data())
+def test_any_rows_of_any_layers_equal_plain_indexing(cache, data):
+    blocks, layers, block, hidden = cache.shape
+    slots = torch.tensor(data.draw(st.lists(st.integers(0, blocks * block - 1), max_size=20)), dtype=torch.int64)
+    wanted = data.draw(st.lists(st.integers(0, layers - 1), max_size=7))
+    out = torch.full((len(wanted), len(slots), hidden), -1, dtype=cache.dtype)
+    gather_rows(cache, slots, wanted, out)
+    assert torch.equal(out, rows_of(cache)[wanted][:, slots])
+
+
+@pytest.mark.parametrize("order", ["LTH", "TLH"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rows_of_every_slot_and_every_single_layer(order, dtype):
+    cache = cache_view(order, dtype)
+    for slot in range(BLOCKS * BLOCK):
+        for layer in range(LAYERS):
+            out = torch.empty((1, 1, HIDDEN), dtype=dtype)
+            gather_rows(cache, torch.tensor([slot]), [layer], out)
+            assert torch.equal(out[0, 0], cache[slot // BLOCK, layer, slot % BLOCK])
+
+
+def test_a_layer_that_is_not_there_and_rows_with_gaps_are_refused():
+    cache = cache_view("LTH", torch.float32)
+    for layer in (-1, LAYERS):
+        with pytest.raises(ValueError, match="layer positions"):
+            gather_rows(cache, torch.tensor([0]), [0, layer], torch.empty(2, 1, HIDDEN))
+    with pytest.raises(ValueError, match="contiguous"):
+        gather_rows(cache.transpose(2, 3), torch.tensor([0]), [0], torch.empty(1, 1, BLOCK))
+
+
+def test_the_caches_own_memory_is_not_touched_and_no_row_beyond_it_is_read():
+    """The view that is indexed overlaps itself and ends with the cache's last element: an id too far is an error."""
+    for order in ("LTH", "TLH"):
+        cache = cache_view(order, torch.float32, pad=16)
+        before = cache.clone()
+        out = torch.empty(page_shape(cache, 1, order))
+        gather(cache, torch.tensor([BLOCKS - 1]), out, order)
+        with pytest.raises(IndexError):
+            gather(cache, torch.tensor([BLOCKS]), out, order)
+        assert torch.equal(cache, before)
+
+
+def test_gathering_needs_no_vllm():
+    code = "import hsx_dist.connector.gather, sys; print(*sorted({'ray', 'vllm', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == []

@@ -1,0 +1,99 @@
+"""What differs between vLLM's releases, as far as the connector goes. Nothing else in this package asks for a version.
+
+Read from the released packages, and for the tested ones run (``make matrix``):
+
+====== ================================================== =======================
+vLLM   axes of the hidden-state cache's view              ``has_pending_block_frees``
+====== ================================================== =======================
+0.28   ``[blocks, block_size, layers, hidden]``           not asked
+0.29   ``[blocks, layers, block_size, hidden]``           not asked
+0.30   ``[blocks, layers, block_size, hidden]``           asked every step
+====== ================================================== =======================
+
+The axes changed with vLLM's pull request 51718. Between 0.31 and 0.32 nothing that the connector uses differs: what
+was added to its base class (the tier of external cache hits, the groups that a load restores) is about loading.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import TYPE_CHECKING
+
+from hsx_dist.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+#: First and last minor release that ``make matrix`` runs.
+TESTED = ((0, 31), (0, 32))
+#: Before it, the scheduler does not ask whether blocks are about to come free: with a slow store it preempts running
+#: requests for the blocks that a finished one holds, or stands still.
+OLDEST = (0, 30)
+#: Before it, the view's second axis is the block's tokens and its third the layers.
+LAYERS_FIRST_SINCE = (0, 29)
+
+
+class UntestedVllm(UserWarning):
+    """The installed vLLM is not one that the connector was tested with."""
+
+
+def minor_release(version: str) -> tuple[int, int] | None:
+    """``(0, 32)`` of ``"0.32.1+cpu"``; None for a build without a release number (``"dev"``).
+
+    A source build without tags calls itself ``0.1.dev…``: it has no release number either.
+    """
+    found = re.match(r"(\d+)\.(\d+)(.*)", version)
+    if found is None:
+        return None
+    release = int(found[1]), int(found[2])
+    return None if release == (0, 1) and found[3].startswith(".dev") else release
+
+
+def check_version(version: str) -> None:
+    """Refuse a vLLM that is known not to work, and warn (``UntestedVllm``) of one that nobody has tried.
+
+    Raises:
+        ConfigError: the release is older than the oldest that asks a connector what it has to.
+    """
+    first, last = ("{}.{}".format(*release) for release in TESTED)
+    release = minor_release(version)
+    if release is not None and release < OLDEST:
+        raise ConfigError(
+            f"HiddenStatesConnector: expected vLLM {OLDEST[0]}.{OLDEST[1]} or newer (tested: {first} to {last}), came "
+            f"{version}: its scheduler does not ask a connector whether blocks are about to come free, and preempts or "
+            f"stands still while the store is slow. Install vLLM {last}"
+        )
+    if release is None or not TESTED[0] <= release <= TESTED[1]:
+        warnings.warn(
+            f"HiddenStatesConnector was tested with vLLM {first} to {last}, and this is {version}: compare a few "
+            f"samples with another source before you rely on it, or install vLLM {last}",
+            UntestedVllm,
+            stacklevel=2,
+        )
+
+
+def layers_first(cache: torch.Tensor, num_layers: int, block_size: int, version: str) -> torch.Tensor:
+    """The cache as ``[blocks, layers, block_size, hidden]``, whichever way this vLLM views it. Nothing is copied.
+
+    Args:
+        cache: as vLLM registers it, of ``num_layers`` captured layers in blocks of ``block_size`` tokens.
+        version: vLLM's, which decides only where both numbers are the same.
+
+    Raises:
+        ConfigError: the shape is neither of the two.
+    """
+    as_now = cache.ndim == 4 and tuple(cache.shape[1:3]) == (num_layers, block_size)
+    as_before = cache.ndim == 4 and tuple(cache.shape[1:3]) == (block_size, num_layers)
+    if as_now and as_before:
+        release = minor_release(version)
+        as_now = release is None or release >= LAYERS_FIRST_SINCE
+    if as_now:
+        return cache
+    if as_before:
+        return cache.transpose(1, 2)
+    raise ConfigError(
+        f"hidden-state cache: expected [blocks, {num_layers}, {block_size}, hidden] or [blocks, {block_size}, "
+        f"{num_layers}, hidden], came {tuple(cache.shape)} from vLLM {version}, which lays it out in a way that this "
+        "version does not know. Install a vLLM that was tested: {}.{} to {}.{}".format(*TESTED[0], *TESTED[1])
+    )

@@ -1,0 +1,154 @@
+"""A model whose every hidden state is a number that says where it belongs, run by vLLM like any other.
+
+The stream that enters layer k holds, at token t of a request, in channel j, the field ``fields[j % len(fields)]``:
+
+============ ==========================================================================
+``layer``    k (vLLM's layer id: 0 the embeddings, N the last layer's output)
+``position`` t
+``token``    the token's id
+``context``  the sum of the request's token ids 0..t, as layer k-1's *real attention over
+             the KV cache* gives it; 0 at k = 0
+``rank``     the tensor-parallel rank that computed it
+``channel``  j
+============ ==========================================================================
+
+So a swapped layer, row, request, rank or channel shows as a number, and a wrong cache behind a chunk, a prefix hit or a
+resumed request does too. The values are small integers: exact in float32, and in bfloat16 up to 256 (there without
+``context``). The next token is always the last one plus one.
+
+Loading this module imports neither torch nor vLLM; the model itself is ``hsx_dist.testing.exact_vllm``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hsx_dist.testing.models import write_tiny_tokenizer
+
+ARCHITECTURE = "HsxExactForCausalLM"
+FIELDS = ("layer", "position", "token", "context", "rank", "channel")
+#: vLLM's CPU attention has kernels for few head sizes; this is the smallest.
+HEAD_DIM = 32
+
+
+def exact_model(
+    path: Path,
+    *,
+    layers: int = 4,
+    heads: int = 2,
+    fields: Sequence[str] = FIELDS,
+    max_positions: int = 256,
+    dtype: str = "float32",
+) -> Path:
+    """Write the model's folder (configuration, tokenizer, weights of one unused scalar) to ``path``, and return it.
+
+    The hidden size is ``heads * 32``; the vocabulary has 512 tokens.
+
+    Raises:
+        ValueError: an unknown field, or ``context`` in another dtype than float32, where it would be rounded.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    unknown = sorted(set(fields) - set(FIELDS))
+    if unknown or not fields:
+        raise ValueError(f"expected fields among {FIELDS}, got {tuple(fields)}")
+    if "context" in fields and dtype != "float32":
+        raise ValueError(f"expected float32 for the field 'context', whose sums are large, got {dtype}")
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    vocab = write_tiny_tokenizer(path, 512, max_positions)
+    config = {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",  # vLLM and transformers read a configuration they know; the architecture is ours
+        "hidden_size": heads * HEAD_DIM,
+        "head_dim": HEAD_DIM,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "num_hidden_layers": layers,
+        "intermediate_size": HEAD_DIM,
+        "max_position_embeddings": max_positions,
+        "vocab_size": vocab,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "tie_word_embeddings": False,
+        "hsx_fields": list(fields),
+    }
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+    save_file({"unused": torch.zeros(1)}, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def expected_states(
+    token_ids: Sequence[int],
+    layer_ids: Sequence[int],
+    hidden_size: int,
+    *,
+    fields: Sequence[str] = FIELDS,
+    rank: int = 0,
+) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """What the model computes for one request, float32 ``[T, L, H]``."""
+    ids = np.asarray(token_ids, dtype=np.float32)[:, None, None]
+    layer = np.asarray(layer_ids, dtype=np.float32)[None, :, None]
+    channel = np.arange(hidden_size, dtype=np.float32)[None, None, :]
+    values: dict[str, np.ndarray[Any, Any]] = {
+        "layer": layer,
+        "position": np.arange(len(ids), dtype=np.float32)[:, None, None],
+        "token": ids,
+        "context": np.cumsum(ids, axis=0) * (layer > 0),
+        "rank": np.full((1, 1, 1), rank, dtype=np.float32),
+        "channel": channel,
+    }
+    shape = (len(ids), len(layer_ids), hidden_size)
+    out = np.empty(shape, dtype=np.float32)
+    for i, field in enumerate(fields):
+        out[:, :, i :: len(fields)] = np.broadcast_to(values[field], shape)[:, :, i :: len(fields)]
+    return out
+
+
+def next_tokens(last: int, count: int, vocab: int = 512) -> list[int]:
+    """What the model generates, greedily, after a prompt that ends with the token ``last``."""
+    return [(last + 1 + i) % vocab for i in range(count)]
+
+
+def register() -> None:
+    """Make the architecture known to this process's vLLM."""
+    from vllm import ModelRegistry
+
+    ModelRegistry.register_model(ARCHITECTURE, "hsx_dist.testing.exact_vllm:HsxExactForCausalLM")
+
+
+@contextmanager
+def registered(folder: Path) -> Iterator[None]:
+    """Make the architecture known to vLLM here and in every process started meanwhile.
+
+    Writes the metadata of a distribution with a ``vllm.general_plugins`` entry point into ``folder``, and puts that on
+    the search path, this process's and (by ``PYTHONPATH``) its children's: what an installed plugin is, for a while.
+    """
+    info = Path(folder) / "hsx_exact_model-1.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hsx-exact-model\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\nhsx_exact_model = {__name__}:register\n")
+    before = os.environ.get("PYTHONPATH")
+    sys.path.insert(0, str(folder))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *([before] if before else [])])
+    try:
+        register()  # the plugins of this process may have been loaded long ago
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before

@@ -1,0 +1,137 @@
+"""What the tests with exact numbers share: an engine of the project's own model that checks all that it stores."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hsx_dist.errors import NotFound
+from hsx_dist.reading import load_hidden_states
+from hsx_dist.testing.exact_model import exact_model, expected_states, next_tokens, registered
+
+LAYERS = 4
+CAPTURED = tuple(range(LAYERS + 1))
+BLOCK = 32  # the smallest that vLLM's CPU attention takes
+CHUNK = 64  # tokens a step: longer prompts are prefilled in chunks
+MAX_LEN = 256
+
+
+class Engine:
+    """An engine with a bare connector that stores one object a request under ``output``."""
+
+    def __init__(self, model: Path, output: Path, *, in_process: bool, fields: Sequence[str], **arguments: Any):
+        from vllm import LLM
+
+        self._in_process = in_process
+        self.fields = tuple(fields)
+        self._names = count()
+        self.llm = LLM(
+            str(model),
+            max_model_len=MAX_LEN,
+            enforce_eager=True,
+            max_num_batched_tokens=CHUNK,
+            block_size=BLOCK,
+            disable_log_stats=False,  # its counters prove what happened
+            speculative_config={
+                "method": "extract_hidden_states",
+                "num_speculative_tokens": 1,
+                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(CAPTURED)}},
+            },
+            kv_transfer_config={
+                "kv_connector": "HiddenStatesConnector",
+                "kv_role": "kv_producer",
+                "kv_connector_extra_config": {"shared_storage_path": str(output)},
+            },
+            **arguments,
+        )
+
+    def run(self, prompts: Sequence[Sequence[int]], new_tokens: int = 1) -> list[Any]:
+        """Generate after all prompts at once, and hold every stored number against what it must be.
+
+        With more than one new token, those are stored too, but for the last, which was never an input.
+        """
+        from vllm import SamplingParams
+
+        keys = [f"r{next(self._names)}" for _ in prompts]
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": list(p)} for p in prompts],
+            [
+                SamplingParams(
+                    max_tokens=new_tokens,
+                    ignore_eos=True,
+                    temperature=0.0,
+                    extra_args={
+                        "kv_transfer_params": {"hidden_states_key": key, "include_output_tokens": new_tokens > 1}
+                    },
+                )
+                for key in keys
+            ],
+            use_tqdm=False,
+        )
+        for prompt, output in zip(prompts, outputs, strict=True):
+            generated = list(output.outputs[0].token_ids)
+            assert generated == next_tokens(prompt[-1], new_tokens)
+            self.check([*prompt, *generated[:-1]], self.load(output))
+        return outputs
+
+    def load(self, output: Any, seconds: float = 60.0) -> dict[str, Any]:
+        """The stored sample; meanwhile an engine in this process is stepped, as nothing else steps it."""
+        path = output.kv_transfer_params["hidden_states_path"]
+        if not self._in_process:
+            return load_hidden_states(path, wait=seconds, framework="torch")
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                return load_hidden_states(path, framework="torch")
+            except NotFound:
+                if time.monotonic() > end:
+                    raise
+                self.llm.llm_engine.step()
+                time.sleep(0.005)
+
+    def check(self, token_ids: Sequence[int], sample: dict[str, Any]) -> None:
+        assert sample["token_ids"].tolist() == list(token_ids)
+        assert sample["layer_ids"].tolist() == list(CAPTURED)
+        states = sample["hidden_states"].float().numpy()
+        expected = expected_states(token_ids, CAPTURED, states.shape[-1], fields=self.fields, rank=self.rank_of(states))
+        np.testing.assert_array_equal(states, expected)
+
+    def rank_of(self, states: np.ndarray[Any, Any]) -> int:
+        """The rank that says to have computed the first row; the others are held against it."""
+        return int(states[0, 0, self.fields.index("rank")]) if "rank" in self.fields else 0
+
+    def counter(self, name: str) -> int:
+        """One of vLLM's own counters."""
+        (metric,) = (m for m in self.llm.get_metrics() if m.name == name)
+        return int(metric.value)
+
+    def free_blocks(self) -> int:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+@contextmanager
+def started(folder: Path, *, in_process: bool, dtype: str, fields: Sequence[str], **arguments: Any) -> Iterator[Engine]:
+    model = exact_model(folder / "model", layers=LAYERS, fields=fields, max_positions=MAX_LEN, dtype=dtype)
+    with pytest.MonkeyPatch.context() as patch, registered(folder / "plugin"):
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if in_process else "1")
+        engine = Engine(model, folder / "states", in_process=in_process, dtype=dtype, fields=fields, **arguments)
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
+def prompts(seed: int, *lengths: int, top: int = 400) -> list[list[int]]:
+    """Random tokens from 3 to ``top``: requests share no beginning."""
+    rng = np.random.default_rng([seed, *lengths])
+    return [rng.integers(3, top, n).tolist() for n in lengths]
