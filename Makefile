@@ -5,7 +5,7 @@ READY := .venv/.ready
 SOURCES := hsx_dist benchmarks ray_jobs scripts tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-s3 check test matrix lock clean
+.PHONY: help setup demo demo-s3 check test matrix soak lock clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1	/p' Makefile
@@ -30,6 +30,10 @@ check: $(READY)  ## lint, format, types, unit tests: under a minute
 
 test: $(READY)  ## all tests, with real vLLM, Ray, S3 and GCS servers
 	$(BIN)/pytest
+
+soak: $(READY)  ## two hundred thousand hostile parts (a minute or two), and an hour of writers killed at random (MINUTES=60)
+	$(BIN)/python -m tests.soak.run
+	$(BIN)/python scripts/soak_pool.py --minutes $(or $(MINUTES),60) --tally benchmarks/results/soak-pool.json
 
 matrix: $(READY)  ## the connector's tests on every vLLM that it names as tested; the table goes to docs/
 	$(BIN)/python scripts/matrix.py

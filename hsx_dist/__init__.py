@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         Unavailable,
         UnknownCodec,
     )
+    from hsx_dist.format.codecs import register_codec
     from hsx_dist.jobs.extract import extract
     from hsx_dist.page import object_name, sample_key
     from hsx_dist.reading import Run, Sample, load_hidden_states, open_run
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "hsx_dist.jobs.extract": ["extract"],
+    "hsx_dist.format.codecs": ["register_codec"],
     "hsx_dist.reading": ["open_run", "load_hidden_states", "Run", "Sample"],
     "hsx_dist.page": ["object_name", "sample_key"],
     "hsx_dist.config": ["ExtractConfig", "load_config"],
@@ -92,6 +94,7 @@ __all__ = [
     "load_hidden_states",
     "object_name",
     "open_run",
+    "register_codec",
     "sample_key",
 ]
 

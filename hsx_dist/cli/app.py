@@ -114,3 +114,16 @@ def verify(
     from hsx_dist.cli.verify import run_verify
 
     raise typer.Exit(run_verify(run, storage_option or (), as_json=as_json))
+
+
+@app.command()
+def gc(
+    path: Annotated[str, typer.Argument(metavar="PREFIX", help="Where a server stores: a folder or a URL.")],
+    delete: Annotated[bool, typer.Option("--delete", help="Remove what has expired; without it, only list.")] = False,
+    storage_option: StorageOptions = None,
+    as_json: AsJson = False,
+) -> None:
+    """Remove what a server stored with a time to live (ttl_seconds), once that is over. A dry run by default."""
+    from hsx_dist.cli.gc import run_gc
+
+    run_gc(path, storage_option or (), delete=delete, as_json=as_json)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hsx_dist.config.models import ExtractConfig
 
-#: Names of the codecs that can be asked for; what they are is in hsx_dist.format.codecs.
-CODEC_NAMES = ("none", "split", "zstd")
+#: Names of the codecs that can be asked for; what they are is in hsx_dist.format.codecs, which adds registered ones.
+CODEC_NAMES = {"fp8-token", "none", "split", "zstd"}
+#: The group of entry points by which installed packages offer codecs.
+CODEC_ENTRY_POINTS = "hsx_dist.codecs"
 
 _REFUSED_ENGINE_KWARGS = {
     "speculative_config": "the extraction sets it: vLLM computes hidden states through its extract_hidden_states "
@@ -36,13 +39,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def check_codec(value: object) -> None:
     """Raise ValueError unless ``value`` names a codec, alone or in a mapping with parameters."""
     name = value.get("name") if isinstance(value, Mapping) else value
-    choices = ", ".join(CODEC_NAMES)
+    known = sorted(CODEC_NAMES | entry_points(group=CODEC_ENTRY_POINTS).names)
+    choices = ", ".join(known)
     if not isinstance(name, str):
         came = "a mapping without name" if isinstance(value, Mapping) else repr(value)
         raise ValueError(f"expected a codec's name ({choices}) or a mapping with name, came {came}; set one")
-    if name not in CODEC_NAMES:
+    if name not in known:
         raise ValueError(
-            f"expected one of the codecs {choices}, came {name!r}{nearest(name, CODEC_NAMES)}; choose one of them"
+            f"expected one of the codecs {choices}, came {name!r}{nearest(name, known)}; choose one of them"
         )
 
 

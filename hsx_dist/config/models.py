@@ -97,7 +97,7 @@ class WritersConfig(Settings):
     credit_bytes: Bytes = Field(
         default=ByteSize(256 * _MIB), description="Bytes of pages that one writer holds at most."
     )
-    uploads: int = Field(default=2, ge=1, description="Parts that one writer uploads at once.")
+    uploads: int = Field(default=4, ge=1, description="Parts that one writer uploads at once.")
 
 
 class ReplicaConfig(Settings):
@@ -119,6 +119,11 @@ class StoreConfig(Settings):
 
     storage_options: Options = Field(
         default_factory=dict, description="fsspec options for the output's store; never shown."
+    )
+    backend: Literal["auto", "fsspec", "obstore"] = Field(
+        default="auto",
+        description="Library that reaches the output. auto: obstore where it does the same as fsspec with these "
+        "options and this environment, else fsspec.",
     )
     shared: bool = Field(
         default=False,
@@ -155,7 +160,8 @@ class ExtractConfig(Settings):
     input: InputConfig = Field(default_factory=InputConfig, description="Where the rows come from.")
     codec: str | dict[str, Any] = Field(
         default="split",
-        description="Encoding of the states: a name (split, zstd, none), or a mapping with name and parameters.",
+        description="Encoding of the states: a name (split, zstd, none; fp8-token loses precision), or a mapping "
+        "with name and parameters.",
     )
     layout: Literal["part", "sample"] = Field(
         default="part", description="part: many samples an object; sample: one an object."

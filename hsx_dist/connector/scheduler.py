@@ -112,7 +112,10 @@ class SchedulerHalf:
         if positions != range(len(tokens)):
             meta["tokens"] = {"start": positions.start, "step": positions.step, "of": len(tokens)}
         selected = tokens[positions.start : positions.stop : positions.step]
-        conflict = self._conflict(options, tokens, positions)
+        if request.mm_features:
+            # Their tokens are placeholders, the same for every image: what tells the samples apart is this.
+            meta["multimodal"] = [feature.identifier for feature in request.mm_features]
+        conflict = self._conflict(options, tokens, positions, meta.get("multimodal"))
         if conflict is not None:
             return self._skip(known, request, conflict, refused={**refused, "hidden_states_key": conflict})
         self._next.saves.append(
@@ -183,11 +186,13 @@ class SchedulerHalf:
             return none, {}, f"computed {computed} of {len(tokens)} tokens ({request.status.name})"
         return tokens, meta, None
 
-    def _conflict(self, options: RequestOptions, tokens: np.ndarray[Any, Any], positions: range) -> str | None:
+    def _conflict(
+        self, options: RequestOptions, tokens: np.ndarray[Any, Any], positions: range, multimodal: list[str] | None
+    ) -> str | None:
         """Why a key that a client chose cannot stand for this: it stands for something else already."""
         if not options.chosen or options.path is not None:
             return None  # a path that a client chose is replaced, as by vLLM's connector
-        what = f"{token_hash(tokens)} {positions} {options.layer_ids}"
+        what = f"{token_hash(tokens)} {positions} {options.layer_ids} {multimodal}"
         if self._seen.setdefault(options.key, what) != what:
             return f"the key {options.key!r} was used before for other tokens or layers; choose another"
         self._seen.move_to_end(options.key)

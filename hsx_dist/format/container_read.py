@@ -5,22 +5,18 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
 
 from hsx_dist.errors import ConfigError, FormatError, IntegrityError
-from hsx_dist.format.checksum import crc32c, crc32c_all, crc32c_hex
+from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.codecs import Codec
-from hsx_dist.format.codecs.base import raw_plane
-from hsx_dist.format.description import MAX_HEADER_BYTES, SegmentInfo, SegmentRecord
+from hsx_dist.format.codecs.base import raw_array
+from hsx_dist.format.description import ATTACHMENT_DTYPE, MAX_HEADER_BYTES, SegmentInfo, SegmentRecord
 from hsx_dist.format.header import Header, parse_header
+from hsx_dist.format.loss import Loss
 from hsx_dist.page import CARRIER
-from hsx_dist.store.base import ObjectInfo
-
-#: Fetched at first when the header's length is not known: enough for about a thousand segments.
-_FIRST_BYTES = 256 * 1024
 
 
 class Source(Protocol):
@@ -30,8 +26,6 @@ class Source(Protocol):
     def url(self) -> str: ...
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]: ...
-
-    def head(self, name: str) -> ObjectInfo: ...
 
 
 class Part:
@@ -54,8 +48,8 @@ class Part:
     def open(cls, store: Source, name: str, *, header_bytes: int | None = None, size: int | None = None) -> Part:
         """Read and check the header.
 
-        ``header_bytes`` and ``size`` as a receipt has them: one request then, otherwise one for the size and one or two
-        for the header.
+        ``header_bytes`` and ``size`` as a receipt has them: one request then; without ``header_bytes`` two. Without
+        ``size``, whether data is missing at the end is found when it is read.
 
         Raises:
             NotFound, StoreError: the store's.
@@ -63,22 +57,19 @@ class Part:
             IntegrityError: its description changed after it was written.
         """
         with _told(f"{store.url.rstrip('/')}/{name}"):
-            if header_bytes is None and size is None:
-                size = store.head(name).size
-            first = header_bytes if header_bytes is not None else min(size or 0, _FIRST_BYTES)
-            if first < 8:
-                raise FormatError(f"expected a safetensors header, got an object or header of {first} bytes")
-            data = bytes(_ranges(store, name, [(0, first)])[0])
+            if header_bytes is not None and header_bytes < 8:
+                raise FormatError(f"expected a safetensors header, got one of {header_bytes} bytes")
+            data = _ranges(store, name, [(0, 8 if header_bytes is None else header_bytes)])[0]
             length = 8 + struct.unpack_from("<Q", data)[0]
             if length - 8 > MAX_HEADER_BYTES or (size is not None and length > size):
                 raise FormatError(
-                    f"the header claims {length - 8} bytes in an object of {size}, not a safetensors file?"
+                    f"expected a header of at most {MAX_HEADER_BYTES} bytes within the object ({size or 'any'} bytes), "
+                    f"it claims {length - 8}: not a safetensors file?"
                 )
             if header_bytes is not None and length != header_bytes:
                 raise FormatError(f"expected a header of {header_bytes} bytes, the object says {length}")
-            if length > first:
-                data += bytes(_ranges(store, name, [(first, length)])[0])
-            return cls(store, name, parse_header(data[8:length], None if size is None else size - length), size)
+            body = _ranges(store, name, [(8, length)])[0] if header_bytes is None else data[8:]
+            return cls(store, name, parse_header(bytes(body), None if size is None else size - length), size)
 
     @property
     def codec(self) -> Codec:
@@ -92,6 +83,22 @@ class Part:
     @property
     def segments(self) -> tuple[SegmentInfo, ...]:
         return tuple(record.info for record in self._header.description.segments)
+
+    def loss(self, i: int) -> dict[int, Loss]:
+        """Layer id → what a lossy codec lost in segment ``i``, as measured when it was written; empty otherwise."""
+        record = self._record(i)
+        return dict(zip(record.info.layer_ids, record.loss, strict=False))
+
+    def attached(self, i: int) -> dict[str, np.ndarray[Any, Any]]:
+        """The small arrays that a user attached to the sample whose first segment this is, by name."""
+        record, prefix = self._record(i), "" if self._header.description.schema == "vllm" else f"{i}."
+        with _told(self._where):
+            views = self._fetch([self._header.tensors[f"{prefix}attached.{name}"][2] for name in record.attached])
+            found = {}
+            for (name, a), view in zip(record.attached.items(), views, strict=True):
+                _check(crc32c(view), a.crc, f"attached {name!r} of segment {i}")
+                found[name] = np.frombuffer(view, ATTACHMENT_DTYPE[a.dtype]).reshape(a.shape).copy()
+            return found
 
     def token_ids(self, i: int) -> np.ndarray[Any, Any]:
         """Token ids of segment ``i``: int64 ``[n]``."""
@@ -137,13 +144,16 @@ class Part:
         info = self.segments[i]
         with _told(self._where):
             if self._header.description.schema == "vllm":
-                ranges = self._row_ranges(i, 0, info.num_chunks)
-                for _, x in self._row_chunks(i, 0, self._fetch(ranges)):
-                    yield from ((k, x[:, k]) for k in range(info.num_layers))
+                for c in range(info.num_chunks):
+                    rows = self._rows(i, c, self._fetch(self._row_ranges(i, c, c + 1))[0])
+                    yield from ((k, rows[:, k]) for k in range(info.num_layers))
                 return
             for k in range(info.num_layers):
-                views = self._fetch(self._plane_ranges(i, k, 0, info.num_chunks))
-                yield from ((k, x) for _, x in self._layer_chunks(i, k, 0, info.num_chunks, views))
+                for c in range(info.num_chunks):
+                    a, b = info.chunk_span(c)
+                    x = new_states((b - a, 1, info.hidden_size), info.dtype)[:, 0]
+                    self._decode(i, k, c, self._fetch([self._layer_range(i, k, c, c + 1)])[0], x)
+                    yield k, x
 
     # -- what to fetch ---------------------------------------------------------------------------------------------
 
@@ -163,15 +173,11 @@ class Part:
         row = info.num_layers * info.row_bytes
         return [(base + a * row, base + b * row) for a, b in (info.chunk_span(c) for c in range(first, last))]
 
-    def _plane_ranges(self, i: int, k: int, first: int, last: int) -> list[tuple[int, int]]:
-        """Chunks ``[first, last)`` of the ``k``-th stored layer: one range a plane, as chunks follow one another."""
-        ranges = []
-        planes = self.codec.planes(self._record(i).info.dtype)
-        for plane, sizes in zip(planes, self._record(i).plane_sizes(k, planes), strict=True):
-            base = self._begin(f"{i}.{k}.{plane.name}" if plane.name else f"{i}.{k}")
-            start = base + sum(sizes[:first])
-            ranges.append((start, start + sum(sizes[first:last])))
-        return ranges
+    def _layer_range(self, i: int, k: int, first: int, last: int) -> tuple[int, int]:
+        """Chunks ``[first, last)`` of the ``k``-th stored layer, which follow one another."""
+        sizes = self._record(i).chunk_sizes(k)
+        start = self._begin(f"{i}.{k}") + sum(sizes[:first])
+        return start, start + sum(sizes[first:last])
 
     def _fetch(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         shift = self.header_bytes
@@ -196,57 +202,67 @@ class Part:
         first, last = start // info.chunk_tokens, -(-stop // info.chunk_tokens)
         if start == stop or not picks:
             last = first
-        wanted = [self._row_ranges(i, first, last)] if plain else [self._plane_ranges(i, k, first, last) for k in picks]
-        views = iter(self._fetch([*extra, *(r for ranges in wanted for r in ranges)]))
-        extras = [next(views) for _ in extra]
+        wanted = self._row_ranges(i, first, last) if plain else [self._layer_range(i, k, first, last) for k in picks]
+        views = self._fetch([*extra, *wanted])
+        extras, views = views[: len(extra)], views[len(extra) :]
         shape = (stop - start, len(picks), info.hidden_size)
         if out is None:  # only now: what was fetched has shown that the segment is there
             out = new_states(shape, info.dtype)
         elif (out.shape, out.dtype) != (shape, CARRIER[info.dtype]):
             raise ValueError(f"out: expected {CARRIER[info.dtype]} {shape}, got {out.dtype} {out.shape}")
-        for at, ranges in enumerate(wanted):
-            got = [next(views) for _ in ranges]
-            if plain:
-                for c, x in self._row_chunks(i, first, got):
-                    _place(out, x if layers is None else x[:, picks], info.chunk_span(c), start, stop)
-            else:
-                for c, x in self._layer_chunks(i, picks[at], first, last, got):
-                    _place(out[:, at], x, info.chunk_span(c), start, stop)
+        if plain:
+            for c, view in enumerate(views, first):
+                x = self._rows(i, c, view)
+                _place(out, x if layers is None else x[:, picks], info.chunk_span(c), start, stop)
+            return out, extras
+        for at, (k, view) in enumerate(zip(picks, views, strict=True)):
+            self._read_layer(i, k, (first, last), view, out[:, at], start)
         return out, extras
 
-    def _row_chunks(
-        self, i: int, first: int, views: Sequence[memoryview]
-    ) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
+    def _read_layer(
+        self,
+        i: int,
+        k: int,
+        chunks: tuple[int, int],
+        view: memoryview,
+        out: np.ndarray[Any, Any],
+        start: int,
+    ) -> None:
+        """Decode ``chunks`` of a layer, which are ``view``, into ``out`` ``[n, H]``: tokens from ``start`` on."""
+        info, sizes = self._record(i).info, self._record(i).chunk_sizes(k)
+        begin, stop = 0, start + len(out)
+        for c in range(*chunks):
+            data, begin = view[begin : begin + sizes[c]], begin + sizes[c]
+            a, b = info.chunk_span(c)
+            if start <= a and b <= stop:
+                self._decode(i, k, c, data, out[a - start : b - start])
+                continue
+            x = new_states((b - a, 1, info.hidden_size), info.dtype)[:, 0]
+            self._decode(i, k, c, data, x)
+            _place(out, x, (a, b), start, stop)
+
+    def _decode(self, i: int, k: int, c: int, data: memoryview, out: np.ndarray[Any, Any]) -> None:
+        """Check and decode one chunk of one layer into ``out`` ``[rows, H]``."""
+        record = self._record(i)
+        assert record.crcs is not None, "only a file in schema vllm has no checksums"
+        place = f"segment {i}, layer {record.info.layer_ids[k]}, tokens {record.info.chunk_span(c)}"
+        _check(crc32c(data), record.crcs[k][c], place)
+        with _told(place):
+            self.codec.decode(data, out, record.info.dtype)
+
+    def _rows(self, i: int, c: int, view: memoryview) -> np.ndarray[Any, Any]:
+        """Schema ``vllm``: the checked rows of a chunk, ``[rows, L, H]``."""
         record = self._record(i)
         info = record.info
-        for c, view in enumerate(views, first):
-            if record.crcs is not None:
-                _check(crc32c(view), record.crcs[0][c], f"segment {i}, tokens {info.chunk_span(c)}")
-            yield c, np.frombuffer(view, CARRIER[info.dtype]).reshape(-1, info.num_layers, info.hidden_size)
-
-    def _layer_chunks(
-        self, i: int, k: int, first: int, last: int, views: Sequence[memoryview]
-    ) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
-        record = self._record(i)
-        info, crcs = record.info, record.crcs
-        assert crcs is not None, "only a file in schema vllm has no checksums"
-        sizes = record.plane_sizes(k, self.codec.planes(info.dtype))
-        ends = [[0, *accumulate(s[first:last])] for s in sizes]
-        for c in range(first, last):
-            place = f"segment {i}, layer {info.layer_ids[k]}, tokens {info.chunk_span(c)}"
-            planes = [view[e[c - first] : e[c - first + 1]] for view, e in zip(views, ends, strict=True)]
-            _check(crc32c_all(planes), crcs[k][c], place)
-            a, b = info.chunk_span(c)
-            with _told(place):
-                x = self.codec.decode(planes, b - a, info.hidden_size, info.dtype)
-            yield c, x
+        if record.crcs is not None:
+            _check(crc32c(view), record.crcs[0][c], f"segment {i}, tokens {info.chunk_span(c)}")
+        return np.frombuffer(view, CARRIER[info.dtype]).reshape(-1, info.num_layers, info.hidden_size)
 
     def _token_ids(self, i: int, view: memoryview) -> np.ndarray[Any, Any]:
         record = self._record(i)
         if record.token_crc is not None:
             _check(crc32c(view), record.token_crc, f"token ids of segment {i}")
-        ids = raw_plane(view, 8, record.info.segment.num_tokens, 1, "token_ids")
-        return ids.reshape(-1).astype(np.int64)
+        return raw_array(view, 8, (record.info.segment.num_tokens,), "token_ids").astype(np.int64)
 
 
 def new_states(shape: tuple[int, int, int], dtype: str) -> np.ndarray[Any, Any]:

@@ -5,31 +5,39 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from hsx_dist.format.checksum import crc32c, crc32c_all, crc32c_hex
-from hsx_dist.format.codecs import Codec
+from hsx_dist.format.codecs import Codec, NoneCodec
 from hsx_dist.format.codecs.base import flat
 from hsx_dist.format.description import (
+    ATTACHMENT_DTYPE,
+    ATTACHMENT_NAME,
+    MAX_ATTACHED_BYTES,
     MAX_CHUNK_BYTES,
+    Attachment,
     Description,
     SegmentInfo,
     SegmentRecord,
 )
 from hsx_dist.format.header import build_header
+from hsx_dist.format.loss import Loss, Squares, combine, measure
 from hsx_dist.page import CARRIER, Page, Segment
-from hsx_dist.store.base import Buffer
+from hsx_dist.store.base import Buffer, as_bytes_view
+
+_ATTACHED_AS = {np.dtype(v): k for k, v in ATTACHMENT_DTYPE.items()}
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedSegment:
     """A whole segment, encoded.
 
-    ``token_ids``: int64 ``[n]``; ``chunks``: ``[layer][chunk][plane]``; ``crcs``: crc32c, ``[layer][chunk]``.
+    ``token_ids``: int64 ``[n]``; ``chunks``: the codec's buffers, ``[layer][chunk]``; ``crcs``: crc32c, likewise;
+    ``loss``: of every layer, with a lossy codec; ``attached``: name → the user's own small array.
     """
 
     segment: Segment
@@ -41,6 +49,8 @@ class EncodedSegment:
     chunks: tuple[tuple[tuple[Buffer, ...], ...], ...]
     crcs: tuple[tuple[int, ...], ...]
     codec: Codec
+    loss: tuple[Loss, ...] = ()
+    attached: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
 
     @cached_property
     def info(self) -> SegmentInfo:
@@ -51,8 +61,9 @@ class EncodedSegment:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes that the segment adds to a part's data: planes and token ids."""
-        return self.token_ids.nbytes + sum(_nbytes(b) for layer in self.chunks for chunk in layer for b in chunk)
+        """Bytes that the segment adds to a part's data: chunks, token ids, and what is attached."""
+        small = self.token_ids.nbytes + sum(a.nbytes for a in self.attached.values())
+        return small + sum(_size(chunk) for layer in self.chunks for chunk in layer)
 
     @property
     def raw_nbytes(self) -> int:
@@ -62,19 +73,20 @@ class EncodedSegment:
     @cached_property
     def header_nbytes(self) -> int:
         """No fewer than the bytes that the segment adds to a part's header (which safetensors limits to 100 MB)."""
-        planes = len(self.chunks[0][0])
         layers, chunks = len(self.layer_ids), self.info.num_chunks
         key = 14 * len(self.segment.key)  # one character beyond the BMP: two escapes, escaped again
+        attached = sum(240 + 2 * len(name) + 44 * a.ndim for name, a in self.attached.items())
         if self.segment.meta:
             key += 2 * len(json.dumps(dict(self.segment.meta))) + 8  # its quotes and escapes are escaped again
-        return 640 + key + 24 * layers + layers * planes * 120 + layers * chunks * (planes + 1) * 12
+        return 640 + key + attached + layers * (24 + 120 + 48) + layers * chunks * 24
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
     token_ids: np.ndarray[Any, Any]
-    layers: tuple[tuple[Buffer, ...], ...]  # [layer][plane]
+    layers: tuple[tuple[Buffer, ...], ...]  # [layer], the codec's buffers
     crcs: tuple[int, ...]
+    squares: tuple[Squares, ...]  # [layer], with a lossy codec
 
 
 class SegmentEncoder:
@@ -104,14 +116,25 @@ class SegmentEncoder:
             self._taken.add(page.chunk)
         try:
             layers = tuple(self._codec.encode(page.layer(k), page.dtype) for k in range(info.num_layers))
-            chunk = _Chunk(np.array(page.token_ids, dtype="<i8"), layers, tuple(crc32c_all(p) for p in layers))
+            lossy = range(info.num_layers) if self._codec.lossy else ()
+            chunk = _Chunk(
+                np.array(page.token_ids, dtype="<i8"),
+                layers,
+                tuple(crc32c_all(buffers) for buffers in layers),
+                tuple(self._measure(page.layer(k), layers[k], page.dtype) for k in lossy),
+            )
         except BaseException:
             with self._lock:
                 self._taken.discard(page.chunk)
             raise
         with self._lock:
             self._done[page.chunk] = chunk
-        return chunk.token_ids.nbytes + sum(_nbytes(plane) for planes in layers for plane in planes)
+        return chunk.token_ids.nbytes + sum(map(_size, layers))
+
+    def _measure(self, x: np.ndarray[Any, Any], buffers: Sequence[Buffer], dtype: str) -> Squares:
+        decoded = np.empty(x.shape, CARRIER[dtype])
+        self._codec.decode(memoryview(b"".join(map(as_bytes_view, buffers))), decoded, dtype)
+        return measure(x, decoded, dtype)
 
     @property
     def complete(self) -> bool:
@@ -119,8 +142,15 @@ class SegmentEncoder:
         with self._lock:
             return self._info is not None and len(self._done) == self._info.num_chunks
 
-    def finish(self) -> EncodedSegment:
-        """The segment. ``ValueError`` when pages are missing."""
+    def finish(self, attached: Mapping[str, np.ndarray[Any, Any]] | None = None) -> EncodedSegment:
+        """The segment.
+
+        ``attached``: small arrays of the user's that belong to the sample (a loss mask, a label), by name; they go with
+        its first segment.
+
+        Raises:
+            ValueError: pages are missing; something is attached that cannot be stored, or not to the first segment.
+        """
         with self._lock:
             info = self._info
             if info is None:
@@ -141,6 +171,8 @@ class SegmentEncoder:
             chunks=tuple(tuple(c.layers[k] for c in chunks) for k in range(info.num_layers)),
             crcs=tuple(tuple(c.crcs[k] for c in chunks) for k in range(info.num_layers)),
             codec=self._codec,
+            loss=tuple(combine([c.squares[k] for c in chunks]) for k in range(info.num_layers) if chunks[0].squares),
+            attached=_check_attached(info.segment, attached or {}),
         )
 
 
@@ -181,29 +213,33 @@ def build_part(segments: Sequence[EncodedSegment], codec: Codec, about: Mapping[
     size = len(header) + description.data_bytes
     actual = sum(_nbytes(b) for b in buffers)
     if actual != size:
-        raise ValueError(f"expected {size} bytes, got {actual}: {codec} made raw planes of a wrong size")
+        raise ValueError(f"expected {size} bytes, got {actual}: {codec} made chunks of a wrong size")
     crc = crc32c_hex(crc32c_all(buffers))
     return EncodedPart(header, buffers, size, crc, len(header), sum(s.raw_nbytes for s in segments))
 
 
 def _is_plain_sample(s: EncodedSegment, codec: Codec) -> bool:
     whole = s.segment.index == 0 and s.segment.start == 0 and s.segment.stop == s.segment.total
-    return whole and not codec.planes(s.dtype)[0].name
+    return whole and isinstance(codec, NoneCodec)
+
+
+def _record(s: EncodedSegment, sizes: tuple[tuple[int, ...], ...], crcs: tuple[tuple[int, ...], ...]) -> SegmentRecord:
+    attached = {name: Attachment(_ATTACHED_AS[a.dtype], a.shape, crc32c(a)) for name, a in sorted(s.attached.items())}
+    return SegmentRecord(s.info, sizes, crcs, crc32c(s.token_ids), s.loss, attached)
 
 
 def _segments_schema(
     segments: Sequence[EncodedSegment], codec: Codec, about: Mapping[str, Any]
 ) -> tuple[Description, list[Buffer]]:
-    data: list[Buffer] = [s.token_ids for s in segments]
+    content: dict[str, Sequence[Buffer]] = {}
     records = []
-    for s in segments:
-        planes = codec.planes(s.dtype)
-        for layer in s.chunks:
-            data.extend(chunk[p] for p in range(len(planes)) for chunk in layer)
-        varying = [p for p, plane in enumerate(planes) if plane.bytes_per_element is None]
-        sizes = tuple(tuple(tuple(_nbytes(c[p]) for c in layer) for p in varying) for layer in s.chunks)
-        records.append(SegmentRecord(s.info, sizes if varying else (), s.crcs, crc32c(s.token_ids)))
-    return Description(codec, about, "segments", tuple(records)), data
+    for i, s in enumerate(segments):
+        content |= {f"{i}.token_ids": [s.token_ids], **{f"{i}.attached.{n}": [a] for n, a in s.attached.items()}}
+        content |= {f"{i}.{k}": [b for chunk in layer for b in chunk] for k, layer in enumerate(s.chunks)}
+        sizes = tuple(tuple(map(_size, layer)) for layer in s.chunks)
+        records.append(_record(s, () if isinstance(codec, NoneCodec) else sizes, s.crcs))
+    description = Description(codec, about, "segments", tuple(records))
+    return description, [buffer for name in description.tensors for buffer in content[name]]
 
 
 def _vllm_schema(s: EncodedSegment, codec: Codec, about: Mapping[str, Any]) -> tuple[Description, list[Buffer]]:
@@ -211,9 +247,32 @@ def _vllm_schema(s: EncodedSegment, codec: Codec, about: Mapping[str, Any]) -> t
     for c in range(s.info.num_chunks):
         layers = [np.frombuffer(layer[c][0], dtype=carrier).reshape(-1, s.hidden_size) for layer in s.chunks]
         states.append(flat(np.stack(layers, axis=1)))
-    crcs = (tuple(crc32c(chunk) for chunk in states),)
-    record = SegmentRecord(s.info, (), crcs, crc32c(s.token_ids))
-    return Description(codec, about, "vllm", (record,)), [s.token_ids, *states]
+    description = Description(codec, about, "vllm", (_record(s, (), (tuple(map(crc32c, states)),)),))
+    content: dict[str, Sequence[Buffer]] = {"token_ids": [s.token_ids], "hidden_states": states}
+    content |= {f"attached.{name}": [a] for name, a in s.attached.items()}
+    return description, [buffer for name in description.tensors for buffer in content[name]]
+
+
+def _check_attached(segment: Segment, attached: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
+    """Little-endian, contiguous copies of what is attached."""
+    if attached and segment.index:
+        raise ValueError(f"{_where(segment)}: expected attached arrays with segment 0 alone, got {sorted(attached)}")
+    found = {}
+    for name, value in attached.items():
+        array = np.array(value, order="C")
+        little = array.dtype.newbyteorder("<")
+        if not ATTACHMENT_NAME.fullmatch(name) or little not in _ATTACHED_AS:
+            raise ValueError(
+                f"{_where(segment)}: expected names of letters, digits, '_', '-' and arrays of bool, integers or "
+                f"floats of at most 64 bits to attach, got {name!r} of {array.dtype}"
+            )
+        if array.nbytes > MAX_ATTACHED_BYTES or array.ndim > 8:
+            raise ValueError(
+                f"{_where(segment)}: expected at most {MAX_ATTACHED_BYTES} bytes and 8 dimensions to attach, got "
+                f"{array.nbytes} bytes of {name!r}, shape {array.shape}"
+            )
+        found[name] = array.astype(little, copy=False)
+    return found
 
 
 def _check_page(page: Page, known: SegmentInfo | None) -> SegmentInfo:
@@ -248,6 +307,10 @@ def _check_page(page: Page, known: SegmentInfo | None) -> SegmentInfo:
 
 def _where(s: Segment) -> str:
     return f"segment {s.index} of {s.key!r}"
+
+
+def _size(buffers: Sequence[Buffer]) -> int:
+    return sum(map(_nbytes, buffers))
 
 
 def _nbytes(data: Buffer) -> int:

@@ -7,15 +7,20 @@ compares. A description is covered by a crc of its own, so that a flipped bit in
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
 
+import numpy as np
+
 from hsx_dist.errors import FormatError
-from hsx_dist.format.codecs import Codec, NoneCodec, Plane, codec_from_dict
+from hsx_dist.format.codecs import Codec, NoneCodec, codec_from_dict
 from hsx_dist.format.codecs.base import itemsize
+from hsx_dist.format.loss import Loss
 from hsx_dist.page import CARRIER, Segment
 
 #: Version of the layout. What an old reader would misread gets a new number; new keys in the description do not.
@@ -29,11 +34,26 @@ MAX_TOKENS = 1 << 40
 
 #: Our dtype names → those of safetensors.
 TENSOR_DTYPE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+#: What users may attach to a sample: names of safetensors → numpy's.
+ATTACHMENT_DTYPE = {
+    "BOOL": "bool", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "F16": "<f2",
+    "U32": "<u4", "I32": "<i4", "F32": "<f4", "U64": "<u8", "I64": "<i8", "F64": "<f8",
+}  # fmt: skip
+ATTACHMENT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+MAX_ATTACHED_BYTES = 64 << 20
+#: Written into every part, for whoever finds one alone.
+LAYER_MEANING = (
+    "layer id k is the residual stream that enters decoder layer k: 0 the embeddings, N (the model's number of "
+    "layers) the last layer's output before the final norm"
+)
+_WIDTH = {**{k: np.dtype(v).itemsize for k, v in ATTACHMENT_DTYPE.items()}, "BF16": 2}
+#: What the segments of a part usually have in common, and is then written once.
+_SHARED = ("dtype", "hidden_size", "layer_ids", "chunk_tokens", "index", "start")
 _DTYPE_OF_TENSOR = {v: k for k, v in TENSOR_DTYPE.items()}
 #: A chunk of a file without a description: such a file has no checksums, so this only sets how much is held at once.
 _PLAIN_CHUNK_BYTES = 1 << 20
 
-#: ``segments``: tensors for each segment, layer and plane. ``vllm``: one sample as ``hidden_states`` and ``token_ids``.
+#: ``segments``: a tensor for each segment and layer. ``vllm``: one sample as ``hidden_states`` and ``token_ids``.
 Schema = Literal["segments", "vllm"]
 #: (safetensors dtype, shape, (begin, end) within the data section)
 Tensor = tuple[str, tuple[int, ...], tuple[int, int]]
@@ -66,29 +86,41 @@ class SegmentInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Attachment:
+    """A small tensor of the user's that is stored with a sample. ``dtype``: safetensors' name."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    crc: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(ATTACHMENT_DTYPE[self.dtype]).itemsize
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentRecord:
     """A segment and what is needed to find and check its chunks.
 
-    ``sizes``: bytes of every chunk, ``[layer][plane of varying size][chunk]``. ``crcs``: crc32c of every chunk over its
-    planes in order, ``[layer][chunk]``; in schema ``vllm`` over all layers at once, ``[0][chunk]``.
+    ``sizes``: stored bytes of every chunk, ``[layer][chunk]``; empty with codec ``none``, where shapes tell them.
+    ``crcs``: crc32c of every chunk, ``[layer][chunk]``; in schema ``vllm`` of all layers at once, ``[0][chunk]``.
     ``None`` in a file of vLLM's own, which has no checksums.
+    ``loss``: of every layer, with a lossy codec. ``attached``: name → the user's tensor.
     """
 
     info: SegmentInfo
-    sizes: tuple[tuple[tuple[int, ...], ...], ...]
+    sizes: tuple[tuple[int, ...], ...]
     crcs: tuple[tuple[int, ...], ...] | None
     token_crc: int | None
+    loss: tuple[Loss, ...] = ()
+    attached: Mapping[str, Attachment] = field(default_factory=dict)
 
-    def plane_sizes(self, layer: int, planes: Sequence[Plane]) -> list[list[int]]:
-        """Bytes of every chunk, ``[plane][chunk]``, of the ``layer``-th stored layer."""
-        info, varying = self.info, iter(self.sizes[layer] if self.sizes else ())
-        spans = [info.chunk_span(c) for c in range(info.num_chunks)]
-        return [
-            list(next(varying))
-            if p.bytes_per_element is None
-            else [(b - a) * info.hidden_size * p.bytes_per_element for a, b in spans]
-            for p in planes
-        ]
+    def chunk_sizes(self, layer: int) -> Sequence[int]:
+        """Stored bytes of every chunk of the ``layer``-th stored layer."""
+        if self.sizes:
+            return self.sizes[layer]
+        spans = (self.info.chunk_span(c) for c in range(self.info.num_chunks))
+        return [(b - a) * self.info.row_bytes for a, b in spans]
 
 
 @dataclass(frozen=True)
@@ -103,29 +135,30 @@ class Description:
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
         """Name → dtype, shape and place of every tensor, in the order in which they lie, without holes."""
-        entries: list[tuple[str, str, tuple[int, ...], int]] = []
-        if self.schema == "vllm":
-            info = self.segments[0].info
-            n, shape = info.segment.num_tokens, (info.segment.num_tokens, info.num_layers, info.hidden_size)
-            entries.append(("token_ids", "I64", (n,), 8 * n))
-            entries.append(("hidden_states", TENSOR_DTYPE[info.dtype], shape, n * info.num_layers * info.row_bytes))
-        else:
-            # The widest type first: every tensor is then aligned for its dtype, as views in torch need it.
-            for i, record in enumerate(self.segments):
-                n = record.info.segment.num_tokens
-                entries.append((f"{i}.token_ids", "I64", (n,), 8 * n))
-            for i, record in enumerate(self.segments):
-                info, planes = record.info, self.codec.planes(record.info.dtype)
-                for k in range(info.num_layers):
-                    for plane, sizes in zip(planes, record.plane_sizes(k, planes), strict=True):
-                        nbytes = sum(sizes)
-                        if plane.name:
-                            entries.append((f"{i}.{k}.{plane.name}", "U8", (nbytes,), nbytes))
-                        else:
-                            shape2 = (info.segment.num_tokens, info.hidden_size)
-                            entries.append((f"{i}.{k}", TENSOR_DTYPE[info.dtype], shape2, nbytes))
+        # The widest type first: every tensor is then aligned for its dtype, as views in torch need it.
+        entries = sorted(self._entries(), key=lambda e: -_WIDTH[e[1]])
         ends = accumulate(e[3] for e in entries)
         return {name: (d, shape, (end - size, end)) for (name, d, shape, size), end in zip(entries, ends, strict=True)}
+
+    def _entries(self) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
+        """Name, dtype, shape and bytes of every tensor, a segment after the other."""
+        plain, vllm = isinstance(self.codec, NoneCodec), self.schema == "vllm"
+        for i, record in enumerate(self.segments):
+            info, prefix = record.info, "" if vllm else f"{i}."
+            n = info.segment.num_tokens
+            yield f"{prefix}token_ids", "I64", (n,), 8 * n
+            for name, attached in sorted(record.attached.items()):
+                yield f"{prefix}attached.{name}", attached.dtype, attached.shape, attached.nbytes
+            if vllm:
+                shape = (n, info.num_layers, info.hidden_size)
+                yield "hidden_states", TENSOR_DTYPE[info.dtype], shape, n * info.num_layers * info.row_bytes
+                continue
+            for k in range(info.num_layers):
+                if plain:
+                    yield f"{i}.{k}", TENSOR_DTYPE[info.dtype], (n, info.hidden_size), n * info.row_bytes
+                else:
+                    nbytes = sum(record.sizes[k])
+                    yield f"{i}.{k}", "U8", (nbytes,), nbytes
 
     @property
     def data_bytes(self) -> int:
@@ -134,23 +167,15 @@ class Description:
 
     def to_json(self) -> str:
         """Compact, sorted, pure ASCII: equal descriptions are equal strings."""
-        rows = [_shared(r.info) for r in self.segments]
-        common = {k: v for k, v in rows[0].items() if all(r[k] == v for r in rows)}
-        segments = []
-        for row, r in zip(rows, self.segments, strict=True):
-            s = r.info.segment
-            own = {k: v for k, v in row.items() if k not in common}
-            own |= {"key": s.key, "index": s.index, "start": s.start, "stop": s.stop, "total": s.total}
-            own |= {"sizes": r.sizes, "crcs": r.crcs, "token_crc": r.token_crc}
-            if s.meta:
-                own["meta"] = dict(s.meta)
-            segments.append(own)
+        rows = [_row(r) for r in self.segments]
+        common = {k: rows[0][k] for k in _SHARED if all(r[k] == rows[0][k] for r in rows)}
         body = {
             "codec": self.codec.to_dict(),
             "about": dict(self.about),
             "schema": self.schema,
+            "layer_meaning": LAYER_MEANING,
             "common": common,
-            "segments": segments,
+            "segments": [{k: v for k, v in row.items() if k not in common} for row in rows],
         }
         return json.dumps(body, separators=(",", ":"), sort_keys=True, ensure_ascii=True, allow_nan=False)
 
@@ -164,7 +189,7 @@ class Description:
         common = _get(body, "common", dict)
         items = _get(body, "segments", list)
         if schema not in ("segments", "vllm"):
-            raise FormatError(f"schema: expected 'segments' or 'vllm', got {schema!r}")
+            raise FormatError(f"schema: expected 'segments' or 'vllm', got {str(schema)[:40]!r}")
         if not items or (schema == "vllm" and len(items) != 1):
             raise FormatError(f"segments: expected {'one' if schema == 'vllm' else 'at least one'}, got {len(items)}")
         records = []
@@ -217,14 +242,34 @@ def parse_json(text: str | bytes, *, floats: bool) -> Any:
         raise FormatError(f"expected JSON: {e}") from e
 
 
-def _shared(info: SegmentInfo) -> dict[str, Any]:
-    """What the segments of a run usually have in common: written once."""
-    return {
+def _row(record: SegmentRecord) -> dict[str, Any]:
+    info, s = record.info, record.info.segment
+    row: dict[str, Any] = {
+        "key": s.key,
+        "index": s.index,
+        "start": s.start,
+        "stop": s.stop,
+        "total": s.total,
         "dtype": info.dtype,
         "hidden_size": info.hidden_size,
         "layer_ids": list(info.layer_ids),
         "chunk_tokens": info.chunk_tokens,
+        "crcs": record.crcs,
+        "token_crc": record.token_crc,
     }
+    if record.sizes:
+        row["sizes"] = record.sizes
+    if record.loss:
+        row["loss"] = [[_finite(x.rms), _finite(x.worst_token)] for x in record.loss]
+    if s.meta:
+        row["meta"] = dict(s.meta)
+    if record.attached:
+        row["attached"] = {n: [a.dtype, list(a.shape), a.crc] for n, a in record.attached.items()}
+    return row
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no infinity
 
 
 def _record(d: dict[str, Any], codec: Codec, schema: str) -> SegmentRecord:
@@ -235,36 +280,61 @@ def _record(d: dict[str, Any], codec: Codec, schema: str) -> SegmentRecord:
     segment = Segment(_get(d, "key", str), index, start, stop, total, meta=meta)
     dtype = _get(d, "dtype", str)
     if dtype not in CARRIER:
-        raise FormatError(f"dtype: expected one of {', '.join(CARRIER)}, got {dtype!r}")
+        raise FormatError(f"dtype: expected one of {', '.join(CARRIER)}, got {dtype[:40]!r}")
     layer_ids = _ints(_get(d, "layer_ids", list), 0, MAX_HIDDEN_SIZE, "layer_ids")
     if not layer_ids or len(set(layer_ids)) != len(layer_ids):
-        raise FormatError(f"layer_ids: expected at least one, each once, got {layer_ids}")
+        raise FormatError(f"layer_ids: expected at least one, each once, got {str(layer_ids)[:80]}")
     hidden_size = _int(d, "hidden_size", 1, MAX_HIDDEN_SIZE)
     chunk_tokens = _int(d, "chunk_tokens", 1, MAX_TOKENS)
     info = SegmentInfo(segment, layer_ids, dtype, hidden_size, chunk_tokens, len(layer_ids))
     if min(chunk_tokens, segment.num_tokens) * info.row_bytes > MAX_CHUNK_BYTES:
         raise FormatError(f"chunk_tokens: {chunk_tokens} tokens of {info.row_bytes} bytes exceed {MAX_CHUNK_BYTES}")
-    if schema == "vllm" and (codec.planes(dtype)[0].name or segment.num_tokens != total):
+    plain = isinstance(codec, NoneCodec)
+    if schema == "vllm" and (not plain or segment.num_tokens != total):
         raise FormatError("schema vllm: expected a whole sample, not encoded")
-    varying = sum(p.bytes_per_element is None for p in codec.planes(dtype))
-    sizes = _nested(d, "sizes", (len(layer_ids), varying, info.num_chunks), MAX_CHUNK_BYTES * 2) if varying else ()
-    crcs = _nested(d, "crcs", (len(layer_ids) if schema == "segments" else 1, info.num_chunks), 0xFFFFFFFF)
-    return SegmentRecord(info, sizes, crcs, _int(d, "token_crc", 0, 0xFFFFFFFF))
+    sizes = () if plain else _table(d, "sizes", (len(layer_ids), info.num_chunks), MAX_CHUNK_BYTES * 2)
+    crcs = _table(d, "crcs", (len(layer_ids) if schema == "segments" else 1, info.num_chunks), 0xFFFFFFFF)
+    loss = _losses(_get(d, "loss", list), len(layer_ids)) if "loss" in d else ()
+    attached = {n: _attachment(n, a) for n, a in _get(d, "attached", dict).items()} if "attached" in d else {}
+    return SegmentRecord(info, sizes, crcs, _int(d, "token_crc", 0, 0xFFFFFFFF), loss, attached)
 
 
-def _nested(d: Mapping[str, Any], name: str, shape: tuple[int, ...], most: int) -> tuple[Any, ...]:
-    def check(value: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
-        if not isinstance(value, list) or len(value) != shape[0]:
-            got = f"{len(value)} values" if isinstance(value, list) else type(value).__name__
-            raise FormatError(f"{name}: expected a list of {shape[0]}, got {got}")
-        return _ints(value, 0, most, name) if len(shape) == 1 else tuple(check(v, shape[1:]) for v in value)
+def _losses(items: list[Any], num_layers: int) -> tuple[Loss, ...]:
+    found = []
+    for item in items:
+        match item:
+            case [int() | float() | None as rms, int() | float() | None as worst]:
+                found.append(Loss(*(math.inf if x is None else float(x) for x in (rms, worst))))
+            case _:
+                raise FormatError(f"loss: expected two numbers a layer, got {str(item)[:40]}")
+    if len(found) != num_layers or any(x.rms < 0 or x.worst_token < 0 for x in found):
+        raise FormatError(f"loss: expected two numbers of at least 0 for each of {num_layers} layers, got {len(found)}")
+    return tuple(found)
 
-    return check(d.get(name), shape)
+
+def _attachment(name: str, item: Any) -> Attachment:
+    match item:
+        case [str(dtype), list(shape), crc] if dtype in ATTACHMENT_DTYPE and ATTACHMENT_NAME.fullmatch(name):
+            dims = _ints(shape, 0, MAX_ATTACHED_BYTES, "attached")
+            made = Attachment(dtype, dims, _bounded("attached", crc, 0, 0xFFFFFFFF))
+            if len(dims) <= 8 and made.nbytes <= MAX_ATTACHED_BYTES:
+                return made
+    raise FormatError(f"attached {name[:80]!r}: expected a dtype, a small shape and a crc32c, got {str(item)[:80]}")
+
+
+def _table(d: Mapping[str, Any], name: str, shape: tuple[int, int], most: int) -> tuple[tuple[int, ...], ...]:
+    rows = _get(d, name, list)
+    if len(rows) != shape[0] or any(type(row) is not list or len(row) != shape[1] for row in rows):
+        raise FormatError(f"{name}: expected {shape[0]} lists of {shape[1]}, got {str(rows)[:80]}")
+    _ints([value for row in rows for value in row], 0, most, name)
+    return tuple(map(tuple, rows))
 
 
 def _ints(values: list[Any], least: int, most: int, name: str) -> tuple[int, ...]:
-    for value in values:
-        _bounded(name, value, least, most)
+    # Millions of chunks: the loop that finds the wrong one runs only when there is one.
+    if values and not (set(map(type, values)) == {int} and least <= min(values) and max(values) <= most):
+        for value in values:
+            _bounded(name, value, least, most)
     return tuple(values)
 
 

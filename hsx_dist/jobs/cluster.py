@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from hsx_dist.writers.sink import Lost, SinkOptions
 
 log = logging.getLogger(__name__)
 
+#: How often the cluster is asked which nodes it has.
+NODES_EVERY_S = 10.0
 #: Environment variables that hold or lead to credentials: taken from the driver to every process that opens the store.
 CREDENTIAL_PREFIXES = ("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR_HOST", "GCSFS_", "FSSPEC_")
 
@@ -37,7 +40,6 @@ class ReplicaActor:
         self,
         spec: EngineSpec,
         writers: list[tuple[str, Any]],
-        credit_bytes: int,
         environment: Mapping[str, str],
         num_cpus: float,
     ):
@@ -46,7 +48,13 @@ class ReplicaActor:
         self._claim = prepare_cpu(spec.ranks, num_cpus)
         from hsx_dist.jobs.replica import Replica
 
-        self._replica = Replica(spec, lambda: RaySender(writers, credit_bytes, self._on_lost))
+        self._writers = writers
+        self._senders: list[RaySender] = []
+        self._replica = Replica(spec, self._sender)
+
+    def _sender(self) -> RaySender:
+        self._senders.append(RaySender(self._writers, self._on_lost))
+        return self._senders[-1]
 
     def ready(self) -> str:
         """The node's id, once the engine is up."""
@@ -57,6 +65,12 @@ class ReplicaActor:
 
     def flush(self) -> None:
         self._replica.flush()
+
+    def set_writers(self, writers: list[tuple[str, Any]]) -> None:
+        """The pool has changed: nodes came, or went."""
+        self._writers = writers
+        for sender in self._senders:
+            sender.update(writers)
 
     def stop(self) -> None:
         self._replica.close()
@@ -79,7 +93,7 @@ def prepare_cpu(ranks: int, num_cpus: float) -> CoreClaim | None:
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """How many actors of which size. ``credit_bytes``: what one writer lets all replicas together send unanswered."""
+    """How many actors of which size."""
 
     replicas: int
     replica_cpus: float
@@ -89,7 +103,6 @@ class ClusterShape:
     writers_per_node: int
     writer_cpus: float
     writer_threads: int
-    credit_bytes: int
 
 
 class RayFleet:
@@ -111,34 +124,65 @@ class RayFleet:
         self._name = name
         self._restarts_left = [max_restarts] * shape.replicas
         self._writers: list[tuple[str, Any]] = []
+        self._nodes: list[str] = []  # every node that ever had writers; a node that comes back has another id
+        self._nodes_seen = 0.0
+        self._coming: dict[Any, str] = {}  # writers of nodes that came later, until they are heard of
         self._replicas: dict[int, Any] = {}
         self._starting: dict[Any, int] = {}
         self._tasks: dict[Any, int] = {}
         self._listening: dict[Any, Any] = {}  # ref of a writer's events() → the writer
 
     def start(self) -> None:
-        wanted = self._shape.writers_per_node * self._shape.writer_cpus
-        alive = [n for n in ray.nodes() if n["Alive"] and has_room_for_writers(n["Resources"], wanted)]
-        for index, node in enumerate(alive):
-            for slot in range(self._shape.writers_per_node):
-                name = f"n{index}w{slot}"
-                actor = start_writer(
-                    self._writer(name),
-                    node_id=node["NodeID"],
-                    num_cpus=self._shape.writer_cpus,
-                    threads=self._shape.writer_threads,
-                    name=f"{self._name}/writer/{name}",
-                )
-                self._writers.append((node["NodeID"], actor))
-        for _, actor in self._writers:
-            self._listen(actor)
+        for node in self._nodes_for_writers():
+            # Before any replica, which could take their CPUs.
+            self._writers += [(node, actor) for actor in self._start_writers(node)]
         for replica in range(self._shape.replicas):
             self._start_replica(replica)
 
+    def _nodes_for_writers(self) -> list[str]:
+        self._nodes_seen = time.monotonic()
+        return sorted(
+            n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU", 0.0) >= self._shape.writer_cpus
+        )
+
+    def _watch_nodes(self) -> None:
+        """Writers on nodes that came; those of nodes that went are forgotten, and the replicas told."""
+        alive = self._nodes_for_writers()
+        for node in alive:
+            if node not in self._nodes:
+                # Replicas hear of it when it lives: on a node that is full already it may wait for its CPUs for ever.
+                self._coming |= dict.fromkeys(self._start_writers(node), node)
+        self._coming = {actor: node for actor, node in self._coming.items() if node in alive}
+        left = [(node, actor) for node, actor in self._writers if node in alive]
+        if len(left) < len(self._writers):
+            self._writers = left
+            self._tell_replicas()
+        known = {*self._coming, *(actor for _, actor in left)}
+        self._listening = {ref: actor for ref, actor in self._listening.items() if actor in known}
+
+    def _tell_replicas(self) -> None:
+        for replica, actor in self._replicas.items():
+            if replica not in self._starting.values():
+                actor.set_writers.remote(self._writers)
+
+    def _start_writers(self, node: str) -> list[Any]:
+        started = []
+        for slot in range(self._shape.writers_per_node):
+            name = f"n{len(self._nodes)}w{slot}"
+            actor = start_writer(
+                self._writer(name),
+                node_id=node,
+                num_cpus=self._shape.writer_cpus,
+                threads=self._shape.writer_threads,
+                name=f"{self._name}/writer/{name}",
+            )
+            started.append(actor)
+            self._listen(actor)
+        self._nodes.append(node)
+        return started
+
     def _start_replica(self, replica: int) -> None:
         shape = self._shape
-        ranks = self._spec.ranks * shape.replicas
-        credit = max(shape.credit_bytes // ranks, 2 * self._spec.page_bytes)
         # As an argument, not as a runtime_env: that one is shown on Ray's dashboard.
         environment = {**credential_environment(), **shape.replica_env}
         actor = (
@@ -150,7 +194,7 @@ class RayFleet:
                 resources=dict(shape.replica_resources) or None,
                 max_concurrency=8,
             )
-            .remote(self._spec, self._writers, credit, environment, shape.replica_cpus)
+            .remote(self._spec, self._writers, environment, shape.replica_cpus)
         )
         self._replicas[replica] = actor
         self._starting[actor.ready.remote()] = replica
@@ -159,6 +203,8 @@ class RayFleet:
         self._tasks[self._replicas[replica].run.remote(task)] = replica
 
     def poll(self, timeout: float) -> list[FleetEvent]:
+        if time.monotonic() - self._nodes_seen > NODES_EVERY_S:
+            self._watch_nodes()
         refs = [*self._starting, *self._tasks, *self._listening]
         done, _ = ray.wait(refs, num_returns=1, timeout=timeout)
         if done:  # and whatever else is there by now, at no further wait
@@ -177,14 +223,21 @@ class RayFleet:
         self._listening[actor.events.remote(2.0)] = actor
 
     def _heard(self, ref: Any) -> list[FleetEvent]:
-        actor = self._listening.pop(ref)
+        actor = self._listening.pop(ref, None)
+        if actor is None:
+            return []  # its node went while others were heard
         try:
             events = list(ray.get(ref))
+            if actor in self._coming:
+                self._writers.append((self._coming.pop(actor), actor))
+                self._tell_replicas()
         except RayError as e:
-            # Ray restarts it; what it held has no receipt and will be run again.
-            log.warning("a writer died and is restarted: %s", type(e).__name__)
+            # Ray restarts it while its node lives; what it held has no receipt and will be run again.
+            log.warning("a writer died: %s", type(e).__name__)
+            self._watch_nodes()
             events = []
-        self._listen(actor)
+        if actor in self._coming or any(actor == listed for _, listed in self._writers):
+            self._listen(actor)
         return events
 
     def _started(self, ref: Any) -> list[FleetEvent]:
@@ -193,6 +246,7 @@ class RayFleet:
             ray.get(ref)
         except RayError as e:
             return self._died(replica, reason_of(e), starting=True)
+        self._replicas[replica].set_writers.remote(self._writers)  # the pool may have changed while it started
         return [ReplicaReady(replica)]
 
     def _task_done(self, ref: Any) -> list[FleetEvent]:
@@ -239,7 +293,7 @@ class RayFleet:
             else:
                 self._attempt(actor.stop.remote())
                 ray.kill(actor)
-        for _, actor in self._writers:
+        for actor in (*self._coming, *(actor for _, actor in self._writers)):
             ray.kill(actor)
 
 
@@ -264,6 +318,30 @@ def check_output(output: str, nodes: int) -> None:
             "disk of its own; use an object store's URL (s3://…, gs://…), or set store.shared=true if it is a shared "
             "file system"
         )
+
+
+def affordable_credit(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> int:
+    """Bytes of credit of one writer: as configured, or what keeps all of a node's below half of its object store, which
+    spills to disk when it is full rather than say so.
+
+    Raises:
+        ConfigError: that half has no room for two pages a writer.
+    """
+    wanted = int(config.writers.credit_bytes)
+    smallest = min(int(n["Resources"].get("object_store_memory", 0)) for n in nodes)
+    most = smallest // 2 // config.writers.per_node
+    if most < 2 * int(config.page_bytes):
+        raise ConfigError(
+            f"writers: expected an object store that holds four pages ({4 * int(config.page_bytes)} bytes) for each of "
+            f"{config.writers.per_node} writers on every node, came one of {smallest} bytes; start Ray with a larger "
+            "--object-store-memory, or lower page_bytes or writers.per_node"
+        )
+    if most < wanted:
+        log.warning(
+            "writers.credit_bytes %d is lowered to %d: half of the smallest object store, %d bytes, is shared by %d "
+            "writers", wanted, most, smallest, config.writers.per_node
+        )  # fmt: skip
+    return min(wanted, most)
 
 
 def has_room_for_writers(node: Mapping[str, float], cpus: float) -> bool:
@@ -324,11 +402,19 @@ def ray_fleet(config: ExtractConfig, spec: EngineSpec, options: Callable[[str], 
         writers_per_node=config.writers.per_node,
         writer_cpus=config.writers.num_cpus,
         writer_threads=config.writers.threads,
-        credit_bytes=int(config.writers.credit_bytes),
     )
+    credit = affordable_credit(config, nodes)
     environment = credential_environment()
 
     def writer(writer_name: str) -> WriterSpec:
-        return WriterSpec(config.output, config.store.storage_options, environment, options(writer_name))
+        return WriterSpec(
+            output=config.output,
+            storage_options=config.store.storage_options,
+            backend=config.store.backend,
+            retry_seconds=config.store.retry_seconds,
+            environment=environment,
+            options=options(writer_name),
+            credit_bytes=credit,
+        )
 
     return RayFleet(spec, writer, shape, name=name)

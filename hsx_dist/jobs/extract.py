@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from hsx_dist.config import ExtractConfig, is_local, load_config, public_url, resolve_paths
-from hsx_dist.errors import ConfigError, NotFound, RunMismatch
+from hsx_dist.errors import ConfigError, HsxError, NotFound, RunMismatch
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.manifest import RUN, Manifest, RowFate
 from hsx_dist.format.runs import (
@@ -140,7 +140,8 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
         progress = stack.enter_context(Progress(total, total - todo, console))
         driver = Driver(fleet, manifest, ledger, progress, task_rows=config.task_rows, max_tries=config.max_tries)
         stack.enter_context(stop_on_signals(driver))
-        driver.run(remaining(rows, manifest))
+        with telling_what_is_missing(rows, manifest, console):
+            driver.run(remaining(rows, manifest))
         state = "stopped" if driver.stopped else "finished"
         if not driver.stopped:
             write_complete(store, attempt, manifest, {"rows": total})
@@ -148,6 +149,23 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
         console.print("stopped: what has a receipt stays; the same command goes on from there")
         return RunSummary.of(store.url, manifest, stopped=True)
     return finish(config, store, manifest, model, console, computed=progress)
+
+
+@contextmanager
+def telling_what_is_missing(rows: Rows, manifest: Manifest, console: Console) -> Iterator[None]:
+    """When the attempt ends by an error: which rows no receipt accounts for, as far as this driver knows."""
+    try:
+        yield
+    except HsxError as e:
+        missing = [row.key for row in remaining(rows, manifest)]
+        some = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
+        console.print(
+            f"ended by {type(e).__name__}: {len(missing)} rows are not proven ({some}); what has a receipt stays, and "
+            "the same command goes on from there",
+            soft_wrap=True,
+            markup=False,
+        )
+        raise
 
 
 def open_or_start_run(config: ExtractConfig, store: Store, meaning: dict[str, Any]) -> Manifest:
@@ -248,7 +266,7 @@ def make_fleet(config: ExtractConfig, store: Store, spec: EngineSpec, about: dic
             layout=config.layout,
             part_bytes=int(config.part_bytes),
             part_seconds=config.part_seconds,
-            max_bytes=int(config.writers.credit_bytes) + int(config.part_bytes) * (1 + config.writers.uploads),
+            max_bytes=int(config.writers.credit_bytes) + int(config.part_bytes),
             uploads=config.writers.uploads,
         )
 

@@ -160,15 +160,15 @@ def open_output(config: ExtractConfig) -> Store:
         ConfigError: the store cannot be reached, or does not let us write; the message has the store's reason.
     """
     try:
-        store = open_store(
-            config.output, config.store.storage_options, retry_seconds=min(config.store.retry_seconds, 10.0)
-        )
+        patient = config.store.retry_seconds
+        where: dict[str, Any] = {"storage_options": config.store.storage_options, "backend": config.store.backend}
+        store = open_store(config.output, **where, retry_seconds=min(patient, 10.0))
         name = f"probe-{uuid.uuid4().hex}"
         store.put(name, [b"hsx"])
         if store.get(name) != b"hsx":
             raise StoreError(f"{store.url}: what was written was not what was read")
         store.delete(name)
-        return open_store(config.output, config.store.storage_options, retry_seconds=config.store.retry_seconds)
+        return open_store(config.output, **where, retry_seconds=patient)
     except StoreError as e:
         raise ConfigError(f"output: {e}") from e
 

@@ -11,6 +11,7 @@ import numpy as np
 from hsx_dist.errors import ConfigError, FormatError, IntegrityError
 from hsx_dist.format.container import Part, SegmentInfo
 from hsx_dist.format.container_read import new_states
+from hsx_dist.format.loss import Loss
 from hsx_dist.format.manifest import token_hash
 from hsx_dist.page import Segment
 from hsx_dist.reading.arrays import Framework, to_ids, to_states
@@ -69,15 +70,36 @@ class Sample:
         return self._open(self._pieces[0].part).about
 
     @property
+    def loss(self) -> dict[int, Loss]:
+        """Layer id → what a lossy codec lost, measured when it was written; empty where nothing was lost.
+
+        Of a sample in several segments the worst one's, which none of its parts exceeds.
+        """
+        found: dict[int, Loss] = {}
+        for i, piece in enumerate(self._pieces):
+            self._info(i)
+            for layer, loss in self._open(piece.part).loss(piece.slot).items():
+                before = found.get(layer, loss)
+                found[layer] = Loss(max(before.rms, loss.rms), max(before.worst_token, loss.worst_token))
+        return found
+
+    def attached(self) -> dict[str, np.ndarray[Any, Any]]:
+        """The small arrays that were stored with the sample (a loss mask, a label), by name; numpy, of the sample as a
+        whole. Errors as ``load``'s."""
+        self._info(0)
+        return self._open(self._pieces[0].part).attached(self._pieces[0].slot)
+
+    @property
     def meta(self) -> dict[str, Any]:
         """What its producer said of this sample.
 
         ``tokens`` (``start``, ``step``, ``of``: which of the request's tokens these are, where not all),
-        ``prompt_tokens``, ``finish_reason`` (``abort``), ``expires`` (seconds since the epoch), and ``bad``: for each
+        ``prompt_tokens``, ``multimodal`` (what vLLM calls the images or sounds behind placeholder tokens),
+        ``finish_reason`` (``abort``), ``expires`` (seconds since the epoch), and ``bad``: for each
         segment with non-finite rows or all-zero layers, its tokens and how many of what.
         """
         metas = [(p.segment, self._info(i).segment.meta) for i, p in enumerate(self._pieces)]
-        bad = [{"start": s.start, "stop": s.stop, **m["bad"]} for s, m in metas if "bad" in m]
+        bad = [{"start": s.start, "stop": s.stop, **m["bad"]} for s, m in metas if isinstance(m.get("bad"), dict)]
         first = {k: v for k, v in metas[0][1].items() if k != "bad"}
         return {**first, "bad": bad} if bad else first
 

@@ -80,6 +80,11 @@ _TRANSIENT = frozenset(
     {errno.EIO, errno.EBUSY, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.EPIPE, errno.EREMOTEIO}
 )
 _REGION_CODES = frozenset({"301", "307", "AuthorizationHeaderMalformed", "PermanentRedirect"})
+# obstore tells status, code and cause in the text of its errors only, and adds a page of Rust's own.
+_IN_TEXT = re.compile(r"(?:status code: |HTTP status )(?P<status>[1-5]\d\d)")
+_CODE_IN_TEXT = re.compile(r"<Code>(\w+)</Code>|\(code: (\w+)\)")
+_RUST = "\n\nDebug source:"
+_NO_ANSWER = ("HTTP error:", "error sending request", "operation timed out", "without LOCATION")
 _DETAIL = 300
 # gcsfs takes these words as `token`: they are no secrets, and cutting them out would garble messages.
 _WHERE_TO_LOOK = frozenset({"anon", "browser", "cache", "cloud", "google_default"})
@@ -115,7 +120,8 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
     came = redact(_detail(chain, code, status))
     if code == "NoSuchBucket" or (status == 404 and "bucket does not exist" in came.lower()):
         return NotFound(f"{where}: there is no bucket {bucket!r}. Make it, or correct the url")
-    if "PreconditionFailed" in (code, *names) or status == 412 or isinstance(error, FileExistsError):
+    exists = isinstance(error, FileExistsError) or "AlreadyExistsError" in names
+    if "PreconditionFailed" in (code, *names) or status == 412 or exists:
         return AlreadyExists(f"{where}: expected no object of this name, and there is one")
     if code in _REGION_CODES or status in (301, 307):
         return StoreError(f"{where}: {came}. The bucket lies in another region: set the region, or the endpoint")
@@ -123,13 +129,14 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
         return Denied(f"{where}: {came}. Set this machine's clock")
     if code in _BUSY_CODES or status in (408, 429) or (status is not None and status >= 500):
         return Unavailable(f"{where}: the service cannot answer now: {came}")
-    if code in _DENIED_CODES or status in (401, 403) or isinstance(error, PermissionError) or "Forbidden:" in came:
+    denied = isinstance(error, PermissionError) or names & {"PermissionDeniedError", "UnauthenticatedError"}
+    if code in _DENIED_CODES or status in (401, 403) or denied or "Forbidden:" in came:
         return Denied(f"{where}: not allowed: {came}. {_CREDENTIALS_HINT}")
     if names & _NO_CREDENTIALS:
         return Denied(f"{where}: no usable credentials: {came}. {_CREDENTIALS_HINT}")
     if status == 404 or code in ("NoSuchKey", "404") or isinstance(error, (FileNotFoundError, IsADirectoryError)):
         return NotFound(f"{where}: there is no such object")
-    if names & _CONNECTION or isinstance(error, (TimeoutError, ConnectionError)):
+    if names & _CONNECTION or isinstance(error, (TimeoutError, ConnectionError)) or _unanswered(chain, status):
         return Unavailable(f"{where}: no answer: {came}. {_ENDPOINT_HINT}")
     # A known 4xx is a wrong request whatever errno the library chose for it.
     if status is None and isinstance(error, OSError) and error.errno in _TRANSIENT:
@@ -142,6 +149,26 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
 def expired(error: BaseException) -> bool:
     """Whether temporary credentials ran out: new ones may be there already."""
     return _code(list(_chain(error)))[0] in ("ExpiredToken", "TokenRefreshRequired")
+
+
+def redirected(error: BaseException) -> bool:
+    """Whether the bucket lies in another region than the one that was asked."""
+    code, status = _code(list(_chain(error)))
+    return code in _REGION_CODES or status in (301, 307)
+
+
+def past_the_end(error: BaseException) -> bool:
+    """Whether a range was asked that begins behind the object's last byte."""
+    code, status = _code(list(_chain(error)))
+    return code in ("InvalidRange", "416") or status == 416
+
+
+def _unanswered(chain: list[BaseException], status: int | None) -> bool:
+    return status is None and any(_of_obstore(e) and any(t in str(e) for t in _NO_ANSWER) for e in chain)
+
+
+def _of_obstore(error: BaseException) -> bool:
+    return _RUST in str(error) or type(error).__module__.startswith("obstore")
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -165,6 +192,11 @@ def _code(chain: list[BaseException]) -> tuple[str, int | None]:
             status = _status(getattr(e, field, None))
             if status is not None:
                 return "", status
+        if _of_obstore(e):
+            text = str(e).partition(_RUST)[0]
+            found, named = _IN_TEXT.search(text), _CODE_IN_TEXT.search(text)
+            if found or named:
+                return (named[1] or named[2]) if named else "", int(found["status"]) if found else None
     return "", None
 
 
@@ -176,7 +208,7 @@ def _status(value: object) -> int | None:
 
 def _detail(chain: list[BaseException], code: str, status: int | None) -> str:
     root = chain[-1]
-    text = " ".join(str(root).split()) or json.dumps(repr(root))
+    text = " ".join(str(root).partition(_RUST)[0].split()) or json.dumps(repr(root))
     told = text if len(text) <= _DETAIL else f"{text[:_DETAIL]}…"
     what = code or (f"HTTP {status}" if status is not None else "")
     return f"{type(root).__name__}{f' {what}' if what and what not in told else ''}: {told}"

@@ -16,7 +16,7 @@ import fsspec
 from hsx_dist.config.secrets import public_url
 from hsx_dist.errors import AlreadyExists, ConfigError, HsxError, NotFound, StoreError, Unavailable
 from hsx_dist.store.base import Buffer, ObjectInfo, as_bytes_view, check_name, check_ranges, coalesce, cut
-from hsx_dist.store.faults import Redactor, expired, translate
+from hsx_dist.store.faults import Redactor, expired, past_the_end, translate
 
 T = TypeVar("T")
 
@@ -266,7 +266,7 @@ class FsspecStore:
             try:
                 return call()
             except Exception as e:
-                if past_end is not None and _past_the_end(e):
+                if past_end is not None and past_the_end(e):
                     return past_end
                 raise
 
@@ -308,10 +308,3 @@ def _content(answer: bytes | Exception) -> bytes:
     if isinstance(answer, Exception):
         raise answer
     return answer
-
-
-def _past_the_end(error: BaseException) -> bool:
-    cause = error.__cause__ if error.__cause__ is not None else error
-    response = getattr(cause, "response", None)
-    code = str(response.get("Error", {}).get("Code", "")) if isinstance(response, Mapping) else ""
-    return code in ("InvalidRange", "416") or str(getattr(cause, "code", "")) == "416"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from hsx_dist.config.secrets import public_url, url_password
 from hsx_dist.errors import ConfigError
@@ -11,17 +12,31 @@ from hsx_dist.store.base import Store
 from hsx_dist.store.local import LocalStore
 from hsx_dist.store.retry import RetryPolicy, RetryStore
 
+log = logging.getLogger(__name__)
+
+Backend = Literal["auto", "fsspec", "obstore"]
 _LOCAL = ("file", "local")
+#: Schemes for which obstore is tried first.
+_FAST = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 
 
-def open_store(url: str, storage_options: Mapping[str, Any] | None = None, *, retry_seconds: float = 120.0) -> Store:
+def open_store(
+    url: str,
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    backend: Backend = "auto",
+    retry_seconds: float = 120.0,
+) -> Store:
     """The store at ``url``: a folder's path, ``file:///…``, ``s3://bucket/prefix``, ``gs://…``, or what fsspec speaks.
 
-    ``storage_options`` are fsspec's for that scheme (unused for files). Calls that fail with ``Unavailable`` are
-    repeated for ``retry_seconds``. Nothing is contacted yet, as far as the back end's library allows.
+    ``storage_options`` are fsspec's for that scheme, whatever the ``backend`` (unused for files, which have one of
+    their own). ``auto`` takes obstore where it does the same as fsspec with these options and this environment, and
+    logs why where it does not. Calls that fail with ``Unavailable`` are repeated for ``retry_seconds``. Nothing is
+    contacted yet, as far as the back end's library allows.
 
     Raises:
-        ConfigError: the url is empty, holds a password, or has a scheme that is unknown or whose package is missing.
+        ConfigError: the url is empty, holds a password, or has a scheme that is unknown or whose package is missing;
+            ``backend`` is obstore, and an option has no counterpart there.
     """
     if not url:
         raise ConfigError("expected the url of a store or the path of a folder, came an empty one; set it")
@@ -32,10 +47,10 @@ def open_store(url: str, storage_options: Mapping[str, Any] | None = None, *, re
         )
     if retry_seconds < 0:
         raise ConfigError(f"retry_seconds: expected 0 or more, came {retry_seconds}; set 0 for no repetition")
-    return RetryStore(_open(url, storage_options), RetryPolicy(seconds=retry_seconds))
+    return RetryStore(_open(url, storage_options, backend), RetryPolicy(seconds=retry_seconds))
 
 
-def _open(url: str, options: Mapping[str, Any] | None) -> Store:
+def _open(url: str, options: Mapping[str, Any] | None, backend: Backend) -> Store:
     scheme, separator, rest = url.partition("://")
     if not separator:
         return LocalStore(url)
@@ -43,9 +58,34 @@ def _open(url: str, options: Mapping[str, Any] | None) -> Store:
         if not rest.startswith("/"):
             raise ConfigError(f"{url}: expected file:///absolute/path, came a relative one; add the leading slash")
         return LocalStore(rest)
+    if scheme != "memory" and not rest.strip("/"):
+        raise ConfigError(f"{url}: expected a bucket behind {scheme}://, came none; add it")
+    if backend == "obstore" or (backend == "auto" and scheme in _FAST):
+        fast = _open_obstore(url, options, must=backend == "obstore")
+        if fast is not None:
+            return fast
     # Loaded here: reading from a folder needs no fsspec.
     from hsx_dist.store.fsspec import FsspecStore
 
-    if scheme != "memory" and not rest.strip("/"):
-        raise ConfigError(f"{url}: expected a bucket behind {scheme}://, came none; add it")
     return FsspecStore(url, options)
+
+
+def _open_obstore(url: str, options: Mapping[str, Any] | None, *, must: bool) -> Store | None:
+    """None, and a line in the log, when fsspec must do it."""
+    from hsx_dist.store.obstore import ObstoreStore
+    from hsx_dist.store.obstore_options import NotTranslated
+
+    try:
+        return ObstoreStore(url, options)
+    except NotTranslated as e:
+        if must:
+            raise ConfigError(
+                f"store.backend: expected options that obstore can be given, came one that it cannot: {e}; take fsspec "
+                "or auto"
+            ) from e
+        log.warning("%s is reached by fsspec, the slower way: %s", public_url(url), e)
+    except ConfigError as e:
+        if must:
+            raise
+        log.info("%s is reached by fsspec: %s", public_url(url), e)
+    return None

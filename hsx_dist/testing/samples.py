@@ -60,8 +60,9 @@ def random_sample(
     dtype: str = "bfloat16",
     chunk_tokens: int = 16,
     seed: int = 0,
+    odd: bool = True,
 ) -> RandomSample:
-    """Gaussian states with a scale for each channel, the bits of a few replaced by NaN, infinity, -0 and noise."""
+    """Gaussian states with a scale for each channel; ``odd``: the bits of a few are NaN, infinity, -0 and noise."""
     rng = np.random.default_rng([seed, tokens, len(layer_ids), hidden_size])
     shape = (tokens, len(layer_ids), hidden_size)
     values = (rng.standard_normal(shape) * np.exp(rng.standard_normal(hidden_size))).astype(np.float32)
@@ -72,8 +73,10 @@ def random_sample(
         if dtype == "bfloat16":
             bits = (bits >> 16).astype(np.uint16)
     width = 8 * bits.itemsize
-    odd = rng.integers(0, 1 << width, bits.size // 16 + 1, dtype=np.uint64).astype(CARRIER[dtype])
-    odd[:4] = [1 << (width - 1), 0x7F << (width - 8), 0xFF << (width - 8), (1 << width) - 1][: len(odd)]
-    bits.reshape(-1)[rng.integers(0, bits.size, len(odd))] = odd
+    noise = rng.integers(0, 1 << width, bits.size // 16 + 1, dtype=np.uint64).astype(CARRIER[dtype])
+    noise[:4] = [1 << (width - 1), 0x7F << (width - 8), 0xFF << (width - 8), (1 << width) - 1][: len(noise)]
+    places = rng.integers(0, bits.size, len(noise))
+    if odd:
+        bits.reshape(-1)[places] = noise
     token_ids = rng.integers(0, 50_000, tokens)
     return RandomSample(key, bits, token_ids, tuple(layer_ids), dtype, chunk_tokens)

@@ -6,8 +6,10 @@ import logging
 import os
 import queue
 import threading
+import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -16,6 +18,8 @@ from ray.exceptions import RayError
 from hsx_dist.errors import HsxError
 from hsx_dist.page import Page, Segment
 from hsx_dist.store import open_store
+from hsx_dist.store.opening import Backend
+from hsx_dist.writers.memory import keep_freed_memory
 from hsx_dist.writers.sink import Event, Lost, PartSink, SinkOptions
 
 log = logging.getLogger(__name__)
@@ -28,36 +32,88 @@ class WriterSpec:
 
     output: str
     storage_options: Mapping[str, Any]
+    backend: Backend
+    retry_seconds: float
     environment: Mapping[str, str]
     options: SinkOptions
+    #: Bytes of pages that all senders together may have unanswered.
+    credit_bytes: int = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A writer's answer to pages: they are encoded, and the sender may have ``credit`` bytes unanswered from now on.
+
+    ``refused``: why they were not taken; None when they were.
+    """
+
+    credit: int
+    refused: str | None = None
+
+
+class Credits:
+    """A writer's ``total`` bytes in equal shares among the senders that were heard of lately."""
+
+    #: Seconds of silence after which a sender's share goes to the others.
+    LATELY = 60.0
+
+    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic):
+        self._total = total
+        self._clock = clock
+        self._heard: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def share(self, sender: str) -> int:
+        """The share, in bytes, of ``sender``, which has just been heard of."""
+        with self._lock:
+            now = self._heard[sender] = self._clock()
+            self._heard = {s: at for s, at in self._heard.items() if now - at < self.LATELY}
+            return self._total // len(self._heard)
 
 
 class WriterActor:
     """One writer. ``add_pages`` answers when the pages are encoded: the answer is the credit coming back."""
 
     def __init__(self, spec: WriterSpec):
+        keep_freed_memory(spec.options.max_bytes)
         os.environ.update(spec.environment)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        store = open_store(spec.output, spec.storage_options)
-        self._sink = PartSink(store, spec.options, self._events.put)
+        self._credits = Credits(spec.credit_bytes)
+        self._sink: PartSink | None = None
+        self._broken = ""
+        try:
+            store = open_store(
+                spec.output, spec.storage_options, backend=spec.backend, retry_seconds=spec.retry_seconds
+            )
+        except HsxError as e:
+            # Told, not raised: an actor whose constructor fails is dead for good, and says so to nobody.
+            self._broken = f"{type(e).__name__}: {e}"
+            self._events.put(Lost((), self._broken, fatal=True))
+        else:
+            self._sink = PartSink(store, spec.options, self._events.put)
 
     @ray.method(concurrency_group="control")
     def name(self) -> str:
-        return self._sink.name
+        """Of the sink, another one in each life; empty when there is none."""
+        return self._sink.name if self._sink is not None else ""
 
-    def add_pages(self, pages: Sequence[Page]) -> str | None:
-        """None when all were taken, else why not (a dead sink has told by ``events`` what it lost)."""
+    def add_pages(self, sender: str, pages: Sequence[Page]) -> Answer:
+        """Encode pages of ``sender`` (a dead sink has told by ``events`` what it lost)."""
+        if self._sink is None:
+            return Answer(self._credits.share(sender), self._broken)
+        refused = None
         try:
             for page in pages:
                 self._sink.add(page)
         except (HsxError, ValueError) as e:
-            return f"{type(e).__name__}: {e}"
-        return None
+            refused = f"{type(e).__name__}: {e}"
+        return Answer(self._credits.share(sender), refused)
 
     @ray.method(concurrency_group="control")
     def flush(self) -> None:
-        self._sink.flush()
+        if self._sink is not None:
+            self._sink.flush()
 
     @ray.method(concurrency_group="control")
     def events(self, timeout: float) -> list[Event]:
@@ -88,71 +144,165 @@ def start_writer(spec: WriterSpec, *, node_id: str, num_cpus: float, threads: in
     )
 
 
-class RaySender:
-    """Sends from one replica to the writers of its node (or, where there is none, to all), never more than
-    ``credit_bytes`` unanswered a writer."""
+@dataclass(slots=True)
+class _Writer:
+    """A writer as one sender sees it."""
 
-    def __init__(self, writers: Sequence[tuple[str, Any]], credit_bytes: int, on_lost: Callable[[Lost], None]):
-        """``writers``: (node id, actor handle). ``credit_bytes``: this sender's share of what a writer can hold."""
-        here = ray.get_runtime_context().get_node_id()
-        local = [actor for node, actor in writers if node == here]
-        self._writers = local or [actor for _, actor in writers]
-        self._credit = credit_bytes
+    node: str
+    actor: Any
+    credit: int
+    unanswered: dict[Any, tuple[int, tuple[Segment, ...]]] = field(default_factory=dict)
+    nbytes: int = 0  # of what is unanswered
+    epoch: int = 0  # how often it was found dead
+    deaths: int = 0  # the same, since it last answered
+    down_until: float = 0.0
+
+
+class RaySender:
+    """Sends from one replica to the writers of its own node, and to others' while those are gone or full.
+
+    It never has more than a writer's credit unanswered there. All pages of a segment go to one writer; when that one
+    dies in between, the rest of the segment is dropped, as nothing could ever complete it.
+    """
+
+    #: Unanswered bytes at a writer that has not granted any yet.
+    FIRST_CREDIT = 16 << 20
+
+    def __init__(self, writers: Sequence[tuple[str, Any]], on_lost: Callable[[Lost], None], *, node: str | None = None):
+        """``writers``: (node id, actor handle). ``node``: where this sender is, by default where it is called."""
+        self._node = ray.get_runtime_context().get_node_id() if node is None else node
+        self._name = uuid.uuid4().hex
         self._on_lost = on_lost
-        self._unanswered: list[dict[Any, tuple[int, tuple[Segment, ...]]]] = [{} for _ in self._writers]
-        self._route: dict[tuple[str, int], int] = {}
-        self._turn = 0
-        # ``flush`` comes from another thread than ``send``.
+        self._writers: list[_Writer] = []
+        self._route: dict[tuple[str, int, str], _Writer | None] = {}  # None: its writer died, the rest is dropped
+        # ``flush`` and ``update`` come from other threads than ``send``.
         self._lock = threading.Lock()
+        self.update(writers)
+
+    def update(self, writers: Sequence[tuple[str, Any]]) -> None:
+        """The pool has changed: nodes came, or went."""
+        with self._lock:
+            known = {w.actor: w for w in self._writers}
+            self._writers = [known.get(a) or _Writer(n, a, self.FIRST_CREDIT) for n, a in writers]
+            for gone in (w for w in known.values() if w not in self._writers):
+                self._settle(gone, 0)
+                self._abandon(gone)
 
     def send(self, pages: Sequence[Page], release: Callable[[Page], None]) -> None:
         try:
             with self._lock:
-                for writer, batch in self._routed(pages).items():
+                for writer, batch in self._routed(pages):
                     self._send_to(writer, batch)
         finally:
             for page in pages:
                 release(page)
 
-    def _send_to(self, writer: int, batch: list[Page]) -> None:
-        nbytes = sum(p.nbytes for p in batch)
-        self._settle(writer, self._credit - nbytes)
-        segments = tuple(dict.fromkeys(p.segment for p in batch))
-        # Ray copies the arrays into its object store before .remote() returns: then the ring may reuse them.
-        ref = self._writers[writer].add_pages.remote(batch)
-        self._unanswered[writer][ref] = (nbytes, segments)
-
-    def _routed(self, pages: Sequence[Page]) -> dict[int, list[Page]]:
-        """Pages by writer: a segment's pages all go to one, segments in turn."""
-        batches: dict[int, list[Page]] = {}
-        for page in pages:
-            key = (page.segment.key, page.segment.index)
-            if key not in self._route:
-                self._route[key] = self._turn
-                self._turn = (self._turn + 1) % len(self._writers)
-            batches.setdefault(self._route[key], []).append(page)
-            if page.stop == page.segment.stop:
-                del self._route[key]
-        return batches
-
-    def _settle(self, writer: int, room: int) -> None:
-        """Take answers until at most ``room`` bytes are unanswered (or none: one batch may exceed the credit)."""
-        unanswered = self._unanswered[writer]
-        while unanswered and sum(n for n, _ in unanswered.values()) > max(room, 0):
-            done, _ = ray.wait(list(unanswered), num_returns=1)
-            for ref in done:
-                _, segments = unanswered.pop(ref)
-                try:
-                    refused = ray.get(ref)
-                except RayError as e:
-                    refused = f"writer died: {type(e).__name__}"
-                if refused is not None:
-                    self._on_lost(Lost(segments, refused))
-
     def flush(self) -> None:
         with self._lock:
-            for writer in range(len(self._writers)):
+            for writer in self._writers:
                 self._settle(writer, 0)
 
     def close(self) -> None:
         self.flush()
+
+    # -- where pages go ------------------------------------------------------------------------------------------
+
+    def _routed(self, pages: Sequence[Page]) -> list[tuple[_Writer, list[Page]]]:
+        """Pages by writer, in order."""
+        batches: dict[int, tuple[_Writer, list[Page]]] = {}
+        planned: dict[int, int] = {}
+        for page in pages:
+            segment = page.segment
+            key = (segment.key, segment.index, segment.source)
+            if key not in self._route:
+                self._route[key] = self._choose(page.nbytes, planned)
+                if self._route[key] is None:
+                    self._on_lost(Lost((segment,), "there is no writer"))
+            writer = self._route[key]
+            if page.stop == segment.stop:
+                del self._route[key]
+            if writer is None:
+                continue  # told when its writer was found dead, or gone
+            batches.setdefault(id(writer), (writer, []))[1].append(page)
+            planned[id(writer)] = planned.get(id(writer), 0) + page.nbytes
+        return list(batches.values())
+
+    def _choose(self, nbytes: int, planned: dict[int, int]) -> _Writer | None:
+        """The emptiest writer of this node that lives; another node's only when those are down or full."""
+        if not self._writers:
+            return None
+        now = time.monotonic()
+
+        def held(w: _Writer) -> int:
+            return w.nbytes + planned.get(id(w), 0)
+
+        for w in self._writers:
+            self._settle(w, None)
+        up = [w for w in self._writers if w.down_until <= now]
+        here = [w for w in up if w.node == self._node]
+        for candidates in (here, up):
+            free = [w for w in candidates if held(w) + nbytes <= w.credit or not held(w)]
+            if free:
+                return min(free, key=held)
+        # All are full: wait for one here. All are down: the one that is back first gets it; Ray keeps the call for it.
+        return min(here or up, key=held, default=None) or min(self._writers, key=lambda w: w.down_until)
+
+    def _send_to(self, writer: _Writer, pages: list[Page]) -> None:
+        at = 0
+        while at < len(pages):
+            nbytes = pages[at].nbytes
+            end = at + 1
+            while end < len(pages) and nbytes + pages[end].nbytes <= writer.credit:
+                nbytes += pages[end].nbytes
+                end += 1
+            epoch = writer.epoch
+            self._settle(writer, writer.credit - nbytes)
+            batch = pages[at:end]
+            at = end
+            segments = tuple(dict.fromkeys(p.segment for p in batch))
+            if writer.epoch != epoch:
+                # Found dead while waiting for room: of what had begun there nothing more is sent.
+                lost = tuple(dict.fromkeys(p.segment for p in [*batch, *pages[at:]]))
+                self._on_lost(Lost(lost, "their writer died"))
+                return
+            # Ray copies the arrays into its object store before .remote() returns: then the ring may reuse them.
+            ref = writer.actor.add_pages.remote(self._name, batch)
+            writer.unanswered[ref] = (nbytes, segments)
+            writer.nbytes += nbytes
+
+    # -- what comes back -----------------------------------------------------------------------------------------
+
+    def _settle(self, writer: _Writer, room: int | None) -> None:
+        """Take answers until at most ``room`` bytes are unanswered (or none: one batch may exceed the credit); without
+        ``room`` those that are there."""
+        while writer.unanswered and (room is None or writer.nbytes > max(room, 0)):
+            refs = list(writer.unanswered)
+            done, _ = ray.wait(refs, num_returns=1, timeout=0 if room is None else None)
+            if not done:
+                return
+            for ref in done:
+                nbytes, segments = writer.unanswered.pop(ref)
+                writer.nbytes -= nbytes
+                self._answered(writer, ref, segments)
+
+    def _answered(self, writer: _Writer, ref: Any, segments: tuple[Segment, ...]) -> None:
+        try:
+            answer: Answer = ray.get(ref)
+        except RayError as e:
+            if writer.down_until <= time.monotonic():  # several calls meet one death
+                writer.epoch += 1
+                writer.deaths += 1
+                writer.down_until = time.monotonic() + min(2.0**writer.deaths / 2, 30.0)
+            self._on_lost(Lost(segments, f"writer died: {type(e).__name__}"))
+            self._abandon(writer)
+            return
+        writer.deaths = 0
+        writer.credit = answer.credit
+        if answer.refused is not None:
+            self._on_lost(Lost(segments, answer.refused))
+
+    def _abandon(self, writer: _Writer) -> None:
+        """What had begun at a writer that died cannot be completed: the rest of it goes nowhere."""
+        for key, chosen in self._route.items():
+            if chosen is writer:
+                self._route[key] = None

@@ -50,6 +50,7 @@ class SinkOptions:
     ``about`` goes into every part (model, revision, versions …). ``attempt`` 0 means that there is no run: objects
     are stored without receipts (a server's ``layout="sample"``). ``max_bytes`` bounds what the sink holds: raw bytes
     being encoded and encoded bytes not yet stored; one segment of every sender and one part fit whatever it says.
+    ``uploads`` parts are stored at once. An unfinished segment of which nothing came for ``stale_seconds`` is dropped.
     ``on_bad_rows``: segments with non-finite rows or all-zero layers are stored with that said in their ``meta``
     (``"flag"``), or told as lost (``"fail"``).
     """
@@ -62,7 +63,8 @@ class SinkOptions:
     part_bytes: int = 256 << 20
     part_seconds: float = 60.0
     max_bytes: int = 1 << 30
-    uploads: int = 2
+    uploads: int = 4
+    stale_seconds: float = 900.0
     on_bad_rows: Literal["flag", "fail"] = "flag"
 
 
@@ -76,6 +78,7 @@ class _Filling:
 
     encoder: SegmentEncoder
     source: str
+    touched: float
     scan: Scan
     nbytes: int = 0
 
@@ -83,6 +86,7 @@ class _Filling:
 @dataclass(slots=True)
 class _OpenPart:
     segments: list[EncodedSegment] = field(default_factory=list)
+    names: set[tuple[str, int]] = field(default_factory=set)
     nbytes: int = 0
     header_bytes: int = 0
     since: float = 0.0
@@ -184,9 +188,11 @@ class PartSink:
             if filling is None or filling.source != segment.source:
                 if filling is not None:
                     self._held -= filling.nbytes
-                filling = self._filling[key] = _Filling(
-                    SegmentEncoder(self._opt.codec), segment.source, Scan.empty(num_layers)
+                filling = _Filling(
+                    SegmentEncoder(self._opt.codec), segment.source, time.monotonic(), Scan.empty(num_layers)
                 )
+                self._filling[key] = filling
+            filling.touched = time.monotonic()
             return filling
 
     def _admit(self, nbytes: int) -> None:
@@ -196,19 +202,24 @@ class PartSink:
                     raise self._dead
                 if self._held + nbytes <= self._opt.max_bytes:
                     break
-                if self._open.segments:
-                    self._seal_locked()  # starved: store what is whole rather than wait for a full part
                 if not self._storing:
-                    break  # only unfinished segments are held: taking more pages is the only way on
+                    if not self._open.segments:
+                        break  # only unfinished segments are held: taking more pages is the only way on
+                    self._seal_locked()  # starved: store what is whole, as nothing else will make room
                 self._lock.wait(1.0)
             self._held += nbytes
 
     def _append(self, segment: EncodedSegment) -> None:
+        name = (segment.segment.key, segment.segment.index)
         with self._lock:
+            if name in self._open.names:
+                # A row that was computed again because its engine died, before what that one left was sealed.
+                self._seal_locked()
             part = self._open
             if not part.segments:
                 part.since = time.monotonic()
             part.segments.append(segment)
+            part.names.add(name)
             part.nbytes += segment.nbytes
             part.header_bytes += segment.header_nbytes
             full = part.nbytes >= self._opt.part_bytes or part.header_bytes >= MAX_HEADER_BYTES
@@ -234,8 +245,15 @@ class PartSink:
     def _seal_by_age(self) -> None:
         while not self._closed.wait(min(1.0, self._opt.part_seconds / 4)):
             with self._lock:
-                if self._open.segments and time.monotonic() - self._open.since >= self._opt.part_seconds:
+                now = time.monotonic()
+                if self._open.segments and now - self._open.since >= self._opt.part_seconds:
                     self._seal_locked()
+                for key, filling in list(self._filling.items()):
+                    if now - filling.touched >= self._opt.stale_seconds:
+                        # Its engine died, and its row was computed again elsewhere.
+                        del self._filling[key]
+                        self._held -= filling.nbytes
+                        self._lock.notify_all()
 
     def _store_part(self, segments: Sequence[EncodedSegment], number: int) -> None:
         try:

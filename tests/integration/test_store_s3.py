@@ -16,6 +16,8 @@ from hsx_dist.errors import Denied, NotFound, Unavailable
 from hsx_dist.format import runs
 from hsx_dist.store import Store, open_store
 from hsx_dist.store.fsspec import FsspecStore
+from hsx_dist.store.obstore import ObstoreStore
+from hsx_dist.store.opening import Backend
 from hsx_dist.testing.servers import S3Server, seaweedfs
 from hsx_dist.testing.store_suite import StoreSuite
 
@@ -33,8 +35,25 @@ def url(s3: S3Server) -> str:
     return f"{s3.url}/{uuid.uuid4().hex}/run"
 
 
+_backend: Backend = "auto"
+
+
+@pytest.fixture(autouse=True, params=["fsspec", "obstore"])
+def _with_both(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test runs with both: the same calls, the same errors."""
+    global _backend
+    _backend = request.param
+    yield
+    _backend = "auto"
+
+
 def _store(s3: S3Server, url: str, seconds: float = 0, **changes: Any) -> Store:
-    return open_store(url, {**s3.storage_options, **changes}, retry_seconds=seconds)
+    return open_store(url, {**s3.storage_options, **changes}, backend=_backend, retry_seconds=seconds)
+
+
+def _impatient(s3: S3Server, url: str, **changes: Any) -> Store:
+    made = {"fsspec": FsspecStore, "obstore": ObstoreStore}[_backend]
+    return made(url, {**s3.storage_options, **changes}, patience=2)
 
 
 class TestS3(StoreSuite):
@@ -48,7 +67,7 @@ class TestS3(StoreSuite):
 def test_credentials_from_the_environment(s3: S3Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in s3.env.items():
         monkeypatch.setenv(name, value)
-    store = open_store(url)
+    store = open_store(url, backend=_backend)
     store.put("a", [b"1"])
     assert store.get("a") == b"1"
 
@@ -79,7 +98,7 @@ def test_wrong_credentials_are_denied_and_not_shown(s3: S3Server, url: str, chan
 
 def test_read_only_credentials_may_read_and_not_write(s3: S3Server, url: str) -> None:
     _store(s3, url).put("a", [b"1"])
-    reader = open_store(url, s3.read_only.storage_options, retry_seconds=0)
+    reader = open_store(url, s3.read_only.storage_options, backend=_backend, retry_seconds=0)
     assert reader.get("a") == b"1"
     assert [o.name for o in reader.list()] == ["a"]
     for call in (
@@ -98,9 +117,8 @@ def test_no_credentials_at_all(s3: S3Server, url: str, monkeypatch: pytest.Monke
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
-    store = open_store(url, {"endpoint_url": s3.endpoint_url}, retry_seconds=0)
     with pytest.raises(Denied, match="Check the credentials"):
-        store.put("a", [b"1"])
+        open_store(url, {"endpoint_url": s3.endpoint_url}, backend=_backend, retry_seconds=0).put("a", [b"1"])
 
 
 def test_missing_bucket_has_its_own_hint(s3: S3Server) -> None:
@@ -143,7 +161,7 @@ def test_a_server_that_never_lets_a_put_begin_is_given_up(s3: S3Server, url: str
     """The client sends `Expect: 100-continue` and waits; no read time-out of its own covers that."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        store = FsspecStore(url, {**s3.storage_options, "endpoint_url": endpoint}, patience=2)
+        store = _impatient(s3, url, endpoint_url=endpoint)
         with pytest.raises(Unavailable, match="Check the endpoint's address"):
             store.put("a", [b"1"])
 
@@ -160,13 +178,13 @@ def test_expired_credentials_are_looked_up_anew(monkeypatch: pytest.MonkeyPatch,
     for name, value in {"ACCESS_KEY_ID": "first-key", "SECRET_ACCESS_KEY": "s", "SESSION_TOKEN": "t"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     with _answering(iter([400, 400, 200])) as endpoint:
-        store = open_store(url, {"endpoint_url": endpoint}, retry_seconds=30)
+        store = open_store(url, {"endpoint_url": endpoint}, backend=_backend, retry_seconds=30)
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "second-key")
         store.put("a", [b"1"])
     with _answering(iter([400] * 9)) as endpoint:
         given = {"endpoint_url": endpoint, "key": "the-key", "secret": "the-secret", "token": "the-token"}
         with pytest.raises(Denied, match="ExpiredToken"):
-            open_store(url, given, retry_seconds=30).put("a", [b"1"])
+            open_store(url, given, backend=_backend, retry_seconds=30).put("a", [b"1"])
 
 
 def test_large_put_never_joins_the_buffers(s3: S3Server, url: str) -> None:

@@ -16,7 +16,7 @@ PACKAGE = Path(hsx_dist.__file__).parent
 
 #: Which rooms of the house each room may look into; itself always.
 ALLOWED: dict[str, set[str]] = {
-    "__init__": {"config", "errors", "jobs", "page", "reading"},
+    "__init__": {"config", "errors", "format", "jobs", "page", "reading"},
     "errors": set(),
     "page": {"errors"},
     "config": {"errors", "page"},

@@ -1,21 +1,55 @@
-"""Codecs, and the registry by which stored objects name them. To add one, put its class into ``CODECS``."""
+"""Codecs, and the registry by which stored objects name them."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
-from typing import Any
+from importlib.metadata import entry_points
+from typing import Any, TypeVar
 
+from hsx_dist.config.checks import CODEC_ENTRY_POINTS, CODEC_NAMES
 from hsx_dist.errors import ConfigError, FormatError, UnknownCodec
-from hsx_dist.format.codecs.base import Codec, Plane
+from hsx_dist.format.codecs.base import Codec
+from hsx_dist.format.codecs.fp8_token import Fp8TokenCodec
 from hsx_dist.format.codecs.none import NoneCodec
 from hsx_dist.format.codecs.split import SplitCodec
 from hsx_dist.format.codecs.zstd import ZstdCodec
 
 #: Name → class. The keys of ``to_dict`` besides ``name`` are the class's arguments.
-CODECS: dict[str, type[Codec]] = {c.name: c for c in (NoneCodec, ZstdCodec, SplitCodec)}
+CODECS: dict[str, type[Codec]] = {c.name: c for c in (NoneCodec, ZstdCodec, SplitCodec, Fp8TokenCodec)}
 
-__all__ = ["CODECS", "Codec", "NoneCodec", "Plane", "SplitCodec", "ZstdCodec", "codec_from_dict", "resolve_codec"]
+__all__ = [
+    "CODECS",
+    "Codec",
+    "Fp8TokenCodec",
+    "NoneCodec",
+    "SplitCodec",
+    "ZstdCodec",
+    "codec_from_dict",
+    "register_codec",
+    "resolve_codec",
+]
+
+_C = TypeVar("_C", bound=type[Codec])
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+
+
+def register_codec(codec: _C) -> _C:
+    """Make a codec's class known in this process under its ``name``; also a class decorator.
+
+    Processes that are started elsewhere (Ray's writers, a reader on another machine) know it where its package names it
+    as an entry point of the group ``hsx_dist.codecs``.
+
+    Raises:
+        ValueError: the name is not of lower-case letters, digits, ``.``, ``_`` and ``-``, or another codec's.
+    """
+    if not isinstance(codec.name, str) or not _NAME.fullmatch(codec.name):
+        raise ValueError(f"expected a name of lower-case letters, digits, '.', '_', '-', got {codec.name!r}: rename it")
+    if CODECS.setdefault(codec.name, codec) is not codec:
+        raise ValueError(f"codec {codec.name!r}: expected a name of its own, {CODECS[codec.name]} has it: rename it")
+    CODEC_NAMES.add(codec.name)
+    return codec
 
 
 def codec_from_dict(d: Mapping[str, Any]) -> Codec:
@@ -26,22 +60,23 @@ def codec_from_dict(d: Mapping[str, Any]) -> Codec:
         FormatError: the parameters are not that codec's.
     """
     name = d.get("name")
-    if not isinstance(name, str) or name not in CODECS:
+    codec = _find(name) if isinstance(name, str) else None
+    if codec is None:
         raise UnknownCodec(
-            f"the object was written with codec {name!r}, known here: {', '.join(sorted(CODECS))}; "
-            "register it in hsx_dist.format.codecs.CODECS or use a newer hsx_dist"
+            f"the object was written with codec {str(name)[:80]!r}, known here: {', '.join(sorted(CODECS))}; install "
+            "the package that has it, register it with hsx_dist.register_codec, or use a newer hsx_dist"
         )
     try:
-        return CODECS[name](**{str(k): v for k, v in d.items() if k != "name"})
+        return codec(**{str(k): v for k, v in d.items() if k != "name"})
     except (TypeError, ValueError) as e:
-        raise FormatError(f"codec {name}: its parameters {dict(d)!r} are not understood: {e}") from e
+        raise FormatError(f"codec {name}: its parameters {str(dict(d))[:200]} are not understood: {e}") from e
 
 
 def resolve_codec(value: str | Mapping[str, Any]) -> Codec:
     """The codec that a user asked for: ``"split"`` or ``{"name": "zstd", "level": 3}``. ``ConfigError`` otherwise."""
     d: Mapping[str, Any] = {"name": value} if isinstance(value, str) else value
     name = d.get("name")
-    if not isinstance(name, str) or name not in CODECS:
+    if not isinstance(name, str) or _find(name) is None:
         near = difflib.get_close_matches(str(name), CODECS, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"codec: expected one of {', '.join(sorted(CODECS))}, got {name!r}{hint}")
@@ -49,3 +84,10 @@ def resolve_codec(value: str | Mapping[str, Any]) -> Codec:
         return codec_from_dict(d)
     except FormatError as e:
         raise ConfigError(f"codec: {e}") from e
+
+
+def _find(name: str) -> type[Codec] | None:
+    if name not in CODECS:
+        for found in entry_points(group=CODEC_ENTRY_POINTS, name=name):
+            register_codec(found.load())
+    return CODECS.get(name)

@@ -1,64 +1,53 @@
-"""The codec's contract: a reversible (or declared lossy) encoding of one chunk of one layer into byte planes."""
+"""The codec's contract: a reversible (or declared lossy) encoding of one chunk of one layer into bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
 from hsx_dist.errors import FormatError
 from hsx_dist.page import CARRIER
-from hsx_dist.store.base import Buffer, as_bytes_view
-
-
-@dataclass(frozen=True, slots=True)
-class Plane:
-    """One stream of an encoded layer.
-
-    ``bytes_per_element``: a raw plane has that many bytes for every element, so its size and the place of every row
-    are known; ``None``: the size varies from chunk to chunk and is written down. A codec whose only plane has the
-    name ``""`` stores the values as they are: the tensor then has the true dtype and shape.
-    """
-
-    name: str
-    bytes_per_element: int | None
+from hsx_dist.store.base import Buffer
 
 
 @runtime_checkable
 class Codec(Protocol):
-    """A frozen value that serialises itself. It may be used from several threads at once."""
+    """A frozen value that serialises itself. It may be used from several threads at once.
+
+    ``name`` is what objects call it; ``lossy`` whether ``decode`` may give back other bits than ``encode`` got. Prove
+    one of your own with ``hsx_dist.testing.codec_suite``.
+    """
 
     name: ClassVar[str]
-
-    def planes(self, dtype: str) -> tuple[Plane, ...]:
-        """The planes of an array of ``dtype`` (a key of ``CARRIER``), in the order in which they are stored."""
+    lossy: ClassVar[bool]
 
     def encode(self, x: np.ndarray[Any, Any], dtype: str) -> tuple[Buffer, ...]:
-        """One buffer a plane, none of them sharing memory with ``x``: the page is reused as soon as this returns.
+        """Buffers that are stored one behind the other, none of them sharing memory with ``x``: the page is reused as
+        soon as this returns.
 
-        ``x``: the dtype's carrier, shape ``[n, H]``; its rows may be strided. The same bits give the same bytes.
+        ``x``: the carrier of ``dtype`` (a key of ``CARRIER``), shape ``[n, H]``; its rows may be strided. The same bits
+        give the same bytes.
         """
 
-    def decode(self, planes: Sequence[Buffer], n: int, hidden_size: int, dtype: str) -> np.ndarray[Any, Any]:
-        """The carrier array ``[n, hidden_size]``, which may be a read-only view of ``planes``.
+    def decode(self, data: memoryview, out: np.ndarray[Any, Any], dtype: str) -> None:
+        """Fill ``out``, a carrier array ``[n, H]`` whose rows may be strided, from the stored bytes ``data``.
 
-        Allocates no more than a few times the array's size, whatever the planes say. ``FormatError`` when they do not
-        fit it.
+        Allocates no more than a few times the size of ``out``, whatever ``data`` says. ``FormatError`` when they do
+        not fit each other; ``out`` then means nothing.
         """
 
     def to_dict(self) -> dict[str, Any]:
         """``{"name": …}`` and the parameters, JSON types only; ``codec_from_dict`` makes an equal codec of it."""
 
 
-def raw_plane(data: Buffer, itemsize: int, n: int, hidden_size: int, plane: str) -> np.ndarray[Any, Any]:
-    """``data`` as ``[n, hidden_size]`` unsigned integers of ``itemsize`` bytes, a view, or ``FormatError``."""
-    view = as_bytes_view(data)
-    expected = n * hidden_size * itemsize
-    if view.nbytes != expected:
-        raise FormatError(f"plane {plane!r}: expected {expected} bytes for [{n}, {hidden_size}], got {view.nbytes}")
-    return np.frombuffer(view, dtype=f"<u{itemsize}").reshape(n, hidden_size)
+def raw_array(data: memoryview, itemsize: int, shape: tuple[int, ...], what: str) -> np.ndarray[Any, Any]:
+    """``data`` as unsigned little-endian integers of ``itemsize`` bytes, a view of ``shape``, or ``FormatError``."""
+    expected = int(np.prod(shape, dtype=object)) * itemsize
+    if data.nbytes != expected:
+        raise FormatError(f"{what}: expected {expected} bytes for {list(shape)}, got {data.nbytes}")
+    return np.frombuffer(data, dtype=f"<u{itemsize}").reshape(shape)
 
 
 def flat(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -69,3 +58,22 @@ def flat(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def itemsize(dtype: str) -> int:
     """Bytes of one element of ``dtype``."""
     return np.dtype(CARRIER[dtype]).itemsize
+
+
+_local = threading.local()
+#: More than this is not kept between calls: a chunk is usually a MiB or two.
+_LARGEST_SCRATCH = 4 << 20
+
+
+def scratch(name: str, nbytes: int) -> np.ndarray[Any, Any]:
+    """uint8 ``[nbytes]`` of this thread's own, valid until the thread asks for ``name`` again.
+
+    Memory that is fresh for every chunk costs more in page faults than the codec's own work.
+    """
+    kept: dict[str, np.ndarray[Any, Any]] = _local.__dict__.setdefault("kept", {})
+    found = kept.get(name)
+    if found is None or found.nbytes < nbytes:
+        found = np.empty(nbytes, np.uint8)
+        if nbytes <= _LARGEST_SCRATCH:
+            kept[name] = found
+    return found[:nbytes]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,11 +10,14 @@ import numpy as np
 import zstandard
 
 from hsx_dist.errors import FormatError
-from hsx_dist.format.codecs.base import Plane, itemsize, raw_plane
-from hsx_dist.store.base import Buffer, as_bytes_view
+from hsx_dist.format.codecs.base import flat, scratch
+from hsx_dist.store.base import Buffer
 
-# One frame is decoded into memory of a size that is known beforehand; a larger window than this has no honest use.
+# A frame is decoded in one go into memory of a size that is known beforehand: its window is never allocated.
 _MAX_WINDOW = 1 << 27
+# RFC 8878: a block of at most 128 KiB takes a header of 3 bytes and one byte of content.
+_MOST_EXPANSION = (128 << 10) // 4
+_RLE_BLOCK, _RESERVED_BLOCK = 1, 3
 
 # A zstandard context serves one thread at a time, and is dear to make.
 _local = threading.local()
@@ -48,22 +50,49 @@ def compress_huffman(data: np.ndarray[Any, Any]) -> bytes:
     return compressor.compress(data.data)
 
 
-def decompress(data: Buffer, expected: int, plane: str) -> bytes:
-    """The content of the zstd frame ``data``. ``FormatError`` unless it is ``expected`` bytes, before allocating."""
-    view = as_bytes_view(data)
+def decompress_into(frame: memoryview, out: np.ndarray[Any, Any]) -> None:
+    """Fill ``out``, uint8 ``[n]``, with the content of ``frame``.
+
+    Raises ``FormatError`` unless ``frame`` is one whole zstd frame, nothing behind it, of exactly ``n`` bytes.
+    """
+    expected = out.nbytes
     try:
-        size = zstandard.frame_content_size(view)
-        if size != expected:
-            raise FormatError(f"plane {plane!r}: expected a zstd frame of {expected} bytes, it says {size}")
+        _check_frame(frame, expected)
         decompressor: zstandard.ZstdDecompressor | None = getattr(_local, "decompressor", None)
         if decompressor is None:
             decompressor = _local.decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
-        content = decompressor.decompress(view, max_output_size=expected, allow_extra_data=False)
+        # Straight into our memory: with the whole frame at hand and room for all of it libzstd decodes in one go.
+        with decompressor.stream_reader(frame) as reader:
+            got = reader.readinto(out.data)
     except zstandard.ZstdError as e:
-        raise FormatError(f"plane {plane!r}: expected one zstd frame of {expected} bytes: {e}") from e
-    if len(content) != expected:
-        raise FormatError(f"plane {plane!r}: expected {expected} bytes, the zstd frame gave {len(content)}")
-    return content
+        raise FormatError(f"expected one zstd frame of {expected} bytes: {e}") from e
+    if got != expected:
+        raise FormatError(f"expected {expected} bytes, the zstd frame gave {got}")
+
+
+def check_expansion(frame_bytes: int, expected: int) -> None:
+    """``FormatError`` when no zstd frame of ``frame_bytes`` can hold ``expected`` bytes; ask before allocating."""
+    if expected > frame_bytes * _MOST_EXPANSION:
+        raise FormatError(f"expected {expected} bytes, which no zstd frame of {frame_bytes} bytes can hold")
+
+
+def _check_frame(frame: memoryview, expected: int) -> None:
+    """Walk over the blocks' headers: what is cut short, or has something behind it, is seen before it is decoded."""
+    parameters = zstandard.get_frame_parameters(frame)
+    if parameters.content_size != expected:
+        raise FormatError(f"expected a zstd frame of {expected} bytes, it says {parameters.content_size}")
+    if parameters.dict_id:
+        raise FormatError(f"expected a zstd frame without a dictionary, it wants number {parameters.dict_id}")
+    at, last = zstandard.frame_header_size(frame), False
+    while not last:
+        header = int.from_bytes(frame[at : at + 3], "little")
+        last, kind, size = bool(header & 1), header >> 1 & 3, header >> 3
+        at += 3 + (1 if kind == _RLE_BLOCK else size)
+        if at > frame.nbytes or kind == _RESERVED_BLOCK:
+            raise FormatError(f"expected one zstd frame of {expected} bytes, it is cut short or damaged")
+    at += 4 if parameters.has_checksum else 0
+    if at != frame.nbytes:
+        raise FormatError(f"expected a zstd frame of {at} bytes, got {frame.nbytes}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +100,24 @@ class ZstdCodec:
     """The values of a chunk as one zstd frame of ``level`` (1 to 19; higher levels hardly help on hidden states)."""
 
     name: ClassVar[str] = "zstd"
+    lossy: ClassVar[bool] = False
     level: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.level, int) or isinstance(self.level, bool) or not 1 <= self.level <= 19:
             raise ValueError(f"codec zstd: expected a level from 1 to 19, got {self.level!r}")
 
-    def planes(self, dtype: str) -> tuple[Plane, ...]:  # noqa: ARG002
-        return (Plane("z", None),)
-
     def encode(self, x: np.ndarray[Any, Any], dtype: str) -> tuple[Buffer, ...]:  # noqa: ARG002
         return (_compressor(self.level).compress(np.ascontiguousarray(x).data),)
 
-    def decode(self, planes: Sequence[Buffer], n: int, hidden_size: int, dtype: str) -> np.ndarray[Any, Any]:
-        (z,) = planes
-        width = itemsize(dtype)
-        return raw_plane(decompress(z, n * hidden_size * width, "z"), width, n, hidden_size, "z")
+    def decode(self, data: memoryview, out: np.ndarray[Any, Any], dtype: str) -> None:  # noqa: ARG002
+        check_expansion(data.nbytes, out.nbytes)
+        if out.flags.c_contiguous:
+            decompress_into(data, flat(out))
+            return
+        values = scratch("values", out.nbytes)
+        decompress_into(data, values)
+        out[:] = values.view(out.dtype).reshape(out.shape)
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, "level": self.level}

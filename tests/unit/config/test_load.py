@@ -86,7 +86,7 @@ def test_unknown_names_get_the_nearest_right_one() -> None:
         (["page_bytes=65MiB"], ["segment_bytes: expected at least page_bytes"]),
         (["min_replicas=2"], ["max_replicas: expected at least min_replicas (2), came 1"]),
         (["max_replicas=0"], ["max_replicas: expected greater than or equal to 1"]),
-        (["codec=splt"], ["codec: expected one of the codecs none, split, zstd", "did you mean split?"]),
+        (["codec=splt"], ["codec: expected one of the codecs fp8-token, none, split, zstd", "did you mean split?"]),
         (["codec={level: 3}"], ["a mapping without name"]),
         (["codec=3"], ["codec: expected a codec's name", "came 3"]),
         (["layers=[1.5]"], ["layers: expected layer ids", "1.5"]),

@@ -231,6 +231,17 @@ def test_prompts_of_embeddings_are_refused_with_the_reason():
     assert "embeddings" in answer["hidden_states_meta"]["reason"]
 
 
+def test_images_are_told_apart_by_what_they_are_and_not_by_their_placeholders():
+    scheduler = half()
+    told = []
+    for i, image in enumerate(("cat", "cat", "dog")):
+        r = request(4, 4, hidden_states_key="k", request_id=f"r{i}-1")
+        r.mm_features = [SimpleNamespace(identifier=image)]
+        held, answer = scheduler.request_finished(r, [1])
+        told.append((held, answer["hidden_states_meta"].get("multimodal")))
+    assert told == [(True, ["cat"]), (True, ["cat"]), (False, None)]
+
+
 def test_results_of_a_batch_and_of_n_choices_have_keys_that_a_client_can_compute():
     scheduler = half(via="store")
     keys = {}

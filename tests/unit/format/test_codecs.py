@@ -1,138 +1,292 @@
 from __future__ import annotations
 
-import threading
-from typing import Any
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 import zstandard
 
+from hsx_dist.config import ExtractConfig
+from hsx_dist.config.checks import CODEC_NAMES
 from hsx_dist.errors import ConfigError, FormatError, UnknownCodec
-from hsx_dist.format.codecs import CODECS, Codec, NoneCodec, SplitCodec, ZstdCodec, codec_from_dict, resolve_codec
+from hsx_dist.format.codecs import (
+    CODECS,
+    Codec,
+    Fp8TokenCodec,
+    NoneCodec,
+    SplitCodec,
+    ZstdCodec,
+    codec_from_dict,
+    register_codec,
+    resolve_codec,
+)
+from hsx_dist.format.codecs.fp8_token import E4M3, encode_e4m3
+from hsx_dist.format.codecs.values import from_float32, to_float32
+from hsx_dist.format.loss import combine, measure
 from hsx_dist.page import CARRIER
+from hsx_dist.store.base import Buffer
+from hsx_dist.testing.codec_suite import CodecSuite, decoded, encoded
 from hsx_dist.testing.samples import random_sample
 
-CODECS_TO_TEST = [NoneCodec(), ZstdCodec(), ZstdCodec(level=3), SplitCodec()]
-SHAPES = [(1, 1), (1, 64), (2, 7), (37, 24), (910, 576)]
 
-every_codec = pytest.mark.parametrize("codec", CODECS_TO_TEST, ids=str)
-every_dtype = pytest.mark.parametrize("dtype", list(CARRIER))
+class TestNone(CodecSuite):
+    compresses = False
 
-
-def layer(n: int, hidden_size: int, dtype: str) -> np.ndarray[Any, Any]:
-    return random_sample(tokens=n, hidden_size=hidden_size, layer_ids=(0,), dtype=dtype).states[:, 0]
+    @pytest.fixture
+    def codec(self) -> Codec:
+        return NoneCodec()
 
 
-@every_codec
-@every_dtype
-@pytest.mark.parametrize(("n", "hidden_size"), SHAPES)
-def test_what_is_decoded_is_what_was_encoded(codec: Codec, dtype: str, n: int, hidden_size: int) -> None:
-    x = layer(n, hidden_size, dtype)
-    planes = codec.encode(x, dtype)
-    assert len(planes) == len(codec.planes(dtype))
-    for plane, data in zip(codec.planes(dtype), planes, strict=True):
-        if plane.bytes_per_element is not None:
-            assert memoryview(data).nbytes == n * hidden_size * plane.bytes_per_element
-    y = codec.decode(planes, n, hidden_size, dtype)
-    assert y.dtype == CARRIER[dtype]
-    assert y.shape == (n, hidden_size)
-    assert np.array_equal(x, y)
+class TestZstd(CodecSuite):
+    @pytest.fixture(params=[1, 3])
+    def codec(self, request: pytest.FixtureRequest) -> Codec:
+        return ZstdCodec(request.param)
 
 
-@every_codec
-@every_dtype
-def test_strided_rows_give_the_same_bytes(codec: Codec, dtype: str) -> None:
-    x = random_sample(tokens=50, dtype=dtype).states
-    for k in range(x.shape[1]):
-        strided = codec.encode(x[:, k], dtype)
-        packed = codec.encode(np.ascontiguousarray(x[:, k]), dtype)
-        assert [bytes(memoryview(p)) for p in strided] == [bytes(memoryview(p)) for p in packed]
+class TestSplit(CodecSuite):
+    @pytest.fixture
+    def codec(self) -> Codec:
+        return SplitCodec()
 
 
-@every_codec
-@every_dtype
-def test_planes_do_not_share_memory_with_the_page(codec: Codec, dtype: str) -> None:
-    x = layer(20, 24, dtype).copy()
-    expected = x.copy()
-    planes = codec.encode(x, dtype)
-    x[:] = 0
-    assert np.array_equal(codec.decode(planes, 20, 24, dtype), expected)
+class TestFp8Token(CodecSuite):
+    worst_token = 0.04
+
+    @pytest.fixture
+    def codec(self) -> Codec:
+        return Fp8TokenCodec()
 
 
-@every_codec
-def test_two_threads_give_the_same_bytes(codec: Codec) -> None:
-    xs = [random_sample(tokens=300, hidden_size=64, seed=s).states[:, 0] for s in range(8)]
-    alone = [[bytes(memoryview(p)) for p in codec.encode(x, "bfloat16")] for x in xs]
-    together: list[list[list[bytes]]] = [[], []]
+@dataclass(frozen=True)
+class Inverted:
+    """A codec of somebody else's: every bit inverted, xor ``mask``."""
 
-    def work(out: list[list[bytes]]) -> None:
-        out.extend([bytes(memoryview(p)) for p in codec.encode(x, "bfloat16")] for x in xs)
+    name: ClassVar[str] = "inverted"
+    lossy: ClassVar[bool] = False
+    mask: int = 0
 
-    threads = [threading.Thread(target=work, args=(out,)) for out in together]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert together == [alone, alone]
+    def encode(self, x: np.ndarray[Any, Any], dtype: str) -> tuple[Buffer, ...]:  # noqa: ARG002
+        return (bytes(memoryview(np.ascontiguousarray(~x ^ x.dtype.type(self.mask))).cast("B")),)
 
+    def decode(self, data: memoryview, out: np.ndarray[Any, Any], dtype: str) -> None:  # noqa: ARG002
+        if data.nbytes != out.nbytes:
+            raise FormatError(f"expected {out.nbytes} bytes, got {data.nbytes}")
+        out[:] = ~np.frombuffer(data, out.dtype).reshape(out.shape) ^ out.dtype.type(self.mask)
 
-@every_codec
-@every_dtype
-def test_planes_of_a_wrong_size_are_refused(codec: Codec, dtype: str) -> None:
-    planes = codec.encode(layer(10, 8, dtype), dtype)
-    for n, hidden_size in ((9, 8), (11, 8), (10, 9), (1 << 40, 1 << 20)):
-        with pytest.raises(FormatError):
-            codec.decode(planes, n, hidden_size, dtype)
-    for p in range(len(planes)):
-        for bad in (b"", bytes(memoryview(planes[p]))[:-1], bytes(memoryview(planes[p])) + b"x", b"\xff" * 500):
-            with pytest.raises(FormatError):
-                codec.decode([*planes[:p], bad, *planes[p + 1 :]], 10, 8, dtype)
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "mask": self.mask}
 
 
-@pytest.mark.parametrize("codec", [ZstdCodec(), SplitCodec()], ids=str)
-def test_a_bomb_is_refused_before_it_is_decompressed(codec: Codec) -> None:
+@pytest.fixture
+def inverted() -> Iterator[Codec]:
+    register_codec(Inverted)
+    yield Inverted(7)
+    del CODECS["inverted"]
+    CODEC_NAMES.discard("inverted")
+
+
+class TestRegistered(CodecSuite):
+    compresses = False
+
+    @pytest.fixture
+    def codec(self, inverted: Codec) -> Codec:
+        return inverted
+
+
+def test_registering(inverted: Codec) -> None:
+    assert register_codec(Inverted) is Inverted  # twice is fine
+    assert resolve_codec({"name": "inverted", "mask": 3}) == Inverted(3)
+    assert ExtractConfig(output="x", model="m", codec="inverted").codec == "inverted"
+
+    class Other(Inverted):
+        pass
+
+    with pytest.raises(ValueError, match=r"'inverted'.*name of its own"):
+        register_codec(Other)
+    Other.name = "Not A Name"
+    with pytest.raises(ValueError, match="lower-case"):
+        register_codec(Other)
+
+
+def test_a_codec_of_an_installed_package_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Found:
+        def load(self) -> type[Codec]:
+            return Inverted
+
+    asked: list[str] = []
+
+    def entry_points(*, group: str, name: str) -> list[Found]:
+        asked.append(group)
+        return [Found()] if name == "inverted" else []
+
+    monkeypatch.setattr("hsx_dist.format.codecs.entry_points", entry_points)
+    try:
+        assert codec_from_dict({"name": "inverted", "mask": 1}) == Inverted(1)
+        with pytest.raises(UnknownCodec, match="'inverted2'"):
+            codec_from_dict({"name": "inverted2"})
+        assert asked == ["hsx_dist.codecs"] * 2
+    finally:
+        CODECS.pop("inverted")
+        CODEC_NAMES.discard("inverted")
+
+
+# -- zstd and split --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("codec", "raw"), [(ZstdCodec(), 0), (SplitCodec(), 80), (Fp8TokenCodec(), 40)], ids=str)
+def test_a_bomb_is_refused_before_it_is_decompressed(codec: Codec, raw: int) -> None:
     bomb = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 26))
     untold = zstandard.ZstdCompressor(level=1, write_content_size=False).compress(bytes(80))
-    lo = bytes(80)
     for frame in (bomb, untold):
+        with pytest.raises(FormatError, match="it says"):
+            decoded(codec, bytes(raw) + frame, (10, 8), "bfloat16")
+
+
+@pytest.mark.parametrize("codec", [ZstdCodec(), SplitCodec(), Fp8TokenCodec()], ids=str)
+def test_more_than_a_frame_can_hold_is_refused_before_allocating(codec: Codec) -> None:
+    out = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint16), (1 << 20, 1 << 20), (0, 0))
+    with pytest.raises(FormatError, match="expected"):
+        codec.decode(memoryview(bytes(100)), out, "bfloat16")
+
+
+def test_frames_with_a_checksum_are_read_and_checked() -> None:
+    x = random_sample(tokens=30, layer_ids=(0,)).states[:, 0]
+    frame = bytearray(zstandard.ZstdCompressor(level=3, write_checksum=True).compress(x.tobytes()))
+    assert np.array_equal(decoded(ZstdCodec(), bytes(frame), x.shape, "bfloat16"), x)
+    frame[-1] ^= 1
+    with pytest.raises(FormatError, match=r"(?i)checksum"):
+        decoded(ZstdCodec(), bytes(frame), x.shape, "bfloat16")
+
+
+def test_frames_of_all_kinds_of_blocks_are_walked() -> None:
+    rng = np.random.default_rng(0)
+    noise, text = rng.integers(0, 65536, (200, 576), np.uint16), np.tile(np.arange(576, dtype=np.uint16), (200, 1))
+    x = np.concatenate([noise, np.zeros_like(noise), text, noise])
+    frame = encoded(ZstdCodec(), x, "bfloat16")
+    assert np.array_equal(decoded(ZstdCodec(), frame, x.shape, "bfloat16"), x)
+    for cut in itertools.chain(range(0, len(frame), 977), range(len(frame) - 50, len(frame))):
         with pytest.raises(FormatError):
-            codec.decode([frame, lo][: len(codec.planes("bfloat16"))], 10, 8, "bfloat16")
+            decoded(ZstdCodec(), frame[:cut], x.shape, "bfloat16")
 
 
 def test_split_stores_random_mantissas_raw_and_compresses_exponents() -> None:
     x = random_sample(tokens=1000, hidden_size=256, layer_ids=(0,)).states[:, 0]
-    hi, lo = SplitCodec().encode(x, "bfloat16")
-    assert memoryview(lo).nbytes == x.size
-    assert np.array_equal(np.asarray(lo).reshape(x.shape), x & 0xFF)
-    assert memoryview(hi).nbytes < 0.62 * x.size
-    assert zstandard.ZstdDecompressor().decompress(hi) == (x >> 8).astype(np.uint8).tobytes()
+    low, frame = (bytes(memoryview(b)) for b in SplitCodec().encode(x, "bfloat16"))
+    assert low == (x & 0xFF).astype(np.uint8).tobytes()
+    assert len(frame) < 0.62 * x.size
+    assert zstandard.ZstdDecompressor().decompress(frame) == (x >> 8).astype(np.uint8).tobytes()
 
 
-def test_split_of_float32_is_top_byte_second_byte_low_half() -> None:
+def test_split_of_float32_is_low_halves_third_bytes_high_bytes() -> None:
     x = random_sample(tokens=5, hidden_size=4, layer_ids=(0,), dtype="float32").states[:, 0]
-    hi, mid, lo = SplitCodec().encode(x, "float32")
-    assert zstandard.ZstdDecompressor().decompress(hi) == (x >> 24).astype(np.uint8).tobytes()
-    assert bytes(memoryview(mid)) == ((x >> 16) & 0xFF).astype(np.uint8).tobytes()
-    assert bytes(memoryview(lo)) == (x & 0xFFFF).astype("<u2").tobytes()
+    low, third, frame = (bytes(memoryview(b)) for b in SplitCodec().encode(x, "float32"))
+    assert zstandard.ZstdDecompressor().decompress(frame) == (x >> 24).astype(np.uint8).tobytes()
+    assert third == ((x >> 16) & 0xFF).astype(np.uint8).tobytes()
+    assert low == (x & 0xFFFF).astype("<u2").tobytes()
 
 
-@every_codec
-def test_a_codec_survives_its_dictionary(codec: Codec) -> None:
-    assert codec_from_dict(codec.to_dict()) == codec
-    assert resolve_codec(codec.to_dict()) == codec
+# -- fp8-token, proven against torch ---------------------------------------------------------------------------------
+
+
+def test_every_code_is_torchs() -> None:
+    theirs = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+    assert np.array_equal(E4M3, theirs, equal_nan=True)
+
+
+@pytest.mark.parametrize("low", [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+def test_every_upper_half_of_a_float32_rounds_as_in_torch(low: int) -> None:
+    """With all 2**16 upper halves and these lower ones: every code, every tie and both its neighbours."""
+    x = (np.arange(1 << 16, dtype=np.uint32) << 16 | low).view(np.float32)
+    x = x[(np.abs(x) <= 448) | np.isnan(x)]
+    theirs = torch.from_numpy(x).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    assert np.array_equal(encode_e4m3(x), theirs)
+
+
+def test_what_e4m3_cannot_hold() -> None:
+    x = np.array([449, 1e30, np.inf, -np.inf, -500], np.float32)
+    assert encode_e4m3(x).tolist() == [0x7E, 0x7E, 0x7F, 0xFF, 0xFE]
+
+
+@pytest.mark.parametrize("dtype", list(CARRIER))
+def test_float32_and_carriers_agree_with_torch(dtype: str) -> None:
+    x = (np.arange(1 << 20, dtype=np.uint32) << 12 | 0x7FF).view(np.float32)
+    x = np.concatenate([x, (np.arange(1 << 16, dtype=np.uint32) << 16 | 0x8000).view(np.float32)])
+    out = np.empty(x.shape, CARRIER[dtype])
+    from_float32(x, dtype, out)
+    theirs = torch.from_numpy(x).to(getattr(torch, dtype))
+    ours = torch.from_numpy(out).view(getattr(torch, dtype))
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
+    assert np.array_equal(to_float32(out, dtype), theirs.float().numpy(), equal_nan=True)
+
+
+def test_a_token_is_scaled_alone_and_its_largest_value_kept() -> None:
+    values = np.random.default_rng(0).standard_normal((50, 64)).astype(np.float32)
+    values[:, 3] = 2.0 ** np.arange(-25, 25)  # magnitudes of ten thousand millions and of nothing, side by side
+    values[:, 5] = 1e4 * values[:, 3]
+    x = np.empty(values.shape, np.uint16)
+    from_float32(values, "bfloat16", x)
+    y = decoded(Fp8TokenCodec(), encoded(Fp8TokenCodec(), x, "bfloat16"), x.shape, "bfloat16")
+    before, after = to_float32(x, "bfloat16"), to_float32(y, "bfloat16")
+    largest = np.abs(before).max(axis=1)
+    assert np.array_equal(np.abs(after).max(axis=1), largest)
+    # Half a unit in the last place of three bits, or half the smallest step; and the carrier's rounding.
+    limit = np.maximum(np.abs(before) * (2.0**-4 + 2.0**-8), largest[:, None] / 448 * 2.0**-10 * 1.01)
+    assert (np.abs(after - before) <= limit).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_extreme_tokens_survive_fp8(dtype: str) -> None:
+    top = np.float32(np.finfo(np.float32).max) if dtype == "float32" else np.float32(3.3895314e38)
+    rows = [[0, 0, 0], [top, -top, 0], [1e-45, 0, 0], [1e-38, -1e-38, 1e-40], [np.inf, 1, -2], [np.nan, 448, 1]]
+    x = np.empty((6, 3), CARRIER[dtype])
+    from_float32(np.array(rows, np.float32), dtype, x)
+    y = to_float32(decoded(Fp8TokenCodec(), encoded(Fp8TokenCodec(), x, dtype), x.shape, dtype), dtype)
+    assert not y[0].any()
+    assert np.isfinite(y[:4]).all()
+    assert np.allclose(y[1] / top, [1, -1, 0], rtol=1e-2)
+    assert np.isnan(y[4, 0])
+    assert y[4, 1:].tolist() == [1, -2]
+    assert np.isnan(y[5, 0])
+    assert y[5, 1:].tolist() == [448, 1]
+
+
+def test_loss_is_what_a_plain_computation_gives() -> None:
+    x = random_sample(tokens=64, hidden_size=32, layer_ids=(0,), odd=False).states[:, 0]
+    y = decoded(Fp8TokenCodec(), encoded(Fp8TokenCodec(), x, "bfloat16"), x.shape, "bfloat16")
+    a, b = (torch.from_numpy(v).view(torch.bfloat16).double() for v in (x, y))
+    tokens = (a - b).norm(dim=1) / a.norm(dim=1)
+    loss = combine([measure(x[:40], y[:40], "bfloat16"), measure(x[40:], y[40:], "bfloat16")])
+    assert loss.rms == pytest.approx(float((a - b).norm() / a.norm()), rel=1e-3)
+    assert loss.worst_token == pytest.approx(float(tokens.max()), rel=1e-3)
+    same = combine([measure(x, x, "bfloat16")])
+    assert (same.rms, same.worst_token) == (0, 0)
+    zeros = np.zeros_like(x)
+    assert combine([measure(zeros, x, "bfloat16")]).worst_token == np.inf
+    assert combine([measure(zeros, zeros, "bfloat16")]).worst_token == 0
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
 
 
 def test_codecs_by_name() -> None:
     assert {name: resolve_codec(name).to_dict() for name in CODECS} == {
+        "fp8-token": {"name": "fp8-token"},
         "none": {"name": "none"},
         "split": {"name": "split"},
         "zstd": {"name": "zstd", "level": 1},
     }
+    assert set(CODECS) == CODEC_NAMES
+    assert ExtractConfig(output="x", model="m").codec == "split"
 
 
 def test_an_unknown_codec_in_an_object_is_named() -> None:
     for d in ({"name": "lz77"}, {"name": 3}, {}):
-        with pytest.raises(UnknownCodec, match=repr(d.get("name"))):
+        with pytest.raises(UnknownCodec, match=repr(str(d.get("name")))):
             codec_from_dict(d)
     for d in ({"name": "zstd", "level": 99}, {"name": "zstd", "level": True}, {"name": "split", "planes": 3}):
         with pytest.raises(FormatError, match=str(d["name"])):

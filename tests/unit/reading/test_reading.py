@@ -27,7 +27,7 @@ from hsx_dist.errors import (
     SampleFailed,
     SampleNotFound,
 )
-from hsx_dist.format.codecs import Codec, NoneCodec, SplitCodec
+from hsx_dist.format.codecs import Codec, Fp8TokenCodec, NoneCodec, SplitCodec
 from hsx_dist.format.container import SegmentEncoder, build_part
 from hsx_dist.format.manifest import Receipt, RowFate, SegmentProof, part_name, receipt_name, token_hash
 from hsx_dist.format.runs import load_manifest, take_attempt, write_complete, write_run
@@ -43,8 +43,14 @@ Stored = tuple[RandomSample, Segment, int | None]  # and the input row
 class Writer:
     """Stores parts with their receipts, as a sink does."""
 
-    def __init__(self, store: Store, codec: Codec | None = None, name: str = "w"):
-        self.store, self.codec, self.name = store, codec or SplitCodec(), name
+    def __init__(
+        self,
+        store: Store,
+        codec: Codec | None = None,
+        name: str = "w",
+        attached: Mapping[str, np.ndarray[Any, Any]] | None = None,
+    ):
+        self.store, self.codec, self.name, self.attached = store, codec or SplitCodec(), name, attached
         self.attempt = take_attempt(store, {})
         self.seq = 0
 
@@ -55,7 +61,7 @@ class Writer:
             encoder = SegmentEncoder(self.codec)
             for page in sample.pages(segment):
                 encoder.add(page)
-            e = encoder.finish()
+            e = encoder.finish(self.attached if segment.index == 0 else None)
             encoded.append(e)
             proofs.append(SegmentProof(segment, slot, token_hash(e.token_ids), e.raw_nbytes, e.nbytes, row))
         name, sizes = None, (0, "00000000", 0, 0)
@@ -431,6 +437,25 @@ def content_of(sample: RandomSample) -> bytes:
     store = MemoryStore()
     put_object(store, "x", sample, codec=SplitCodec(), about={"model": "tiny"})
     return store.objects["x"]
+
+
+def test_what_is_attached_and_lost_is_told_of_samples() -> None:
+    store = MemoryStore()
+    write_run(store, {})
+    writer = Writer(store, Fp8TokenCodec(), attached={"loss_mask": np.arange(100) > 50})
+    sample = random_sample("long", 100, seed=1, odd=False)
+    a, b = sample.segments(40)
+    writer.put([(sample, b, 1)])
+    writer.put([(sample, a, 1)])
+    got = Run(store)["long"]
+    assert got.attached()["loss_mask"].sum() == 49
+    assert set(got.loss) == set(sample.layer_ids)
+    lossy, exact = got.load()["hidden_states"].double(), torch.from_numpy(sample.states).view(torch.bfloat16).double()
+    for k, layer in enumerate(sample.layer_ids):
+        error = float((lossy - exact)[:, k].norm() / exact[:, k].norm())
+        assert 0 < error <= got.loss[layer].rms * 1.001 <= got.loss[layer].worst_token * 1.002
+    assert not Run(write(MemoryStore()).store)["long"].loss
+    assert not Run(write(MemoryStore()).store)["long"].attached()
 
 
 def test_verify_reads_the_receipts_behind_a_compacted_manifest_too(store: Store) -> None:

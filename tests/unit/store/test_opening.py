@@ -34,7 +34,7 @@ sys.modules["s3fs"] = None
 from hsx_dist.errors import ConfigError
 from hsx_dist.store import open_store
 try:
-    open_store("s3://bucket/x")
+    open_store("s3://bucket/x", backend="fsspec")
 except ConfigError as e:
     print(e)
 """
@@ -81,3 +81,20 @@ def test_exceptions_in_lists_are_raised(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(type(store._fs), "cat_ranges", cat_ranges)
     with pytest.raises(Unavailable, match="late"):
         store.get_ranges("a", [(0, 1), (10**6, 10**6 + 1)])
+
+
+def test_without_obstore_auto_is_fsspec_and_obstore_is_refused() -> None:
+    program = """
+import sys
+sys.modules["obstore"] = None
+from hsx_dist.errors import ConfigError
+from hsx_dist.store import open_store
+print(open_store("s3://bucket/x", {"key": "k", "secret": "s"}))
+try:
+    open_store("s3://bucket/x", {"key": "k", "secret": "s"}, backend="obstore")
+except ConfigError as e:
+    print(e)
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert "FsspecStore('s3://bucket/x')" in said
+    assert "the package obstore is missing" in said

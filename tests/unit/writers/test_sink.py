@@ -249,3 +249,24 @@ def test_threads_release_every_page_once_and_flush_waits_for_them(store):
     sender.close()
     sink.close()
     assert len(load_manifest(store).samples) == 40
+
+
+def test_a_row_that_is_computed_again_before_its_part_is_sealed_is_stored_apart(store):
+    """Its engine died after everything had been shipped: the same segment comes whole, twice, to one writer."""
+    events = []
+    sink = PartSink(store, options(), events.append)
+    for _ in range(2):
+        for page in pages("k", 40):
+            sink.add(page)
+    sink.close()
+    assert [type(e) for e in events] == [Receipt, Receipt]
+    check_readable(store, load_manifest(store), "k", 40)
+
+
+def test_what_nobody_goes_on_with_is_dropped(store):
+    sink = PartSink(store, options(part_seconds=0.04, stale_seconds=0.05), lambda _: None)
+    sink.add(pages("k", 40)[0])
+    while sink.held_bytes:
+        threading.Event().wait(0.01)
+    sink.close()
+    assert load_manifest(store).samples == {}

@@ -1,0 +1,266 @@
+"""Codecs on real hidden states: stored size, speed, and what two threads make of it.
+
+    .venv/bin/python -m benchmarks.codec [--tokens 12000] [--rounds 21] [--keep FOLDER]
+
+Plain zstd-1 is that of token-major states, as vLLM's own files hold them; every codec here gets layer-major chunks.
+Every round times every codec once, in an order that turns; speeds relative to plain zstd-1 are medians of the ratios
+within a round, so that what else the machine does falls on all of them. Writes benchmarks/results/codec.{md,json}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.provenance import provenance
+from benchmarks.states import LAYERS, smollm2_states
+from hsx_dist.format.codecs import Codec, Fp8TokenCodec, NoneCodec, SplitCodec, ZstdCodec
+from hsx_dist.format.loss import combine, measure
+from hsx_dist.page import CARRIER
+from hsx_dist.store.base import as_bytes_view
+from hsx_dist.writers.memory import keep_freed_memory
+
+RESULTS = Path(__file__).parent / "results"
+CHUNK_BYTES = 1 << 20
+#: What anybody would do: zstd-1 on states as vLLM's own files hold them, [T, L, H].
+BASELINE = "zstd-1 of [T, L, H]"
+CODECS: dict[str, Codec] = {
+    "zstd": ZstdCodec(1),
+    "none": NoneCodec(),
+    "split": SplitCodec(),
+    "fp8-token": Fp8TokenCodec(),
+}
+GOALS = {
+    "ratio of split": 1.45,
+    "split compresses, times zstd-1": 1.6,
+    "split decompresses, times zstd-1": 3.0,
+    "split compresses with two threads, times one": 1.5,
+    "split decompresses with two threads, times one": 1.5,
+}
+Array = np.ndarray[Any, Any]
+Work = Callable[[int], object]  # of the i-th chunk
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=12_000)
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--keep", type=Path, help="folder in which the model's states are kept for the next time")
+    args = parser.parse_args()
+    keep_freed_memory(2 << 30)  # as writers do; it helps every codec
+    about = provenance("numpy", "zstandard", "crc32c", "torch", "transformers")
+    states = {dtype: states_of(dtype, args.tokens, args.keep) for dtype in CARRIER}
+    bf16 = states["bfloat16"]
+    result = {
+        "about": about,
+        "input": f"SmolLM2-135M-Instruct, layers {LAYERS}, {bf16.shape[1]} tokens, chunks of 1 MiB of one layer",
+        "rounds": args.rounds,
+        "bounds": bounds(bf16),
+        "codecs": speeds(bf16, args.rounds),
+        "other_dtypes": [sizes(dtype, chunks_of(states[dtype])) for dtype in ("float16", "float32")],
+    }
+    result["goals"] = goals(result)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "codec.json").write_text(json.dumps(result, indent=1) + "\n")
+    page = as_markdown(result)
+    (RESULTS / "codec.md").write_text(page)
+    print(page)
+
+
+def states_of(dtype: str, tokens: int, keep: Path | None) -> Array:
+    file = keep / f"smollm2-{dtype}-{tokens}.npy" if keep else None
+    if file is not None and file.exists():
+        return np.asarray(np.load(file))
+    states = smollm2_states(dtype, tokens)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        np.save(file, states)
+    return states
+
+
+def chunks_of(states: Array) -> list[Array]:
+    """``[n, H]`` each, contiguous, as the gather lays layers out."""
+    rows = CHUNK_BYTES // states[0, 0].nbytes
+    return [np.array(layer[a : a + rows]) for layer in states for a in range(0, len(layer) - rows + 1, rows)]
+
+
+# -- sizes -----------------------------------------------------------------------------------------------------------
+
+
+def bounds(states: Array) -> dict[str, float]:
+    """Ratios that no code can beat whose model is fixed: for bf16, taking the seven bits of mantissa for noise, sign
+    and exponent given layer and channel; and what ``split`` codes, the high byte given the layer."""
+    by_channel = [[_entropy(states[k, :, h] >> 7) for h in range(states.shape[2])] for k in range(len(states))]
+    high_byte = [_entropy((layer >> 8).reshape(-1)) for layer in states]
+    return {
+        "Shannon bound, sign and exponent given the channel": 16 / (7 + float(np.mean(by_channel))),
+        "Shannon bound, high byte given the layer": 16 / (8 + float(np.mean(high_byte))),
+    }
+
+
+def _entropy(symbols: Array) -> float:
+    """Bits a symbol, with the correction of Miller and Madow for the sample's size."""
+    _, counts = np.unique(symbols, return_counts=True)
+    p = counts / counts.sum()
+    return float(-(p * np.log2(p)).sum() + (len(counts) - 1) / (2 * counts.sum() * np.log(2)))
+
+
+def ratio(codec: Codec, chunks: Sequence[Array], dtype: str) -> float:
+    stored = sum(as_bytes_view(b).nbytes for x in chunks for b in codec.encode(x, dtype))
+    return sum(x.nbytes for x in chunks) / stored
+
+
+def loss(codec: Codec, chunks: Sequence[Array], dtype: str) -> list[float] | None:
+    if not codec.lossy:
+        return None
+    squares = []
+    for x in chunks:
+        out = np.empty_like(x)
+        codec.decode(memoryview(b"".join(map(as_bytes_view, codec.encode(x, dtype)))), out, dtype)
+        squares.append(measure(x, out, dtype))
+    total = combine(squares)
+    return [total.rms, total.worst_token]
+
+
+def sizes(dtype: str, chunks: Sequence[Array]) -> dict[str, Any]:
+    return {"dtype": dtype, "ratio": {name: ratio(codec, chunks, dtype) for name, codec in CODECS.items()}}
+
+
+# -- speeds ----------------------------------------------------------------------------------------------------------
+
+
+def speeds(states: Array, rounds: int) -> dict[str, Any]:
+    """Of bf16 ``states``, by codec; MB/s (10**6) of input, quartiles; ``memcpy`` into memory that is used again."""
+    chunks = chunks_of(states)
+    nbytes = sum(x.nbytes for x in chunks)
+    token_major = chunks_of(np.ascontiguousarray(states.transpose(1, 0, 2)).reshape(1, -1, states.shape[2]))
+    inputs = {BASELINE: (ZstdCodec(1), token_major[: len(chunks)])}
+    inputs |= {name: (codec, chunks) for name, codec in CODECS.items()}
+    works = {"memcpy": (lambda i: np.copyto(_out(chunks[i]), chunks[i]),) * 2}
+    works |= {name: _works(codec, of) for name, (codec, of) in inputs.items()}
+    jobs = [(name, step, n) for name in works for step in (0, 1) for n in (1, 2)]
+    times: dict[tuple[str, int, int], list[float]] = {job: [] for job in jobs}
+    for name, step, _ in jobs[::2]:
+        timed(works[name][step], len(chunks), 1)  # caches, contexts and scratch memory
+    for r in range(rounds):
+        for name, step, n in (*jobs[r % len(jobs) :], *jobs[: r % len(jobs)]):
+            times[name, step, n].append(timed(works[name][step], len(chunks), n))
+    found = {}
+    for name in works:
+        row: dict[str, Any] = {}
+        for step, word in enumerate(("compress", "decompress")):
+            one, two = times[name, step, 1], times[name, step, 2]
+            row[word] = quartiles([nbytes / t / 1e6 for t in one])
+            row[f"{word}_times_zstd"] = quartiles([z / t for z, t in zip(times[BASELINE, step, 1], one, strict=True)])
+            row[f"{word}_two_threads"] = quartiles([a / b for a, b in zip(one, two, strict=True)])
+        if name in inputs:
+            row |= {"ratio": ratio(*inputs[name], "bfloat16"), "loss": loss(*inputs[name], "bfloat16")}
+        found[name] = row
+    return found
+
+
+_own = threading.local()
+
+
+def _out(x: Array) -> Array:
+    """Memory of this thread's own to decode into, as a reader's batch is."""
+    found: Array | None = getattr(_own, "out", None)
+    if found is None:
+        found = _own.out = np.empty((CHUNK_BYTES // x[0].nbytes, x.shape[1]), x.dtype)
+    return found[: len(x)]
+
+
+def _works(codec: Codec, chunks: Sequence[Array]) -> tuple[Work, Work]:
+    dtype = "bfloat16"
+    stored = [memoryview(b"".join(map(as_bytes_view, codec.encode(x, dtype)))) for x in chunks]
+    return (
+        lambda i: codec.encode(chunks[i], dtype),
+        lambda i: codec.decode(stored[i], _out(chunks[i]), dtype),
+    )
+
+
+def timed(work: Work, count: int, threads: int) -> float:
+    """Seconds for all chunks, shared among ``threads``; what is made is kept until the end, as in a part."""
+    made: list[object] = [None] * count
+
+    def run(first: int) -> None:
+        for i in range(first, count, threads):
+            made[i] = work(i)
+
+    others = [threading.Thread(target=run, args=(k,)) for k in range(1, threads)]
+    begin = time.perf_counter()
+    for t in others:
+        t.start()
+    run(0)
+    for t in others:
+        t.join()
+    return time.perf_counter() - begin
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return [round(v, 3) for v in (low, middle, high)]
+
+
+# -- the page --------------------------------------------------------------------------------------------------------
+
+
+def goals(result: dict[str, Any]) -> dict[str, Any]:
+    split = result["codecs"]["split"]
+    got = [
+        split["ratio"],
+        split["compress_times_zstd"][1],
+        split["decompress_times_zstd"][1],
+        split["compress_two_threads"][1],
+        split["decompress_two_threads"][1],
+    ]
+    return {
+        name: {"goal": goal, "got": round(value, 3), "met": value >= goal}
+        for (name, goal), value in zip(GOALS.items(), got, strict=True)
+    }
+
+
+def as_markdown(result: dict[str, Any]) -> str:
+    about = result["about"]
+    lines = [
+        "# Codecs on real hidden states",
+        "",
+        f"{result['input']}; {result['rounds']} interleaved rounds; MB/s of input, median (quartiles).",
+        f"{about['cpu']}, {about['cores']} cores (load average {about['load_average']} at the start), "
+        f"{about['system']}, "
+        f"Python {about['python']}, {', '.join(f'{k} {v}' for k, v in about['versions'].items())}; "
+        f"commit {about['commit']}.",
+        "",
+        "| codec | ratio | compress | × plain zstd-1 | 2 threads × 1 | decompress | × plain zstd-1 | 2 threads × 1 |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in result["codecs"].items():
+        cells = [name, f"{row['ratio']:.3f}" if "ratio" in row else "1"]
+        for word in ("compress", "decompress"):
+            low, middle, high = row[word]
+            cells.append(f"{middle:.0f} ({low:.0f}–{high:.0f})")
+            cells += ["{1:.2f} ({0:.2f}–{2:.2f})".format(*row[f"{word}{s}"]) for s in ("_times_zstd", "_two_threads")]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", *(f"{name}: ratio {value:.3f}." for name, value in result["bounds"].items())]
+    rms, worst = result["codecs"]["fp8-token"]["loss"]
+    lines += ["", f"Loss of fp8-token: {rms:.4f} of all tokens together, {worst:.4f} of the worst token."]
+    lines += [
+        f"Ratios of {o['dtype']}: {', '.join(f'{k} {v:.3f}' for k, v in o['ratio'].items())}."
+        for o in result["other_dtypes"]
+    ]
+    lines += ["", "| goal | at least | got | |", "|---|---|---|---|"]
+    for name, goal in result["goals"].items():
+        lines.append(f"| {name} | {goal['goal']} | {goal['got']:.2f} | {'met' if goal['met'] else 'not met'} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""What a result was measured on: hardware, versions, commit. No host names, no paths."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def provenance(*packages: str) -> dict[str, Any]:
+    """JSON types. ``commit`` ends in ``+`` where the checkout has changes that are not committed."""
+    commit = _git("rev-parse", "--short=12", "HEAD")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", "hsx_dist", "benchmarks/*.py")
+    return {
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 1),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in packages},
+        "commit": commit + ("+" if changed else ""),
+    }
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or "unknown"
+
+
+def _git(*args: str) -> str:
+    done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or ("unknown" if args[0] == "rev-parse" else "")

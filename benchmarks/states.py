@@ -1,0 +1,54 @@
+"""Real hidden states: SmolLM2-135M-Instruct on the demo's prompts, each prompt once."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+from benchmarks.provenance import ROOT
+from hsx_dist.page import CARRIER
+
+LAYERS = (2, 15, 27, 30)
+
+
+def smollm2_states(dtype: str, tokens: int) -> np.ndarray[Any, Any]:
+    """The carrier of ``dtype``, layer-major: ``[L, T, H]``, T at most ``tokens``, layers ``LAYERS``.
+
+    bf16 states come from the model in bf16, the others from it in float32. The last layer is taken before the norm.
+    """
+    import torch
+
+    from hsx_dist.connector.isa import avoid_broken_amx
+    from hsx_dist.testing.models import smollm2
+
+    avoid_broken_amx()
+    from transformers import AutoModel, AutoTokenizer
+
+    folder = smollm2()
+    model = AutoModel.from_pretrained(folder, dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    before_norm: list[Any] = []
+    model.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
+    found, have, seen = [], 0, set()
+    for line in (ROOT / "configs" / "demo" / "prompts.jsonl").read_text().splitlines():
+        ids = tuple(_token_ids(json.loads(line), tokenizer))[:2048]
+        if ids in seen or not ids:  # what is there twice flatters every compressor
+            continue
+        seen.add(ids)
+        before_norm.clear()
+        with torch.inference_mode():
+            streams = model(torch.tensor([ids]), output_hidden_states=True, use_cache=False).hidden_states
+        rows = torch.stack([before_norm[0][0] if k == LAYERS[-1] else streams[k][0] for k in LAYERS])
+        found.append(rows.to(getattr(torch, dtype)).view(torch.uint8).numpy().view(CARRIER[dtype]))
+        have += len(ids)
+        if have >= tokens:
+            break
+    return np.ascontiguousarray(np.concatenate(found, axis=1)[:, :tokens])
+
+
+def _token_ids(row: dict[str, Any], tokenizer: Any) -> list[int]:
+    if "messages" in row:
+        return list(tokenizer.apply_chat_template(row["messages"], tokenize=True, return_dict=False))
+    return list(row["token_ids"] if "token_ids" in row else tokenizer(row["text"])["input_ids"])

@@ -1,0 +1,232 @@
+"""Objects through obstore: the fast way to S3, GCS and Azure. A put sends the writer's own buffers, uncopied."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from hsx_dist.config.secrets import public_url
+from hsx_dist.errors import AlreadyExists, HsxError, NotFound, StoreError, Unavailable
+from hsx_dist.store.base import Buffer, ObjectInfo, as_bytes_view, check_name, check_ranges, coalesce, cut
+from hsx_dist.store.faults import Redactor, expired, past_the_end, redirected, translate
+from hsx_dist.store.obstore_options import Connection, NotTranslated, connect
+
+T = TypeVar("T")
+
+#: What of an upload is in flight at once: pieces of this size, so many of them. Smaller objects go in one request.
+_PIECE = 32 * 1024 * 1024
+_PIECES_AT_ONCE = 4
+_RANGES_AT_ONCE = 8
+#: No request lasts longer than this many seconds, and one more for every so many bytes that it moves.
+_PATIENCE = 60.0
+_SLOWEST = 1024 * 1024
+
+
+class ObstoreStore:
+    """A ``Store`` over obstore, for ``s3``, ``gs`` and ``az``.
+
+    ``options`` are those of fsspec's file system for the scheme: credentials, endpoint and region are resolved as it
+    would. A request that lasts longer than ``patience`` seconds (ten times that where sizes are unknown), and a second
+    more for every MiB that it moves, is ``Unavailable``.
+
+    Raises:
+        NotTranslated: an option has no counterpart here; fsspec must do it.
+        ConfigError: a package is missing, or the options do not fit.
+        StoreError: the credentials cannot be resolved (``Denied``).
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, patience: float = _PATIENCE):
+        self._scheme = url.partition("://")[0]
+        self._url = public_url(url).rstrip("/")
+        self._bucket, _, root = self._url.partition("://")[2].partition("/")
+        self._root = f"{root}/" if root else ""
+        self._options = dict(options or {})
+        self._patience = patience
+        self._redact = Redactor(self._options, os.environ)
+        self._lock = threading.Lock()
+        self._clients: dict[tuple[float, int], Any] = {}
+        self._pool = ThreadPoolExecutor(_RANGES_AT_ONCE, thread_name_prefix="hsx-ranges")
+        self._connection = self._connect()
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def __repr__(self) -> str:
+        return f"ObstoreStore({self._url!r})"
+
+    # -- the verbs -----------------------------------------------------------------------------------------------
+
+    def put(self, name: str, buffers: Sequence[Buffer]) -> None:
+        path = self._path(name)
+        views = [view for view in map(as_bytes_view, buffers) if view.nbytes]
+        size = sum(v.nbytes for v in views)
+        whole = size < 2 * _PIECE
+        pieces = {"use_multipart": False} if whole else {"chunk_size": _PIECE, "max_concurrency": _PIECES_AT_ONCE}
+        self._call("put", name, lambda obs, client: obs.put(
+            client, path, views, **pieces, **self._described()
+        ), nbytes=size if whole else _PIECE)  # fmt: skip
+
+    def put_if_absent(self, name: str, data: bytes) -> None:
+        path = self._path(name)
+        data = bytes(data)
+        # Not repeated within obstore: what went through although its answer was lost would look like another's.
+        self._call("put-if-absent", name, lambda obs, client: obs.put(
+            client, path, data, mode="create", **self._described()
+        ), nbytes=len(data), retries=0)  # fmt: skip
+
+    def get(self, name: str) -> bytes:
+        path = self._path(name)
+        return self._call(
+            "get", name, lambda obs, client: obs.get(client, path).bytes().to_bytes(), nbytes=None
+        )  # its size is not known
+
+    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        path = self._path(name)
+        check_ranges(name, ranges)
+        spans = coalesce(ranges)
+        largest = max((stop - start for start, stop in spans), default=0)
+
+        def fetch(span: tuple[int, int]) -> memoryview:
+            # Each alone: obstore's own get_ranges would join what lies up to a MiB apart.
+            return self._call(
+                "get",
+                name,
+                lambda obs, client: memoryview(obs.get_range(client, path, start=span[0], end=span[1])),
+                nbytes=min(largest, 1 << 40),
+                past_end=memoryview(b""),
+            )
+
+        contents = list(self._pool.map(fetch, spans)) if len(spans) > 1 else [fetch(span) for span in spans]
+        return cut(f"{self.url}/{name}", ranges, spans, contents)
+
+    def head(self, name: str) -> ObjectInfo:
+        path = self._path(name)
+        found = self._call("head", name, lambda obs, client: obs.head(client, path))
+        return ObjectInfo(name, int(found["size"]))
+
+    def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
+        found = self._entries(prefix, after)
+        if not self._connection.sorts:
+            found = iter(sorted(found, key=lambda info: info.name))
+        for info in found:
+            if info.name.startswith(prefix) and (after is None or info.name > after):
+                yield info
+
+    def delete(self, name: str) -> None:
+        path = self._path(name)
+        try:
+            self._call("delete", name, lambda obs, client: obs.delete(client, path))
+        except NotFound as e:
+            if "there is no bucket" in str(e):
+                raise
+
+    # -- how -----------------------------------------------------------------------------------------------------
+
+    def _connect(self, region: str | None = None) -> Connection:
+        try:
+            return connect(self._scheme, self._bucket, self._options, region)
+        except (NotTranslated, HsxError):
+            raise
+        except Exception as e:  # noqa: BLE001 - every library that looks for credentials has its own
+            raise translate(e, f"open {self._url}", self._bucket, self._redact) from self._shown(e)
+
+    def _client(self, seconds: float, retries: int) -> Any:
+        """obstore's time-outs belong to a client: one for each length of call."""
+        with self._lock:
+            client = self._clients.get((seconds, retries))
+            if client is None:
+                options = {"timeout": timedelta(seconds=seconds), **self._connection.client_options}
+                # Few and quick: the patient repetition with a time limit is RetryStore's.
+                retry = {
+                    "max_retries": retries,
+                    "retry_timeout": timedelta(seconds=self._patience / 2),
+                    "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=2)},
+                }
+                client = self._clients[seconds, retries] = self._connection.make(options, retry)
+            return client
+
+    def _seconds(self, nbytes: int | None) -> float:
+        if nbytes is None:
+            return 10 * self._patience
+        step = 64 * _SLOWEST  # few classes: each has a client, and connections, of its own
+        return self._patience + -(-nbytes // step) * step / _SLOWEST if nbytes > _SLOWEST else self._patience
+
+    def _path(self, name: str) -> str:
+        return self._root + check_name(name)
+
+    def _described(self) -> dict[str, Any]:
+        c = self._connection
+        return {
+            **({"attributes": dict(c.attributes)} if c.attributes else {}),
+            **({"tags": dict(c.tags)} if c.tags else {}),
+        }
+
+    def _entries(self, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
+        folder = (self._root + prefix).rpartition("/")[0]  # obstore's prefixes are whole components
+        offset = self._root + after if after is not None and self._connection.sorts else None
+        stream = self._call(
+            "list", prefix, lambda obs, client: obs.list(client, prefix=folder or None, offset=offset), nbytes=None
+        )
+        while True:
+            # A page a call: each may fail, and is told as the store's own error.
+            page = self._call("list", prefix, lambda *_: next(stream, None))
+            if page is None:
+                return
+            for entry in page:
+                path = str(entry["path"])
+                if path.startswith(self._root) and not path.endswith("/"):
+                    yield ObjectInfo(path[len(self._root) :], int(entry["size"]))
+
+    def _call(
+        self,
+        verb: str,
+        name: str,
+        call: Callable[[Any, Any], T],
+        *,
+        nbytes: int | None = 0,
+        retries: int | None = None,
+        past_end: T | None = None,
+    ) -> T:
+        """``call(obstore, client)``, every error of which comes out as the store's own."""
+        import obstore
+
+        connection = self._connection
+        client = self._client(self._seconds(nbytes), connection.max_retries if retries is None else retries)
+        try:
+            return call(obstore, client)
+        except HsxError:
+            raise
+        except Exception as e:  # noqa: BLE001 - obstore's, and those of whoever looks for credentials
+            if past_end is not None and past_the_end(e):
+                return past_end
+            told = translate(e, f"{verb} {self.url}/{name}", self._bucket, self._redact)
+            if verb != "put-if-absent" and isinstance(told, AlreadyExists):
+                told = StoreError(f"{verb} {self.url}/{name}: {self._redact(str(e).splitlines()[0])}")
+            if self._mended(e, connection):
+                told = Unavailable(str(told))
+            raise told from self._shown(e)
+
+    def _mended(self, error: BaseException, failed: Connection) -> bool:
+        """Whether the same call may go through with credentials, or a region, that are looked up anew."""
+        region = None
+        if redirected(error):
+            region = failed.region()
+            if region is None:
+                return False
+        elif not (expired(error) and failed.renewable):
+            return False
+        with self._lock:
+            if self._connection is failed:
+                self._connection = self._connect(region)
+                self._clients.clear()
+        return True
+
+    def _shown(self, error: BaseException) -> BaseException | None:
+        """The error as the cause that tracebacks show, unless a credential stands in it."""
+        text = f"{error!r} {error}"
+        return error if self._redact(text) == text else None

@@ -1,0 +1,251 @@
+"""The connector in an engine of child processes: beside another connector, flushed from outside, in bounded memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+import hsx_dist
+from hsx_dist.errors import EngineError
+from hsx_dist.testing.processes import child, free_ports, http_status
+from tests.integration.oracle import Oracle
+from tests.integration.test_connector_bare import LAYERS, engine_arguments
+
+PRELUDE = """
+    import json, sys
+    import numpy as np
+    from vllm import LLM, SamplingParams
+    from hsx_dist.connector.flush import flush
+    arguments, prompts = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+
+    def generate(llm, **extra):
+        return llm.generate(
+            [{"prompt_token_ids": p} for p in prompts],
+            [SamplingParams(max_tokens=2, temperature=0,
+                            extra_args={"kv_transfer_params": {"hidden_states_key": f"k{i}"}})
+             for i in range(len(prompts))], use_tqdm=False)
+"""
+
+
+def run_script(body: str, arguments: dict, prompts: list[list[int]], tmp_path) -> dict:
+    """Run a script with an engine of its own; what it prints last, as JSON."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(PRELUDE) + textwrap.dedent(body))
+    env = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    env["PYTHONPATH"] = str(Path.cwd())
+    done = subprocess.run(
+        [sys.executable, str(script), json.dumps(arguments), json.dumps(prompts)],
+        env=env, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def test_beside_another_connector_and_flushed_through_its_workers(tiny_model_path, tmp_path):
+    """vLLM's MultiConnector; both hold blocks, ours ships and the other one does not know of it."""
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(0, 300, n).tolist() for n in (3, 100, 64, 200, 33)]
+    ours = engine_arguments(tiny_model_path, tmp_path / "states")
+    arguments = {
+        **ours,
+        "worker_extension_cls": "hsx_dist.connector.flush.HiddenStatesWorkerExtension",
+        "kv_transfer_config": {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {
+                "connectors": [
+                    {
+                        "kv_connector": "OtherConnector",
+                        "kv_connector_module_path": "tests.integration.other_connector",
+                        "kv_role": "kv_producer",
+                    },
+                    ours["kv_transfer_config"],
+                ]
+            },
+        },
+    }
+    found = run_script(
+        """
+        def main():
+            llm = LLM(**arguments)
+            outputs = [o for _ in range(2) for o in generate(llm)]
+            flush(llm, 60)
+            print(json.dumps([o.kv_transfer_params for o in outputs]))
+
+        if __name__ == "__main__":
+            main()
+        """,
+        arguments,
+        prompts,
+        tmp_path,
+    )
+    oracle = Oracle(tiny_model_path)
+    for i, answer in enumerate(found):
+        assert answer["other"] == "was here"
+        prompt = prompts[i % len(prompts)]
+        data = hsx_dist.load_hidden_states(answer["hidden_states_path"], framework="torch")  # without waiting
+        assert data["token_ids"].tolist() == prompt
+        oracle.assert_equal(prompt, data["hidden_states"], LAYERS)
+
+
+def test_flush_without_the_extension_says_how_to_get_it():
+    class LLM:
+        class llm_engine:  # noqa: N801
+            engine_core = object()
+
+        def collective_rpc(self, method):
+            raise AttributeError(method)
+
+    from hsx_dist.connector.flush import flush
+
+    with pytest.raises(EngineError, match="worker_extension_cls"):
+        flush(LLM())
+
+
+class HangingStore(ThreadingHTTPServer):
+    """Takes a connection and a request, and answers it when ``go`` is set: an S3 that hangs."""
+
+    def __init__(self):
+        self.go = threading.Event()
+        self.puts = 0
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_PUT(self) -> None:
+        assert isinstance(self.server, HangingStore)
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.server.go.wait()
+        self.server.puts += 1
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.send_header("ETag", '"0"')
+        self.end_headers()
+
+    do_DELETE = do_PUT  # noqa: N815
+
+    def log_message(self, *args: object) -> None: ...
+
+
+IN_FLIGHT = 48 << 20
+
+
+def test_a_store_that_hangs_holds_the_engine_and_nothing_grows(tmp_path):
+    """200 requests of 2,000 tokens, 250 MiB of states, against 48 MiB of host memory; the server stays healthy."""
+    from hsx_dist.testing.models import tiny_llama
+
+    model = tiny_llama(tmp_path / "model", layers=4, hidden=64, kv_heads=2, max_positions=2304)
+    store = HangingStore()
+    (port,) = free_ports(1)
+    arguments = {
+        "--model": str(model),
+        "--served-model-name": "tiny",
+        "--host": "127.0.0.1",
+        "--port": str(port),
+        "--dtype": "float32",
+        "--block-size": "128",
+        "--max-num-batched-tokens": "4096",
+        "--num-gpu-blocks-override": "256",
+        "--no-enable-prefix-caching": None,
+        "--enforce-eager": None,
+        "--speculative-config": json.dumps(engine_arguments(model, tmp_path)["speculative_config"]),
+        "--kv-transfer-config": json.dumps(
+            {
+                "kv_connector": "HiddenStatesConnector",
+                "kv_role": "kv_producer",
+                "kv_connector_extra_config": {
+                    "shared_storage_path": "s3://bucket/states",
+                    "hsx": {
+                        "in_flight_bytes": IN_FLIGHT,
+                        "segment_bytes": 4 << 20,
+                        "page_bytes": 1 << 20,
+                        "storage_options": {
+                            "key": "k",
+                            "secret": "s",
+                            "client_kwargs": {"endpoint_url": store.url, "region_name": "us-east-1"},
+                            "config_kwargs": {"read_timeout": 600, "retries": {"max_attempts": 0}},
+                        },
+                    },
+                },
+            }
+        ),
+    }
+    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    argv += [word for pair in arguments.items() for word in pair if word is not None]
+    url = f"http://127.0.0.1:{port}"
+    with child(argv, log=tmp_path / "log", env={"VLLM_LOGGING_LEVEL": "WARNING"}) as server:
+        server.wait_until(lambda: http_status(f"{url}/health") == 200, 240)
+        import openai
+
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300)
+        rng = np.random.default_rng(0)
+        done: list[str] = []
+
+        def ask(prompt: list[int]) -> None:
+            answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
+            done.append(answer.kv_transfer_params["hidden_states_path"])
+
+        threads = [
+            threading.Thread(target=ask, args=(rng.integers(0, 300, 2000).tolist(),), daemon=True) for _ in range(200)
+        ]
+        for thread in threads:
+            thread.start()
+        # Every block of the cache is touched and the store takes nothing: the engine comes to a stand.
+        resident = settle(lambda: (len(done), rss(server.pid)))
+        standing = len(done)
+        assert 0 < standing < 200
+        time.sleep(3)
+        grown = rss(server.pid) - resident
+        assert len(done) == standing
+        assert grown < IN_FLIGHT // 10, grown
+        assert http_status(f"{url}/health") == 200
+        store.go.set()
+        for thread in threads:
+            thread.join(120)
+        assert len(done) == 200
+        grown = rss(server.pid) - resident
+        assert grown < IN_FLIGHT + IN_FLIGHT // 10, grown
+        end = time.monotonic() + 60
+        while store.puts < 200 and time.monotonic() < end:
+            time.sleep(0.1)
+        assert store.puts >= 200
+    store.shutdown()
+    store.server_close()
+
+
+def rss(pid: int) -> int:
+    """Resident memory of the process and its descendants in bytes, shared pages counted once."""
+    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    return sum(p.memory_full_info().uss for p in processes)
+
+
+def settle(state, seconds: float = 120):
+    """The second of ``state()`` once its first has stood still for some seconds."""
+    end, since = time.monotonic() + seconds, time.monotonic()
+    count, size = state()
+    while time.monotonic() < end:
+        time.sleep(0.5)
+        now, size = state()
+        if now != count:
+            count, since = now, time.monotonic()
+        elif count and time.monotonic() - since > 5:
+            return size
+    raise AssertionError(f"did not come to a stand: {count}")

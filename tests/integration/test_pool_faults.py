@@ -1,0 +1,392 @@
+"""What dies around the writers, on real processes: no sample that was proven is lost, none is half visible, none twice.
+
+Real Ray actors take pages and store parts on a real S3 protocol; no engine runs, as it would add nothing but time. The
+server is scripted where a fault must strike at one exact moment, and SeaweedFS where a real one must die.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import ray
+from ray.exceptions import RayError
+
+from hsx_dist.errors import Denied, Unavailable
+from hsx_dist.format.codecs import resolve_codec
+from hsx_dist.format.container import Part
+from hsx_dist.format.manifest import Receipt
+from hsx_dist.format.runs import load_manifest, take_attempt, write_run
+from hsx_dist.reading.verify import verify_run
+from hsx_dist.store import Store, open_store
+from hsx_dist.store.fsspec import FsspecStore
+from hsx_dist.store.obstore import ObstoreStore
+from hsx_dist.testing.discard import Answer, DiscardServer, discard_server
+from hsx_dist.testing.processes import child, http_status
+from hsx_dist.testing.samples import RandomSample, random_sample
+from hsx_dist.testing.servers import seaweedfs
+from hsx_dist.writers.ray_pool import RaySender, WriterSpec, start_writer
+from hsx_dist.writers.sink import Lost, SinkOptions
+
+pytestmark = pytest.mark.integration
+
+SAMPLES = {f"k{i:02d}": random_sample(f"k{i:02d}", tokens=20 + 7 * i, seed=i) for i in range(24)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cluster():
+    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=128 << 20, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@dataclass
+class Pool:
+    """Writers and a sender as a driver and a replica have them, and the driver's way of getting every row stored."""
+
+    output: str
+    options: dict
+    attempt: int = 1
+    retry_seconds: float = 60.0
+    environment: dict = field(default_factory=dict)
+    node: str = ""
+    writers: list = field(default_factory=list)
+    lost: list = field(default_factory=list)
+    events: list = field(default_factory=list)
+
+    def start(self, name: str = "w", **sink) -> Pool:
+        made = {"part_bytes": 8000, "part_seconds": 60.0, "max_bytes": 1 << 20, **sink}
+        options = SinkOptions(resolve_codec("split"), {}, name, self.attempt, **made)
+        spec = WriterSpec(
+            self.output, self.options, "auto", self.retry_seconds, self.environment, options, credit_bytes=1 << 20
+        )
+        node = self.node or ray.get_runtime_context().get_node_id()
+        actor = start_writer(spec, node_id=node, num_cpus=0, threads=2, name=f"{name}-{time.monotonic_ns()}")
+        ray.get(actor.name.remote())
+        self.writers.append((node, actor))
+        self.sender = RaySender(self.writers, self.lost.append)
+        return self
+
+    def pid(self) -> int:
+        return ray.get(self.writers[-1][1].__ray_call__.remote(lambda _: os.getpid()))
+
+    def kill(self) -> None:
+        os.kill(self.pid(), signal.SIGKILL)
+
+    def send(self, samples: list[RandomSample]) -> None:
+        for sample in samples:
+            self.sender.send(list(sample.pages()), lambda _: None)
+
+    def flush(self) -> None:
+        """As the driver does: what replicas hold, what writers hold, what they have to tell."""
+        self.sender.flush()
+        for _, actor in self.writers:
+            with suppress(RayError):  # what it held is sent again
+                ray.get(actor.flush.remote())
+                self.events += ray.get(actor.events.remote(0.05))
+
+    def until_proven(self, store: Store, tries: int = 8) -> int:
+        """Send what no receipt proves, again and again; how often it took."""
+        for turn in range(1, tries + 1):
+            missing = SAMPLES.keys() - load_manifest(store).samples.keys()
+            self.send([SAMPLES[key] for key in sorted(missing)])
+            self.flush()
+            if SAMPLES.keys() == load_manifest(store).samples.keys():
+                return turn
+        raise AssertionError(f"not proven after {tries} turns: {self.lost[-3:]}")
+
+    def close(self) -> None:
+        for _, actor in self.writers:
+            ray.kill(actor)
+
+
+def new_run(store: Store) -> None:
+    write_run(store, {})
+    assert take_attempt(store, {}) == 1
+
+
+def check_whole(store: Store) -> None:
+    """Every sample is there once, and is what was sent; every part is what its receipt says."""
+    manifest = load_manifest(store)
+    assert manifest.samples.keys() == SAMPLES.keys()
+    for key, record in manifest.samples.items():
+        states = []
+        for name, proof in record.segments:
+            part = Part.open(store, name, header_bytes=manifest.parts[name].header_bytes)
+            states.append(part.read(proof.slot))
+        np.testing.assert_array_equal(np.concatenate(states), SAMPLES[key].states, err_msg=key)
+    assert verify_run(store).ok
+
+
+@pytest.fixture
+def pool():
+    made: list[Pool] = []
+
+    def make(*args, **kwargs) -> Pool:
+        made.append(Pool(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for p in made:
+        p.close()
+
+
+def on(server: DiscardServer, hook: str, prefix: str, strike: Callable[[], None], *, at: int = 1) -> threading.Event:
+    """Strike once, at the ``at``-th request for an object below ``prefix``, before (``answer``) or after (``stored``)
+    it is carried out."""
+    struck = threading.Event()
+    seen = [0]
+
+    def watch(request):
+        if request.path.startswith(f"b/run/{prefix}") and not struck.is_set():
+            seen[0] += 1
+            if seen[0] == at:
+                struck.set()
+                strike()
+
+    setattr(server, hook, watch)
+    return struck
+
+
+@pytest.mark.parametrize(
+    ("hook", "prefix"),
+    [
+        ("answer", "data/"),  # in mid upload: the part was sent, and is not stored
+        ("answer", "attempts/0002"),  # the part is stored; whether a newer attempt exists is about to be asked
+        ("answer", "manifest/"),  # the receipt was sent, and is not stored
+        ("stored", "manifest/"),  # the receipt is stored, and nobody was told
+    ],
+)
+def test_a_writer_killed_while_it_stores_costs_no_sample(hook, prefix, pool):
+    with discard_server() as server:
+        store = open_store("s3://b/run", server.storage_options())
+        new_run(store)
+        p = pool("s3://b/run", server.storage_options()).start()
+        pid = p.pid()
+        struck = on(server, hook, prefix, lambda: os.kill(pid, signal.SIGKILL), at=3)
+        turns = p.until_proven(store)
+        assert struck.is_set()
+        assert turns > 1 or hook == "stored"
+        check_whole(store)
+
+
+def test_a_writer_killed_while_it_encodes_costs_no_sample(pool):
+    with discard_server() as server:
+        store = open_store("s3://b/run", server.storage_options())
+        new_run(store)
+        p = pool("s3://b/run", server.storage_options()).start()
+        half = random_sample("long", tokens=4000, hidden_size=256)
+        pages = list(half.pages())
+        p.sender.send(pages[: len(pages) // 2], lambda _: None)
+        p.kill()
+        p.sender.flush()
+        assert [lost.segments[0].key for lost in p.lost][:1] in ([], ["long"])
+        p.sender.send(pages[len(pages) // 2 :], lambda _: None)  # the rest of what can no longer become whole
+        p.until_proven(store)
+        check_whole(store)
+        assert "long" not in load_manifest(store).samples
+
+
+def test_a_writer_that_cannot_open_its_store_says_so(pool):
+    """A profile that is on the driver's machine and not on the writer's, for example."""
+    p = pool("s3://b/run", {"profile": "only-elsewhere"}).start()
+    p.send([SAMPLES["k00"]])
+    p.flush()
+    (told,) = p.events
+    assert told.fatal
+    assert "only-elsewhere" in told.reason
+    assert [lost.segments[0].key for lost in p.lost] == ["k00"]
+
+
+def test_a_second_driver_fences_the_first_off(pool):
+    with discard_server() as server:
+        store = open_store("s3://b/run", server.storage_options())
+        new_run(store)
+        first = pool("s3://b/run", server.storage_options()).start("first")
+        keys = sorted(SAMPLES)
+        first.send([SAMPLES[k] for k in keys[:8]])
+        first.flush()
+        proven = {r.id for r in load_manifest(store).receipts}
+        assert proven
+        assert take_attempt(store, {}) == 2
+        second = pool("s3://b/run", server.storage_options(), attempt=2).start("second")
+        first.send([SAMPLES[k] for k in keys[8:]])
+        first.flush()
+        assert any(isinstance(e, Lost) and e.fenced for e in first.events)
+        assert any("Fenced" in lost.reason for lost in first.lost) or first.events[-1].fenced
+        assert {r.id for r in load_manifest(store).receipts if r.attempt == 1} == proven
+        second.until_proven(store)
+        check_whole(store)
+        assert {r.id for r in load_manifest(store).receipts if r.attempt == 1} == proven
+
+
+def test_a_server_that_says_503_for_long_is_waited_for(pool):
+    """Ten minutes, scaled to so many refusals; the writer's patience is scaled alike."""
+    refusals = [60]
+
+    def busy(request):
+        if request.method == "PUT" and request.path.startswith("b/run/data/") and refusals[0] > 0:
+            refusals[0] -= 1
+            return Answer(503, b"<Error><Code>SlowDown</Code></Error>")
+        return None
+
+    with discard_server(busy) as server:
+        store = open_store("s3://b/run", server.storage_options())
+        new_run(store)
+        p = pool("s3://b/run", server.storage_options()).start()
+        assert p.until_proven(store) == 1
+        assert refusals == [0]
+        assert p.lost == []
+        check_whole(store)
+
+
+def test_a_server_that_stays_away_costs_parts_and_the_rest_goes_on(pool):
+    """Past the time limit the part fails and says why; what fails is sent again, when the server is back."""
+    away = threading.Event()
+    away.set()
+
+    def refuse(request):
+        if away.is_set() and request.method == "PUT" and request.path.startswith("b/run/data/"):
+            return Answer(503, b"<Error><Code>SlowDown</Code></Error>")
+        return None
+
+    with discard_server(refuse) as server:
+        store = open_store("s3://b/run", server.storage_options())
+        new_run(store)
+        p = pool("s3://b/run", server.storage_options(), retry_seconds=1.0).start()
+        p.send(list(SAMPLES.values()))
+        p.flush()
+        told = {s.key for e in p.events for s in e.segments}
+        assert all(isinstance(e, Lost) and not e.fatal and "SlowDown" in e.reason for e in p.events)
+        assert told == SAMPLES.keys()
+        assert load_manifest(store).samples == {}
+        away.clear()
+        p.until_proven(store)
+        check_whole(store)
+
+
+@pytest.mark.parametrize("made", [FsspecStore, ObstoreStore])
+def test_a_server_that_answers_a_byte_a_second_is_given_up(made):
+    with discard_server(lambda _: Answer(200, b"never whole", slowly=1.0)) as server:
+        store = made("s3://b/run", server.storage_options(), patience=2)
+        for call in (lambda: store.put("a", [b"1"]), lambda: store.head("a"), lambda: store.get_ranges("a", [(0, 9)])):
+            with pytest.raises(Unavailable):
+                call()
+
+
+def test_credentials_that_stop_working_end_the_writer_and_say_so(pool):
+    allowed = [True]
+
+    def refuse(request):
+        return None if allowed[0] else Answer(403, b"<Error><Code>AccessDenied</Code></Error>")
+
+    with discard_server(refuse) as server:
+        store = open_store("s3://b/run", server.storage_options())
+        new_run(store)
+        p = pool("s3://b/run", server.storage_options()).start()
+        keys = sorted(SAMPLES)
+        p.send([SAMPLES[k] for k in keys[:12]])
+        p.flush()
+        proven = load_manifest(store).samples.keys()
+        assert proven == set(keys[:12])
+        allowed[0] = False
+        p.send([SAMPLES[k] for k in keys[12:]])
+        p.flush()
+        fatal = [e for e in p.events if isinstance(e, Lost) and e.fatal]
+        assert fatal
+        assert "AccessDenied" in fatal[0].reason
+        assert {s.key for e in [*p.events, *p.lost] if isinstance(e, Lost) for s in e.segments} == set(keys[12:])
+        with pytest.raises(Denied):
+            store.put("x", [b"1"])
+        allowed[0] = True
+        assert load_manifest(store).samples.keys() == proven
+        again = pool("s3://b/run", server.storage_options(), attempt=take_attempt(store, {})).start("again")
+        again.until_proven(store)
+        check_whole(store)
+
+
+def test_credentials_that_expire_are_looked_up_anew_in_the_writer(pool, tmp_path):
+    """A profile's file is rewritten, as tools that fetch temporary credentials do; the writer reads it anew."""
+    profile = tmp_path / "credentials"
+
+    def write(key: str) -> None:
+        text = f"[default]\naws_access_key_id={key}\naws_secret_access_key=s\naws_session_token=t\n"
+        (tmp_path / "new").write_text(text)
+        (tmp_path / "new").replace(profile)
+
+    valid = ["FIRST"]
+
+    def check(request):
+        if f"Credential={valid[0]}/" in request.headers.get("authorization", ""):
+            return None
+        return Answer(400, b"<Error><Code>ExpiredToken</Code></Error>")
+
+    write("FIRST")
+    with discard_server(check) as server, pytest.MonkeyPatch.context() as patch:
+        for name in [n for n in os.environ if n.startswith("AWS_")]:
+            patch.delenv(name)
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(profile))
+        options = {"endpoint_url": server.endpoint_url}
+        store = open_store("s3://b/run", options)
+        new_run(store)
+        p = pool("s3://b/run", options, environment={"AWS_SHARED_CREDENTIALS_FILE": str(profile)}).start()
+        keys = sorted(SAMPLES)
+        p.send([SAMPLES[k] for k in keys[:12]])
+        p.flush()
+        valid[0] = "SECOND"
+        write("SECOND")
+        p.send([SAMPLES[k] for k in keys[12:]])
+        p.flush()
+        assert p.lost == []
+        assert all(isinstance(e, Receipt) for e in p.events)
+        check_whole(store)
+
+
+def test_a_full_disk_ends_the_writer_and_leaves_nothing_behind(pool, tmp_path):
+    """The kernel refuses to let the file grow: as with a full disk, the writer meets it in the middle of a part."""
+    store = open_store(str(tmp_path))
+    new_run(store)
+    p = pool(str(tmp_path), {}).start(part_bytes=400_000)
+
+    def limit(_, size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    ray.get(p.writers[0][1].__ray_call__.remote(limit, 100_000))
+    p.send(list(SAMPLES.values()))
+    p.flush()
+    (told,) = [e for e in p.events if isinstance(e, Lost)]
+    assert told.fatal
+    assert "Free some space" in told.reason
+    assert load_manifest(store).samples == {}
+    assert [f for f in tmp_path.rglob("*") if f.is_file() and f.parent.name == "data"] == []
+    again = pool(str(tmp_path), {}, attempt=take_attempt(store, {})).start("again")
+    again.until_proven(store)
+    check_whole(store)
+
+
+def test_an_s3_server_that_is_killed_and_started_again(pool, tmp_path):
+    with seaweedfs(tmp_path / "weed") as server:
+        store = open_store(f"{server.url}/run", server.storage_options)
+        new_run(store)
+        p = pool(f"{server.url}/run", server.storage_options).start()
+        keys = sorted(SAMPLES)
+        p.send([SAMPLES[k] for k in keys[:12]])
+        p.flush()
+        proven = load_manifest(store).samples.keys()
+        server.process.kill()
+        p.send([SAMPLES[k] for k in keys[12:]])
+        argv = [str(a) for a in server.process.process.args]
+        with child(argv, log=tmp_path / "again.log") as started:
+            started.wait_until(lambda: http_status(f"{server.endpoint_url}/") is not None, 60)
+            p.flush()
+            p.until_proven(store)
+            assert load_manifest(store).samples.keys() >= proven
+            check_whole(store)

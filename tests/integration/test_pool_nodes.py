@@ -1,0 +1,104 @@
+"""A whole node dies: several raylets on this machine, writers pinned to them, one is killed without notice."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from hsx_dist.format.codecs import resolve_codec
+from hsx_dist.format.runs import load_manifest, take_attempt, write_run
+from hsx_dist.jobs.cluster import ClusterShape, RayFleet
+from hsx_dist.reading.verify import verify_run
+from hsx_dist.store import open_store
+from hsx_dist.testing.discard import discard_server
+from hsx_dist.testing.samples import random_sample
+from hsx_dist.writers.ray_pool import RaySender, WriterSpec
+from hsx_dist.writers.sink import SinkOptions
+
+pytestmark = pytest.mark.integration
+
+QUICK = {
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 3,
+    "health_check_initial_delay_ms": 500,
+}
+SAMPLES = {f"k{i:02d}": random_sample(f"k{i:02d}", tokens=40, seed=i) for i in range(20)}
+
+
+@pytest.fixture
+def cluster():
+    made = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": 1,
+            "_system_config": QUICK,
+            "include_dashboard": False,
+            "object_store_memory": 100 << 20,
+        },
+    )
+    ray.init(address=made.address, log_to_driver=False)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+def test_a_node_that_dies_takes_no_sample_with_it(cluster):
+    """Pages meant for its writer go to another node's; the fleet forgets the writer, and starts one on a node that
+    comes."""
+    doomed = cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
+    with discard_server() as server:
+        options = server.storage_options()
+        store = open_store("s3://b/run", options)
+        write_run(store, {})
+        attempt = take_attempt(store, {})
+
+        def spec(name: str) -> WriterSpec:
+            sink = SinkOptions(resolve_codec("split"), {}, name, attempt, part_bytes=1 << 20)
+            return WriterSpec("s3://b/run", options, "auto", 30.0, {}, sink, 1 << 20)
+
+        shape = ClusterShape(0, 0, 0, {}, {}, writers_per_node=1, writer_cpus=0, writer_threads=1)
+        fleet = RayFleet(None, spec, shape, name="t")  # type: ignore[arg-type]  # no replica, no engine
+        fleet.start()
+        assert len(fleet._writers) == 2
+        lost = []
+        sender = RaySender(fleet._writers, lost.append, node=doomed.node_id)
+
+        def send() -> None:
+            for key in sorted(SAMPLES.keys() - load_manifest(store).samples.keys()):
+                sender.send(list(SAMPLES[key].pages()), lambda _: None)
+
+        send()
+        sender.flush()
+        here = next(w for w in sender._writers if w.node == doomed.node_id)
+        assert here.unanswered == {}
+        assert load_manifest(store).samples == {}  # all of it is with the writer that will die, and nothing proven
+        pid = ray.get(here.actor.__ray_call__.remote(lambda _: os.getpid()))
+        cluster.remove_node(doomed, allow_graceful=False)
+        os.kill(
+            pid, signal.SIGKILL
+        )  # a worker outlives its raylet for a moment, which a machine's death does not allow
+        for _ in range(20):
+            send()
+            sender.flush()
+            fleet.flush()
+            if load_manifest(store).samples.keys() == SAMPLES.keys():
+                break
+        assert load_manifest(store).samples.keys() == SAMPLES.keys()
+        assert verify_run(store).ok
+        assert here.epoch >= 1
+        while doomed.node_id in {node for node, _ in fleet._writers}:  # ends: Ray tells of the death within seconds
+            fleet.poll(0.5)
+        assert len(fleet._writers) == len(fleet._listening) == 1
+        cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
+        cluster.wait_for_nodes()
+        fleet._watch_nodes()
+        assert len(fleet._writers) == 1  # not before it lives
+        while len(fleet._writers) < 2:  # ends: the node has room for it
+            fleet.poll(0.5)
+        sender.update(fleet._writers)
+        assert doomed.node_id not in {w.node for w in sender._writers}
+        fleet.close()

@@ -1,0 +1,262 @@
+"""Broken and hostile parts, made of the golden ones by chance, and what a reader must make of them."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import zstandard
+
+from hsx_dist.errors import FormatError
+from hsx_dist.format.checksum import crc32c, crc32c_hex
+from hsx_dist.format.container import Part
+from hsx_dist.format.description import Description
+from hsx_dist.format.header import build_header
+from hsx_dist.testing.stores import MemoryStore
+from tests.golden.make import FOLDER
+
+FILES = sorted(path.name for path in FOLDER.glob("*.safetensors"))
+NUMBERS = [-1, 0, 1, 2, 7, 255, 2**31, 2**32, 2**53, 2**60, 2**63, 2**64, 10**30, -(2**60), 1.5, 1e300]
+VALUES = [None, True, False, "", "x", "\ud800", [], {}, [[]], [0], {"a": 1}, *NUMBERS]
+LONGEST_MESSAGE = 2000
+
+#: (the mutated object, whether whoever made it could compute checksums anew)
+Mutated = tuple[bytes, bool]
+
+
+@lru_cache(maxsize=64)
+def golden(name: str) -> bytes:
+    return (FOLDER / name).read_bytes()
+
+
+@lru_cache(maxsize=64)
+def truth(name: str) -> list[tuple[bytes, ...]]:
+    return read_all(golden(name))
+
+
+def read_all(data: bytes, told_size: bool = True) -> list[tuple[bytes, ...]]:
+    """Everything that a reader can ask of a part."""
+    store = MemoryStore()
+    store.objects["p"] = data
+    part = Part.open(store, "p", size=len(data) if told_size else None)
+    found = []
+    for i, info in enumerate(part.segments):
+        states, ids = part.load(i)
+        attached = part.attached(i)
+        said = repr((info, part.codec, sorted(part.about.items()), info.segment.meta, part.loss(i), list(attached)))
+        found.append((states.tobytes(), ids.tobytes(), *(a.tobytes() for a in attached.values()), said.encode()))
+    return found
+
+
+def outcome(name: str, data: bytes, forged: bool, told_size: bool) -> str:
+    """What a reader made of it, in a word. ``AssertionError`` when it is what must not be."""
+    try:
+        found = read_all(data, told_size)
+    except FormatError as e:
+        message = str(e)
+        assert "test://memory/p" in message, f"the object is not named: {message}"
+        assert len(message) <= LONGEST_MESSAGE, f"a message of {len(message)} characters: {message[:300]}"
+        return type(e).__name__
+    if found == truth(name):
+        return "read, the same"
+    assert forged, "wrong numbers"
+    return "read, as forged"
+
+
+def mutate(name: str, rng: random.Random) -> tuple[str, Mutated]:
+    """One mutation of a golden part, and what kind it is."""
+    kind = rng.choice(list(_KINDS))
+    return kind, _KINDS[kind](golden(name), rng)
+
+
+# -- bytes, by somebody who computes no checksum ---------------------------------------------------------------------
+
+
+def _truncated(data: bytes, rng: random.Random) -> Mutated:
+    return data[: rng.randrange(len(data))], False
+
+
+def _flipped(data: bytes, rng: random.Random) -> Mutated:
+    bad = bytearray(data)
+    for _ in range(rng.choice([1, 1, 2, 8, 64])):
+        bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
+    return bytes(bad), False
+
+
+def _overwritten(data: bytes, rng: random.Random) -> Mutated:
+    a = rng.randrange(len(data))
+    n = rng.choice([1, 2, 8, 64, 512])
+    filler = rng.choice([bytes(n), b"\xff" * n, rng.randbytes(n), b'"' * n])
+    return (data[:a] + filler + data[a + n :])[: len(data)], False
+
+
+def _spliced(data: bytes, rng: random.Random) -> Mutated:
+    a, b, c = sorted(rng.randrange(len(data)) for _ in range(3))
+    other = golden(rng.choice(FILES))
+    d = rng.randrange(len(other))
+    pieces = [
+        data[:a] + data[b:],
+        data[:b] + data[a:],
+        data[:a] + data[b:c] + data[a:b] + data[c:],
+        data[:a] + other[d : d + b - a] + data[b:],
+        data[:a] + other[min(a, len(other)) :],
+    ]
+    bad = rng.choice(pieces)
+    return bad, any(bad == golden(name) for name in FILES)  # the first bytes of two may be the same
+
+
+def _length_lies(data: bytes, rng: random.Random) -> Mutated:
+    (n,) = struct.unpack_from("<Q", data)
+    lie = rng.choice([0, 1, n - 8, n + 8, n + 1, len(data), 10**8, 10**8 + 1, 2**32, 2**60, 2**63, 2**64 - 1])
+    return struct.pack("<Q", lie) + data[8:], False
+
+
+# -- meaning, by somebody who computes every checksum ----------------------------------------------------------------
+
+
+def _parsed(data: bytes) -> tuple[dict[str, Any], dict[str, Any], bytes]:
+    """The header, the description in it, and the data."""
+    (n,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + n])
+    return header, json.loads(header["__metadata__"]["hsx"]), data[8 + n :]
+
+
+def _assembled(header: dict[str, Any], text: str, content: bytes) -> bytes:
+    crc = crc32c_hex(crc32c(text.encode("utf-8", "surrogatepass")))
+    header["__metadata__"] = {"format": "hsx/1", "hsx": text, "hsx_crc32c": crc}
+    body = json.dumps(header).encode()
+    return struct.pack("<Q", len(body)) + body + content
+
+
+def _spots(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Every (container, key) in a JSON value."""
+    items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+    for key, child in items:
+        found.append((value, key))
+        if isinstance(child, dict | list):
+            _spots(child, found)
+    return found
+
+
+def _tampered(value: Any, rng: random.Random) -> None:
+    container, key = rng.choice(_spots(value, []))
+    old = container[key]
+    if rng.random() < 0.15:
+        del container[key]
+    elif isinstance(old, int) and rng.random() < 0.5:
+        container[key] = old + rng.choice([-1, 1, -8, 8, 1 << rng.randrange(64)])
+    else:
+        container[key] = rng.choice(VALUES)
+
+
+def _description_lies(data: bytes, rng: random.Random) -> Mutated:
+    header, description, content = _parsed(data)
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        _tampered(description, rng)
+    text = json.dumps(description)
+    if rng.random() < 0.5:
+        try:  # the table that follows, where one does: what reads the data is then reached
+            made = build_header(Description.from_json(text))
+        except (FormatError, ValueError, RecursionError):
+            pass
+        else:
+            data_bytes = Description.from_json(text).data_bytes
+            fitted = (content + bytes(min(max(0, data_bytes - len(content)), 1 << 20)))[:data_bytes]
+            return made + fitted, True
+    return _assembled(header, text, content), True
+
+
+def _table_lies(data: bytes, rng: random.Random) -> Mutated:
+    header, _, content = _parsed(data)
+    text = header.pop("__metadata__")["hsx"]
+    for _ in range(rng.choice([1, 1, 2])):
+        _tampered(header, rng)
+        if not header:
+            break
+    return _assembled(header, text, content), True
+
+
+def _json_lies(data: bytes, rng: random.Random) -> Mutated:
+    """Duplicate names, invalid UTF-8, deep nesting, not-a-numbers, in the header's or the description's text."""
+    header, description, content = _parsed(data)
+    text = json.dumps(description)
+    at = rng.randrange(len(text))
+    text = rng.choice(
+        [
+            text[:-1] + ',"codec":{"name":"none"}}',
+            text[:1] + '"common":{},' + text[1:],
+            text.replace('"index": 0', '"index": 0, "index": 0', 1),
+            text[:at] + rng.choice(["NaN", "-Infinity", "1e999", "[" * 3000, "\\ud800", "\x00", "{"]) + text[at:],
+            text[:at] + text[at + rng.randrange(1, 40) :],
+            "[" * 100_000,
+        ]
+    )
+    made = bytearray(_assembled(header, text, content))
+    if rng.random() < 0.3:
+        made[8 + rng.randrange(100)] = rng.choice([0x80, 0xC0, 0xFF, 0xFE])
+    return bytes(made), True
+
+
+def _chunk_lies(data: bytes, rng: random.Random) -> Mutated:
+    """Another content of a chunk, its size, checksum and the table all right: only the codec can tell."""
+    header, description, content = _parsed(data)
+    if description["schema"] == "vllm":
+        return _description_lies(data, rng)
+    i = rng.randrange(len(description["segments"]))
+    segment = description["common"] | description["segments"][i]
+    k, c = rng.randrange(len(segment["layer_ids"])), rng.randrange(len(segment["crcs"][0]))
+    if "sizes" not in segment:
+        return _description_lies(data, rng)
+    sizes = segment["sizes"][k]
+    a = header[f"{i}.{k}"]["data_offsets"][0] + sum(sizes[:c])
+    old = content[a : a + sizes[c]]
+    new = _another_chunk(old, rng)
+    sizes[c], segment["crcs"][k][c] = len(new), crc32c(new)
+    description["segments"][i] |= {"sizes": segment["sizes"], "crcs": segment["crcs"]}
+    made = build_header(Description.from_json(json.dumps(description)))
+    return made + content[:a] + new + content[a + len(old) :], True
+
+
+def _another_chunk(old: bytes, rng: random.Random) -> bytes:
+    magic = old.find(b"\x28\xb5\x2f\xfd")
+    raw, frame = (old[:magic], old[magic:]) if magic >= 0 else (old, b"")
+    choice = rng.randrange(6)
+    if choice == 0:
+        return _flipped(old, rng)[0]
+    if choice == 1:
+        return old[: rng.randrange(len(old))]
+    if choice == 2:
+        return old + rng.choice([b"\x00", frame, rng.randbytes(20)])
+    if choice == 3:  # a bomb
+        size = rng.choice([1 << 16, 1 << 22, 1 << 26])
+        return raw + _bomb(size)
+    if choice == 4:  # the content's size lies: whatever field it is in
+        bad = bytearray(frame or b"\x00" * 8)
+        bad[4] = rng.randrange(256)
+        bad[5 : 5 + rng.randrange(1, 9)] = rng.randbytes(8)
+        return raw + bytes(bad)
+    return rng.randbytes(rng.randrange(200))
+
+
+@lru_cache(maxsize=8)
+def _bomb(size: int) -> bytes:
+    return zstandard.ZstdCompressor(level=1).compress(np.zeros(size, np.uint8).data)
+
+
+_KINDS: dict[str, Callable[[bytes, random.Random], Mutated]] = {
+    "truncated": _truncated,
+    "bits flipped": _flipped,
+    "overwritten": _overwritten,
+    "spliced": _spliced,
+    "header length lies": _length_lies,
+    "description lies": _description_lies,
+    "table lies": _table_lies,
+    "JSON lies": _json_lies,
+    "chunk lies": _chunk_lies,
+}
+KINDS = tuple(_KINDS)

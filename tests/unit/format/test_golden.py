@@ -1,0 +1,130 @@
+"""Parts that were stored once and for all: every later version reads them bit for bit, as does the page's reader."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import zstandard
+
+from hsx_dist.errors import FormatError
+from hsx_dist.format.codecs import CODECS
+from hsx_dist.format.codecs.values import from_float32, to_float32
+from hsx_dist.format.container import Part
+from hsx_dist.page import CARRIER
+from hsx_dist.testing.stores import MemoryStore
+from tests.golden.make import ABOUT, FOLDER, LAYERS, content, facts, parts, sample
+
+EXPECTED = json.loads((FOLDER / "expected.json").read_text())
+FILES = sorted(EXPECTED["parts"])
+PAGE = (FOLDER.parents[1] / "docs" / "format.md").read_text()
+
+every_file = pytest.mark.parametrize("name", FILES)
+
+
+def opened(name: str) -> Part:
+    store = MemoryStore()
+    store.objects[name] = (FOLDER / name).read_bytes()
+    return Part.open(store, name)
+
+
+def test_there_is_one_of_every_codec_and_dtype() -> None:
+    assert {f.name for f in FOLDER.glob("*.safetensors")} == set(FILES)
+    assert {f"{codec}-{dtype}.safetensors" for codec in CODECS for dtype in CARRIER} <= set(FILES)
+
+
+@every_file
+def test_it_is_read_bit_for_bit(name: str) -> None:
+    assert facts((FOLDER / name).read_bytes()) == EXPECTED["parts"][name]
+    assert opened(name).about == ABOUT
+
+
+@every_file
+def test_what_is_read_is_what_was_computed(name: str) -> None:
+    part = opened(name)
+    for i, info in enumerate(part.segments):
+        s = info.segment
+        seed = {"a": 1, "conversation/é-2": 2, "c": 3, "one": 5 if "attached" in name else 4}[s.key]
+        made = sample(s.key, s.total, info.dtype, seed)
+        states, ids = part.load(i)
+        expected = made.states[s.start : s.stop, : info.num_layers]
+        assert np.array_equal(ids, made.token_ids[s.start : s.stop])
+        if part.codec.lossy:
+            assert 0 < max(x.worst_token for x in part.loss(i).values()) < 0.04
+            a, b = to_float32(states, info.dtype), to_float32(expected, info.dtype)
+            assert np.allclose(a, b, rtol=2.0**-4, atol=np.abs(b).max() / 448 * 2.0**-9)
+        else:
+            assert np.array_equal(states, expected)
+        assert info.layer_ids == (LAYERS if info.num_layers == 3 else (7,))
+        attached = part.attached(i)
+        if "loss_mask" in attached and s.total == 20:
+            assert attached["loss_mask"].tolist() == [t % 3 == 0 for t in range(20)]
+            assert attached["label"].shape == ()
+            assert attached["label"] == 0.5
+            assert attached["weights"].dtype == np.float32
+
+
+@every_file
+def test_stock_safetensors_opens_it(name: str) -> None:
+    with safetensors.safe_open(FOLDER / name, "pt") as f:
+        tensors = {n: f.get_tensor(n) for n in f.keys()}  # noqa: SIM118
+    assert len(tensors) >= 2
+    if name.startswith("one-none-") and "attached" not in name:
+        assert sorted(tensors) == ["hidden_states", "token_ids"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_writer_still_makes_the_same_bytes(name: str) -> None:
+    if "none" not in name and list(zstandard.ZSTD_VERSION) != EXPECTED["zstd"]:
+        pytest.skip("another libzstd may code the same content in other bytes")
+    made = dict(parts())
+    assert content(made[name]) == (FOLDER / name).read_bytes()
+
+
+def reader() -> dict[str, Any]:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    # The signature of blank lines and comments does not count; thirty of code do.
+    assert len([line for line in code.splitlines() if line.strip()]) <= 33
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)
+    return namespace
+
+
+@every_file
+def test_the_pages_reader_reads_it(name: str) -> None:
+    part = opened(name)
+    found = list(reader()["read_part"](FOLDER / name))
+    assert len(found) == len(part.segments)
+    for i, (key, span, ids, layer_ids, values) in enumerate(found):
+        info = part.segments[i]
+        states, own_ids = part.load(i)
+        assert (key, span) == (info.segment.key, (info.segment.start, info.segment.stop))
+        assert tuple(layer_ids) == info.layer_ids
+        assert np.array_equal(ids, own_ids)
+        assert (values.dtype, values.shape) == (np.float32, states.shape)
+        carrier = np.empty_like(states)
+        from_float32(np.ascontiguousarray(values), info.dtype, carrier)
+        assert np.array_equal(carrier, states)
+
+
+@every_file
+def test_no_byte_of_it_can_change_unseen(name: str) -> None:
+    data = (FOLDER / name).read_bytes()
+    expected = EXPECTED["parts"][name]["segments"]
+    for at in range(0, len(data), 23):
+        bad = bytearray(data)
+        bad[at] ^= 1 << at % 8
+        try:
+            assert facts(bytes(bad))["segments"] == expected
+        except FormatError:
+            continue
+        raise AssertionError(f"byte {at} changed, and nobody saw it")
+
+
+def test_the_page_names_every_codec_and_the_version() -> None:
+    assert all(f"`{name}`" in PAGE for name in CODECS)
+    assert "`hsx/1`" in PAGE

@@ -1,0 +1,49 @@
+"""obstore tells status, code and cause in the text of its errors: the texts here are those that it made."""
+
+from __future__ import annotations
+
+import pytest
+from obstore.exceptions import AlreadyExistsError, GenericError, PermissionDeniedError, UnauthenticatedError
+
+from hsx_dist.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
+from hsx_dist.store.faults import Redactor, expired, past_the_end, redirected, translate
+
+_RUST = "\n\nDebug source:\nGeneric {\n    store: 503 <Code>SlowDown</Code>,\n}"
+
+
+def _said(status: str, code: str = "") -> str:
+    body = f'<?xml version="1.0"?>\n<Error><Code>{code}</Code><Message>no</Message></Error>' if code else ""
+    return f"Error performing PUT http://h/b/o in 1ms - Server returned non-2xx status code: {status}: {body}{_RUST}"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "says"),
+    [
+        (FileNotFoundError(_said("404 Not Found", "NoSuchBucket")), NotFound, "there is no bucket 'bkt'. Make"),
+        (GenericError(_said("404 Not Found", "NoSuchBucket")), NotFound, "there is no bucket 'bkt'. Make"),
+        (FileNotFoundError(_said("404 Not Found")), NotFound, "there is no such object"),
+        (AlreadyExistsError(_said("412 Precondition Failed", "PreconditionFailed")), AlreadyExists, "there is one"),
+        (PermissionDeniedError(_said("403 Forbidden", "SignatureDoesNotMatch")), Denied, "Check the credentials"),
+        (GenericError(_said("403 Forbidden")), Denied, "Check the credentials"),
+        (GenericError(f"DeleteObjects failed: no (code: AccessDenied){_RUST}"), Denied, "Check the credentials"),
+        (UnauthenticatedError(f"External AWS credential provider: gone{_RUST}"), Denied, "Check the credentials"),
+        (GenericError(_said("503 Service Unavailable", "SlowDown")), Unavailable, "cannot answer now"),
+        (GenericError(_said("500 Internal Server Error")), Unavailable, "cannot answer now"),
+        (GenericError(f"after 1 retries - HTTP error: error sending request{_RUST}"), Unavailable, "no answer"),
+        (GenericError(_said("301 Moved Permanently", "PermanentRedirect")), StoreError, "another region"),
+        (GenericError(_said("400 Bad Request", "InvalidArgument")), StoreError, "InvalidArgument"),
+    ],
+)
+def test_kinds(error: Exception, kind: type[StoreError], says: str) -> None:
+    told = translate(error, "put s3://bkt/o", "bkt", Redactor({}, {}))
+    assert type(told) is kind
+    assert says in str(told)
+    assert "Debug source" not in str(told)
+
+
+def test_what_can_be_mended() -> None:
+    assert expired(GenericError(_said("400 Bad Request", "ExpiredToken")))
+    assert not expired(GenericError(_said("400 Bad Request", "InvalidToken")))
+    assert redirected(GenericError(_said("301 Moved Permanently", "PermanentRedirect")))
+    assert not redirected(GenericError(_said("503 Slow", "SlowDown")))
+    assert past_the_end(GenericError(_said("416 Range Not Satisfiable", "InvalidRange")))
