@@ -1,7 +1,8 @@
 """The connector's tests on every vLLM that it names as tested: ``make matrix``, or ``scripts/matrix.py 0.31``.
 
 Each release of the CPU build gets an environment of its own under ``.matrix/``, which stays: the first time takes
-minutes. It is the locked one but for what another vLLM asks for. Prints a table, writes ``docs/connector-matrix.md``.
+minutes. It is the locked one but for what another vLLM asks for. Prints a table, writes it into
+``docs/connector.md``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".matrix"
 UV = ROOT / ".venv/bin/uv"
-TABLE = ROOT / "docs/connector-matrix.md"
+PAGE = ROOT / "docs/connector.md"
+#: What stands between these in the page is this script's.
+BEGIN, END = "<!-- Made by `make matrix`. -->\n", "<!-- end of the matrix -->\n"
 
 TESTS = (
     "tests/unit/connector",
@@ -163,10 +166,13 @@ def main(wanted: Sequence[str]) -> int:
     print(text)
     if not wanted:  # a part of the matrix does not replace the whole
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
-        TABLE.parent.mkdir(exist_ok=True)
-        TABLE.write_text(
-            f"<!-- Made by `make matrix`. -->\n\nThe connector's own tests ({', '.join(f'`{t}`' for t in TESTS)}) on "
-            f"{today}, each vLLM in an environment of its own:\n\n{text}"
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        _, found, after = rest.partition(END)
+        if not found:
+            raise ValueError(f"expected {BEGIN.strip()} and {END.strip()} in {PAGE.name}, found neither or one")
+        PAGE.write_text(
+            f"{before}{BEGIN}\nThe connector's own tests ({', '.join(f'`{t}`' for t in TESTS)}) on {today}, each vLLM "
+            f"in an environment of its own:\n\n{text}\n{END}{after}"
         )
     return 0 if all(o.ok for o in outcomes) else 1
 
