@@ -117,7 +117,7 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
     chain = list(_chain(error))
     names = {c.__name__ for e in chain for c in type(e).__mro__}
     code, status = _code(chain)
-    came = redact(_detail(chain, code, status))
+    came = _detail(chain, code, status, redact)
     if code == "NoSuchBucket" or (status == 404 and "bucket does not exist" in came.lower()):
         return NotFound(f"{where}: there is no bucket {bucket!r}. Make it, or correct the url")
     exists = isinstance(error, FileExistsError) or "AlreadyExistsError" in names
@@ -206,9 +206,10 @@ def _status(value: object) -> int | None:
     return None
 
 
-def _detail(chain: list[BaseException], code: str, status: int | None) -> str:
+def _detail(chain: list[BaseException], code: str, status: int | None, redact: Redactor) -> str:
     root = chain[-1]
-    text = " ".join(str(root).partition(_RUST)[0].split()) or json.dumps(repr(root))
+    # Credentials go before the text is cut: half of one would not be known again.
+    text = " ".join(redact(str(root).partition(_RUST)[0]).split()) or redact(json.dumps(repr(root)))
     told = text if len(text) <= _DETAIL else f"{text[:_DETAIL]}…"
     what = code or (f"HTTP {status}" if status is not None else "")
     return f"{type(root).__name__}{f' {what}' if what and what not in told else ''}: {told}"

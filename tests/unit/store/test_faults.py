@@ -103,3 +103,10 @@ def test_what_happened_beside_an_error_says_nothing_about_it() -> None:
     error = EndpointConnectionError("Could not connect")
     error.__context__ = FileNotFoundError("the credentials file")
     assert type(translate(error, "get x", "bkt", _NOTHING)) is Unavailable
+
+
+@pytest.mark.parametrize("before", range(230, 310, 3))
+def test_a_credential_is_not_shown_in_part_where_a_message_is_cut(before: int) -> None:
+    redact = Redactor({"secret": "very-secret-value"}, {})
+    error = translate(ClientError("AccessDenied", 403, "x" * before + " very-secret-value"), "put a", "b", redact)
+    assert "very" not in str(error)

@@ -1,0 +1,93 @@
+"""What vLLM asks of a connector beside requests: groups, counts, limits, and how it is found."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA, supports_hma
+from vllm.v1.kv_cache_interface import FullAttentionSpec, HiddenStateCacheSpec, KVCacheConfig, KVCacheGroupSpec
+
+from hsx_dist.connector.connector import (
+    HiddenStatesConnector,
+    captured_layers,
+    hidden_state_group,
+    warn_of_short_limits,
+)
+from hsx_dist.connector.settings import read_settings
+from hsx_dist.errors import ConfigError
+
+
+def spec(kind, block_size=16):
+    return kind(block_size=block_size, num_kv_heads=1, head_size=8, dtype=torch.float32)
+
+
+def cache(*specs):
+    return KVCacheConfig(8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], s) for s in specs])
+
+
+def test_the_group_of_hidden_states_is_found_by_its_spec_wherever_it_stands():
+    full, hidden = spec(FullAttentionSpec), spec(HiddenStateCacheSpec)
+    assert hidden_state_group(cache(full, hidden), "m") == 1
+    assert hidden_state_group(cache(hidden, full, full), "m") == 0
+    assert hidden_state_group(cache(full), "m") == 0  # one uniform group (MLA) holds everything
+    for groups in ((full, full), (hidden, hidden)):
+        with pytest.raises(ConfigError, match="some/model: expected one hidden-state cache group"):
+            hidden_state_group(cache(*groups), "some/model")
+
+
+def test_layer_ids_are_in_the_engines_order_which_sorts_and_deduplicates():
+    hf = SimpleNamespace(eagle_aux_hidden_state_layer_ids=[15, 2, 15])
+    speculative = SimpleNamespace(method="extract_hidden_states", draft_model_config=SimpleNamespace(hf_config=hf))
+    assert captured_layers(SimpleNamespace(speculative_config=speculative)) == (2, 15)
+    for other in (None, SimpleNamespace(method="eagle3")):
+        with pytest.raises(ConfigError, match="extract_hidden_states"):
+            captured_layers(SimpleNamespace(speculative_config=other))
+
+
+def test_one_rank_reports_a_request_and_the_hybrid_cache_manager_stays_on():
+    assert HiddenStatesConnector.get_finished_count(SimpleNamespace()) == 1
+    assert issubclass(HiddenStatesConnector, SupportsHMA)
+    assert supports_hma(HiddenStatesConnector)
+
+
+def engine(*, drafter=256, longest=256, shutdown_timeout=0):
+    return SimpleNamespace(
+        speculative_config=SimpleNamespace(draft_model_config=SimpleNamespace(max_model_len=drafter)),
+        model_config=SimpleNamespace(max_model_len=longest),
+        shutdown_timeout=shutdown_timeout,
+    )
+
+
+def test_a_drafter_that_would_skip_states_of_long_sequences_is_refused():
+    settings = read_settings({"shared_storage_path": "x"})
+    warn_of_short_limits(settings, engine(), KVConnectorRole.SCHEDULER)
+    with pytest.raises(ConfigError, match=r"256 tokens\), came 128"):
+        warn_of_short_limits(settings, engine(drafter=128), KVConnectorRole.SCHEDULER)
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0, True), (60, False)])
+def test_an_engine_that_would_end_before_all_is_stored_is_warned_of(caplog, seconds, said):
+    with caplog.at_level(logging.WARNING):
+        settings = read_settings({"shared_storage_path": "x"})
+        warn_of_short_limits(settings, engine(shutdown_timeout=seconds), KVConnectorRole.SCHEDULER)
+    assert ("--shutdown-timeout" in caplog.text) is said
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        long = copy.copy(read_settings({"shared_storage_path": "x", "hsx": {"drain_seconds": 30}}))
+        warn_of_short_limits(long, engine(shutdown_timeout=seconds), KVConnectorRole.SCHEDULER)
+    assert "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS" in caplog.text
+
+
+@pytest.mark.parametrize("shape", [(8, 3, 16, 8), (8, 2, 32, 8), (8, 2, 16)])
+def test_a_cache_of_another_form_than_its_spec_says_is_refused(monkeypatch, shape):
+    """The hidden-state group's own block size and the layers asked for, checked against the tensor."""
+    from hsx_dist.connector import connector as module
+
+    monkeypatch.setattr(module, "get_layers_from_vllm_config", lambda *_: {"l": None})
+    half = SimpleNamespace(_vllm_config=None, _layer_ids=(1, 2), _block_size=16)
+    with pytest.raises(ConfigError, match="hidden-state cache"):
+        HiddenStatesConnector.register_kv_caches(half, {"l": torch.zeros(shape)})
