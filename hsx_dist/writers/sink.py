@@ -50,7 +50,8 @@ class SinkOptions:
     ``about`` goes into every part (model, revision, versions …). ``attempt`` 0 means that there is no run: objects
     are stored without receipts (a server's ``layout="sample"``). ``max_bytes`` bounds what the sink holds: raw bytes
     being encoded and encoded bytes not yet stored; one segment of every sender and one part fit whatever it says.
-    ``uploads`` parts are stored at once. An unfinished segment of which nothing came for ``stale_seconds`` is dropped.
+    ``uploads`` parts are stored at once. An unfinished segment of a run of which nothing came for
+    ``stale_seconds`` is dropped.
     ``on_bad_rows``: segments with non-finite rows or all-zero layers are stored with that said in their ``meta``
     (``"flag"``), or told as lost (``"fail"``).
     """
@@ -106,7 +107,7 @@ class PartSink:
         # A writer that died and came back must not meet its own names: each incarnation is a writer of its own.
         self.name = f"{options.writer}-{uuid.uuid4().hex[:8]}"
         self._lock = threading.Condition()
-        self._filling: dict[tuple[str, int], _Filling] = {}
+        self._filling: dict[tuple[str, int, str], _Filling] = {}
         self._open = _OpenPart()
         self._held = 0
         self._storing: set[Future[None]] = set()
@@ -128,7 +129,7 @@ class PartSink:
             Fenced, StoreError: the sink is dead; the page is not taken.
         """
         self._admit(page.nbytes)
-        key = (page.segment.key, page.segment.index)
+        key = self._place(page.segment)
         grown = -page.nbytes
         try:
             filling = self._filling_for(page.segment, len(page.layer_ids))
@@ -176,13 +177,18 @@ class PartSink:
         self._append(replace(segment, segment=replace(segment.segment, meta=meta)))
         return 0
 
+    def _place(self, segment: Segment) -> tuple[str, int, str]:
+        # Without a run there is no driver that computes rows again: two copies are two requests of one key, and both of
+        # them are to be told what became of theirs.
+        return segment.key, segment.index, "" if self._opt.attempt else segment.source
+
     def _filling_for(self, segment: Segment, num_layers: int) -> _Filling:
         """Where the pages of this copy of the segment are collected.
 
         What another copy of it left unfinished (its engine died, and its row is computed again) is dropped: the rest
         of that one will never come.
         """
-        key = (segment.key, segment.index)
+        key = self._place(segment)
         with self._lock:
             filling = self._filling.get(key)
             if filling is None or filling.source != segment.source:
@@ -249,7 +255,7 @@ class PartSink:
                 if self._open.segments and now - self._open.since >= self._opt.part_seconds:
                     self._seal_locked()
                 for key, filling in list(self._filling.items()):
-                    if now - filling.touched >= self._opt.stale_seconds:
+                    if self._opt.attempt and now - filling.touched >= self._opt.stale_seconds:
                         # Its engine died, and its row was computed again elsewhere.
                         del self._filling[key]
                         self._held -= filling.nbytes

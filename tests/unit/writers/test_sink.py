@@ -270,3 +270,21 @@ def test_what_nobody_goes_on_with_is_dropped(store):
         threading.Event().wait(0.01)
     sink.close()
     assert load_manifest(store).samples == {}
+
+
+def test_without_a_run_two_copies_of_a_sample_are_two_requests_and_both_are_told(tmp_path):
+    """Their pages come in turns; in a run the first would be what a dead engine left."""
+    told = []
+    store = LocalStore(tmp_path)
+    options = SinkOptions(resolve_codec("none"), {"model": "m"}, "w", layout="sample", stale_seconds=0.0)
+    sink = PartSink(store, options, told.append)
+    data = np.arange(2 * 8 * 4, dtype=np.uint32).reshape(2, 8, 4)
+    for start in (0, 4):
+        for source in ("a", "b"):
+            segment = Segment("k", 0, 0, 8, 8, source=source)
+            ids = np.arange(start, start + 4, dtype=np.int64)
+            rows = np.ascontiguousarray(data[:, start : start + 4])
+            sink.add(Page(segment, start, start + 4, 4, (1, 2), "float32", 4, "LTH", ids, rows))
+    sink.close()
+    assert [type(t).__name__ for t in told] == ["Receipt", "Receipt"]
+    assert sink.held_bytes == 0
