@@ -7,6 +7,7 @@ import re
 import uuid
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -25,6 +26,7 @@ from hsx_dist.format.manifest import (
     parse_receipt_name,
     receipt_name,
 )
+from hsx_dist.format.receipt import SegmentRow, proof_of, read_table
 from hsx_dist.store import Store
 
 __all__ = [
@@ -36,7 +38,9 @@ __all__ = [
     "newest_attempt",
     "read_complete",
     "read_heartbeat",
+    "read_receipt",
     "read_run",
+    "scan_receipts",
     "take_attempt",
     "write_complete",
     "write_run",
@@ -119,16 +123,26 @@ def load_manifest(store: Store) -> Manifest:
         IntegrityError: a receipt is missing or damaged.
         FormatError: something is there that is no receipt.
     """
+    return Manifest(replace(r, segments=tuple(map(proof_of, rows))) for r, rows in scan_receipts(store))
+
+
+def scan_receipts(store: Store) -> Iterator[tuple[Receipt, list[SegmentRow]]]:
+    """All receipts that count, without their segments, and these as rows (``read_table``): what ``load_manifest``
+    reads, for who does not want an object for each of a million samples. Errors as there."""
     complete = read_complete(store)
-    manifest, after = Manifest(), 0
+    after = 0
     if complete is not None:
-        manifest = Manifest(_read_compacted(store, complete))
+        yield from _read_compacted(store, complete)
         after = int(complete["attempt"])
     names = _receipt_names(store, after)
     with ThreadPoolExecutor(_READERS, thread_name_prefix="hsx-receipts") as pool:
-        for receipt in pool.map(lambda name: _read_receipt(store, name), names):
-            manifest.add(receipt)
-    return manifest
+        yield from pool.map(lambda name: _read_table(store, name), names)
+
+
+def read_receipt(store: Store, name: str) -> Receipt:
+    """The receipt stored under ``name``. ``NotFound``, or errors as ``load_manifest``'s."""
+    receipt, rows = _read_table(store, name)
+    return replace(receipt, segments=tuple(map(proof_of, rows)))
 
 
 def check_receipts(store: Store) -> Iterator[tuple[str, str]]:
@@ -139,14 +153,14 @@ def check_receipts(store: Store) -> Iterator[tuple[str, str]]:
     complete = read_complete(store)
     if complete is None:
         return  # ``load_manifest`` has read them
-    compacted = {receipt_name(*r.id): r for r in _read_compacted(store, complete)}
+    compacted = {receipt_name(*r.id): (r, rows) for r, rows in _read_compacted(store, complete)}
     found = {info.name for info in store.list("manifest/") if parse_receipt_name(info.name) is not None}
     for name, receipt in sorted(compacted.items()):
         if name not in found:
             yield name, f"expected the receipt that {COMPLETE} counts, it is not there"
             continue
         try:
-            if _read_receipt(store, name) != receipt:
+            if _read_table(store, name) != receipt:
                 yield name, "differs from what the compacted manifest says"
         except FormatError as e:
             yield name, str(e)
@@ -224,7 +238,7 @@ def read_complete(store: Store) -> dict[str, Any] | None:
     return found
 
 
-def _read_compacted(store: Store, complete: Mapping[str, Any]) -> Iterator[Receipt]:
+def _read_compacted(store: Store, complete: Mapping[str, Any]) -> Iterator[tuple[Receipt, list[SegmentRow]]]:
     about = complete["manifest"]
     where = f"{store.url}/{about['name']}"
     try:
@@ -247,7 +261,7 @@ def _read_compacted(store: Store, complete: Mapping[str, Any]) -> Iterator[Recei
     if len(lines) != about["receipts"]:
         raise FormatError(f"{where}: expected {about['receipts']} receipts, found {len(lines)}")
     for number, line in enumerate(lines, 1):
-        yield Receipt.from_json(line, f"{where}, line {number}")
+        yield read_table(line, f"{where}, line {number}")
 
 
 def _receipt_names(store: Store, after_attempt: int) -> list[str]:
@@ -275,12 +289,12 @@ def _receipt_names(store: Store, after_attempt: int) -> list[str]:
     return names
 
 
-def _read_receipt(store: Store, name: str) -> Receipt:
+def _read_table(store: Store, name: str) -> tuple[Receipt, list[SegmentRow]]:
     where = f"{store.url}/{name}"
-    receipt = Receipt.from_json(store.get(name), where)
+    receipt, rows = read_table(store.get(name), where)
     if receipt.id != parse_receipt_name(name):
         raise FormatError(f"{where}: it says that it is {receipt_name(*receipt.id)}; it lies under a wrong name")
-    return receipt
+    return receipt, rows
 
 
 def _put_own(store: Store, name: str, body: bytes) -> bool:

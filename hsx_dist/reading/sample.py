@@ -139,6 +139,12 @@ class Sample:
             "meta": self.meta,
         }
 
+    def load_carrier(
+        self, layers: Sequence[int] | None = None, tokens: Tokens | None = None
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """``load``'s states as their bits (unsigned integers of the dtype's width, ``[n, L, H]``), and token ids."""
+        return self._load(layers, *self._span(tokens))
+
     def layer(self, layer_id: int, tokens: Tokens | None = None, framework: Framework = "auto") -> Any:
         """One layer: ``[n, H]``."""
         return self.load([layer_id], tokens, framework)["hidden_states"][:, 0]
