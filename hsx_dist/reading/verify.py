@@ -128,7 +128,11 @@ class _Known:
         self._path = path
         self._sound: dict[tuple[str, str], dict[str, int]] = {}
         if path is not None and path.exists():
-            for line in path.read_text().splitlines():
+            text = path.read_text()
+            if text and not text.endswith("\n"):
+                with path.open("a") as f:
+                    f.write("\n")
+            for line in text.splitlines():
                 try:
                     d = json.loads(line)
                     self._sound[d["part"], d["crc32c"]] = {n: int(d[n]) for n in _TALLIED}

@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "reading": {"errors", "page", "config", "store", "format"},
     "exporting": {"errors", "page", "config", "layers", "store", "format", "reading", "testing"},
     "ray": {"errors", "reading", "exporting"},
-    "speculators": {"errors", "reading"},
+    "speculators": {"errors", "reading", "store"},
     "writers": {"errors", "page", "config", "layers", "store", "format"},
     "connector": {"errors", "page", "config", "layers", "store", "format", "writers"},
     "observe": {"errors", "page", "config", "layers", "store", "format"},

@@ -22,6 +22,8 @@ from hsx_dist.store import open_store
 from hsx_dist.testing.runs import store_run
 from hsx_dist.testing.samples import random_sample
 
+pytestmark = pytest.mark.integration
+
 SAMPLES = [random_sample(f"r{i}", 5 + i, layer_ids=(2, 4, 5, 8), seed=i, odd=False) for i in range(6)]
 
 
@@ -46,7 +48,7 @@ def transfer(run: str, layers: str | None = "2,4,5,8") -> HsxTransfer:
 def test_the_trainers_data_set_reads_from_the_run(prepared: tuple[str, Path]) -> None:
     run, data = prepared
     dataset = ArrowDataset(64, data, transfer=transfer(run), on_missing="raise")
-    loader = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="spawn")
+    loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn")
     for item, sample in zip(loader, SAMPLES, strict=True):
         bits = item["hidden_states"].view(torch.int16).numpy().view(np.uint16)
         assert np.array_equal(bits, sample.states[:, :3].reshape(len(sample.token_ids), -1))
