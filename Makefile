@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-SOURCES := hsx_dist benchmarks ray_jobs scripts tests
+SOURCES := hsx_dist benchmarks examples ray_jobs scripts tests
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-s3 check test matrix soak lock clean
