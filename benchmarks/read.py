@@ -110,8 +110,10 @@ def against_objects(server: S3Server, slow: dict[str, Any], count: int, rounds: 
         for name in names:
             assert load(fs.cat_file(name))["hidden_states"].shape == (TOKENS, 4, HIDDEN)
 
+    run = open_run(f"{server.url}/narrow", storage_options=slow)  # once, as the file system is made once
+
     def dataset() -> None:
-        assert read_all(f"{server.url}/narrow", slow, loss_mask="off") == count
+        assert read_all(run, loss_mask="off") == count
 
     seconds = in_turns({"dataset": dataset, "open": opened, "cat": fetched}, rounds)
     return {
@@ -131,11 +133,12 @@ def one_layer(server: S3Server, slow: dict[str, Any], rounds: int) -> dict[str, 
     url = f"{server.url}/wide"
     counted: dict[str, int] = {}
 
+    opened = open_run(url, storage_options=slow)
+
     def read(name: str, layers: Sequence[int] | None) -> Callable[[], None]:
         def work() -> None:
-            run = open_run(url, storage_options=slow)
-            counter = Counting(run.store)
-            run._mine = counter
+            counter = Counting(opened.store)
+            run = opened.with_store(lambda _: counter)
             for _ in HiddenStatesDataset(run, layers=layers, loss_mask="off", rank=0, world_size=1):
                 pass
             counted[name] = counter.bytes
@@ -169,8 +172,10 @@ def against_codec(path: str, narrow: Sequence[RandomSample], rounds: int) -> dic
         for data, out in chunks:
             codec.decode(data, out, "bfloat16")
 
+    run = open_run(path)
+
     def dataset() -> None:
-        assert read_all(path, None, threads=1, loss_mask="off") == len(narrow)
+        assert read_all(run, threads=1, loss_mask="off") == len(narrow)
 
     seconds = in_turns({"dataset": dataset, "codec": decode}, rounds)
     return {
@@ -253,8 +258,8 @@ def million(rounds: int) -> dict[str, Any]:
 # -- the means ---------------------------------------------------------------------------------------------------------
 
 
-def read_all(url: str, options: dict[str, Any] | None, **settings: Any) -> int:
-    return sum(1 for _ in HiddenStatesDataset(url, storage_options=options, rank=0, world_size=1, **settings))
+def read_all(run: Run, **settings: Any) -> int:
+    return sum(1 for _ in HiddenStatesDataset(run, rank=0, world_size=1, **settings))
 
 
 def in_turns(work: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
