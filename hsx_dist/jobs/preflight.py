@@ -42,6 +42,8 @@ class Model:
     itemsize: int
     max_tokens: int
     tokenizer_sha256: str
+    #: Of the template that chats are rendered with; None where there is none.
+    chat_template_sha256: str | None = None
 
     @property
     def token_bytes(self) -> int:
@@ -117,6 +119,7 @@ def examine_model(config: ExtractConfig) -> Model:
         itemsize=4 if str(config.engine_kwargs.get("dtype", "auto")) in ("float32", "float") else 2,
         max_tokens=limit - 1,  # vLLM refuses a prompt of max_model_len: there would be no room for an answer
         tokenizer_sha256=tokenizer_hash(tokenizer),
+        chat_template_sha256=template_hash(tokenizer),
     )
     block = whole_number(config, "block_size", BLOCK_TOKENS) * model.token_bytes
     if config.layout == "part" and block > config.segment_bytes:
@@ -151,6 +154,12 @@ def tokenizer_hash(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def template_hash(tokenizer: Any) -> str | None:
+    """SHA-256 of the tokenizer's chat template, or of all of them; None where there is none."""
+    template = getattr(tokenizer, "chat_template", None)
+    return None if not template else hashlib.sha256(repr(template).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def open_output(config: ExtractConfig) -> Store:

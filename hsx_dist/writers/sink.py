@@ -163,19 +163,21 @@ class PartSink:
                 self._lock.notify_all()
 
     def _finish(self, filling: _Filling) -> int:
-        """Append a whole segment to the open part, or refuse it; the bytes that are no longer held."""
+        """Append a whole segment to the open part, or refuse it; the bytes that are no longer held (what is attached
+        comes to them: less than 0)."""
         segment = filling.encoder.finish()
+        attached = filling.nbytes - segment.nbytes
         found = filling.scan.findings(segment.layer_ids)
         if not found:
             self._append(segment)
-            return 0
+            return attached
         log.warning("hidden states of %s look wrong: %s", segment.segment.key, found)
         if self._opt.on_bad_rows == "fail":
             self._on_event(Lost((segment.segment,), f"its states look wrong: {found} (on_bad_rows is 'fail')"))
             return filling.nbytes
         meta = {**segment.segment.meta, "bad": found}
         self._append(replace(segment, segment=replace(segment.segment, meta=meta)))
-        return 0
+        return attached
 
     def _place(self, segment: Segment) -> tuple[str, int, str]:
         # Without a run there is no driver that computes rows again: two copies are two requests of one key, and both of
@@ -276,7 +278,7 @@ class PartSink:
                 self._put_new(name, part.buffers, segments[0])
             proofs = tuple(
                 SegmentProof(
-                    segment=s.segment,
+                    segment=replace(s.segment, meta={}),  # as it is read back: a driver keeps millions of them
                     slot=slot,
                     token_hash=token_hash(s.token_ids),
                     raw_bytes=s.raw_nbytes,
