@@ -162,7 +162,9 @@ def test_sampled_answers_are_the_same_when_a_row_is_run_again_in_a_resumed_run(t
         split = data["meta"]["prompt_tokens"]
         assert data["loss_mask"].tolist() == [0] * split + [1] * (len(data["token_ids"]) - split)
         answers[sample.key] = data["token_ids"].tolist()
-    assert len({tuple(a[-11:]) for a in answers.values()}) == 6  # really sampled
+    # Really sampled, and not from vLLM's rejection sampler, which repeats a token (connector/undrafted.py).
+    assert len({tuple(a[-11:]) for a in answers.values()}) == 6
+    assert all(len(set(a[-11:])) > 5 for a in answers.values())
     # As if the run had been killed after three rows: the receipts of the others are not there.
     first = tmp_path / "half"
     half = hsx_dist.extract(prompts[:3], model=model, output=first, layout="sample", **settings)
