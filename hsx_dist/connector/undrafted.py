@@ -9,23 +9,19 @@ A request without drafts is sampled as in any other engine.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
+
+_UNDRAFTED: dict[type, type] = {}
 
 
 def never_draft(request: Any) -> None:
-    """Make vLLM's ``request`` (as the scheduler holds it) one that has no draft tokens, whatever it is given. The states
-    are cached all the same: the drafter runs on every token that is scheduled."""
-    request.__class__ = _undrafted(type(request))
-
-
-@lru_cache
-def _undrafted(request_class: type) -> type:
-    if getattr(request_class, "_hsx_undrafted", False):
-        return request_class
-    # vLLM's scheduler assigns the attribute and reads it back; there is no switch for it by request.
-    return type(
-        request_class.__name__,
-        (request_class,),
-        {"_hsx_undrafted": True, "spec_token_ids": property(lambda _: [], lambda _, __: None)},
-    )
+    """Make vLLM's ``request`` (as the scheduler holds it) one that has no draft tokens, whatever it is given. Its
+    states are cached all the same: the drafter runs on every token that is scheduled."""
+    found = type(request)
+    if found in _UNDRAFTED.values():
+        return
+    if found not in _UNDRAFTED:
+        # vLLM's scheduler assigns the attribute and reads it back; there is no switch for it by request.
+        nothing = property(lambda _: [], lambda _, __: None)
+        _UNDRAFTED[found] = type(found.__name__, (found,), {"spec_token_ids": nothing})
+    request.__class__ = _UNDRAFTED[found]
