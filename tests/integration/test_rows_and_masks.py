@@ -178,7 +178,7 @@ def test_sampled_answers_are_the_same_when_a_row_is_run_again_in_a_resumed_run(t
 
 
 def test_generated_tokens_are_selected_by_their_mask(model, tmp_path):
-    prompts = [{"id": "a", "token_ids": [5, 6, 7], "loss_mask": [0, 0, 0]}]
+    prompts = [{"id": "a", "token_ids": [5, 6, 7], "loss_mask": [0, 0, 0]}, {"id": "long", "token_ids": [5] * 9}]
     run = extract(
         model,
         tmp_path / "run",
@@ -186,7 +186,9 @@ def test_generated_tokens_are_selected_by_their_mask(model, tmp_path):
         select="loss_mask",
         include_output_tokens=True,
         sampling_params={"max_tokens": 5, "ignore_eos": True},
+        input={"max_length": 8, "too_long": "fail"},
     )
+    assert "at most 8 tokens, came 9" in run.failed["long"].reason
     data = run["a"].load(framework="numpy")
     assert data["token_ids"].tolist() == next_tokens(7, 4)
     whole = expected_states([5, 6, 7, *next_tokens(7, 4)], CAPTURED, run["a"].hidden_size)
