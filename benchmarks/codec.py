@@ -26,7 +26,6 @@ from hsx_dist.format.codecs import Codec, Fp8TokenCodec, NoneCodec, SplitCodec, 
 from hsx_dist.format.loss import combine, measure
 from hsx_dist.page import CARRIER
 from hsx_dist.store.base import as_bytes_view
-from hsx_dist.writers.memory import keep_freed_memory
 
 RESULTS = Path(__file__).parent / "results"
 CHUNK_BYTES = 1 << 20
@@ -55,7 +54,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--keep", type=Path, help="folder in which the model's states are kept for the next time")
     args = parser.parse_args()
-    keep_freed_memory(2 << 30)  # as writers do; it helps every codec
     about = provenance("numpy", "zstandard", "crc32c", "torch", "transformers")
     states = {dtype: states_of(dtype, args.tokens, args.keep) for dtype in CARRIER}
     bf16 = states["bfloat16"]
@@ -178,22 +176,37 @@ def _out(x: Array) -> Array:
     return found[: len(x)]
 
 
+def _own_room(nbytes: int) -> Array:
+    """uint8 of this thread's own, a little more than ``nbytes``."""
+    found: Array | None = getattr(_own, "room", None)
+    if found is None:
+        found = _own.room = np.empty(nbytes + nbytes // 8, np.uint8)
+    return found
+
+
 def _works(codec: Codec, chunks: Sequence[Array]) -> tuple[Work, Work]:
     dtype = "bfloat16"
     stored = [memoryview(b"".join(map(as_bytes_view, codec.encode(x, dtype)))) for x in chunks]
+
+    def encode(i: int) -> None:
+        """As a segment is encoded: what the codec made is copied into memory that is used again."""
+        at, room = 0, _own_room(chunks[i].nbytes)
+        for view in map(as_bytes_view, codec.encode(chunks[i], dtype)):
+            room[at : at + view.nbytes] = view
+            at += view.nbytes
+
     return (
-        lambda i: codec.encode(chunks[i], dtype),
+        encode,
         lambda i: codec.decode(stored[i], _out(chunks[i]), dtype),
     )
 
 
 def timed(work: Work, count: int, threads: int) -> float:
-    """Seconds for all chunks, shared among ``threads``; what is made is kept until the end, as in a part."""
-    made: list[object] = [None] * count
+    """Seconds for all chunks, shared among ``threads``."""
 
     def run(first: int) -> None:
         for i in range(first, count, threads):
-            made[i] = work(i)
+            work(i)
 
     others = [threading.Thread(target=run, args=(k,)) for k in range(1, threads)]
     begin = time.perf_counter()
