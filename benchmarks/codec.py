@@ -2,7 +2,9 @@
 
     .venv/bin/python -m benchmarks.codec [--tokens 12000] [--rounds 21] [--keep FOLDER]
 
-Plain zstd-1 is that of token-major states, as vLLM's own files hold them; every codec here gets layer-major chunks.
+Plain zstd-1 is what one writes without this library: `compress` and `decompress` of the zstandard package, of
+token-major states as vLLM's own files hold them. Every codec here gets layer-major chunks; what it makes is copied to
+where a part is collected, and it decodes into the reader's array.
 Every round times every codec once, in an order that turns; speeds relative to plain zstd-1 are medians of the ratios
 within a round, so that what else the machine does falls on all of them. Writes benchmarks/results/codec.{md,json}.
 """
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import zstandard
 
 from benchmarks.provenance import provenance
 from benchmarks.states import LAYERS, smollm2_states
@@ -29,8 +32,7 @@ from hsx_dist.store.base import as_bytes_view
 
 RESULTS = Path(__file__).parent / "results"
 CHUNK_BYTES = 1 << 20
-#: What anybody would do: zstd-1 on states as vLLM's own files hold them, [T, L, H].
-BASELINE = "zstd-1 of [T, L, H]"
+BASELINE = "plain zstd-1 of [T, L, H]"
 CODECS: dict[str, Codec] = {
     "zstd": ZstdCodec(1),
     "none": NoneCodec(),
@@ -144,6 +146,7 @@ def speeds(states: Array, rounds: int) -> dict[str, Any]:
     inputs |= {name: (codec, chunks) for name, codec in CODECS.items()}
     works = {"memcpy": (lambda i: np.copyto(_out(chunks[i]), chunks[i]),) * 2}
     works |= {name: _works(codec, of) for name, (codec, of) in inputs.items()}
+    works[BASELINE] = _plain_zstd(inputs[BASELINE][1])
     jobs = [(name, step, n) for name in works for step in (0, 1) for n in (1, 2)]
     times: dict[tuple[str, int, int], list[float]] = {job: [] for job in jobs}
     for name, step, _ in jobs[::2]:
@@ -198,6 +201,19 @@ def _works(codec: Codec, chunks: Sequence[Array]) -> tuple[Work, Work]:
     return (
         encode,
         lambda i: codec.decode(stored[i], _out(chunks[i]), dtype),
+    )
+
+
+def _plain_zstd(chunks: Sequence[Array]) -> tuple[Work, Work]:
+    def own(make: type[Any], **how: int) -> Any:  # a context serves one thread at a time
+        if not hasattr(_own, make.__name__):
+            setattr(_own, make.__name__, make(**how))
+        return getattr(_own, make.__name__)
+
+    stored = [zstandard.ZstdCompressor(level=1).compress(x.data) for x in chunks]
+    return (
+        lambda i: own(zstandard.ZstdCompressor, level=1).compress(chunks[i].data),
+        lambda i: own(zstandard.ZstdDecompressor).decompress(stored[i]),
     )
 
 
