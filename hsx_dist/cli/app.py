@@ -105,6 +105,18 @@ def show(
 
 
 @app.command()
+def status(
+    run: RunPath,
+    storage_option: StorageOptions = None,
+    as_json: AsJson = False,
+) -> None:
+    """Account for every row of a run, and say whether anybody works on it; exit status 1 when somebody should look."""
+    from hsx_dist.cli.watch import print_status
+
+    raise typer.Exit(print_status(run, storage_option or (), as_json=as_json))
+
+
+@app.command()
 def verify(
     run: RunPath,
     storage_option: StorageOptions = None,
