@@ -129,6 +129,22 @@ def verify(
 
 
 @app.command()
+def drain(
+    seconds: Annotated[float, typer.Option(min=0, help="Until this machine goes.")] = 90.0,
+    node: Annotated[Optional[str], typer.Option(help="Id or IP address of another node than this one.")] = None,  # noqa: UP045
+    wait: Annotated[bool, typer.Option("--wait", help="Return only then, as a Kubernetes preStop hook must.")] = False,
+) -> None:
+    """Tell Ray that this node is about to go: a run stores what it has here, and works elsewhere."""
+    import time
+
+    from hsx_dist.jobs.drain import drain_node
+
+    typer.echo(f"node {drain_node(seconds, node=node)} drains; it has {seconds:g} seconds")
+    if wait:
+        time.sleep(seconds)
+
+
+@app.command()
 def gc(
     path: Annotated[str, typer.Argument(metavar="PREFIX", help="Where a server stores: a folder or a URL.")],
     delete: Annotated[bool, typer.Option("--delete", help="Remove what has expired; without it, only list.")] = False,

@@ -124,6 +124,7 @@ class Driver:
                         break
                 continue
             self._handle_all(self._fleet.poll(0.5))
+            self._ledger.flush_old()
             self._say_what_is_waited_for()
             self._progress.show(running=sum(len(t.rows) for ts in self._ready.values() for t in ts))
         self._ledger.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from datetime import UTC, datetime
 
@@ -14,6 +15,9 @@ from hsx_dist.store import Store
 class RowLedger:
     """Collects the fates of rows and stores them, a batch to a receipt."""
 
+    #: Seconds after which what was added is stored, be it ever so little: ``hsx status`` reads the store.
+    OLDEST_S = 15.0
+
     def __init__(self, store: Store, attempt: int, manifest: Manifest, *, batch: int = 1000):
         self.store = store
         self._attempt = attempt
@@ -21,11 +25,20 @@ class RowLedger:
         self._writer = f"driver-{uuid.uuid4().hex[:8]}"
         self._rows: list[RowFate] = []
         self._batch = batch
+        self._since = 0.0
         self._seq = 0
 
     def add(self, fate: RowFate) -> None:
+        """Note a row's fate; it is stored with others soon (``poison`` at once: finding it out again costs engines)."""
+        if not self._rows:
+            self._since = time.monotonic()
         self._rows.append(fate)
-        if len(self._rows) >= self._batch:
+        if len(self._rows) >= self._batch or fate.fate == "poison":
+            self.flush()
+
+    def flush_old(self) -> None:
+        """Store what has waited long enough."""
+        if self._rows and time.monotonic() - self._since >= self.OLDEST_S:
             self.flush()
 
     def flush(self) -> None:
