@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -34,8 +35,6 @@ def proofs(draw):
 
 @given(st.lists(proofs(), max_size=20))
 def test_it_is_the_same_as_its_items(items):
-    from dataclasses import replace
-
     items = tuple(replace(p, slot=i) for i, p in enumerate(items))
     table = SegmentTable.of(items)
     assert tuple(table) == items == table

@@ -74,5 +74,5 @@ def test_a_deadline_as_a_time():
 
 @pytest.mark.parametrize("wrong", ["soon", 0, -5, True, "2026-01-31T18:00:00"])
 def test_a_deadline_that_is_none_is_refused(wrong):
-    with pytest.raises(ConfigError, match="deadline.*seconds from the start"):
+    with pytest.raises(ConfigError, match=r"deadline.*seconds from the start"):
         load_config(None, (), model="m", output="o", deadline=wrong)
