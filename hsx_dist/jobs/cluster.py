@@ -242,9 +242,11 @@ class RayFleet:
         group, scheduling = None, {}
         if placement.total:  # Ray makes no group of nothing
             group = ray.util.placement_group(list(placement.bundles), strategy=placement.strategy, name=name)
-            # What the engine starts by Ray's means (the ranks of vLLM's Ray executor) belongs into the group as well.
             scheduling["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
+                group,
+                placement_group_bundle_index=0,
+                # The ranks of vLLM's Ray executor belong into the group as well.
+                placement_group_capture_child_tasks=len(placement.bundles) > 1,
             )
         # As an argument, not as a runtime_env: that one is shown on Ray's dashboard.
         environment = {**credential_environment(), **shape.replica_env}
@@ -378,10 +380,12 @@ class RayFleet:
             self._wait([r.actor.flush.remote() for r in self._replicas.values() if r.state != "starting"], None)
         self._wait([actor.flush.remote() for actor in writers], left())
         events: list[FleetEvent] = []
-        # What the flush stored is told by the call that listens now, or by the next one.
-        for _ in range(2):
+        # What the flush stored is told by the call that listens now, or by the next one. Where time is short, those
+        # that have nothing to tell are not waited for.
+        for _ in range(2 if end is None else 1):
             refs = list(self._listening)
-            done, _ = ray.wait(refs, num_returns=len(refs), timeout=left()) if refs else ([], [])
+            patience = None if end is None else min(left() or 0.0, 1.0)
+            done, _ = ray.wait(refs, num_returns=len(refs), timeout=patience) if refs else ([], [])
             for ref in done:
                 events += self._heard(ref)
         return events

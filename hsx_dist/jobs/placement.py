@@ -63,11 +63,14 @@ def place(replica: ReplicaConfig, spec: EngineSpec, nodes: Sequence[Mapping[str,
 
 
 def placed_spec(spec: EngineSpec, placement: Placement) -> EngineSpec:
-    """What the engine is told of its placement: the Ray executor where its ranks lie in bundles of their own.
+    """What the engine is told of its placement: the Ray executor where its ranks lie in bundles of their own, else
+    children of the actor (left alone, vLLM takes Ray's whenever it finds itself in a placement group).
 
-    Pages leave by a socket on the actor's node, so that only rank 0 ships, which vLLM puts there.
+    With Ray's, pages leave by a socket on the actor's node, so that only rank 0 ships, which vLLM puts there.
     """
-    if len(placement.bundles) == 1:
-        return spec
-    kwargs: dict[str, Any] = {**spec.engine_kwargs, "distributed_executor_backend": "ray"}
-    return replace(spec, engine_kwargs=kwargs, owners=1)
+    kwargs: dict[str, Any] = dict(spec.engine_kwargs)
+    if len(placement.bundles) > 1:
+        return replace(spec, engine_kwargs={**kwargs, "distributed_executor_backend": "ray"}, owners=1)
+    if spec.ranks > 1:
+        kwargs.setdefault("distributed_executor_backend", "mp")
+    return replace(spec, engine_kwargs=kwargs)

@@ -84,13 +84,16 @@ def settings(good, model, tmp_path_factory, s3) -> dict[str, Any]:
 
 def cluster(s3, plugin: Path):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return ray_head(num_cpus=2, env={**s3.env, "PATH": path, "PYTHONPATH": str(plugin)})
+    return ray_head(
+        num_cpus=2, env={**s3.env, "PATH": path, "PYTHONPATH": str(plugin), "RAY_JOB_STOP_WAIT_TIME_S": "60"}
+    )
 
 
-def submit(head: RayHead, s3, config: Path, *overrides: str, wait: bool) -> subprocess.CompletedProcess[str]:
+def submit(head: RayHead, s3, config: Path, *overrides: str, wait: bool, name: str = ""):
     job = ["python", "ray_jobs/extract.py", "--config", str(config), *overrides]
+    options = [*([] if wait else ["--no-wait"]), *(["--submission-id", name] if name else [])]
     return subprocess.run(
-        ["ray", "job", "submit", *([] if wait else ["--no-wait"]), "--working-dir", ".", "--", *job],
+        ["ray", "job", "submit", *options, "--working-dir", ".", "--", *job],
         cwd=ROOT,
         env={**os.environ, **s3.env, **head.env},
         capture_output=True,
@@ -109,11 +112,11 @@ def until(true: Callable[[], Any], seconds: float = 120) -> Any:
 
 
 def processes(head: RayHead, words: str) -> list[psutil.Process]:
-    """Of this cluster alone: descendants of its head whose command line has these words."""
+    """Of this cluster alone: descendants of its head whose command line begins with these words."""
     found = []
     for process in psutil.Process(head.process.process.pid).children(recursive=True):
         try:
-            if words in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+            if " ".join(process.cmdline()).startswith(words) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except psutil.NoSuchProcess:
             continue
@@ -147,7 +150,7 @@ def test_what_dies_and_is_resumed_elsewhere_equals_a_run_that_was_left_alone(set
         kill_one(head, "ray::WriterActor")
         at = proven()
         until(lambda: proven() > at + 5)
-        kill_one(head, "ray_jobs/extract.py --config")
+        kill_one(head, "python ray_jobs/extract.py")  # not the shell around it
         until(lambda: not processes(head, "ray::ReplicaActor") and not processes(head, "ray::WriterActor"))
 
     before = load_manifest(store)
@@ -156,21 +159,29 @@ def test_what_dies_and_is_resumed_elsewhere_equals_a_run_that_was_left_alone(set
     status = run_status(store, observe_seconds=7)
     assert status.state == "silent", status
     assert status.rows["stored"] == len(kept)
-    assert status.rows["open"] == status.rows["total"] - sum(
-        status.rows[fate] for fate in ("stored", "refused", "failed", "poison")
-    )
+    assert status.rows["total"] == 154
 
     with cluster(s3, plugin) as head:
-        resumed = submit(head, s3, config, "min_replicas=1", "max_replicas=1", "resume=must", wait=True)
+        killed = dict(kept)
+        fewer = ("min_replicas=1", "max_replicas=1", "resume=must")
+        begun = submit(head, s3, config, *fewer, wait=False, name="stopped")
+        assert begun.returncode == 0, begun.stdout + begun.stderr
+        until(lambda: proven() > len(kept))
+        subprocess.run(["ray", "job", "stop", "stopped"], env={**os.environ, **head.env}, check=True, timeout=60)
+        assert (read_heartbeat(store, 2) or {})["state"] == "stopped: signal"
+        kept |= {key: (s.attempt, s.segments) for key, s in load_manifest(store).samples.items()}
+        assert len(kept) < len(good)
+        resumed = submit(head, s3, config, *fewer, wait=True)
     # A row that killed its engine is a failure, and the job says so; everything else is there.
     assert "150 stored, 3 refused, 1 failed" in resumed.stdout, resumed.stdout[-4000:] + resumed.stderr[-1000:]
-    assert "attempt 2" in resumed.stdout
+    assert "attempt 3" in resumed.stdout
     assert resumed.returncode == 1
 
     after = load_manifest(store)
     assert {key: (after.samples[key].attempt, after.samples[key].segments) for key in kept} == kept
-    again = {key for r in after.receipts if r.attempt == 2 for key in r.table.keys()}  # noqa: SIM118 - not a mapping
-    assert not again & kept.keys()
+    for attempt, before_it in ((2, killed), (3, kept)):
+        again = {key for r in after.receipts if r.attempt == attempt for key in r.table.keys()}  # noqa: SIM118
+        assert not again & before_it.keys()
     assert verify_run(store).ok
     (poison,) = after.failed.values()
     assert (poison.key, poison.fate, poison.tries) == ("poison", "poison", 3)

@@ -104,7 +104,10 @@ def test_a_tensor_parallel_group_that_fits_a_node_is_one_bundle_on_it():
     found = place(settings.replica, spec(settings), [{"CPU": 8.0}, {"CPU": 64.0, "GPU": 8.0}])
     assert found.bundles == ({"CPU": 1, "GPU": 4.0},)
     assert (found.strategy, found.actor_gpus) == ("STRICT_PACK", 4.0)
-    assert placed_spec(spec(settings), found) == spec(settings)
+    assert placed_spec(spec(settings), found).engine_kwargs["distributed_executor_backend"] == "mp"
+    assert placed_spec(spec(settings), found).owners is None
+    alone = config()
+    assert placed_spec(spec(alone), place(alone.replica, spec(alone), [{"CPU": 8.0}])) == spec(alone)
 
 
 def test_a_group_that_fits_no_node_spans_them_with_a_bundle_a_rank_and_rank_0_ships():
