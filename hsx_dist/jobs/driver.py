@@ -118,10 +118,10 @@ class Driver:
             if self._is_idle() and (self._exhausted or verdict.room == 0) and not verdict.paused:
                 self._handle_all(self._fleet.flush())
                 self._try_unproven_again()
-                if not self._again and not self._alone:
-                    self.ended = self._verdict().ended
-                    if self.ended or self._exhausted:
-                        break
+                ended = "" if self._exhausted else self._verdict().ended
+                if not self._again and not self._alone and (self._exhausted or ended):
+                    self.ended = ended  # whatever a signal said meanwhile: there was nothing left to stop
+                    break
                 continue
             self._handle_all(self._fleet.poll(0.5))
             self._ledger.flush_old()
@@ -149,16 +149,17 @@ class Driver:
         return self._limits.verdict(rows, nbytes, self._under_way, nbytes / rows if rows else raw)
 
     def _free_replica(self) -> int | None:
+        staying = self._ready.keys() - self._leaving
+        # Rows that want an engine for themselves get one before the others are all done: the first, once it is idle.
+        reserved = min(staying, default=None) if self._alone else None
         free = [
             r
-            for r, tasks in self._ready.items()
-            if len(tasks) < TASKS_A_REPLICA
-            and r not in self._leaving
-            and not any(task.alone for task in tasks)
-            # Rows that want an engine for themselves get one before the others are all done: the first.
-            and not (self._alone and tasks and r == min(self._ready))
+            for r in staying
+            if len(self._ready[r]) < TASKS_A_REPLICA
+            and not any(task.alone for task in self._ready[r])
+            and not (r == reserved and self._ready[r])
         ]
-        return min(free, key=lambda r: len(self._ready[r]), default=None)
+        return min(free, key=lambda r: (len(self._ready[r]), r), default=None)
 
     def _next_task(self, rows: Iterator[Row | RowFate], replica: int, verdict: Verdict) -> Task | None:
         """The next task for a replica; None when it can have none now."""

@@ -133,6 +133,9 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
     console.print(f"run {store.url}, attempt {attempt}: {total} rows, {total - todo} of them done", soft_wrap=True)
     # Whoever held the run until now may have proven more between the first look and the new attempt.
     manifest = load_manifest(store)
+    if not todo:  # its driver died, or a limit ended it, when all that was missing was to say so
+        write_complete(store, attempt, manifest, {"rows": total})
+        return finish(config, store, manifest, model, console, computed=None)
     spec = engine_spec(config, model)
     about = preflight.about(config, model, versions)
     ledger = RowLedger(store, attempt, manifest)
