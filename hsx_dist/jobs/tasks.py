@@ -14,7 +14,8 @@ from hsx_dist.jobs.rows import Row
 class Task:
     """Rows for one replica: the unit of work that is handed out, and again when its replica dies.
 
-    ``alone``: one row, on its last try; its replica is given nothing beside it, so that whatever happens is its doing.
+    ``tries``: how often its rows were tried before. ``alone``: one row, on its last try; its replica is given nothing
+    beside it, so that whatever happens is its doing.
     """
 
     number: int
@@ -56,6 +57,8 @@ class EngineSpec:
     segment_bytes: int
     page_bytes: int
     in_flight_bytes: int
+    #: Ranks that ship, from 0; None: all of them, in turn.
+    owners: int | None = None
 
     @property
     def ranks(self) -> int:

@@ -42,13 +42,20 @@ ALLOWED: dict[str, set[str]] = {
 #: Where the heavy packages may be imported: a path, or a folder.
 HEAVY: dict[str, tuple[str, ...]] = {
     "ray": ("writers/ray_pool.py", "jobs/"),
-    "vllm": ("connector/", "jobs/", "testing/exact_model.py", "testing/exact_vllm.py"),
+    "vllm": (
+        "connector/",
+        "jobs/",
+        "testing/exact_model.py",
+        "testing/exact_vllm.py",
+        "testing/unruly_model.py",
+        "testing/unruly_vllm.py",
+    ),
     "torch": ("connector/", "jobs/", "reading/", "testing/"),
     "transformers": ("connector/", "jobs/", "testing/"),
 }
 
 #: What is vLLM's to import, and nobody else's: it may load what it likes.
-INSIDE_VLLM = {"testing/exact_vllm.py"}
+INSIDE_VLLM = {"testing/exact_vllm.py", "testing/unruly_vllm.py"}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
