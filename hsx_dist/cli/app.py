@@ -151,6 +151,18 @@ def show(
 
 
 @app.command()
+def status(
+    run: RunPath,
+    storage_option: StorageOptions = None,
+    as_json: AsJson = False,
+) -> None:
+    """Account for every row of a run, and say whether anybody works on it; exit status 1 when somebody should look."""
+    from hsx_dist.cli.watch import print_status
+
+    raise typer.Exit(print_status(run, storage_option or (), as_json=as_json))
+
+
+@app.command()
 def verify(
     run: RunPath,
     storage_option: StorageOptions = None,
@@ -160,6 +172,22 @@ def verify(
     from hsx_dist.cli.verify import run_verify
 
     raise typer.Exit(run_verify(run, storage_option or (), as_json=as_json))
+
+
+@app.command()
+def drain(
+    seconds: Annotated[float, typer.Option(min=0, help="Until this machine goes.")] = 90.0,
+    node: Annotated[Optional[str], typer.Option(help="Id or IP address of another node than this one.")] = None,  # noqa: UP045
+    wait: Annotated[bool, typer.Option("--wait", help="Return only then, as a Kubernetes preStop hook must.")] = False,
+) -> None:
+    """Tell Ray that this node is about to go: a run stores what it has here, and works elsewhere."""
+    import time
+
+    from hsx_dist.jobs.drain import drain_node
+
+    typer.echo(f"node {drain_node(seconds, node=node)} drains; it has {seconds:g} seconds")
+    if wait:
+        time.sleep(seconds)
 
 
 @app.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
+from datetime import datetime
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
@@ -124,6 +125,23 @@ def check_input(config: InputConfig) -> None:
         lines.append(f"metadata: expected further fields, came {', '.join(own)}, which is stored anyway; remove it")
     if lines:
         raise ValueError("\n".join(lines))
+
+
+def check_deadline(value: object) -> object:
+    """A deadline as seconds or a time with its zone. Text is taken for the latter alone: pydantic would take a number
+    of seconds for a time in 1970."""
+    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0):
+        return value
+    try:
+        when = value if isinstance(value, datetime) else datetime.fromisoformat(str(value))
+    except ValueError:
+        when = None
+    if when is None or when.tzinfo is None:
+        raise ValueError(
+            f"expected seconds from the start (more than 0), or an ISO 8601 time with its zone such as "
+            f"2026-01-31T18:00:00+00:00, came {value!r}; correct it"
+        )
+    return when
 
 
 def check_sizes(config: ExtractConfig) -> None:

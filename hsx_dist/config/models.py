@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
@@ -10,6 +11,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, mo
 from hsx_dist.config.checks import (
     check_chat_template_kwargs,
     check_codec,
+    check_deadline,
     check_engine_kwargs,
     check_input,
     check_sampling_params,
@@ -265,7 +267,47 @@ class ExtractConfig(Settings):
         default="allow",
         description="allow: go on with a run that is there, or start one; must: only go on; never: only start.",
     )
+    retry_poison: bool = Field(
+        default=False,
+        description="Try rows again that killed their engine in an earlier attempt, as other failed ones.",
+    )
+    max_rows: int | None = Field(
+        default=None,
+        ge=1,
+        description="End the run when so many samples are stored, those of earlier attempts included.",
+    )
+    max_bytes: Bytes | None = Field(
+        default=None,
+        description="End the run when its parts have so many bytes, those of earlier attempts included; what is "
+        "under way is estimated by the mean of what is stored.",
+    )
+    deadline: float | datetime | None = Field(
+        default=None,
+        description="End the run then: seconds from the start, or an ISO 8601 time with its zone. What is computed "
+        "by then is stored.",
+    )
+    max_stored_bytes: Bytes | None = Field(
+        default=None,
+        description="Pause while data/ holds so many bytes, until consumers have deleted some of it.",
+    )
+    stop_seconds: float = Field(
+        default=25.0,
+        gt=0,
+        description="Seconds in which a run that is stopped (SIGTERM, a node's drain notice, deadline) stores what is "
+        "computed. Less than the grace period of whoever stops it.",
+    )
+    wait_seconds: float = Field(
+        default=0.0,
+        ge=0,
+        description="Seconds to wait for nodes with room for a replica, e.g. from an autoscaler. 0: a cluster without "
+        "room for min_replicas is refused.",
+    )
     check_samples: int = Field(default=0, ge=0, description="Samples that are compared with transformers at the end.")
+
+    @field_validator("deadline", mode="before")
+    @classmethod
+    def _deadline(cls, value: object) -> object:
+        return check_deadline(value)
 
     @field_validator("output", "model")
     @classmethod
@@ -354,6 +396,8 @@ def _public_value(name: str, value: Any) -> Any:
         return dict.fromkeys(value, HIDDEN)
     if isinstance(value, int) and not isinstance(value, bool):
         return int(value)
+    if isinstance(value, datetime):
+        return value.isoformat()
     if isinstance(value, (Mapping, list)):
         return hide_secrets(value)
     return public_url(value) if isinstance(value, str) else value

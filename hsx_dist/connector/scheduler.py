@@ -50,7 +50,7 @@ class SchedulerHalf:
     ):
         self._settings = settings
         self._block_size = block_size
-        self._tp = tensor_parallel_size
+        self._owners = min(settings.owners or tensor_parallel_size, tensor_parallel_size)
         self._layer_ids = layer_ids
         self._dtype = dtype
         self._hidden_size = hidden_size
@@ -87,7 +87,7 @@ class SchedulerHalf:
 
     def _owner(self, known: _Known) -> int:
         if known.owner is None:
-            known.owner = self._sequence % self._tp
+            known.owner = self._sequence % self._owners
             self._sequence += 1
         return known.owner
 

@@ -15,8 +15,11 @@ import hsx_dist
 from hsx_dist.config import ExtractConfig
 from hsx_dist.errors import ConfigError, HsxError
 from hsx_dist.jobs import preflight
-from hsx_dist.jobs.cluster import affordable_credit, check_output, check_room, credential_environment, reason_of
+from hsx_dist.jobs.cluster import credential_environment, reason_of
 from hsx_dist.jobs.doctor import Check, machine_limits, probe_store
+from hsx_dist.jobs.extract import connect_ray, engine_spec
+from hsx_dist.jobs.placement import place
+from hsx_dist.jobs.room import affordable_credit, check_output, check_room
 
 #: How long a node has to answer: its worker process starts, and imports what it needs.
 NODE_SECONDS = 120.0
@@ -28,8 +31,6 @@ def check_cluster(config: ExtractConfig) -> list[Check]:
     Raises:
         ConfigError: there is no cluster.
     """
-    from hsx_dist.jobs.extract import connect_ray
-
     connect_ray()
     nodes = [n for n in ray.nodes() if n["Alive"]]
     found = [Check("cluster", "ok", f"{len(nodes)} nodes: {_total(nodes)}")]
@@ -42,16 +43,16 @@ def check_cluster(config: ExtractConfig) -> list[Check]:
 def check_budgets(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
     """Output, object store and room for replicas, against what Ray knows of the nodes."""
     resources = [n["Resources"] for n in nodes]
-    ranks = int(config.engine_kwargs.get("tensor_parallel_size", 1))
-    has_gpus = any(r.get("GPU") for r in resources)
-    gpus = config.replica.num_gpus if config.replica.num_gpus is not None else (ranks if has_gpus else 0)
     try:
+        placement = place(config.replica, engine_spec(config, preflight.examine_model(config), seed=""), resources)
         if not config.store.shared:
             check_output(config.output, len(nodes))
-        check_room(config, float(gpus), resources)
-        yield Check("room", "ok", f"for {config.min_replicas} replicas and their writers")
+        check_room(config, placement, resources)
+        where = "spanning nodes, by Ray's executor" if placement.spans_nodes else "each on one node"
+        yield Check("room", "ok", f"for {config.min_replicas} replicas, {where}, and their writers")
     except ConfigError as e:
-        yield Check("room", "fail", str(e))
+        # What is not there may still come, where the run is told to wait for it.
+        yield Check("room", "warn" if config.wait_seconds else "fail", str(e))
     try:
         credit, wanted = affordable_credit(config, nodes), int(config.writers.credit_bytes)
     except ConfigError as e:

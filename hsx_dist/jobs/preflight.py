@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import uuid
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from hsx_dist.connector.versions import TESTED as VLLM_TESTED
 from hsx_dist.errors import ConfigError, StoreError
 from hsx_dist.layers import resolve_layers
 from hsx_dist.store import Store, open_store
+from hsx_dist.tokenizers import template_hash, tokenizer_hash
 
 log = logging.getLogger(__name__)
 
@@ -172,19 +172,6 @@ def whole_number(config: ExtractConfig, name: str, default: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, str)) or not str(value).isdecimal() or int(value) < 1:
         raise ConfigError(f"engine_kwargs.{name}: expected a whole number from 1 on, came {value!r}; correct it")
     return int(value)
-
-
-def tokenizer_hash(tokenizer: Any) -> str:
-    """SHA-256 of the tokenizer's serialised form: whoever has another hash reads other token ids."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def template_hash(tokenizer: Any) -> str | None:
-    """SHA-256 of the tokenizer's chat template, or of all of them; None where there is none."""
-    template = getattr(tokenizer, "chat_template", None)
-    return None if not template else hashlib.sha256(repr(template).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def open_output(config: ExtractConfig) -> Store:

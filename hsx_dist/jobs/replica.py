@@ -40,8 +40,8 @@ class _Running:
 class Replica:
     """Runs tasks on one engine. ``make_sender`` gives a sender for every worker rank.
 
-    The engine lives in this process (one rank), or in child processes (several); either way nothing is reported as
-    shipped before the writers have been handed all of it.
+    The engine lives in this process (one rank), or in child processes (several; with vLLM's Ray executor in actors of
+    its own); either way nothing is reported as shipped before the writers have been handed all of it.
     """
 
     def __init__(self, spec: EngineSpec, make_sender: Callable[[], Sender]):
@@ -59,7 +59,11 @@ class Replica:
         self._running: dict[str, _Running] = {}  # by key
         self._unanswered: dict[int, _Running] = {}  # every task whose future is open, by its number
         self._lock = threading.Lock()  # between ``submit`` and the end of the loop
-        self._in_process = spec.ranks == 1 and spec.engine_kwargs.get("distributed_executor_backend", "uni") == "uni"
+        backend = spec.engine_kwargs.get("distributed_executor_backend", "uni")
+        self._in_process = spec.ranks == 1 and backend == "uni"
+        # vLLM's Ray executor starts its ranks from the actor, whose placement group they share; from a child of it,
+        # they would be another job's.
+        self._core_here = self._in_process or backend == "ray"
         self._outlet: LocalOutlet | None = None
         self._bridge: BridgeServer | None = None
         self._engine: Any = None
@@ -144,7 +148,7 @@ class Replica:
 
     def _loop(self) -> None:
         try:
-            with engine_environment(self._in_process):
+            with engine_environment(self._core_here):
                 self._start()
         except BaseException as e:
             log.info("the engine did not start", exc_info=True)  # whoever made the replica tells it
@@ -243,14 +247,14 @@ class Replica:
         return SamplingParams(**params, extra_args=extra)
 
     def _step(self) -> None:
-        if self._engine.has_unfinished_requests() or (self._in_process and self._running):
+        if self._engine.has_unfinished_requests() or (self._core_here and self._running):
             # In this process nothing else steps: after the last answer the last requests' copies are still to come.
             outputs = self._engine.step()
             if outputs or self._engine.has_unfinished_requests():
                 return
         elif not self._running:
             return
-        self._wake.wait(IDLE_S if self._in_process else None)
+        self._wake.wait(IDLE_S if self._core_here else None)
         self._wake.clear()
 
     def _take_shipped(self) -> None:
@@ -320,6 +324,7 @@ def engine_arguments(spec: EngineSpec, via: str, address: str) -> dict[str, Any]
                     "segment_bytes": spec.segment_bytes,
                     "page_bytes": spec.page_bytes,
                     "in_flight_bytes": spec.in_flight_bytes,
+                    **({} if spec.owners is None else {"owners": spec.owners}),
                 }
             },
         },
