@@ -9,15 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass, replace
-from operator import le, lt
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from hsx_dist.errors import FormatError, IntegrityError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
-from hsx_dist.page import Segment
+from hsx_dist.format.segments import SegmentProof, SegmentTable
+
+__all__ = ["Receipt", "RowFate", "SegmentProof", "token_hash"]
 
 _FORMAT = "hsx-receipt/1"
 _BEFORE_CRC, _AFTER_CRC = b'{"crc32c":"', b'","receipt":'
@@ -27,34 +29,17 @@ _SEGMENT_COLUMNS = [
     "key", "index", "start", "stop", "total", "slot", "token_hash", "raw_bytes", "stored_bytes", "row", "sample_hash"
 ]  # fmt: skip
 _ROW_COLUMNS = ["key", "row", "fate", "reason", "tries", "content"]
-_HEX, _HEX8, _HEX16 = (re.compile(f"[0-9a-f]{n}") for n in ("*", "{8}", "{16}"))
+_HEX8, _HEX = re.compile(r"[0-9a-f]{8}"), re.compile(r"[0-9a-f]*")
 _LARGEST = 2**62
 _Json = dict[str, Any]
-#: A segment as a receipt stores it: the values of ``_SEGMENT_COLUMNS``.
-SegmentRow = list[Any]
 
-
-@dataclass(frozen=True, slots=True)
-class SegmentProof:
-    """One segment of a stored part.
-
-    ``slot``: its position among the part's segments. ``token_hash``: ``token_hash`` of its ids. ``raw_bytes`` and
-    ``stored_bytes``: size of its states before and after encoding. ``row``: the input row it came from, if known.
-    ``sample_hash``: ``token_hash`` of all ids of the sample, if known: only segments that agree in it belong together.
-    """
-
-    segment: Segment
-    slot: int
-    token_hash: str
-    raw_bytes: int
-    stored_bytes: int
-    row: int | None = None
-    sample_hash: str = ""
+Fate = Literal["refused", "failed", "poison", "withdrawn"]
 
 
 @dataclass(frozen=True, slots=True)
 class RowFate:
-    """A row that has no sample, and why: ``refused`` rows cannot have one, ``failed`` ones may be tried again.
+    """A row that has no sample, and why: ``refused`` rows cannot have one, ``failed`` ones may be tried again, and so
+    may ``poison`` ones, whose engine died each time, but only when that is asked for.
 
     ``withdrawn`` takes back an earlier fate of the key: the row was corrected. ``content``: hash of the row's content
     where it could be read, so that a corrected row is known from the one that was refused; else empty.
@@ -62,7 +47,7 @@ class RowFate:
 
     key: str
     row: int | None
-    fate: Literal["refused", "failed", "withdrawn"]
+    fate: Fate
     reason: str
     tries: int
     content: str = ""
@@ -85,9 +70,19 @@ class Receipt:
     crc32c: str
     header_bytes: int
     raw_bytes: int
-    segments: tuple[SegmentProof, ...]
+    #: Kept as a ``SegmentTable``, whatever was given.
+    segments: Sequence[SegmentProof]
     rows: tuple[RowFate, ...]
     created: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "segments", SegmentTable.of(self.segments))
+
+    @property
+    def table(self) -> SegmentTable:
+        """``segments`` as arrays."""
+        assert isinstance(self.segments, SegmentTable)
+        return self.segments
 
     @property
     def id(self) -> tuple[int, str, int]:
@@ -107,7 +102,7 @@ class Receipt:
             "header_bytes": self.header_bytes,
             "raw_bytes": self.raw_bytes,
             "segment_columns": _SEGMENT_COLUMNS,
-            "segments": [_segment_row(p) for p in self.segments],
+            "segments": self.table.json_rows(),
             "row_columns": _ROW_COLUMNS,
             "rows": [[r.key, r.row, r.fate, r.reason, r.tries, r.content] for r in self.rows],
             "created": self.created,
@@ -123,39 +118,18 @@ class Receipt:
             IntegrityError: the checksum does not match.
             FormatError: it is no receipt, of a later format, or says what cannot be.
         """
-        receipt, rows = read_table(data, where)
-        return replace(receipt, segments=tuple(proof_of(row) for row in rows))
-
-
-def read_table(data: bytes, where: str = "receipt") -> tuple[Receipt, list[SegmentRow]]:
-    """The receipt without its segments, and these as the rows of a table; for readers of millions. Errors as
-    ``Receipt.from_json``'s, which makes a ``SegmentProof`` of each row (``proof_of``)."""
-    body = _open(data, where)
-    try:
-        return _receipt(body)
-    except (KeyError, TypeError, ValueError) as e:
-        what = f"no member {e}" if isinstance(e, KeyError) else str(e)
-        raise FormatError(f"{where}: not a receipt: {what}. It was not written by hsx_dist, or is damaged") from e
-
-
-def proof_of(row: SegmentRow) -> SegmentProof:
-    """The proof that a row of ``read_table`` is."""
-    key, index, start, stop, total, slot, token_hash, raw, stored, number, sample_hash = row
-    return SegmentProof(Segment(key, index, start, stop, total), slot, token_hash, raw, stored, number, sample_hash)
+        body = _open(data, where)
+        try:
+            return _receipt(body)
+        except (KeyError, TypeError, ValueError) as e:
+            what = f"no member {e}" if isinstance(e, KeyError) else str(e)
+            raise FormatError(f"{where}: not a receipt: {what}. It was not written by hsx_dist, or is damaged") from e
 
 
 def token_hash(token_ids: np.ndarray[Any, Any]) -> str:
     """16 hex digits of BLAKE2b over the ids as little-endian int64; ``token_ids``: integers ``[n]``."""
     ids = np.ascontiguousarray(token_ids, dtype="<i8")
     return hashlib.blake2b(ids.data, digest_size=8).hexdigest()
-
-
-def _segment_row(p: SegmentProof) -> list[Any]:
-    s = p.segment
-    return [
-        s.key, s.index, s.start, s.stop, s.total, p.slot, p.token_hash, p.raw_bytes, p.stored_bytes, p.row,
-        p.sample_hash,
-    ]  # fmt: skip
 
 
 def _open(data: bytes, where: str) -> _Json:
@@ -182,7 +156,7 @@ def _open(data: bytes, where: str) -> _Json:
     return body
 
 
-def _receipt(b: _Json) -> tuple[Receipt, list[SegmentRow]]:
+def _receipt(b: _Json) -> Receipt:
     for name, columns in (("segment_columns", _SEGMENT_COLUMNS), ("row_columns", _ROW_COLUMNS)):
         if b[name] != columns:
             raise ValueError(f"{name}: expected {columns}, came {b[name]}")
@@ -191,12 +165,9 @@ def _receipt(b: _Json) -> tuple[Receipt, list[SegmentRow]]:
         part = _text(part, "part")
         if part.startswith("/") or any(p in ("", ".", "..") for p in part.split("/")):
             raise ValueError(f"part: expected a relative name, came {part!r}")
-    rows = b["segments"]
-    if type(rows) is not list:
-        raise ValueError(f"segments: expected a list, came a {type(rows).__name__}")
-    if part is None and rows:
+    segments = _segments(b["segments"])
+    if part is None and segments:
         raise ValueError("segments without a part")
-    _check_rows(rows)
     receipt = Receipt(
         attempt=_count(b["attempt"], "attempt", 1),
         writer=_text(b["writer"], "writer"),
@@ -206,7 +177,7 @@ def _receipt(b: _Json) -> tuple[Receipt, list[SegmentRow]]:
         crc32c=_text(b["crc32c"], "crc32c"),
         header_bytes=_count(b["header_bytes"], "header_bytes"),
         raw_bytes=_count(b["raw_bytes"], "raw_bytes"),
-        segments=(),
+        segments=segments,
         rows=tuple(map(_fate, b["rows"])),
         created=_text(b["created"], "created"),
     )
@@ -214,60 +185,48 @@ def _receipt(b: _Json) -> tuple[Receipt, list[SegmentRow]]:
         raise ValueError(f"crc32c: expected 8 hex digits, came {receipt.crc32c!r}")
     if receipt.header_bytes > receipt.size:
         raise ValueError(f"header_bytes: expected at most size ({receipt.size}), came {receipt.header_bytes}")
-    return receipt, rows
+    return receipt
 
 
-def _check_rows(rows: list[SegmentRow]) -> None:
-    """``ValueError`` says which value of which row cannot be."""
-    # Column by column in C: a run has millions of rows. The loop that finds the wrong one runs only when there is one.
-    if not rows or _columns_hold(rows):
-        return
-    for slot, row in enumerate(rows):
-        _check_row(row)
-        if row[5] != slot:
-            raise ValueError("slots: expected 0, 1, 2, …")
+def _segments(rows: Any) -> SegmentTable:
+    """The table of segments, checked a column at a time: a receipt may have tens of thousands of rows."""
+    if not rows:
+        return SegmentTable.of(())
+    if any(len(row) != len(_SEGMENT_COLUMNS) for row in rows):
+        raise ValueError(f"segments: expected rows of {len(_SEGMENT_COLUMNS)} values")
+    key, index, start, stop, total, slot, token_hash, raw, stored, number, sample_hash = zip(*rows, strict=True)
+    known = tuple(n for n in number if n is not None)
+    row = [-1 if n is None else n for n in number]
+    # Sets of types, and one match of all hashes: in C, as a run has millions of rows.
+    for column in (index, start, stop, total, slot, raw, stored, *([known] if known else [])):
+        if set(map(type, column)) != {int} or not 0 <= min(column) <= max(column) < _LARGEST:
+            raise ValueError("segments: expected counts, came something else")
+    if set(map(type, key)) != {str} or not all(key):
+        raise ValueError("segments: expected keys")
+    if not _are_hashes(token_hash):
+        raise ValueError("segments: expected token hashes of 16 hex digits")
+    if not _are_hashes([h for h in sample_hash if h != ""]):
+        raise ValueError("segments: expected a sample's hash of 16 hex digits, or none")
+    if slot != tuple(range(len(rows))):
+        raise ValueError("slots: expected 0, 1, 2, …")
+    numbers = np.array([index, start, stop, total, raw, stored, row], dtype=np.int64).T
+    bad = ~((numbers[:, 1] < numbers[:, 2]) & (numbers[:, 2] <= numbers[:, 3]))
+    if bad.any():
+        raise ValueError(f"segments: expected start < stop <= total, came {numbers[bad][0, 1:4].tolist()}")
+    return SegmentTable(key, numbers, list(zip(token_hash, sample_hash, strict=True)))
 
 
-def _columns_hold(rows: list[SegmentRow]) -> bool:
-    try:
-        columns = list(zip(*rows, strict=True))
-        key, _, start, stop, total, slot, token_hash, _, _, number, sample_hash = columns
-    except (TypeError, ValueError):
-        return False
-    numbers = [column for i, column in enumerate(columns) if i in (1, 2, 3, 4, 5, 7, 8)]
-    known = [n for n in number if n is not None]
-    hashes = [*token_hash, *(h for h in sample_hash if h != "")]
-    return (
-        all(set(map(type, c)) == {int} and min(c) >= 0 and max(c) < _LARGEST for c in (*numbers, known) if c)
-        and all(set(map(type, c)) == {str} for c in (key, hashes))
-        and all(key)
-        and slot == tuple(range(len(rows)))
-        and all(map(lt, start, stop))
-        and all(map(le, stop, total))
-        and set(map(len, hashes)) == {16}
-        and _HEX.fullmatch("".join(hashes)) is not None
-    )
-
-
-def _check_row(row: SegmentRow) -> None:
-    key, index, start, stop, total, slot, token_hash, raw, stored, number, sample_hash = row
-    for value in (index, start, stop, total, slot, raw, stored):
-        if type(value) is not int or not 0 <= value < _LARGEST:
-            raise ValueError(f"segments: expected counts, came {value!r}")
-    if not start < stop <= total:
-        raise ValueError(f"segments: expected start < stop <= total, came {start}, {stop}, {total}")
-    if type(key) is not str or not key or type(token_hash) is not str or not _HEX16.fullmatch(token_hash):
-        raise ValueError(f"segments: expected a key and a hash of 16 hex digits, came {key!r}, {token_hash!r}")
-    if number is not None:
-        _count(number, "segments: row")
-    if sample_hash != "" and (type(sample_hash) is not str or not _HEX16.fullmatch(sample_hash)):
-        raise ValueError(f"segments: expected a sample's hash of 16 hex digits, or none, came {sample_hash!r}")
+def _are_hashes(values: Sequence[Any]) -> bool:
+    if not values:
+        return True
+    plain = set(map(type, values)) == {str} and set(map(len, values)) == {16}
+    return plain and _HEX.fullmatch("".join(values)) is not None
 
 
 def _fate(row: Any) -> RowFate:
     key, number, fate, reason, tries, content = row
-    if fate not in ("refused", "failed", "withdrawn"):
-        raise ValueError(f"rows: expected refused, failed or withdrawn, came {fate!r}")
+    if fate not in get_args(Fate):
+        raise ValueError(f"rows: expected one of {get_args(Fate)}, came {fate!r}")
     if number is not None:
         _count(number, "rows: row")
     return RowFate(

@@ -85,11 +85,16 @@ class Progress:
         """Since the first engine was ready."""
         return 0.0 if self._first_token is None else time.monotonic() - self._first_token
 
+    @property
+    def rate(self) -> float:
+        """Tokens a second, a mean since the first engine was ready."""
+        return self.tokens / max(self.seconds, 1e-9)
+
     def line(self) -> str:
         """Rates and counts in one line; rates are means since the first engine was ready."""
         seconds = max(self.seconds, 1e-9)
         parts = [
-            f"{self.tokens / seconds:,.0f} tokens/s",
+            f"{self.rate:,.0f} tokens/s",
             f"{self.stored_bytes / seconds / 1e6:,.1f} MB/s stored",
             f"{self._running} in flight",
             f"{self.refused} refused",

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from hsx_dist.errors import NotFound, RunStalled
 from hsx_dist.format.manifest import Manifest, Receipt, attempt_name, parse_receipt_name, receipt_name
-from hsx_dist.format.receipt import proof_of
 from hsx_dist.format.runs import newest_attempt, read_complete, read_heartbeat, read_receipt, scan_receipts
 from hsx_dist.reading.index import SampleEntry, entry_of
 from hsx_dist.store import Store
@@ -104,11 +103,7 @@ class Follower:
 
     def _everything(self) -> Iterator[Arrival]:
         """All receipts that are there and not known yet."""
-        found = [
-            replace(r, segments=tuple(map(proof_of, rows)))
-            for r, rows in scan_receipts(self._store)
-            if r.seq >= self._next.get((r.attempt, r.writer), 1)
-        ]
+        found = [r for r in scan_receipts(self._store) if r.seq >= self._next.get((r.attempt, r.writer), 1)]
         # What was done before comes first: a sample in several segments is then known as done, whichever came last.
         old = [r for r in found if r.seq < self._done.get((r.attempt, r.writer), (0,))[0]]
         for receipt in old:
@@ -131,7 +126,7 @@ class Follower:
         self._next[writer] = max(self._next.get(writer, 1), receipt.seq + 1)
         self._manifest.add(receipt)
         arrivals = []
-        for key in dict.fromkeys(p.segment.key for p in receipt.segments):
+        for key in dict.fromkeys(receipt.table.keys()):
             record = self._manifest.samples.get(key)
             if record is not None and key not in self._seen:
                 self._seen.add(key)

@@ -62,7 +62,7 @@ def unproven(store: Store, attempt: int) -> Iterator[ObjectInfo]:
     """
     # Listed first: what is proven meanwhile is then seen as proven.
     found = [info for info in store.list("data/") if _is_part(info.name, attempt)]
-    named = {receipt.part for receipt, _ in scan_receipts(store)}
+    named = {receipt.part for receipt in scan_receipts(store)}
     return (info for info in found if info.name not in named)
 
 

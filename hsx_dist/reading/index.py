@@ -13,12 +13,10 @@ from typing import Any
 import numpy as np
 
 from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SampleRecord
-from hsx_dist.format.receipt import SegmentRow, proof_of
 
 _Array = np.ndarray[Any, Any]
-#: Columns of a segment's row that are kept as numbers, by their place in the row.
-_NUMBERS = {"index": 1, "start": 2, "stop": 3, "total": 4, "slot": 5, "raw_bytes": 7, "stored_bytes": 8}
-_KEY, _TOKEN_HASH, _ROW, _SAMPLE_HASH = 0, 6, 9, 10
+#: The columns of ``SegmentTable.numbers``.
+_NUMBERS = ("index", "start", "stop", "total", "raw_bytes", "stored_bytes", "row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +35,19 @@ class Index:
     segment, an index into ``parts``).
     """
 
-    def __init__(self, receipts: Iterable[tuple[Receipt, list[SegmentRow]]]):
+    def __init__(self, receipts: Iterable[Receipt]):
         #: Receipts of parts, without their segments.
         self.parts: list[Receipt] = []
-        table = _Table()
-        others: list[Receipt] = []
-        for receipt, rows in receipts:
-            (others if receipt.part is None else self.parts).append(receipt)
-            if receipt.part is not None:
-                table.add(len(self.parts) - 1, rows)
-        columns = table.columns()
-        odd = _odd(table.keys, columns)
-        manifest = _decide(self.parts, others, table.keys, columns, odd)
-        self._many = dict(manifest.samples)
+        found = list(receipts)
+        with_part = [r for r in found if r.part is not None]
+        keys = [key for r in with_part for key in r.table.keys()]  # noqa: SIM118 - an iterator, of a table
+        columns = _columns(with_part)
+        odd = _odd(keys, columns)
+        manifest = _decide(found, odd)
+        self._many = {keys[i]: manifest.samples[keys[i]] for i in np.flatnonzero(odd) if keys[i] in manifest.samples}
         self.conflicts = manifest.conflicts
-        self._arrange(table.keys, columns, odd)
-        del table
+        self.parts = [replace(r, segments=()) for r in with_part]
+        self._arrange(keys, columns, odd)
         self._places: dict[str, int] | None = None
         self.refused: dict[str, RowFate] = {k: f for k, f in manifest.refused.items() if k not in self}
         self.failed: dict[str, RowFate] = {k: f for k, f in manifest.failed.items() if k not in self}
@@ -122,36 +117,21 @@ class Index:
         return {**self.__dict__, "_places": None}  # workers make their own, if they need it
 
 
-class _Table:
-    """Segments of all receipts, column by column."""
-
-    def __init__(self) -> None:
-        self.keys: list[str] = []
-        self._chunks: list[dict[str, _Array]] = []
-
-    def add(self, part: int, rows: Sequence[SegmentRow]) -> None:
-        if not rows:
-            return
-        columns = list(zip(*rows, strict=True))
-        self.keys.extend(columns[_KEY])
-        chunk = {name: np.array(columns[i], np.int64) for name, i in _NUMBERS.items()}
-        chunk["row"] = np.array([-1 if n is None else n for n in columns[_ROW]], np.int64)
-        chunk["part"] = np.full(len(rows), part, np.int32)
-        chunk["token_hash"] = np.array(columns[_TOKEN_HASH], "S16")
-        chunk["sample_hash"] = np.array(columns[_SAMPLE_HASH], "S16")
-        self._chunks.append(chunk)
-
-    def columns(self) -> dict[str, _Array]:
-        if not self._chunks:
-            self._chunks = [{n: np.empty(0, np.int64) for n in (*_NUMBERS, "row", "part")}]
-            self._chunks[0] |= {n: np.empty(0, "S16") for n in ("token_hash", "sample_hash")}
-        chunks, self._chunks = self._chunks, []
-        return {name: np.concatenate([c[name] for c in chunks]) for name in chunks[0]}
+def _columns(receipts: Sequence[Receipt]) -> dict[str, _Array]:
+    """Segments of all receipts, column by column, ``[N]`` each."""
+    empty = (np.empty((0, len(_NUMBERS)), np.int64), np.empty((0, 2), "S16"))
+    numbers = np.concatenate([empty[0], *(r.table.numbers for r in receipts)])
+    sizes = [len(r.table) for r in receipts]
+    columns = {name: numbers[:, i].copy() for i, name in enumerate(_NUMBERS)}
+    columns["token_hash"] = np.concatenate([empty[1], *(r.table.hashes for r in receipts)])[:, 0].copy()
+    columns["part"] = np.repeat(np.arange(len(receipts), dtype=np.int32), sizes)
+    columns["slot"] = np.concatenate([np.empty(0, np.int64), *(np.arange(n) for n in sizes)])
+    return columns
 
 
 def _odd(keys: list[str], columns: dict[str, _Array]) -> _Array:
     """bool ``[N]``: segments that are no whole sample, or whose key is there more than once."""
-    odd = (columns["index"] != 0) | (columns["start"] != 0) | (columns["stop"] != columns["total"])
+    odd: _Array = (columns["index"] != 0) | (columns["start"] != 0) | (columns["stop"] != columns["total"])
     if len(set(keys)) < len(keys):
         seen: dict[str, int] = {}
         for i, key in enumerate(keys):
@@ -161,22 +141,14 @@ def _odd(keys: list[str], columns: dict[str, _Array]) -> _Array:
     return odd
 
 
-def _decide(
-    parts: Sequence[Receipt], others: Sequence[Receipt], keys: list[str], columns: dict[str, _Array], odd: _Array
-) -> Manifest:
-    """A manifest of the odd segments, and of everybody's fates."""
-    segments: dict[int, list[Any]] = {}
-    for i in np.flatnonzero(odd):
-        row: list[Any] = [None] * 11
-        for name, place in _NUMBERS.items():
-            row[place] = int(columns[name][i])
-        number = int(columns["row"][i])
-        row[_KEY], row[_ROW] = keys[i], None if number < 0 else number
-        row[_TOKEN_HASH], row[_SAMPLE_HASH] = columns["token_hash"][i].decode(), columns["sample_hash"][i].decode()
-        segments.setdefault(int(columns["part"][i]), []).append(proof_of(row))
-    manifest = Manifest(replace(r, segments=tuple(segments.get(i, ()))) for i, r in enumerate(parts))
-    for receipt in others:
-        manifest.add(receipt)
+def _decide(receipts: Sequence[Receipt], odd: _Array) -> Manifest:
+    """A manifest of all receipts that have odd segments, and of everybody's fates."""
+    manifest = Manifest()
+    at = 0
+    for receipt in receipts:
+        n = len(receipt.table) if receipt.part is not None else 0
+        manifest.add(receipt if odd[at : at + n].any() else replace(receipt, segments=()))
+        at += n
     return manifest
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from hsx_dist.errors import ConfigError
 from hsx_dist.reading.arrays import Framework, resolve_framework, to_ids
 from hsx_dist.reading.run import Run
-from hsx_dist.reading.sample import Sample, Tokens
-from hsx_dist.reading.select import LOSS_MASK, key_hash
+from hsx_dist.reading.sample import LOSS_MASK, Sample, Tokens
+from hsx_dist.reading.select import key_hash
 
 #: What an item holds before renaming.
 NAMES = ("input_ids", "loss_mask", "hidden_states", "layer_ids", "key")
@@ -95,26 +95,20 @@ class ItemSpec:
             "layer_ids": loaded["layer_ids"],
             "key": sample.key,
         }
+        if self.loss_mask != "off":
+            item["loss_mask"] = self._mask(sample, loaded)
         extra = [name for name in self.rename if name not in NAMES]
-        if self.loss_mask != "off" or extra:
-            attached = sample.attached()
-            if self.loss_mask != "off":
-                item["loss_mask"] = to_ids(self._mask(sample, attached)[start:stop], self.framework)
-            for name in extra:
-                if name not in attached:
-                    raise ConfigError(f"{sample.uri}: {sample.key!r} has no attached {name!r}, only {sorted(attached)}")
-                item[name] = to_ids(attached[name], self.framework)
+        attached = sample.attached() if extra else {}
+        for name in extra:
+            if name not in attached:
+                raise ConfigError(f"{sample.uri}: {sample.key!r} has no attached {name!r}, only {sorted(attached)}")
+            item[name] = to_ids(attached[name], self.framework)
         return {self.rename.get(name, name) or name: v for name, v in item.items() if self.rename.get(name, name)}
 
-    def _mask(self, sample: Sample, attached: Mapping[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-        mask = attached.get(LOSS_MASK)
-        if mask is None:
-            if self.loss_mask == "raise":
-                raise ConfigError(f"{sample.uri}: expected an attached loss_mask with {sample.key!r}, there is none")
-            return np.ones(sample.num_tokens, bool)
-        if mask.shape != (sample.num_tokens,):
-            raise ConfigError(
-                f"{sample.uri}: expected a loss_mask of {sample.num_tokens} tokens with {sample.key!r}, "
-                f"came one of shape {list(mask.shape)}"
-            )
-        return mask != 0
+    def _mask(self, sample: Sample, loaded: Mapping[str, Any]) -> Any:
+        """bool, as long as the tokens that were loaded."""
+        if LOSS_MASK in loaded:
+            return loaded[LOSS_MASK] != 0
+        if self.loss_mask == "raise":
+            raise ConfigError(f"{sample.uri}: expected an attached loss_mask with {sample.key!r}, there is none")
+        return to_ids(np.ones(len(loaded["token_ids"]), bool), self.framework)

@@ -15,8 +15,6 @@ from hsx_dist.reading.sample import Sample
 
 #: Parts whose headers are read at once where a criterion needs them.
 _THREADS = 16
-#: The attached array that says which tokens bear a loss.
-LOSS_MASK = "loss_mask"
 
 Split = Literal["train", "val"]
 
@@ -131,7 +129,7 @@ def key_hash(key: str, purpose: bytes) -> int:
 
 
 def _loss_tokens(sample: Sample) -> int:
-    mask = sample.attached().get(LOSS_MASK)
+    mask = sample.loss_mask()
     return sample.num_tokens if mask is None else int(np.count_nonzero(mask))
 
 

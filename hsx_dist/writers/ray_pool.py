@@ -19,7 +19,6 @@ from hsx_dist.errors import HsxError
 from hsx_dist.page import Page, Segment
 from hsx_dist.store import open_store
 from hsx_dist.store.opening import Backend
-from hsx_dist.writers.memory import keep_freed_memory
 from hsx_dist.writers.sink import Event, Lost, PartSink, SinkOptions
 
 log = logging.getLogger(__name__)
@@ -75,7 +74,6 @@ class WriterActor:
     """One writer. ``add_pages`` answers when the pages are encoded: the answer is the credit coming back."""
 
     def __init__(self, spec: WriterSpec):
-        keep_freed_memory(spec.options.max_bytes)
         os.environ.update(spec.environment)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()

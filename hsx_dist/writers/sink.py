@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from hsx_dist.errors import AlreadyExists, Fenced, HsxError, SampleConflict, Unavailable
+from hsx_dist.format.blocks import BlockPool
 from hsx_dist.format.codecs import Codec
 from hsx_dist.format.container import EncodedSegment, Part, SegmentEncoder, build_part, same_sample
 from hsx_dist.format.manifest import Receipt, SegmentProof, part_name, receipt_name, token_hash
@@ -115,6 +116,7 @@ class PartSink:
         self._next_part = 1
         self._receipt_lock = threading.Lock()
         self._next_receipt = 1
+        self._blocks = BlockPool(options.max_bytes)
         self._uploads = ThreadPoolExecutor(options.uploads, thread_name_prefix=f"hsx-put-{options.writer}")
         self._closed = threading.Event()
         self._clock = threading.Thread(target=self._seal_by_age, name=f"hsx-age-{options.writer}", daemon=True)
@@ -163,19 +165,21 @@ class PartSink:
                 self._lock.notify_all()
 
     def _finish(self, filling: _Filling) -> int:
-        """Append a whole segment to the open part, or refuse it; the bytes that are no longer held."""
+        """Append a whole segment to the open part, or refuse it; the bytes that are no longer held (what is attached
+        comes to them: less than 0)."""
         segment = filling.encoder.finish()
+        attached = filling.nbytes - segment.nbytes
         found = filling.scan.findings(segment.layer_ids)
         if not found:
             self._append(segment)
-            return 0
+            return attached
         log.warning("hidden states of %s look wrong: %s", segment.segment.key, found)
         if self._opt.on_bad_rows == "fail":
             self._on_event(Lost((segment.segment,), f"its states look wrong: {found} (on_bad_rows is 'fail')"))
             return filling.nbytes
         meta = {**segment.segment.meta, "bad": found}
         self._append(replace(segment, segment=replace(segment.segment, meta=meta)))
-        return 0
+        return attached
 
     def _place(self, segment: Segment) -> tuple[str, int, str]:
         # Without a run there is no driver that computes rows again: two copies are two requests of one key, and both of
@@ -195,7 +199,10 @@ class PartSink:
                 if filling is not None:
                     self._held -= filling.nbytes
                 filling = _Filling(
-                    SegmentEncoder(self._opt.codec), segment.source, time.monotonic(), Scan.empty(num_layers)
+                    SegmentEncoder(self._opt.codec, self._blocks.take),
+                    segment.source,
+                    time.monotonic(),
+                    Scan.empty(num_layers),
                 )
                 self._filling[key] = filling
             filling.touched = time.monotonic()
@@ -276,7 +283,7 @@ class PartSink:
                 self._put_new(name, part.buffers, segments[0])
             proofs = tuple(
                 SegmentProof(
-                    segment=s.segment,
+                    segment=replace(s.segment, meta={}),  # as it is read back: a driver keeps millions of them
                     slot=slot,
                     token_hash=token_hash(s.token_ids),
                     raw_bytes=s.raw_nbytes,

@@ -21,6 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "page": {"errors"},
     "config": {"errors", "page"},
     "layers": {"errors", "page"},
+    "tokenizers": set(),
     "store": {"errors", "page", "config", "layers"},
     "format": {"errors", "page", "config", "layers", "store"},
     "reading": {"errors", "page", "config", "store", "format"},
@@ -28,11 +29,11 @@ ALLOWED: dict[str, set[str]] = {
     "ray": {"errors", "reading", "exporting"},
     "speculators": {"errors", "reading", "store"},
     "writers": {"errors", "page", "config", "layers", "store", "format"},
-    "connector": {"errors", "page", "config", "layers", "store", "format", "writers"},
+    "connector": {"errors", "page", "config", "layers", "tokenizers", "store", "format", "writers"},
     "observe": {"errors", "page", "config", "layers", "store", "format"},
     "testing": {"errors", "page", "config", "layers", "store", "format", "writers"},
     "jobs": {
-        *("errors", "page", "config", "layers", "store", "format"),
+        *("errors", "page", "config", "layers", "tokenizers", "store", "format"),
         *("writers", "connector", "reading", "observe", "testing"),
     },
     "cli": {
@@ -44,15 +45,22 @@ ALLOWED: dict[str, set[str]] = {
 #: Where the heavy packages may be imported: a path, or a folder.
 HEAVY: dict[str, tuple[str, ...]] = {
     "ray": ("writers/ray_pool.py", "jobs/", "ray.py"),
-    "vllm": ("connector/", "jobs/", "testing/exact_model.py", "testing/exact_vllm.py"),
+    "vllm": (
+        "connector/",
+        "jobs/",
+        "testing/exact_model.py",
+        "testing/exact_vllm.py",
+        "testing/unruly_model.py",
+        "testing/unruly_vllm.py",
+    ),
     "torch": ("connector/", "jobs/", "reading/", "exporting/", "speculators.py", "testing/"),
-    "transformers": ("jobs/", "testing/"),
+    "transformers": ("connector/", "jobs/", "testing/"),
 }
 
-#: What is vLLM's to import, and nobody else's: it may load what it likes. And torch's data sets, which must be torch's.
-INSIDE_VLLM = {"testing/exact_vllm.py"}
+#: What is vLLM's to import, and nobody else's: it may load what it likes.
+INSIDE_VLLM = {"testing/exact_vllm.py", "testing/unruly_vllm.py"}
+#: Torch's data sets, which must be torch's.
 TORCH_DATA = {"reading/datasets.py", "reading/mixing.py", "reading/token_batches.py"}
-
 #: Rooms that load nothing heavy when they are imported.
 LIGHT = {"reading", "exporting", "cli", "testing", "config", "store", "format"}
 
