@@ -14,6 +14,8 @@ from hsx_dist.reading.index import SampleEntry, entry_of
 from hsx_dist.store import Store
 
 _Writer = tuple[int, str]
+#: Seconds between a driver's last sign of life and the manifest that it leaves, at most.
+_COMPLETING_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +159,9 @@ class Follower:
         heart = (attempt, None if beat is None else beat.get("value"))
         if heart != self._heart:
             self._heart, self._alive = heart, self._clock()
-        ended = beat is not None and beat.get("state") in ("failed", "stopped")
-        if ended or self._clock() - self._alive >= self._stalled:
+        # A driver says that it ended, and then completes the run.
+        ended = beat is not None and beat.get("state") != "running"
+        if self._clock() - self._alive >= (min(_COMPLETING_S, self._stalled) if ended else self._stalled):
             said = f"ended as {beat.get('state')!r}" if ended and beat else f"gave no sign for {self._stalled:g} s"
             raise RunStalled(
                 f"{self._store.url}: expected an attempt at work, or a complete run; attempt {attempt} {said}. Start "

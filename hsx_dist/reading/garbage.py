@@ -13,7 +13,6 @@ from hsx_dist.reading.run import CONSUMED
 from hsx_dist.store import ObjectInfo, Store
 
 _PART = re.compile(r"data/part-(\d{4,})-.+\.safetensors")
-_ENDED = ("finished", "failed", "stopped")
 #: An attempt beats every few seconds; one that is silent for so long is dead.
 WATCH_SECONDS = 45.0
 #: What a run consists of, in the order in which it is removed: ``attempts/`` last, by which a removal that was cut
@@ -40,7 +39,7 @@ def require_dead(
     if attempt == 0 or (complete is not None and complete["attempt"] >= attempt):
         return attempt
     first = read_heartbeat(store, attempt)
-    if first is not None and first.get("state") in _ENDED:
+    if first is not None and first.get("state") != "running":
         return attempt
     end = clock() + watch_seconds
     while clock() < end:

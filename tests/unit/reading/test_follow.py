@@ -105,10 +105,12 @@ def test_a_run_without_a_live_attempt_is_told() -> None:
     now[0] += 61
     with pytest.raises(RunStalled, match="no sign"):
         next(source)
-    beat(store, writer.attempt, 99, "failed")
+    beat(store, writer.attempt, 99, "stopped: SIGTERM")
     source = follower()
-    next(source)
-    with pytest.raises(RunStalled, match="failed"):
+    assert next(source) is not None
+    assert next(source) is None
+    now[0] += 31
+    with pytest.raises(RunStalled, match="SIGTERM"):
         next(source)
 
 
