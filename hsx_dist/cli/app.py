@@ -192,6 +192,7 @@ def export(
     with_last: Annotated[bool, typer.Option("--with-last", help="specforge-dflash: add the last state.")] = False,
     require_loss_mask: Annotated[bool, typer.Option("--require-loss-mask", help="Refuse samples without one.")] = False,
     shard: Annotated[Optional[str], typer.Option(metavar="I/N", help="Write every N-th file, from the I-th.")] = None,  # noqa: UP045
+    ray: Annotated[bool, typer.Option("--ray", help="Divide the work among tasks of the Ray cluster.")] = False,
     storage_option: StorageOptions = None,
     as_json: AsJson = False,
 ) -> None:
@@ -207,7 +208,7 @@ def export(
         top_k=top_k,
         with_last=with_last,
     )
-    run_export(run, to, dest, storage_option or (), options, shard=shard, as_json=as_json)
+    run_export(run, to, dest, storage_option or (), options, shard=shard, ray=ray, as_json=as_json)
 
 
 @app.command()

@@ -20,12 +20,21 @@ def run_export(
     export: ExportOptions,
     *,
     shard: str | None,
+    ray: bool = False,
     as_json: bool,
 ) -> None:
-    """Export the run at ``path``; ``shard`` is ``I/N``."""
-    number, count = _shard(shard)
-    run = open_run(path, storage_options=parse_storage_options(options))
-    report = export_run(run, to, dest, export, shard=number, shards=count)
+    """Export the run at ``path``; ``shard`` is ``I/N``; ``ray``: as tasks of the cluster that this process is in."""
+    if ray and shard is not None:
+        raise ConfigError("--shard, --ray: expected one of them: with --ray the work is divided among Ray's tasks")
+    storage_options = parse_storage_options(options)
+    if ray:
+        from hsx_dist.ray import export as export_by_tasks
+
+        report = export_by_tasks(path, to, dest, export, storage_options=storage_options)
+    else:
+        number, count = _shard(shard)
+        run = open_run(path, storage_options=storage_options)
+        report = export_run(run, to, dest, export, shard=number, shards=count)
     if as_json:
         print_json({"run": path, "to": to, "dest": dest, **asdict(report)})
         return

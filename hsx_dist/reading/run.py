@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import threading
 from collections import OrderedDict
@@ -21,6 +22,8 @@ from hsx_dist.store import Store, open_store
 
 if TYPE_CHECKING:
     from hsx_dist.reading.select import Selection
+
+log = logging.getLogger(__name__)
 
 #: Headers kept: neighbours in a run lie in the same few parts.
 _HEADERS = 64
@@ -209,9 +212,15 @@ class Run:
     # -- other processes -------------------------------------------------------------------------------------------
 
     def _after_fork(self) -> None:
-        self._pid, self._lock, self._parts = os.getpid(), threading.Lock(), OrderedDict()
+        store = self._mine
         if self._reopen is not None:
-            self._mine = self._reopen(True)
+            log.info("%s: read by fsspec in a forked process; start workers with spawn for the faster way", self._url)
+            store = self._reopen(True)
+        # The process last: a thread that sees it must not find the parent's store, whose calls would hang for ever.
+        # Two threads may come here at once, and open two stores: no harm.
+        self._lock, self._parts = threading.Lock(), OrderedDict()
+        self._mine = store
+        self._pid = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_parts", "manifest")}

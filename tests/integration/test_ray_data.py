@@ -45,6 +45,11 @@ else:
     raise AssertionError("expected a refusal")
 report = export(url, "vllm", out, shards=2)
 assert (report.written, report.finished) == (30, True), report
+from hsx_dist.cli import main
+try:
+    main(["export", url, out, "--to", "vllm", "--ray"])
+except SystemExit as e:
+    assert not e.code, e.code
 print("FINE")
 """
 

@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "cli": {
         *("errors", "page", "config", "layers", "store", "format"),
-        *("writers", "connector", "reading", "exporting", "observe", "jobs", "testing"),
+        *("writers", "connector", "reading", "exporting", "ray", "observe", "jobs", "testing"),
     },
 }
 
