@@ -16,6 +16,7 @@ from hsx_dist.store import open_store
 from hsx_dist.testing.runs import store_run
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.servers import S3Server
+from hsx_dist.testing.stores import MemoryStore
 
 pytestmark = pytest.mark.integration
 
@@ -51,8 +52,7 @@ def test_a_cache_is_read_when_the_store_is_gone(url: str, s3: S3Server, tmp_path
         return [i["key"] for i in HiddenStatesDataset(run, cache_dir=tmp_path / "cache", framework="numpy")]
 
     first = keys()
-    run._mine = None  # type: ignore[assignment]
-    run._reopen = None
+    run._mine, run._reopen = MemoryStore(run.url), None  # an empty one
     assert keys() == first == sorted(SAMPLES)
 
 
