@@ -110,7 +110,7 @@ class CachedStore:
     def put(self, name: str, buffers: Sequence[Buffer]) -> None:
         self._inner.put(name, buffers)
 
-    def put_if_absent(self, name: str, data: bytes) -> None:
+    def put_if_absent(self, name: str, data: bytes | Sequence[Buffer]) -> None:
         self._inner.put_if_absent(name, data)
 
     def get(self, name: str) -> bytes:
