@@ -44,7 +44,7 @@ def check_budgets(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> 
     """Output, object store and room for replicas, against what Ray knows of the nodes."""
     resources = [n["Resources"] for n in nodes]
     try:
-        placement = place(config.replica, engine_spec(config, preflight.examine_model(config), seed=""), resources)
+        placement = place(config.replica, engine_spec(config, preflight.examine_model(config)), resources)
         if not config.store.shared:
             check_output(config.output, len(nodes))
         check_room(config, placement, resources)
