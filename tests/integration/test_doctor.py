@@ -70,6 +70,7 @@ def test_every_node_is_asked_with_the_drivers_credentials(tiny_model_path, s3, m
         assert [c.state for c in stores] == ["ok", "ok"], found
         assert len({c.name for c in stores}) == 2
         assert not [c for c in found if c.state == "fail"]
+        assert [c.state for c in found if c.name.endswith(": versions")] == ["ok", "ok"]
         assert any(c.name == "object store" and c.state == "warn" for c in found)  # smaller than writers.credit_bytes
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
         found = check_cluster(made)

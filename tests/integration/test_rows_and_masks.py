@@ -193,3 +193,33 @@ def test_generated_tokens_are_selected_by_their_mask(model, tmp_path):
     assert data["token_ids"].tolist() == next_tokens(7, 4)
     whole = expected_states([5, 6, 7, *next_tokens(7, 4)], CAPTURED, run["a"].hidden_size)
     np.testing.assert_array_equal(data["hidden_states"], whole[3:])
+
+
+def test_an_input_in_a_bucket_by_folder_and_by_glob(s3, monkeypatch, tmp_path):
+    import fsspec
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from hsx_dist.config import InputConfig
+    from hsx_dist.errors import ConfigError
+    from hsx_dist.jobs.rows import read_rows
+
+    for name, value in s3.env.items():
+        monkeypatch.setenv(name, value)
+    options = {"client_kwargs": {"endpoint_url": s3.endpoint_url}}
+    base = f"{s3.url}/rows"
+    pq.write_table(pa.table({"text": [f"row {i}" for i in range(1000)]}), tmp_path / "b.parquet")
+    fs, path = fsspec.core.url_to_fs(base, **options)
+    fs.pipe({f"{path}/a/x.jsonl": b'{"text": "one"}\n{"text": "two"}\n', f"{path}/_SUCCESS": b""})
+    fs.pipe(f"{path}/b.parquet", (tmp_path / "b.parquet").read_bytes())
+
+    def keys(url: str, **settings: Any) -> list[str]:
+        return [row.key for row in read_rows(InputConfig(path=url, storage_options=options, **settings))]
+
+    everything = keys(base)
+    assert everything[:3] == ["a/x:00000000", "a/x:00000001", "b:00000000"]
+    assert len(everything) == 1002
+    assert keys(f"{base}/**/*.jsonl") == everything[:2]
+    assert keys(f"{base}/b.parquet", limit=3) == everything[2:5]
+    with pytest.raises(ConfigError, match="no such file or bucket"):
+        keys(f"{base}/nothing.jsonl")
