@@ -75,6 +75,52 @@ def extract(
     raise typer.Exit(run(config, overrides or (), direct, as_json=as_json))
 
 
+ConfigFile = Annotated[str, typer.Option("--config", metavar="FILE", help="YAML file of settings.")]
+Overrides = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Argument(metavar="KEY.SUB=VALUE", help="Settings that override the file's."),
+]
+
+
+@app.command()
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option(min=1, help="Encode so many rows, chosen by chance; all are counted.")] = 1000,
+    tokens_per_second: Annotated[
+        float, typer.Option(min=1e-3, help="Of one replica: measured, or your guess.")
+    ] = 10_000,
+    replicas_per_node: Annotated[int, typer.Option(min=1, help="Replicas that share a node's network.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Estimate what a run will take: tokens, bytes, parts, cache, time, network. Starts no engine, stores nothing."""
+    from hsx_dist.cli.plan import run_plan
+
+    run_plan(
+        config,
+        overrides or (),
+        sample_rows=rows,
+        tokens_per_second=tokens_per_second,
+        replicas_per_node=replicas_per_node,
+        as_json=as_json,
+    )
+
+
+@app.command()
+def doctor(
+    overrides: Overrides = None,
+    config: Annotated[Optional[str], typer.Option(metavar="FILE", help="YAML file of settings.")] = None,  # noqa: UP045
+    engine: Annotated[
+        bool, typer.Option("--engine", help="Start the engine too, and check its states by its own head.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check versions, model, store and nodes, and (--engine) the engine itself; exit status 1 where one fails."""
+    from hsx_dist.cli.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(config, overrides or (), engine=engine, as_json=as_json))
+
+
 @app.command("ls")
 def list_samples(
     run: RunPath,

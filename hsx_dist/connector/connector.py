@@ -29,6 +29,7 @@ from hsx_dist.connector.outlet import Outlet, registered
 from hsx_dist.connector.scheduler import SchedulerHalf
 from hsx_dist.connector.settings import ConnectorSettings, read_settings
 from hsx_dist.connector.stats import HiddenStatesPromMetrics, HiddenStatesStats
+from hsx_dist.connector.undrafted import never_draft
 from hsx_dist.connector.versions import check_version, layers_first
 from hsx_dist.connector.worker import WorkerHalf
 from hsx_dist.errors import ConfigError
@@ -77,6 +78,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         assert self._scheduler is not None
         self._scheduler.new_request(request)
+        never_draft(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return 0, False  # nothing is ever loaded

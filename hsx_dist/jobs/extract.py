@@ -30,8 +30,10 @@ from hsx_dist.format.runs import (
 )
 from hsx_dist.jobs import preflight
 from hsx_dist.jobs.driver import Driver
+from hsx_dist.jobs.encode import RowRules
 from hsx_dist.jobs.fleet import Fleet, LocalFleet
 from hsx_dist.jobs.heartbeat import Heartbeat
+from hsx_dist.jobs.identity import check_same_input, first_rows, run_seed
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.jobs.limits import HeldBytes, Limits, seconds_left
 from hsx_dist.jobs.rows import Row, read_rows, rows_from
@@ -119,8 +121,17 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
     versions = preflight.check_versions(("vllm", "ray") if config.pool == "ray" else ("vllm",))
     store = preflight.open_output(config)
     model = preflight.examine_model(config)
-    meaning = {**config.meaning(), "layers": list(model.layers), "tokenizer_sha256": model.tokenizer_sha256}
-    manifest = open_or_start_run(config, store, meaning)
+    meaning = {
+        **config.meaning(),
+        "layers": list(model.layers),
+        "tokenizer_sha256": model.tokenizer_sha256,
+        "chat_template_sha256": model.chat_template_sha256,
+    }
+    manifest = open_or_start_run(config, store, meaning, rows)
+    run = read_run(store)
+    check_same_input(store.url, run, manifest, rows)
+    if config.select != "all":
+        console.print(f"note: {partial_note(config.select)}", soft_wrap=True)
     console.print(
         f"model {public_url(config.model)}: layers {list(model.layers)} of 0…{model.num_layers}", soft_wrap=True
     )
@@ -136,7 +147,7 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
     if not todo:  # its driver died, or a limit ended it, when all that was missing was to say so
         write_complete(store, attempt, manifest, {"rows": total})
         return finish(config, store, manifest, model, console, computed=None)
-    spec = engine_spec(config, model)
+    spec = engine_spec(config, model, seed=run_seed(run, config.sampling_params))
     about = preflight.about(config, model, versions)
     ledger = RowLedger(store, attempt, manifest)
     state = "failed"
@@ -221,7 +232,17 @@ def telling_what_is_missing(rows: Rows, manifest: Manifest, console: Console) ->
         raise
 
 
-def open_or_start_run(config: ExtractConfig, store: Store, meaning: dict[str, Any]) -> Manifest:
+def partial_note(select: str) -> str:
+    """What a run that keeps some tokens alone is not good for."""
+    return (
+        f"select={select} keeps a part of each row's tokens. A draft model's trainer (EAGLE and its kin) attends to "
+        "the states of the whole context: it needs select=all, and takes the loss mask to choose what to learn from"
+    )
+
+
+def open_or_start_run(
+    config: ExtractConfig, store: Store, meaning: dict[str, Any], rows: Rows = lambda: iter(())
+) -> Manifest:
     """The manifest of the run at the output; writes ``run.json`` where there is none.
 
     Raises:
@@ -236,7 +257,8 @@ def open_or_start_run(config: ExtractConfig, store: Store, meaning: dict[str, An
                 f"resume: must, but there is no run at {store.url}; check output, or set resume=allow"
             ) from None
         try:
-            write_run(store, {"meaning": meaning, "settings": config.public(), **created})
+            own = {"id": uuid.uuid4().hex, "first_rows": first_rows(rows)}
+            write_run(store, {"meaning": meaning, "settings": config.public(), **own, **created})
         except RunError:
             # Another driver was quicker (a job that was submitted twice): this one goes on with that one's run.
             if config.resume == "never":
@@ -291,7 +313,18 @@ def remaining(rows: Rows, manifest: Manifest, *, retry_poison: bool = False) -> 
             yield row
 
 
-def engine_spec(config: ExtractConfig, model: preflight.Model) -> EngineSpec:
+def row_rules(config: ExtractConfig) -> RowRules:
+    roles = config.input.loss_roles
+    return RowRules(
+        loss_roles=None if roles is None else tuple(roles),
+        max_length=config.input.max_length,
+        too_long=config.input.too_long,
+        include_output_tokens=config.include_output_tokens,
+        select=config.select,
+    )
+
+
+def engine_spec(config: ExtractConfig, model: preflight.Model, *, seed: str) -> EngineSpec:
     return EngineSpec(
         model=model.path,
         revision=config.revision,
@@ -299,7 +332,6 @@ def engine_spec(config: ExtractConfig, model: preflight.Model) -> EngineSpec:
         engine_kwargs=config.engine_kwargs,
         sampling_params=config.sampling_params,
         chat_template_kwargs=config.chat_template_kwargs,
-        include_output_tokens=config.include_output_tokens,
         vocab_size=model.vocab_size,
         max_tokens=model.max_tokens,
         output=public_url(config.output),
@@ -308,6 +340,8 @@ def engine_spec(config: ExtractConfig, model: preflight.Model) -> EngineSpec:
         segment_bytes=int(config.segment_bytes),
         page_bytes=int(config.page_bytes),
         in_flight_bytes=int(config.in_flight_bytes),
+        rules=row_rules(config),
+        seed=seed,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import queue
@@ -10,14 +11,14 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from hsx_dist.connector import outlet as outlets
 from hsx_dist.connector.bridge import BridgeServer
 from hsx_dist.connector.outlet import LocalOutlet, Shipped
 from hsx_dist.errors import EngineError, InputError
 from hsx_dist.format.manifest import RowFate
-from hsx_dist.jobs.encode import RowEncoder, load_tokenizer
+from hsx_dist.jobs.encode import Encoded, RowEncoder, TooLong, load_tokenizer
 from hsx_dist.jobs.rows import Row
 from hsx_dist.jobs.tasks import EngineSpec, Task, TaskResult
 from hsx_dist.writers.base import Sender
@@ -183,7 +184,9 @@ class Replica:
         tokenizer = load_tokenizer(spec.model, revision=spec.revision, engine_kwargs=spec.engine_kwargs)
         # The engine's own limit counts: its rules for it are not all in the model's configuration.
         longest = min(spec.max_tokens, llm.model_config.max_model_len - 1)
-        self._encoder = RowEncoder(tokenizer, longest, spec.chat_template_kwargs, vocab_size=spec.vocab_size)
+        self._encoder = RowEncoder(
+            tokenizer, longest, spec.chat_template_kwargs, vocab_size=spec.vocab_size, rules=spec.rules
+        )
 
     def _take_tasks(self) -> bool:
         while self._failure is None:
@@ -203,34 +206,43 @@ class Replica:
     def _begin(self, running: _Running) -> None:
         for row in running.task.rows:
             try:
-                tokens = self._encoder.encode(row)
-                self._add(row, tokens)
+                encoded = self._encoder.encode(row)
+                self._add(row, encoded)
             except (InputError, ValueError, *self._refusals) as e:
-                running.result.refused.append(
-                    RowFate(row.key, row.row, "refused", str(e), running.task.tries, row.content)
-                )
+                fate: Literal["refused", "failed"] = "refused"
+                if isinstance(e, TooLong) and self._spec.rules.too_long == "fail":
+                    fate = "failed"
+                running.result.refused.append(RowFate(row.key, row.row, fate, str(e), running.task.tries, row.content))
                 continue
             running.open.add(row.key)
-            running.result.tokens += len(tokens)
+            running.result.tokens += len(encoded.token_ids)
             self._running[row.key] = running
         self._settle(running)
 
-    def _add(self, row: Row, tokens: list[int]) -> None:
-        params = self._sampling_params(
-            {
-                "hidden_states_key": row.key,
-                "hidden_states_row": row.row,
-                "include_output_tokens": self._spec.include_output_tokens,
-            }
-        )
+    def _add(self, row: Row, encoded: Encoded) -> None:
+        rules = self._spec.rules
+        asked: dict[str, Any] = {
+            "hidden_states_key": row.key,
+            "hidden_states_row": row.row,
+            "include_output_tokens": rules.include_output_tokens,
+        }
+        if rules.select != "all":
+            asked["hidden_states_tokens"] = rules.select
+        if encoded.loss_mask is not None:
+            asked["hidden_states_loss_mask"] = encoded.loss_mask
+        if row.metadata:
+            asked["hidden_states_metadata"] = row.metadata
         self._requests += 1
-        self._engine.add_request(f"r{self._requests}", {"prompt_token_ids": tokens}, params)
+        params = self._sampling_params(asked, key=row.key)
+        self._engine.add_request(f"r{self._requests}", {"prompt_token_ids": encoded.token_ids}, params)
 
-    def _sampling_params(self, kv_transfer_params: dict[str, Any]) -> Any:
+    def _sampling_params(self, kv_transfer_params: dict[str, Any], key: str = "") -> Any:
         from vllm import SamplingParams
 
         # One token is sampled, as vLLM cannot sample none; the user's own parameters come over these.
         params = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, **self._spec.sampling_params}
+        if self._spec.seed and self._spec.rules.include_output_tokens:
+            params["seed"] = row_seed(self._spec.seed, key)
         extra = {**(params.pop("extra_args", None) or {}), "kv_transfer_params": kv_transfer_params}
         return SamplingParams(**params, extra_args=extra)
 
@@ -275,6 +287,12 @@ class Replica:
             unanswered, self._unanswered = self._unanswered, {}
         for running in unanswered.values():
             running.future.set_exception(self._died())
+
+
+def row_seed(run: str, key: str) -> int:
+    """The seed of a row's sampling, 0 to 2^63 - 1: the same whenever, wherever and beside whatever the row is run."""
+    digest = hashlib.blake2b(f"{run}\0{key}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
 
 
 def engine_arguments(spec: EngineSpec, via: str, address: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hsx_dist.format.manifest import RowFate
+from hsx_dist.jobs.encode import RowRules
 from hsx_dist.jobs.rows import Row
 
 
@@ -48,7 +49,6 @@ class EngineSpec:
     engine_kwargs: Mapping[str, Any]
     sampling_params: Mapping[str, Any]
     chat_template_kwargs: Mapping[str, Any]
-    include_output_tokens: bool
     vocab_size: int
     max_tokens: int  # the longest prompt that the engine takes
     output: str
@@ -59,6 +59,9 @@ class EngineSpec:
     in_flight_bytes: int
     #: Ranks that ship, from 0; None: all of them, in turn.
     owners: int | None = None
+    rules: RowRules = field(default_factory=RowRules)
+    #: What seeds are made of, with a row's key: the same for every attempt of a run. Empty: vLLM's own choice.
+    seed: str = ""
 
     @property
     def ranks(self) -> int:

@@ -21,15 +21,16 @@ ALLOWED: dict[str, set[str]] = {
     "page": {"errors"},
     "config": {"errors", "page"},
     "layers": {"errors", "page"},
+    "tokenizers": set(),
     "store": {"errors", "page", "config", "layers"},
     "format": {"errors", "page", "config", "layers", "store"},
     "reading": {"errors", "page", "config", "store", "format"},
     "writers": {"errors", "page", "config", "layers", "store", "format"},
-    "connector": {"errors", "page", "config", "layers", "store", "format", "writers"},
+    "connector": {"errors", "page", "config", "layers", "tokenizers", "store", "format", "writers"},
     "observe": {"errors", "page", "config", "layers", "store", "format"},
     "testing": {"errors", "page", "config", "layers", "store", "format", "writers"},
     "jobs": {
-        *("errors", "page", "config", "layers", "store", "format"),
+        *("errors", "page", "config", "layers", "tokenizers", "store", "format"),
         *("writers", "connector", "reading", "observe", "testing"),
     },
     "cli": {
@@ -50,7 +51,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
         "testing/unruly_vllm.py",
     ),
     "torch": ("connector/", "jobs/", "reading/", "testing/"),
-    "transformers": ("jobs/", "testing/"),
+    "transformers": ("connector/", "jobs/", "testing/"),
 }
 
 #: What is vLLM's to import, and nobody else's: it may load what it likes.
