@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 
 from hsx_dist.connector.metadata import StepMetadata
@@ -78,7 +79,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         assert self._scheduler is not None
         self._scheduler.new_request(request)
-        never_draft(request)
+        if current_platform.is_cpu():
+            # Elsewhere the rejection sampler is right, and what is scheduled stays vLLM's affair.
+            never_draft(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return 0, False  # nothing is ever loaded

@@ -192,20 +192,18 @@ def _segments(rows: Any) -> SegmentTable:
     """The table of segments, checked a column at a time: a receipt may have tens of thousands of rows."""
     if not rows:
         return SegmentTable.of(())
-    if any(len(row) != len(_SEGMENT_COLUMNS) for row in rows):
+    if set(map(len, rows)) != {len(_SEGMENT_COLUMNS)}:
         raise ValueError(f"segments: expected rows of {len(_SEGMENT_COLUMNS)} values")
     key, index, start, stop, total, slot, token_hash, raw, stored, number, sample_hash = zip(*rows, strict=True)
-    known = tuple(n for n in number if n is not None)
-    row = [-1 if n is None else n for n in number]
-    # Sets of types, and one match of all hashes: in C, as a run has millions of rows.
-    for column in (index, start, stop, total, slot, raw, stored, *([known] if known else [])):
+    row = [-1 if n is None else _count(n, "segments: row") for n in number]
+    for column in (index, start, stop, total, slot, raw, stored):
         if set(map(type, column)) != {int} or not 0 <= min(column) <= max(column) < _LARGEST:
             raise ValueError("segments: expected counts, came something else")
     if set(map(type, key)) != {str} or not all(key):
         raise ValueError("segments: expected keys")
     if not _are_hashes(token_hash):
         raise ValueError("segments: expected token hashes of 16 hex digits")
-    if not _are_hashes([h for h in sample_hash if h != ""]):
+    if not _are_hashes(tuple(h for h in sample_hash if h != "")):
         raise ValueError("segments: expected a sample's hash of 16 hex digits, or none")
     if slot != tuple(range(len(rows))):
         raise ValueError("slots: expected 0, 1, 2, …")
@@ -216,11 +214,11 @@ def _segments(rows: Any) -> SegmentTable:
     return SegmentTable(key, numbers, list(zip(token_hash, sample_hash, strict=True)))
 
 
-def _are_hashes(values: Sequence[Any]) -> bool:
-    if not values:
+def _are_hashes(column: tuple[Any, ...]) -> bool:
+    # As one text: a match for each of them would take longer than all the rest.
+    if not column:
         return True
-    plain = set(map(type, values)) == {str} and set(map(len, values)) == {16}
-    return plain and _HEX.fullmatch("".join(values)) is not None
+    return set(map(type, column)) == {str} and set(map(len, column)) == {16} and bool(_HEX.fullmatch("".join(column)))
 
 
 def _fate(row: Any) -> RowFate:

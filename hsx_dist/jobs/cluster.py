@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hsx_dist.config import ExtractConfig
 from hsx_dist.errors import HsxError
 from hsx_dist.jobs.cores import CoreClaim, omp_binding
-from hsx_dist.jobs.fleet import Draining, FleetEvent, ReplicaDied, ReplicaLeaving, ReplicaReady, TaskDone
+from hsx_dist.jobs.fleet import Draining, FleetEvent, NodeGone, ReplicaDied, ReplicaLeaving, ReplicaReady, TaskDone
 from hsx_dist.jobs.nodes import Nodes, look
 from hsx_dist.jobs.placement import Placement, place, placed_spec
 from hsx_dist.jobs.room import affordable_credit, check_output, check_room, has_room_for_writers
@@ -183,19 +183,20 @@ class RayFleet:
             if node not in self._served:
                 # Replicas hear of it when it lives: on a node that is full already it may wait for its CPUs for ever.
                 self._coming |= dict.fromkeys(self._start_writers(node), node)
+        had = {*self._going.values(), *(node for node, _ in self._writers)}
+        gone: list[FleetEvent] = [NodeGone(node) for node in sorted(had) if not self._nodes.is_alive(node)]
         self._coming = {actor: node for actor, node in self._coming.items() if node in wanted}
         self._going = {actor: node for actor, node in self._going.items() if self._nodes.is_alive(node)}
         left = [(node, actor) for node, actor in self._writers if node in wanted]
         if len(left) < len(self._writers):
-            gone = [(node, actor) for node, actor in self._writers if node in self._nodes.draining]
+            self._going |= {actor: node for node, actor in self._writers if node in self._nodes.draining}
             self._writers = left
             self._tell_replicas()
-            self._going |= {actor: node for node, actor in gone}
         for actor in self._going:
             actor.flush.remote()  # again and again until the node is gone: pages may have been under way
         known = {*self._coming, *self._going, *(actor for _, actor in left)}
         self._listening = {ref: actor for ref, actor in self._listening.items() if actor in known}
-        return self._take_leave()
+        return gone + self._take_leave()
 
     def _take_leave(self) -> list[FleetEvent]:
         """Replicas of nodes that drain get no more tasks, and others are started in their place."""
@@ -341,7 +342,9 @@ class RayFleet:
     def _died(self, number: int, error: RayError) -> list[FleetEvent]:
         """One report a death: the refs of its other tasks are forgotten with it."""
         replica = self._replicas[number]
-        self._nodes, self._looked = self._look(), time.monotonic()
+        events = self._watch_nodes()
+        if number not in self._replicas:
+            return events  # its node drains, and it was let go just now
         blameless = went_with_its_node(error) or (replica.node != "" and replica.node not in self._nodes.resources)
         # A row that is alone with its engine is to blame, and not the engine.
         alone = any(task.alone for task in replica.tasks.values())
@@ -351,7 +354,7 @@ class RayFleet:
         if again:
             self._start_replica(failures)
         told = ReplicaDied(number, reason_of(error), fatal=not again and len(self._replicas) == 1, blameless=blameless)
-        return self._remove(number, told, flush=False)
+        return events + self._remove(number, told, flush=False)
 
     def _remove(self, number: int, told: ReplicaDied, *, flush: bool) -> list[FleetEvent]:
         replica = self._replicas.pop(number)

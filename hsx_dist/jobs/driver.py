@@ -12,7 +12,16 @@ from typing import Literal
 
 from hsx_dist.errors import EngineError, Fenced, StoreError
 from hsx_dist.format.manifest import Manifest, Receipt, RowFate
-from hsx_dist.jobs.fleet import Draining, Fleet, FleetEvent, ReplicaDied, ReplicaLeaving, ReplicaReady, TaskDone
+from hsx_dist.jobs.fleet import (
+    Draining,
+    Fleet,
+    FleetEvent,
+    NodeGone,
+    ReplicaDied,
+    ReplicaLeaving,
+    ReplicaReady,
+    TaskDone,
+)
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.jobs.limits import Limits, Verdict
 from hsx_dist.jobs.rows import Row
@@ -71,6 +80,7 @@ class Driver:
         self._again: deque[Task] = deque()
         self._alone: deque[Task] = deque()
         self._shipped: dict[str, tuple[Row, int]] = {}  # key → row and tries: handed to writers, not proven yet
+        self._excused = False  # whether what is not proven may have gone with a node
         self._under_way = 0
         self._numbers = 0
         self._exhausted = False
@@ -238,6 +248,8 @@ class Driver:
                     self._progress.say(f"replica {replica} gets no more rows: its node drains")
                 case ReplicaDied():
                     self._lost_replica(event)
+                case NodeGone():
+                    self._excused = True
                 case Draining():
                     self._progress.say("the driver's own node drains")
                     self.stop("its node drains")
@@ -310,8 +322,11 @@ class Driver:
         for key, (row, tries) in shipped.items():
             if key in self._manifest.samples:
                 self._under_way -= 1
+            elif self._excused:
+                self._queue((row,), tries)
             else:
                 self._run_again((row,), tries, "its writer died or could not store it")
+        self._excused = False
 
     def _run_again(self, rows: tuple[Row, ...], tries: int, reason: str) -> None:
         if tries + 1 >= self._max_tries:

@@ -39,6 +39,13 @@ class ReplicaDied:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeGone:
+    """A node with writers is gone, and with it what they had not stored."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
 class Draining:
     """The driver's own node drains."""
 
@@ -49,7 +56,7 @@ class TaskDone:
     result: TaskResult
 
 
-FleetEvent = ReplicaReady | ReplicaLeaving | ReplicaDied | Draining | TaskDone | Event
+FleetEvent = ReplicaReady | ReplicaLeaving | ReplicaDied | NodeGone | Draining | TaskDone | Event
 
 
 class Fleet(Protocol):

@@ -12,7 +12,7 @@ from hsx_dist.errors import EngineError, Fenced, StoreError
 from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SegmentProof, part_name
 from hsx_dist.format.runs import load_manifest, take_attempt
 from hsx_dist.jobs.driver import Driver
-from hsx_dist.jobs.fleet import Draining, ReplicaDied, ReplicaLeaving, ReplicaReady, TaskDone
+from hsx_dist.jobs.fleet import Draining, NodeGone, ReplicaDied, ReplicaLeaving, ReplicaReady, TaskDone
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.jobs.limits import Limits
 from hsx_dist.jobs.rows import Row
@@ -200,6 +200,22 @@ def test_what_goes_with_its_node_is_run_again_and_never_counted(ledger):
     assert len(manifest.samples) == 8
     assert manifest.failed == {}
     assert {t.tries for t in fleet.tasks} == {0}
+
+
+def test_what_a_writer_took_with_its_node_is_not_counted_either(ledger):
+    lost = []
+
+    def plan(task):
+        if len(lost) < 10:
+            lost.append(task)
+            fleet.events.append(NodeGone("n"))
+            return "lose"
+        return "fine"
+
+    fleet = LossyFleet(plan)
+    manifest = drive(fleet, rows(8), ledger, max_tries=1)
+    assert len(manifest.samples) == 8
+    assert manifest.failed == {}
 
 
 def test_a_replica_whose_node_drains_gets_no_more_tasks(ledger):
