@@ -5,7 +5,7 @@ READY := .venv/.ready
 SOURCES := hsx_dist benchmarks ray_jobs scripts tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-s3 check test matrix soak lock clean
+.PHONY: help setup demo demo-s3 check test matrix soak tables docs screenshots lock clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1	/p' Makefile
@@ -37,6 +37,9 @@ soak: $(READY)  ## two hundred thousand hostile parts (a minute or two), and an 
 
 matrix: $(READY)  ## the connector's tests on every vLLM that it names as tested; the table goes to docs/
 	$(BIN)/python scripts/matrix.py
+
+tables: $(READY)  ## what is generated and kept: the metrics' table in docs/operations.md, dashboards/
+	$(BIN)/python scripts/tables.py
 
 lock: $(READY)  ## requirements/dev.lock from dev.in and overrides.txt
 	cd requirements && ../$(BIN)/uv pip compile dev.in --override overrides.txt $(addprefix --find-links ,$(PIP_FIND_LINKS)) \

@@ -32,6 +32,7 @@ from hsx_dist.connector.stats import HiddenStatesPromMetrics, HiddenStatesStats
 from hsx_dist.connector.versions import check_version, layers_first
 from hsx_dist.connector.worker import WorkerHalf
 from hsx_dist.errors import ConfigError
+from hsx_dist.observe.metrics import Increments
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -60,6 +61,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._outlet: Outlet | None = None
+        self._increments: Increments | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(
                 self._settings,
@@ -123,6 +125,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         cache = kv_caches[next(iter(layers))]
         cache = layers_first(cache, len(self._layer_ids), self._block_size, VLLM_VERSION)
         self._outlet = make_outlet(self._settings, self._vllm_config)
+        self._increments = Increments(self._outlet.meter)
         self._worker = WorkerHalf(
             cache,
             self._outlet,
@@ -163,7 +166,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return waiting + (self._outlet.pending if self._outlet is not None else 0)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return HiddenStatesStats.of(self._outlet, self._worker) if self._worker is not None else None
+        return HiddenStatesStats.of(self._increments) if self._increments is not None else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

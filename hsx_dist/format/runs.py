@@ -101,10 +101,14 @@ def is_fenced(store: Store, attempt: int) -> bool:
     return True
 
 
-def beat(store: Store, attempt: int, value: int, state: str) -> None:
-    """Store the attempt's heartbeat: a ``value`` other than the last says that its holder lives, by nobody's clock."""
+def beat(store: Store, attempt: int, value: int, state: str, progress: Mapping[str, Any] | None = None) -> None:
+    """Store the attempt's heartbeat: a ``value`` other than the last says that its holder lives, by nobody's clock.
+
+    ``progress``: how far the attempt has come, for people and ``hsx top``; no decision rests on it.
+    """
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    store.put(heartbeat_name(attempt), [_dump({"attempt": attempt, "value": value, "state": state, "time": now})])
+    body = {"attempt": attempt, "value": value, "state": state, "time": now}
+    store.put(heartbeat_name(attempt), [_dump({**body, **({"progress": dict(progress)} if progress else {})})])
 
 
 def read_heartbeat(store: Store, attempt: int) -> dict[str, Any] | None:

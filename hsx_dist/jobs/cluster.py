@@ -17,6 +17,8 @@ from hsx_dist.errors import ConfigError, HsxError
 from hsx_dist.jobs.cores import CoreClaim, omp_binding
 from hsx_dist.jobs.fleet import FleetEvent, ReplicaDied, ReplicaReady, TaskDone
 from hsx_dist.jobs.tasks import EngineSpec, Task, TaskResult
+from hsx_dist.observe.metrics import Meter
+from hsx_dist.observe.ray_metrics import RayExport
 from hsx_dist.writers.ray_pool import RaySender, WriterSpec, start_writer
 from hsx_dist.writers.sink import Lost, SinkOptions
 
@@ -42,18 +44,26 @@ class ReplicaActor:
         writers: list[tuple[str, Any]],
         environment: Mapping[str, str],
         num_cpus: float,
+        tags: Mapping[str, str],
     ):
         os.environ.update(environment)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         self._claim = prepare_cpu(spec.ranks, num_cpus)
         from hsx_dist.jobs.replica import Replica
 
+        self._tags = dict(tags)
         self._writers = writers
         self._senders: list[RaySender] = []
-        self._replica = Replica(spec, self._sender)
+        self._meter = Meter()
+        self._export = RayExport(self._meter, "replica", tags)
+        self._replica = Replica(spec, self._sender, self._meter)
+
+    def __repr__(self) -> str:
+        # What Ray's log lines and its dashboard call this process.
+        return f"hsx replica {self._tags['replica']}"
 
     def _sender(self) -> RaySender:
-        self._senders.append(RaySender(self._writers, self._on_lost))
+        self._senders.append(RaySender(self._writers, self._on_lost, meter=self._meter))
         return self._senders[-1]
 
     def ready(self) -> str:
@@ -74,6 +84,7 @@ class ReplicaActor:
 
     def stop(self) -> None:
         self._replica.close()
+        self._export.close()
 
     def _on_lost(self, lost: Lost) -> None:
         # The driver learns it from the receipts that are missing; this line is for whoever reads the actor's log.
@@ -194,13 +205,21 @@ class RayFleet:
                 resources=dict(shape.replica_resources) or None,
                 max_concurrency=8,
             )
-            .remote(self._spec, self._writers, environment, shape.replica_cpus)
+            .remote(
+                self._spec,
+                self._writers,
+                environment,
+                shape.replica_cpus,
+                {"run": self._spec.output, "replica": str(replica)},
+            )
         )
         self._replicas[replica] = actor
         self._starting[actor.ready.remote()] = replica
 
     def submit(self, replica: int, task: Task) -> None:
-        self._tasks[self._replicas[replica].run.remote(task)] = replica
+        # The name under which Ray's dashboard lists the call.
+        name = f"replica {replica}: task {task.number}, {len(task.rows)} rows from {task.rows[0].row}"
+        self._tasks[self._replicas[replica].run.options(name=name).remote(task)] = replica
 
     def poll(self, timeout: float) -> list[FleetEvent]:
         if time.monotonic() - self._nodes_seen > NODES_EVERY_S:
@@ -415,6 +434,7 @@ def ray_fleet(config: ExtractConfig, spec: EngineSpec, options: Callable[[str], 
             environment=environment,
             options=options(writer_name),
             credit_bytes=credit,
+            tags={"run": spec.output, "writer": writer_name},
         )
 
     return RayFleet(spec, writer, shape, name=name)

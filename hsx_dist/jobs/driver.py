@@ -7,9 +7,10 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from itertools import islice
+from typing import Any
 
 from hsx_dist.errors import AlreadyExists, EngineError, Fenced, StoreError
 from hsx_dist.format.manifest import Manifest, Receipt, RowFate, receipt_name
@@ -19,7 +20,7 @@ from hsx_dist.jobs.rows import Row
 from hsx_dist.jobs.tasks import Task, TaskResult
 from hsx_dist.observe.progress import Progress
 from hsx_dist.store import Store
-from hsx_dist.writers.sink import Lost
+from hsx_dist.writers.sink import Counted, Lost
 
 log = logging.getLogger(__name__)
 
@@ -84,9 +85,11 @@ class RowLedger:
 class Heartbeat:
     """Changes the attempt's heartbeat every few seconds, on a thread; whoever sees it stand still may take over."""
 
-    def __init__(self, store: Store, attempt: int):
+    def __init__(self, store: Store, attempt: int, tell: Callable[[], Mapping[str, Any]] = dict):
+        """``tell``: what is said with each beat of how far the attempt has come."""
         self._store = store
         self._attempt = attempt
+        self._tell = tell
         self._value = 0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="hsx-heartbeat", daemon=True)
@@ -99,7 +102,7 @@ class Heartbeat:
     def _beat(self, state: str) -> None:
         self._value += 1
         try:
-            beat(self._store, self._attempt, self._value, state)
+            beat(self._store, self._attempt, self._value, state, self._tell())
         except StoreError as e:
             log.warning("heartbeat %d was not stored: %s", self._value, e)
 
@@ -139,6 +142,14 @@ class Driver:
         self._numbers = 0
         self._since = time.monotonic()
         self._stop = threading.Event()
+        self._given: dict[int, float] = {}  # task number → when it was given to a replica
+        progress.meter.watch("replicas_ready", lambda: len(self._ready))
+        progress.meter.watch("tasks_open", lambda: len(self._given))
+        progress.meter.watch("oldest_task_seconds", self._oldest_task)
+
+    def _oldest_task(self) -> float:
+        given = list(self._given.values())
+        return time.monotonic() - min(given) if given else 0.0
 
     def stop(self) -> None:
         """Hand out no more rows; ``run`` then closes what is under way and returns. Safe in a signal handler."""
@@ -165,6 +176,7 @@ class Driver:
                     exhausted = not self._again
                     break
                 self._ready[replica].append(task)
+                self._given[task.number] = time.monotonic()
                 self._fleet.submit(replica, task)
             if self._stop.is_set():
                 # Little time may be left: what is shipped is made durable, what is still computed is left to a resume.
@@ -235,10 +247,13 @@ class Driver:
                     self._proven(event)
                 case Lost():
                     self._lost_segments(event)
+                case Counted():
+                    self._progress.counted(event.numbers)
 
     def _done(self, replica: int, result: TaskResult) -> None:
         task = next(t for t in self._ready[replica] if t.number == result.number)
         self._ready[replica].remove(task)
+        self._given.pop(task.number, None)
         rows = {r.key: r for r in task.rows}
         for fate in result.refused:
             self._give_up(fate)
@@ -248,6 +263,7 @@ class Driver:
         for key, reason in result.skipped:
             self._run_again((rows[key],), task.tries, reason)
         self._progress.computed(result.tokens)
+        self._progress.counted(result.numbers)
 
     def _proven(self, receipt: Receipt) -> None:
         self._manifest.add(receipt)
@@ -263,11 +279,15 @@ class Driver:
             raise Fenced(lost.reason)
         if lost.fatal:
             raise StoreError(f"parts can no longer be stored: {lost.reason}")
+        self._progress.meter.add("lost_segments", len(lost.segments))
         # Rows that were shipped are found by their missing receipts when the writers are flushed.
         log.warning("%d segments were not stored and are run again: %s", len(lost.segments), lost.reason)
 
     def _lost_replica(self, event: ReplicaDied) -> None:
         tasks = self._ready.pop(event.replica, [])
+        self._progress.meter.add("replica_deaths")
+        for task in tasks:
+            self._given.pop(task.number, None)
         if event.fatal and not self._ready:
             raise EngineError(event.reason)
         log.warning("replica %d died: %s; its %d tasks are run again", event.replica, event.reason, len(tasks))

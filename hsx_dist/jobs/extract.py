@@ -33,6 +33,7 @@ from hsx_dist.jobs.driver import Driver, Heartbeat, RowLedger
 from hsx_dist.jobs.fleet import Fleet, LocalFleet
 from hsx_dist.jobs.rows import Row, read_rows, rows_from
 from hsx_dist.jobs.tasks import EngineSpec
+from hsx_dist.observe.metrics import Meter
 from hsx_dist.observe.progress import Progress
 from hsx_dist.observe.summary import RunSummary, print_summary
 from hsx_dist.store import Store
@@ -110,7 +111,7 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
     """The extraction proper: preflight, attempt, fleet, driver, manifest, check."""
     resolve_codec(config.codec)
     if config.pool == "ray":
-        connect_ray()
+        connect_ray(public_url(config.output))
     else:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # read by vLLM when it is imported
     versions = preflight.check_versions(("vllm", "ray") if config.pool == "ray" else ("vllm",))
@@ -133,11 +134,17 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
     ledger = RowLedger(store, attempt, manifest)
     state = "failed"
     with ExitStack() as stack:
-        heartbeat = Heartbeat(store, attempt)
+        meter = Meter()
+        progress = Progress(total, total - todo, console, meter)
+        heartbeat = Heartbeat(store, attempt, progress.snapshot)
         stack.callback(lambda: heartbeat.stop(state))
+        if config.pool == "ray":
+            from hsx_dist.observe.ray_metrics import RayExport
+
+            stack.callback(RayExport(meter, "driver", {"run": spec.output}).close)
         fleet = make_fleet(config, store, spec, about, attempt)
         stack.callback(fleet.close)
-        progress = stack.enter_context(Progress(total, total - todo, console))
+        stack.enter_context(progress)
         driver = Driver(fleet, manifest, ledger, progress, task_rows=config.task_rows, max_tries=config.max_tries)
         stack.enter_context(stop_on_signals(driver))
         with telling_what_is_missing(rows, manifest, console):
@@ -277,15 +284,23 @@ def make_fleet(config: ExtractConfig, store: Store, spec: EngineSpec, about: dic
     return ray_fleet(config, spec, options, name=f"hsx-{uuid.uuid4().hex[:6]}")
 
 
-def connect_ray() -> None:
-    """Join the cluster of ``RAY_ADDRESS`` (in a submitted job: its own), or start one of this machine alone."""
+def connect_ray(run: str) -> None:
+    """Join the cluster of ``RAY_ADDRESS`` (in a submitted job: its own), or start one of this machine alone.
+
+    The job's metadata on Ray's dashboard say which ``run`` it makes.
+    """
     import ray
 
     if ray.is_initialized():
         return
     address = os.environ.get("RAY_ADDRESS")
     try:
-        ray.init(address=address or "local", log_to_driver=False, logging_level=logging.WARNING)
+        ray.init(
+            address=address or "local",
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            job_config=ray.job_config.JobConfig(metadata={"hsx_run": run}),
+        )
     except ConnectionError as e:
         raise ConfigError(
             f"RAY_ADDRESS: expected a Ray cluster at {address!r}, came: {e}; start one, or unset it"

@@ -21,6 +21,7 @@ from hsx_dist.format.codecs import Codec
 from hsx_dist.format.container import EncodedSegment, Part, SegmentEncoder, build_part, same_sample
 from hsx_dist.format.manifest import Receipt, SegmentProof, part_name, receipt_name, token_hash
 from hsx_dist.format.runs import is_fenced
+from hsx_dist.observe.metrics import Meter, Series
 from hsx_dist.page import Page, Segment, object_name
 from hsx_dist.store import Store
 from hsx_dist.writers.scan import Scan
@@ -37,6 +38,13 @@ class Lost:
     fatal: bool = False
     #: The attempt was fenced off: not a fault, but the end of this attempt.
     fenced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What a writer has counted since it last said so: for the totals that stand in the run."""
+
+    numbers: Mapping[Series, float]
 
 
 #: What a sink tells: proof of a stored part, or that segments were lost.
@@ -82,6 +90,7 @@ class _Filling:
     touched: float
     scan: Scan
     nbytes: int = 0
+    began: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True)
@@ -100,7 +109,10 @@ class PartSink:
     executor of ``uploads`` threads does the storing.
     """
 
-    def __init__(self, store: Store, options: SinkOptions, on_event: Callable[[Event], None]):
+    def __init__(
+        self, store: Store, options: SinkOptions, on_event: Callable[[Event], None], meter: Meter | None = None
+    ):
+        self.meter = Meter() if meter is None else meter
         self._store = store
         self._opt = options
         self._on_event = on_event
@@ -117,6 +129,10 @@ class PartSink:
         self._next_receipt = 1
         self._uploads = ThreadPoolExecutor(options.uploads, thread_name_prefix=f"hsx-put-{options.writer}")
         self._closed = threading.Event()
+        self._raw_bytes = self._stored_bytes = 0
+        self.meter.watch("held_bytes", lambda: self._held)
+        self.meter.watch("oldest_segment_seconds", self._oldest)
+        self.meter.watch("ratio", lambda: self._raw_bytes / self._stored_bytes if self._stored_bytes else 0.0)
         self._clock = threading.Thread(target=self._seal_by_age, name=f"hsx-age-{options.writer}", daemon=True)
         self._clock.start()
 
@@ -128,7 +144,9 @@ class PartSink:
         Raises:
             Fenced, StoreError: the sink is dead; the page is not taken.
         """
+        came = time.monotonic()
         self._admit(page.nbytes)
+        admitted = time.monotonic()
         key = self._place(page.segment)
         grown = -page.nbytes
         try:
@@ -161,6 +179,8 @@ class PartSink:
             with self._lock:
                 self._held += grown
                 self._lock.notify_all()
+            self.meter.add("room_wait_seconds", admitted - came)
+            self.meter.add("encode_seconds", time.monotonic() - admitted)
 
     def _finish(self, filling: _Filling) -> int:
         """Append a whole segment to the open part, or refuse it; the bytes that are no longer held."""
@@ -169,6 +189,8 @@ class PartSink:
         if not found:
             self._append(segment)
             return 0
+        self.meter.add("nonfinite_rows", int(filling.scan.nonfinite.sum()))
+        self.meter.add("zero_layers", int(filling.scan.zero.sum()))
         log.warning("hidden states of %s look wrong: %s", segment.segment.key, found)
         if self._opt.on_bad_rows == "fail":
             self._on_event(Lost((segment.segment,), f"its states look wrong: {found} (on_bad_rows is 'fail')"))
@@ -270,10 +292,14 @@ class PartSink:
             else:
                 name = part_name(self._opt.attempt, self.name, number)
             part = build_part(segments, self._opt.codec, self._opt.about)
-            if self._opt.attempt or segments[0].segment.name:
-                self._store.put(name, part.buffers)
-            else:
-                self._put_new(name, part.buffers, segments[0])
+            before = time.monotonic()
+            try:
+                if self._opt.attempt or segments[0].segment.name:
+                    self._store.put(name, part.buffers)
+                else:
+                    self._put_new(name, part.buffers, segments[0])
+            finally:
+                self.meter.put_took(time.monotonic() - before)
             proofs = tuple(
                 SegmentProof(
                     segment=s.segment,
@@ -299,9 +325,25 @@ class PartSink:
                 rows=(),
                 created=datetime.now(UTC).isoformat(timespec="milliseconds"),
             )
-            self._on_event(self._prove(receipt) if self._opt.attempt else receipt)
+            proven = self._prove(receipt) if self._opt.attempt else receipt
+            self._count(proven)
+            self._on_event(proven)
         except Exception as e:  # noqa: BLE001 - whatever it is, the segments must be told as lost
             self._fail(segments, e)
+
+    def _count(self, receipt: Receipt) -> None:
+        self.meter.add("parts")
+        self.meter.add("raw_bytes", receipt.raw_bytes)
+        self.meter.add("stored_bytes", receipt.size)
+        with self._lock:
+            self._raw_bytes += receipt.raw_bytes
+            self._stored_bytes += receipt.size
+
+    def _oldest(self) -> float:
+        """Age in seconds of the oldest segment that no part holds yet, or that lies in the open part."""
+        with self._lock:
+            since = [f.began for f in self._filling.values()] + ([self._open.since] if self._open.segments else [])
+        return time.monotonic() - min(since) if since else 0.0
 
     def _put_new(self, name: str, buffers: Sequence[Any], segment: EncodedSegment) -> None:
         """Store an object whose name follows from its key. Where there is one already it must be the same sample.
@@ -344,6 +386,7 @@ class PartSink:
         # What may work for the next part (a time-out) costs this part alone; a refusal would be met by each of them.
         # Without a run there is no driver to give up: each sample stands for itself.
         fatal = not isinstance(error, Unavailable) and self._opt.attempt > 0
+        self.meter.add("failed_parts", 1, type(error).__name__)
         if fatal:
             with self._lock:
                 self._dead = error if isinstance(error, HsxError) else HsxError(f"the writer failed: {error!r}")

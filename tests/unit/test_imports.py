@@ -24,9 +24,9 @@ ALLOWED: dict[str, set[str]] = {
     "store": {"errors", "page", "config", "layers"},
     "format": {"errors", "page", "config", "layers", "store"},
     "reading": {"errors", "page", "config", "store", "format"},
-    "writers": {"errors", "page", "config", "layers", "store", "format"},
-    "connector": {"errors", "page", "config", "layers", "store", "format", "writers"},
-    "observe": {"errors", "page", "config", "layers", "store", "format"},
+    "observe": {"errors", "page", "config", "layers", "store", "format", "reading"},
+    "writers": {"errors", "page", "config", "layers", "store", "format", "observe"},
+    "connector": {"errors", "page", "config", "layers", "store", "format", "observe", "writers"},
     "testing": {"errors", "page", "config", "layers", "store", "format", "writers"},
     "jobs": {
         *("errors", "page", "config", "layers", "store", "format"),
@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
 
 #: Where the heavy packages may be imported: a path, or a folder.
 HEAVY: dict[str, tuple[str, ...]] = {
-    "ray": ("writers/ray_pool.py", "jobs/"),
+    "ray": ("writers/ray_pool.py", "observe/ray_metrics.py", "jobs/"),
     "vllm": ("connector/", "jobs/", "testing/exact_model.py", "testing/exact_vllm.py"),
     "torch": ("connector/", "jobs/", "reading/", "testing/"),
     "transformers": ("jobs/", "testing/"),
