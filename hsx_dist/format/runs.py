@@ -34,6 +34,7 @@ __all__ = [
     "is_fenced",
     "load_manifest",
     "newest_attempt",
+    "read_attempt",
     "read_complete",
     "read_heartbeat",
     "read_run",
@@ -84,6 +85,11 @@ def take_attempt(store: Store, info: Mapping[str, Any]) -> int:
     while not _put_own(store, attempt_name(attempt), _dump({**info, "attempt": attempt, **own})):
         attempt += 1
     return attempt
+
+
+def read_attempt(store: Store, attempt: int) -> dict[str, Any] | None:
+    """What the holder of an attempt said of itself (host, pid, settings, created); ``None`` when nobody took it."""
+    return _read_json(store, attempt_name(attempt))
 
 
 def newest_attempt(store: Store) -> int:

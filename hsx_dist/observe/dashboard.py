@@ -194,7 +194,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Does Ray's object store spill?",
-                "Bytes of the objects in shared memory and on disk, of the whole cluster. On disk there should be none.",
+                "Bytes of objects in shared memory and on disk, of the whole cluster; on disk there should be none.",
                 "bytes",
                 (("sum by (Location) (ray_object_store_memory)", "{{Location}}"),),
             ),

@@ -14,6 +14,13 @@ from hsx_dist.observe.metrics import METRICS, Increments, Meter
 EVERY_S = 2.0
 
 
+class _Counter(Counter):
+    """A counter that can be shown before anything was added, which ``inc`` refuses."""
+
+    def begin(self, tags: Mapping[str, str]) -> None:
+        self._record(0, dict(tags))
+
+
 class RayExport:
     """Exports the metrics of one kind of process: ``where`` is ``driver``, ``replica`` or ``writer``.
 
@@ -25,7 +32,7 @@ class RayExport:
         own = {"run": "", **({} if where == "driver" else {where: ""})}
         self._tags = {**own, **tags, "node": ray.util.get_node_ip_address()}
         self._metrics = {
-            m.name: (Counter if m.kind == "counter" else Gauge)(
+            m.name: (_Counter if m.kind == "counter" else Gauge)(
                 f"hsx_{m.name}", m.text, tag_keys=(*self._tags, *([m.tag] if m.tag else []))
             )
             for m in METRICS
@@ -37,7 +44,7 @@ class RayExport:
         for m in METRICS:  # 0 is a number too: a rate needs a first value, and an alert must not wait for a first event
             if m.where == where and m.kind == "counter":
                 for value in m.values:
-                    self._metrics[m.name].inc(0, {**self._tags, **({m.tag: value} if m.tag else {})})
+                    self._metrics[m.name].begin({**self._tags, **({m.tag: value} if m.tag else {})})
         self._thread = threading.Thread(target=self._loop, name="hsx-metrics", daemon=True)
         self._thread.start()
 

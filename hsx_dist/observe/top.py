@@ -52,8 +52,9 @@ class Standing:
     def line(self) -> str:
         """All of it in one line."""
         total = self.rows.get("total")
+        age = f" (last heartbeat {duration(self.age)} ago)" if self.age is not None and self.stale else ""
         parts = [
-            self.state + (f" (last heartbeat {duration(self.age)} ago)" if self.stale else ""),
+            self.state + age,
             f"rows {self.done:,}" + (f"/{total:,}" if total is not None else ""),
             f"{self.tokens_per_second:,.0f} tokens/s",
             f"{self.bytes_per_second / 1e6:,.1f} MB/s stored",

@@ -34,6 +34,17 @@ class Prometheus:
         found: list[dict[str, Any]] = answer["data"]["result"]
         return found
 
+    def query_range(self, expression: str, start: float, end: float, step: float = 1.0) -> list[dict[str, Any]]:
+        """What ``expression`` gave between two Unix times: ``{"metric", "values"}`` of every series that had any.
+
+        Raises:
+            ValueError: as ``query``.
+        """
+        parameters = {"query": expression, "start": f"{start:.3f}", "end": f"{end:.3f}", "step": f"{step:g}"}
+        answer = self._get(f"/api/v1/query_range?{urllib.parse.urlencode(parameters)}")
+        found: list[dict[str, Any]] = answer["data"]["result"]
+        return found
+
     def rules(self) -> list[dict[str, Any]]:
         """The alerting rules that are loaded: ``{"name", "health", "lastError", …}`` each."""
         groups = self._get("/api/v1/rules")["data"]["groups"]
