@@ -99,7 +99,7 @@ class StoreOutlet(LocalOutlet):
         if self._locks is not None:
             self._locks.release(skip.name, stored=False)
         if not skip.quiet:
-            log.warning("hidden states of %s are not stored: %s", skip.key, skip.reason)
+            log.warning("hidden states of %s are not stored: %s", skip.key, skip.reason, extra={"key": skip.key})
             self._marking.submit(self._mark, skip.key, skip.name, skip.reason)
 
     # -- told by the sink -----------------------------------------------------------------------------------------

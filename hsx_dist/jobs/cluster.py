@@ -17,6 +17,7 @@ from hsx_dist.errors import ConfigError, HsxError
 from hsx_dist.jobs.cores import CoreClaim, omp_binding
 from hsx_dist.jobs.fleet import FleetEvent, ReplicaDied, ReplicaReady, TaskDone
 from hsx_dist.jobs.tasks import EngineSpec, Task, TaskResult
+from hsx_dist.observe.logs import configure_logging
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.observe.ray_metrics import RayExport
 from hsx_dist.writers.ray_pool import RaySender, WriterSpec, start_writer
@@ -52,6 +53,7 @@ class ReplicaActor:
         from hsx_dist.jobs.replica import Replica
 
         self._tags = dict(tags)
+        configure_logging(logging.INFO, **tags)
         self._writers = writers
         self._senders: list[RaySender] = []
         self._meter = Meter()

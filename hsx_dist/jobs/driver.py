@@ -230,7 +230,8 @@ class Driver:
         if fate.fate == "withdrawn":
             return
         self._progress.ended(fate.fate)
-        log.info("row %s (%s) %s: %s", fate.row, fate.key, fate.fate, fate.reason)
+        about = {"key": fate.key, "row": fate.row}
+        log.info("row %s (%s) %s: %s", fate.row, fate.key, fate.fate, fate.reason, extra=about)
 
     def _handle_all(self, events: list[FleetEvent]) -> None:
         for event in events:
@@ -290,7 +291,10 @@ class Driver:
             self._given.pop(task.number, None)
         if event.fatal and not self._ready:
             raise EngineError(event.reason)
-        log.warning("replica %d died: %s; its %d tasks are run again", event.replica, event.reason, len(tasks))
+        about = {"replica": event.replica}
+        log.warning(
+            "replica %d died: %s; its %d tasks are run again", event.replica, event.reason, len(tasks), extra=about
+        )
         for task in tasks:
             rows = tuple(r for r in task.rows if r.key not in self._manifest.samples)
             self._run_again(rows, task.tries, f"its engine died: {event.reason}")

@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import RayError
 
 from hsx_dist.errors import HsxError
+from hsx_dist.observe.logs import configure_logging
 from hsx_dist.observe.metrics import Increments, Meter
 from hsx_dist.observe.ray_metrics import RayExport
 from hsx_dist.page import Page, Segment
@@ -81,7 +82,7 @@ class WriterActor:
     def __init__(self, spec: WriterSpec):
         keep_freed_memory(spec.options.max_bytes)
         os.environ.update(spec.environment)
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        configure_logging(logging.INFO, **spec.tags)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._credits = Credits(spec.credit_bytes)
         self._sink: PartSink | None = None

@@ -191,7 +191,8 @@ class PartSink:
             return 0
         self.meter.add("nonfinite_rows", int(filling.scan.nonfinite.sum()))
         self.meter.add("zero_layers", int(filling.scan.zero.sum()))
-        log.warning("hidden states of %s look wrong: %s", segment.segment.key, found)
+        about = {"key": segment.segment.key, "row": segment.segment.row}
+        log.warning("hidden states of %s look wrong: %s", segment.segment.key, found, extra=about)
         if self._opt.on_bad_rows == "fail":
             self._on_event(Lost((segment.segment,), f"its states look wrong: {found} (on_bad_rows is 'fail')"))
             return filling.nbytes
@@ -327,6 +328,8 @@ class PartSink:
             )
             proven = self._prove(receipt) if self._opt.attempt else receipt
             self._count(proven)
+            if self._opt.attempt:
+                log.info("stored %d segments in %d bytes", len(segments), part.size, extra={"part": name})
             self._on_event(proven)
         except Exception as e:  # noqa: BLE001 - whatever it is, the segments must be told as lost
             self._fail(segments, e)

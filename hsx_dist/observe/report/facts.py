@@ -37,7 +37,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Parts in the order of their receipts. ``seconds`` since the first of the run; the others belong to one part."""
+    """Parts in the order of their receipts. ``seconds`` since the run began; the others belong to one part each."""
 
     seconds: np.ndarray[Any, Any]  # float64 [P]
     attempts: np.ndarray[Any, Any]  # int64 [P]
@@ -133,16 +133,25 @@ def _attempt(store: Store, number: int, complete: Mapping[str, Any] | None) -> A
 def _timeline(run: Run) -> Timeline:
     rows = []
     for receipt in run.manifest.parts.values():
-        try:
-            at = datetime.fromisoformat(receipt.created).timestamp()
-        except ValueError:
+        at = _time(receipt.created)
+        if at is None:
             continue  # its time is for people only; a receipt without a readable one counts everywhere else
         tokens = sum(p.segment.stop - p.segment.start for p in receipt.segments)
         rows.append((at, receipt.attempt, tokens, receipt.raw_bytes, receipt.size))
     table = np.array(sorted(rows), np.float64).reshape(len(rows), 5)
-    first = table[0, 0] if len(table) else 0.0
+    began = _time(str(run.info.get("created", "")))
+    # Clocks of several machines: no receipt came before the run was made.
+    first = min(began if began is not None else np.inf, table[0, 0]) if len(table) else 0.0
     whole = table[:, 1:].astype(np.int64)
     return Timeline(table[:, 0] - first, whole[:, 0], whole[:, 1], whole[:, 2], whole[:, 3])
+
+
+def _time(text: str) -> float | None:
+    """Unix time of ISO 8601; None for anything else."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
 
 
 def _reasons(fates: Mapping[str, RowFate]) -> list[tuple[str, int]]:

@@ -28,12 +28,12 @@ body { font: 15px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; color: #
   margin: 0; }
 main { max-width: 1020px; margin: 0 auto; padding: 24px 20px 60px; }
 h1 { font-size: 24px; margin: 0 0 2px; overflow-wrap: anywhere; }
-h2 { font-size: 18px; margin: 0 0 4px; }
+h2 { font-size: 18px; margin: 0 0 4px; } svg + h2, svg + .pair { margin-top: 18px; }
 h3 { font-size: 14px; margin: 14px 0 2px; overflow-wrap: anywhere; }
 section { background: #fff; border: 1px solid #dde2e7; border-radius: 8px; padding: 18px 22px; margin-top: 18px; }
 p.note { color: #5b6570; margin: 2px 0 12px; max-width: 76ch; }
 .facts { display: flex; flex-wrap: wrap; gap: 10px; margin-top: 16px; }
-.fact { background: #fff; border: 1px solid #dde2e7; border-radius: 8px; padding: 10px 16px; min-width: 108px; }
+.fact { background: #fff; border: 1px solid #dde2e7; border-radius: 8px; padding: 10px 14px; flex: 1 1 96px; }
 .fact b { display: block; font-size: 20px; font-weight: 600; }
 .fact span { color: #5b6570; font-size: 13px; }
 .state { display: inline-block; border-radius: 10px; padding: 1px 10px; font-size: 13px; background: #e3e7eb; }
@@ -147,8 +147,8 @@ def _time(facts: RunFacts, canvas: Canvas) -> str:
     parts = []
     if len(facts.timeline.seconds):
         parts.append(
-            "<h2>Throughput</h2><p class=note>What became durable, by the receipts' times. A part is stored when it is "
-            "full, old or the last, so that a short run shows a few steps. Dotted lines: another attempt.</p>"
+            "<h2>Throughput</h2><p class=note>What became durable, by the receipts' times, spread over the time since "
+            "the receipt before. Engines load first. Dotted lines: another attempt.</p>"
             + canvas.throughput(facts.timeline)
         )
     if any(a.counted("engine_seconds") for a in facts.attempts):
@@ -194,13 +194,13 @@ def _states(states: StateNumbers, canvas: Canvas) -> Iterable[str]:
         f"({states.dtype}, hidden size {states.hidden_size:,})."
     )
     yield (
-        '<section id="states"><div class="pair">'
-        f"<div><h2>Norms</h2><p class=note>{about} The first token is apart: in most models it is a sink with a norm "
-        f"of its own.</p>{canvas.norms(states)}</div>"
-        "<div><h2>Channels that stand out</h2><p class=note>Mean magnitude of a channel over that of the layer's "
-        f"median channel. Such channels decide how well a lossy codec does.</p>{canvas.outliers(states)}</div></div>"
-        '<div class="pair"><div><h2>How alike are layers?</h2><p class=note>Mean cosine between the states of the same '
-        f"token in two layers.</p>{canvas.similarity(states)}</div><div></div></div></section>"
+        f'<section id="states"><h2>Norms</h2><p class=note>{about} The first token is apart: in most models '
+        f"it is a sink with a norm of its own.</p>{canvas.norms(states)}"
+        '<div class="pair"><div><h2>Channels that stand out</h2><p class=note>Mean magnitude of a channel over that of '
+        "the layer's median channel. Such channels decide how well a lossy codec does.</p>"
+        f"{canvas.outliers(states)}</div>"
+        "<div><h2>How alike are layers?</h2><p class=note>Mean cosine between the states of the same token in two "
+        f"layers; first tokens left out.</p>{canvas.similarity(states)}</div></div></section>"
     )
 
 

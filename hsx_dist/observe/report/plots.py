@@ -77,20 +77,21 @@ class Canvas:
         """Tokens and bytes that became durable, over time."""
 
         def fill(figure: Figure) -> None:
-            rates = figure.subplots(1, 2)
-            end = float(timeline.seconds[-1])
-            bins = np.linspace(0, max(end, 1.0), int(np.clip(len(timeline.seconds), 2, 60)) + 1)
-            width = bins[1] - bins[0]
+            left, right = figure.subplots(1, 2)
+            end = max(float(timeline.seconds[-1]), 1.0)
+            bins = np.linspace(0, end, 61)
             scale, unit = _time_unit(end)
             for axes, values, name, color, by in (
-                (rates[0], timeline.tokens, "tokens a second", BLUE, 1.0),
-                (rates[1], timeline.raw_bytes, "MB a second, before encoding", ORANGE, 1e6),
+                (left, timeline.tokens, "tokens a second", BLUE, 1.0),
+                (right, timeline.raw_bytes, "MB a second, before encoding", ORANGE, 1e6),
             ):
-                sums, _ = np.histogram(timeline.seconds, bins, weights=values / by)
-                axes.stairs(sums / width, bins / scale, fill=True, color=color, alpha=0.35)
-                axes.stairs(sums / width, bins / scale, color=color)
+                # A part's tokens came evenly since the receipt before, as far as anybody knows.
+                stored = np.interp(bins, [0.0, *timeline.seconds], [0.0, *np.cumsum(values / by)])
+                rates = np.diff(stored) / np.diff(bins)
+                axes.stairs(rates, bins / scale, fill=True, color=color, alpha=0.35)
+                axes.stairs(rates, bins / scale, color=color)
                 axes.set_title(name)
-                axes.set_xlabel(f"{unit} since the first receipt")
+                axes.set_xlabel(f"{unit} since the run began")
                 axes.set_ylim(bottom=0)
                 for at in np.flatnonzero(np.diff(timeline.attempts)):
                     axes.axvline(timeline.seconds[at + 1] / scale, color=RED, linestyle=":", linewidth=1)
@@ -200,7 +201,7 @@ class Canvas:
             axes.set_ylabel("Euclidean norm")
             axes.legend(fontsize=9)
 
-        return self._draw(fill, 4.8, 3.2, "Norms by layer")
+        return self._draw(fill, 9.6, 3.0, "Norms by layer")
 
     def outliers(self, numbers: StateNumbers) -> str:
         """The channels that stand out most, in each layer."""
@@ -217,7 +218,7 @@ class Canvas:
             ticks = [t for t in range(5) if t <= log.max()] or [0]
             bar.set_ticks(ticks, labels=[f"{10**t:,}x" for t in ticks])
 
-        return self._draw(fill, 4.8, 3.2, "Channels that stand out")
+        return self._draw(fill, 4.8, 3.8, "Channels that stand out")
 
     def similarity(self, numbers: StateNumbers) -> str:
         """Mean cosine between the states of one token in two layers."""
