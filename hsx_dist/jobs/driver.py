@@ -267,13 +267,15 @@ class Driver:
         self._progress.counted(result.numbers)
 
     def _proven(self, receipt: Receipt) -> None:
+        samples, parts = len(self._manifest.samples), len(self._manifest.parts)
         self._manifest.add(receipt)
-        stored = 0
         for proof in receipt.segments:
             if proof.segment.key in self._manifest.samples:
                 self._shipped.pop(proof.segment.key, None)
-                stored += proof.segment.stop == proof.segment.total
-        self._progress.stored(rows=stored, raw_bytes=receipt.raw_bytes, stored_bytes=receipt.size)
+        if len(self._manifest.parts) > parts:
+            # A sample counts when the last of its segments is proven, which need not be the one that ends it.
+            rows = len(self._manifest.samples) - samples
+            self._progress.stored(rows=rows, raw_bytes=receipt.raw_bytes, stored_bytes=receipt.size)
 
     def _lost_segments(self, lost: Lost) -> None:
         if lost.fenced:
@@ -304,7 +306,7 @@ class Driver:
         more than it could tell, so the store is asked before anything is computed again."""
         if self._shipped:
             for receipt in load_manifest(self._ledger.store).receipts:
-                self._manifest.add(receipt)
+                self._proven(receipt)
         shipped = {key: value for key, value in self._shipped.items() if key not in self._manifest.samples}
         self._shipped = {}
         for row, tries in shipped.values():
