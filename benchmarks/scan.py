@@ -20,10 +20,10 @@ import numpy as np
 
 from benchmarks.provenance import provenance
 from benchmarks.states import LAYERS, smollm2_states
+from hsx_dist.format.blocks import BlockPool
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.container import SegmentEncoder
 from hsx_dist.page import Page, Segment
-from hsx_dist.writers.memory import keep_freed_memory
 from hsx_dist.writers.scan import Scan
 
 RESULTS = Path(__file__).parent / "results"
@@ -35,7 +35,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=6_000)
     parser.add_argument("--rounds", type=int, default=31)
     args = parser.parse_args()
-    keep_freed_memory(1 << 30)  # as writers do
     about = provenance("numpy", "zstandard", "crc32c")
     rows = []
     for dtype in ("bfloat16", "float32"):
@@ -60,12 +59,13 @@ def pages_of(states: np.ndarray[Any, Any], dtype: str) -> list[Page]:
 
 def measure(pages: list[Page], codec: str, rounds: int) -> dict[str, Any]:
     spare = np.empty_like(pages[0].data)
+    blocks = BlockPool(1 << 30)  # as writers have
 
     def scan(page: Page) -> None:
         Scan.empty(len(page.layer_ids)).add(page)
 
     def encode(page: Page) -> None:
-        encoder = SegmentEncoder(resolve_codec(codec))
+        encoder = SegmentEncoder(resolve_codec(codec), blocks.take)
         encoder.add(page)
         encoder.finish()
 

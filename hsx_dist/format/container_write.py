@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -29,6 +29,11 @@ from hsx_dist.format.loss import Loss, Squares, combine, measure
 from hsx_dist.page import CARRIER, Page, Segment
 from hsx_dist.store.base import Buffer, as_bytes_view
 
+
+def _allocate(nbytes: int) -> np.ndarray[Any, Any]:
+    return np.empty(nbytes, np.uint8)
+
+
 _ATTACHED_AS = {np.dtype(v): k for k, v in ATTACHMENT_DTYPE.items()}
 
 
@@ -36,8 +41,8 @@ _ATTACHED_AS = {np.dtype(v): k for k, v in ATTACHMENT_DTYPE.items()}
 class EncodedSegment:
     """A whole segment, encoded.
 
-    ``token_ids``: int64 ``[n]``; ``chunks``: the codec's buffers, ``[layer][chunk]``; ``crcs``: crc32c, likewise;
-    ``loss``: of every layer, with a lossy codec; ``attached``: name → the user's own small array.
+    ``token_ids``: int64 ``[n]``; ``chunks``: what the codec made, uint8, ``[layer][chunk]``; ``crcs``: crc32c,
+    likewise; ``loss``: of every layer, with a lossy codec; ``attached``: name → the user's own small array.
     """
 
     segment: Segment
@@ -46,7 +51,7 @@ class EncodedSegment:
     dtype: str
     hidden_size: int
     chunk_tokens: int
-    chunks: tuple[tuple[tuple[Buffer, ...], ...], ...]
+    chunks: tuple[tuple[np.ndarray[Any, Any], ...], ...]
     crcs: tuple[tuple[int, ...], ...]
     codec: Codec
     loss: tuple[Loss, ...] = ()
@@ -63,7 +68,7 @@ class EncodedSegment:
     def nbytes(self) -> int:
         """Bytes that the segment adds to a part's data: chunks, token ids, and what is attached."""
         small = self.token_ids.nbytes + sum(a.nbytes for a in self.attached.values())
-        return small + sum(_size(chunk) for layer in self.chunks for chunk in layer)
+        return small + sum(chunk.nbytes for layer in self.chunks for chunk in layer)
 
     @property
     def raw_nbytes(self) -> int:
@@ -84,7 +89,7 @@ class EncodedSegment:
 @dataclass(frozen=True, slots=True)
 class _Chunk:
     token_ids: np.ndarray[Any, Any]
-    layers: tuple[tuple[Buffer, ...], ...]  # [layer], the codec's buffers
+    layers: tuple[np.ndarray[Any, Any], ...]  # [layer], encoded: uint8
     crcs: tuple[int, ...]
     squares: tuple[Squares, ...]  # [layer], with a lossy codec
 
@@ -92,11 +97,13 @@ class _Chunk:
 class SegmentEncoder:
     """Collects and encodes the pages of *one* segment, in any order, from several threads at once.
 
-    After ``add`` has returned nothing refers to the page's buffer any more.
+    After ``add`` has returned nothing refers to the page's buffer any more. ``allocate(n)`` gives the memory for
+    encoded bytes, uint8 ``[n]``: that of a ``BlockPool`` where many parts are made.
     """
 
-    def __init__(self, codec: Codec):
+    def __init__(self, codec: Codec, allocate: Callable[[int], np.ndarray[Any, Any]] = _allocate):
         self._codec = codec
+        self._allocate = allocate
         self._lock = threading.Lock()
         self._info: SegmentInfo | None = None
         self._taken: set[int] = set()
@@ -115,12 +122,12 @@ class SegmentEncoder:
             self._info = info
             self._taken.add(page.chunk)
         try:
-            layers = tuple(self._codec.encode(page.layer(k), page.dtype) for k in range(info.num_layers))
+            layers = tuple(self._encode(page.layer(k), page.dtype) for k in range(info.num_layers))
             lossy = range(info.num_layers) if self._codec.lossy else ()
             chunk = _Chunk(
                 np.array(page.token_ids, dtype="<i8"),
                 layers,
-                tuple(crc32c_all(buffers) for buffers in layers),
+                tuple(map(crc32c, layers)),
                 tuple(self._measure(page.layer(k), layers[k], page.dtype) for k in lossy),
             )
         except BaseException:
@@ -129,11 +136,20 @@ class SegmentEncoder:
             raise
         with self._lock:
             self._done[page.chunk] = chunk
-        return chunk.token_ids.nbytes + sum(map(_size, layers))
+        return chunk.token_ids.nbytes + sum(data.nbytes for data in layers)
 
-    def _measure(self, x: np.ndarray[Any, Any], buffers: Sequence[Buffer], dtype: str) -> Squares:
+    def _encode(self, x: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
+        # Copied while it is in the cache: what the codec allocates is freed at once, and the next layer gets it again.
+        views = list(map(as_bytes_view, self._codec.encode(x, dtype)))
+        data, at = self._allocate(sum(v.nbytes for v in views)), 0
+        for view in views:
+            data[at : at + view.nbytes] = view
+            at += view.nbytes
+        return data
+
+    def _measure(self, x: np.ndarray[Any, Any], data: np.ndarray[Any, Any], dtype: str) -> Squares:
         decoded = np.empty(x.shape, CARRIER[dtype])
-        self._codec.decode(memoryview(b"".join(map(as_bytes_view, buffers))), decoded, dtype)
+        self._codec.decode(data.data, decoded, dtype)
         return measure(x, decoded, dtype)
 
     @property
@@ -235,8 +251,8 @@ def _segments_schema(
     records = []
     for i, s in enumerate(segments):
         content |= {f"{i}.token_ids": [s.token_ids], **{f"{i}.attached.{n}": [a] for n, a in s.attached.items()}}
-        content |= {f"{i}.{k}": [b for chunk in layer for b in chunk] for k, layer in enumerate(s.chunks)}
-        sizes = tuple(tuple(map(_size, layer)) for layer in s.chunks)
+        content |= {f"{i}.{k}": layer for k, layer in enumerate(s.chunks)}
+        sizes = tuple(tuple(chunk.nbytes for chunk in layer) for layer in s.chunks)
         records.append(_record(s, () if isinstance(codec, NoneCodec) else sizes, s.crcs))
     description = Description(codec, about, "segments", tuple(records))
     return description, [buffer for name in description.tensors for buffer in content[name]]
@@ -245,7 +261,7 @@ def _segments_schema(
 def _vllm_schema(s: EncodedSegment, codec: Codec, about: Mapping[str, Any]) -> tuple[Description, list[Buffer]]:
     carrier, states = CARRIER[s.dtype], []
     for c in range(s.info.num_chunks):
-        layers = [np.frombuffer(layer[c][0], dtype=carrier).reshape(-1, s.hidden_size) for layer in s.chunks]
+        layers = [layer[c].view(carrier).reshape(-1, s.hidden_size) for layer in s.chunks]
         states.append(flat(np.stack(layers, axis=1)))
     description = Description(codec, about, "vllm", (_record(s, (), (tuple(map(crc32c, states)),)),))
     content: dict[str, Sequence[Buffer]] = {"token_ids": [s.token_ids], "hidden_states": states}
@@ -307,10 +323,6 @@ def _check_page(page: Page, known: SegmentInfo | None) -> SegmentInfo:
 
 def _where(s: Segment) -> str:
     return f"segment {s.index} of {s.key!r}"
-
-
-def _size(buffers: Sequence[Buffer]) -> int:
-    return sum(map(_nbytes, buffers))
 
 
 def _nbytes(data: Buffer) -> int:

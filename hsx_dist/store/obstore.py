@@ -18,7 +18,7 @@ from hsx_dist.store.obstore_options import Connection, NotTranslated, connect
 T = TypeVar("T")
 
 #: What of an upload is in flight at once: pieces of this size, so many of them. Smaller objects go in one request.
-_PIECE = 32 * 1024 * 1024
+_PIECE = 8 << 20
 _PIECES_AT_ONCE = 4
 _RANGES_AT_ONCE = 8
 #: No request lasts longer than this many seconds, and one more for every so many bytes that it moves.

@@ -22,7 +22,6 @@ from hsx_dist.observe.ray_metrics import RayExport
 from hsx_dist.page import Page, Segment
 from hsx_dist.store import open_store
 from hsx_dist.store.opening import Backend
-from hsx_dist.writers.memory import keep_freed_memory
 from hsx_dist.writers.sink import Counted, Event, Lost, PartSink, SinkOptions
 
 log = logging.getLogger(__name__)
@@ -80,7 +79,6 @@ class WriterActor:
     """One writer. ``add_pages`` answers when the pages are encoded: the answer is the credit coming back."""
 
     def __init__(self, spec: WriterSpec):
-        keep_freed_memory(spec.options.max_bytes)
         os.environ.update(spec.environment)
         configure_logging(logging.INFO, **spec.tags)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()

@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from hsx_dist.errors import AlreadyExists, Fenced, HsxError, SampleConflict, Unavailable
+from hsx_dist.format.blocks import BlockPool
 from hsx_dist.format.codecs import Codec
 from hsx_dist.format.container import EncodedSegment, Part, SegmentEncoder, build_part, same_sample
 from hsx_dist.format.manifest import Receipt, SegmentProof, part_name, receipt_name, token_hash
@@ -127,6 +128,7 @@ class PartSink:
         self._next_part = 1
         self._receipt_lock = threading.Lock()
         self._next_receipt = 1
+        self._blocks = BlockPool(options.max_bytes)
         self._uploads = ThreadPoolExecutor(options.uploads, thread_name_prefix=f"hsx-put-{options.writer}")
         self._closed = threading.Event()
         self._raw_bytes = self._stored_bytes = 0
@@ -218,7 +220,10 @@ class PartSink:
                 if filling is not None:
                     self._held -= filling.nbytes
                 filling = _Filling(
-                    SegmentEncoder(self._opt.codec), segment.source, time.monotonic(), Scan.empty(num_layers)
+                    SegmentEncoder(self._opt.codec, self._blocks.take),
+                    segment.source,
+                    time.monotonic(),
+                    Scan.empty(num_layers),
                 )
                 self._filling[key] = filling
             filling.touched = time.monotonic()

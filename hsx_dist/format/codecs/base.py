@@ -24,8 +24,8 @@ class Codec(Protocol):
     lossy: ClassVar[bool]
 
     def encode(self, x: np.ndarray[Any, Any], dtype: str) -> tuple[Buffer, ...]:
-        """Buffers that are stored one behind the other, none of them sharing memory with ``x``: the page is reused as
-        soon as this returns.
+        """Buffers that are stored one behind the other; they may refer to ``x``, which stays as it is until they are
+        copied, but to no memory that a later call uses again.
 
         ``x``: the carrier of ``dtype`` (a key of ``CARRIER``), shape ``[n, H]``; its rows may be strided. The same bits
         give the same bytes.

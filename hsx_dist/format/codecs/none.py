@@ -19,7 +19,7 @@ class NoneCodec:
     lossy: ClassVar[bool] = False
 
     def encode(self, x: np.ndarray[Any, Any], dtype: str) -> tuple[Buffer, ...]:  # noqa: ARG002
-        return (flat(np.array(x, order="C")),)
+        return (flat(np.ascontiguousarray(x)),)
 
     def decode(self, data: memoryview, out: np.ndarray[Any, Any], dtype: str) -> None:
         out[:] = raw_array(data, itemsize(dtype), out.shape, "values")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 
 import numpy as np
@@ -18,26 +17,10 @@ from hsx_dist.connector.standalone import StoreOutlet
 from hsx_dist.errors import Denied, SampleFailed
 from hsx_dist.page import Segment
 from hsx_dist.store import open_store
+from hsx_dist.testing.faulty_stores import PUTS, FailingStore, HangingStore, Strike
 from hsx_dist.testing.stores import MemoryStore
 
 HIDDEN, LAYERS = 8, (1, 2)
-
-
-class RefusingStore(MemoryStore):
-    """Refuses the first puts with Denied, or holds every put until ``go`` is set."""
-
-    def __init__(self, refuse: int = 0):
-        super().__init__()
-        self._refuse = refuse
-        self.go = threading.Event()
-        self.go.set()
-
-    def put_if_absent(self, name, data):
-        self.go.wait()
-        self._refuse -= 1
-        if self._refuse >= 0:
-            raise Denied(f"{name}: not allowed")
-        super().put_if_absent(name, data)
 
 
 def outlet_on(tmp_path, *, store=None, locks=True, **settings) -> StoreOutlet:
@@ -137,8 +120,8 @@ def test_a_path_that_the_client_chose_is_replaced(tmp_path):
 
 def test_a_store_that_refuses_costs_its_samples_and_nothing_else(tmp_path):
     """Terminal failure: ring and locks come free, the keys are marked, and what comes later is stored."""
-    faulty = RefusingStore(refuse=3)
-    outlet = outlet_on(tmp_path, store=faulty)
+    stored = MemoryStore()
+    outlet = outlet_on(tmp_path, store=FailingStore(stored, Denied("not allowed"), Strike(PUTS, times=3)))
     for i in range(5):
         submit(outlet, f"k{i}", some(seed=i))
         while outlet.pending:
@@ -149,7 +132,7 @@ def test_a_store_that_refuses_costs_its_samples_and_nothing_else(tmp_path):
         if i < 3:
             with pytest.raises(SampleFailed, match="Denied"):
                 hsx_dist.load_hidden_states(str(tmp_path / f"k{i}.safetensors"))
-    assert sorted(faulty.objects) == ["k3.safetensors", "k4.safetensors"]
+    assert sorted(stored.objects) == ["k3.safetensors", "k4.safetensors"]
     counts = {name: value for (name, _), value in outlet.meter.sums().items()}
     assert (counts["stored"], counts["failed"], counts["samples"]) == (2, 3, 5)
     assert outlet.meter.sums()["failed_parts", "Denied"] == 3
@@ -174,13 +157,12 @@ def test_states_that_cannot_be_right_are_flagged_or_refused(tmp_path, policy):
 
 
 def test_the_end_is_not_waited_for_longer_than_asked(tmp_path):
-    faulty = RefusingStore()
-    faulty.go.clear()
-    outlet = outlet_on(tmp_path, store=faulty)
+    hanging = HangingStore(MemoryStore(), Strike(PUTS))
+    outlet = outlet_on(tmp_path, store=hanging)
     submit(outlet, "a", some())
     outlet.close(0.2)
     assert outlet.pending == 1
-    faulty.go.set()
+    hanging.release()
 
 
 def test_what_a_sender_could_not_pass_on_is_told_and_its_room_comes_free():

@@ -4,61 +4,19 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hsx_dist.errors import Denied, Fenced, Unavailable
+from hsx_dist.errors import Fenced
 from hsx_dist.format.codecs import resolve_codec
-from hsx_dist.format.container import Part
-from hsx_dist.format.manifest import Manifest, Receipt
+from hsx_dist.format.manifest import Receipt
 from hsx_dist.format.runs import load_manifest, take_attempt
 from hsx_dist.page import Page, Segment
 from hsx_dist.store.local import LocalStore
 from hsx_dist.writers.sink import Lost, PartSink, SinkOptions
 from hsx_dist.writers.threads import ThreadSender
-
-LAYERS, HIDDEN, CHUNK = (2, 5), 8, 16
-
-
-def pages(key: str, n: int, *, segment_tokens: int = 64, seed: int = 0) -> list[Page]:
-    """Pages of a sample as the worker half makes them; the value of every element is a function of its place."""
-    found = []
-    for index, start in enumerate(range(0, n, segment_tokens)):
-        segment = Segment(key, index, start, min(start + segment_tokens, n), n)
-        for at in range(segment.start, segment.stop, CHUNK):
-            stop = min(at + CHUNK, segment.stop)
-            rows = np.arange(at, at + CHUNK)[None, :, None]
-            layers = np.arange(len(LAYERS))[:, None, None]
-            data = (rows * 7 + layers * 1000 + np.arange(HIDDEN) + seed).astype(np.uint16)
-            ids = np.arange(at, stop, dtype=np.int64) + seed
-            found.append(Page(segment, at, stop, CHUNK, LAYERS, "bfloat16", HIDDEN, "LTH", ids, data))
-    return found
-
-
-def options(attempt: int = 1, **changes) -> SinkOptions:
-    return SinkOptions(
-        **{"codec": resolve_codec("split"), "about": {"model": "m"}, "writer": "w", "attempt": attempt, **changes}
-    )
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    store = LocalStore(tmp_path)
-    assert take_attempt(store, {}) == 1
-    return store
-
-
-def check_readable(store: LocalStore, manifest: Manifest, key: str, n: int) -> None:
-    record = manifest.samples[key]
-    assert record.num_tokens == n
-    states = []
-    for part_name, proof in record.segments:
-        part = Part.open(store, part_name, header_bytes=manifest.parts[part_name].header_bytes)
-        states.append(part.read(proof.slot))
-    expected = np.concatenate([p.data[:, : p.num_tokens] for p in pages(key, n)], axis=1).transpose(1, 0, 2)
-    np.testing.assert_array_equal(np.concatenate(states), expected)
+from tests.unit.writers.small_samples import check_readable, options, pages
 
 
 def test_what_is_added_is_proven_and_readable(store):
@@ -152,74 +110,6 @@ def test_a_newer_attempt_fences_the_sink_off(store):
         sink.add(pages("l", 1)[0])
     sink.close()
     assert load_manifest(store).samples == {}  # the part lies there, but nothing names it
-
-
-class RefusingStore(LocalStore):
-    """Refuses puts of parts with the errors it is given, one after the other."""
-
-    def __init__(self, root, errors):
-        super().__init__(root)
-        self.errors = list(errors)
-
-    def put(self, name, buffers):
-        if name.startswith("data/") and self.errors:
-            raise self.errors.pop(0)
-        super().put(name, buffers)
-
-
-def test_a_time_out_costs_one_part_and_a_refusal_ends_the_sink(tmp_path):
-    store = RefusingStore(tmp_path, [Unavailable("slow"), Denied("no")])
-    take_attempt(store, {})
-    events = []
-    sink = PartSink(store, options(), events.append)
-    for key in ("a", "b"):
-        for page in pages(key, 5):
-            sink.add(page)
-        sink.flush()
-    assert [(e.segments[0].key, e.fatal) for e in events] == [("a", False), ("b", True)]
-    assert sink.held_bytes == 0
-    with pytest.raises(Denied):
-        sink.add(pages("c", 5)[0])
-    sink.close()
-
-
-def test_a_lost_answer_to_a_receipts_put_is_no_conflict(store, monkeypatch):
-    real = store.put_if_absent
-
-    def twice(name, data):
-        real(name, data)
-        if name.startswith("manifest/"):
-            real(name, data)  # the client sent it again, and meets its own object
-
-    monkeypatch.setattr(store, "put_if_absent", twice)
-    events = []
-    sink = PartSink(store, options(), events.append)
-    for page in pages("k", 5):
-        sink.add(page)
-    sink.close()
-    assert [type(e) for e in events] == [Receipt]
-
-
-def test_a_receipt_that_was_stored_though_its_put_failed_keeps_its_number(store, monkeypatch):
-    real = store.put_if_absent
-    failures = [Unavailable("the answer was lost")]
-
-    def stored_but_not_told(name, data):
-        real(name, data)
-        if name.startswith("manifest/") and failures:
-            raise failures.pop()
-
-    monkeypatch.setattr(store, "put_if_absent", stored_but_not_told)
-    events = []
-    sink = PartSink(store, options(), events.append)
-    for key in ("a", "b"):
-        for page in pages(key, 5):
-            sink.add(page)
-        sink.flush()
-    sink.close()
-    assert [type(e) for e in events] == [Lost, Receipt]
-    assert events[1].seq == 2
-    assert set(load_manifest(store).samples) == {"a", "b"}
 
 
 def test_starved_sink_seals_what_is_whole_rather_than_wait_for_a_full_part(store):

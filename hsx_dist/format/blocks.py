@@ -1,0 +1,72 @@
+"""Blocks of memory for encoded bytes, which are used again instead of being given back and faulted in anew."""
+
+from __future__ import annotations
+
+import bisect
+import mmap
+import threading
+import weakref
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+#: Smaller ones come from the allocator, which keeps them anyway. Each block is a mapping; Linux allows 65,530 of them.
+_SMALL = 64 << 10
+_GRAIN = 16 << 10
+
+
+class BlockPool:
+    """Hands out arrays, and takes their memory back when nothing refers to them any more. Safe between threads.
+
+    A part's buffers are some hundred KiB each, live for seconds, and are freed together: the C library maps and unmaps
+    them one by one, and page faults take a fifth of a writer's time; told to keep what is freed (``mallopt``), it keeps
+    half as much again in holes between them (benchmarks/NOTES.md). Here what is kept is bounded: blocks in use and
+    free ones together stay within ``limit`` bytes, unless those in use alone are more.
+    """
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._free: list[tuple[int, int, mmap.mmap]] = []  # sorted by size; the second tells equal ones apart
+        self._total = 0  # of blocks in use and free ones
+        self._serial = 0
+        # Finalizers run wherever a last reference goes, also within a call of ours that holds the lock.
+        self._returned: deque[mmap.mmap] = deque()
+
+    def take(self, nbytes: int) -> np.ndarray[Any, Any]:
+        """uint8 ``[nbytes]``, its content arbitrary. It is the caller's as long as anything refers to it."""
+        if nbytes < _SMALL:
+            return np.empty(nbytes, np.uint8)
+        with self._lock:
+            block = self._fitting(nbytes)
+        whole = np.frombuffer(block, np.uint8)
+        weakref.finalize(whole, self._returned.append, block).atexit = False
+        return whole[:nbytes]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all blocks, in use or free."""
+        with self._lock:
+            self._collect()
+            return self._total
+
+    def _fitting(self, nbytes: int) -> mmap.mmap:
+        """The smallest free block that is large enough and not wasteful, or a new one."""
+        self._collect()
+        at = bisect.bisect_left(self._free, (nbytes,))
+        if at < len(self._free) and self._free[at][0] <= nbytes + nbytes // 4:
+            return self._free.pop(at)[2]
+        size = -(-nbytes // _GRAIN) * _GRAIN
+        while self._free and self._total + size > self._limit:
+            self._total -= self._free.pop()[0]  # unmapped with its last reference
+        self._total += size
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def _collect(self) -> None:
+        while self._returned:
+            block = self._returned.popleft()
+            self._serial += 1
+            bisect.insort(self._free, (len(block), self._serial, block))
+            if self._total > self._limit:
+                self._total -= self._free.pop()[0]

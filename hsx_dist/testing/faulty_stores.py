@@ -1,0 +1,202 @@
+"""Stores that misbehave, as wrappers around any real one; each strikes where its ``Strike`` says.
+
+    store = FailingStore(LocalStore(folder), Unavailable("503"), Strike({"put"}, prefix="data/", times=3))
+
+They can be put around one another. Without strikes left they are the store that they wrap.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any, Literal, TypeVar
+
+from hsx_dist.errors import Unavailable
+from hsx_dist.store.base import Buffer, ObjectInfo, Store, as_bytes_view
+
+T = TypeVar("T")
+Verb = Literal["put", "put_if_absent", "get", "get_ranges", "head", "list", "delete"]
+PUTS: Set[Verb] = frozenset({"put", "put_if_absent"})
+
+
+class Strike:
+    """Which calls a fault meets: those of ``verbs`` (default: all) on names that begin with ``prefix``, the first
+    ``after`` of them spared, ``times`` of them struck (default: all that follow)."""
+
+    def __init__(
+        self, verbs: Set[Verb] | None = None, *, prefix: str = "", after: int = 0, times: float = float("inf")
+    ):
+        self._verbs = verbs
+        self._prefix = prefix
+        self._after = after
+        self._left = times
+        self._lock = threading.Lock()
+
+    def meets(self, verb: Verb, name: str) -> bool:
+        """Whether this call is struck; asking counts."""
+        if (self._verbs is not None and verb not in self._verbs) or not name.startswith(self._prefix):
+            return False
+        with self._lock:
+            if self._after > 0:
+                self._after -= 1
+                return False
+            self._left -= 1
+            return self._left >= 0
+
+
+class WrappedStore:
+    """A ``Store`` that passes everything on. Subclasses override ``_call``, around every verb, or a verb itself."""
+
+    def __init__(self, inner: Store):
+        self._inner = inner
+
+    @property
+    def url(self) -> str:
+        return self._inner.url
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._inner!r})"
+
+    def _call(self, verb: Verb, name: str, call: Callable[[], T], nbytes: int) -> T:  # noqa: ARG002
+        """``nbytes``: of what is put."""
+        return call()
+
+    def put(self, name: str, buffers: Sequence[Buffer]) -> None:
+        size = sum(as_bytes_view(b).nbytes for b in buffers)
+        self._call("put", name, lambda: self._inner.put(name, buffers), size)
+
+    def put_if_absent(self, name: str, data: bytes) -> None:
+        self._call("put_if_absent", name, lambda: self._inner.put_if_absent(name, data), len(data))
+
+    def get(self, name: str) -> bytes:
+        return self._call("get", name, lambda: self._inner.get(name), 0)
+
+    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        return self._call("get_ranges", name, lambda: self._inner.get_ranges(name, ranges), 0)
+
+    def head(self, name: str) -> ObjectInfo:
+        return self._call("head", name, lambda: self._inner.head(name), 0)
+
+    def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
+        yield from self._call("list", prefix, lambda: self._inner.list(prefix, after), 0)
+
+    def delete(self, name: str) -> None:
+        self._call("delete", name, lambda: self._inner.delete(name), 0)
+
+
+class CountingStore(WrappedStore):
+    """Counts what it is asked: ``calls`` by verb, ``bytes_put``; failed calls too."""
+
+    def __init__(self, inner: Store):
+        super().__init__(inner)
+        self.calls: Counter[Verb] = Counter()
+        self.bytes_put = 0
+        self._lock = threading.Lock()
+
+    def _call(self, verb: Verb, name: str, call: Callable[[], T], nbytes: int) -> T:
+        with self._lock:
+            self.calls[verb] += 1
+            self.bytes_put += nbytes
+        return super()._call(verb, name, call, nbytes)
+
+
+class _Striking(WrappedStore):
+    def __init__(self, inner: Store, strike: Strike | None = None):
+        super().__init__(inner)
+        self._strike = strike or Strike()
+
+    def _call(self, verb: Verb, name: str, call: Callable[[], T], nbytes: int) -> T:
+        return self._struck(name, call, nbytes) if self._strike.meets(verb, name) else call()
+
+    def _struck(self, name: str, call: Callable[[], T], nbytes: int) -> T:
+        raise NotImplementedError
+
+
+class SlowStore(_Striking):
+    """Each call takes ``seconds`` more, and one more for every ``bytes_per_second`` that it puts."""
+
+    def __init__(self, inner: Store, seconds: float, strike: Strike | None = None, *, bytes_per_second: float = 0):
+        super().__init__(inner, strike)
+        self._seconds = seconds
+        self._rate = bytes_per_second
+
+    def _struck(self, name: str, call: Callable[[], T], nbytes: int) -> T:  # noqa: ARG002
+        time.sleep(self._seconds + (nbytes / self._rate if self._rate else 0))
+        return call()
+
+
+class FailingStore(_Striking):
+    """Calls raise ``error``: before anything is done, or with ``done`` after it (the answer was lost)."""
+
+    def __init__(self, inner: Store, error: Exception, strike: Strike | None = None, *, done: bool = False):
+        super().__init__(inner, strike)
+        self._error = error
+        self._done = done
+
+    def _struck(self, name: str, call: Callable[[], T], nbytes: int) -> T:  # noqa: ARG002
+        if self._done:
+            call()
+        raise self._error
+
+
+class HangingStore(_Striking):
+    """Calls hang until ``release``, and then go through. ``hanging`` is set as soon as one does."""
+
+    def __init__(self, inner: Store, strike: Strike | None = None):
+        super().__init__(inner, strike)
+        self.hanging = threading.Event()
+        self._go = threading.Event()
+
+    def release(self) -> None:
+        """Let go of everything that hangs; nothing hangs any more."""
+        self._go.set()
+
+    def _struck(self, name: str, call: Callable[[], T], nbytes: int) -> T:  # noqa: ARG002
+        if not self._go.is_set():
+            self.hanging.set()
+            self._go.wait()
+        return call()
+
+
+class LyingStore(_Striking):
+    """Says that it stored what it did not store (puts), or that it deleted what is still there."""
+
+    def __init__(self, inner: Store, strike: Strike | None = None):
+        super().__init__(inner, strike or Strike(PUTS))
+
+    def _struck(self, name: str, call: Callable[[], T], nbytes: int) -> Any:  # noqa: ARG002
+        return None
+
+
+class TearingStore(WrappedStore):
+    """Puts store the first ``keep`` bytes alone; then they fail with ``Unavailable``, or with ``silent`` do not.
+
+    No object store does that by itself (puts are whole or not at all); a folder on a file system that lost power, or a
+    proxy that gives up, may.
+    """
+
+    def __init__(self, inner: Store, keep: int, strike: Strike | None = None, *, silent: bool = False):
+        super().__init__(inner)
+        self._keep = keep
+        self._strike = strike or Strike(PUTS)
+        self._silent = silent
+
+    def put(self, name: str, buffers: Sequence[Buffer]) -> None:
+        if not self._strike.meets("put", name):
+            self._inner.put(name, buffers)
+            return
+        self._inner.put(name, [b"".join(map(as_bytes_view, buffers))[: self._keep]])
+        self._torn(name)
+
+    def put_if_absent(self, name: str, data: bytes) -> None:
+        if not self._strike.meets("put_if_absent", name):
+            self._inner.put_if_absent(name, data)
+            return
+        self._inner.put_if_absent(name, data[: self._keep])
+        self._torn(name)
+
+    def _torn(self, name: str) -> None:
+        if not self._silent:
+            raise Unavailable(f"put {self.url}/{name}: the connection broke after {self._keep} bytes")

@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hsx_dist.format.runs import take_attempt, write_run
+from hsx_dist.store.local import LocalStore
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    """A run whose first attempt has begun."""
+    store = LocalStore(tmp_path)
+    write_run(store, {})
+    assert take_attempt(store, {}) == 1
+    return store

@@ -1,0 +1,105 @@
+"""The sink on stores that fail, hang, lie and tear: what is told is what a reader finds, and nothing half."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from hsx_dist.errors import Denied, Unavailable
+from hsx_dist.format.manifest import Receipt
+from hsx_dist.format.runs import load_manifest
+from hsx_dist.reading.verify import verify_run
+from hsx_dist.store.retry import RetryPolicy, RetryStore
+from hsx_dist.testing.faulty_stores import FailingStore, HangingStore, LyingStore, Strike, TearingStore
+from hsx_dist.writers.sink import Lost, PartSink
+from tests.unit.writers.small_samples import check_readable, options, pages
+
+
+def make(store, keys, **changes):
+    """Store a sample of each key, a part of its own each; what was told."""
+    events = []
+    sink = PartSink(store, options(**changes), events.append)
+    for key in keys:
+        for page in pages(key, 5):
+            sink.add(page)
+        sink.flush()
+    assert sink.held_bytes == 0
+    sink.close()
+    return events
+
+
+def test_a_time_out_costs_one_part_and_a_refusal_ends_the_sink(store):
+    parts = {"verbs": {"put"}, "prefix": "data/"}
+    slow = FailingStore(store, Unavailable("slow"), Strike(**parts, times=1))
+    refusing = FailingStore(slow, Denied("no"), Strike(**parts, after=1))
+    events = []
+    sink = PartSink(refusing, options(), events.append)
+    for key in ("a", "b"):
+        for page in pages(key, 5):
+            sink.add(page)
+        sink.flush()
+    assert [(e.segments[0].key, e.fatal) for e in events] == [("a", False), ("b", True)]
+    assert sink.held_bytes == 0
+    with pytest.raises(Denied):
+        sink.add(pages("c", 5)[0])
+    sink.close()
+
+
+def test_a_lost_answer_to_a_receipts_put_is_no_conflict(store):
+    lost = FailingStore(store, Unavailable("lost"), Strike(prefix="manifest/", times=1), done=True)
+    events = make(RetryStore(lost, RetryPolicy(first_pause=0.001)), ["k"])
+    assert [type(e) for e in events] == [Receipt]
+
+
+def test_a_receipt_that_was_stored_though_its_put_failed_keeps_its_number(store):
+    lost = FailingStore(store, Unavailable("lost"), Strike({"put_if_absent"}, prefix="manifest/", times=1), done=True)
+    events = make(lost, ["a", "b"])
+    assert [type(e) for e in events] == [Lost, Receipt]
+    assert events[1].seq == 2
+    assert set(load_manifest(store).samples) == {"a", "b"}
+
+
+def test_a_torn_part_is_put_again_and_whole(store):
+    torn = TearingStore(store, 100, Strike({"put"}, times=2))
+    events = make(RetryStore(torn, RetryPolicy(first_pause=0.001)), ["k"])
+    assert [type(e) for e in events] == [Receipt]
+    check_readable(store, load_manifest(store), "k", 5)
+
+
+def test_a_part_that_stays_torn_is_seen_by_nobody(store):
+    (lost,) = make(TearingStore(store, 100, Strike({"put"})), ["k"])
+    assert isinstance(lost, Lost)
+    assert load_manifest(store).samples == {}
+
+
+@pytest.mark.parametrize("liar", [LyingStore, lambda s, at: TearingStore(s, 100, at, silent=True)])
+def test_a_store_that_lies_about_a_part_is_found_out_by_verify(store, liar):
+    receipts = make(liar(store, Strike({"put"}, prefix="data/", after=1, times=1)), ["a", "b", "c"])
+    assert [type(e) for e in receipts] == [Receipt] * 3
+    report = verify_run(store)
+    assert {p.part for p in report.problems} == {receipts[1].part}
+
+
+def test_a_store_that_hangs_holds_the_sender_up_and_loses_nothing(store):
+    hanging = HangingStore(store, Strike({"put"}))
+    held = options(part_bytes=1, max_bytes=4 * pages("k", 5)[0].nbytes)
+    events = []
+    sink = PartSink(hanging, held, events.append)
+
+    def send():
+        for i in range(12):
+            for page in pages(f"k{i}", 5):
+                sink.add(page)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    assert hanging.hanging.wait(30)
+    thread.join(0.3)
+    assert thread.is_alive()
+    assert sink.held_bytes <= held.max_bytes
+    assert events == []
+    hanging.release()
+    thread.join(30)
+    sink.close()
+    assert len(events) == len(load_manifest(store).samples) == 12
