@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,9 +90,10 @@ def config(rows, tiny_model_path, tmp_path_factory, s3) -> Path:
 
 
 def submit(config: Path, cluster, *overrides: str) -> subprocess.CompletedProcess[str]:
+    about = json.dumps({"run": yaml.safe_load(config.read_text())["output"]})
     job = ["python", "ray_jobs/extract.py", "--config", str(config), *overrides]
     return subprocess.run(
-        ["ray", "job", "submit", "--working-dir", ".", "--", *job],
+        ["ray", "job", "submit", "--working-dir", ".", "--metadata-json", about, "--", *job],
         cwd=ROOT,
         env=cluster.env,
         capture_output=True,
@@ -205,6 +208,30 @@ def test_the_last_heartbeat_carries_the_same_sums(job, s3, rows):
     assert counted["raw_bytes"] == sum(p.raw_bytes for p in parts)
     assert counted["engine_seconds"] > counted["copy_seconds"] > 0
     assert counted["encode_seconds"] > 0
+
+
+def test_the_dashboard_says_what_is_what(finished, cluster, s3):
+    def api(url: str):
+        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {cluster.head.token}"})
+        return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60)
+
+    def listed(what: str) -> list[dict]:
+        with api(f"{cluster.head.dashboard_url}/api/v0/{what}?limit=1000&detail=true") as answer:
+            return json.load(answer)["data"]["result"]["result"]
+
+    actors = {a["name"] for a in listed("actors")}
+    assert {re.sub("^hsx-[0-9a-f]{6}", "hsx", n) for n in actors} >= {
+        "hsx/replica/0",
+        "hsx/replica/1",
+        "hsx/writer/n0w0",
+    }
+    named = {a["name"].partition("/")[2]: a["repr_name"] for a in listed("actors")}
+    assert (named["replica/1"], named["writer/n0w0"]) == ("hsx replica 1", "hsx writer n0w0")
+    calls = {t["name"] for t in listed("tasks")}
+    assert any(re.fullmatch(r"replica [01]: task \d+, \d+ rows from \d+", name) for name in calls), calls
+    with api(f"{cluster.head.dashboard_url}/api/jobs/") as answer:
+        jobs = json.load(answer)
+    assert {j["metadata"]["run"] for j in jobs if j["type"] == "SUBMISSION"} == {f"{s3.url}/job"}
 
 
 def test_submitting_it_again_finds_every_row_done(job, config, cluster):
