@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 from hsx_dist.format.runs import load_manifest
-from hsx_dist.observe.dashboard import expressions, write_dashboards
+from hsx_dist.observe.dashboard import write_dashboards
+from hsx_dist.observe.panels import expressions
 from hsx_dist.observe.top import look
 from hsx_dist.reading import open_run
 from hsx_dist.reading.verify import verify_run

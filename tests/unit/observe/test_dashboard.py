@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 import hsx_dist
-from hsx_dist.observe.dashboard import ALERTS, expressions, grafana, write_dashboards
+from hsx_dist.observe.dashboard import grafana, write_dashboards
 from hsx_dist.observe.metrics import METRICS
+from hsx_dist.observe.panels import ALERTS, expressions
 
 ROOT = Path(hsx_dist.__file__).parents[1]
 needs_promtool = pytest.mark.skipif(
