@@ -1,4 +1,4 @@
-"""Files for a cluster's monitoring: the Grafana dashboard, the Prometheus alerts; ``hsx dashboards DIR`` writes them."""
+"""Files for a cluster's monitoring: a Grafana dashboard and Prometheus alerts; ``hsx dashboards DIR`` writes them."""
 
 from __future__ import annotations
 
