@@ -6,6 +6,7 @@ parent hands the pages to its writers and passes the places back. What was copie
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
@@ -24,7 +25,7 @@ import numpy as np
 
 from hsx_dist.connector.outlet import PageRef, Shipped, ShippingThread, count_shipped
 from hsx_dist.connector.ring import Ring
-from hsx_dist.observe.metrics import Increments, Meter
+from hsx_dist.observe.metrics import Increments, Meter, Series
 from hsx_dist.page import Page
 from hsx_dist.writers.base import Sender
 
@@ -52,7 +53,8 @@ class SocketOutlet:
         self.meter = Meter()
         self.meter.watch("ring_bytes", lambda: self.ring.used_bytes)
         self._increments = Increments(self.meter)
-        self._thread = ShippingThread(self._deliver, self.meter, tell=False)
+        self._told: dict[Series, float] = {}  # gauges as they were last sent
+        self._thread = ShippingThread(self._deliver, self.meter, idle=self._tell)
         threading.Thread(target=self._take_back, name="hsx-free", daemon=True).start()
 
     def submit(self, ref: PageRef, ready: Callable[[], None] | None) -> None:
@@ -69,7 +71,14 @@ class SocketOutlet:
         return self._thread.pending
 
     def _deliver(self, refs: list[PageRef], told: list[Shipped]) -> None:
-        self._connection.send((refs, told, self._increments.take()))
+        self._told = self._increments.gauges()
+        self._connection.send((refs, told, {**self._increments.counters(), **self._told}))
+
+    def _tell(self) -> None:
+        """Gauges that have changed since the last page: nobody is to see blocks held that are long free."""
+        if self._increments.gauges() != self._told:
+            with contextlib.suppress(OSError):  # the parent is gone, and so will this process be
+                self._deliver([], [])
 
     def _take_back(self) -> None:
         try:

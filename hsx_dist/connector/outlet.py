@@ -114,11 +114,20 @@ COALESCE_BYTES = 8 << 20
 class ShippingThread:
     """The queue between steps and the thread that ships; ``deliver`` is called on the thread, in order."""
 
-    def __init__(self, deliver: Callable[[list[PageRef], list[Shipped]], None], meter: Meter, *, tell: bool = True):
-        """``tell=False``: this thread's pages are counted where they arrive."""
+    #: After so many seconds without a page ``idle`` is called.
+    IDLE_S = 1.0
+
+    def __init__(
+        self,
+        deliver: Callable[[list[PageRef], list[Shipped]], None],
+        meter: Meter,
+        *,
+        idle: Callable[[], None] | None = None,
+    ):
+        """``idle``: called every second without anything to ship. With it, pages are counted where they arrive."""
         self._deliver = deliver
         self._meter = meter
-        self._tell = tell
+        self._idle = idle
         self._since: deque[float] = deque()  # when each item that is not delivered was put
         meter.watch("oldest_page_seconds", self._oldest)
         self._queue: queue.SimpleQueue[tuple[PageRef, Callable[[], None] | None] | Shipped | None] = queue.SimpleQueue()
@@ -147,13 +156,21 @@ class ShippingThread:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
+    def _next(self) -> tuple[PageRef, Callable[[], None] | None] | Shipped | None:
+        while True:
+            try:
+                return self._queue.get(timeout=self.IDLE_S if self._idle is not None else None)
+            except queue.Empty:
+                assert self._idle is not None
+                self._idle()
+
     def _run(self) -> None:
         # The thread may be born of one that vLLM has pinned to the engine's cores; shipping belongs on any core.
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
         ended = False
         while not ended:
-            item = self._queue.get()
+            item = self._next()
             refs: list[PageRef] = []
             told: list[Shipped] = []
             taken = nbytes = 0
@@ -186,7 +203,7 @@ class ShippingThread:
             self._delivered += taken
             for _ in range(taken):
                 self._since.popleft()
-            if self._tell:
+            if self._idle is None:
                 count_shipped(self._meter, refs, told, time.monotonic() - before)
 
 

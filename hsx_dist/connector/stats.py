@@ -22,10 +22,11 @@ class HiddenStatesStats(KVConnectorStats):
     @classmethod
     def of(cls, increments: Increments) -> HiddenStatesStats | None:
         """What was added since the last call, and the gauges with it; None when nothing was."""
-        grown = increments.take()
-        if all(BY_NAME[name].kind == "gauge" for name, _ in grown):
+        grown = increments.counters()
+        if not grown:
             return None
-        served = {series: value for series, value in grown.items() if BY_NAME[series[0]].served}
+        numbers = {**grown, **increments.gauges()}
+        served = {series: value for series, value in numbers.items() if BY_NAME[series[0]].served}
         return cls(data={f"{name}{_BAR}{label}" if label else name: value for (name, label), value in served.items()})
 
     def reset(self) -> None:

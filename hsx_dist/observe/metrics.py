@@ -205,9 +205,13 @@ class Increments:
         self._seen = sums
         return grown
 
+    def gauges(self) -> dict[Series, float]:
+        """Every gauge as it is."""
+        return self._meter.gauges()
+
     def take(self) -> dict[Series, float]:
         """Counters that grew, by how much, and every gauge as it is."""
-        return {**self.counters(), **self._meter.gauges()}
+        return {**self.counters(), **self.gauges()}
 
 
 def table() -> str:

@@ -46,7 +46,7 @@ class Progress:
         self._pause = PLAIN_EVERY_S
         self._bar: Bar | None = None
         self._ended = False
-        self.meter.watch("rows_left", lambda: 0 if self._ended else self.left or 0)
+        self.meter.watch("rows_left", lambda: 0 if self._ended else self._running if self.left is None else self.left)
         self.meter.watch("receipt_timestamp_seconds", lambda: self._last_receipt)
 
     def __enter__(self) -> Progress:

@@ -349,9 +349,10 @@ class PartSink:
 
     def _oldest(self) -> float:
         """Age in seconds of the oldest segment that no part holds yet, or that lies in the open part."""
-        with self._lock:
-            since = [f.began for f in self._filling.values()] + ([self._open.since] if self._open.segments else [])
-        return time.monotonic() - min(since) if since else 0.0
+        # Without the lock: an engine's step may be asking. Copies of a dictionary's values are made in one go.
+        part = self._open
+        since = [f.began for f in list(self._filling.values())] + ([part.since] if part.segments else [])
+        return max(time.monotonic() - min(since), 0.0) if since else 0.0
 
     def _put_new(self, name: str, buffers: Sequence[Any], segment: EncodedSegment) -> None:
         """Store an object whose name follows from its key. Where there is one already it must be the same sample.
