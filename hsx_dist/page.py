@@ -83,6 +83,8 @@ class Segment:
     sample_hash: str = field(default="", compare=False)
     source: str = field(default="", compare=False)
     meta: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    #: Small arrays that are stored with the sample, by name; with segment 0 alone.
+    attached: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict, compare=False, repr=False)
     name: str = field(default="", compare=False)
 
     @property

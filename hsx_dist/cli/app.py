@@ -75,6 +75,52 @@ def extract(
     raise typer.Exit(run(config, overrides or (), direct, as_json=as_json))
 
 
+ConfigFile = Annotated[str, typer.Option("--config", metavar="FILE", help="YAML file of settings.")]
+Overrides = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Argument(metavar="KEY.SUB=VALUE", help="Settings that override the file's."),
+]
+
+
+@app.command()
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option(min=1, help="Encode so many rows, chosen by chance; all are counted.")] = 1000,
+    tokens_per_second: Annotated[
+        float, typer.Option(min=1e-3, help="Of one replica: measured, or your guess.")
+    ] = 10_000,
+    replicas_per_node: Annotated[int, typer.Option(min=1, help="Replicas that share a node's network.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Estimate what a run will take: tokens, bytes, parts, cache, time, network. Starts no engine, stores nothing."""
+    from hsx_dist.cli.plan import run_plan
+
+    run_plan(
+        config,
+        overrides or (),
+        sample_rows=rows,
+        tokens_per_second=tokens_per_second,
+        replicas_per_node=replicas_per_node,
+        as_json=as_json,
+    )
+
+
+@app.command()
+def doctor(
+    overrides: Overrides = None,
+    config: Annotated[Optional[str], typer.Option(metavar="FILE", help="YAML file of settings.")] = None,  # noqa: UP045
+    engine: Annotated[
+        bool, typer.Option("--engine", help="Start the engine too, and check its states by its own head.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check versions, model, store and nodes, and (--engine) the engine itself; exit status 1 where one fails."""
+    from hsx_dist.cli.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(config, overrides or (), engine=engine, as_json=as_json))
+
+
 @app.command("ls")
 def list_samples(
     run: RunPath,
@@ -105,6 +151,18 @@ def show(
 
 
 @app.command()
+def status(
+    run: RunPath,
+    storage_option: StorageOptions = None,
+    as_json: AsJson = False,
+) -> None:
+    """Account for every row of a run, and say whether anybody works on it; exit status 1 when somebody should look."""
+    from hsx_dist.cli.watch import print_status
+
+    raise typer.Exit(print_status(run, storage_option or (), as_json=as_json))
+
+
+@app.command()
 def verify(
     run: RunPath,
     storage_option: StorageOptions = None,
@@ -114,6 +172,22 @@ def verify(
     from hsx_dist.cli.verify import run_verify
 
     raise typer.Exit(run_verify(run, storage_option or (), as_json=as_json))
+
+
+@app.command()
+def drain(
+    seconds: Annotated[float, typer.Option(min=0, help="Until this machine goes.")] = 90.0,
+    node: Annotated[Optional[str], typer.Option(help="Id or IP address of another node than this one.")] = None,  # noqa: UP045
+    wait: Annotated[bool, typer.Option("--wait", help="Return only then, as a Kubernetes preStop hook must.")] = False,
+) -> None:
+    """Tell Ray that this node is about to go: a run stores what it has here, and works elsewhere."""
+    import time
+
+    from hsx_dist.jobs.drain import drain_node
+
+    typer.echo(f"node {drain_node(seconds, node=node)} drains; it has {seconds:g} seconds")
+    if wait:
+        time.sleep(seconds)
 
 
 @app.command()

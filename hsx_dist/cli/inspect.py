@@ -149,14 +149,13 @@ def _layers(run: Run) -> list[int]:
 
 
 def _totals(run: Run) -> dict[str, int]:
-    samples = run.manifest.samples.values()
-    parts = {part for s in samples for part, _ in s.segments}
+    totals = run.manifest.totals()
     return {
-        "samples": len(run),
-        "tokens": sum(s.num_tokens for s in samples),
-        "parts": len(parts),
-        "raw_bytes": sum(proof.raw_bytes for s in samples for _, proof in s.segments),
-        "stored_bytes": sum(run.manifest.parts[part].size for part in parts),
+        "samples": totals.samples,
+        "tokens": totals.tokens,
+        "parts": totals.parts,
+        "raw_bytes": totals.raw_bytes,
+        "stored_bytes": totals.part_bytes,
         "refused": len(run.refused),
         "failed": len(run.failed),
     }

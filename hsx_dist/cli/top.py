@@ -32,10 +32,9 @@ def _live(standings: Iterable[Standing]) -> None:
     from rich.text import Text
 
     def picture(s: Standing) -> Group:
-        total = s.rows.get("total")
         return Group(
             Text(f"{s.url}  attempt {s.attempt}  {s.model}", style="bold"),
-            ProgressBar(total=total or 1, completed=s.done if total else 0, width=60),
+            ProgressBar(total=s.total or 1, completed=s.done if s.total else 0, width=60),
             Text(s.line(), style="yellow" if s.stale else ""),
         )
 

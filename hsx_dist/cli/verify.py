@@ -1,19 +1,27 @@
-"""``hsx verify``: every byte of a run against its checksums, every count against its receipts."""
+"""``hsx verify``, also as a submitted Ray job: every byte against its checksums, every count against its receipts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Optional
 
-from hsx_dist.cli.status import FINE, FOUND_BAD
+import typer
+
+from hsx_dist.cli.status import FINE, FOUND_BAD, run_app
 from hsx_dist.cli.tables import bytes_text, print_json
-from hsx_dist.config import parse_storage_options
+from hsx_dist.config import load_config, parse_storage_options, public_url, resolve_paths
 from hsx_dist.reading.verify import Problem, verify_run
-from hsx_dist.store import open_store
+from hsx_dist.store import Store, open_store
 
 
 def run_verify(path: str, options: Sequence[str], *, as_json: bool) -> int:
     """Verify the run at ``path`` and print what was found, bad parts as soon as they are; returns the exit status."""
-    store = open_store(path, parse_storage_options(options))
+    return verify_store(open_store(path, parse_storage_options(options)), path, as_json=as_json)
+
+
+def verify_store(store: Store, path: str, *, as_json: bool = False) -> int:
+    """``run_verify`` of an open store; ``path`` names it."""
     report = verify_run(store, on_part=None if as_json else _print_problems)
     if as_json:
         print_json(
@@ -41,3 +49,23 @@ def run_verify(path: str, options: Sequence[str], *, as_json: bool) -> int:
 def _print_problems(part: str, problems: Sequence[Problem]) -> None:
     for problem in problems:
         print(f"BAD {part or 'the run'}: {problem.message}", flush=True)
+
+
+job = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+
+
+@job.command()
+def _job(
+    config: Annotated[str, typer.Option(metavar="FILE", help="YAML file of the extraction's settings.")],
+    overrides: Annotated[Optional[list[str]], typer.Argument(metavar="KEY.SUB=VALUE")] = None,  # noqa: UP045
+) -> None:
+    """Verify the run at a configuration's output; for `ray job submit`."""
+    settings = resolve_paths(load_config(config, overrides or ()), Path.cwd())
+    options, backend = settings.store.storage_options, settings.store.backend
+    store = open_store(settings.output, options, backend=backend, retry_seconds=settings.store.retry_seconds)
+    raise typer.Exit(verify_store(store, public_url(settings.output)))
+
+
+def job_main() -> None:
+    """The entry point of a submitted job: ``--config FILE [key.sub=value …]``, and nothing else."""
+    run_app(job, None, "verify")

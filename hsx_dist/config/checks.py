@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
+from datetime import datetime
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hsx_dist.config.models import ExtractConfig
+    from hsx_dist.config.models import ExtractConfig, InputConfig
 
 #: Names of the codecs that can be asked for; what they are is in hsx_dist.format.codecs, which adds registered ones.
 CODEC_NAMES = {"fp8-token", "none", "split", "zstd"}
@@ -98,6 +100,48 @@ def check_chat_template_kwargs(kwargs: Mapping[str, Any]) -> None:
     ]
     if lines:
         raise ValueError("\n".join(lines))
+
+
+def check_select(value: str) -> None:
+    """Refuse what is no selection of tokens."""
+    if value in ("all", "last", "loss_mask", "mean") or re.fullmatch(r"stride:[1-9]\d{0,8}", value):
+        return
+    raise ValueError(f"expected all, last, loss_mask, mean or stride:N, came {value!r}; choose one of them")
+
+
+def check_input(config: InputConfig) -> None:
+    """Refuse an input that contradicts itself."""
+    lines = []
+    if config.shard_index >= config.num_shards:
+        lines.append(
+            f"shard_index: expected a number below num_shards ({config.num_shards}), came {config.shard_index}; the "
+            "first shard is 0"
+        )
+    fields = {n: getattr(config, n) for n in ("text", "messages", "tools", "token_ids", "loss_mask", "id")}
+    given = [value for value in fields.values() if value is not None]
+    if twice := sorted({v for v in given if given.count(v) > 1}):
+        lines.append(f"expected a field for each purpose, came {', '.join(twice)} for several; name others")
+    if own := sorted(set(config.metadata) & set(given) - {config.tools}):
+        lines.append(f"metadata: expected further fields, came {', '.join(own)}, which is stored anyway; remove it")
+    if lines:
+        raise ValueError("\n".join(lines))
+
+
+def check_deadline(value: object) -> object:
+    """A deadline as seconds or a time with its zone. Text is taken for the latter alone: pydantic would take a number
+    of seconds for a time in 1970."""
+    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0):
+        return value
+    try:
+        when = value if isinstance(value, datetime) else datetime.fromisoformat(str(value))
+    except ValueError:
+        when = None
+    if when is None or when.tzinfo is None:
+        raise ValueError(
+            f"expected seconds from the start (more than 0), or an ISO 8601 time with its zone such as "
+            f"2026-01-31T18:00:00+00:00, came {value!r}; correct it"
+        )
+    return when
 
 
 def check_sizes(config: ExtractConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
@@ -10,8 +11,11 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, mo
 from hsx_dist.config.checks import (
     check_chat_template_kwargs,
     check_codec,
+    check_deadline,
     check_engine_kwargs,
+    check_input,
     check_sampling_params,
+    check_select,
     check_sizes,
 )
 from hsx_dist.config.secrets import HIDDEN, hide_options, hide_secrets, public_url, url_password
@@ -64,28 +68,91 @@ class Settings(BaseModel):
 
 
 class InputConfig(Settings):
-    """Where the rows come from."""
+    """Where the rows come from, which of them are taken, and what of each."""
 
     path: str = Field(
         default="",
-        description="JSONL file, a local path or any fsspec URL; .gz and .zst are decompressed. "
-        "Empty: the rows are handed over in Python.",
+        description="A file, a folder or a glob (**, *, ?, […]), local or any fsspec URL; JSONL and text may be "
+        "compressed (.gz, .zst, .bz2, .xz). Empty: the rows are handed over in Python.",
     )
-    format: Literal["jsonl"] = Field(default="jsonl", description="How rows are written: one JSON object a line.")
+    format: Literal["auto", "jsonl", "text", "parquet", "arrow", "dataset"] = Field(
+        default="auto",
+        description="How rows are written. jsonl: an object a line; text: a row a line; arrow: IPC files and streams, "
+        "Feather; dataset: a folder of Hugging Face save_to_disk. auto: by name, and by what a folder holds.",
+    )
+    split: str | None = Field(
+        default=None, description="Split of a saved DatasetDict. null: all of them, in the order that it names."
+    )
     text: str = Field(default="text", min_length=1, description="Name of the field that holds a row's plain text.")
-    messages: str = Field(default="messages", min_length=1, description="Name of the field that holds chat messages.")
+    messages: str = Field(
+        default="messages",
+        min_length=1,
+        description="Name of the field that holds chat messages (role and content; from and value of ShareGPT too).",
+    )
+    tools: str = Field(
+        default="tools", min_length=1, description="Name of the field that holds the tools of a chat, for its template."
+    )
     token_ids: str = Field(
         default="token_ids", min_length=1, description="Name of the field that holds ready token ids."
     )
     id: str | None = Field(
         default="id",
         description="Name of the field that holds a row's key (a string or an integer, unique). "
-        "null, or a row without it: the key is FILE_STEM:ROW.",
+        "null, or a row without it: the key is FILE:ROW.",
     )
-    limit: int | None = Field(default=None, ge=0, description="Read at most so many rows, refused ones included.")
+    loss_mask: str = Field(
+        default="loss_mask",
+        min_length=1,
+        description="Name of the field that holds a 0 or 1 for each token; it is stored with the sample.",
+    )
+    loss_roles: list[str] | None = Field(
+        default=None,
+        min_length=1,
+        description="Derive the loss mask of chats: 1 for what messages of these roles say, e.g. [assistant]. A row's "
+        "own mask goes before.",
+    )
+    metadata: list[str] = Field(
+        default_factory=list, description="Names of further fields that are stored with each sample, as JSON."
+    )
+    max_length: int | None = Field(
+        default=None, ge=1, description="Longest row, in tokens. null: what the engine takes (max_model_len - 1)."
+    )
+    too_long: Literal["skip", "truncate", "fail"] = Field(
+        default="skip",
+        description="A row longer than that. skip: refused, with the reason; truncate: its first tokens; fail: it "
+        "counts as failed, and so does the run.",
+    )
+    sample: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Take this share of the rows, chosen by a hash of their place; a larger share holds a smaller.",
+    )
+    sample_seed: int = Field(default=0, description="Another number, another choice of rows.")
+    num_shards: int = Field(default=1, ge=1, description="Cut the input into so many runs of their own …")
+    shard_index: int = Field(default=0, ge=0, description="… and take this one's rows: number % num_shards.")
+    limit: int | None = Field(
+        default=None, ge=0, description="Take at most so many rows (of those that sample and shard leave), refused too."
+    )
     storage_options: Options = Field(
         default_factory=dict, description="fsspec options for reading the input; never shown."
     )
+
+    @model_validator(mode="after")
+    def _agree(self) -> InputConfig:
+        check_input(self)
+        return self
+
+    def meaning(self) -> dict[str, Any]:
+        """What determines what a row's sample is, and which key it has. How many rows are taken is no part of it: a
+        run may be made larger. What has its default is left out, but for what always stood there."""
+        meaning: dict[str, Any] = {name: getattr(self, name) for name in ("text", "messages", "token_ids", "id")}
+        for name in ("tools", "loss_mask", "loss_roles", "metadata", "max_length"):
+            if (value := getattr(self, name)) != type(self).model_fields[name].get_default(call_default_factory=True):
+                meaning[name] = value
+        if self.too_long == "truncate":
+            meaning["too_long"] = "truncate"
+        return meaning
 
 
 class WritersConfig(Settings):
@@ -157,6 +224,11 @@ class ExtractConfig(Settings):
     include_output_tokens: bool = Field(
         default=False, description="Store the states of generated tokens too, not only the prompt's."
     )
+    select: str = Field(
+        default="all",
+        description="Which tokens are kept, before anything is shipped: all, last, stride:N, loss_mask (those whose "
+        "mask is 1), mean (one float32 row, the mean over all tokens). Draft trainers need all.",
+    )
     input: InputConfig = Field(default_factory=InputConfig, description="Where the rows come from.")
     codec: str | dict[str, Any] = Field(
         default="split",
@@ -195,7 +267,47 @@ class ExtractConfig(Settings):
         default="allow",
         description="allow: go on with a run that is there, or start one; must: only go on; never: only start.",
     )
+    retry_poison: bool = Field(
+        default=False,
+        description="Try rows again that killed their engine in an earlier attempt, as other failed ones.",
+    )
+    max_rows: int | None = Field(
+        default=None,
+        ge=1,
+        description="End the run when so many samples are stored, those of earlier attempts included.",
+    )
+    max_bytes: Bytes | None = Field(
+        default=None,
+        description="End the run when its parts have so many bytes, those of earlier attempts included; what is "
+        "under way is estimated by the mean of what is stored.",
+    )
+    deadline: float | datetime | None = Field(
+        default=None,
+        description="End the run then: seconds from the start, or an ISO 8601 time with its zone. What is computed "
+        "by then is stored.",
+    )
+    max_stored_bytes: Bytes | None = Field(
+        default=None,
+        description="Pause while data/ holds so many bytes, until consumers have deleted some of it.",
+    )
+    stop_seconds: float = Field(
+        default=25.0,
+        gt=0,
+        description="Seconds in which a run that is stopped (SIGTERM, a node's drain notice, deadline) stores what is "
+        "computed. Less than the grace period of whoever stops it.",
+    )
+    wait_seconds: float = Field(
+        default=0.0,
+        ge=0,
+        description="Seconds to wait for nodes with room for a replica, e.g. from an autoscaler. 0: a cluster without "
+        "room for min_replicas is refused.",
+    )
     check_samples: int = Field(default=0, ge=0, description="Samples that are compared with transformers at the end.")
+
+    @field_validator("deadline", mode="before")
+    @classmethod
+    def _deadline(cls, value: object) -> object:
+        return check_deadline(value)
 
     @field_validator("output", "model")
     @classmethod
@@ -216,6 +328,12 @@ class ExtractConfig(Settings):
                 f"expected layer ids such as [2, 15, last], or all, or eagle3, came {value!r}; correct the list"
             )
         return list(items) if isinstance(value, tuple) else value
+
+    @field_validator("select")
+    @classmethod
+    def _select(cls, value: str) -> str:
+        check_select(value)
+        return value
 
     @field_validator("codec", mode="before")
     @classmethod
@@ -260,8 +378,10 @@ class ExtractConfig(Settings):
             "engine_kwargs": hide_secrets(
                 {k: v for k, v in sorted(self.engine_kwargs.items()) if k in _ENGINE_MEANING}
             ),
-            "input": {name: getattr(self.input, name) for name in ("text", "messages", "token_ids", "id")},
+            "input": self.input.meaning(),
         }
+        if self.select != "all":
+            meaning["select"] = self.select
         if self.include_output_tokens:
             meaning["sampling_params"] = hide_secrets(self.sampling_params)
         return meaning
@@ -276,6 +396,8 @@ def _public_value(name: str, value: Any) -> Any:
         return dict.fromkeys(value, HIDDEN)
     if isinstance(value, int) and not isinstance(value, bool):
         return int(value)
+    if isinstance(value, datetime):
+        return value.isoformat()
     if isinstance(value, (Mapping, list)):
         return hide_secrets(value)
     return public_url(value) if isinstance(value, str) else value

@@ -29,6 +29,7 @@ from hsx_dist.connector.outlet import Outlet, registered
 from hsx_dist.connector.scheduler import SchedulerHalf
 from hsx_dist.connector.settings import ConnectorSettings, read_settings
 from hsx_dist.connector.stats import HiddenStatesPromMetrics, HiddenStatesStats
+from hsx_dist.connector.undrafted import never_draft
 from hsx_dist.connector.versions import check_version, layers_first
 from hsx_dist.connector.worker import WorkerHalf
 from hsx_dist.errors import ConfigError
@@ -79,6 +80,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         assert self._scheduler is not None
         self._scheduler.new_request(request)
+        never_draft(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return 0, False  # nothing is ever loaded
@@ -124,12 +126,15 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             raise ConfigError(f"expected one hidden-state cache layer, found {len(layers)}: {sorted(layers)}")
         cache = kv_caches[next(iter(layers))]
         cache = layers_first(cache, len(self._layer_ids), self._block_size, VLLM_VERSION)
+        rank = get_tensor_model_parallel_rank()
+        if self._settings.owners is not None and rank >= self._settings.owners:
+            return  # no sample is ever this rank's; on another node it could not even reach whoever ships
         self._outlet = make_outlet(self._settings, self._vllm_config)
         self._increments = Increments(self._outlet.meter)
         self._worker = WorkerHalf(
             cache,
             self._outlet,
-            rank=get_tensor_model_parallel_rank(),
+            rank=rank,
             layer_ids=self._layer_ids,
             page_bytes=self._settings.page_bytes,
             # Where every sample is an object of its own, it is one segment however long it is.

@@ -18,6 +18,8 @@ Order = Literal["LTH", "TLH"]
 
 #: On a CPU, index_select copies rows below ATen's grain size with memcpy, and longer ones with a slower loop.
 _MAX_RUN = 32767
+#: Rows that ``mean_rows`` holds at once.
+MEAN_ROWS = 1024
 
 
 def cache_order(cache: torch.Tensor) -> Order:
@@ -82,6 +84,22 @@ def gather_rows(cache: torch.Tensor, slots: torch.Tensor, layers: Sequence[int],
     start = (slots // block) * (s_block // step) + (slots % block) * (s_token // step)
     offsets = torch.tensor([layer * (s_layer // step) for layer in layers], dtype=torch.int64, device=cache.device)
     _select(cache, hidden, step, offsets[:, None] + start, out)
+
+
+def mean_rows(cache: torch.Tensor, slots: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
+    """The mean over the rows of some tokens, float32 ``[len(layers), 1, hidden]`` on the cache's device.
+
+    Args as of ``gather_rows``. Rows are added in float32, ``MEAN_ROWS`` at a time, and those sums in float64, so that
+    the mean of a long request is as exact as that of a short one. Holds ``MEAN_ROWS`` rows of the layers.
+    """
+    hidden = cache.shape[3]
+    total = torch.zeros(len(layers), hidden, dtype=torch.float64, device=cache.device)
+    for start in range(0, len(slots), MEAN_ROWS):
+        some = slots[start : start + MEAN_ROWS]
+        rows = torch.empty(len(layers), len(some), hidden, dtype=cache.dtype, device=cache.device)
+        gather_rows(cache, some, layers, rows)
+        total += rows.sum(dim=1, dtype=torch.float32)
+    return (total / len(slots)).float()[:, None]
 
 
 def _select(cache: torch.Tensor, length: int, step: int, index: torch.Tensor, out: torch.Tensor) -> None:

@@ -19,10 +19,14 @@ class Save:
     block_ids: np.ndarray[Any, Any]  # int64: the cache blocks of the request, from its first
     owner: int  # the tensor-parallel rank that copies, ships and reports
     row: int | None = None  # the input row, as the driver counts
-    positions: range | None = None  # where the tokens stand in the request; None: all from the first
+    #: Where the tokens stand in the request: a range, or int64 ``[T]``; None: all from the first.
+    positions: range | np.ndarray[Any, Any] | None = None
     layers: tuple[int, ...] | None = None  # which entries of the cache's layer axis, in this order; None: all
     meta: dict[str, Any] = field(default_factory=dict)  # ``Segment.meta``
     name: str = ""  # ``Segment.name``: the object's, where the client chose a path
+    attached: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)  # ``Segment.attached``
+    #: Over so many tokens, from the request's first, the mean is stored as one float32 row; 0: the tokens' own rows.
+    mean_of: int = 0
 
 
 @dataclass(slots=True, frozen=True)

@@ -6,17 +6,22 @@ the request is stored as if it had not been given, and ``hidden_states_meta["ref
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from hsx_dist.page import object_name, sample_key
 
 PREFIX = "hidden_states_"
 SUFFIX = ".safetensors"
-KNOWN = {"key", "path", "layers", "tokens", "save", "row"}
+KNOWN = {"key", "path", "layers", "tokens", "save", "row", "loss_mask", "metadata"}
+#: A sample's metadata is read with its part's header, and travels with every page.
+MAX_METADATA_BYTES = 64 << 10
 
 #: vLLM's OpenAI server names the i-th prompt of a completion ``cmpl-ID-i``, and the engine adds 8 random digits.
 _BATCH = re.compile(r"cmpl-.*-(\d{1,9})-[0-9a-f]{8}")
@@ -33,25 +38,34 @@ def place(request_id: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Every ``step``-th token from ``start`` to before ``stop``; negative numbers count from the end."""
+    """Every ``step``-th token from ``start`` to before ``stop``; negative numbers count from the end.
+
+    ``kind`` ``loss_mask``: those whose mask is 1 instead; ``mean``: all, of which one row is made, their mean.
+    """
 
     start: int = 0
     stop: int | None = None
     step: int = 1
+    kind: Literal["range", "loss_mask", "mean"] = "range"
 
     def of(self, total: int) -> range:
-        """Positions of the tokens among ``total``."""
+        """Positions of the tokens among ``total``, as far as the request's mask does not decide."""
         return range(*slice(self.start, self.stop, self.step).indices(total))
 
     @classmethod
     def read(cls, value: Any) -> Selection:
-        """``[start, stop]``, ``[start, stop, step]``, ``"last"`` or ``"stride:N"``; ``stop`` may be None.
+        """``[start, stop]``, ``[start, stop, step]``, ``"last"``, ``"stride:N"``, ``"loss_mask"``, ``"mean"`` or
+        ``"all"``; ``stop`` may be None.
 
         Raises:
             ValueError: anything else.
         """
+        if value == "all":
+            return ALL
         if value == "last":
             return cls(-1)
+        if value == "loss_mask" or value == "mean":
+            return cls(kind=value)
         if isinstance(value, str) and (m := re.fullmatch(r"stride:(\d{1,9})", value)) and int(m.group(1)) > 0:
             return cls(step=int(m.group(1)))
         if isinstance(value, Sequence) and not isinstance(value, str) and len(value) in (2, 3):
@@ -59,7 +73,10 @@ class Selection:
             step = rest[0] if rest else 1
             if _whole(start) and (stop is None or _whole(stop)) and _whole(step) and step > 0:
                 return cls(start, stop, step)
-        raise ValueError(f"expected [start, stop], [start, stop, step > 0], 'last' or 'stride:N', came {_shown(value)}")
+        raise ValueError(
+            "expected [start, stop], [start, stop, step > 0], 'all', 'last', 'stride:N', 'loss_mask' or 'mean', came "
+            f"{_shown(value)}"
+        )
 
 
 ALL = Selection()
@@ -76,6 +93,9 @@ class RequestOptions:
     tokens: Selection = ALL
     include_output_tokens: bool = False
     row: int | None = None
+    #: 0 or 1 for each token of the prompt, uint8.
+    loss_mask: np.ndarray[Any, Any] | None = None
+    metadata: Mapping[str, Any] | None = None
     #: The client gave the key or the path; else it is the engine's own request id, which nobody else has.
     chosen: bool = False
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -129,6 +149,8 @@ def read_options(
         tokens=read("hidden_states_tokens", ALL, Selection.read),
         include_output_tokens=read("include_output_tokens", include_output_tokens, _flag),
         row=read("hidden_states_row", None, _row),
+        loss_mask=read("hidden_states_loss_mask", None, _mask),
+        metadata=read("hidden_states_metadata", None, _metadata),
         chosen=key is not None or path is not None,
         refused=refused,
     )
@@ -160,6 +182,29 @@ def _key(value: Any) -> str:
     if not isinstance(value, str) or not value or len(value) > 1024:
         raise ValueError(f"expected a string of 1 to 1024 characters, came {_shown(value)}")
     return value
+
+
+def _mask(value: Any) -> np.ndarray[Any, Any]:
+    """From bytes of 0 and 1 (a job's), or a list of them."""
+    if isinstance(value, bytes):
+        mask = np.frombuffer(value, np.uint8)
+    elif isinstance(value, Sequence) and not isinstance(value, str) and all(type(v) in (int, bool) for v in value):
+        mask = np.array([v if v in (0, 1) else 2 for v in value], np.uint8)
+    else:
+        raise ValueError(f"expected a list of 0 and 1, came {_shown(value)}")
+    if not len(mask) or mask.max() > 1:
+        raise ValueError(f"expected 0 or 1 for each token of the prompt, came {_shown(value)}")
+    return mask
+
+
+def _metadata(value: Any) -> Mapping[str, Any]:
+    try:
+        size = len(json.dumps(value, allow_nan=False)) if isinstance(value, Mapping) else -1
+    except (TypeError, ValueError, RecursionError):
+        size = -1
+    if not 0 <= size <= MAX_METADATA_BYTES:
+        raise ValueError(f"expected an object of at most {MAX_METADATA_BYTES} bytes as JSON, came {_shown(value)}")
+    return dict(value)
 
 
 def _flag(value: Any) -> bool:

@@ -13,6 +13,7 @@ from vllm.v1.request import RequestStatus
 
 from hsx_dist.connector.metadata import Expect, Save, Skip, StepMetadata
 from hsx_dist.connector.options import RequestOptions, read_options
+from hsx_dist.connector.selection import Chosen, choose
 from hsx_dist.connector.settings import ConnectorSettings
 from hsx_dist.format.receipt import token_hash
 
@@ -49,7 +50,7 @@ class SchedulerHalf:
     ):
         self._settings = settings
         self._block_size = block_size
-        self._tp = tensor_parallel_size
+        self._owners = min(settings.owners or tensor_parallel_size, tensor_parallel_size)
         self._layer_ids = layer_ids
         self._dtype = dtype
         self._hidden_size = hidden_size
@@ -86,7 +87,7 @@ class SchedulerHalf:
 
     def _owner(self, known: _Known) -> int:
         if known.owner is None:
-            known.owner = self._sequence % self._tp
+            known.owner = self._sequence % self._owners
             self._sequence += 1
         return known.owner
 
@@ -103,39 +104,40 @@ class SchedulerHalf:
             reason = f"has {len(block_ids)} cache blocks of {blocks}"
         if reason is not None:
             return self._skip(known, request, reason)
-        positions = options.tokens.of(len(tokens))
-        if not positions:
-            refused["hidden_states_tokens"] = f"selects none of the {len(tokens)} tokens; all are stored"
-            positions = range(len(tokens))
+        chosen = choose(options, len(request.prompt_token_ids or ()), tokens, refused)
+        if chosen is None:
+            return self._skip(known, request, f"its loss mask selects none of {len(tokens)} tokens")
+        meta |= chosen.meta
+        if options.metadata is not None:
+            meta["metadata"] = dict(options.metadata)
         if self._settings.ttl_seconds is not None:
             meta["expires"] = round(time.time() + self._settings.ttl_seconds)
-        if positions != range(len(tokens)):
-            meta["tokens"] = {"start": positions.start, "step": positions.step, "of": len(tokens)}
-        selected = tokens[positions.start : positions.stop : positions.step]
         if request.mm_features:
             # Their tokens are placeholders, the same for every image: what tells the samples apart is this.
             meta["multimodal"] = [feature.identifier for feature in request.mm_features]
-        conflict = self._conflict(options, tokens, positions, meta.get("multimodal"))
+        conflict = self._conflict(options, tokens, chosen, meta.get("multimodal"))
         if conflict is not None:
             return self._skip(known, request, conflict, refused={**refused, "hidden_states_key": conflict})
         self._next.saves.append(
             Save(
                 request_id=request.request_id,
                 key=options.key,
-                token_ids=selected,
+                token_ids=chosen.token_ids,
                 block_ids=np.asarray(block_ids[: -(-len(tokens) // self._block_size)], dtype=np.int64),
                 owner=self._owner(known),
                 row=options.row,
-                positions=positions if "tokens" in meta else None,
+                positions=chosen.positions,
                 layers=None
                 if options.layer_ids == self._layer_ids
                 else tuple(self._layer_ids.index(i) for i in options.layer_ids),
                 meta=meta,
                 name=options.path or "",
+                attached=chosen.attached,
+                mean_of=chosen.mean_of,
             )
         )
         self._held.add(request.request_id)
-        return True, self._answer(options, len(selected), meta, refused)
+        return True, self._answer(options, chosen, meta, refused)
 
     def _skip(
         self,
@@ -187,12 +189,12 @@ class SchedulerHalf:
         return tokens, meta, None
 
     def _conflict(
-        self, options: RequestOptions, tokens: np.ndarray[Any, Any], positions: range, multimodal: list[str] | None
+        self, options: RequestOptions, tokens: np.ndarray[Any, Any], chosen: Chosen, multimodal: list[str] | None
     ) -> str | None:
         """Why a key that a client chose cannot stand for this: it stands for something else already."""
         if not options.chosen or options.path is not None:
             return None  # a path that a client chose is replaced, as by vLLM's connector
-        what = f"{token_hash(tokens)} {positions} {options.layer_ids} {multimodal}"
+        what = f"{token_hash(tokens)} {chosen.which} {options.layer_ids} {multimodal}"
         if self._seen.setdefault(options.key, what) != what:
             return f"the key {options.key!r} was used before for other tokens or layers; choose another"
         self._seen.move_to_end(options.key)
@@ -201,15 +203,15 @@ class SchedulerHalf:
         return None
 
     def _answer(
-        self, options: RequestOptions, num_tokens: int, meta: dict[str, Any], refused: dict[str, str]
+        self, options: RequestOptions, chosen: Chosen, meta: dict[str, Any], refused: dict[str, str]
     ) -> dict[str, Any]:
         base = self._settings.output.rstrip("/")
         return {
             "hidden_states_path": f"{base}/{options.name}" if self._settings.one_object else base,
             "hidden_states_key": options.key,
             "hidden_states_meta": {
-                "shape": [num_tokens, len(options.layer_ids), self._hidden_size],
-                "dtype": self._dtype,
+                "shape": [len(chosen.token_ids), len(options.layer_ids), self._hidden_size],
+                "dtype": "float32" if chosen.mean_of else self._dtype,
                 "layer_ids": list(options.layer_ids),
                 "codec": self._settings.codec,
                 **meta,

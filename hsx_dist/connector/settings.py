@@ -55,6 +55,11 @@ class ConnectorSettings(BaseModel):
     use_synchronization_lock: bool = Field(
         True, description="on a local disk, PATH.lock is held until the object is there, as vLLM's connector does"
     )
+    owners: int | None = Field(
+        None,
+        ge=1,
+        description="so many ranks, from 0, copy and ship; null: all. Ranks on other nodes than rank 0 cannot",
+    )
     ttl_seconds: float | None = Field(None, gt=0, description="objects may be removed by hsx gc after so long")
     drain_seconds: float = Field(4.0, ge=0, description="how long shutdown waits for what was copied to be stored")
 

@@ -17,6 +17,7 @@ from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import object_name
 from hsx_dist.store import Store, open_store
+from hsx_dist.tokenizers import tokenizer_hash
 from hsx_dist.writers.sink import Event, Lost, PartSink, SinkOptions
 from hsx_dist.writers.threads import ThreadSender
 
@@ -167,6 +168,23 @@ class StoreOutlet(LocalOutlet):
             self._locks.release_all()
 
 
+def _tokenizer_sha256(model: Any) -> str | None:
+    """Of vLLM's ``ModelConfig``; None where the engine has no tokenizer, or it cannot be loaded here."""
+    if model.skip_tokenizer_init:
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return tokenizer_hash(
+            AutoTokenizer.from_pretrained(
+                model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=model.trust_remote_code
+            )
+        )
+    except Exception as e:  # noqa: BLE001 - an engine must not die of what only describes its samples
+        log.warning("objects will not say which tokenizer made their token ids: %s: %s", type(e).__name__, e)
+        return None
+
+
 def store_outlet(settings: ConnectorSettings, vllm_config: VllmConfig) -> StoreOutlet:
     """The outlet of a bare connector.
 
@@ -181,6 +199,8 @@ def store_outlet(settings: ConnectorSettings, vllm_config: VllmConfig) -> StoreO
     about = {
         "model": model.model,
         "revision": model.revision,
+        "tokenizer_sha256": _tokenizer_sha256(model),
+        "num_hidden_layers": getattr(model.hf_text_config, "num_hidden_layers", None),
         "norm": "pre",
         "vllm": vllm.__version__,
         "hsx": __version__,

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import torch
 
-from hsx_dist.connector.gather import Order, cache_order, gather, gather_rows, page_shape
+from hsx_dist.connector.gather import Order, cache_order, gather, gather_rows, mean_rows, page_shape
 from hsx_dist.connector.metadata import Save, StepMetadata
 from hsx_dist.connector.outlet import Outlet, PageRef
 from hsx_dist.errors import ConfigError
@@ -84,7 +84,6 @@ class WorkerHalf:
         self._outlet = outlet
         self._rank = rank
         self._layer_ids = layer_ids
-        self._dtype = str(cache.dtype).removeprefix("torch.")
         self._block_size = block_size
         self.plan = Plan.of(
             block_size=block_size,
@@ -139,13 +138,18 @@ class WorkerHalf:
 
     def _plan_copy(self, save: Save) -> _Copy:
         places = torch.from_numpy(save.block_ids)
-        rows = save.positions is not None or save.layers is not None
+        rows = save.positions is not None or save.layers is not None or save.mean_of > 0
         if rows:
-            positions = save.positions if save.positions is not None else range(len(save.token_ids))
-            at = torch.arange(positions.start, positions.stop, positions.step)
+            positions = save.positions if save.positions is not None else range(save.mean_of or len(save.token_ids))
+            if isinstance(positions, range):
+                at = torch.arange(positions.start, positions.stop, positions.step)
+            else:
+                at = torch.from_numpy(positions)
             places = places[at // self._block_size] * self._block_size + at % self._block_size
         places = places.to(self._cache.device, non_blocking=True)
-        return _Copy(save, places, rows, token_hash(save.token_ids), uuid4().hex[:12])
+        # A mean has no token ids of its own: what tells two of them apart is over which it was taken.
+        ids = save.attached["request_token_ids"] if save.mean_of else save.token_ids
+        return _Copy(save, places, rows, token_hash(ids), uuid4().hex[:12])
 
     def drain(self, seconds: float) -> int:
         """At the end of the engine: copy what still waits, for at most ``seconds``; how many requests were left."""
@@ -198,12 +202,15 @@ class WorkerHalf:
             layers = None
             places = copy.places[start // self._block_size : -(-stop // self._block_size)]
             shape, order = page_shape(self._cache, places.shape[0], self._order), self._order
-        nbytes = shape[0] * shape[1] * shape[2] * self._cache.element_size()
+        dtype = torch.float32 if copy.save.mean_of else self._cache.dtype
+        nbytes = shape[0] * shape[1] * shape[2] * dtype.itemsize
         offset = self._outlet.ring.allocate(nbytes)
         if offset is None:
             return False
-        out = self._memory[offset : offset + nbytes].view(self._cache.dtype).view(shape)
-        if layers is None:
+        out = self._memory[offset : offset + nbytes].view(dtype).view(shape)
+        if copy.save.mean_of:
+            out.copy_(mean_rows(self._cache, copy.places, layers or ()), non_blocking=True)
+        elif layers is None:
             gather(self._cache, places, out, order)
         else:
             gather_rows(self._cache, places, layers, out)
@@ -226,13 +233,14 @@ class WorkerHalf:
                     sample_hash=copy.sample_hash,
                     source=copy.source,
                     meta=copy.save.meta,
+                    attached=copy.save.attached if index == 0 else {},
                     name=copy.save.name,
                 ),
                 start=start,
                 stop=stop,
                 chunk_tokens=self.plan.page_tokens,
                 layer_ids=self._layer_ids if layers is None else tuple(self._layer_ids[i] for i in layers),
-                dtype=self._dtype,
+                dtype=str(dtype).removeprefix("torch."),
                 order=order,
                 token_ids=tokens[start:stop],
             ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -94,13 +94,19 @@ class Part:
         record = self._record(i)
         return dict(zip(record.info.layer_ids, record.loss, strict=False))
 
-    def attached(self, i: int) -> dict[str, np.ndarray[Any, Any]]:
-        """The small arrays that a user attached to the sample whose first segment this is, by name."""
+    def attached_names(self, i: int) -> frozenset[str]:
+        """What is attached to the sample whose first segment this is; known from the header."""
+        return frozenset(self._record(i).attached)
+
+    def attached(self, i: int, names: Collection[str] | None = None) -> dict[str, np.ndarray[Any, Any]]:
+        """The small arrays that a user attached to the sample whose first segment this is, by name; ``names``: only
+        these, as far as they are there."""
         record, prefix = self._record(i), "" if self._header.description.schema == "vllm" else f"{i}."
+        wanted = {name: a for name, a in record.attached.items() if names is None or name in names}
         with _told(self._where):
-            views = self._fetch([self._header.tensors[f"{prefix}attached.{name}"][2] for name in record.attached])
+            views = self._fetch([self._header.tensors[f"{prefix}attached.{name}"][2] for name in wanted])
             found = {}
-            for (name, a), view in zip(record.attached.items(), views, strict=True):
+            for (name, a), view in zip(wanted.items(), views, strict=True):
                 _check(crc32c(view), a.crc, f"attached {name!r} of segment {i}")
                 found[name] = np.frombuffer(view, ATTACHMENT_DTYPE[a.dtype]).reshape(a.shape).copy()
             return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -162,7 +162,7 @@ class SegmentEncoder:
         """The segment.
 
         ``attached``: small arrays of the user's that belong to the sample (a loss mask, a label), by name; they go with
-        its first segment.
+        its first segment. Default: what its pages carry.
 
         Raises:
             ValueError: pages are missing; something is attached that cannot be stored, or not to the first segment.
@@ -178,7 +178,7 @@ class SegmentEncoder:
                 )
             chunks = [self._done[c] for c in range(info.num_chunks)]
         return EncodedSegment(
-            segment=info.segment,
+            segment=replace(info.segment, attached={}),
             token_ids=np.concatenate([c.token_ids for c in chunks]),
             layer_ids=info.layer_ids,
             dtype=info.dtype,
@@ -188,7 +188,7 @@ class SegmentEncoder:
             crcs=tuple(tuple(c.crcs[k] for c in chunks) for k in range(info.num_layers)),
             codec=self._codec,
             loss=tuple(combine([c.squares[k] for c in chunks]) for k in range(info.num_layers) if chunks[0].squares),
-            attached=_check_attached(info.segment, attached or {}),
+            attached=_check_attached(info.segment, info.segment.attached if attached is None else attached),
         )
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
+import numpy as np
+
+from hsx_dist.format.key_index import KeyIndex
 from hsx_dist.format.receipt import Receipt, RowFate, SegmentProof, token_hash
+from hsx_dist.format.segments import SegmentTable
 
 __all__ = [
     "COMPLETE",
@@ -17,6 +22,7 @@ __all__ = [
     "RowFate",
     "SampleRecord",
     "SegmentProof",
+    "Totals",
     "attempt_name",
     "compacted_name",
     "heartbeat_name",
@@ -74,18 +80,46 @@ class SampleRecord:
     segments: tuple[tuple[str, SegmentProof], ...]
 
 
+@dataclass(slots=True)
+class Totals:
+    """Counts over samples. ``stored_bytes``: of their encoded states; ``part_bytes``: of the objects they lie in."""
+
+    samples: int = 0
+    tokens: int = 0
+    segments: int = 0
+    parts: int = 0
+    raw_bytes: int = 0
+    stored_bytes: int = 0
+    part_bytes: int = 0
+
+    def add(self, numbers: np.ndarray[Any, Any]) -> None:
+        """Count segments of samples: rows of ``SegmentTable.numbers``."""
+        self.segments += len(numbers)
+        self.tokens += int((numbers[:, 2] - numbers[:, 1]).sum())
+        self.raw_bytes += int(numbers[:, 4].sum())
+        self.stored_bytes += int(numbers[:, 5].sum())
+
+
 class Manifest:
     """What a run's receipts prove. Receipts may come in any order, and again; the outcome is the same.
 
     A sample exists when segments of one attempt cover its tokens. Of several attempts that prove it the highest
     counts; within an attempt the lowest part name. Not safe for concurrent ``add``.
+
+    Held per sample: its row of a ``SegmentTable`` (92 bytes and its key) and 16 bytes of index. Python objects only for
+    samples that were stored in several segments or several times, and for rows that were refused or failed.
     """
 
     def __init__(self, receipts: Iterable[Receipt] = ()):
         self._receipts: dict[tuple[int, str, int], Receipt] = {}
+        self._order: list[Receipt] = []
         self._parts: dict[str, Receipt] = {}
-        self._proofs: dict[str, list[tuple[int, str, SegmentProof]]] = {}
-        self._samples: dict[str, SampleRecord] = {}
+        self._stored_bytes = 0
+        # A place is a receipt's number in ``_order`` and a slot in it.
+        self._index = KeyIndex(self._key_at)  # the first proof of every key
+        self._partial: set[str] = set()  # keys with one proof, which is not all of the sample
+        self._many: dict[str, list[int]] = {}  # keys with several proofs: all of them …
+        self._chosen: dict[str, tuple[int, ...]] = {}  # … and those that make the sample, where it is whole
         self._fates: dict[str, tuple[tuple[int, str, int], RowFate]] = {}
         self._refused: dict[str, RowFate] = {}
         self._failed: dict[str, RowFate] = {}
@@ -96,8 +130,8 @@ class Manifest:
 
     @property
     def samples(self) -> Mapping[str, SampleRecord]:
-        """By key; only whole ones. A live view."""
-        return MappingProxyType(self._samples)
+        """By key; only whole ones. A live view, whose records are made when they are asked for."""
+        return _Samples(self)
 
     @property
     def refused(self) -> Mapping[str, RowFate]:
@@ -106,13 +140,18 @@ class Manifest:
 
     @property
     def failed(self) -> Mapping[str, RowFate]:
-        """By key: rows that were given up, and have no sample. A live view."""
+        """By key: rows that were given up (their fate is ``failed`` or ``poison``), and have no sample. A live view."""
         return MappingProxyType(self._failed)
 
     @property
     def parts(self) -> Mapping[str, Receipt]:
         """The receipt of each stored part. A live view."""
         return MappingProxyType(self._parts)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all parts."""
+        return self._stored_bytes
 
     @property
     def conflicts(self) -> list[str]:
@@ -124,6 +163,54 @@ class Manifest:
         """All receipts, by attempt, writer and number."""
         return [self._receipts[i] for i in sorted(self._receipts)]
 
+    def has_receipt(self, name: tuple[int, str, int]) -> bool:
+        """Whether the receipt of this attempt, writer and number was added."""
+        return name in self._receipts
+
+    def keys_by_row(self) -> list[str]:
+        """The keys of all samples in the order of their input rows; those of unknown rows last, by key."""
+        keys: list[str] = []
+        rows = np.empty(len(self.samples), np.int64)
+        for key, place in self._placed():
+            rows[len(keys)] = self._order[place >> _SLOT_BITS].table.numbers[place & _SLOTS, -1]
+            keys.append(key)
+        rows[rows < 0] = np.iinfo(np.int64).max
+        order = np.argsort(rows, kind="stable")
+        ends = [*(np.flatnonzero(np.diff(rows[order])) + 1).tolist(), len(keys)]
+        found: list[str] = []
+        start = 0
+        for end in ends:
+            same = [keys[i] for i in order[start:end]]
+            found += same if len(same) < 2 else sorted(same)
+            start = end
+        return found
+
+    def totals(self) -> Totals:
+        """Counts of what readers see."""
+        many = {place for places in self._many.values() for place in places}
+        used = [place for places in self._chosen.values() for place in places]
+        by_receipt: dict[int, list[int]] = {}
+        for place in many:
+            by_receipt.setdefault(place >> _SLOT_BITS, []).append(place & _SLOTS)
+        total = Totals(samples=len(self.samples))
+        parts: set[str] = set()
+        for number, receipt in enumerate(self._order):
+            table = receipt.table
+            if not len(table):
+                continue
+            seen = table.whole
+            seen[by_receipt.get(number, [])] = False
+            if seen.any():
+                parts.add(receipt.part or "")
+                total.add(table.numbers[seen])
+        for place in used:
+            receipt = self._order[place >> _SLOT_BITS]
+            parts.add(receipt.part or "")
+            total.add(receipt.table.numbers[[place & _SLOTS]])
+        total.parts = len(parts)
+        total.part_bytes = sum(self._parts[part].size for part in parts)
+        return total
+
     def add(self, receipt: Receipt) -> None:
         """Take one receipt into account; one that is known already changes nothing."""
         known = self._receipts.setdefault(receipt.id, receipt)
@@ -131,17 +218,42 @@ class Manifest:
             if known != receipt:
                 self._conflicts.add(f"{receipt_name(*receipt.id)}: two receipts of this name differ")
             return
+        self._order.append(receipt)
         if receipt.part is not None:
             before = self._parts.setdefault(receipt.part, receipt)
             if before is not receipt:
                 self._conflicts.add(f"{receipt.part}: two receipts name this part")
                 self._parts[receipt.part] = max(before, receipt, key=lambda r: r.id)
-            for proof in receipt.segments:
-                self._proofs.setdefault(proof.segment.key, []).append((receipt.attempt, receipt.part, proof))
-            for key in {proof.segment.key for proof in receipt.segments}:
-                self._settle(key)
+            self._stored_bytes += self._parts[receipt.part].size - (0 if before is receipt else before.size)
+            self._add_segments(len(self._order) - 1, receipt.table)
         for fate in receipt.rows:
             self._take_fate(receipt.id, fate)
+
+    def _add_segments(self, number: int, table: SegmentTable) -> None:
+        whole = table.whole.tolist()
+        unsettled = set()
+        for slot, key in enumerate(table.keys()):
+            place = number << _SLOT_BITS | slot
+            known = self._many.get(key)
+            first = self._index.find(key) if known is None else None
+            if known is None and first is None:  # nearly all of a run's samples
+                self._index.add(key, place)
+                if whole[slot]:
+                    self._drop_fate(key)
+                else:
+                    self._partial.add(key)
+                continue
+            if known is None:
+                assert first is not None
+                known = self._many[key] = [first]
+                if key in self._partial:
+                    self._partial.remove(key)
+                else:
+                    self._chosen[key] = (first,)
+            known.append(place)
+            unsettled.add(key)
+        for key in unsettled:
+            self._settle(key)
 
     def _take_fate(self, told: tuple[int, str, int], fate: RowFate) -> None:
         known = self._fates.get(fate.key)
@@ -150,7 +262,7 @@ class Manifest:
         self._fates[fate.key] = (told, fate)
         self._refused.pop(fate.key, None)
         self._failed.pop(fate.key, None)
-        if fate.key in self._samples or fate.fate == "withdrawn":
+        if fate.key in self.samples or fate.fate == "withdrawn":
             return
         (self._refused if fate.fate == "refused" else self._failed)[fate.key] = fate
 
@@ -159,70 +271,127 @@ class Manifest:
         self._failed.pop(key, None)
 
     def _settle(self, key: str) -> None:
-        """Decide anew which record, if any, stands for ``key``."""
-        proofs = self._proofs[key]
-        if len(proofs) == 1:  # nearly all of a run's samples
-            [(attempt, part, proof)] = proofs
-            s = proof.segment
-            if s.index == 0 and s.start == 0 and s.stop == s.total:
-                self._samples[key] = SampleRecord(key, s.total, attempt, proof.row, ((part, proof),))
-                self._drop_fate(key)
-            return
+        """Decide anew which segments, if any, are the sample of a ``key`` that has several."""
+        proofs = [self._proof(place) for place in self._many[key]]
         disputes: list[str] = []
-        record: SampleRecord | None = None
-        for attempt in sorted({a for a, _, _ in proofs}, reverse=True):
-            record, dispute = _whole(key, attempt, [(p, q) for a, p, q in proofs if a == attempt])
+        run: list[_Proven] = []
+        for attempt in sorted({p.attempt for p in proofs}, reverse=True):
+            run, dispute = _whole(key, [p for p in proofs if p.attempt == attempt])
             disputes += [dispute] if dispute else []
-            if record is not None:
+            if run:
                 break  # what older attempts say does not matter any more
         self._disputed.pop(key, None)
         if disputes:
             self._disputed[key] = disputes
-        if record is not None:
-            self._samples[key] = record
+        if run:
+            self._chosen[key] = tuple(p.place for p in run)
             self._drop_fate(key)
-        elif self._samples.pop(key, None) is not None and key in self._fates:
+        elif self._chosen.pop(key, None) is not None and key in self._fates:
             self._take_fate(*self._fates[key])
 
+    # -- places --------------------------------------------------------------------------------------------------
 
-def _whole(key: str, attempt: int, proofs: list[tuple[str, SegmentProof]]) -> tuple[SampleRecord | None, str | None]:
-    """(the sample that one attempt proves, what contradicts itself in it), each ``None`` when there is none."""
+    def _key_at(self, place: int) -> str:
+        return self._order[place >> _SLOT_BITS].table.key(place & _SLOTS)
+
+    def _proof(self, place: int) -> _Proven:
+        receipt = self._order[place >> _SLOT_BITS]
+        return _Proven(receipt.attempt, receipt.part or "", receipt.segments[place & _SLOTS], place)
+
+    def _places(self, key: str) -> tuple[int, ...]:
+        """Of the segments that make the sample ``key``; none when it is not whole."""
+        if key in self._many:
+            return self._chosen.get(key, ())
+        place = None if key in self._partial else self._index.find(key)
+        return () if place is None else (place,)
+
+    def _placed(self) -> Iterator[tuple[str, int]]:
+        """Every sample's key, and the place of its first segment."""
+        for number, receipt in enumerate(self._order):
+            whole = receipt.table.whole.tolist()
+            for slot, key in enumerate(receipt.table.keys()):
+                place = number << _SLOT_BITS | slot
+                if (self._chosen.get(key, (-1,))[0] == place) if key in self._many else whole[slot]:
+                    yield key, place
+
+    def _record(self, key: str, places: tuple[int, ...]) -> SampleRecord:
+        proofs = [self._proof(place) for place in places]
+        first = proofs[0]
+        segments = tuple((p.part, p.proof) for p in proofs)
+        return SampleRecord(key, first.proof.segment.total, first.attempt, first.proof.row, segments)
+
+
+class _Samples(Mapping[str, SampleRecord]):
+    """The samples of a manifest."""
+
+    def __init__(self, manifest: Manifest):
+        self._manifest = manifest
+
+    def __len__(self) -> int:
+        m = self._manifest
+        return len(m._index) - len(m._partial) - len(m._many) + len(m._chosen)
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and bool(self._manifest._places(key))
+
+    def __getitem__(self, key: str) -> SampleRecord:
+        places = self._manifest._places(key)
+        if not places:
+            raise KeyError(key)
+        return self._manifest._record(key, places)
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key, _ in self._manifest._placed())
+
+
+_SLOT_BITS = 32
+_SLOTS = (1 << _SLOT_BITS) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Proven:
+    """A proof, and where it stands."""
+
+    attempt: int
+    part: str
+    proof: SegmentProof
+    place: int
+
+
+def _whole(key: str, proofs: list[_Proven]) -> tuple[list[_Proven], str | None]:
+    """(the segments of the sample that one attempt proves, what contradicts itself in it): empty and ``None`` when
+    there is none."""
     # Segments of one sample agree in their total and in the hash of all its tokens; only such are joined.
-    chosen: dict[tuple[_Identity, int, int], tuple[str, SegmentProof]] = {}
+    chosen: dict[tuple[_Identity, int, int], _Proven] = {}
     mixed = False
-    for part, proof in sorted(proofs, key=lambda item: (item[0], item[1].slot)):  # the lowest part name first
-        s = proof.segment
-        first = chosen.setdefault(((s.total, proof.sample_hash), s.index, s.start), (part, proof))
-        mixed |= (first[1].segment.stop, first[1].token_hash) != (s.stop, proof.token_hash)
+    for proven in sorted(proofs, key=lambda p: (p.part, p.proof.slot)):  # the lowest part name first
+        s = proven.proof.segment
+        first = chosen.setdefault(((s.total, proven.proof.sample_hash), s.index, s.start), proven)
+        mixed |= (first.proof.segment.stop, first.proof.token_hash) != (s.stop, proven.proof.token_hash)
     samples = sorted({sample for sample, _, _ in chosen})
     dispute = None
     if mixed or len(samples) > 1:
-        names = ", ".join(sorted({part for part, _ in proofs}))
-        dispute = f"sample {key!r}: attempt {attempt} stored it with different tokens ({names})"
+        names = ", ".join(sorted({p.part for p in proofs}))
+        dispute = f"sample {key!r}: attempt {proofs[0].attempt} stored it with different tokens ({names})"
     # Where the whole sample's hash is not known, runs whose tokens differ must not be joined either.
     runs = [run for run in (_cover(sample, chosen) for sample in samples) if run and not (mixed and len(run) > 1)]
-    if not runs:
-        return None, dispute
-    best = min(runs, key=lambda run: run[0][0])
-    return SampleRecord(key, best[0][1].segment.total, attempt, best[0][1].row, tuple(best)), dispute
+    return min(runs, key=lambda run: run[0].part, default=[]), dispute
 
 
 #: What all segments of a sample share: its number of tokens, and the hash of their ids.
 _Identity = tuple[int, str]
 
 
-def _cover(
-    sample: _Identity, chosen: Mapping[tuple[_Identity, int, int], tuple[str, SegmentProof]]
-) -> list[tuple[str, SegmentProof]]:
+def _cover(sample: _Identity, chosen: Mapping[tuple[_Identity, int, int], _Proven]) -> list[_Proven]:
     """Segments 0, 1, … that cover all the sample's tokens without a gap; empty when there are none."""
-    run: list[tuple[str, SegmentProof]] = []
+    run: list[_Proven] = []
     at = 0
     while at < sample[0]:
         item = chosen.get((sample, len(run), at))
         if item is None:
             return []
         run.append(item)
-        at = item[1].segment.stop
+        at = item.proof.segment.stop
     return run
 
 

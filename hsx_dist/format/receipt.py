@@ -9,14 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from hsx_dist.errors import FormatError, IntegrityError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
-from hsx_dist.page import Segment
+from hsx_dist.format.segments import SegmentProof, SegmentTable
+
+__all__ = ["Receipt", "RowFate", "SegmentProof", "token_hash"]
 
 _FORMAT = "hsx-receipt/1"
 _BEFORE_CRC, _AFTER_CRC = b'{"crc32c":"', b'","receipt":'
@@ -30,28 +33,13 @@ _HEX8, _HEX16 = re.compile(r"[0-9a-f]{8}"), re.compile(r"[0-9a-f]{16}")
 _LARGEST = 2**62
 _Json = dict[str, Any]
 
-
-@dataclass(frozen=True, slots=True)
-class SegmentProof:
-    """One segment of a stored part.
-
-    ``slot``: its position among the part's segments. ``token_hash``: ``token_hash`` of its ids. ``raw_bytes`` and
-    ``stored_bytes``: size of its states before and after encoding. ``row``: the input row it came from, if known.
-    ``sample_hash``: ``token_hash`` of all ids of the sample, if known: only segments that agree in it belong together.
-    """
-
-    segment: Segment
-    slot: int
-    token_hash: str
-    raw_bytes: int
-    stored_bytes: int
-    row: int | None = None
-    sample_hash: str = ""
+Fate = Literal["refused", "failed", "poison", "withdrawn"]
 
 
 @dataclass(frozen=True, slots=True)
 class RowFate:
-    """A row that has no sample, and why: ``refused`` rows cannot have one, ``failed`` ones may be tried again.
+    """A row that has no sample, and why: ``refused`` rows cannot have one, ``failed`` ones may be tried again, and so
+    may ``poison`` ones, whose engine died each time, but only when that is asked for.
 
     ``withdrawn`` takes back an earlier fate of the key: the row was corrected. ``content``: hash of the row's content
     where it could be read, so that a corrected row is known from the one that was refused; else empty.
@@ -59,7 +47,7 @@ class RowFate:
 
     key: str
     row: int | None
-    fate: Literal["refused", "failed", "withdrawn"]
+    fate: Fate
     reason: str
     tries: int
     content: str = ""
@@ -82,9 +70,19 @@ class Receipt:
     crc32c: str
     header_bytes: int
     raw_bytes: int
-    segments: tuple[SegmentProof, ...]
+    #: Kept as a ``SegmentTable``, whatever was given.
+    segments: Sequence[SegmentProof]
     rows: tuple[RowFate, ...]
     created: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "segments", SegmentTable.of(self.segments))
+
+    @property
+    def table(self) -> SegmentTable:
+        """``segments`` as arrays."""
+        assert isinstance(self.segments, SegmentTable)
+        return self.segments
 
     @property
     def id(self) -> tuple[int, str, int]:
@@ -104,7 +102,7 @@ class Receipt:
             "header_bytes": self.header_bytes,
             "raw_bytes": self.raw_bytes,
             "segment_columns": _SEGMENT_COLUMNS,
-            "segments": [_segment_row(p) for p in self.segments],
+            "segments": self.table.json_rows(),
             "row_columns": _ROW_COLUMNS,
             "rows": [[r.key, r.row, r.fate, r.reason, r.tries, r.content] for r in self.rows],
             "created": self.created,
@@ -132,14 +130,6 @@ def token_hash(token_ids: np.ndarray[Any, Any]) -> str:
     """16 hex digits of BLAKE2b over the ids as little-endian int64; ``token_ids``: integers ``[n]``."""
     ids = np.ascontiguousarray(token_ids, dtype="<i8")
     return hashlib.blake2b(ids.data, digest_size=8).hexdigest()
-
-
-def _segment_row(p: SegmentProof) -> list[Any]:
-    s = p.segment
-    return [
-        s.key, s.index, s.start, s.stop, s.total, p.slot, p.token_hash, p.raw_bytes, p.stored_bytes, p.row,
-        p.sample_hash,
-    ]  # fmt: skip
 
 
 def _open(data: bytes, where: str) -> _Json:
@@ -175,11 +165,9 @@ def _receipt(b: _Json) -> Receipt:
         part = _text(part, "part")
         if part.startswith("/") or any(p in ("", ".", "..") for p in part.split("/")):
             raise ValueError(f"part: expected a relative name, came {part!r}")
-    segments = tuple(map(_proof, b["segments"]))
+    segments = _segments(b["segments"])
     if part is None and segments:
         raise ValueError("segments without a part")
-    if any(p.slot != i for i, p in enumerate(segments)):
-        raise ValueError("slots: expected 0, 1, 2, …")
     receipt = Receipt(
         attempt=_count(b["attempt"], "attempt", 1),
         writer=_text(b["writer"], "writer"),
@@ -200,26 +188,36 @@ def _receipt(b: _Json) -> Receipt:
     return receipt
 
 
-def _proof(row: Any) -> SegmentProof:
-    key, index, start, stop, total, slot, token_hash, raw, stored, number, sample_hash = row
-    for value in (index, start, stop, total, slot, raw, stored):
-        if type(value) is not int or not 0 <= value < _LARGEST:
-            raise ValueError(f"segments: expected counts, came {value!r}")
-    if not start < stop <= total:
-        raise ValueError(f"segments: expected start < stop <= total, came {start}, {stop}, {total}")
-    if type(key) is not str or not key or type(token_hash) is not str or not _HEX16.fullmatch(token_hash):
-        raise ValueError(f"segments: expected a key and a hash of 16 hex digits, came {key!r}, {token_hash!r}")
-    if number is not None:
-        _count(number, "segments: row")
-    if sample_hash != "" and (type(sample_hash) is not str or not _HEX16.fullmatch(sample_hash)):
-        raise ValueError(f"segments: expected a sample's hash of 16 hex digits, or none, came {sample_hash!r}")
-    return SegmentProof(Segment(key, index, start, stop, total), slot, token_hash, raw, stored, number, sample_hash)
+def _segments(rows: Any) -> SegmentTable:
+    """The table of segments, checked a column at a time: a receipt may have tens of thousands of rows."""
+    if not rows:
+        return SegmentTable.of(())
+    if any(len(row) != len(_SEGMENT_COLUMNS) for row in rows):
+        raise ValueError(f"segments: expected rows of {len(_SEGMENT_COLUMNS)} values")
+    key, index, start, stop, total, slot, token_hash, raw, stored, number, sample_hash = zip(*rows, strict=True)
+    row = [-1 if n is None else _count(n, "segments: row") for n in number]
+    for column in (index, start, stop, total, slot, raw, stored):
+        if any(type(value) is not int for value in column) or not 0 <= min(column) <= max(column) < _LARGEST:
+            raise ValueError("segments: expected counts, came something else")
+    if any(type(k) is not str or not k for k in key):
+        raise ValueError("segments: expected keys")
+    if any(type(h) is not str or not _HEX16.fullmatch(h) for h in token_hash):
+        raise ValueError("segments: expected token hashes of 16 hex digits")
+    if any(type(h) is not str or (h and not _HEX16.fullmatch(h)) for h in sample_hash):
+        raise ValueError("segments: expected a sample's hash of 16 hex digits, or none")
+    if slot != tuple(range(len(rows))):
+        raise ValueError("slots: expected 0, 1, 2, …")
+    numbers = np.array([index, start, stop, total, raw, stored, row], dtype=np.int64).T
+    bad = ~((numbers[:, 1] < numbers[:, 2]) & (numbers[:, 2] <= numbers[:, 3]))
+    if bad.any():
+        raise ValueError(f"segments: expected start < stop <= total, came {numbers[bad][0, 1:4].tolist()}")
+    return SegmentTable(key, numbers, list(zip(token_hash, sample_hash, strict=True)))
 
 
 def _fate(row: Any) -> RowFate:
     key, number, fate, reason, tries, content = row
-    if fate not in ("refused", "failed", "withdrawn"):
-        raise ValueError(f"rows: expected refused, failed or withdrawn, came {fate!r}")
+    if fate not in get_args(Fate):
+        raise ValueError(f"rows: expected one of {get_args(Fate)}, came {fate!r}")
     if number is not None:
         _count(number, "rows: row")
     return RowFate(

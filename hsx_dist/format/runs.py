@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
@@ -38,6 +39,7 @@ __all__ = [
     "read_complete",
     "read_heartbeat",
     "read_run",
+    "receipts_of",
     "take_attempt",
     "write_complete",
     "write_run",
@@ -110,15 +112,16 @@ def is_fenced(store: Store, attempt: int) -> bool:
 def beat(store: Store, attempt: int, value: int, state: str, progress: Mapping[str, Any] | None = None) -> None:
     """Store the attempt's heartbeat: a ``value`` other than the last says that its holder lives, by nobody's clock.
 
-    ``progress``: how far the attempt has come, for people and ``hsx top``; no decision rests on it.
+    ``progress``: what its holder knows and receipts do not tell (JSON types), for people, ``hsx top`` and
+    ``hsx report``; no decision rests on it.
     """
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    body = {"attempt": attempt, "value": value, "state": state, "time": now}
-    store.put(heartbeat_name(attempt), [_dump({**body, **({"progress": dict(progress)} if progress else {})})])
+    body = {"attempt": attempt, "value": value, "state": state, "time": now, "progress": dict(progress or {})}
+    store.put(heartbeat_name(attempt), [_dump(body)])
 
 
 def read_heartbeat(store: Store, attempt: int) -> dict[str, Any] | None:
-    """``{"attempt", "value", "state", "time"}`` as last stored; ``None`` before the first beat."""
+    """``{"attempt", "value", "state", "time", "progress"}`` as last stored; ``None`` before the first beat."""
     return _read_json(store, heartbeat_name(attempt))
 
 
@@ -139,6 +142,14 @@ def load_manifest(store: Store) -> Manifest:
         for receipt in pool.map(lambda name: _read_receipt(store, name), names):
             manifest.add(receipt)
     return manifest
+
+
+def receipts_of(store: Store, attempt: int, *, known: Manifest) -> Iterator[Receipt]:
+    """The stored receipts of one attempt that are not in ``known``."""
+    found = (parse_receipt_name(info.name) for info in store.list(f"manifest/{attempt:04d}/"))
+    names = [receipt_name(*parsed) for parsed in found if parsed is not None and not known.has_receipt(parsed)]
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="hsx-receipts") as pool:
+        yield from pool.map(lambda name: _read_receipt(store, name), names)
 
 
 def check_receipts(store: Store) -> Iterator[tuple[str, str]]:
@@ -172,9 +183,7 @@ def write_complete(store: Store, attempt: int, manifest: Manifest, summary: Mapp
         raise Fenced(
             f"attempt {attempt} of {store.url} is no longer the newest: another driver took over; it completes the run"
         )
-    receipts = manifest.receipts
-    lines = b"".join(r.to_json() + b"\n" for r in receipts)
-    packed = zstandard.ZstdCompressor(level=3).compress(lines)
+    packed, raw_size = _pack(manifest.receipts)
     name = compacted_name(attempt)
     store.put(name, [packed])
     body = {
@@ -185,8 +194,8 @@ def write_complete(store: Store, attempt: int, manifest: Manifest, summary: Mapp
             "name": name,
             "size": len(packed),
             "crc32c": crc32c_hex(crc32c(packed)),
-            "raw_size": len(lines),
-            "receipts": len(receipts),
+            "raw_size": raw_size,
+            "receipts": len(manifest.receipts),
         },
         "counts": count(manifest),
         "summary": dict(summary),
@@ -194,17 +203,28 @@ def write_complete(store: Store, attempt: int, manifest: Manifest, summary: Mapp
     store.put(COMPLETE, [_dump(body)])
 
 
+def _pack(receipts: Sequence[Receipt]) -> tuple[bytes, int]:
+    """One line a receipt, compressed; and the lines' size. A line at a time: all of them may be gigabytes."""
+    compressor = zstandard.ZstdCompressor(level=3).compressobj()
+    packed, size = [], 0
+    for receipt in receipts:
+        line = receipt.to_json() + b"\n"
+        size += len(line)
+        packed.append(compressor.compress(line))
+    packed.append(compressor.flush())
+    return b"".join(packed), size
+
+
 def count(manifest: Manifest) -> dict[str, int]:
     """The counts that ``complete.json`` holds, of what readers see."""
-    samples = manifest.samples.values()
-    proofs = [(part, proof) for s in samples for part, proof in s.segments]
+    totals = manifest.totals()
     return {
-        "samples": len(samples),
-        "tokens": sum(s.num_tokens for s in samples),
-        "segments": len(proofs),
-        "parts": len({part for part, _ in proofs}),
-        "raw_bytes": sum(proof.raw_bytes for _, proof in proofs),
-        "stored_bytes": sum(proof.stored_bytes for _, proof in proofs),
+        "samples": totals.samples,
+        "tokens": totals.tokens,
+        "segments": totals.segments,
+        "parts": totals.parts,
+        "raw_bytes": totals.raw_bytes,
+        "stored_bytes": totals.stored_bytes,
         "refused": len(manifest.refused),
         "failed": len(manifest.failed),
         "conflicts": len(manifest.conflicts),
@@ -247,17 +267,23 @@ def _read_compacted(store: Store, complete: Mapping[str, Any]) -> Iterator[Recei
             f"{where}: expected {about['size']} bytes with crc32c {about.get('crc32c')}, found {len(packed)} with "
             f"{found}. Restore it, or remove {COMPLETE} so that the single receipts are read"
         )
+    size = number = 0
     try:
-        # The frame says how large it is; what is larger than promised is never allocated.
-        if zstandard.frame_content_size(packed) != about["raw_size"]:
-            raise FormatError(f"{where}: expected {about['raw_size']} bytes of receipts, the frame says otherwise")
-        lines = zstandard.ZstdDecompressor().decompress(packed).splitlines()
+        with zstandard.ZstdDecompressor().stream_reader(packed) as reader:
+            lines = io.BufferedReader(reader, 1 << 20)  # type: ignore[type-var]  # it has what is used of a raw stream
+            # What is larger than promised is never allocated.
+            while line := lines.readline(about["raw_size"] + 1 - size):
+                size += len(line)
+                number += 1
+                if size > about["raw_size"] or number > about["receipts"]:
+                    break
+                yield Receipt.from_json(line.rstrip(b"\n"), f"{where}, line {number}")
     except zstandard.ZstdError as e:
         raise FormatError(f"{where}: expected a zstandard frame: {e}") from e
-    if len(lines) != about["receipts"]:
-        raise FormatError(f"{where}: expected {about['receipts']} receipts, found {len(lines)}")
-    for number, line in enumerate(lines, 1):
-        yield Receipt.from_json(line, f"{where}, line {number}")
+    if (size, number) != (about["raw_size"], about["receipts"]):
+        raise FormatError(
+            f"{where}: expected {about['receipts']} receipts of {about['raw_size']} bytes in all, found others"
+        )
 
 
 def _receipt_names(store: Store, after_attempt: int) -> list[str]:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayActorError, RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hsx_dist.config import ExtractConfig
-from hsx_dist.errors import ConfigError, HsxError
+from hsx_dist.errors import HsxError
 from hsx_dist.jobs.cores import CoreClaim, omp_binding
-from hsx_dist.jobs.fleet import FleetEvent, ReplicaDied, ReplicaReady, TaskDone
+from hsx_dist.jobs.fleet import Draining, FleetEvent, ReplicaDied, ReplicaLeaving, ReplicaReady, TaskDone
+from hsx_dist.jobs.nodes import Nodes, look
+from hsx_dist.jobs.placement import Placement, place, placed_spec
+from hsx_dist.jobs.room import affordable_credit, check_output, check_room, has_room_for_writers
 from hsx_dist.jobs.tasks import EngineSpec, Task, TaskResult
 from hsx_dist.observe.logs import configure_logging
 from hsx_dist.observe.metrics import Meter
@@ -26,7 +30,9 @@ from hsx_dist.writers.sink import Lost, SinkOptions
 log = logging.getLogger(__name__)
 
 #: How often the cluster is asked which nodes it has.
-NODES_EVERY_S = 10.0
+NODES_EVERY_S = 5.0
+#: How long engines may take to end by themselves before they are killed: everything of theirs is stored by then.
+CLOSE_S = 30.0
 #: Environment variables that hold or lead to credentials: taken from the driver to every process that opens the store.
 CREDENTIAL_PREFIXES = ("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR_HOST", "GCSFS_", "FSSPEC_")
 
@@ -106,16 +112,29 @@ def prepare_cpu(ranks: int, num_cpus: float) -> CoreClaim | None:
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """How many actors of which size."""
+    """How many actors of which size. ``replicas``: at most so many; those for which there is no room wait for it, and
+    an autoscaler sees them wait."""
 
     replicas: int
+    placement: Placement
     replica_cpus: float
-    replica_gpus: float
     replica_resources: Mapping[str, float]
     replica_env: Mapping[str, str]
     writers_per_node: int
     writer_cpus: float
     writer_threads: int
+
+
+@dataclass(slots=True)
+class _Replica:
+    """One replica as the driver's side sees it. ``failures``: starts and deaths of its kind in a row."""
+
+    actor: Any
+    group: Any
+    failures: int
+    node: str = ""
+    state: Literal["starting", "ready", "leaving"] = "starting"
+    tasks: dict[Any, Task] = field(default_factory=dict)
 
 
 class RayFleet:
@@ -128,60 +147,95 @@ class RayFleet:
         shape: ClusterShape,
         *,
         name: str,
-        max_restarts: int = 3,
+        max_failures: int = 3,
+        nodes: Callable[[], Nodes] = look,
     ):
-        """``writer(name)`` gives a writer's spec. ``name`` prefixes the actors' names on Ray's dashboard."""
+        """``writer(name)`` gives a writer's spec. ``name`` prefixes the actors' names on Ray's dashboard. A replica
+        that dies is started again, up to ``max_failures`` times in a row."""
         self._spec = spec
         self._writer = writer
         self._shape = shape
         self._name = name
-        self._restarts_left = [max_restarts] * shape.replicas
+        self._max_failures = max_failures
+        self._look = nodes
+        self._nodes = Nodes()
+        self._looked = 0.0
+        self._served: list[str] = []  # every node that ever had writers; a node that comes back has another id
         self._writers: list[tuple[str, Any]] = []
-        self._nodes: list[str] = []  # every node that ever had writers; a node that comes back has another id
-        self._nodes_seen = 0.0
         self._coming: dict[Any, str] = {}  # writers of nodes that came later, until they are heard of
-        self._replicas: dict[int, Any] = {}
-        self._starting: dict[Any, int] = {}
-        self._tasks: dict[Any, int] = {}
+        self._going: dict[Any, str] = {}  # writers of nodes that drain: they store what they have, and get no more
         self._listening: dict[Any, Any] = {}  # ref of a writer's events() → the writer
+        self._replicas: dict[int, _Replica] = {}
+        self._numbers = 0
+        self._starting: dict[Any, int] = {}
+        self._waiting: list[int] = []  # replicas that are up while there is no writer yet
+        self._ever_ready = False
+        self._told_draining = False
+        self._here = ""
 
     def start(self) -> None:
+        self._here = str(ray.get_runtime_context().get_node_id())
+        self._nodes, self._looked = self._look(), time.monotonic()
         for node in self._nodes_for_writers():
             # Before any replica, which could take their CPUs.
             self._writers += [(node, actor) for actor in self._start_writers(node)]
-        for replica in range(self._shape.replicas):
-            self._start_replica(replica)
+        for _ in range(self._shape.replicas):
+            self._start_replica()
+
+    # -- nodes ---------------------------------------------------------------------------------------------------
 
     def _nodes_for_writers(self) -> list[str]:
-        self._nodes_seen = time.monotonic()
-        return sorted(
-            n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU", 0.0) >= self._shape.writer_cpus
-        )
+        resources = self._nodes.resources
+        return sorted(n for n, have in resources.items() if has_room_for_writers(have, self._shape.writer_cpus))
 
-    def _watch_nodes(self) -> None:
+    def _watch_nodes(self) -> list[FleetEvent]:
         """Writers on nodes that came; those of nodes that went are forgotten, and the replicas told."""
-        alive = self._nodes_for_writers()
-        for node in alive:
-            if node not in self._nodes:
+        self._nodes, self._looked = self._look(), time.monotonic()
+        wanted = self._nodes_for_writers()
+        for node in wanted:
+            if node not in self._served:
                 # Replicas hear of it when it lives: on a node that is full already it may wait for its CPUs for ever.
                 self._coming |= dict.fromkeys(self._start_writers(node), node)
-        self._coming = {actor: node for actor, node in self._coming.items() if node in alive}
-        left = [(node, actor) for node, actor in self._writers if node in alive]
+        self._coming = {actor: node for actor, node in self._coming.items() if node in wanted}
+        self._going = {actor: node for actor, node in self._going.items() if self._nodes.is_alive(node)}
+        left = [(node, actor) for node, actor in self._writers if node in wanted]
         if len(left) < len(self._writers):
+            gone = [(node, actor) for node, actor in self._writers if node in self._nodes.draining]
             self._writers = left
             self._tell_replicas()
-        known = {*self._coming, *(actor for _, actor in left)}
+            self._going |= {actor: node for node, actor in gone}
+        for actor in self._going:
+            actor.flush.remote()  # again and again until the node is gone: pages may have been under way
+        known = {*self._coming, *self._going, *(actor for _, actor in left)}
         self._listening = {ref: actor for ref, actor in self._listening.items() if actor in known}
+        return self._take_leave()
+
+    def _take_leave(self) -> list[FleetEvent]:
+        """Replicas of nodes that drain get no more tasks, and others are started in their place."""
+        events: list[FleetEvent] = []
+        if self._here in self._nodes.draining and not self._told_draining:
+            self._told_draining = True
+            events.append(Draining())
+        for number, replica in list(self._replicas.items()):
+            if replica.state == "ready" and replica.node in self._nodes.draining:
+                replica.state = "leaving"
+                events.append(ReplicaLeaving(number))
+                self._start_replica()
+            if replica.state == "leaving" and not replica.tasks:
+                events += self._remove(number, ReplicaDied(number, "its node drains", blameless=True), flush=True)
+        return events
 
     def _tell_replicas(self) -> None:
-        for replica, actor in self._replicas.items():
-            if replica not in self._starting.values():
-                actor.set_writers.remote(self._writers)
+        for replica in self._replicas.values():
+            if replica.state != "starting":
+                replica.actor.set_writers.remote(self._writers)
+
+    # -- actors --------------------------------------------------------------------------------------------------
 
     def _start_writers(self, node: str) -> list[Any]:
         started = []
         for slot in range(self._shape.writers_per_node):
-            name = f"n{len(self._nodes)}w{slot}"
+            name = f"n{len(self._served)}w{slot}"
             actor = start_writer(
                 self._writer(name),
                 node_id=node,
@@ -191,53 +245,67 @@ class RayFleet:
             )
             started.append(actor)
             self._listen(actor)
-        self._nodes.append(node)
+        self._served.append(node)
         return started
 
-    def _start_replica(self, replica: int) -> None:
-        shape = self._shape
+    def _start_replica(self, failures: int = 0) -> None:
+        shape, placement = self._shape, self._shape.placement
+        number, self._numbers = self._numbers, self._numbers + 1
+        name = f"{self._name}/replica/{number}"
+        group, scheduling = None, {}
+        if placement.total:  # Ray makes no group of nothing
+            group = ray.util.placement_group(list(placement.bundles), strategy=placement.strategy, name=name)
+            scheduling["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                group,
+                placement_group_bundle_index=0,
+                # The ranks of vLLM's Ray executor belong into the group as well.
+                placement_group_capture_child_tasks=len(placement.bundles) > 1,
+            )
         # As an argument, not as a runtime_env: that one is shown on Ray's dashboard.
         environment = {**credential_environment(), **shape.replica_env}
         actor = (
             ray.remote(ReplicaActor)
             .options(
-                name=f"{self._name}/replica/{replica}",
+                name=name,
                 num_cpus=shape.replica_cpus,
-                num_gpus=shape.replica_gpus,
+                num_gpus=placement.actor_gpus,
                 resources=dict(shape.replica_resources) or None,
                 max_concurrency=8,
+                **scheduling,
             )
             .remote(
                 self._spec,
                 self._writers,
                 environment,
                 shape.replica_cpus,
-                {"run": self._spec.output, "replica": str(replica)},
+                {"run": self._spec.output, "replica": str(number)},
             )
         )
-        self._replicas[replica] = actor
-        self._starting[actor.ready.remote()] = replica
+        self._replicas[number] = _Replica(actor, group, failures)
+        self._starting[actor.ready.remote()] = number
 
     def submit(self, replica: int, task: Task) -> None:
         # The name under which Ray's dashboard lists the call.
         name = f"replica {replica}: task {task.number}, {len(task.rows)} rows from {task.rows[0].row}"
-        self._tasks[self._replicas[replica].run.options(name=name).remote(task)] = replica
+        own = self._replicas[replica]
+        own.tasks[own.actor.run.options(name=name).remote(task)] = task
 
     def poll(self, timeout: float) -> list[FleetEvent]:
-        if time.monotonic() - self._nodes_seen > NODES_EVERY_S:
-            self._watch_nodes()
-        refs = [*self._starting, *self._tasks, *self._listening]
-        done, _ = ray.wait(refs, num_returns=1, timeout=timeout)
+        events: list[FleetEvent] = []
+        if time.monotonic() - self._looked > NODES_EVERY_S:
+            events += self._watch_nodes()
+        running = {ref: number for number, replica in self._replicas.items() for ref in replica.tasks}
+        refs = [*self._starting, *running, *self._listening]
+        done, _ = ray.wait(refs, num_returns=1, timeout=0 if events else timeout) if refs else ([], [])
         if done:  # and whatever else is there by now, at no further wait
             done, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
-        events: list[FleetEvent] = []
         for ref in done:
             if ref in self._listening:
                 events += self._heard(ref)
             elif ref in self._starting:
                 events += self._started(ref)
-            elif ref in self._tasks:
-                events += self._task_done(ref)
+            elif ref in running and running[ref] in self._replicas:
+                events += self._task_done(ref, running[ref])
         return events
 
     def _listen(self, actor: Any) -> None:
@@ -247,75 +315,130 @@ class RayFleet:
         actor = self._listening.pop(ref, None)
         if actor is None:
             return []  # its node went while others were heard
+        events: list[FleetEvent] = []
         try:
-            events = list(ray.get(ref))
+            events += ray.get(ref)
             if actor in self._coming:
                 self._writers.append((self._coming.pop(actor), actor))
                 self._tell_replicas()
+            events += self._announce()
         except RayError as e:
             # Ray restarts it while its node lives; what it held has no receipt and will be run again.
             log.warning("a writer died: %s", type(e).__name__)
-            self._watch_nodes()
-            events = []
-        if actor in self._coming or any(actor == listed for _, listed in self._writers):
+            events += self._watch_nodes()
+        if actor in self._coming or actor in self._going or any(actor == listed for _, listed in self._writers):
             self._listen(actor)
         return events
 
     def _started(self, ref: Any) -> list[FleetEvent]:
-        replica = self._starting.pop(ref)
+        number = self._starting.pop(ref)
+        replica = self._replicas[number]
         try:
-            ray.get(ref)
+            replica.node = ray.get(ref)
         except RayError as e:
-            return self._died(replica, reason_of(e), starting=True)
-        self._replicas[replica].set_writers.remote(self._writers)  # the pool may have changed while it started
-        return [ReplicaReady(replica)]
+            return self._died(number, e)
+        replica.actor.set_writers.remote(self._writers)  # the pool may have changed while it started
+        replica.state = "ready"
+        self._ever_ready = True
+        self._waiting.append(number)
+        return self._announce()
 
-    def _task_done(self, ref: Any) -> list[FleetEvent]:
-        replica = self._tasks.pop(ref)
+    def _announce(self) -> list[FleetEvent]:
+        """Replicas that are up are given tasks once there is a writer for what they compute."""
+        if not self._writers:
+            return []
+        waiting, self._waiting = self._waiting, []
+        return [ReplicaReady(number) for number in waiting if number in self._replicas]
+
+    def _task_done(self, ref: Any, number: int) -> list[FleetEvent]:
+        replica = self._replicas[number]
         try:
-            return [TaskDone(replica, ray.get(ref))]
+            result = ray.get(ref)
         except RayError as e:
-            return self._died(replica, reason_of(e), starting=False)
+            return self._died(number, e)
+        del replica.tasks[ref]
+        replica.failures = 0
+        return [TaskDone(number, result), *self._take_leave()]
 
-    def _died(self, replica: int, reason: str, *, starting: bool) -> list[FleetEvent]:
+    def _died(self, number: int, error: RayError) -> list[FleetEvent]:
         """One report a death: the refs of its other tasks are forgotten with it."""
-        self._tasks = {ref: r for ref, r in self._tasks.items() if r != replica}
-        ray.kill(self._replicas[replica], no_restart=True)
-        self._restarts_left[replica] -= 1
-        if starting or self._restarts_left[replica] < 0:
-            del self._replicas[replica]
-            return [ReplicaDied(replica, reason, fatal=not self._replicas)]
-        self._start_replica(replica)
-        return [ReplicaDied(replica, reason)]
+        replica = self._replicas[number]
+        self._nodes, self._looked = self._look(), time.monotonic()
+        blameless = went_with_its_node(error) or (replica.node != "" and replica.node not in self._nodes.resources)
+        # A row that is alone with its engine is to blame, and not the engine.
+        alone = any(task.alone for task in replica.tasks.values())
+        failures = replica.failures + (not blameless and not alone)
+        hopeless = replica.state == "starting" and not blameless and not self._ever_ready
+        again = not hopeless and failures <= self._max_failures and replica.state != "leaving"
+        if again:
+            self._start_replica(failures)
+        told = ReplicaDied(number, reason_of(error), fatal=not again and len(self._replicas) == 1, blameless=blameless)
+        return self._remove(number, told, flush=False)
 
-    def flush(self) -> list[FleetEvent]:
-        for replica, actor in list(self._replicas.items()):
-            if replica not in self._starting.values():
-                self._attempt(actor.flush.remote())
-        for _, actor in self._writers:
-            self._attempt(actor.flush.remote())
+    def _remove(self, number: int, told: ReplicaDied, *, flush: bool) -> list[FleetEvent]:
+        replica = self._replicas.pop(number)
+        if flush:
+            self._wait([replica.actor.flush.remote()], 5.0)
+        ray.kill(replica.actor, no_restart=True)
+        if replica.group is not None:
+            ray.util.remove_placement_group(replica.group)
+        return [told]
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def flush(self, timeout: float | None = None) -> list[FleetEvent]:
+        end = None if timeout is None else time.monotonic() + timeout
+
+        def left() -> float | None:
+            return None if end is None else max(end - time.monotonic(), 0.0)
+
+        writers = [*(actor for _, actor in self._writers), *self._going]
+        if end is not None:
+            # What writers hold is stored at once, beside what replicas still have to hand over.
+            early = [actor.flush.remote() for actor in writers]
+            self._wait([r.actor.flush.remote() for r in self._replicas.values() if r.state != "starting"], left())
+            self._wait(early, left())
+        else:
+            self._wait([r.actor.flush.remote() for r in self._replicas.values() if r.state != "starting"], None)
+        self._wait([actor.flush.remote() for actor in writers], left())
         events: list[FleetEvent] = []
-        # What the flush stored is told by the call that listens now, or by the next one.
-        for _ in range(2):
-            for ref in list(self._listening):
+        # What the flush stored is told by the call that listens now, or by the next one. Where time is short, those
+        # that have nothing to tell are not waited for.
+        for _ in range(2 if end is None else 1):
+            refs = list(self._listening)
+            patience = None if end is None else min(left() or 0.0, 1.0)
+            done, _ = ray.wait(refs, num_returns=len(refs), timeout=patience) if refs else ([], [])
+            for ref in done:
                 events += self._heard(ref)
         return events
 
-    def _attempt(self, ref: Any) -> None:
-        try:
-            ray.get(ref)
-        except RayError as e:
-            log.warning("flush: %s", type(e).__name__)  # what it held is run again
+    def _wait(self, refs: list[Any], timeout: float | None) -> None:
+        """Until all of ``refs`` are there, or time is up; what failed is run again."""
+        if not refs:
+            return
+        done, late = ray.wait(refs, num_returns=len(refs), timeout=timeout)
+        for ref in done:
+            try:
+                ray.get(ref)
+            except RayError as e:
+                log.warning("flush: %s", type(e).__name__)
+        if late:
+            log.warning("%d of %d actors did not answer in time", len(late), len(refs))
 
-    def close(self) -> None:
-        for replica, actor in self._replicas.items():
-            if replica in self._starting.values():
-                ray.kill(actor)
-            else:
-                self._attempt(actor.stop.remote())
-                ray.kill(actor)
-        for actor in (*self._coming, *(actor for _, actor in self._writers)):
+    def close(self, *, quickly: bool = False) -> None:
+        if not quickly:
+            self._wait([r.actor.stop.remote() for r in self._replicas.values() if r.state != "starting"], CLOSE_S)
+        for replica in self._replicas.values():
+            ray.kill(replica.actor)
+            if replica.group is not None:
+                ray.util.remove_placement_group(replica.group)
+        for actor in (*self._coming, *self._going, *(actor for _, actor in self._writers)):
             ray.kill(actor)
+
+
+def went_with_its_node(error: RayError) -> bool:
+    """Whether an actor's death is its node's, by what Ray says of it."""
+    return bool(getattr(error, "preempted", False)) or "node has died" in str(error) or "node was drained" in str(error)
 
 
 def reason_of(error: RayError) -> str:
@@ -330,77 +453,6 @@ def reason_of(error: RayError) -> str:
     return str(error).strip().splitlines()[-1]
 
 
-def check_output(output: str, nodes: int) -> None:
-    """Raises ConfigError for an output on a node's own disk when there are several nodes."""
-    local = "://" not in output or output.startswith(("file://", "local://", "memory://"))
-    if local and nodes > 1:
-        raise ConfigError(
-            f"output: expected a place that all {nodes} nodes share, came {output!r}, which each node would take for a "
-            "disk of its own; use an object store's URL (s3://…, gs://…), or set store.shared=true if it is a shared "
-            "file system"
-        )
-
-
-def affordable_credit(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> int:
-    """Bytes of credit of one writer: as configured, or what keeps all of a node's below half of its object store, which
-    spills to disk when it is full rather than say so.
-
-    Raises:
-        ConfigError: that half has no room for two pages a writer.
-    """
-    wanted = int(config.writers.credit_bytes)
-    smallest = min(int(n["Resources"].get("object_store_memory", 0)) for n in nodes)
-    most = smallest // 2 // config.writers.per_node
-    if most < 2 * int(config.page_bytes):
-        raise ConfigError(
-            f"writers: expected an object store that holds four pages ({4 * int(config.page_bytes)} bytes) for each of "
-            f"{config.writers.per_node} writers on every node, came one of {smallest} bytes; start Ray with a larger "
-            "--object-store-memory, or lower page_bytes or writers.per_node"
-        )
-    if most < wanted:
-        log.warning(
-            "writers.credit_bytes %d is lowered to %d: half of the smallest object store, %d bytes, is shared by %d "
-            "writers", wanted, most, smallest, config.writers.per_node
-        )  # fmt: skip
-    return min(wanted, most)
-
-
-def has_room_for_writers(node: Mapping[str, float], cpus: float) -> bool:
-    """Whether writers are made on a node. A head that gives its CPUs to nobody (``--num-cpus=0``) gets none."""
-    return node.get("CPU", 0) >= cpus
-
-
-def check_room(config: ExtractConfig, gpus: float, nodes: Sequence[Mapping[str, float]]) -> None:
-    """Raises ConfigError when the nodes (their Ray resources) have no room for ``min_replicas``, with their writers.
-
-    Ray would let the replicas wait for ever, and say so to nobody who looks at the job.
-    """
-    wanted = {**config.replica.resources, "CPU": config.replica.num_cpus, "GPU": gpus}
-    wanted = {name: amount for name, amount in wanted.items() if amount}
-    writers = config.writers.per_node * config.writers.num_cpus
-    if not any(has_room_for_writers(node, writers) for node in nodes):
-        raise ConfigError(
-            f"writers: expected a node with {writers:g} CPUs for its writers, came nodes with "
-            f"{[node.get('CPU', 0) for node in nodes]}; lower writers.per_node or writers.num_cpus"
-        )
-    room = 0
-    for node in nodes:
-        taken = writers if has_room_for_writers(node, writers) else 0
-        free = {**node, "CPU": node.get("CPU", 0) - taken}
-        fits = [int(free.get(name, 0) / amount + 1e-9) for name, amount in wanted.items()]
-        room += min(fits, default=config.min_replicas)
-    if room < config.min_replicas:
-        have = ", ".join(
-            "{" + ", ".join(f"{name}: {node.get(name, 0):g}" for name in sorted(wanted)) + "}" for node in nodes
-        )
-        raise ConfigError(
-            f"min_replicas: expected room for {config.min_replicas} replicas of "
-            f"{', '.join(f'{amount:g} {name}' for name, amount in sorted(wanted.items()))} each, beside writers of "
-            f"{writers:g} CPUs on each node, came nodes with {have}: room for {room}; lower replica.num_cpus, "
-            "writers.num_cpus or min_replicas, or add nodes"
-        )
-
-
 def ray_fleet(config: ExtractConfig, spec: EngineSpec, options: Callable[[str], SinkOptions], *, name: str) -> RayFleet:
     """The fleet that a configuration asks for, on the cluster that this driver is connected to.
 
@@ -408,16 +460,16 @@ def ray_fleet(config: ExtractConfig, spec: EngineSpec, options: Callable[[str], 
         ConfigError: the output is a disk of one node's own, or no node can ever hold a replica.
     """
     nodes = [n for n in ray.nodes() if n["Alive"]]
+    resources = [n["Resources"] for n in nodes]
     if not config.store.shared:
         check_output(config.output, len(nodes))
-    gpus = config.replica.num_gpus
-    if gpus is None:
-        gpus = float(spec.ranks) if ray.cluster_resources().get("GPU", 0) else 0.0
-    check_room(config, gpus, [n["Resources"] for n in nodes])
+    placement = place(config.replica, spec, resources)
+    if not config.wait_seconds:
+        check_room(config, placement, resources)
     shape = ClusterShape(
         replicas=config.max_replicas,
+        placement=placement,
         replica_cpus=config.replica.num_cpus,
-        replica_gpus=gpus,
         replica_resources=config.replica.resources,
         replica_env=config.replica.env,
         writers_per_node=config.writers.per_node,
@@ -439,4 +491,4 @@ def ray_fleet(config: ExtractConfig, spec: EngineSpec, options: Callable[[str], 
             tags={"run": spec.output, "writer": writer_name},
         )
 
-    return RayFleet(spec, writer, shape, name=name)
+    return RayFleet(placed_spec(spec, placement), writer, shape, name=name)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from hsx_dist.config import ExtractConfig, is_local, load_config, public_url, resolve_paths
-from hsx_dist.errors import ConfigError, HsxError, NotFound, RunMismatch
+from hsx_dist.errors import ConfigError, Fenced, HsxError, NotFound, RunError, RunMismatch
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.manifest import RUN, Manifest, RowFate
 from hsx_dist.format.runs import (
@@ -29,8 +29,13 @@ from hsx_dist.format.runs import (
     write_run,
 )
 from hsx_dist.jobs import preflight
-from hsx_dist.jobs.driver import Driver, Heartbeat, RowLedger
+from hsx_dist.jobs.driver import Driver
+from hsx_dist.jobs.encode import RowRules
 from hsx_dist.jobs.fleet import Fleet, LocalFleet
+from hsx_dist.jobs.heartbeat import Heartbeat
+from hsx_dist.jobs.identity import check_same_input, first_rows, run_seed
+from hsx_dist.jobs.ledger import RowLedger
+from hsx_dist.jobs.limits import HeldBytes, Limits, seconds_left
 from hsx_dist.jobs.rows import Row, read_rows, rows_from
 from hsx_dist.jobs.tasks import EngineSpec
 from hsx_dist.observe.metrics import Meter
@@ -117,45 +122,98 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
     versions = preflight.check_versions(("vllm", "ray") if config.pool == "ray" else ("vllm",))
     store = preflight.open_output(config)
     model = preflight.examine_model(config)
-    meaning = {**config.meaning(), "layers": list(model.layers), "tokenizer_sha256": model.tokenizer_sha256}
-    manifest = open_or_start_run(config, store, meaning)
+    meaning = {
+        **config.meaning(),
+        "layers": list(model.layers),
+        "tokenizer_sha256": model.tokenizer_sha256,
+        "chat_template_sha256": model.chat_template_sha256,
+    }
+    manifest = open_or_start_run(config, store, meaning, rows)
+    run = read_run(store)
+    check_same_input(store.url, run, manifest, rows)
+    if config.select != "all":
+        console.print(f"note: {partial_note(config.select)}", soft_wrap=True)
     console.print(
         f"model {public_url(config.model)}: layers {list(model.layers)} of 0…{model.num_layers}", soft_wrap=True
     )
 
-    total, todo = count_rows(rows, manifest)
+    total, todo = count_rows(rows, manifest, retry_poison=config.retry_poison)
     if not todo and read_complete(store) is not None:
         console.print(f"nothing to do: all {total} rows of {store.url} are accounted for")
         return finish(config, store, manifest, model, console, computed=None)
     attempt = take_attempt(store, {"host": os.uname().nodename, "pid": os.getpid(), "settings": config.public()})
     console.print(f"run {store.url}, attempt {attempt}: {total} rows, {total - todo} of them done", soft_wrap=True)
-    spec = engine_spec(config, model)
+    # Whoever held the run until now may have proven more between the first look and the new attempt.
+    manifest = load_manifest(store)
+    if not todo:  # its driver died, or a limit ended it, when all that was missing was to say so
+        write_complete(store, attempt, manifest, {"rows": total})
+        return finish(config, store, manifest, model, console, computed=None)
+    spec = engine_spec(config, model, seed=run_seed(run, config.sampling_params))
     about = preflight.about(config, model, versions)
     ledger = RowLedger(store, attempt, manifest)
     state = "failed"
     with ExitStack() as stack:
         meter = Meter()
-        progress = Progress(total, total - todo, console, meter)
-        heartbeat = Heartbeat(store, attempt, progress.snapshot)
-        stack.callback(lambda: heartbeat.stop(state))
         if config.pool == "ray":
             from hsx_dist.observe.ray_metrics import RayExport
 
             stack.callback(RayExport(meter, "driver", {"run": spec.output}).close)
+        progress = stack.enter_context(Progress(total, total - todo, console, meter))
         fleet = make_fleet(config, store, spec, about, attempt)
-        stack.callback(fleet.close)
-        stack.enter_context(progress)
-        driver = Driver(fleet, manifest, ledger, progress, task_rows=config.task_rows, max_tries=config.max_tries)
+        stack.callback(lambda: fleet.close(quickly=state != "finished"))
+        limits = stack.enter_context(limits_of(config, store, manifest))
+        driver = Driver(
+            fleet,
+            manifest,
+            ledger,
+            progress,
+            task_rows=config.task_rows,
+            max_tries=config.max_tries,
+            limits=limits,
+            token_bytes=model.token_bytes,
+            stop_seconds=config.stop_seconds,
+            wait_seconds=config.wait_seconds,
+        )
+        heartbeat = Heartbeat(
+            store,
+            attempt,
+            progress=lambda: {**progress.snapshot(), **driver.counts},
+            on_fenced=driver.fence,
+        )
+        stack.callback(lambda: heartbeat.stop(state))
         stack.enter_context(stop_on_signals(driver))
         with telling_what_is_missing(rows, manifest, console):
-            driver.run(remaining(rows, manifest))
-        state = "stopped" if driver.stopped else "finished"
-        if not driver.stopped:
+            try:
+                driver.run(remaining(rows, manifest, retry_poison=config.retry_poison))
+            except Fenced:
+                state = "fenced"
+                raise
+        state = f"stopped: {driver.ended}" if driver.ended else "finished"
+        if not driver.ended:
             write_complete(store, attempt, manifest, {"rows": total})
-    if driver.stopped:
-        console.print("stopped: what has a receipt stays; the same command goes on from there")
-        return RunSummary.of(store.url, manifest, stopped=True)
+    if driver.ended:
+        console.print(f"stopped: {driver.ended}; what has a receipt stays, and the same command goes on from there")
+        return RunSummary.of(store.url, manifest, stopped=driver.ended)
     return finish(config, store, manifest, model, console, computed=progress)
+
+
+@contextmanager
+def limits_of(config: ExtractConfig, store: Store, manifest: Manifest) -> Iterator[Limits]:
+    """The configured limits, counted from now."""
+    held = None
+    if config.max_stored_bytes is not None:
+        held = HeldBytes(store, lambda: manifest.stored_bytes)
+    try:
+        yield Limits(
+            max_rows=config.max_rows,
+            max_bytes=config.max_bytes,
+            seconds=seconds_left(config),
+            held=held,
+            max_held_bytes=config.max_stored_bytes,
+        )
+    finally:
+        if held is not None:
+            held.close()
 
 
 @contextmanager
@@ -164,10 +222,15 @@ def telling_what_is_missing(rows: Rows, manifest: Manifest, console: Console) ->
     try:
         yield
     except HsxError as e:
-        missing = [row.key for row in remaining(rows, manifest)]
-        some = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
+        first: list[str] = []
+        missing = 0
+        for row in remaining(rows, manifest):
+            missing += 1
+            if len(first) < 5:
+                first.append(row.key)
+        some = ", ".join(first) + (", …" if missing > 5 else "")
         console.print(
-            f"ended by {type(e).__name__}: {len(missing)} rows are not proven ({some}); what has a receipt stays, and "
+            f"ended by {type(e).__name__}: {missing} rows are not proven ({some}); what has a receipt stays, and "
             "the same command goes on from there",
             soft_wrap=True,
             markup=False,
@@ -175,12 +238,23 @@ def telling_what_is_missing(rows: Rows, manifest: Manifest, console: Console) ->
         raise
 
 
-def open_or_start_run(config: ExtractConfig, store: Store, meaning: dict[str, Any]) -> Manifest:
+def partial_note(select: str) -> str:
+    """What a run that keeps some tokens alone is not good for."""
+    return (
+        f"select={select} keeps a part of each row's tokens. A draft model's trainer (EAGLE and its kin) attends to "
+        "the states of the whole context: it needs select=all, and takes the loss mask to choose what to learn from"
+    )
+
+
+def open_or_start_run(
+    config: ExtractConfig, store: Store, meaning: dict[str, Any], rows: Rows = lambda: iter(())
+) -> Manifest:
     """The manifest of the run at the output; writes ``run.json`` where there is none.
 
     Raises:
         RunMismatch: the run's samples have another meaning, or ``resume`` forbids what would be done.
     """
+    created = {"created": datetime.now(UTC).isoformat(timespec="seconds")}
     try:
         store.head(RUN)
     except NotFound:
@@ -188,15 +262,15 @@ def open_or_start_run(config: ExtractConfig, store: Store, meaning: dict[str, An
             raise RunMismatch(
                 f"resume: must, but there is no run at {store.url}; check output, or set resume=allow"
             ) from None
-        write_run(
-            store,
-            {
-                "meaning": meaning,
-                "settings": config.public(),
-                "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            },
-        )
-        return Manifest()
+        try:
+            own = {"id": uuid.uuid4().hex, "first_rows": first_rows(rows)}
+            write_run(store, {"meaning": meaning, "settings": config.public(), **own, **created})
+        except RunError:
+            # Another driver was quicker (a job that was submitted twice): this one goes on with that one's run.
+            if config.resume == "never":
+                raise
+        else:
+            return Manifest()
     if config.resume == "never":
         raise RunMismatch(
             f"resume: never, but there is a run at {store.url}; choose another output, or set resume=allow"
@@ -212,30 +286,32 @@ def open_or_start_run(config: ExtractConfig, store: Store, meaning: dict[str, An
     return load_manifest(store)
 
 
-def count_rows(rows: Rows, manifest: Manifest) -> tuple[int, int]:
+def count_rows(rows: Rows, manifest: Manifest, *, retry_poison: bool = False) -> tuple[int, int]:
     """(all rows, rows that no receipt accounts for)."""
     total = todo = 0
     for row in rows():
         total += 1
-        todo += not accounted(row, manifest)
+        todo += not accounted(row, manifest, retry_poison=retry_poison)
     return total, todo
 
 
-def accounted(row: Row | RowFate, manifest: Manifest) -> bool:
-    """A refused row stays refused while its content is the same: so are the settings that refused it. A failed one gets
-    another chance."""
+def accounted(row: Row | RowFate, manifest: Manifest, *, retry_poison: bool = False) -> bool:
+    """A refused row stays refused while its content is the same: so are the settings that refused it. So does one that
+    killed its engine, unless ``retry_poison``. One that failed otherwise gets another chance."""
     if isinstance(row, RowFate):
         return row.key in manifest.refused
     if row.key in manifest.samples:
         return row.number_key not in manifest.refused
-    fate = manifest.refused.get(row.key)
-    return fate is not None and fate.content == row.content
+    fate = manifest.refused.get(row.key) or manifest.failed.get(row.key)
+    if fate is None or fate.content != row.content:
+        return False
+    return fate.fate == "refused" or (fate.fate == "poison" and not retry_poison)
 
 
-def remaining(rows: Rows, manifest: Manifest) -> Iterator[Row | RowFate]:
+def remaining(rows: Rows, manifest: Manifest, *, retry_poison: bool = False) -> Iterator[Row | RowFate]:
     """What is still to be done. A row that can be read now comes after the withdrawal of what was said of it before."""
     for row in rows():
-        if accounted(row, manifest):
+        if accounted(row, manifest, retry_poison=retry_poison):
             continue
         if isinstance(row, Row) and row.number_key in manifest.refused:
             yield RowFate(row.number_key, row.row, "withdrawn", "the row was corrected", 0)
@@ -243,7 +319,18 @@ def remaining(rows: Rows, manifest: Manifest) -> Iterator[Row | RowFate]:
             yield row
 
 
-def engine_spec(config: ExtractConfig, model: preflight.Model) -> EngineSpec:
+def row_rules(config: ExtractConfig) -> RowRules:
+    roles = config.input.loss_roles
+    return RowRules(
+        loss_roles=None if roles is None else tuple(roles),
+        max_length=config.input.max_length,
+        too_long=config.input.too_long,
+        include_output_tokens=config.include_output_tokens,
+        select=config.select,
+    )
+
+
+def engine_spec(config: ExtractConfig, model: preflight.Model, *, seed: str) -> EngineSpec:
     return EngineSpec(
         model=model.path,
         revision=config.revision,
@@ -251,7 +338,6 @@ def engine_spec(config: ExtractConfig, model: preflight.Model) -> EngineSpec:
         engine_kwargs=config.engine_kwargs,
         sampling_params=config.sampling_params,
         chat_template_kwargs=config.chat_template_kwargs,
-        include_output_tokens=config.include_output_tokens,
         vocab_size=model.vocab_size,
         max_tokens=model.max_tokens,
         output=public_url(config.output),
@@ -260,6 +346,8 @@ def engine_spec(config: ExtractConfig, model: preflight.Model) -> EngineSpec:
         segment_bytes=int(config.segment_bytes),
         page_bytes=int(config.page_bytes),
         in_flight_bytes=int(config.in_flight_bytes),
+        rules=row_rules(config),
+        seed=seed,
     )
 
 
@@ -284,10 +372,10 @@ def make_fleet(config: ExtractConfig, store: Store, spec: EngineSpec, about: dic
     return ray_fleet(config, spec, options, name=f"hsx-{uuid.uuid4().hex[:6]}")
 
 
-def connect_ray(run: str) -> None:
+def connect_ray(run: str = "") -> None:
     """Join the cluster of ``RAY_ADDRESS`` (in a submitted job: its own), or start one of this machine alone.
 
-    The job's metadata on Ray's dashboard say which ``run`` it makes.
+    The job's metadata on Ray's dashboard say which ``run`` it makes, if any.
     """
     import ray
 
@@ -299,7 +387,7 @@ def connect_ray(run: str) -> None:
             address=address or "local",
             log_to_driver=False,
             logging_level=logging.WARNING,
-            job_config=ray.job_config.JobConfig(metadata={"hsx_run": run}),
+            job_config=ray.job_config.JobConfig(metadata={"hsx_run": run} if run else {}),
         )
     except ConnectionError as e:
         raise ConfigError(

@@ -22,13 +22,26 @@ class ReplicaReady:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaLeaving:
+    """The replica's node drains: it goes on with the tasks it has, and gets no more."""
+
+    replica: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaDied:
     """The replica is gone (or never came up), and with it whatever of its tasks has no receipt. ``fatal``: the engine
-    refused to start, and so would the next one."""
+    refused to start, and so would the next one. ``blameless``: it went with its node."""
 
     replica: int
     reason: str
     fatal: bool = False
+    blameless: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """The driver's own node drains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +50,11 @@ class TaskDone:
     result: TaskResult
 
 
-FleetEvent = ReplicaReady | ReplicaDied | TaskDone | Event | Counted
+FleetEvent = ReplicaReady | ReplicaLeaving | ReplicaDied | Draining | TaskDone | Event | Counted
 
 
 class Fleet(Protocol):
-    """Replicas and writers of one attempt."""
+    """Replicas and writers of one attempt. Replicas have numbers that are never used again."""
 
     def start(self) -> None:
         """Begin to start replicas; each is announced by ``ReplicaReady``."""
@@ -53,11 +66,14 @@ class Fleet(Protocol):
         """What happened since the last call; waits up to ``timeout`` seconds for something."""
         ...
 
-    def flush(self) -> list[FleetEvent]:
-        """Make durable all that replicas have shipped; what happened by then."""
+    def flush(self, timeout: float | None = None) -> list[FleetEvent]:
+        """Make durable all that replicas have shipped; what happened by then. After ``timeout`` seconds what is not
+        durable yet is left to its fate."""
         ...
 
-    def close(self) -> None: ...
+    def close(self, *, quickly: bool = False) -> None:
+        """End everything. ``quickly``: kill engines instead of letting them end themselves."""
+        ...
 
 
 class LocalFleet:
@@ -96,13 +112,13 @@ class LocalFleet:
         numbers = self._increments.counters()
         return [*events, Counted(numbers)] if numbers else events
 
-    def flush(self) -> list[FleetEvent]:
+    def flush(self, timeout: float | None = None) -> list[FleetEvent]:  # noqa: ARG002 - whoever stops us ends it
         if self._replica is not None:
             self._replica.flush()
         self._sink.flush()
         return self.poll(0)
 
-    def close(self) -> None:
+    def close(self, *, quickly: bool = False) -> None:  # noqa: ARG002 - the engine ends with the process
         if self._replica is not None:
             self._replica.close()
         self._sink.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import uuid
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from hsx_dist.connector.versions import TESTED as VLLM_TESTED
 from hsx_dist.errors import ConfigError, StoreError
 from hsx_dist.layers import resolve_layers
 from hsx_dist.store import Store, open_store
+from hsx_dist.tokenizers import template_hash, tokenizer_hash
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +39,16 @@ class Model:
     num_layers: int
     hidden_size: int
     vocab_size: int
-    itemsize: int
+    dtype: str  # of the states, as vLLM will choose it: bfloat16, float16 or float32
     max_tokens: int
     tokenizer_sha256: str
+    #: Of the template that chats are rendered with; None where there is none.
+    chat_template_sha256: str | None = None
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element of the states."""
+        return 4 if self.dtype == "float32" else 2
 
     @property
     def token_bytes(self) -> int:
@@ -90,21 +97,11 @@ def examine_model(config: ExtractConfig) -> Model:
     Raises:
         ConfigError: there is no such model, a layer id is wrong, or a page or segment cannot hold a token.
     """
-    from transformers import AutoConfig
-
     from hsx_dist.jobs.encode import load_tokenizer
     from hsx_dist.testing.models import resolve_model
 
     path = resolve_model(config.model)
-    trust = bool(config.engine_kwargs.get("trust_remote_code", False))
-    try:
-        hf = AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=trust)
-    except (OSError, ValueError) as e:
-        raise ConfigError(
-            f"model: expected a Hugging Face id or a folder with a config.json, came {config.model!r}: "
-            f"{str(e).splitlines()[0]} Check the name, the access to the hub, or give a folder"
-        ) from None
-    text = hf.get_text_config()
+    text = load_text_config(config, path)
     layers = resolve_layers(config.layers, text.num_hidden_layers)
     limit = whole_number(config, "max_model_len", text.max_position_embeddings)
     tokenizer = load_tokenizer(path, revision=config.revision, engine_kwargs=config.engine_kwargs)
@@ -114,9 +111,10 @@ def examine_model(config: ExtractConfig) -> Model:
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
-        itemsize=4 if str(config.engine_kwargs.get("dtype", "auto")) in ("float32", "float") else 2,
+        dtype=state_dtype(config, text),
         max_tokens=limit - 1,  # vLLM refuses a prompt of max_model_len: there would be no room for an answer
         tokenizer_sha256=tokenizer_hash(tokenizer),
+        chat_template_sha256=template_hash(tokenizer),
     )
     block = whole_number(config, "block_size", BLOCK_TOKENS) * model.token_bytes
     if config.layout == "part" and block > config.segment_bytes:
@@ -132,6 +130,36 @@ def examine_model(config: ExtractConfig) -> Model:
     return model
 
 
+def load_text_config(config: ExtractConfig, path: str) -> Any:
+    """The Hugging Face configuration of the model's decoder.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    from transformers import AutoConfig
+
+    trust = bool(config.engine_kwargs.get("trust_remote_code", False))
+    try:
+        hf = AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=trust)
+    except (OSError, ValueError) as e:
+        raise ConfigError(
+            f"model: expected a Hugging Face id or a folder with a config.json, came {config.model!r}: "
+            f"{str(e).splitlines()[0]} Check the name, the access to the hub, or give a folder"
+        ) from None
+    return hf.get_text_config()
+
+
+def state_dtype(config: ExtractConfig, text: Any) -> str:
+    """The dtype in which vLLM will compute: as asked; else, as vLLM's own rule says, the checkpoint's, but bfloat16 for
+    one of float32."""
+    asked = str(config.engine_kwargs.get("dtype", "auto")).removeprefix("torch.")
+    asked = {"half": "float16", "float": "float32"}.get(asked, asked)
+    if asked in ("float32", "float16", "bfloat16"):
+        return asked
+    stored = str(getattr(text, "dtype", None) or getattr(text, "torch_dtype", None)).removeprefix("torch.")
+    return "float16" if stored == "float16" else "bfloat16"
+
+
 def whole_number(config: ExtractConfig, name: str, default: int) -> int:
     """A number from ``engine_kwargs``; ``default`` where it is absent or leaves the choice to vLLM (-1, "auto").
 
@@ -144,13 +172,6 @@ def whole_number(config: ExtractConfig, name: str, default: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, str)) or not str(value).isdecimal() or int(value) < 1:
         raise ConfigError(f"engine_kwargs.{name}: expected a whole number from 1 on, came {value!r}; correct it")
     return int(value)
-
-
-def tokenizer_hash(tokenizer: Any) -> str:
-    """SHA-256 of the tokenizer's serialised form: whoever has another hash reads other token ids."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def open_output(config: ExtractConfig) -> Store:

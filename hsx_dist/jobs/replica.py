@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import queue
@@ -11,14 +12,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from hsx_dist.connector import outlet as outlets
 from hsx_dist.connector.bridge import BridgeServer
 from hsx_dist.connector.outlet import LocalOutlet, Shipped
 from hsx_dist.errors import EngineError, InputError
 from hsx_dist.format.manifest import RowFate
-from hsx_dist.jobs.encode import RowEncoder, load_tokenizer
+from hsx_dist.jobs.encode import Encoded, RowEncoder, TooLong, load_tokenizer
 from hsx_dist.jobs.rows import Row
 from hsx_dist.jobs.tasks import EngineSpec, Task, TaskResult
 from hsx_dist.observe.metrics import Increments, Meter
@@ -41,8 +42,8 @@ class _Running:
 class Replica:
     """Runs tasks on one engine. ``make_sender`` gives a sender for every worker rank.
 
-    The engine lives in this process (one rank), or in child processes (several); either way nothing is reported as
-    shipped before the writers have been handed all of it.
+    The engine lives in this process (one rank), or in child processes (several; with vLLM's Ray executor in actors of
+    its own); either way nothing is reported as shipped before the writers have been handed all of it.
     """
 
     def __init__(self, spec: EngineSpec, make_sender: Callable[[], Sender], meter: Meter | None = None):
@@ -62,7 +63,11 @@ class Replica:
         self._running: dict[str, _Running] = {}  # by key
         self._unanswered: dict[int, _Running] = {}  # every task whose future is open, by its number
         self._lock = threading.Lock()  # between ``submit`` and the end of the loop
-        self._in_process = spec.ranks == 1 and spec.engine_kwargs.get("distributed_executor_backend", "uni") == "uni"
+        backend = spec.engine_kwargs.get("distributed_executor_backend", "uni")
+        self._in_process = spec.ranks == 1 and backend == "uni"
+        # vLLM's Ray executor starts its ranks from the actor, whose placement group they share; from a child of it,
+        # they would be another job's.
+        self._core_here = self._in_process or backend == "ray"
         self._outlet: LocalOutlet | None = None
         self._bridge: BridgeServer | None = None
         self._engine: Any = None
@@ -147,7 +152,7 @@ class Replica:
 
     def _loop(self) -> None:
         try:
-            with engine_environment(self._in_process):
+            with engine_environment(self._core_here):
                 self._start()
         except BaseException as e:
             log.info("the engine did not start", exc_info=True)  # whoever made the replica tells it
@@ -185,7 +190,9 @@ class Replica:
         tokenizer = load_tokenizer(spec.model, revision=spec.revision, engine_kwargs=spec.engine_kwargs)
         # The engine's own limit counts: its rules for it are not all in the model's configuration.
         longest = min(spec.max_tokens, llm.model_config.max_model_len - 1)
-        self._encoder = RowEncoder(tokenizer, longest, spec.chat_template_kwargs, vocab_size=spec.vocab_size)
+        self._encoder = RowEncoder(
+            tokenizer, longest, spec.chat_template_kwargs, vocab_size=spec.vocab_size, rules=spec.rules
+        )
 
     def _take_tasks(self) -> bool:
         while self._failure is None:
@@ -204,46 +211,55 @@ class Replica:
     def _begin(self, running: _Running) -> None:
         for row in running.task.rows:
             try:
-                tokens = self._encoder.encode(row)
-                self._add(row, tokens)
+                encoded = self._encoder.encode(row)
+                self._add(row, encoded)
             except (InputError, ValueError, *self._refusals) as e:
-                running.result.refused.append(
-                    RowFate(row.key, row.row, "refused", str(e), running.task.tries, row.content)
-                )
+                fate: Literal["refused", "failed"] = "refused"
+                if isinstance(e, TooLong) and self._spec.rules.too_long == "fail":
+                    fate = "failed"
+                running.result.refused.append(RowFate(row.key, row.row, fate, str(e), running.task.tries, row.content))
                 continue
             running.open.add(row.key)
-            running.result.tokens += len(tokens)
+            running.result.tokens += len(encoded.token_ids)
             self._running[row.key] = running
         self._settle(running)
 
-    def _add(self, row: Row, tokens: list[int]) -> None:
-        params = self._sampling_params(
-            {
-                "hidden_states_key": row.key,
-                "hidden_states_row": row.row,
-                "include_output_tokens": self._spec.include_output_tokens,
-            }
-        )
+    def _add(self, row: Row, encoded: Encoded) -> None:
+        rules = self._spec.rules
+        asked: dict[str, Any] = {
+            "hidden_states_key": row.key,
+            "hidden_states_row": row.row,
+            "include_output_tokens": rules.include_output_tokens,
+        }
+        if rules.select != "all":
+            asked["hidden_states_tokens"] = rules.select
+        if encoded.loss_mask is not None:
+            asked["hidden_states_loss_mask"] = encoded.loss_mask
+        if row.metadata:
+            asked["hidden_states_metadata"] = row.metadata
         self._requests += 1
-        self._engine.add_request(f"r{self._requests}", {"prompt_token_ids": tokens}, params)
+        params = self._sampling_params(asked, key=row.key)
+        self._engine.add_request(f"r{self._requests}", {"prompt_token_ids": encoded.token_ids}, params)
 
-    def _sampling_params(self, kv_transfer_params: dict[str, Any]) -> Any:
+    def _sampling_params(self, kv_transfer_params: dict[str, Any], key: str = "") -> Any:
         from vllm import SamplingParams
 
         # One token is sampled, as vLLM cannot sample none; the user's own parameters come over these.
         params = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, **self._spec.sampling_params}
+        if self._spec.seed and self._spec.rules.include_output_tokens:
+            params["seed"] = row_seed(self._spec.seed, key)
         extra = {**(params.pop("extra_args", None) or {}), "kv_transfer_params": kv_transfer_params}
         return SamplingParams(**params, extra_args=extra)
 
     def _step(self) -> None:
-        if self._engine.has_unfinished_requests() or (self._in_process and self._running):
+        if self._engine.has_unfinished_requests() or (self._core_here and self._running):
             # In this process nothing else steps: after the last answer the last requests' copies are still to come.
             outputs = self._engine.step()
             if outputs or self._engine.has_unfinished_requests():
                 return
         elif not self._running:
             return
-        self._wait("store_wait_seconds", IDLE_S if self._in_process else None)
+        self._wait("store_wait_seconds", IDLE_S if self._core_here else None)
 
     def _wait(self, counted_as: str, timeout: float | None = None) -> None:
         before = time.monotonic()
@@ -284,6 +300,12 @@ class Replica:
             running.future.set_exception(self._died())
 
 
+def row_seed(run: str, key: str) -> int:
+    """The seed of a row's sampling, 0 to 2^63 - 1: the same whenever, wherever and beside whatever the row is run."""
+    digest = hashlib.blake2b(f"{run}\0{key}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
+
+
 def engine_arguments(spec: EngineSpec, via: str, address: str) -> dict[str, Any]:
     """Arguments of ``vllm.LLM``: the user's untouched, and those that the extraction sets."""
     arguments: dict[str, Any] = {"disable_log_stats": True, **spec.engine_kwargs}
@@ -313,6 +335,7 @@ def engine_arguments(spec: EngineSpec, via: str, address: str) -> dict[str, Any]
                     "segment_bytes": spec.segment_bytes,
                     "page_bytes": spec.page_bytes,
                     "in_flight_bytes": spec.in_flight_bytes,
+                    **({} if spec.owners is None else {"owners": spec.owners}),
                 }
             },
         },

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hsx_dist.format.manifest import RowFate
+from hsx_dist.jobs.encode import RowRules
 from hsx_dist.jobs.rows import Row
 from hsx_dist.observe.metrics import Series
 
@@ -15,7 +16,8 @@ from hsx_dist.observe.metrics import Series
 class Task:
     """Rows for one replica: the unit of work that is handed out, and again when its replica dies.
 
-    ``alone``: one row, on its last try; its replica is given nothing beside it, so that whatever happens is its doing.
+    ``tries``: how often its rows were tried before. ``alone``: one row, on its last try; its replica is given nothing
+    beside it, so that whatever happens is its doing.
     """
 
     number: int
@@ -50,7 +52,6 @@ class EngineSpec:
     engine_kwargs: Mapping[str, Any]
     sampling_params: Mapping[str, Any]
     chat_template_kwargs: Mapping[str, Any]
-    include_output_tokens: bool
     vocab_size: int
     max_tokens: int  # the longest prompt that the engine takes
     output: str
@@ -59,6 +60,11 @@ class EngineSpec:
     segment_bytes: int
     page_bytes: int
     in_flight_bytes: int
+    #: Ranks that ship, from 0; None: all of them, in turn.
+    owners: int | None = None
+    rules: RowRules = field(default_factory=RowRules)
+    #: What seeds are made of, with a row's key: the same for every attempt of a run. Empty: vLLM's own choice.
+    seed: str = ""
 
     @property
     def ranks(self) -> int:

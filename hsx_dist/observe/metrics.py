@@ -47,7 +47,7 @@ class Metric:
 #: Upper ends, in seconds, of the buckets of ``put_seconds_bucket``.
 PUT_BUCKETS = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, math.inf)
 _ENDS = tuple("+Inf" if end == math.inf else f"{end:g}" for end in PUT_BUCKETS)
-_FATES = ("stored", "refused", "failed", "retried")
+_FATES = ("stored", "refused", "failed", "poison", "retried")
 
 METRICS: tuple[Metric, ...] = (
     Metric("rows", "counter", "driver", "Input rows by fate.", "fate", False, _FATES),

@@ -93,7 +93,7 @@ class Progress:
         self.meter.add("rows", rows, "stored")
 
     def ended(self, fate: str) -> None:
-        """A row ended as ``refused`` or ``failed``."""
+        """A row ended as ``refused``, ``failed`` or ``poison`` (which counts as failed here)."""
         if fate == "refused":
             self.refused += 1
         else:
@@ -128,6 +128,11 @@ class Progress:
         return None if self._total is None else max(self._total - self.done, 0)
 
     @property
+    def rate(self) -> float:
+        """Tokens a second, a mean since the first engine was ready."""
+        return self.tokens / max(self.seconds, 1e-9)
+
+    @property
     def waiting(self) -> float:
         """The share of the engines' time, 0 to 1, in which they waited for the writers and the store."""
         return min(self._spent.get("store_wait_seconds", 0.0) / max(self._spent.get("engine_seconds", 0.0), 1e-9), 1.0)
@@ -149,8 +154,9 @@ class Progress:
     def snapshot(self) -> dict[str, Any]:
         """How the attempt stands, as JSON values: what its heartbeat says to ``hsx top`` and ``hsx report``."""
         return {
-            "rows": {
-                "total": self._total,
+            "rows": self._total,
+            "tokens_per_second": round(self.rate, 1),
+            "fates": {
                 "before": self._before,
                 "stored": self.rows - self._before,
                 "refused": self.refused,

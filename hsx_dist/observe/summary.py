@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 
 from rich.console import Console
 from rich.table import Table
 
 from hsx_dist.format.manifest import Manifest
 from hsx_dist.observe.progress import Progress
+
+#: How a run ended by one of its own limits begins to say so.
+_LIMITS = ("max_rows", "max_bytes", "deadline")
 
 
 @dataclass(slots=True)
@@ -24,21 +28,20 @@ class RunSummary:
     refused: int
     failed: int
     conflicts: int
-    stopped: bool = False
+    stopped: str = ""  # why it ended before its rows did: a limit's name and what it met, or what stopped it
     check_passed: bool | None = None  # None: nothing was compared
 
     @classmethod
-    def of(cls, url: str, manifest: Manifest, *, stopped: bool = False) -> RunSummary:
+    def of(cls, url: str, manifest: Manifest, *, stopped: str = "") -> RunSummary:
         """Totals over the samples that a reader sees and the parts in which they lie."""
-        samples = manifest.samples.values()
-        parts = {part for s in samples for part, _ in s.segments}
+        totals = manifest.totals()
         return cls(
             url=url,
-            samples=len(samples),
-            tokens=sum(s.num_tokens for s in samples),
-            parts=len(parts),
-            raw_bytes=sum(p.raw_bytes for s in samples for _, p in s.segments),
-            stored_bytes=sum(manifest.parts[part].size for part in parts),
+            samples=totals.samples,
+            tokens=totals.tokens,
+            parts=totals.parts,
+            raw_bytes=totals.raw_bytes,
+            stored_bytes=totals.part_bytes,
             refused=len(manifest.refused),
             failed=len(manifest.failed),
             conflicts=len(manifest.conflicts),
@@ -52,9 +55,11 @@ class RunSummary:
 
     @property
     def exit_status(self) -> int:
-        """0 when every row is stored or refused for a reason (not all of them), and the comparison (if any) passed."""
+        """0 when every row is stored or refused for a reason (not all of them), or a limit that was set ended the run,
+        and the comparison (if any) passed."""
         nothing = self.refused and not self.samples  # of all rows none could be used: hardly what was meant
-        bad = self.failed or self.conflicts or self.stopped or self.check_passed is False or nothing
+        stopped = self.stopped and not self.stopped.startswith(_LIMITS)
+        bad = self.failed or self.conflicts or stopped or self.check_passed is False or nothing
         return 1 if bad else 0
 
 
@@ -71,8 +76,7 @@ def print_summary(summary: RunSummary, manifest: Manifest, console: Console, com
         rate = computed.tokens / max(computed.seconds, 1e-9)
         table.add_row("speed", f"{rate:,.0f} tokens/s over {computed.seconds:.1f} s (engines ready to last receipt)")
     console.print(table)
-    keys = list(manifest.samples)
-    for key in dict.fromkeys(keys[i] for i in (0, len(keys) // 2, -1)) if keys else ():
+    for key in islice(manifest.samples, 3):
         sample = manifest.samples[key]
         where = ", ".join(f"{part} [{proof.slot}]" for part, proof in sample.segments)
         console.print(f"  {key}: {sample.num_tokens} tokens in {where}", highlight=False, soft_wrap=True)

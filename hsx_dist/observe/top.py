@@ -23,7 +23,7 @@ class Standing:
     url: str
     model: str
     attempt: int
-    state: str  # running, finished, failed, stopped; complete; not started
+    state: str  # not started, starting, running; complete, finished, failed, fenced, stopped: WHY
     age: float | None  # seconds since the last heartbeat, by the two machines' clocks
     progress: dict[str, Any] = field(default_factory=dict)
     rows_per_second: float = 0.0
@@ -32,37 +32,42 @@ class Standing:
     waiting: float = 0.0
 
     @property
-    def rows(self) -> dict[str, Any]:
+    def total(self) -> int | None:
+        """Input rows, as far as anybody has counted them."""
         found = self.progress.get("rows")
+        return int(found) if isinstance(found, int) else None
+
+    @property
+    def fates(self) -> dict[str, Any]:
+        """Rows of this attempt by fate, and those that were done ``before`` it."""
+        found = self.progress.get("fates")
         return found if isinstance(found, dict) else {}
 
     @property
     def done(self) -> int:
         """Rows that have their fate, those of earlier attempts included."""
-        return sum(int(self.rows.get(name) or 0) for name in ("before", "stored", "refused", "failed"))
+        return sum(int(self.fates.get(name) or 0) for name in ("before", "stored", "refused", "failed"))
 
     @property
     def eta_seconds(self) -> float | None:
         """Seconds until no row is left, at the present rate; None when there is none."""
-        total = self.rows.get("total")
-        if not total or self.rows_per_second <= 0 or self.state != "running":
+        if not self.total or self.rows_per_second <= 0 or self.state != "running":
             return None
-        return max(int(total) - self.done, 0) / self.rows_per_second
+        return max(self.total - self.done, 0) / self.rows_per_second
 
     def line(self) -> str:
         """All of it in one line."""
-        total = self.rows.get("total")
         age = f" (last heartbeat {duration(self.age)} ago)" if self.age is not None and self.stale else ""
         parts = [
             self.state + age,
-            f"rows {self.done:,}" + (f"/{total:,}" if total is not None else ""),
+            f"rows {self.done:,}" + (f"/{self.total:,}" if self.total is not None else ""),
             f"{self.tokens_per_second:,.0f} tokens/s",
             f"{self.bytes_per_second / 1e6:,.1f} MB/s stored",
             f"waiting on the store {self.waiting:.0%}",
         ]
         if self.eta_seconds is not None:
             parts.append(f"ETA {duration(self.eta_seconds)}")
-        parts += [f"{self.rows.get(name) or 0:,} {name}" for name in ("refused", "failed", "retried")]
+        parts += [f"{self.fates.get(name) or 0:,} {name}" for name in ("refused", "failed", "retried")]
         return " · ".join(parts)
 
     @property
@@ -109,7 +114,7 @@ def follow(store: Store, every: float) -> Iterator[Standing]:
             now.bytes_per_second, now.waiting = standing.bytes_per_second, standing.waiting
         standing = now
         yield standing
-        if standing.state in ("complete", "finished", "failed", "stopped"):
+        if standing.state not in ("not started", "starting", "running"):
             return
         time.sleep(every)
 
@@ -125,7 +130,7 @@ def _rates(now: Standing, before: Standing | None) -> None:
     seconds = since("seconds")
     if seconds <= 0:
         return
-    done = now.done - (before.done if before else int(now.rows.get("before") or 0))
+    done = now.done - (before.done if before else int(now.fates.get("before") or 0))
     now.rows_per_second = done / seconds
     now.tokens_per_second = since("tokens") / seconds
     now.bytes_per_second = since("stored_bytes") / seconds

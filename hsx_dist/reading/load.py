@@ -44,7 +44,7 @@ def load_hidden_states(
 
     Returns:
         ``hidden_states`` ``[n, L, H]``, ``token_ids`` int64 ``[n]``, ``layer_ids`` int64 ``[L]``, ``key``, ``meta``
-        (``Sample.meta``).
+        (``Sample.meta``), and ``loss_mask`` int64 ``[n]`` where the sample has one.
 
     Raises:
         NotFound, SampleNotFound: there is no such object, run or sample, after ``wait`` seconds.

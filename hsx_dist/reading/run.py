@@ -74,8 +74,7 @@ class Run:
     def keys(self) -> list[str]:
         """The keys of all samples, in the order of iteration."""
         if self._keys is None:
-            order = sorted((r.row is None, r.row or 0, r.key) for r in self.manifest.samples.values())
-            self._keys = [key for _, _, key in order]
+            self._keys = self.manifest.keys_by_row()
         return list(self._keys)
 
     def __len__(self) -> int:

@@ -16,6 +16,8 @@ from hsx_dist.format.manifest import token_hash
 from hsx_dist.page import Segment
 from hsx_dist.reading.arrays import Framework, to_ids, to_states
 
+#: Name of the attached array that says which tokens count in training.
+LOSS_MASK = "loss_mask"
 #: Tokens wanted: a slice (step 1) or ``(start, stop)``; negative numbers count from the sample's end.
 Tokens = slice | tuple[int, int]
 
@@ -84,16 +86,24 @@ class Sample:
         return found
 
     def attached(self) -> dict[str, np.ndarray[Any, Any]]:
-        """The small arrays that were stored with the sample (a loss mask, a label), by name; numpy, of the sample as a
-        whole. Errors as ``load``'s."""
+        """The small arrays that were stored with the sample, by name; numpy, of the sample as a whole: ``loss_mask``
+        (uint8 ``[T]``), with a selection by it ``positions`` (int32 ``[T]``: where the tokens stood), with a mean
+        ``request_token_ids`` (int32: over which), and what users attached. Errors as ``load``'s."""
         self._info(0)
         return self._open(self._pieces[0].part).attached(self._pieces[0].slot)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The columns of the input row that were asked for (``input.metadata``), as JSON values."""
+        found = self.meta.get("metadata")
+        return dict(found) if isinstance(found, dict) else {}
 
     @property
     def meta(self) -> dict[str, Any]:
         """What its producer said of this sample.
 
-        ``tokens`` (``start``, ``step``, ``of``: which of the request's tokens these are, where not all),
+        ``tokens`` (which of the request's tokens these are, where not all: ``start``, ``step``; or ``loss_mask``; or
+        ``mean``; and ``of``, their number), ``metadata``,
         ``prompt_tokens``, ``multimodal`` (what vLLM calls the images or sounds behind placeholder tokens),
         ``finish_reason`` (``abort``), ``expires`` (seconds since the epoch), and ``bad``: for each
         segment with non-finite rows or all-zero layers, its tokens and how many of what.
@@ -120,7 +130,7 @@ class Sample:
 
         Returns:
             ``hidden_states`` ``[n, L, H]``, ``token_ids`` int64 ``[n]``, ``layer_ids`` int64 ``[L]``, ``key``,
-            ``meta``.
+            ``meta``; and ``loss_mask`` int64 ``[n]``, 0 or 1, where the sample has one.
 
         Raises:
             ConfigError: there is no such layer; the tokens are no range.
@@ -131,13 +141,27 @@ class Sample:
         start, stop = self._span(tokens)
         states, ids = self._load(layers, start, stop)
         wanted = np.array(self.layer_ids if layers is None else layers, np.int64)
-        return {
+        found = {
             "hidden_states": to_states(states, self.dtype, framework),
             "token_ids": to_ids(ids, framework),
             "layer_ids": to_ids(wanted, framework),
             "key": self.key,
             "meta": self.meta,
         }
+        mask = self._loss_mask()
+        if mask is not None:
+            found["loss_mask"] = to_ids(mask[start:stop], framework)
+        return found
+
+    def _loss_mask(self) -> np.ndarray[Any, Any] | None:
+        """int64 ``[T]``; asks for nothing where there is none."""
+        part, slot = self._open(self._pieces[0].part), self._pieces[0].slot
+        if LOSS_MASK not in part.attached_names(slot):
+            return None
+        mask = part.attached(slot, (LOSS_MASK,))[LOSS_MASK]
+        if mask.shape != (self.num_tokens,):
+            raise FormatError(f"{self.key}: expected a loss mask of {self.num_tokens} tokens, got shape {mask.shape}")
+        return mask.astype(np.int64)
 
     def layer(self, layer_id: int, tokens: Tokens | None = None, framework: Framework = "auto") -> Any:
         """One layer: ``[n, H]``."""

@@ -129,17 +129,24 @@ def register() -> None:
     ModelRegistry.register_model(ARCHITECTURE, "hsx_dist.testing.exact_vllm:HsxExactForCausalLM")
 
 
+def write_plugin(folder: Path, name: str, function: str) -> Path:
+    """Write the metadata of a distribution ``name`` whose ``vllm.general_plugins`` entry point is ``function``
+    (``module:name``), and return ``folder``: vLLM calls it in every process that has the folder on its search path."""
+    info = Path(folder) / f"{name}-1.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {function}\n")
+    return Path(folder)
+
+
 @contextmanager
 def registered(folder: Path) -> Iterator[None]:
     """Make the architecture known to vLLM here and in every process started meanwhile.
 
-    Writes the metadata of a distribution with a ``vllm.general_plugins`` entry point into ``folder``, and puts that on
-    the search path, this process's and (by ``PYTHONPATH``) its children's: what an installed plugin is, for a while.
+    Writes a plugin into ``folder``, and puts that on the search path, this process's and (by ``PYTHONPATH``) its
+    children's: what an installed plugin is, for a while.
     """
-    info = Path(folder) / "hsx_exact_model-1.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hsx-exact-model\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\nhsx_exact_model = {__name__}:register\n")
+    write_plugin(folder, "hsx_exact_model", f"{__name__}:register")
     before = os.environ.get("PYTHONPATH")
     sys.path.insert(0, str(folder))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *([before] if before else [])])

@@ -185,12 +185,14 @@ class PartSink:
             self.meter.add("encode_seconds", time.monotonic() - admitted)
 
     def _finish(self, filling: _Filling) -> int:
-        """Append a whole segment to the open part, or refuse it; the bytes that are no longer held."""
+        """Append a whole segment to the open part, or refuse it; the bytes that are no longer held (what is attached
+        comes to them: less than 0)."""
         segment = filling.encoder.finish()
+        attached = filling.nbytes - segment.nbytes
         found = filling.scan.findings(segment.layer_ids)
         if not found:
             self._append(segment)
-            return 0
+            return attached
         self.meter.add("nonfinite_rows", int(filling.scan.nonfinite.sum()))
         self.meter.add("zero_layers", int(filling.scan.zero.sum()))
         about = {"key": segment.segment.key, "row": segment.segment.row}
@@ -200,7 +202,7 @@ class PartSink:
             return filling.nbytes
         meta = {**segment.segment.meta, "bad": found}
         self._append(replace(segment, segment=replace(segment.segment, meta=meta)))
-        return 0
+        return attached
 
     def _place(self, segment: Segment) -> tuple[str, int, str]:
         # Without a run there is no driver that computes rows again: two copies are two requests of one key, and both of
@@ -308,7 +310,7 @@ class PartSink:
                 self.meter.put_took(time.monotonic() - before)
             proofs = tuple(
                 SegmentProof(
-                    segment=s.segment,
+                    segment=replace(s.segment, meta={}),  # as it is read back: a driver keeps millions of them
                     slot=slot,
                     token_hash=token_hash(s.token_ids),
                     raw_bytes=s.raw_nbytes,

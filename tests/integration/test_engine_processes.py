@@ -38,7 +38,6 @@ def two_ranks(tiny_model_path, monkeypatch):
         },
         sampling_params={},
         chat_template_kwargs={},
-        include_output_tokens=False,
         vocab_size=len(AutoTokenizer.from_pretrained(tiny_model_path)),
         max_tokens=255,
         output="unused",

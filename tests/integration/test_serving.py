@@ -15,8 +15,11 @@ import pytest
 
 import hsx_dist
 from hsx_dist.errors import SampleFailed
+from hsx_dist.format.container import Part
 from hsx_dist.observe.metrics import METRICS
+from hsx_dist.store import open_store
 from hsx_dist.testing.processes import child, free_ports, http_status
+from hsx_dist.tokenizers import tokenizer_hash
 from tests.integration.oracle import Oracle
 
 LAYERS = (1, 4)
@@ -113,6 +116,10 @@ def test_a_completion_and_a_chat_answer_with_a_path(served, oracle, tokenizer):
     assert data["token_ids"].tolist() == tokenizer(prompt).input_ids
     oracle.assert_equal(data["token_ids"].tolist(), data["hidden_states"], LAYERS)
     assert data["meta"]["expires"] > time.time()
+    folder, _, name = path.rpartition("/")
+    about = Part.open(open_store(folder, served.storage_options), name).about
+    assert about["tokenizer_sha256"] == tokenizer_hash(tokenizer)
+    assert about["num_hidden_layers"] == oracle.last
 
     messages = [{"role": "user", "content": "Hello"}]
     chat = served.client.chat.completions.create(

@@ -6,10 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from hsx_dist.config import load_config
+from hsx_dist.jobs.plan import make_plan
+from hsx_dist.jobs.rows import read_rows
 from hsx_dist.reading import load_hidden_states, open_run
 from tests.integration.oracle import Oracle
 
@@ -52,6 +56,19 @@ def extract(rows: Path, output: Path, dtype: str) -> str:
     return done.stdout
 
 
+def plan(rows: Path, output: Path, dtype: str) -> dict[str, Any]:
+    """What ``hsx plan`` says of the same run, before it is looked at."""
+    config = load_config(
+        None,
+        model="builtin:smollm2-135m-instruct",
+        output=str(output),
+        layers="2,15,27,last",
+        input={"path": str(rows)},
+        engine_kwargs={"dtype": dtype, "max_model_len": 2048},
+    )
+    return make_plan(config, lambda: read_rows(config.input)).to_dict()
+
+
 @pytest.mark.parametrize(("dtype", "layer_limit", "norm_limit"), [("float32", 1e-3, 1e-3), ("bfloat16", 0.05, 0.08)])
 def test_stored_states_are_those_of_transformers(rows, smollm2_path, tmp_path, dtype, layer_limit, norm_limit):
     said = extract(rows, tmp_path / "run", dtype)
@@ -59,6 +76,10 @@ def test_stored_states_are_those_of_transformers(rows, smollm2_path, tmp_path, d
     run = open_run(str(tmp_path / "run"))
     wanted = [json.loads(line)["id"] for line in rows.read_text().splitlines()]
     assert run.keys() == wanted  # samples come in the order of their rows
+    planned = plan(rows, tmp_path / "run", dtype)
+    assert planned["tokens"] == sum(record.num_tokens for record in run.manifest.samples.values())
+    stored = sum(receipt.size for receipt in run.manifest.parts.values())
+    assert abs(planned["stored_bytes"] - stored) < 0.1 * stored
     oracle = Oracle(smollm2_path, getattr(torch, dtype))
     for sample in run:
         data = load_hidden_states(str(tmp_path / "run"), sample.key)

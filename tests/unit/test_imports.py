@@ -21,15 +21,16 @@ ALLOWED: dict[str, set[str]] = {
     "page": {"errors"},
     "config": {"errors", "page"},
     "layers": {"errors", "page"},
+    "tokenizers": set(),
     "store": {"errors", "page", "config", "layers"},
     "format": {"errors", "page", "config", "layers", "store"},
     "reading": {"errors", "page", "config", "store", "format"},
     "observe": {"errors", "page", "config", "layers", "store", "format", "reading"},
     "writers": {"errors", "page", "config", "layers", "store", "format", "observe"},
-    "connector": {"errors", "page", "config", "layers", "store", "format", "observe", "writers"},
+    "connector": {"errors", "page", "config", "layers", "tokenizers", "store", "format", "observe", "writers"},
     "testing": {"errors", "page", "config", "layers", "store", "format", "writers"},
     "jobs": {
-        *("errors", "page", "config", "layers", "store", "format"),
+        *("errors", "page", "config", "layers", "tokenizers", "store", "format"),
         *("writers", "connector", "reading", "observe", "testing"),
     },
     "cli": {
@@ -41,13 +42,20 @@ ALLOWED: dict[str, set[str]] = {
 #: Where the heavy packages may be imported: a path, or a folder.
 HEAVY: dict[str, tuple[str, ...]] = {
     "ray": ("writers/ray_pool.py", "observe/ray_metrics.py", "jobs/"),
-    "vllm": ("connector/", "jobs/", "testing/exact_model.py", "testing/exact_vllm.py"),
+    "vllm": (
+        "connector/",
+        "jobs/",
+        "testing/exact_model.py",
+        "testing/exact_vllm.py",
+        "testing/unruly_model.py",
+        "testing/unruly_vllm.py",
+    ),
     "torch": ("connector/", "jobs/", "reading/", "testing/"),
-    "transformers": ("jobs/", "testing/"),
+    "transformers": ("connector/", "jobs/", "testing/"),
 }
 
 #: What is vLLM's to import, and nobody else's: it may load what it likes.
-INSIDE_VLLM = {"testing/exact_vllm.py"}
+INSIDE_VLLM = {"testing/exact_vllm.py", "testing/unruly_vllm.py"}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

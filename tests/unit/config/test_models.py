@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hsx_dist.config import CODEC_NAMES, load_config, resolve_paths
+from hsx_dist.errors import ConfigError
 
 
 def make(**direct: Any) -> Any:
@@ -29,6 +30,7 @@ def test_it_travels() -> None:
         {"sampling_params": {"max_tokens": 7}},
         {"store": {"storage_options": {"key": "k"}}},
         {"input": {"path": "elsewhere", "limit": 3}},
+        {"input": {"sample": 0.5, "num_shards": 2, "shard_index": 1, "format": "jsonl"}},
     ],
 )
 def test_meaning_ignores_how(direct: dict[str, Any]) -> None:
@@ -46,6 +48,11 @@ def test_meaning_ignores_how(direct: dict[str, Any]) -> None:
         {"engine_kwargs": {"max_model_len": 4}},
         {"chat_template_kwargs": {"enable_thinking": False}},
         {"input": {"id": "uid"}},
+        {"input": {"loss_roles": ["assistant"]}},
+        {"input": {"metadata": ["source"]}},
+        {"input": {"max_length": 7}},
+        {"input": {"too_long": "truncate"}},
+        {"select": "last"},
     ],
 )
 def test_meaning_knows_what(direct: dict[str, Any]) -> None:
@@ -83,3 +90,9 @@ def test_codec_names_are_those_of_the_format() -> None:
     from hsx_dist.format.codecs import CODECS
 
     assert set(CODEC_NAMES) == set(CODECS)
+
+
+@pytest.mark.parametrize("value", ["first", "stride:0", "stride:-1", "stride:", "mean:2", ""])
+def test_select_is_one_of_few_words(value: str) -> None:
+    with pytest.raises(ConfigError, match="expected all, last, loss_mask, mean or stride:N"):
+        make(select=value)

@@ -67,6 +67,14 @@ def test_selections(value, total, positions):
         ("include_output_tokens", 1),
         ("hidden_states_colour", "red"),
         ("hidden_states_path", 5),
+        ("hidden_states_loss_mask", [0, 2]),
+        ("hidden_states_loss_mask", "01"),
+        ("hidden_states_loss_mask", []),
+        ("hidden_states_loss_mask", b"\x00\x02"),
+        ("hidden_states_metadata", ["a"]),
+        ("hidden_states_metadata", {"a": float("nan")}),
+        ("hidden_states_metadata", {"a": "x" * 70_000}),
+        ("hidden_states_metadata", {"a": object()}),
     ],
 )
 def test_a_wrong_value_is_refused_alone(name, value):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -172,3 +174,47 @@ def test_at_the_end_what_waits_is_still_copied_and_what_could_not_be_is_counted(
     assert worker.drain(0.01) == 1
     outlet.take()
     assert worker.drain(10) == 0
+
+
+@pytest.mark.parametrize("token_major", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [1, 9, 70])
+def test_a_mean_is_one_float32_row_over_all_tokens(n, dtype, token_major, monkeypatch):
+    monkeypatch.setattr("hsx_dist.connector.gather.MEAN_ROWS", 16)  # several pieces
+    outlet = KeepingOutlet(1 << 20)
+    cache = torch.randn(BLOCKS, LAYERS, BLOCK, HIDDEN).to(dtype)
+    if token_major:
+        cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
+    worker = WorkerHalf(cache, outlet, rank=0, layer_ids=(1, 2, 3), page_bytes=1 << 16, segment_bytes=1 << 16)
+    s = save(n)
+    ids = s.token_ids.astype(np.int32)
+    s = dataclasses.replace(
+        s, token_ids=np.array([-1]), mean_of=n, attached={"request_token_ids": ids}, layers=(2, 0) if n == 9 else None
+    )
+    worker.step(StepMetadata(saves=[s]))
+    ((page, data),) = outlet.take()
+    assert (page.dtype, page.token_ids.tolist(), page.segment.total) == ("float32", [-1], 1)
+    assert page.layer_ids == ((3, 1) if n == 9 else (1, 2, 3))
+    assert page.segment.attached["request_token_ids"].tolist() == ids.tolist()
+    rows = cache[torch.from_numpy(s.block_ids)].permute(1, 0, 2, 3).reshape(LAYERS, -1, HIDDEN)[:, :n].double()
+    expected = rows[list(s.layers or (0, 1, 2))].mean(dim=1).numpy()
+    np.testing.assert_allclose(data.view(np.float32)[:, 0], expected, rtol=1e-5, atol=1e-6)
+    other = KeepingOutlet(1 << 20)
+    half(other)[1].step(StepMetadata(saves=[dataclasses.replace(s, attached={"request_token_ids": ids + 1})]))
+    assert other.take()[0][0].segment.sample_hash != page.segment.sample_hash
+
+
+def test_any_positions_and_what_is_attached_to_the_first_segment_alone():
+    outlet = KeepingOutlet(1 << 20)
+    cache, worker = half(outlet)
+    s = save(70)
+    at = np.flatnonzero(np.arange(70) % 3)
+    mask = np.ones(len(at), np.uint8)
+    s = dataclasses.replace(s, token_ids=s.token_ids[at], positions=at, attached={"loss_mask": mask})
+    worker.step(StepMetadata(saves=[s]))
+    whole = cache[torch.from_numpy(s.block_ids)].permute(1, 0, 2, 3).reshape(LAYERS, -1, HIDDEN).numpy()
+    pages = outlet.take()
+    for page, data in pages:
+        np.testing.assert_array_equal(data.view(np.float32), whole[:, at[page.start : page.stop]])
+        assert set(page.segment.attached) == ({"loss_mask"} if page.segment.index == 0 else set())
+    assert pages[-1][0].segment.index > 0

@@ -64,3 +64,13 @@ def test_a_refusal_under_another_rows_id_never_hides_that_row():
 def test_a_failed_row_gets_another_chance():
     r = row("a", 0, "text")
     assert not accounted(r, Manifest([receipt(1, fates=(RowFate("a", 0, "failed", "died", 3, r.content),))]))
+
+
+def test_a_row_that_killed_its_engine_stays_aside_until_it_is_changed_or_asked_for():
+    r = row("a", 0, "text")
+    manifest = Manifest([receipt(1, fates=(RowFate("a", 0, "poison", "its engine died", 3, r.content),))])
+    assert accounted(r, manifest)
+    assert list(remaining(lambda: iter([r]), manifest)) == []
+    assert list(remaining(lambda: iter([r]), manifest, retry_poison=True)) == [r]
+    assert not accounted(row("a", 0, "other text"), manifest)
+    assert count_rows(lambda: iter([r]), manifest, retry_poison=True) == (1, 1)

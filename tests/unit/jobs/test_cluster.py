@@ -6,8 +6,14 @@ import pytest
 
 from hsx_dist.config import load_config
 from hsx_dist.errors import ConfigError
-from hsx_dist.jobs.cluster import check_output, check_room, credential_environment
+from hsx_dist.jobs.cluster import credential_environment
 from hsx_dist.jobs.cores import CoreClaim, omp_binding
+from hsx_dist.jobs.extract import engine_spec
+from hsx_dist.jobs.placement import place, placed_spec
+from hsx_dist.jobs.preflight import Model
+from hsx_dist.jobs.replica import engine_arguments
+from hsx_dist.jobs.room import check_output
+from hsx_dist.jobs.room import check_room as room_for
 
 
 @pytest.mark.parametrize("output", ["runs/x", "/data/x", "file:///data/x", "memory://x"])
@@ -61,6 +67,16 @@ def config(**settings):
     return load_config(None, (), model="m", output="s3://bucket/x", **settings)
 
 
+def spec(settings):
+    model = Model("m", (1, 2), 2, 64, 320, 2, 255, "0")
+    return engine_spec(settings, model)
+
+
+def check_room(settings, gpus, nodes):
+    replica = settings.replica.model_copy(update={"num_gpus": gpus})
+    room_for(settings, place(replica, spec(settings), nodes), nodes)
+
+
 def test_replicas_that_no_node_has_room_for_are_refused_instead_of_waited_for():
     two_cores = [{"CPU": 2.0}]
     check_room(config(), 0, two_cores)  # a writer and a replica
@@ -77,3 +93,47 @@ def test_replicas_that_no_node_has_room_for_are_refused_instead_of_waited_for():
     check_room(config(), 1, [{"CPU": 0.0}, {"CPU": 16.0, "GPU": 1.0}])  # a head without CPUs
     with pytest.raises(ConfigError, match="writers"):
         check_room(config(), 0, [{"CPU": 0.0}])
+
+
+def tp(size, **more):
+    return config(engine_kwargs={"tensor_parallel_size": size, **more})
+
+
+def test_a_tensor_parallel_group_that_fits_a_node_is_one_bundle_on_it():
+    settings = tp(4)
+    found = place(settings.replica, spec(settings), [{"CPU": 8.0}, {"CPU": 64.0, "GPU": 8.0}])
+    assert found.bundles == ({"CPU": 1, "GPU": 4.0},)
+    assert (found.strategy, found.actor_gpus) == ("STRICT_PACK", 4.0)
+    assert placed_spec(spec(settings), found).engine_kwargs["distributed_executor_backend"] == "mp"
+    assert placed_spec(spec(settings), found).owners is None
+    alone = config()
+    assert placed_spec(spec(alone), place(alone.replica, spec(alone), [{"CPU": 8.0}])) == spec(alone)
+
+
+def test_a_group_that_fits_no_node_spans_them_with_a_bundle_a_rank_and_rank_0_ships():
+    settings = tp(8)
+    nodes = [{"CPU": 64.0, "GPU": 4.0}] * 2
+    found = place(settings.replica, spec(settings), nodes)
+    assert found.bundles == ({"CPU": 1, "GPU": 1.0}, *[{"GPU": 1.0}] * 7)
+    assert (found.strategy, found.actor_gpus, found.spans_nodes) == ("PACK", 0.0, True)
+    placed = placed_spec(spec(settings), found)
+    arguments = engine_arguments(placed, "socket", "/x")
+    assert arguments["distributed_executor_backend"] == "ray"
+    assert arguments["kv_transfer_config"]["kv_connector_extra_config"]["hsx"]["owners"] == 1
+    room_for(settings, found, nodes)
+    with pytest.raises(ConfigError, match="too little of GPU"):
+        room_for(settings, found, nodes[:1])
+
+
+def test_the_ray_executor_on_one_node_is_packed_there_and_on_cpus_refused():
+    settings = tp(2, distributed_executor_backend="ray")
+    found = place(settings.replica, spec(settings), [{"CPU": 64.0, "GPU": 8.0}])
+    assert (len(found.bundles), found.strategy) == (2, "STRICT_PACK")
+    with pytest.raises(ConfigError, match="does not run on CPUs"):
+        place(settings.replica, spec(settings), [{"CPU": 64.0}])
+
+
+def test_cpus_and_gpus_take_the_same_configuration():
+    settings = tp(2)
+    assert place(settings.replica, spec(settings), [{"CPU": 4.0}]).bundles == ({"CPU": 1},)
+    assert place(settings.replica, spec(settings), [{"CPU": 4.0, "GPU": 2.0}]).bundles == ({"CPU": 1, "GPU": 2.0},)

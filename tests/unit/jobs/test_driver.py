@@ -12,8 +12,10 @@ from rich.console import Console
 from hsx_dist.errors import EngineError, Fenced, StoreError
 from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SegmentProof, part_name
 from hsx_dist.format.runs import load_manifest, take_attempt
-from hsx_dist.jobs.driver import Driver, RowLedger
-from hsx_dist.jobs.fleet import ReplicaDied, ReplicaReady, TaskDone
+from hsx_dist.jobs.driver import Driver
+from hsx_dist.jobs.fleet import Draining, ReplicaDied, ReplicaLeaving, ReplicaReady, TaskDone
+from hsx_dist.jobs.ledger import RowLedger
+from hsx_dist.jobs.limits import Limits
 from hsx_dist.jobs.rows import Row
 from hsx_dist.jobs.tasks import TaskResult
 from hsx_dist.observe.progress import Progress
@@ -31,6 +33,7 @@ class LossyFleet:
         self.events: deque = deque()
         self.open: list[str] = []  # shipped, not stored
         self.seq = 0
+        self.flushed: list[float | None] = []
         self.tasks = []
         self.dead: set[int] = set()
         self.most_at_once = 0
@@ -46,12 +49,13 @@ class LossyFleet:
         self.running[replica] += 1
         self.most_at_once = max(self.most_at_once, self.running[replica])
         outcome = self.plan(task)
-        if outcome == "die":
+        if outcome in ("die", "vanish"):
             self.running[replica] = 0
             self.dead.add(replica)
             # Answers of a replica that died never come; what it shipped before may still be stored.
             self.events = deque(e for e in self.events if not (isinstance(e, tuple) and e[0] == replica))
-            self.events += [ReplicaDied(replica, "killed"), ReplicaReady(replica)]
+            gone = ReplicaDied(replica, "killed", blameless=outcome == "vanish")
+            self.events += [gone, ReplicaReady(replica)]
             return
         if outcome == "die for good":
             self.events.append(ReplicaDied(replica, "no engine", fatal=True))
@@ -79,7 +83,8 @@ class LossyFleet:
             found.append(event)
         return found
 
-    def flush(self):
+    def flush(self, timeout=None):
+        self.flushed.append(timeout)
         events = self.poll(0)
         if self.open:
             self.seq += 1
@@ -87,7 +92,7 @@ class LossyFleet:
             self.open = []
         return events
 
-    def close(self):
+    def close(self, *, quickly=False):
         pass
 
 
@@ -162,14 +167,55 @@ def test_what_was_shipped_and_never_proven_is_run_again(ledger):
     assert len(manifest.samples) == 20
 
 
-def test_a_row_that_kills_every_engine_fails_alone(ledger):
+@pytest.mark.parametrize("max_tries", [1, 2, 3])
+def test_a_row_that_kills_every_engine_is_set_aside_alone(ledger, max_tries):
     fleet = LossyFleet(lambda task: "die" if any(r.key == "k5" for r in task.rows) else "fine")
-    manifest = drive(fleet, rows(12), ledger)
+    manifest = drive(fleet, rows(12), ledger, max_tries=max_tries)
     assert set(manifest.failed) == {"k5"}
-    assert manifest.failed["k5"].tries == 3
-    assert "killed" in manifest.failed["k5"].reason
+    fate = manifest.failed["k5"]
+    assert (fate.fate, fate.tries) == ("poison", max(max_tries, 2))
+    assert "alone" in fate.reason
+    assert "killed" in fate.reason
     assert len(manifest.samples) == 11
-    assert all(len(t.rows) == 1 and t.alone for t in fleet.tasks if t.tries == 2)
+    assert [t.rows[0].key for t in fleet.tasks if t.alone and len(t.rows) == 1].count("k5") == 1
+
+
+def test_rows_that_want_an_engine_alone_do_not_wait_for_the_end_of_the_input(ledger):
+    fleet = LossyFleet(lambda task: "die" if any(r.key == "k1" for r in task.rows) else "fine")
+    drive(fleet, rows(400), ledger, max_tries=2)
+    last = max(i for i, t in enumerate(fleet.tasks) if t.alone)
+    assert last < len(fleet.tasks) - 20
+
+
+def test_what_goes_with_its_node_is_run_again_and_never_counted(ledger):
+    vanished = []
+
+    def plan(task):
+        if len(vanished) < 20:
+            vanished.append(task)
+            return "vanish"
+        return "fine"
+
+    fleet = LossyFleet(plan)
+    manifest = drive(fleet, rows(8), ledger, max_tries=2)
+    assert len(manifest.samples) == 8
+    assert manifest.failed == {}
+    assert {t.tries for t in fleet.tasks} == {0}
+
+
+def test_a_replica_whose_node_drains_gets_no_more_tasks(ledger):
+    fleet = LossyFleet()
+    real = fleet.submit
+
+    def submit(replica, task):
+        real(replica, task)
+        if task.number == 3:
+            fleet.events.append(ReplicaLeaving(0))
+        if task.number > 8:
+            assert replica == 1
+
+    fleet.submit = submit
+    assert len(drive(fleet, rows(100), ledger).samples) == 100
 
 
 def test_skipped_rows_are_tried_and_then_failed_refused_ones_are_not_tried_again(ledger):
@@ -222,22 +268,99 @@ def test_a_fenced_driver_writes_no_receipt_of_its_own(ledger, tmp_path):
     assert load_manifest(LocalStore(tmp_path)).refused == {}
 
 
-def test_stop_hands_out_nothing_more_and_makes_durable_what_is_there(ledger):
-    fleet = LossyFleet()
-    manifest = ledger._manifest
-    progress = Progress(100, console=Console(file=io.StringIO()))
-    driver = Driver(fleet, manifest, ledger, progress, task_rows=4, max_tries=3)
+def run(fleet, items, ledger, **options):
+    """The driver, after its run."""
+    progress = Progress(len(items), console=Console(file=io.StringIO()))
+    driver = Driver(fleet, ledger._manifest, ledger, progress, **{"task_rows": 4, "max_tries": 3, **options})
+    driver.run(iter(items))
+    return driver
+
+
+def at_task(fleet, number, do):
     real = fleet.submit
 
     def submit(replica, task):
         real(replica, task)
-        if task.number == 3:
-            driver.stop()
+        if task.number == number:
+            do()
 
     fleet.submit = submit
+
+
+@pytest.mark.parametrize("how", ["stop", "drain"])
+def test_stop_hands_out_nothing_more_and_makes_durable_what_is_there_in_time(ledger, how):
+    fleet = LossyFleet()
+    progress = Progress(100, console=Console(file=io.StringIO()))
+    driver = Driver(fleet, ledger._manifest, ledger, progress, task_rows=4, max_tries=3, stop_seconds=7.0)
+    at_task(fleet, 3, driver.stop if how == "stop" else lambda: fleet.events.append(Draining()))
     driver.run(iter(rows(100)))
-    assert driver.stopped
-    assert len(manifest.samples) == 12
+    assert driver.ended == ("signal" if how == "stop" else "its node drains")
+    assert fleet.flushed == [7.0]
+    assert len(ledger._manifest.samples) == 4 * len(fleet.tasks) < 100
+
+
+def test_a_newer_attempt_ends_a_driver_that_stores_nothing(ledger):
+    fleet = LossyFleet(lambda _: "lose")
+    progress = Progress(5, console=Console(file=io.StringIO()))
+    driver = Driver(fleet, ledger._manifest, ledger, progress, task_rows=4, max_tries=3)
+    at_task(fleet, 2, driver.fence)
+    with pytest.raises(Fenced):
+        driver.run(iter(rows(100)))
+
+
+def test_max_rows_ends_the_run_with_exactly_so_many(ledger):
+    fleet = LossyFleet(lambda task: "lose" if task.number == 2 else "fine")
+    driver = run(fleet, rows(100), ledger, limits=Limits(max_rows=13))
+    assert len(ledger._manifest.samples) == 13
+    assert driver.ended.startswith("max_rows")
+    assert driver.counts["under_way"] == 0
+    again = run(LossyFleet(), rows(100), ledger, limits=Limits(max_rows=13))
+    assert again.ended.startswith("max_rows")
+
+
+def test_max_rows_of_an_input_that_has_fewer_ends_it_as_usual(ledger):
+    driver = run(LossyFleet(), rows(7), ledger, limits=Limits(max_rows=13))
+    assert (driver.ended, len(ledger._manifest.samples)) == ("", 7)
+
+
+def test_max_bytes_ends_the_run_near_it(ledger):
+    driver = run(LossyFleet(), rows(1000), ledger, limits=Limits(max_bytes=350), token_bytes=25)  # a part has 100
+    assert driver.ended.startswith("max_bytes")
+    assert 350 <= ledger._manifest.stored_bytes <= 500
+
+
+def test_the_deadline_stores_what_is_computed(ledger):
+    clock = [0.0]
+    fleet = LossyFleet()
+    at_task(fleet, 5, lambda: clock.__setitem__(0, 100.0))
+    driver = run(fleet, rows(100), ledger, limits=Limits(seconds=60, clock=lambda: clock[0]))
+    assert driver.ended == "deadline"
+    assert 0 < len(ledger._manifest.samples) < 100
+
+
+def test_a_full_store_pauses_the_run_until_consumers_have_deleted(ledger):
+    """Every part that was shown is deleted at the next look: the run never ends, and never holds more than a little."""
+    deleted = [0]
+    most = [0]
+
+    def held():
+        now = ledger._manifest.stored_bytes - deleted[0]
+        most[0] = max(most[0], now)
+        if now >= 100:
+            deleted[0] += 100
+        return now
+
+    fleet = LossyFleet()
+    driver = run(fleet, rows(60), ledger, limits=Limits(held=held, max_held_bytes=100), token_bytes=25)
+    assert driver.ended == ""
+    assert len(ledger._manifest.samples) == 60
+    assert deleted[0] > 100
+    assert most[0] <= 200
+
+
+def test_a_cluster_that_gets_no_room_in_time_ends_the_run(ledger):
+    with pytest.raises(EngineError, match="wait_seconds"):
+        run(LossyFleet(replicas=0), rows(5), ledger, wait_seconds=0.01)
 
 
 def test_a_sample_counts_once_whatever_the_order_in_which_its_segments_are_proven(ledger):

@@ -13,7 +13,7 @@ import zstandard
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.manifest import RowFate
-from hsx_dist.jobs import rows as rows_module
+from hsx_dist.jobs import records as records_module
 from hsx_dist.jobs.rows import Row, read_rows, rows_from
 
 
@@ -41,7 +41,7 @@ def test_the_three_kinds(tmp_path: Path) -> None:
         {"token_ids": [0, 5]},
         {"id": None, "text": "four", "messages": None},
     )
-    assert read(path) == [
+    assert read(path, metadata=["source", "n"]) == [
         Row("a", 0, text="one", metadata={"source": "x", "n": 3}),
         Row("7", 1, messages=messages),
         Row("in:00000002", 2, token_ids=[0, 5]),
@@ -51,7 +51,8 @@ def test_the_three_kinds(tmp_path: Path) -> None:
 
 def test_other_field_names(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", {"uid": "a", "prompt": "p", "text": "kept", "id": 3})
-    assert read(path, id="uid", text="prompt") == [Row("a", 0, text="p", metadata={"text": "kept", "id": 3})]
+    kept = Row("a", 0, text="p", metadata={"text": "kept", "id": 3})
+    assert read(path, id="uid", text="prompt", metadata=["text", "id"]) == [kept]
     assert [r.key for r in read(path, id=None, text="prompt")] == ["in:00000000"]
 
 
@@ -127,7 +128,7 @@ def test_empty_lines(tmp_path: Path) -> None:
 
 
 def test_a_line_that_is_too_long_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_module, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(records_module, "MAX_LINE_BYTES", 100)
     fate, good, exact = read(
         write(tmp_path / "in.jsonl", {"text": "x" * 1000}, {"text": "y"}, {"text": "z" * (99 - len('{"text": ""}'))})
     )
@@ -198,7 +199,7 @@ def test_a_name_that_looks_like_a_pattern(tmp_path: Path) -> None:
         ("not/there.jsonl", "no such file"),
         ("memory://hsx-rows/not-there.jsonl", "no such file or bucket"),
         ("nonsense://x/y.jsonl", "nonsense://x/y.jsonl"),
-        (".", "input.path"),
+        ("tests/golden/**/*.nothing", "expected files of rows"),
     ],
 )
 def test_an_input_that_is_not_there_is_told_before_the_first_row(path: str, words: str) -> None:

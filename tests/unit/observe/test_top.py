@@ -22,7 +22,8 @@ def store(tmp_path: Path) -> Store:
 
 def progress(done: int, tokens: int, seconds: float, *, wait: float = 0.0, before: int = 0) -> dict:
     return {
-        "rows": {"total": 100, "before": before, "stored": done, "refused": 0, "failed": 0, "retried": 0},
+        "rows": 100,
+        "fates": {"before": before, "stored": done, "refused": 0, "failed": 0, "retried": 0},
         "tokens": tokens,
         "stored_bytes": 2 * tokens,
         "seconds": seconds,
@@ -65,9 +66,9 @@ def test_following_ends_with_the_attempt(store: Store):
     for standing in follow(store, 0.0):
         states.append((standing.state, standing.tokens_per_second))
         if len(states) == 2:
-            beat(store, attempt, 2, "stopped", progress(2, 30, 2.0))
+            beat(store, attempt, 2, "stopped: signal", progress(2, 30, 2.0))
     # The second look saw the same heartbeat: the rate stays.
-    assert states == [("running", 10.0), ("running", 10.0), ("stopped", 20.0)]
+    assert states == [("running", 10.0), ("running", 10.0), ("stopped: signal", 20.0)]
 
 
 def test_the_command_prints_lines_and_json(small_run: Store):

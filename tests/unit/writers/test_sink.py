@@ -11,12 +11,37 @@ import pytest
 from hsx_dist.errors import Fenced
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.manifest import Receipt
-from hsx_dist.format.runs import load_manifest, take_attempt
+from hsx_dist.format.runs import load_manifest, take_attempt, write_run
 from hsx_dist.page import Page, Segment
+from hsx_dist.reading import Run
 from hsx_dist.store.local import LocalStore
 from hsx_dist.writers.sink import Lost, PartSink, SinkOptions
 from hsx_dist.writers.threads import ThreadSender
 from tests.unit.writers.small_samples import check_readable, options, pages
+
+
+def test_what_pages_carry_is_stored_and_no_receipt_keeps_it(store):
+    """Metadata and masks are in the part; a driver holds receipts by the million."""
+    events = []
+    sink = PartSink(store, options(), events.append)
+    mask = np.arange(100, dtype=np.uint8) % 2
+    for page in pages("a", 100):
+        extra = {"attached": {"loss_mask": mask}} if page.segment.index == 0 else {}
+        sink.add(replace(page, segment=replace(page.segment, meta={"metadata": {"source": "web"}}, **extra)))
+    sink.flush()
+    assert sink.held_bytes == 0
+    sink.close()
+    (receipt,) = events
+    assert all(not proof.segment.meta and not proof.segment.attached for proof in receipt.segments)
+    sample = Run(written(store))["a"]
+    assert sample.metadata == {"source": "web"}
+    assert sample.load(tokens=(60, 70), framework="numpy")["loss_mask"].tolist() == mask[60:70].tolist()
+    assert sample.load(framework="numpy")["loss_mask"].dtype == np.int64
+
+
+def written(store: LocalStore) -> LocalStore:
+    write_run(store, {})
+    return store
 
 
 def test_what_is_added_is_proven_and_readable(store):

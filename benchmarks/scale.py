@@ -1,0 +1,352 @@
+"""What a run costs its driver and its readers at a million samples, with a thousand replicas that are simulated.
+
+    .venv/bin/python -m benchmarks.scale [--rows 1000000] [--replicas 1000] [--folder DIR]
+
+The driver, its ledger, attempt, receipts and manifest are the real ones; the fleet is not: no engine, no Ray, no
+network. Its replicas take virtual time for their tasks, die, and go with their nodes; its writers seal parts of 16
+samples, upload them in virtual seconds, lose some, and store real receipts in a folder. The driver's seconds are those
+of CPU time outside of the fleet. Each stage is a process of its own, so that its memory is its own. Writes
+benchmarks/results/scale.{md,json}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import io
+import json
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.provenance import provenance
+from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SegmentProof, part_name, receipt_name
+from hsx_dist.format.runs import load_manifest, take_attempt, write_complete, write_run
+from hsx_dist.jobs.driver import Driver
+from hsx_dist.jobs.extract import count_rows
+from hsx_dist.jobs.fleet import FleetEvent, ReplicaDied, ReplicaReady, TaskDone
+from hsx_dist.jobs.ledger import RowLedger
+from hsx_dist.jobs.rows import Row
+from hsx_dist.jobs.tasks import Task, TaskResult
+from hsx_dist.observe.progress import Progress
+from hsx_dist.page import Segment
+from hsx_dist.reading import open_run
+from hsx_dist.store import Store, open_store
+from hsx_dist.writers.sink import Lost
+
+RESULTS = Path(__file__).parent / "results"
+#: An 8B model: three layers of 4096 values in bf16, two thirds of it stored.
+TOKEN_BYTES = 3 * 4096 * 2
+STORED = 0.66
+TOKENS_A_SECOND = 5000  # of a replica
+SAMPLES_A_PART = 16  # 256 MiB of about a thousand tokens each
+TEXT = "x" * 400
+
+
+def rows(n: int) -> Iterator[Row | RowFate]:
+    """``n`` rows; one in two hundred is refused."""
+    for i in range(n):
+        if i % 200 == 199:
+            yield RowFate(f"rows#{i:08d}", i, "refused", "expected text, came an empty string", 0)
+        else:
+            yield Row(f"conversation-{i:09d}", i, text=TEXT)
+
+
+def tokens_of(row: int) -> int:
+    """Log-normal, a mean of about a thousand."""
+    return max(16, min(int(random.Random(row).lognormvariate(6.7, 0.6)), 8192))
+
+
+class SimulatedFleet:
+    """Replicas and writers in virtual time. ``seconds``: CPU time that was spent in here."""
+
+    def __init__(self, store: Store, replicas: int, replicas_a_node: int = 8):
+        self._folder = Path(store.url.removeprefix("file://"))
+        self._random = random.Random(0)
+        self._now = 0.0
+        self._order = count()
+        self._heap: list[tuple[float, int, Callable[[], list[FleetEvent]]]] = []
+        self._numbers = count()
+        self._start = replicas
+        self._nodes = [_Node(n) for n in range(max(replicas // replicas_a_node, 1))]
+        self._node_of: dict[int, _Node] = {}
+        self.seconds = 0.0
+        self.deaths = self.lost_parts = 0
+
+    def start(self) -> None:
+        for i in range(self._start):
+            self._start_replica(self._nodes[i % len(self._nodes)], self._random.uniform(0, 30))
+
+    def submit(self, replica: int, task: Task) -> None:
+        began = time.process_time()
+        tokens = [tokens_of(row.row) for row in task.rows]
+        took = sum(tokens) / TOKENS_A_SECOND * self._random.uniform(0.8, 1.3)
+        if self._random.random() < 5e-4:
+            self._after(took * self._random.random(), lambda: self._die(replica, blameless=self._random.random() < 0.5))
+        else:
+            self._after(took, lambda: self._done(replica, task, tokens))
+        self.seconds += time.process_time() - began
+
+    def poll(self, timeout: float) -> list[FleetEvent]:
+        began = time.process_time()
+        self._now = max(self._now, self._heap[0][0] if self._heap else 0.0)
+        events = self._until(self._now + timeout)
+        self.seconds += time.process_time() - began
+        return events
+
+    def flush(self, timeout: float | None = None) -> list[FleetEvent]:  # noqa: ARG002
+        began = time.process_time()
+        for node in self._nodes:
+            self._seal(node)
+        events = self._until(float("inf"))
+        self.seconds += time.process_time() - began
+        return events
+
+    def close(self, *, quickly: bool = False) -> None:
+        pass
+
+    def _after(self, seconds: float, what: Callable[[], list[FleetEvent]]) -> None:
+        heapq.heappush(self._heap, (self._now + seconds, next(self._order), what))
+
+    def _until(self, end: float) -> list[FleetEvent]:
+        events: list[FleetEvent] = []
+        while self._heap and self._heap[0][0] <= end:
+            self._now, _, what = heapq.heappop(self._heap)
+            events += what()
+        return events
+
+    def _start_replica(self, node: _Node, seconds: float) -> None:
+        number = next(self._numbers)
+        self._node_of[number] = node
+        self._after(seconds, lambda: [ReplicaReady(number)])
+
+    def _die(self, replica: int, *, blameless: bool) -> list[FleetEvent]:
+        node = self._node_of.pop(replica, None)
+        if node is None:
+            return []
+        self.deaths += 1
+        self._start_replica(node, 60.0)
+        return [ReplicaDied(replica, "simulated", blameless=blameless)]
+
+    def _done(self, replica: int, task: Task, tokens: list[int]) -> list[FleetEvent]:
+        node = self._node_of.get(replica)
+        if node is None:
+            return []  # it died meanwhile
+        for row, n in zip(task.rows, tokens, strict=True):
+            node.open.append((row.key, row.row, n))
+            if len(node.open) >= SAMPLES_A_PART:
+                self._seal(node)
+        result = TaskResult(task.number, shipped=[row.key for row in task.rows], tokens=sum(tokens))
+        return [TaskDone(replica, result)]
+
+    def _seal(self, node: _Node) -> None:
+        part, node.open = node.open, []
+        if part:
+            self._after(self._random.uniform(1, 5), lambda: self._stored(node, part))
+
+    def _stored(self, node: _Node, part: list[tuple[str, int, int]]) -> list[FleetEvent]:
+        if self._random.random() < 1e-3:
+            self.lost_parts += 1
+            return [Lost(tuple(Segment(key, 0, 0, n, n) for key, _, n in part), "simulated")]
+        node.seq += 1
+        proofs = tuple(
+            SegmentProof(
+                Segment(key, 0, 0, n, n),
+                slot,
+                f"{row:016x}",
+                n * TOKEN_BYTES,
+                int(n * TOKEN_BYTES * STORED),
+                row,
+                f"{row:016x}",
+            )
+            for slot, (key, row, n) in enumerate(part)
+        )
+        raw = sum(p.raw_bytes for p in proofs)
+        writer = f"n{node.number}w0-00000000"
+        name = part_name(1, writer, node.seq)
+        size = sum(p.stored_bytes for p in proofs)
+        receipt = Receipt(1, writer, node.seq, name, size, "00000000", 4096, raw, proofs, (), "2026-01-01T00:00:00")
+        # Not through the store, which would wait for the disk 60,000 times.
+        path = self._folder / receipt_name(1, writer, node.seq)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(receipt.to_json())
+        return [receipt]
+
+
+class _Node:
+    """A node's writer."""
+
+    def __init__(self, number: int):
+        self.number = number
+        self.open: list[tuple[str, int, int]] = []
+        self.seq = 0
+
+
+def resident() -> int:
+    """Bytes of this process now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+class Watched(Progress):
+    """Notes the driver's memory as rows are stored."""
+
+    def __init__(self, total: int, *, points: int = 10):
+        super().__init__(total, console=Console(file=io.StringIO()))
+        self.every = total // points
+        self.memory: list[tuple[int, int]] = [(0, resident())]
+
+    def stored(self, *, rows: int, raw_bytes: int, stored_bytes: int) -> None:
+        super().stored(rows=rows, raw_bytes=raw_bytes, stored_bytes=stored_bytes)
+        if self.rows // self.every > self.memory[-1][0] // self.every:
+            self.memory.append((self.rows, resident()))
+
+
+def drive(store: Store, n: int, replicas: int) -> dict[str, Any]:
+    """A whole run by the real driver; then its completion."""
+    write_run(store, {})
+    attempt = take_attempt(store, {})
+    fleet, manifest, progress = SimulatedFleet(store, replicas), Manifest(), Watched(n)
+    driver = Driver(fleet, manifest, RowLedger(store, attempt, manifest), progress, task_rows=64, max_tries=3)
+    began = time.process_time()
+    driver.run(rows(n))
+    seconds = time.process_time() - began - fleet.seconds
+    assert len(manifest.samples) + len(manifest.refused) == n, "a row was lost"
+    (first, low), (last, high) = progress.memory[len(progress.memory) // 4], progress.memory[-1]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return {
+        "rows_a_second": n / seconds,
+        "virtual_rows_a_second": n / fleet._now,
+        "memory": progress.memory,
+        "bytes_a_row": (high - low) / (last - first),
+        "peak_bytes": peak,
+        "receipts": len(manifest.receipts),
+        "retries": progress.retries,
+        "deaths": fleet.deaths,
+        "lost_parts": fleet.lost_parts,
+    }
+
+
+def resume(store: Store, n: int) -> dict[str, Any]:
+    """What stands before the first task of a resumed run: the receipts, and a look at every row."""
+    base = resident()
+    began = time.perf_counter()
+    manifest = load_manifest(store)
+    loaded = time.perf_counter()
+    held = resident() - base
+    total, todo = count_rows(lambda: rows(n), manifest)
+    counted = time.perf_counter()
+    assert (total, todo) == (n, 0)
+    return {"load_seconds": loaded - began, "count_seconds": counted - loaded, "bytes_a_sample": held / n}
+
+
+def complete(store: Store, n: int) -> dict[str, Any]:
+    manifest = load_manifest(store)
+    began = time.perf_counter()
+    write_complete(store, 1, manifest, {"rows": n})
+    (size,) = (info.size for info in store.list("manifest/") if info.name.startswith("manifest/compacted-"))
+    return {"seconds": time.perf_counter() - began, "compacted_bytes": size}
+
+
+def open_it(store: Store, n: int) -> dict[str, Any]:
+    """A reader of the complete run: open, list the keys, look one up."""
+    base = resident()
+    began = time.perf_counter()
+    run = open_run(store.url)
+    opened = time.perf_counter()
+    held = resident() - base
+    keys = run.keys()
+    listed = time.perf_counter()
+    for key in keys[:: max(n // 10_000, 1)]:
+        assert key in run
+    looked = time.perf_counter()
+    return {
+        "open_seconds": opened - began,
+        "keys_seconds": listed - opened,
+        "look_up_microseconds": (looked - listed) / min(len(keys), 10_000) * 1e6,
+        "bytes_a_sample": held / len(keys),
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+    }
+
+
+STAGES: dict[str, Callable[[Store, int], dict[str, Any]]] = {"resume": resume, "complete": complete, "open": open_it}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--replicas", type=int, default=1000)
+    parser.add_argument("--folder", help="where receipts are written (default: a temporary folder)")
+    parser.add_argument("--stage", choices=["drive", *STAGES], help="run one stage and print its figures")
+    args = parser.parse_args()
+    if args.stage is not None:
+        store = open_store(args.folder)
+        found = (
+            drive(store, args.rows, args.replicas) if args.stage == "drive" else STAGES[args.stage](store, args.rows)
+        )
+        print(json.dumps(found))
+        return
+    about = provenance("numpy", "zstandard")
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        figures = {stage: run_stage(stage, folder, args) for stage in ("drive", *STAGES)}
+    result = {"about": about, "rows": args.rows, "replicas": args.replicas, **figures}
+    (RESULTS / "scale.json").write_text(json.dumps(result, indent=1) + "\n")
+    text = table(result)
+    (RESULTS / "scale.md").write_text(text)
+    print(text)
+
+
+def run_stage(stage: str, folder: str, args: argparse.Namespace) -> dict[str, Any]:
+    argv = [sys.executable, "-m", "benchmarks.scale", "--stage", stage, "--folder", folder]
+    argv += ["--rows", str(args.rows), "--replicas", str(args.replicas)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{stage}: {done.stderr}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def table(r: dict[str, Any]) -> str:
+    a, d = r["about"], r["drive"]
+    needed = r["replicas"] * TOKENS_A_SECOND / 1000
+    mib = 1 << 20
+    memory = ", ".join(f"{size / mib:.0f} MiB at {n:,}" for n, size in d["memory"][:: max(len(d["memory"]) // 4, 1)])
+    return f"""# A million samples, a thousand replicas
+
+{a["cpu"]}, {a["cores"]} cores, load {a["load_average"]}; {a["system"]}, Python {a["python"]}, numpy \
+{a["versions"]["numpy"]}; commit {a["commit"]}. Made by `python -m benchmarks.scale --rows {r["rows"]} --replicas \
+{r["replicas"]}`.
+
+The real driver, ledger, receipts and manifest; replicas, writers and their delays are simulated, and the time in
+them is not counted; the driver's is CPU time, the others' wall clock. {r["rows"]:,} rows (half a percent refused),
+{d["receipts"]:,} receipts on a local disk, {d["deaths"]} replicas died, {d["lost_parts"]} parts were lost,
+{d["retries"]:,} rows were run again; none is missing at the end.
+
+| | |
+|---|---:|
+| driver, rows a second it can account for | {d["rows_a_second"]:,.0f} |
+| … {r["replicas"]:,} replicas of {TOKENS_A_SECOND:,} tokens/s need, at 1,000 tokens a row | {needed:,.0f} |
+| driver's memory | {memory} |
+| … that is, bytes a row | {d["bytes_a_row"]:.0f} |
+| resume: reading all receipts | {r["resume"]["load_seconds"]:.1f} s |
+| resume: looking at every row of the input | {r["resume"]["count_seconds"]:.1f} s |
+| manifest in memory, bytes a sample | {r["resume"]["bytes_a_sample"]:.0f} |
+| completing: the compacted manifest | {r["complete"]["seconds"]:.1f} s, \
+{r["complete"]["compacted_bytes"] / mib:.0f} MiB |
+| a reader opens the complete run | {r["open"]["open_seconds"]:.1f} s |
+| … lists its keys in the order of the rows | {r["open"]["keys_seconds"]:.1f} s |
+| … looks one key up | {r["open"]["look_up_microseconds"]:.1f} µs |
+| … at its most takes | {r["open"]["peak_bytes"] / mib:.0f} MiB |
+"""
+
+
+if __name__ == "__main__":
+    main()

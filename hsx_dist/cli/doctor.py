@@ -1,0 +1,34 @@
+"""``hsx doctor``: whether a run can work here, a line a check."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from hsx_dist.cli.status import FINE, FOUND_BAD
+from hsx_dist.cli.tables import print_json
+from hsx_dist.config import load_config, resolve_paths
+from hsx_dist.errors import ConfigError
+
+_SHOWN = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
+
+
+def run_doctor(config: str | None, overrides: Sequence[str], *, engine: bool, as_json: bool) -> int:
+    """Print each check as soon as it is done; the exit status is 1 when one failed."""
+    from hsx_dist.jobs.doctor import examine
+
+    if config is None and (engine or overrides):
+        raise ConfigError("expected --config FILE, which says what to check, came none; give it")
+    settings = resolve_paths(load_config(config, overrides), Path.cwd()) if config is not None else None
+    found = []
+    for check in examine(settings, engine=engine):
+        found.append(check)
+        if not as_json:
+            print(f"{_SHOWN[check.state]}  {check.name}: {check.message}", flush=True)
+    failed = sum(check.state == "fail" for check in found)
+    if as_json:
+        print_json({"ok": not failed, "checks": [asdict(check) for check in found]})
+    elif failed:
+        print(f"{failed} of {len(found)} checks failed")
+    return FOUND_BAD if failed else FINE

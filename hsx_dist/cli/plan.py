@@ -1,0 +1,75 @@
+"""``hsx plan``: what a run will take, before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hsx_dist.cli.tables import bytes_text, print_facts, print_json, print_table
+from hsx_dist.config import load_config, public_url, resolve_paths
+
+if TYPE_CHECKING:
+    from hsx_dist.jobs.plan import Plan
+
+_REASONS = 5
+
+
+def run_plan(
+    config: str,
+    overrides: Sequence[str],
+    *,
+    sample_rows: int,
+    tokens_per_second: float,
+    replicas_per_node: int,
+    as_json: bool,
+) -> None:
+    """Print the plan of a configuration."""
+    from hsx_dist.jobs.plan import make_plan
+    from hsx_dist.jobs.rows import read_rows
+
+    settings = resolve_paths(load_config(config, overrides), Path.cwd())
+    plan = make_plan(
+        settings,
+        lambda: read_rows(settings.input),
+        sample_rows=sample_rows,
+        tokens_per_second=tokens_per_second,
+        replicas_per_node=replicas_per_node,
+    )
+    if as_json:
+        print_json(plan.to_dict())
+        return
+    print_facts(_facts(plan, public_url(settings.model), tokens_per_second, replicas_per_node))
+    stored = ((name, bytes_text(size), f"{plan.raw_bytes / max(size, 1):.2f}") for name, size in plan.stored.items())
+    print_table(("codec", "stored", "raw / stored"), stored, numbers=("stored", "raw / stored"))
+    for reason, count in list(plan.refused.items())[:_REASONS]:
+        print(f"refused: {count:,} of {plan.sampled:,} rows sampled: {reason}")
+    for note in plan.notes:
+        print(f"note: {note}")
+
+
+def _facts(plan: Plan, model: str, rate: float, per_node: int) -> list[tuple[str, str]]:
+    exact = plan.sampled >= plan.rows - plan.unreadable
+    sampled = "all of them encoded" if exact else f"{plan.sampled:,} encoded, ± {plan.margin:.1%}"
+    unreadable = f", {plan.unreadable:,} cannot be read" if plan.unreadable else ""
+    kept = "" if plan.stored_tokens == plan.tokens else f", {plan.stored_tokens:,} of them kept"
+    return [
+        ("model", model),
+        ("rows", f"{plan.rows:,} ({sampled}{unreadable})"),
+        ("tokens", f"{plan.tokens:,}{kept}"),
+        ("a token", f"{bytes_text(plan.token_bytes)} of states"),
+        ("raw", bytes_text(plan.raw_bytes)),
+        ("stored", f"{bytes_text(plan.stored_bytes)} with {plan.codec}"),
+        ("parts", f"{plan.parts:,}, about {plan.requests:,} requests to the store"),
+        (
+            "cache",
+            f"{bytes_text(plan.cache.states)} of states beside {bytes_text(plan.cache.kv)} of keys and values a token "
+            f"and rank: {plan.cache.share:.0%} of it",
+        ),
+        ("time", f"{plan.seconds:,.0f} s with {plan.replicas} replicas of {rate:,.0f} tokens/s"),
+        (
+            "network",
+            f"{plan.node_bytes_per_second / 1e6:,.1f} MB/s from a node of {per_node} "
+            f"replica{'s' if per_node > 1 else ''}",
+        ),
+    ]

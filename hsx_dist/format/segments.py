@@ -1,0 +1,129 @@
+"""Many segment proofs in few arrays: a run of a million samples has as many, and objects would take a KiB each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+
+from hsx_dist.page import Segment
+
+_NUMBERS = ("index", "start", "stop", "total", "raw_bytes", "stored_bytes", "row")
+_NO_ROW = -1
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentProof:
+    """One segment of a stored part.
+
+    ``slot``: its position among the part's segments. ``token_hash``: ``token_hash`` of its ids. ``raw_bytes`` and
+    ``stored_bytes``: size of its states before and after encoding. ``row``: the input row it came from, if known.
+    ``sample_hash``: ``token_hash`` of all ids of the sample, if known: only segments that agree in it belong together.
+    """
+
+    segment: Segment
+    slot: int
+    token_hash: str
+    raw_bytes: int
+    stored_bytes: int
+    row: int | None = None
+    sample_hash: str = ""
+
+
+class SegmentTable(Sequence[SegmentProof]):
+    """The proofs of one part, by slot: a sequence whose items are made when they are asked for.
+
+    Holds 92 bytes and the key's UTF-8 a segment: ``numbers`` int64 ``[n, 7]`` (index, start, stop, total, raw_bytes,
+    stored_bytes, row or -1), ``hashes`` ``S16`` ``[n, 2]`` (token_hash, sample_hash), and the keys end to end.
+    """
+
+    __slots__ = ("_ends", "_keys", "hashes", "numbers")
+
+    def __init__(self, keys: Sequence[str], numbers: Any, hashes: Any):
+        """``numbers``: integers ``[n, 7]``; ``hashes``: ``[n, 2]`` strings of at most 16 ASCII characters."""
+        encoded = [key.encode("utf-8", "surrogatepass") for key in keys]
+        self._keys = b"".join(encoded)
+        self._ends = np.cumsum([len(key) for key in encoded], dtype=np.int64).astype(np.uint32)
+        self.numbers = np.asarray(numbers, dtype=np.int64).reshape(len(keys), len(_NUMBERS))
+        self.hashes = np.asarray(hashes, dtype="S16").reshape(len(keys), 2)
+
+    @classmethod
+    def of(cls, proofs: Iterable[SegmentProof]) -> SegmentTable:
+        """The same proofs as a table; their slots are their places."""
+        if isinstance(proofs, SegmentTable):
+            return proofs
+        proofs = tuple(proofs)
+        keys = [p.segment.key for p in proofs]
+        numbers = [
+            (s.index, s.start, s.stop, s.total, p.raw_bytes, p.stored_bytes, _NO_ROW if p.row is None else p.row)
+            for p in proofs
+            for s in (p.segment,)
+        ]
+        return cls(keys, numbers, [(p.token_hash, p.sample_hash) for p in proofs])
+
+    def key(self, slot: int) -> str:
+        """The key of one segment, without making the rest of its proof."""
+        start = int(self._ends[slot - 1]) if slot else 0
+        return self._keys[start : int(self._ends[slot])].decode("utf-8", "surrogatepass")
+
+    def keys(self) -> Iterator[str]:
+        """The key of every segment, in order; one that has several comes as often."""
+        start = 0
+        for end in self._ends.tolist():
+            yield self._keys[start:end].decode("utf-8", "surrogatepass")
+            start = end
+
+    def json_rows(self) -> list[list[Any]]:
+        """Rows of the receipt's table of segments, as JSON values."""
+        hashes = self.hashes.astype("U16").tolist()
+        return [
+            [key, *numbers[:4], slot, h[0], *numbers[4:6], None if numbers[6] == _NO_ROW else numbers[6], h[1]]
+            for slot, (key, numbers, h) in enumerate(zip(self.keys(), self.numbers.tolist(), hashes, strict=True))
+        ]
+
+    @property
+    def whole(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """``[n]``: which segments are all of their sample."""
+        index, start, stop, total = self.numbers[:, :4].T
+        found: np.ndarray[Any, np.dtype[np.bool_]] = (index == 0) & (start == 0) & (stop == total)
+        return found
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, slot: int) -> SegmentProof: ...
+    @overload
+    def __getitem__(self, slot: slice) -> tuple[SegmentProof, ...]: ...
+    def __getitem__(self, slot: int | slice) -> SegmentProof | tuple[SegmentProof, ...]:
+        if isinstance(slot, slice):
+            return tuple(self[i] for i in range(*slot.indices(len(self))))
+        if slot < 0:
+            slot += len(self)
+        if not 0 <= slot < len(self):
+            raise IndexError(f"expected a slot below {len(self)}, came {slot}")
+        index, start, stop, total, raw, stored, row = self.numbers[slot].tolist()
+        token_hash, sample_hash = (h.decode("ascii") for h in self.hashes[slot].tolist())
+        segment = Segment(self.key(slot), index, start, stop, total)
+        return SegmentProof(segment, slot, token_hash, raw, stored, None if row == _NO_ROW else row, sample_hash)
+
+    def __iter__(self) -> Iterator[SegmentProof]:
+        return (self[slot] for slot in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, SegmentTable):
+            return (
+                self._keys == other._keys
+                and np.array_equal(self._ends, other._ends)
+                and np.array_equal(self.numbers, other.numbers)
+                and np.array_equal(self.hashes, other.hashes)
+            )
+        return NotImplemented if not isinstance(other, (tuple, list)) else tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash((self._keys, len(self)))
+
+    def __repr__(self) -> str:
+        return f"SegmentTable({list(self)!r})" if len(self) < 4 else f"SegmentTable({len(self)} segments)"

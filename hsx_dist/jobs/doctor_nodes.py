@@ -1,0 +1,128 @@
+"""The checks that ask every node of a Ray cluster: each runs a task there, with the driver's credentials."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+import hsx_dist
+from hsx_dist.config import ExtractConfig
+from hsx_dist.errors import ConfigError, HsxError
+from hsx_dist.jobs import preflight
+from hsx_dist.jobs.cluster import credential_environment, reason_of
+from hsx_dist.jobs.doctor import Check, machine_limits, probe_store
+from hsx_dist.jobs.extract import connect_ray, engine_spec
+from hsx_dist.jobs.placement import place
+from hsx_dist.jobs.room import affordable_credit, check_output, check_room
+
+#: How long a node has to answer: its worker process starts, and imports what it needs.
+NODE_SECONDS = 120.0
+
+
+def check_cluster(config: ExtractConfig) -> list[Check]:
+    """Room and budgets as the driver sees them, then each node's own word.
+
+    Raises:
+        ConfigError: there is no cluster.
+    """
+    connect_ray()
+    nodes = [n for n in ray.nodes() if n["Alive"]]
+    found = [Check("cluster", "ok", f"{len(nodes)} nodes: {_total(nodes)}")]
+    found += check_budgets(config, nodes)
+    for node, checks in ask_nodes(config, nodes):
+        found += [replace(check, name=f"{node}: {check.name}") for check in checks]
+    return found
+
+
+def check_budgets(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
+    """Output, object store and room for replicas, against what Ray knows of the nodes."""
+    resources = [n["Resources"] for n in nodes]
+    try:
+        placement = place(config.replica, engine_spec(config, preflight.examine_model(config), seed=""), resources)
+        if not config.store.shared:
+            check_output(config.output, len(nodes))
+        check_room(config, placement, resources)
+        where = "spanning nodes, by Ray's executor" if placement.spans_nodes else "each on one node"
+        yield Check("room", "ok", f"for {config.min_replicas} replicas, {where}, and their writers")
+    except ConfigError as e:
+        # What is not there may still come, where the run is told to wait for it.
+        yield Check("room", "warn" if config.wait_seconds else "fail", str(e))
+    try:
+        credit, wanted = affordable_credit(config, nodes), int(config.writers.credit_bytes)
+    except ConfigError as e:
+        yield Check("object store", "fail", str(e))
+        return
+    smallest = min(int(r.get("object_store_memory", 0)) for r in resources) >> 20
+    if credit < wanted:
+        message = (
+            f"the smallest has {smallest:,} MiB: each writer gets {credit >> 20:,} MiB of credit, not the "
+            f"{wanted >> 20:,} of writers.credit_bytes; start Ray with a larger --object-store-memory"
+        )
+        yield Check("object store", "warn", message)
+    else:
+        yield Check("object store", "ok", f"the smallest has {smallest:,} MiB; {credit >> 20:,} MiB a writer")
+
+
+def ask_nodes(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Check]]]:
+    """(node's address, its checks), of all nodes at once."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    asked = {}
+    for node in nodes:
+        # Zero CPUs: it runs beside whatever has them all. Credentials go as an argument, which Ray shows nowhere.
+        task = ray.remote(examine_node).options(
+            num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        )
+        has_gpu = bool(node["Resources"].get("GPU"))
+        asked[node["NodeManagerAddress"], node["NodeID"]] = task.remote(config, credential_environment(), has_gpu)
+    for (address, node_id), ref in asked.items():
+        name = address if len({a for a, _ in asked}) == len(asked) else f"{address} {node_id[:6]}"
+        try:
+            yield name, ray.get(ref, timeout=NODE_SECONDS)
+        except GetTimeoutError:
+            ray.cancel(ref, force=True)
+            message = f"expected an answer within {NODE_SECONDS:.0f} s, came none; look at the node's Ray logs"
+            yield name, [Check("probe", "fail", message)]
+        except RayError as e:
+            message = (
+                f"expected to run a task there, came: {reason_of(e)}; install hsx-dist with the driver's versions on "
+                "every node, or submit the job with a runtime environment that does"
+            )
+            yield name, [Check("probe", "fail", message)]
+
+
+def examine_node(config: ExtractConfig, environment: Mapping[str, str], has_gpu: bool) -> list[Check]:
+    """The checks of the node on which it is called."""
+    os.environ.update(environment)
+    found: list[Check] = []
+    try:
+        found.append(Check("store", "ok", probe_store(config)))
+    except HsxError as e:
+        found.append(Check("store", "fail", str(e)))
+    found += machine_limits(int(config.in_flight_bytes), has_gpu=has_gpu)
+    found.append(Check("versions", "ok", versions()))
+    return found
+
+
+def versions() -> str:
+    """What must be the same on every node, in one line."""
+    try:
+        vllm = preflight.installed("vllm")
+    except ConfigError:
+        vllm = "none"
+    python = ".".join(platform.python_version_tuple()[:2])
+    return f"Python {python}, hsx {hsx_dist.__version__}, vllm {vllm}, ray {ray.__version__}"
+
+
+def _total(nodes: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(
+        f"{sum(n['Resources'].get(name, 0) for n in nodes):g} {name}"
+        for name in ("CPU", "GPU")
+        if any(n["Resources"].get(name) for n in nodes)
+    )

@@ -1,0 +1,48 @@
+"""Telling Ray that a node is about to go, so that a run there stores what it has and works elsewhere."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from hsx_dist.errors import ConfigError
+
+
+def drain_node(seconds: float, *, address: str | None = None, node: str | None = None) -> str:
+    """Mark a node as draining; its machine is expected to be gone ``seconds`` from now. Returns the node's id.
+
+    Args:
+        seconds: until the machine goes.
+        address: the cluster's, ``HOST:PORT``; by default ``RAY_ADDRESS``, or the cluster of this machine's Ray.
+        node: the node's id or IP address; by default this machine's.
+
+    Raises:
+        ConfigError: there is no such cluster or node, or Ray does not let it drain.
+    """
+    import ray
+    from ray._private.services import canonicalize_bootstrap_address
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # Cython's
+    from ray.core.generated import autoscaler_pb2, gcs_pb2
+
+    found = canonicalize_bootstrap_address(address or os.environ.get("RAY_ADDRESS"))
+    if found is None:
+        raise ConfigError("expected a Ray cluster to be running here, found none; give its address, or set RAY_ADDRESS")
+    gcs = GcsClient(address=found)
+    wanted = node or ray.util.get_node_ip_address()
+    alive = {
+        info.node_id.hex(): info.node_manager_address
+        for info in gcs.get_all_node_info().values()
+        if info.state == gcs_pb2.GcsNodeInfo.GcsNodeState.ALIVE
+    }
+    ids = [node_id for node_id, ip in alive.items() if wanted in (node_id, ip)]
+    if len(ids) != 1:
+        raise ConfigError(
+            f"expected one living node at {wanted}, found {len(ids)} in a cluster of {len(alive)}; give a node's id "
+            "(ray list nodes)"
+        )
+    deadline = time.time_ns() // 10**6 + int(seconds * 1000)
+    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    accepted, why = gcs.drain_node(ids[0], reason, "its machine is about to go (hsx drain)", deadline)
+    if not accepted:
+        raise ConfigError(f"expected Ray to let node {ids[0]} drain, it did not: {why}")
+    return ids[0]

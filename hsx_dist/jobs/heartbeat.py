@@ -1,0 +1,68 @@
+"""The driver's sign of life, and its look-out for a newer driver."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from hsx_dist.errors import StoreError
+from hsx_dist.format.runs import beat, is_fenced
+from hsx_dist.store import Store
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 5.0
+
+
+class Heartbeat:
+    """Changes the attempt's heartbeat every few seconds, on a thread; whoever sees it stand still may take over.
+
+    ``progress()`` gives what each beat tells beside its value (JSON types). ``on_fenced()`` is called, on that thread,
+    when a newer attempt was taken: the holder of this one is to stop.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        attempt: int,
+        *,
+        progress: Callable[[], dict[str, Any]] = dict,
+        on_fenced: Callable[[], None] = lambda: None,
+        every: float = HEARTBEAT_S,
+    ):
+        self._store = store
+        self._attempt = attempt
+        self._progress = progress
+        self._on_fenced = on_fenced
+        self._every = every
+        self._value = 0
+        self._end = threading.Event()
+        self._beat("running")  # the first at once: a new attempt is not taken for a silent one
+        self._thread = threading.Thread(target=self._loop, name="hsx-heartbeat", daemon=True)
+        self._thread.start()
+
+    def _loop(self) -> None:
+        while not self._end.wait(self._every):
+            self._beat("running")
+            try:
+                fenced = is_fenced(self._store, self._attempt)
+            except StoreError:
+                continue  # asked again soon; whoever stores a receipt asks too
+            if fenced:
+                self._on_fenced()
+                return
+
+    def _beat(self, state: str) -> None:
+        self._value += 1
+        try:
+            beat(self._store, self._attempt, self._value, state, self._progress())
+        except StoreError as e:
+            log.warning("heartbeat %d was not stored: %s", self._value, e)
+
+    def stop(self, state: str) -> None:
+        """Last value: ``finished``, ``failed``, ``fenced``, or ``stopped`` and why."""
+        self._end.set()
+        self._thread.join()
+        self._beat(state)

@@ -1,0 +1,93 @@
+"""Which tokens of a chat the wanted roles say, found by rendering its beginnings with the model's own template.
+
+Few chat templates mark what an assistant says, so that transformers' ``return_assistant_tokens_mask`` gives nothing for
+them. But any template can be asked how the conversation reads before a message, with the header that the model is
+given to answer, and after it. Where a beginning reads another way than within the whole (Qwen3 drops the thoughts of
+earlier turns), the message's end is where the whole stops to agree with the end of that beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hsx_dist.errors import InputError
+
+#: (messages, with the header of an answer behind them) → text
+Render = Callable[[list[dict[str, Any]], bool], str]
+
+
+def spans_of_roles(
+    whole: str, messages: list[dict[str, Any]], roles: Sequence[str], render: Render
+) -> list[tuple[int, int]]:
+    """Characters ``[start, stop)`` of ``whole`` that each message of ``roles`` takes, in their order.
+
+    An assistant's begins after the header that the template would give the model to answer; another role's with its
+    own header.
+
+    Raises:
+        InputError: the template renders a beginning in a way that cannot be found in the whole.
+    """
+    found = []
+    for i, message in enumerate(messages):
+        if message["role"] not in roles:
+            continue
+        before = render(messages[:i], False) if i else ""
+        if not whole.startswith(before):
+            raise InputError(
+                f"loss_roles: expected a chat template that renders the messages before message {i} as it renders them "
+                "within the whole, came another text; give the row a loss_mask of its own"
+            )
+        start = len(before)
+        if message["role"] == "assistant" and i:
+            start = max(start, _common(whole, render(messages[:i], True)))
+        length = _agreement(render(messages[: i + 1], False), whole, start)
+        if not length:
+            raise InputError(
+                f"loss_roles: expected to find message {i} in the rendered chat, came a template that renders it "
+                "another way there; give the row a loss_mask of its own"
+            )
+        found.append((start, start + length))
+    return found
+
+
+def _common(a: str, b: str) -> int:
+    """Length of the beginning that both have."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _agreement(through: str, whole: str, start: int) -> int:
+    """How many characters of ``whole`` from ``start`` on the text ``through`` ends with, at most."""
+    if whole.startswith(through):
+        return len(through) - start
+    for length in range(min(len(through), len(whole) - start), 0, -1):
+        if through.endswith(whole[start : start + length]):
+            return length
+    return 0
+
+
+def mask_of_spans(
+    whole: str,
+    ids: Sequence[int],
+    offsets: Sequence[tuple[int, int]],
+    spans: Sequence[tuple[int, int]],
+    special: frozenset[int],
+) -> bytes:
+    """A byte, 0 or 1, for each token: 1 where it begins within a span.
+
+    Args:
+        offsets: of each token, its characters ``[start, stop)`` in ``whole``.
+        special: ids of special tokens. Blanks that follow one at a span's end are left out: the template puts them
+            there, and no model is asked for them.
+    """
+    mask = bytearray(len(ids))
+    for start, stop in spans:
+        inside = [t for t, (a, b) in enumerate(offsets) if start <= a < stop and a < b]
+        said = len(inside)
+        while said and not whole[slice(*offsets[inside[said - 1]])].strip():
+            said -= 1
+        if said and ids[inside[said - 1]] in special:
+            inside = inside[:said]
+        for t in inside:
+            mask[t] = 1
+    return bytes(mask)

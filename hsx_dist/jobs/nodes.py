@@ -1,0 +1,29 @@
+"""The nodes of a Ray cluster: which live, which were told to go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """A look at the cluster. ``resources``: of the nodes that live and are to stay; ``draining``: ids of those that
+    live and were told to go (a spot machine's notice, an autoscaler, ``ray drain-node``)."""
+
+    resources: dict[str, dict[str, Any]] = field(default_factory=dict)
+    draining: frozenset[str] = frozenset()
+
+    def is_alive(self, node: str) -> bool:
+        return node in self.resources or node in self.draining
+
+
+def look() -> Nodes:
+    from ray._private.state import state  # Ray has no public call for it; Serve and Train ask the same table
+
+    draining = frozenset(str(node) for node in state.get_draining_nodes())
+    alive = {n["NodeID"]: dict(n["Resources"]) for n in ray.nodes() if n["Alive"]}
+    staying = {node: resources for node, resources in alive.items() if node not in draining}
+    return Nodes(staying, draining & alive.keys())

@@ -1,0 +1,234 @@
+"""What a run will take, before anything is started: rows, tokens, bytes, parts, requests, cache, time, network."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hsx_dist.config import ExtractConfig
+from hsx_dist.errors import InputError
+from hsx_dist.format.codecs import CODECS
+from hsx_dist.format.manifest import RowFate
+from hsx_dist.jobs.cache_share import CacheShare, cache_share
+from hsx_dist.jobs.encode import Encoded, RowEncoder, load_tokenizer
+from hsx_dist.jobs.extract import partial_note, row_rules
+from hsx_dist.jobs.preflight import Model, examine_model, load_text_config
+from hsx_dist.jobs.rows import Row
+
+#: Raw bytes a stored byte: measured on SmolLM2-135M's states (benchmarks/results/codec.md). Larger models' differ by a
+#: few percent with split, whose low bytes are stored as they are.
+RATIOS: Mapping[str, Mapping[str, float]] = {
+    "bfloat16": {"none": 1.0, "zstd": 1.283, "split": 1.468, "fp8-token": 2.326},
+    "float16": {"none": 1.0, "zstd": 1.081, "split": 1.160, "fp8-token": 2.325},
+    "float32": {"none": 1.0, "zstd": 1.081, "split": 1.190, "fp8-token": 4.650},
+}
+#: Of the description of a segment in a part's header, and of each layer's entries there, with one chunk.
+_SEGMENT_HEADER, _LAYER_HEADER, _CHUNK_HEADER = 300, 90, 26
+#: Raw bytes of one chunk of one layer, at most.
+_CHUNK_BYTES = 1 << 20
+#: One put of a part, one look for a newer attempt, one put of the receipt.
+_REQUESTS_A_PART = 3
+#: The driver's heartbeats.
+_HEARTBEAT_S = 5.0
+
+
+@dataclass
+class Plan:
+    """An estimate. Tokens are those of ``sampled`` rows, scaled to all usable ones; exact where all were sampled.
+
+    ``refused``: rows of the input that cannot be read, and reasons → rows of the sample that would be refused.
+    ``stored``: codec → bytes. ``tokens``: that the engine computes (answers at their longest); ``stored_tokens``: whose
+    states are kept. ``margin``: relative, of the tokens, at 95 %.
+    """
+
+    rows: int
+    unreadable: int
+    sampled: int
+    refused: dict[str, int]
+    tokens: int
+    stored_tokens: int
+    margin: float
+    token_bytes: int
+    raw_bytes: int
+    codec: str
+    stored: dict[str, int]
+    parts: int
+    requests: int
+    cache: CacheShare
+    seconds: float
+    node_bytes_per_second: float
+    replicas: int
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def stored_bytes(self) -> int:
+        """With the codec that is configured."""
+        return self.stored[self.codec]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        found = asdict(self)
+        found["cache"] = {**asdict(self.cache), "share": self.cache.share}
+        return {**found, "stored_bytes": self.stored_bytes}
+
+
+def make_plan(
+    config: ExtractConfig,
+    rows: Callable[[], Iterator[Row | RowFate]],
+    *,
+    sample_rows: int = 1000,
+    tokens_per_second: float = 10_000.0,
+    replicas_per_node: int = 1,
+) -> Plan:
+    """Read the input once, encode ``sample_rows`` of its rows, and compute the rest. No engine, and no store.
+
+    Args:
+        tokens_per_second: of one replica; measured, or guessed.
+        replicas_per_node: whose network is asked for.
+
+    Raises:
+        ConfigError: a setting is wrong, the model or the input cannot be read.
+    """
+    model = examine_model(config)
+    tokenizer = load_tokenizer(model.path, revision=config.revision, engine_kwargs=config.engine_kwargs)
+    rules = row_rules(config)
+    encoder = RowEncoder(
+        tokenizer, model.max_tokens, config.chat_template_kwargs, vocab_size=model.vocab_size, rules=rules
+    )
+    usable, unreadable, some = _sample(rows(), sample_rows)
+    refused: Counter[str] = Counter()
+    lengths: list[tuple[int, int, float]] = []  # tokens computed, stored, and bytes beside their states
+    answer = int(config.sampling_params.get("max_tokens") or 1) if config.include_output_tokens else 1
+    for row in some:
+        try:
+            encoded = encoder.encode(row)
+        except InputError as e:
+            refused[str(e).split(", came", 1)[0]] += 1
+            lengths.append((0, 0, 0.0))
+            continue
+        computed = min(len(encoded.token_ids) + answer - 1, model.max_tokens)
+        kept = kept_tokens(encoded, computed, config)
+        lengths.append((computed, kept, _beside(row, encoded, kept, model, config)))
+    scale = usable / max(len(some), 1)
+    tokens, stored_tokens = (round(scale * sum(x[i] for x in lengths)) for i in (0, 1))
+    beside = scale * sum(x[2] for x in lengths)
+    mean = config.select == "mean"
+    token_bytes = model.token_bytes * 4 // model.itemsize if mean else model.token_bytes
+    dtype = "float32" if mean or model.itemsize == 4 else model.dtype
+    raw = stored_tokens * token_bytes
+    stored = {name: round(raw / ratio + beside) for name, ratio in RATIOS[dtype].items()}
+    codec = str(config.codec["name"] if isinstance(config.codec, dict) else config.codec)
+    notes = []
+    if codec not in stored:
+        stored[codec] = round(raw + beside)
+        notes.append(f"the codec {codec} has no measured ratio: counted as if it stored the states as they are")
+    replicas = config.max_replicas
+    seconds = tokens / max(tokens_per_second * replicas, 1e-9)
+    samples = round(scale * sum(1 for x in lengths if x[1]))
+    parts = _parts(config, stored[codec], samples, seconds)
+    kv_bytes = 1 if str(config.engine_kwargs.get("kv_cache_dtype", "")).startswith("fp8") else model.itemsize
+    cache = cache_share(
+        load_text_config(config, model.path),
+        states=model.token_bytes,
+        tensor_parallel=int(config.engine_kwargs.get("tensor_parallel_size", 1)),
+        itemsize=kv_bytes,
+    )
+    if cache.warning:
+        notes.append(cache.warning)
+    if config.select != "all":
+        notes.append(partial_note(config.select))
+    if config.include_output_tokens:
+        notes.append(f"answers are counted at their longest, {answer} tokens each")
+    return Plan(
+        rows=usable + unreadable,
+        unreadable=unreadable,
+        sampled=len(some),
+        refused=dict(refused.most_common()),
+        tokens=tokens,
+        stored_tokens=stored_tokens,
+        margin=_margin([x[1] for x in lengths], usable),
+        token_bytes=token_bytes,
+        raw_bytes=raw,
+        codec=codec,
+        stored=stored,
+        parts=parts,
+        requests=parts * _REQUESTS_A_PART + math.ceil(seconds / _HEARTBEAT_S) + 10,
+        cache=cache,
+        seconds=seconds,
+        node_bytes_per_second=tokens_per_second * replicas_per_node * stored[codec] / max(tokens, 1),
+        replicas=replicas,
+        notes=notes,
+    )
+
+
+def kept_tokens(encoded: Encoded, computed: int, config: ExtractConfig) -> int:
+    """Of how many tokens rows are stored, where ``computed`` have states."""
+    select = config.select
+    if select in ("last", "mean"):
+        return 1
+    if select.startswith("stride:"):
+        return -(-computed // int(select.partition(":")[2]))
+    if select == "loss_mask":
+        return sum(encoded.loss_mask or ()) + computed - len(encoded.token_ids)
+    return computed
+
+
+def _sample(rows: Iterator[Row | RowFate], size: int) -> tuple[int, int, list[Row]]:
+    """(usable rows, others, ``size`` of the usable ones by chance), each row as likely; the same for the same input.
+    Algorithm R: Vitter, Random Sampling with a Reservoir, 1985."""
+    chance = random.Random(0)  # noqa: S311 (a sample, not a secret)
+    usable = unreadable = 0
+    some: list[Row] = []
+    for row in rows:
+        if not isinstance(row, Row):
+            unreadable += 1
+            continue
+        usable += 1
+        if len(some) < size:
+            some.append(row)
+        elif (place := chance.randrange(usable)) < size:
+            some[place] = row
+    return usable, unreadable, some
+
+
+def _beside(row: Row, encoded: Encoded, kept: int, model: Model, config: ExtractConfig) -> float:
+    """Bytes that a sample takes beside its states: token ids, what is attached, and its share of headers."""
+    ids = 8 * kept + (kept if encoded.loss_mask is not None else 0)
+    if config.select == "mean":
+        ids += 4 * len(encoded.token_ids)
+    elif config.select == "loss_mask":
+        ids += 4 * kept
+    layers = len(model.layers)
+    layer_bytes = kept * model.token_bytes / layers
+    chunk = min(_CHUNK_BYTES, int(config.page_bytes) / layers)
+    chunks = max(math.ceil(layer_bytes / chunk), 1)
+    segments = max(math.ceil(kept * model.token_bytes / int(config.segment_bytes)), 1)
+    header = segments * (_SEGMENT_HEADER + layers * _LAYER_HEADER) + layers * chunks * _CHUNK_HEADER
+    return ids + header + (1.2 * len(json.dumps(row.metadata)) if row.metadata else 0)
+
+
+def _parts(config: ExtractConfig, stored: int, samples: int, seconds: float) -> int:
+    if config.layout == "sample":
+        return samples
+    by_size = math.ceil(stored / int(config.part_bytes))
+    # Each writer seals what it has after part_seconds, and at the end.
+    writers = config.writers.per_node
+    by_age = writers * math.ceil(seconds / config.part_seconds)
+    return max(by_size, min(by_age, samples), min(writers, samples))
+
+
+def _margin(lengths: list[int], usable: int) -> float:
+    n = len(lengths)
+    if n < 2 or n >= usable:
+        return 0.0
+    mean = sum(lengths) / n
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in lengths) / (n - 1))
+    return 1.96 * deviation / math.sqrt(n) / mean if mean else 0.0
+
+
+assert set(RATIOS["bfloat16"]) == set(CODECS)

@@ -1,0 +1,152 @@
+"""What stands in a source, record by record: numbered lines, or the columns that are asked for.
+
+Held at once: a line and a read buffer; of Parquet, the pages and dictionaries of a row group's asked columns that are
+being decoded, and 256 rows of them; of Arrow, one record batch as its writer made it (in a saved data set usually a
+thousand rows).
+"""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import IO, Any
+
+import zstandard
+
+from hsx_dist.config import public_url
+from hsx_dist.errors import ConfigError, FormatError, Unavailable
+from hsx_dist.jobs.sources import Input, Source
+
+#: A longer line is refused without being held in memory.
+MAX_LINE_BYTES = 64 << 20
+BATCH_ROWS = 256
+_BROKEN = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, zstandard.ZstdError)
+
+
+def read_records(
+    found: Input, source: Source, columns: Sequence[str], needed: Sequence[str], opened: IO[bytes] | None = None
+) -> Iterator[tuple[int, Any]]:
+    """(number from 0, line as bytes or a mapping of columns) of everything in ``source``; None for a line too long.
+
+    Args:
+        columns: what is read of a columnar file, as far as it has them.
+        needed: of which it must have one.
+        opened: the source's first file, if it is open already.
+
+    Raises:
+        FormatError: a file is broken; Unavailable: the store failed; both with the number of the last row read.
+        ConfigError: a file has none of the needed columns; pyarrow is missing.
+    """
+    number, at = -1, 0
+    lines = source.format in ("jsonl", "text")
+    for path in source.files:
+        shown = public_url(path)
+        try:
+            with ExitStack() as stack:
+                file = stack.enter_context(opened or found.open(path, compressed=lines))
+                opened = None
+                items: Iterator[tuple[int, Any]] = (
+                    _lines(file)
+                    if lines
+                    else enumerate(_columnar(file, source.format, columns, needed, shown), start=at)
+                )
+                for number, item in items:
+                    if source.format != "text" or item is None or item.strip():
+                        yield number, item
+            at = number + 1
+        except _BROKEN as e:
+            raise FormatError(
+                f"expected {shown} to be whole, came broken compressed data after row {number} ({type(e).__name__}); "
+                "write or copy the file again"
+            ) from e
+        except (ConfigError, FormatError):
+            raise
+        except OSError as e:
+            raise Unavailable(
+                f"expected to read {shown} to its end, came {type(e).__name__} after row {number}; try again when the "
+                "store answers (rows already stored are skipped)"
+            ) from e
+
+
+def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
+    """Numbered lines; ``None`` for one that is too long. Empty lines at the end of the file are no rows."""
+    number, empty = -1, 0
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if not line.strip() and len(line) <= MAX_LINE_BYTES:
+            empty += 1
+            continue
+        for i in range(empty):
+            yield number - empty + i, b""
+        empty = 0
+        if len(line) > MAX_LINE_BYTES:
+            while line and not line.endswith(b"\n"):
+                line = file.readline(MAX_LINE_BYTES)
+            yield number, None
+        else:
+            yield number, line
+
+
+def require_pyarrow() -> None:
+    """Raises ConfigError where pyarrow is not installed."""
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "input.format: expected pyarrow to be installed, which reads Parquet and Arrow, found nothing; install "
+            "hsx-dist[parquet]"
+        ) from None
+
+
+def _columnar(
+    file: IO[bytes], form: str, columns: Sequence[str], needed: Sequence[str], shown: str
+) -> Iterator[dict[str, Any]]:
+    require_pyarrow()
+    import pyarrow as pa
+
+    try:
+        batches = _parquet(file, columns, needed, shown) if form == "parquet" else _arrow(file, columns, needed, shown)
+        for batch in batches:
+            for start in range(0, batch.num_rows, BATCH_ROWS):
+                yield from batch.slice(start, BATCH_ROWS).to_pylist()
+    except (pa.ArrowInvalid, OSError) as e:
+        if isinstance(e, OSError) and "Expected to be able to read" not in str(e):
+            raise  # the store's; that one is Arrow's own word for a file that was cut off
+        raise FormatError(
+            f"expected {shown} to be a whole {form} file, came: {str(e).splitlines()[0][:200]}; write or copy the file "
+            "again, or set input.format"
+        ) from e
+
+
+def _parquet(file: IO[bytes], columns: Sequence[str], needed: Sequence[str], shown: str) -> Iterator[Any]:
+    import pyarrow.parquet as pq
+
+    # Without pre_buffer, which would fetch whole row groups ahead; with a buffer, pages are fetched one after another.
+    parquet = pq.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
+    chosen = _chosen(parquet.schema_arrow.names, columns, needed, shown)
+    return parquet.iter_batches(batch_size=BATCH_ROWS, columns=chosen)
+
+
+def _arrow(file: IO[bytes], columns: Sequence[str], needed: Sequence[str], shown: str) -> Iterator[Any]:
+    """The file format (Feather version 2 is the same) says so in its first bytes; else it is a stream, which saved data
+    sets are."""
+    import pyarrow as pa
+
+    magic = file.read(6)
+    file.seek(0)
+    reader = pa.ipc.open_file(file) if magic == b"ARROW1" else pa.ipc.open_stream(file)
+    chosen = _chosen(reader.schema.names, columns, needed, shown)
+    batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if magic == b"ARROW1" else iter(reader)
+    return (batch.select(chosen) for batch in batches)
+
+
+def _chosen(there: Sequence[str], columns: Sequence[str], needed: Sequence[str], shown: str) -> list[str]:
+    if not set(needed) & set(there):
+        raise ConfigError(
+            f"input: expected one of the columns {', '.join(needed)} in {shown}, came {', '.join(there)[:400]}; name "
+            "yours with input.text, input.messages or input.token_ids"
+        )
+    return [name for name in dict.fromkeys(columns) if name in there]

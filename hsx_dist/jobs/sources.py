@@ -1,0 +1,212 @@
+"""Which files the input is: one, a folder's, a glob's, a saved data set's; and how each is opened."""
+
+from __future__ import annotations
+
+import io
+import json
+import posixpath
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, TypeVar
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from hsx_dist.config import InputConfig, is_local, public_url
+from hsx_dist.errors import ConfigError
+from hsx_dist.jobs.zstd_lines import ZstdFile
+
+Format = Literal["jsonl", "text", "parquet", "arrow"]
+_T = TypeVar("_T")
+
+_COMPRESSED = re.compile(r"\.(gz|zst|zstd|bz2|xz)$", re.IGNORECASE)
+_FORMATS: dict[str, Format] = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "text", ".text": "text",
+    ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow",
+}  # fmt: skip
+_LINES = ("jsonl", "text")
+#: What Hugging Face's ``Dataset.save_to_disk`` and ``DatasetDict.save_to_disk`` leave in their folders.
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Files whose rows are numbered as one. ``label`` leads the keys of rows that have no id, and is the source's own;
+    ``files`` are paths of the input's file system."""
+
+    label: str
+    files: tuple[str, ...]
+    format: Format
+
+
+@dataclass(frozen=True)
+class Input:
+    """The input's sources in their order, and the file system on which they lie. ``shown``: its path, for messages."""
+
+    sources: tuple[Source, ...]
+    shown: str
+    _fs: Any
+    _config: InputConfig
+
+    def open(self, path: str, *, compressed: bool) -> IO[bytes]:
+        """A file of a source, for reading; decompressed by its name if ``compressed``.
+
+        Raises:
+            ConfigError: it cannot be opened; the message has no text of the back end's, which may hold credentials.
+        """
+
+        def opened() -> IO[bytes]:
+            zstd = compressed and public_url(path).lower().endswith((".zst", ".zstd"))
+            file: Any = self._fs.open(path, "rb", compression="infer" if compressed and not zstd else None)
+            return io.BufferedReader(ZstdFile(file), 1 << 18) if zstd else file
+
+        return _told(opened, self.shown)
+
+
+def find_input(config: InputConfig) -> Input:
+    """The files of ``config.path``, in the order of their names. Reads names, and a saved data set's list of files.
+
+    Raises:
+        ConfigError: there are none, or they cannot be reached.
+    """
+    if not config.path:
+        raise ConfigError("input.path: expected a file, a folder or a glob, a local path or URL, came nothing; set it")
+    shown = public_url(config.path)
+    return _told(lambda: _find(config, shown), shown)
+
+
+def _find(config: InputConfig, shown: str) -> Input:
+    if is_local(config.path):
+        # Not by url_to_fs, which would take a colon in a local name for a scheme.
+        fs: Any = LocalFileSystem()
+        path = str(Path(config.path).expanduser().absolute())
+    else:
+        fs, path = fsspec.core.url_to_fs(config.path, **config.storage_options)
+    try:
+        # As it stands first: * and [ may be letters of a name, and ? begins the query of an http URL.
+        kind = fs.info(path)["type"]
+    except FileNotFoundError:
+        if not re.search(r"[*?\[]", config.path) or path.startswith(("http://", "https://")):
+            raise
+        base = path[: re.search(r"[*?\[]", path).start()].rpartition("/")[0]  # type: ignore[union-attr]
+        found = fs.glob(path, detail=True)
+        sources = _of_many(config, fs, {p: i["type"] for p, i in found.items()}, base)
+    else:
+        if kind == "directory":
+            sources = _of_folder(config, fs, path)
+        elif config.format == "dataset":
+            raise ConfigError(
+                f"input.path: expected the folder of a saved data set, came the file {shown}; name its folder, or "
+                "another input.format"
+            )
+        else:
+            sources = [Source(stem(path), (path,), _format(path, config.format) or "jsonl")]
+    if not sources:
+        raise ConfigError(
+            f"input.path: expected files of rows at {shown}, came none; name them (jsonl, txt, parquet, arrow; or "
+            "set input.format)"
+        )
+    labels = [s.label for s in sources]
+    if twice := sorted({label for label in labels if labels.count(label) > 1}):
+        raise ConfigError(
+            f"input.path: expected files of different names, came several {twice[0]!r} at {shown}, whose rows would "
+            "have the same keys; name one kind of them (a glob such as *.jsonl)"
+        )
+    return Input(tuple(sources), shown, fs, config)
+
+
+def _of_folder(config: InputConfig, fs: Any, folder: str) -> list[Source]:
+    if config.format in ("auto", "dataset"):
+        if fs.exists(f"{folder}/{_SPLITS}"):
+            splits = _json(fs, f"{folder}/{_SPLITS}")["splits"]
+            if config.split is not None and config.split not in splits:
+                raise ConfigError(
+                    f"input.split: expected one of {', '.join(splits)}, came {config.split!r}; correct it"
+                )
+            wanted = splits if config.split is None else [config.split]
+            return [_saved(fs, f"{folder}/{split}", split) for split in wanted]
+        if fs.exists(f"{folder}/{_STATE}"):
+            return [_saved(fs, folder, posixpath.basename(folder.rstrip("/")))]
+        if config.format == "dataset":
+            raise ConfigError(
+                f"input.path: expected the folder of a saved data set, with {_STATE} or {_SPLITS}, came one without at "
+                f"{public_url(config.path)}; save it with save_to_disk, or set another input.format"
+            )
+    return _of_many(config, fs, {p: i["type"] for p, i in fs.find(folder, detail=True).items()}, folder)
+
+
+def _of_many(config: InputConfig, fs: Any, found: dict[str, str], base: str) -> list[Source]:
+    sources = []
+    for path, kind in sorted(found.items()):
+        name = path.removeprefix(base).strip("/")
+        if any(part.startswith((".", "_")) for part in name.split("/")):
+            continue  # what other programs leave beside their data: _SUCCESS, .crc, .ipynb_checkpoints
+        if kind == "directory":
+            if config.format in ("auto", "dataset") and fs.exists(f"{path}/{_STATE}"):
+                sources.append(_saved(fs, path, name))
+        elif (form := _format(path, config.format)) is not None:
+            sources.append(Source(_COMPRESSED.sub("", name).removesuffix(_suffix(name)) or name, (path,), form))
+    return sources
+
+
+def _saved(fs: Any, folder: str, label: str) -> Source:
+    """A folder of ``Dataset.save_to_disk``: its state names Arrow files in the order of their rows."""
+    files = [f"{folder}/{item['filename']}" for item in _json(fs, f"{folder}/{_STATE}")["_data_files"]]
+    return Source(label, tuple(files), "arrow")
+
+
+def _json(fs: Any, path: str) -> dict[str, Any]:
+    try:
+        found = json.loads(fs.cat_file(path))
+    except ValueError as e:
+        raise ConfigError(f"input.path: expected JSON in {public_url(path)}, came {e}; save the data set again") from e
+    if not isinstance(found, dict) or not isinstance(found.get("splits", found.get("_data_files")), list):
+        raise ConfigError(
+            f"input.path: expected a list of splits or files in {public_url(path)}, came none; save the data set again"
+        )
+    return found
+
+
+def _format(path: str, asked: str) -> Format | None:
+    """The format of a file; None for one that is not meant."""
+    known = _FORMATS.get(_suffix(path))
+    if asked == "auto":
+        return known
+    if asked == "dataset":
+        return None
+    # What says of itself to be something else is left; any name will do for what says nothing.
+    return asked if known in (None, asked) or (known in _LINES and asked in _LINES) else None  # type: ignore[return-value]
+
+
+def _suffix(path: str) -> str:
+    return posixpath.splitext(_COMPRESSED.sub("", public_url(path)))[1].lower()
+
+
+def stem(path: str) -> str:
+    """A file's name without folder and known endings: ``train`` for ``a/train.jsonl.zst``."""
+    name = _COMPRESSED.sub("", public_url(path).rstrip("/").rpartition("/")[2])
+    root, suffix = posixpath.splitext(name)
+    return (root if suffix.lower() in _FORMATS else name) or name
+
+
+def _told(do: Callable[[], _T], shown: str) -> _T:
+    """What ``do`` gives; whatever a back end raises becomes a ConfigError, without its text."""
+    try:
+        return do()
+    except ConfigError:
+        raise
+    except FileNotFoundError:
+        came, todo = "no such file or bucket", "check the path"
+    except PermissionError:
+        came, todo = "a refusal", "check the credentials (environment, profile, or input.storage_options)"
+    except ImportError as e:
+        came, todo = f"no support for its scheme ({e.name or 'a package'} is missing)", "install the extra s3 or gcs"
+    except Exception as e:  # noqa: BLE001 (whatever a back end raises: it is told before anything starts, and without its text)
+        known = isinstance(e, OSError) and e.strerror
+        came, todo = (
+            (str(known) if known else type(e).__name__),
+            "check the URL, the endpoint and input.storage_options",
+        )
+    raise ConfigError(f"input.path: expected a readable input at {shown}, came {came}; {todo}")

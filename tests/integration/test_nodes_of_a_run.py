@@ -1,0 +1,210 @@
+"""Several nodes, as raylets on this machine, with real CPU vLLM: replicas on each, tensor-parallel ones too, and
+nodes that come, drain and vanish while a run goes on.
+
+Tensor parallelism *across* nodes is not run here: vLLM's Ray executor refuses CPUs. What is set for it is in
+tests/unit/jobs/test_cluster.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import contextmanager
+from itertools import islice
+
+import numpy as np
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from hsx_dist.config import load_config
+from hsx_dist.format.runs import load_manifest
+from hsx_dist.jobs import extract as extracting
+from hsx_dist.jobs.drain import drain_node
+from hsx_dist.jobs.fleet import ReplicaDied, ReplicaLeaving, ReplicaReady, TaskDone
+from hsx_dist.jobs.limits import Limits
+from hsx_dist.reading import open_run
+from hsx_dist.reading.verify import verify_run
+from hsx_dist.store import open_store
+from hsx_dist.testing.unruly_model import unruly_llama, write_unruly_plugin
+from tests.integration.oracle import Oracle
+
+pytestmark = pytest.mark.integration
+
+QUICK = {
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 3,
+    "health_check_initial_delay_ms": 500,
+}
+MEMORY = 100 << 20
+
+
+@pytest.fixture
+def cluster(monkeypatch, tmp_path):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(write_unruly_plugin(tmp_path / "plugin")))
+    head = {"num_cpus": 0, "_system_config": QUICK, "include_dashboard": False, "object_store_memory": MEMORY}
+    made = Cluster(initialize_head=True, head_node_args=head)
+    ray.init(address=made.address, log_to_driver=False)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return unruly_llama(tmp_path_factory.mktemp("model") / "m", step_seconds=0.1, poison_token=319, kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    rng = np.random.default_rng(2)
+    found = {f"k{i:02d}": rng.integers(0, 300, int(n)).tolist() for i, n in enumerate(rng.integers(20, 200, 80))}
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    path.write_text("".join(json.dumps({"id": k, "token_ids": ids}) + "\n" for k, ids in found.items()))
+    return path, found
+
+
+def configured(model, rows, output, **more):
+    engine = {"dtype": "float32", "max_model_len": 256, "enforce_eager": True, "block_size": 32}
+    settings = {
+        "model": str(model),
+        "layers": [0, "last"],
+        "output": str(output),
+        "input": {"path": str(rows[0]), "limit": more.pop("limit", None)},
+        "engine_kwargs": {**engine, "max_num_batched_tokens": 64, **more.pop("engine_kwargs", {})},
+        "writers": {"num_cpus": 0, "credit_bytes": "2MiB"},
+        "page_bytes": "256KiB",
+        "segment_bytes": "1MiB",
+        "in_flight_bytes": "2MiB",
+        "part_bytes": "2MiB",
+        "store": {"shared": True},  # all these nodes are one machine
+        "task_rows": 4,
+        **more,
+    }
+    return load_config(None, (), **settings)
+
+
+def check(output, model, wanted):
+    run = open_run(str(output))
+    assert sorted(run.keys()) == sorted(wanted)
+    assert run.failed == {}
+    oracle = Oracle(model)
+    for key, ids in wanted.items():
+        data = run[key].load(framework="torch")
+        assert data["token_ids"].tolist() == ids
+        oracle.assert_equal(ids, data["hidden_states"], (0, 4))
+    assert verify_run(open_store(str(output))).ok
+
+
+class Meddling:
+    """A fleet that calls ``meddle(fleet, events)`` after every poll, keeps the events, and counts the rows that it
+    was given."""
+
+    def __init__(self, fleet, meddle):
+        self.fleet = fleet
+        self.meddle = meddle
+        self.seen = []
+        self.given = 0
+
+    def __getattr__(self, name):
+        return getattr(self.fleet, name)
+
+    def ready(self, replica):
+        return any(isinstance(e, ReplicaReady) and e.replica == replica for e in self.seen)
+
+    def submit(self, replica, task):
+        self.given += len(task.rows)
+        self.fleet.submit(replica, task)
+
+    def poll(self, timeout):
+        events = self.fleet.poll(timeout)
+        self.seen += events
+        self.meddle(self.fleet, self.seen)
+        return events
+
+
+def meddling(monkeypatch, meddle):
+    made = []
+    real = extracting.make_fleet
+
+    def make_fleet(*arguments):
+        made.append(Meddling(real(*arguments), meddle))
+        return made[0]
+
+    monkeypatch.setattr(extracting, "make_fleet", make_fleet)
+    return made
+
+
+@pytest.mark.slow
+def test_two_replicas_on_two_nodes_then_one_of_two_ranks(cluster, model, rows, tmp_path, monkeypatch):
+    for _ in range(2):
+        cluster.add_node(num_cpus=2, object_store_memory=MEMORY)
+    cluster.wait_for_nodes()
+    nodes: dict[int, str] = {}
+    made = meddling(
+        monkeypatch, lambda fleet, _: nodes.update({n: r.node for n, r in fleet._replicas.items() if r.node})
+    )
+    two = configured(model, rows, tmp_path / "two", min_replicas=2, max_replicas=2, replica={"num_cpus": 2}, limit=32)
+    assert extracting.run_extract(two).exit_status == 0
+    assert len(set(nodes.values())) == 2
+    assert {e.replica for e in made[0].seen if isinstance(e, TaskDone)} == {0, 1}
+    # Each sends to the writer of its own node.
+    assert len({r.writer.split("w")[0] for r in load_manifest(open_store(str(tmp_path / "two"))).receipts}) >= 2
+    check(tmp_path / "two", model, dict(islice(rows[1].items(), 32)))
+
+    made.clear()
+    ranks = configured(
+        model, rows, tmp_path / "ranks", replica={"num_cpus": 2}, engine_kwargs={"tensor_parallel_size": 2}, limit=16
+    )
+    assert extracting.run_extract(ranks).exit_status == 0
+    check(tmp_path / "ranks", model, dict(islice(rows[1].items(), 16)))
+
+
+@pytest.mark.slow
+def test_nodes_that_come_drain_and_vanish_cost_no_row(cluster, model, rows, tmp_path, monkeypatch):
+    """With max_tries 1 a row that was blamed once would be lost."""
+    nodes = {"first": cluster.add_node(num_cpus=1, object_store_memory=MEMORY)}
+    cluster.wait_for_nodes()
+
+    def done_by(seen, replica):
+        return any(isinstance(e, TaskDone) and e.replica == replica for e in seen)
+
+    def meddle(fleet, seen):
+        if "second" not in nodes and done_by(seen, 0):
+            nodes["second"] = cluster.add_node(num_cpus=1, object_store_memory=MEMORY)
+        if "drained" not in nodes and done_by(seen, 1):  # it waited for room, and the node that came had some
+            assert fleet._replicas[1].node == nodes["second"].node_id
+            drain_node(600, address=cluster.address, node=nodes["first"].node_id)
+            nodes["drained"] = True
+            nodes["third"] = cluster.add_node(num_cpus=1, object_store_memory=MEMORY)
+        if "vanished" not in nodes and done_by(seen, 2):  # in the place of the one that left
+            assert fleet._replicas[2].node == nodes["third"].node_id
+            nodes["vanished"] = True
+            pid = ray.get(fleet._replicas[1].actor.__ray_call__.remote(lambda _: os.getpid()))
+            cluster.remove_node(nodes["second"], allow_graceful=False)
+            os.kill(pid, 9)  # a worker outlives its raylet for a moment, which a machine's death does not allow
+
+    made = meddling(monkeypatch, meddle)
+
+    @contextmanager
+    def a_few_until_the_next_engine_is_up(*_):
+        def held():
+            [fleet] = made
+            most = 16 if not fleet.ready(1) else 40 if not fleet.ready(2) else len(rows[1]) * 2
+            return fleet.given >= most
+
+        yield Limits(held=held, max_held_bytes=1)
+
+    monkeypatch.setattr(extracting, "limits_of", a_few_until_the_next_engine_is_up)
+    monkeypatch.setattr("hsx_dist.jobs.cluster.NODES_EVERY_S", 1.0)
+    config = configured(model, rows, tmp_path / "run", max_replicas=2, max_tries=1, part_seconds=2)
+    assert extracting.run_extract(config).exit_status == 0
+    assert "vanished" in nodes
+    seen = made[0].seen
+    assert [e.replica for e in seen if isinstance(e, ReplicaLeaving)] == [0]
+    assert [e.replica for e in seen if isinstance(e, ReplicaReady)][:3] == [0, 1, 2]
+    died = [e for e in seen if isinstance(e, ReplicaDied)]
+    assert {e.replica for e in died} >= {0, 1}
+    assert all(e.blameless for e in died)
+    check(tmp_path / "run", model, rows[1])

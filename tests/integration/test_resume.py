@@ -1,0 +1,213 @@
+"""The promise of a run: a submitted job loses a replica, a writer, then its driver and its cluster; the same command on
+another cluster ends with exactly the samples of a run that was left alone. Real Ray jobs, real vLLM, a real S3 server.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import yaml
+
+from hsx_dist.config import load_config
+from hsx_dist.format.runs import load_manifest, read_heartbeat
+from hsx_dist.jobs.extract import run_extract
+from hsx_dist.reading import open_run
+from hsx_dist.reading.status import run_status
+from hsx_dist.reading.verify import verify_run
+from hsx_dist.store import open_store
+from hsx_dist.testing.servers import RayHead, ray_head
+from hsx_dist.testing.unruly_model import unruly_llama, write_unruly_plugin
+from tests.integration.oracle import Oracle
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).resolve().parents[2]
+POISON = 319  # a token that no good row has
+LAYERS = (0, 2, 4)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Seven steps a second: a run that lasts long enough to be met in the middle."""
+    return unruly_llama(tmp_path_factory.mktemp("model") / "m", step_seconds=0.14, poison_token=POISON, kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def good():
+    rng = np.random.default_rng(5)
+    return {f"r{i:03d}": rng.integers(0, 300, n).tolist() for i, n in enumerate(rng.integers(20, 200, 150))}
+
+
+def write(path: Path, lines: list[str]) -> str:
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def settings(good, model, tmp_path_factory, s3) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("rows")
+    lines = [json.dumps({"id": key, "token_ids": ids}) for key, ids in good.items()]
+    bad = ["{broken", json.dumps({"id": "empty", "text": ""}), json.dumps({"id": "long", "token_ids": [1] * 256})]
+    poison = json.dumps({"id": "poison", "token_ids": [5, POISON, 6]})
+    return {
+        "model": str(model),
+        "layers": list(LAYERS),
+        "store": {"storage_options": {"client_kwargs": {"endpoint_url": s3.endpoint_url}}},
+        "input": {"path": write(folder / "rows.jsonl", [*lines[:20], *bad, *lines[20:140], poison, *lines[140:]])},
+        "engine_kwargs": {
+            "dtype": "float32",
+            "max_model_len": 256,
+            "enforce_eager": True,
+            "max_num_batched_tokens": 64,
+            "block_size": 32,
+        },
+        "page_bytes": "64KiB",
+        "segment_bytes": "128KiB",
+        "in_flight_bytes": "256KiB",
+        "part_bytes": "256KiB",
+        "part_seconds": 2,
+        "writers": {"num_cpus": 0, "credit_bytes": "512KiB"},
+        "task_rows": 4,
+        "max_tries": 2,  # an engine's death less for the row that kills them
+    }
+
+
+def cluster(s3, plugin: Path):
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return ray_head(
+        num_cpus=2, env={**s3.env, "PATH": path, "PYTHONPATH": str(plugin), "RAY_JOB_STOP_WAIT_TIME_S": "60"}
+    )
+
+
+def submit(head: RayHead, s3, config: Path, *overrides: str, wait: bool, name: str = ""):
+    job = ["python", "ray_jobs/extract.py", "--config", str(config), *overrides]
+    options = [*([] if wait else ["--no-wait"]), *(["--submission-id", name] if name else [])]
+    return subprocess.run(
+        ["ray", "job", "submit", *options, "--working-dir", ".", "--", *job],
+        cwd=ROOT,
+        env={**os.environ, **s3.env, **head.env},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+def until(true: Callable[[], Any], seconds: float = 120) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := true()):
+        assert time.monotonic() < end, f"not within {seconds} s: {true}"
+        time.sleep(0.1)
+    return found
+
+
+def processes(head: RayHead, words: str) -> list[psutil.Process]:
+    """Of this cluster alone: descendants of its head whose command line begins with these words."""
+    found = []
+    for process in psutil.Process(head.process.process.pid).children(recursive=True):
+        try:
+            if " ".join(process.cmdline()).startswith(words) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def kill_one(head: RayHead, words: str) -> None:
+    until(lambda: processes(head, words))[0].send_signal(signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_dies_and_is_resumed_elsewhere_equals_a_run_that_was_left_alone(settings, good, model, s3, tmp_path):
+    plugin = write_unruly_plugin(tmp_path / "plugin")
+    url, options = f"{s3.url}/resumed", s3.storage_options
+    store = open_store(url, options)
+    config = tmp_path / "job.yaml"
+    config.write_text(yaml.safe_dump({**settings, "output": url, "min_replicas": 2, "max_replicas": 2}))
+
+    def proven() -> int:
+        return len(load_manifest(store).samples)
+
+    with cluster(s3, plugin) as head:
+        begun = submit(head, s3, config, wait=False)
+        assert begun.returncode == 0, begun.stdout + begun.stderr
+        until(lambda: store.list("attempts/") and read_heartbeat(store, 1))
+        until(proven)
+        kill_one(head, "ray::ReplicaActor")
+        at = proven()
+        until(lambda: proven() > at)
+        kill_one(head, "ray::WriterActor")
+        at = proven()
+        until(lambda: proven() > at + 5)
+        kill_one(head, "python ray_jobs/extract.py")  # not the shell around it
+        until(lambda: not processes(head, "ray::ReplicaActor") and not processes(head, "ray::WriterActor"))
+
+    before = load_manifest(store)
+    kept = {key: (s.attempt, s.segments) for key, s in before.samples.items()}
+    assert 10 < len(kept) < len(good)
+    status = run_status(store, observe_seconds=7)
+    assert status.state == "silent", status
+    assert status.rows["stored"] == len(kept)
+    assert status.rows["total"] == 154
+
+    with cluster(s3, plugin) as head:
+        killed = dict(kept)
+        fewer = ("min_replicas=1", "max_replicas=1", "resume=must")
+        begun = submit(head, s3, config, *fewer, wait=False, name="stopped")
+        assert begun.returncode == 0, begun.stdout + begun.stderr
+        until(lambda: proven() > len(kept))
+        subprocess.run(["ray", "job", "stop", "stopped"], env={**os.environ, **head.env}, check=True, timeout=60)
+        assert (read_heartbeat(store, 2) or {})["state"] == "stopped: signal"
+        kept |= {key: (s.attempt, s.segments) for key, s in load_manifest(store).samples.items()}
+        assert len(kept) < len(good)
+        resumed = submit(head, s3, config, *fewer, wait=True)
+    # A row that killed its engine is a failure, and the job says so; everything else is there.
+    assert "150 stored, 3 refused, 1 failed" in resumed.stdout, resumed.stdout[-4000:] + resumed.stderr[-1000:]
+    assert "attempt 3" in resumed.stdout
+    assert resumed.returncode == 1
+
+    after = load_manifest(store)
+    assert {key: (after.samples[key].attempt, after.samples[key].segments) for key in kept} == kept
+    for attempt, before_it in ((2, killed), (3, kept)):
+        again = {key for r in after.receipts if r.attempt == attempt for key in r.table.keys()}  # noqa: SIM118
+        assert not again & before_it.keys()
+    assert verify_run(store).ok
+    (poison,) = after.failed.values()
+    assert (poison.key, poison.fate, poison.tries) == ("poison", "poison", 2)
+    status = run_status(store)
+    assert status.state == "complete"
+    assert status.rows == {"total": 154, "stored": 150, "refused": 3, "failed": 0, "poison": 1, "open": 0}
+
+    calm_settings = {
+        **settings,
+        "output": str(tmp_path / "calm"),
+        "store": {},
+        "pool": "threads",
+        "input": {
+            "path": write(tmp_path / "good.jsonl", [json.dumps({"id": k, "token_ids": ids}) for k, ids in good.items()])
+        },
+    }
+    calm = tmp_path / "calm.yaml"
+    calm.write_text(yaml.safe_dump(calm_settings))
+    assert run_extract(load_config(str(calm))).exit_status == 0
+    run, undisturbed = open_run(url, storage_options=options), open_run(str(tmp_path / "calm"))
+    assert sorted(run.keys()) == sorted(undisturbed.keys()) == sorted(good)
+    oracle = Oracle(model)
+    for key, ids in good.items():
+        ours = run[key].load(framework="torch")
+        theirs = undisturbed[key].load(framework="torch")
+        assert ours["token_ids"].tolist() == theirs["token_ids"].tolist() == ids
+        oracle.assert_equal(ids, ours["hidden_states"], LAYERS)
+        np.testing.assert_allclose(ours["hidden_states"], theirs["hidden_states"], rtol=0, atol=1e-4)

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from hsx_dist.config import load_config
+from hsx_dist.errors import ConfigError
+from hsx_dist.jobs.limits import HeldBytes, Limits, Verdict, seconds_left
+from hsx_dist.store.local import LocalStore
+
+
+def test_without_limits_everything_goes():
+    assert Limits().verdict(10, 1000, 5, 100.0) == Verdict()
+    assert not Limits().past_deadline()
+
+
+@pytest.mark.parametrize(
+    ("rows", "under_way", "room", "ended"), [(0, 0, 10, False), (4, 3, 3, False), (4, 6, 0, False), (10, 0, 0, True)]
+)
+def test_rows_under_way_count_for_max_rows(rows, under_way, room, ended):
+    verdict = Limits(max_rows=10).verdict(rows, 0, under_way, 0.0)
+    assert (verdict.room, bool(verdict.ended)) == (room, ended)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "under_way", "room", "ended"),
+    [(0, 0, None, False), (500, 4, None, False), (500, 5, 0, False), (1000, 0, 0, True)],
+)
+def test_rows_under_way_count_for_max_bytes_by_their_mean(nbytes, under_way, room, ended):
+    verdict = Limits(max_bytes=1000).verdict(5, nbytes, under_way, 100.0)
+    assert (verdict.room, bool(verdict.ended), verdict.paused) == (room, ended, "")
+
+
+def test_what_the_store_holds_pauses_and_ends_nothing():
+    held = [900]
+    limits = Limits(held=lambda: held[0], max_held_bytes=1000)
+    assert not limits.verdict(5, 900, 0, 100.0).paused
+    verdict = limits.verdict(5, 900, 1, 100.0)
+    assert (verdict.room, verdict.ended) == (0, "")
+    assert "max_stored_bytes" in verdict.paused
+    held[0] = 100
+    assert limits.verdict(5, 900, 1, 100.0) == Verdict()
+
+
+def test_what_is_held_is_listed_and_what_was_proven_since_is_added(tmp_path):
+    store = LocalStore(tmp_path)
+    proven = [30]
+    store.put("data/a", [b"x" * 100])
+    store.put("run.json", [b"x" * 1000])
+    held = HeldBytes(store, lambda: proven[0], every=3600)
+    try:
+        assert held() == 100
+        proven[0] = 50
+        assert held() == 120
+        store.delete("data/a")
+        held._list()
+        assert held() == 0
+    finally:
+        held.close()
+
+
+@pytest.mark.parametrize(("given", "seconds"), [(None, None), (90, 90.0)])
+def test_a_deadline_in_seconds(given, seconds):
+    assert seconds_left(load_config(None, (), model="m", output="o", deadline=given)) == seconds
+
+
+def test_a_deadline_as_a_time():
+    when = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
+    config = load_config(None, (), model="m", output="o", deadline=when)
+    assert 3500 < (seconds_left(config) or 0) <= 3600
+    assert config.public()["deadline"] == when
+
+
+@pytest.mark.parametrize("wrong", ["soon", 0, -5, True, "2026-01-31T18:00:00"])
+def test_a_deadline_that_is_none_is_refused(wrong):
+    with pytest.raises(ConfigError, match=r"deadline.*seconds from the start"):
+        load_config(None, (), model="m", output="o", deadline=wrong)

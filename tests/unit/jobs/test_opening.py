@@ -1,0 +1,59 @@
+"""Which run an extraction goes on with, and which it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from hsx_dist.config import load_config
+from hsx_dist.errors import NotFound, RunMismatch
+from hsx_dist.format.runs import read_run, write_run
+from hsx_dist.jobs.extract import open_or_start_run
+from hsx_dist.store.local import LocalStore
+
+
+def opened(tmp_path, resume="allow", store=None, **meaning):
+    config = load_config(None, (), model="m", output=str(tmp_path), resume=resume)
+    return open_or_start_run(config, store or LocalStore(tmp_path), {"model": "m", "layers": [1], **meaning})
+
+
+def test_allow_starts_and_goes_on(tmp_path):
+    opened(tmp_path)
+    assert read_run(LocalStore(tmp_path))["meaning"]["layers"] == [1]
+    opened(tmp_path)
+
+
+def test_must_wants_a_run_and_never_wants_none(tmp_path):
+    with pytest.raises(RunMismatch, match="resume: must"):
+        opened(tmp_path, "must")
+    opened(tmp_path, "never")
+    with pytest.raises(RunMismatch, match="resume: never"):
+        opened(tmp_path, "never")
+    opened(tmp_path, "must")
+
+
+def test_another_meaning_is_refused_and_every_field_that_differs_is_named(tmp_path):
+    opened(tmp_path)
+    with pytest.raises(RunMismatch) as e:
+        opened(tmp_path, model="other", layers=[2])
+    assert "model: the run has 'm', this is 'other'" in str(e.value)
+    assert "layers: the run has [1], this is [2]" in str(e.value)
+    assert "template" not in str(e.value)
+
+
+class Late(LocalStore):
+    """Says once that there is no run: another driver makes it between the question and the answer."""
+
+    asked = False
+
+    def head(self, name):
+        if name == "run.json" and not self.asked:
+            self.asked = True
+            raise NotFound(name)
+        return super().head(name)
+
+
+def test_a_job_that_is_submitted_twice_goes_on_with_the_run_of_the_quicker_one(tmp_path):
+    write_run(LocalStore(tmp_path), {"meaning": {"model": "m", "layers": [1]}})
+    opened(tmp_path, store=Late(tmp_path))
+    with pytest.raises(RunMismatch, match="layers"):
+        opened(tmp_path, store=Late(tmp_path), layers=[2])

@@ -1,0 +1,131 @@
+"""What a plan says, against what is known of a tiny model and a small input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hsx_dist.cli import main
+from hsx_dist.config import ExtractConfig, load_config
+from hsx_dist.jobs.cache_share import cache_share
+from hsx_dist.jobs.plan import RATIOS, Plan, make_plan
+from hsx_dist.jobs.rows import rows_from
+
+
+def config(model: Path, **settings: Any) -> ExtractConfig:
+    settings.setdefault("layers", [0, 2, 4])
+    return load_config(None, output="runs/x", model=str(model), pool="threads", **settings)
+
+
+def plan(model: Path, rows: list[Any], sample_rows: int = 1000, rate: float = 100.0, **settings: Any) -> Plan:
+    made = config(model, **settings)
+    return make_plan(made, lambda: rows_from(rows, made.input), sample_rows=sample_rows, tokens_per_second=rate)
+
+
+ROWS = [{"token_ids": [5] * n} for n in (10, 20, 30)]
+FLOAT32 = {"engine_kwargs": {"dtype": "float32"}}
+
+
+def test_tokens_bytes_time_and_network(tiny_model_path: Path) -> None:
+    found = plan(tiny_model_path, [*ROWS, {"text": ""}], **FLOAT32)
+    assert (found.rows, found.unreadable, found.sampled, found.tokens) == (4, 1, 3, 60)
+    assert found.token_bytes == 3 * 64 * 4
+    assert found.raw_bytes == 60 * found.token_bytes
+    assert found.margin == 0
+    assert found.seconds == pytest.approx(0.6)
+    beside = found.stored["none"] - found.raw_bytes
+    assert 60 * 8 < beside < 60 * 8 + 3 * 1000
+    assert found.stored["split"] == pytest.approx(found.raw_bytes / RATIOS["float32"]["split"] + beside, abs=1)
+    assert found.node_bytes_per_second == pytest.approx(100 * found.stored["split"] / 60)
+    assert found.parts == 1
+    json.dumps(found.to_dict())
+
+
+def test_dtypes_as_vllm_chooses_them(tiny_model_path: Path) -> None:
+    for dtype, size in (("auto", 2), ("bfloat16", 2), ("half", 2), ("float", 4)):
+        assert plan(tiny_model_path, ROWS, engine_kwargs={"dtype": dtype}).token_bytes == 3 * 64 * size
+
+
+@pytest.mark.parametrize(("select", "kept"), [("last", 3), ("stride:7", 2 + 3 + 5), ("mean", 3), ("loss_mask", 6)])
+def test_selections(tiny_model_path: Path, select: str, kept: int) -> None:
+    rows = [{**r, "loss_mask": [1, 1] + [0] * (len(r["token_ids"]) - 2)} for r in ROWS]
+    found = plan(tiny_model_path, rows, select=select)
+    assert (found.tokens, found.stored_tokens) == (60, kept)
+    assert found.token_bytes == 3 * 64 * (4 if select == "mean" else 2)
+    assert any("EAGLE" in note for note in found.notes)
+
+
+def test_answers_at_their_longest(tiny_model_path: Path) -> None:
+    found = plan(tiny_model_path, ROWS, include_output_tokens=True, sampling_params={"max_tokens": 9})
+    assert found.tokens == 60 + 3 * 8
+    assert plan(tiny_model_path, ROWS, sampling_params={"max_tokens": 9}).stored_tokens == 60
+
+
+def test_a_sample_is_scaled_and_says_how_sure_it_is(tiny_model_path: Path) -> None:
+    rows = [{"token_ids": [5] * (1 + i % 50)} for i in range(2000)]
+    found = plan(tiny_model_path, rows, sample_rows=200)
+    true = sum(1 + i % 50 for i in range(2000))
+    assert found.sampled == 200
+    assert 0.02 < found.margin < 0.15
+    assert abs(found.tokens - true) / true < 2 * found.margin
+    assert plan(tiny_model_path, rows, sample_rows=200).tokens == found.tokens
+
+
+def test_rows_that_would_be_refused(tiny_model_path: Path) -> None:
+    rows = [*ROWS, {"token_ids": [5] * 600}, {"token_ids": [511 + 600]}]
+    found = plan(tiny_model_path, rows)
+    assert found.tokens == 60
+    assert sum(found.refused.values()) == 2
+    assert any("at most 511 tokens" in reason for reason in found.refused)
+
+
+def test_parts(tiny_model_path: Path) -> None:
+    assert plan(tiny_model_path, ROWS, layout="sample").parts == 3
+    small = {"part_bytes": "4KiB", "segment_bytes": "4KiB", "page_bytes": "2KiB", "engine_kwargs": {"block_size": 8}}
+    found = plan(tiny_model_path, ROWS, **small)
+    assert found.parts == -(-found.stored_bytes // 4096)
+    assert found.requests > 3 * found.parts
+
+
+TEXT = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "kv"),
+    [
+        ({"num_key_value_heads": 2}, 1, 2 * 4 * 2 * 8 * 2),
+        ({"num_key_value_heads": 2}, 4, 2 * 4 * 1 * 8 * 2),  # each rank holds a head, some the same
+        ({"head_dim": 32}, 2, 2 * 4 * 4 * 32 * 2),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, 8, 4 * 576 * 2),
+    ],
+)
+def test_the_share_of_the_cache(config: dict[str, Any], ranks: int, kv: int) -> None:
+    share = cache_share(SimpleNamespace(**TEXT, **config), states=1000, tensor_parallel=ranks)
+    assert share.kv == kv
+    assert share.share == pytest.approx(1000 / (1000 + kv))
+    assert share.warning is None
+
+
+def test_hybrids_are_warned_of() -> None:
+    text = SimpleNamespace(**TEXT, layer_types=["sliding_attention", "full_attention"] * 2)
+    assert "full_attention, sliding_attention" in str(cache_share(text, states=10).warning)
+    assert cache_share(SimpleNamespace(**TEXT, layer_types=["full_attention"] * 4), states=10).warning is None
+
+
+def test_the_command(tiny_model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(r) + "\n" for r in ROWS))
+    (tmp_path / "c.yaml").write_text(f"model: {tiny_model_path}\noutput: {tmp_path}/run\nlayers: [1]\npool: threads\n")
+    arguments = ["plan", "--config", str(tmp_path / "c.yaml"), f"input.path={tmp_path}/in.jsonl"]
+    for extra in ([], ["--json"]):
+        with pytest.raises(SystemExit) as e:
+            main([*arguments, *extra])
+        assert e.value.code == 0
+    text, _, document = capsys.readouterr().out.partition("{")
+    assert "60" in text
+    assert "split" in text
+    assert json.loads("{" + document)["tokens"] == 60
+    assert not (tmp_path / "run").exists()

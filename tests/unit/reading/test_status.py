@@ -1,0 +1,66 @@
+"""The account of a run from its store, by receipts and heartbeats alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hsx_dist.cli.watch import print_status
+from hsx_dist.errors import RunError
+from hsx_dist.format.manifest import Manifest, RowFate
+from hsx_dist.format.runs import beat, load_manifest, take_attempt, write_complete, write_run
+from hsx_dist.jobs.ledger import RowLedger
+from hsx_dist.reading.status import run_status
+from hsx_dist.store.local import LocalStore
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = LocalStore(tmp_path)
+    write_run(store, {})
+    take_attempt(store, {})
+    ledger = RowLedger(store, 1, Manifest())
+    for i in range(30):
+        ledger.add(RowFate(f"r{i}", i, "refused", f"expected at most 255 tokens, came {1000 + i}", 0))
+    ledger.add(RowFate("f", 40, "failed", "no writer", 3))
+    ledger.add(RowFate("p", 41, "poison", "its engine died", 3))
+    ledger.flush()
+    return store
+
+
+def test_every_row_is_accounted_for_while_a_driver_lives(store):
+    beat(store, 1, 1, "running", {"rows": 100, "replicas": 2})
+    status = run_status(store, sleep=lambda _: beat(store, 1, 2, "running", {"rows": 100, "replicas": 2}))
+    assert status.state == "running"
+    assert status.rows == {"total": 100, "stored": 0, "refused": 30, "failed": 1, "poison": 1, "open": 68}
+    assert status.reasons["refused"] == {"expected at most ### tokens, came ####": 30}
+    assert status.progress["replicas"] == 2
+    assert not status.ok
+
+
+def test_a_driver_whose_heart_stands_still_is_silent_and_one_that_ends_meanwhile_says_so(store):
+    beat(store, 1, 7, "running")
+    assert run_status(store, sleep=lambda _: None).state == "silent"
+    assert run_status(store, sleep=lambda _: beat(store, 1, 8, "stopped: signal")).state == "stopped: signal"
+
+
+def test_before_a_driver_counted_its_rows_nothing_is_claimed(store):
+    status = run_status(store, sleep=lambda _: None)
+    assert (status.state, status.rows["total"], status.rows["open"]) == ("silent", None, None)
+
+
+def test_a_complete_run_is_complete_whatever_its_heartbeat_says(store, capsys):
+    beat(store, 1, 7, "running")
+    write_complete(store, 1, load_manifest(store), {"rows": 32})
+    status = run_status(store, sleep=lambda _: pytest.fail("nothing is to be waited for"))
+    assert (status.state, status.rows["open"]) == ("complete", 0)
+    assert print_status(store.url, (), as_json=True) == 1  # rows failed
+    assert json.loads(capsys.readouterr().out)["rows"]["poison"] == 1
+    assert print_status(store.url, (), as_json=False) == 1
+    assert "expected at most ### tokens" in capsys.readouterr().out
+
+
+def test_no_run_is_an_error(tmp_path):
+    with pytest.raises(RunError):
+        run_status(LocalStore(tmp_path))
