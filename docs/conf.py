@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+from sphinx.application import Sphinx
 
 from hsx_dist import __version__
 
@@ -13,6 +16,9 @@ project = "hsx_dist"
 author = "the hsx_dist authors"
 copyright = author  # noqa: A001
 version = release = __version__
+
+#: A link to a file of the checkout that is no page of the site: its text, and the address.
+_OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+((?:benchmarks|configs|dashboards|tests|hsx_dist|scripts)/[^)\s]*)\)")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "reference_pages"]
 source_suffix = {".md": "markdown"}
@@ -35,3 +41,12 @@ html_static_path = ["_static"]
 html_theme_options = {"navigation_with_keys": True}
 html_copy_source = False
 html_show_sphinx = False
+
+
+def setup(app: Sphinx) -> None:
+    """Links to files of the checkout, which work where Git hosts show the pages, become the files' names."""
+
+    def name_files(_: Sphinx, __: str, source: list[str]) -> None:
+        source[0] = _OUTSIDE.sub(r"\1 (`\2`)", source[0])
+
+    app.connect("source-read", name_files)

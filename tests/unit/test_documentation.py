@@ -28,7 +28,7 @@ RUN_BY = {
 NOT_RUN = {
     "docs/guides/kubernetes.md": "needs Docker and Kubernetes; tests/unit/config/test_cluster_files.py checks the file",
     "docs/guides/one-gpu-machine.md": "needs a GPU and Qwen3-8B; tests/unit/config/test_configs.py loads the file",
-    "docs/guides/laptop.md": "the quickstart's calls with vLLM's compilation, which takes minutes; the same test loads the file",
+    "docs/guides/laptop.md": "the quickstart's calls, compiled, which takes minutes; the same test loads the file",
 }
 #: Pages that tests/integration/test_documentation.py runs from their first block to the last.
 WHOLE = ("README.md", "docs/quickstart.md", "docs/guides/watching.md", "docs/guides/interpretability.md")
