@@ -39,6 +39,8 @@ class Lost:
     fatal: bool = False
     #: The attempt was fenced off: not a fault, but the end of this attempt.
     fenced: bool = False
+    #: The key stands for another sample already: what is stored under it is not what was lost.
+    conflict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,6 +413,7 @@ class PartSink:
                 f"{type(error).__name__}: {error}",
                 fatal=fatal,
                 fenced=isinstance(error, Fenced),
+                conflict=isinstance(error, SampleConflict),
             )
         )
 
