@@ -286,3 +286,44 @@ def rm(
     from hsx_dist.cli.gc import run_rm
 
     run_rm(run, storage_option or (), yes=yes, watch=watch)
+
+
+@app.command()
+def top(
+    run: RunPath,
+    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
+    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 5.0,
+    storage_option: StorageOptions = None,
+    as_json: AsJson = False,
+) -> None:
+    """Watch a run from anywhere, by what stands in its store: rows, rates, waiting on the store, time left."""
+    from hsx_dist.cli.top import run_top
+
+    run_top(run, storage_option or (), once=once, every=every, as_json=as_json)
+
+
+@app.command()
+def report(
+    run: RunPath,
+    output: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="The page to write.")] = "report.html",
+    sample: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--sample", metavar="KEY", help="A sample to show token by token; again for more."),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Samples that are read for norms and similarities.")] = 24,
+    storage_option: StorageOptions = None,
+) -> None:
+    """Write one self-contained page about a run: what ran, where time went, sizes, norms, similarities."""
+    from hsx_dist.cli.report import run_report
+
+    run_report(run, storage_option or (), output=output, keys=sample or (), samples=samples)
+
+
+@app.command()
+def dashboards(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Where the files go; made if it is not there.")],
+) -> None:
+    """Write the Grafana dashboard and the Prometheus alert rules for a cluster's monitoring."""
+    from hsx_dist.cli.dashboards import run_dashboards
+
+    run_dashboards(folder)

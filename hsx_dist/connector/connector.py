@@ -34,6 +34,7 @@ from hsx_dist.connector.undrafted import never_draft
 from hsx_dist.connector.versions import check_version, layers_first
 from hsx_dist.connector.worker import WorkerHalf
 from hsx_dist.errors import ConfigError
+from hsx_dist.observe.metrics import Increments
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -62,6 +63,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._outlet: Outlet | None = None
+        self._increments: Increments | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(
                 self._settings,
@@ -131,6 +133,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if self._settings.owners is not None and rank >= self._settings.owners:
             return  # no sample is ever this rank's; on another node it could not even reach whoever ships
         self._outlet = make_outlet(self._settings, self._vllm_config)
+        self._increments = Increments(self._outlet.meter)
         self._worker = WorkerHalf(
             cache,
             self._outlet,
@@ -171,7 +174,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return waiting + (self._outlet.pending if self._outlet is not None else 0)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return HiddenStatesStats.of(self._outlet, self._worker) if self._worker is not None else None
+        return HiddenStatesStats.of(self._increments) if self._increments is not None else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

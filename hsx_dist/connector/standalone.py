@@ -14,6 +14,7 @@ from hsx_dist.connector.outlet import LocalOutlet, PageRef
 from hsx_dist.connector.settings import ConnectorSettings
 from hsx_dist.errors import HsxError
 from hsx_dist.format.codecs import resolve_codec
+from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import object_name
 from hsx_dist.store import Store, open_store
 from hsx_dist.tokenizers import tokenizer_hash
@@ -53,6 +54,7 @@ class StoreOutlet(LocalOutlet):
         *,
         markers: Store | None = None,
         locks: CompanionLocks | None = None,
+        meter: Meter | None = None,
     ):
         self._store = store
         self._markers = markers or store
@@ -70,9 +72,10 @@ class StoreOutlet(LocalOutlet):
             max_bytes=half,
             on_bad_rows=settings.on_bad_rows,
         )
-        self._sink = PartSink(store, options, self._on_event)
+        meter = Meter() if meter is None else meter
+        self._sink = PartSink(store, options, self._on_event, meter)
         self._threads = ThreadSender(self._sink, settings.writer_threads)
-        super().__init__(self._threads, half)
+        super().__init__(self._threads, half, meter=meter)
 
     # -- called by steps: no store, no lock that a writer holds for long ------------------------------------------
 
@@ -97,7 +100,7 @@ class StoreOutlet(LocalOutlet):
         if self._locks is not None:
             self._locks.release(skip.name, stored=False)
         if not skip.quiet:
-            log.warning("hidden states of %s are not stored: %s", skip.key, skip.reason)
+            log.warning("hidden states of %s are not stored: %s", skip.key, skip.reason, extra={"key": skip.key})
             self._marking.submit(self._mark, skip.key, skip.name, skip.reason)
 
     # -- told by the sink -----------------------------------------------------------------------------------------
@@ -113,7 +116,7 @@ class StoreOutlet(LocalOutlet):
                 self._settle(proof.segment.key, event.part or "", stored=True)
 
     def _settle(self, key: str, name: str, *, stored: bool) -> None:
-        self.counts.add("stored" if stored else "failed")
+        self.meter.add("stored" if stored else "failed")
         with self._state:
             left = self._open.get(key, 0) - 1
             if left > 0:
@@ -204,10 +207,12 @@ def store_outlet(settings: ConnectorSettings, vllm_config: VllmConfig) -> StoreO
     }
     local = "://" not in settings.output or settings.output.startswith(("file://", "local://"))
     folder = settings.output.partition("://")[2] or settings.output
+    meter = Meter()
     return StoreOutlet(
-        open_store(settings.output, settings.storage_options),
+        open_store(settings.output, settings.storage_options, on_retry=meter.retried),
         settings,
         about,
         markers=open_store(settings.output, settings.storage_options, retry_seconds=MARKER_SECONDS),
         locks=CompanionLocks(folder) if local and settings.use_synchronization_lock else None,
+        meter=meter,
     )

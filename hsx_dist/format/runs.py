@@ -35,6 +35,7 @@ __all__ = [
     "is_fenced",
     "load_manifest",
     "newest_attempt",
+    "read_attempt",
     "read_complete",
     "read_heartbeat",
     "read_receipt",
@@ -90,6 +91,11 @@ def take_attempt(store: Store, info: Mapping[str, Any]) -> int:
     return attempt
 
 
+def read_attempt(store: Store, attempt: int) -> dict[str, Any] | None:
+    """What the holder of an attempt said of itself (host, pid, settings, created); ``None`` when nobody took it."""
+    return _read_json(store, attempt_name(attempt))
+
+
 def newest_attempt(store: Store) -> int:
     """The highest attempt that anybody took; 0 when none was."""
     found = (_ATTEMPT.fullmatch(info.name) for info in store.list("attempts/"))
@@ -108,7 +114,8 @@ def is_fenced(store: Store, attempt: int) -> bool:
 def beat(store: Store, attempt: int, value: int, state: str, progress: Mapping[str, Any] | None = None) -> None:
     """Store the attempt's heartbeat: a ``value`` other than the last says that its holder lives, by nobody's clock.
 
-    ``progress``: what its holder knows and receipts do not tell (JSON types).
+    ``progress``: what its holder knows and receipts do not tell (JSON types), for people, ``hsx top`` and
+    ``hsx report``; no decision rests on it.
     """
     now = datetime.now(UTC).isoformat(timespec="seconds")
     body = {"attempt": attempt, "value": value, "state": state, "time": now, "progress": dict(progress or {})}

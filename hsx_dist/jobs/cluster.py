@@ -21,6 +21,9 @@ from hsx_dist.jobs.nodes import Nodes, look
 from hsx_dist.jobs.placement import Placement, place, placed_spec
 from hsx_dist.jobs.room import affordable_credit, check_output, check_room, has_room_for_writers
 from hsx_dist.jobs.tasks import EngineSpec, Task, TaskResult
+from hsx_dist.observe.logs import configure_logging
+from hsx_dist.observe.metrics import Meter
+from hsx_dist.observe.ray_metrics import RayExport
 from hsx_dist.writers.ray_pool import RaySender, WriterSpec, start_writer
 from hsx_dist.writers.sink import Lost, SinkOptions
 
@@ -48,18 +51,27 @@ class ReplicaActor:
         writers: list[tuple[str, Any]],
         environment: Mapping[str, str],
         num_cpus: float,
+        tags: Mapping[str, str],
     ):
         os.environ.update(environment)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         self._claim = prepare_cpu(spec.ranks, num_cpus)
         from hsx_dist.jobs.replica import Replica
 
+        self._tags = dict(tags)
+        configure_logging(logging.INFO, **tags)
         self._writers = writers
         self._senders: list[RaySender] = []
-        self._replica = Replica(spec, self._sender)
+        self._meter = Meter()
+        self._export = RayExport(self._meter, "replica", tags)
+        self._replica = Replica(spec, self._sender, self._meter)
+
+    def __repr__(self) -> str:
+        # What Ray's log lines and its dashboard call this process.
+        return f"hsx replica {self._tags['replica']}"
 
     def _sender(self) -> RaySender:
-        self._senders.append(RaySender(self._writers, self._on_lost))
+        self._senders.append(RaySender(self._writers, self._on_lost, meter=self._meter))
         return self._senders[-1]
 
     def ready(self) -> str:
@@ -80,6 +92,7 @@ class ReplicaActor:
 
     def stop(self) -> None:
         self._replica.close()
+        self._export.close()
 
     def _on_lost(self, lost: Lost) -> None:
         # The driver learns it from the receipts that are missing; this line is for whoever reads the actor's log.
@@ -261,13 +274,22 @@ class RayFleet:
                 max_concurrency=8,
                 **scheduling,
             )
-            .remote(self._spec, self._writers, environment, shape.replica_cpus)
+            .remote(
+                self._spec,
+                self._writers,
+                environment,
+                shape.replica_cpus,
+                {"run": self._spec.output, "replica": str(number)},
+            )
         )
         self._replicas[number] = _Replica(actor, group, failures)
         self._starting[actor.ready.remote()] = number
 
     def submit(self, replica: int, task: Task) -> None:
-        self._replicas[replica].tasks[self._replicas[replica].actor.run.remote(task)] = task
+        # The name under which Ray's dashboard lists the call.
+        name = f"replica {replica}: task {task.number}, {len(task.rows)} rows from {task.rows[0].row}"
+        own = self._replicas[replica]
+        own.tasks[own.actor.run.options(name=name).remote(task)] = task
 
     def poll(self, timeout: float) -> list[FleetEvent]:
         events: list[FleetEvent] = []
@@ -469,6 +491,7 @@ def ray_fleet(config: ExtractConfig, spec: EngineSpec, options: Callable[[str], 
             environment=environment,
             options=options(writer_name),
             credit_bytes=credit,
+            tags={"run": spec.output, "writer": writer_name},
         )
 
     return RayFleet(placed_spec(spec, placement), writer, shape, name=name)

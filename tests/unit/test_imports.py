@@ -28,9 +28,9 @@ ALLOWED: dict[str, set[str]] = {
     "exporting": {"errors", "page", "config", "layers", "store", "format", "reading", "testing"},
     "ray": {"errors", "reading", "exporting"},
     "speculators": {"errors", "reading", "store"},
-    "writers": {"errors", "page", "config", "layers", "store", "format"},
-    "connector": {"errors", "page", "config", "layers", "tokenizers", "store", "format", "writers"},
-    "observe": {"errors", "page", "config", "layers", "store", "format"},
+    "observe": {"errors", "page", "config", "layers", "store", "format", "reading"},
+    "writers": {"errors", "page", "config", "layers", "store", "format", "observe"},
+    "connector": {"errors", "page", "config", "layers", "tokenizers", "store", "format", "observe", "writers"},
     "testing": {"errors", "page", "config", "layers", "store", "format", "writers"},
     "jobs": {
         *("errors", "page", "config", "layers", "tokenizers", "store", "format"),
@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
 
 #: Where the heavy packages may be imported: a path, or a folder.
 HEAVY: dict[str, tuple[str, ...]] = {
-    "ray": ("writers/ray_pool.py", "jobs/", "ray.py"),
+    "ray": ("writers/ray_pool.py", "observe/ray_metrics.py", "jobs/", "ray.py"),
     "vllm": (
         "connector/",
         "jobs/",

@@ -13,6 +13,7 @@ from hsx_dist.connector.outlet import PageRef
 from hsx_dist.connector.ring import Ring
 from hsx_dist.connector.worker import Plan, WorkerHalf
 from hsx_dist.errors import ConfigError
+from hsx_dist.observe.metrics import Meter
 
 BLOCKS, LAYERS, BLOCK, HIDDEN = 64, 3, 4, 8
 ROW = LAYERS * HIDDEN * 4
@@ -21,6 +22,7 @@ ROW = LAYERS * HIDDEN * 4
 class KeepingOutlet:
     def __init__(self, nbytes: int):
         self.ring = Ring(nbytes)
+        self.meter = Meter()
         self.memory = np.zeros(self.ring.capacity, np.uint8)
         self.refs: list[PageRef] = []
         self.skipped: list[Skip] = []
