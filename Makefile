@@ -29,7 +29,8 @@ check: $(READY)  ## lint, format, types, unit tests: under a minute
 	$(BIN)/pytest -q -n 2 tests/unit
 
 test: $(READY)  ## all tests, with real vLLM, Ray, S3 and GCS servers
-	$(BIN)/pytest
+	$(BIN)/pytest -q -n 2 tests/unit
+	$(BIN)/pytest tests/integration
 
 soak: $(READY)  ## two hundred thousand hostile parts (a minute or two), and an hour of writers killed at random (MINUTES=60)
 	$(BIN)/python -m tests.soak.run
