@@ -37,7 +37,6 @@ napoleon_numpy_docstring = False
 
 html_theme = "furo"
 html_title = f"hsx_dist {version}"
-html_static_path = ["_static"]
 html_theme_options = {"navigation_with_keys": True}
 html_copy_source = False
 html_show_sphinx = False

@@ -20,6 +20,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN_BY = {
     "docs/format.md": "tests/unit/format/test_golden.py",
     "docs/guides/serving.md": "tests/integration/test_serving.py",
+    "docs/extending.md": "tests/unit/exporting/test_exporters.py",
+    "docs/guides/training.md": "tests/unit/test_guides.py",
     "docs/connector.md": "tests/integration/test_connector_bare.py",
     "docs/guides/ray-cluster.md": "tests/integration/test_ray_job.py",
     "docs/guides/spot.md": "tests/integration/test_nodes_of_a_run.py",
