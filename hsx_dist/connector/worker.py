@@ -146,7 +146,7 @@ class WorkerHalf:
         places = places.to(self._cache.device, non_blocking=True)
         # A mean has no token ids of its own: what tells two of them apart is over which it was taken.
         ids = save.attached["request_token_ids"] if save.mean_of else save.token_ids
-        return _Copy(save, places, rows, token_hash(ids), uuid4().hex[:12])
+        return _Copy(save, places, rows, token_hash(ids), f"{save.request_id}:{uuid4().hex[:12]}")
 
     def drain(self, seconds: float) -> int:
         """At the end of the engine: copy what still waits, for at most ``seconds``; how many requests were left."""

@@ -34,14 +34,16 @@ def outlet_on(tmp_path, *, store=None, locks=True, **settings) -> StoreOutlet:
     )
 
 
-def submit(outlet: StoreOutlet, key: str, states: np.ndarray, ids=None, *, name="", chosen=True, meta=None) -> None:
+def submit(
+    outlet: StoreOutlet, key: str, states: np.ndarray, ids=None, *, name="", chosen=True, meta=None, request=""
+) -> None:
     """``states``: float32 ``[L, T, H]``, as one page."""
     n = states.shape[1]
-    outlet.expect(Expect(f"req-{key}", name or f"{key}.safetensors", 0, chosen))
+    outlet.expect(Expect(request or key, name or f"{key}.safetensors", 0, chosen))
     offset = outlet.ring.allocate(states.nbytes)
     assert offset is not None
     outlet.memory[offset : offset + states.nbytes] = states.reshape(-1).view(np.uint8)
-    segment = Segment(key, 0, 0, n, n, name=name, meta=meta or {}, source="a")
+    segment = Segment(key, 0, 0, n, n, name=name, meta=meta or {}, source=f"{request or key}:0")
     ids = np.arange(n, dtype=np.int64) if ids is None else np.asarray(ids, np.int64)
     outlet.submit(PageRef(offset, states.shape, segment, 0, n, n, LAYERS, "float32", "LTH", ids), None)
 
