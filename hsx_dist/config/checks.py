@@ -164,6 +164,11 @@ def check_sizes(config: ExtractConfig) -> None:
             f"max_replicas: expected at least min_replicas ({config.min_replicas}), came {config.max_replicas}; raise "
             "max_replicas or lower min_replicas"
         )
+    if config.check_samples and config.select != "all":
+        lines.append(
+            f"check_samples: expected 0 with select={config.select}, came {config.check_samples}; transformers needs "
+            "the whole row to compute the same. Use select=all for a few rows, or hsx doctor --engine"
+        )
     if lines:
         raise ValueError("\n".join(lines))
 

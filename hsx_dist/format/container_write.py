@@ -43,6 +43,7 @@ class EncodedSegment:
 
     ``token_ids``: int64 ``[n]``; ``chunks``: what the codec made, uint8, ``[layer][chunk]``; ``crcs``: crc32c,
     likewise; ``loss``: of every layer, with a lossy codec; ``attached``: name → the user's own small array.
+    ``plain``: the values, token-major, as vLLM's schema has them: ``chunks`` is ``[1][chunk]``, each ``[n, L, H]``.
     """
 
     segment: Segment
@@ -56,6 +57,7 @@ class EncodedSegment:
     codec: Codec
     loss: tuple[Loss, ...] = ()
     attached: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
+    plain: bool = False
 
     @cached_property
     def info(self) -> SegmentInfo:
@@ -98,12 +100,16 @@ class SegmentEncoder:
     """Collects and encodes the pages of *one* segment, in any order, from several threads at once.
 
     After ``add`` has returned nothing refers to the page's buffer any more. ``allocate(n)`` gives the memory for
-    encoded bytes, uint8 ``[n]``: that of a ``BlockPool`` where many parts are made.
+    encoded bytes, uint8 ``[n]``: that of a ``BlockPool`` where many parts are made. ``alone``: the segment will be an
+    object of its own; a whole sample is then laid out as vLLM's schema wants it at once, and never copied again.
     """
 
-    def __init__(self, codec: Codec, allocate: Callable[[int], np.ndarray[Any, Any]] = _allocate):
+    def __init__(
+        self, codec: Codec, allocate: Callable[[int], np.ndarray[Any, Any]] = _allocate, *, alone: bool = False
+    ):
         self._codec = codec
         self._allocate = allocate
+        self._alone = alone
         self._lock = threading.Lock()
         self._info: SegmentInfo | None = None
         self._taken: set[int] = set()
@@ -122,7 +128,10 @@ class SegmentEncoder:
             self._info = info
             self._taken.add(page.chunk)
         try:
-            layers = tuple(self._encode(page.layer(k), page.dtype) for k in range(info.num_layers))
+            if self._is_plain(info.segment):
+                layers: tuple[np.ndarray[Any, Any], ...] = (self._rows(page, info),)
+            else:
+                layers = tuple(self._encode(page.layer(k), page.dtype) for k in range(info.num_layers))
             lossy = range(info.num_layers) if self._codec.lossy else ()
             chunk = _Chunk(
                 np.array(page.token_ids, dtype="<i8"),
@@ -145,6 +154,16 @@ class SegmentEncoder:
         for view in views:
             data[at : at + view.nbytes] = view
             at += view.nbytes
+        return data
+
+    def _is_plain(self, segment: Segment) -> bool:
+        return self._alone and isinstance(self._codec, NoneCodec) and _is_whole(segment)
+
+    def _rows(self, page: Page, info: SegmentInfo) -> np.ndarray[Any, Any]:
+        data = self._allocate(page.num_tokens * info.num_layers * info.row_bytes)
+        rows = data.view(CARRIER[info.dtype]).reshape(page.num_tokens, info.num_layers, info.hidden_size)
+        for k in range(info.num_layers):
+            rows[:, k] = page.layer(k)
         return data
 
     def _measure(self, x: np.ndarray[Any, Any], data: np.ndarray[Any, Any], dtype: str) -> Squares:
@@ -184,11 +203,12 @@ class SegmentEncoder:
             dtype=info.dtype,
             hidden_size=info.hidden_size,
             chunk_tokens=info.chunk_tokens,
-            chunks=tuple(tuple(c.layers[k] for c in chunks) for k in range(info.num_layers)),
-            crcs=tuple(tuple(c.crcs[k] for c in chunks) for k in range(info.num_layers)),
+            chunks=tuple(zip(*(c.layers for c in chunks), strict=True)),
+            crcs=tuple(zip(*(c.crcs for c in chunks), strict=True)),
             codec=self._codec,
             loss=tuple(combine([c.squares[k] for c in chunks]) for k in range(info.num_layers) if chunks[0].squares),
             attached=_check_attached(info.segment, info.segment.attached if attached is None else attached),
+            plain=self._is_plain(info.segment),
         )
 
 
@@ -220,7 +240,9 @@ def build_part(segments: Sequence[EncodedSegment], codec: Codec, about: Mapping[
         raise ValueError("expected every segment once, got one twice")
     if any(s.codec != codec for s in segments):
         raise ValueError(f"expected segments that {codec} encoded, got {sorted({str(s.codec) for s in segments})}")
-    if len(segments) == 1 and _is_plain_sample(segments[0], codec):
+    if len(segments) > 1 and any(s.plain for s in segments):
+        raise ValueError("expected segments that were not laid out to be objects of their own, got some that were")
+    if len(segments) == 1 and _is_whole(segments[0].segment) and isinstance(codec, NoneCodec):
         description, data = _vllm_schema(segments[0], codec, about)
     else:
         description, data = _segments_schema(segments, codec, about)
@@ -234,9 +256,8 @@ def build_part(segments: Sequence[EncodedSegment], codec: Codec, about: Mapping[
     return EncodedPart(header, buffers, size, crc, len(header), sum(s.raw_nbytes for s in segments))
 
 
-def _is_plain_sample(s: EncodedSegment, codec: Codec) -> bool:
-    whole = s.segment.index == 0 and s.segment.start == 0 and s.segment.stop == s.segment.total
-    return whole and isinstance(codec, NoneCodec)
+def _is_whole(s: Segment) -> bool:
+    return s.index == 0 and s.start == 0 and s.stop == s.total
 
 
 def _record(s: EncodedSegment, sizes: tuple[tuple[int, ...], ...], crcs: tuple[tuple[int, ...], ...]) -> SegmentRecord:
@@ -259,14 +280,21 @@ def _segments_schema(
 
 
 def _vllm_schema(s: EncodedSegment, codec: Codec, about: Mapping[str, Any]) -> tuple[Description, list[Buffer]]:
-    carrier, states = CARRIER[s.dtype], []
-    for c in range(s.info.num_chunks):
-        layers = [layer[c].view(carrier).reshape(-1, s.hidden_size) for layer in s.chunks]
-        states.append(flat(np.stack(layers, axis=1)))
-    description = Description(codec, about, "vllm", (_record(s, (), (tuple(map(crc32c, states)),)),))
+    states, crcs = (s.chunks[0], s.crcs[0]) if s.plain else _transposed(s)
+    description = Description(codec, about, "vllm", (_record(s, (), (crcs,)),))
     content: dict[str, Sequence[Buffer]] = {"token_ids": [s.token_ids], "hidden_states": states}
     content |= {f"attached.{name}": [a] for name, a in s.attached.items()}
     return description, [buffer for name in description.tensors for buffer in content[name]]
+
+
+def _transposed(s: EncodedSegment) -> tuple[Sequence[np.ndarray[Any, Any]], tuple[int, ...]]:
+    """Token-major chunks, and their crc32c: a copy."""
+    carrier = CARRIER[s.dtype]
+    layers = (
+        [layer[c].view(carrier).reshape(-1, s.hidden_size) for layer in s.chunks] for c in range(s.info.num_chunks)
+    )
+    states = [flat(np.stack(chunk, axis=1)) for chunk in layers]
+    return states, tuple(map(crc32c, states))
 
 
 def _check_attached(segment: Segment, attached: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:

@@ -9,11 +9,10 @@ from datetime import date, time, timedelta
 from decimal import Decimal
 from typing import Any
 
+from hsx_dist.connector.options import MAX_METADATA_BYTES
 from hsx_dist.errors import InputError
 
 _MAX_TOKEN_ID = (1 << 31) - 1
-#: A sample's metadata is read with the header of its part, which all its neighbours share.
-MAX_METADATA_BYTES = 64 << 10
 #: Names of ShareGPT's roles → those of chat templates.
 _SHAREGPT = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 

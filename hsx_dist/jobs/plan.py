@@ -15,9 +15,8 @@ from hsx_dist.errors import InputError
 from hsx_dist.format.codecs import CODECS
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.jobs.cache_share import CacheShare, cache_share
-from hsx_dist.jobs.encode import Encoded, RowEncoder, load_tokenizer
-from hsx_dist.jobs.extract import partial_note, row_rules
-from hsx_dist.jobs.preflight import Model, examine_model, load_text_config
+from hsx_dist.jobs.encode import Encoded, RowEncoder, RowRules, load_tokenizer
+from hsx_dist.jobs.preflight import Model, examine_model, load_text_config, partial_note
 from hsx_dist.jobs.rows import Row
 
 #: Raw bytes a stored byte: measured on SmolLM2-135M's states (benchmarks/results/codec.md). Larger models' differ by a
@@ -96,7 +95,7 @@ def make_plan(
     """
     model = examine_model(config)
     tokenizer = load_tokenizer(model.path, revision=config.revision, engine_kwargs=config.engine_kwargs)
-    rules = row_rules(config)
+    rules = RowRules.of(config)
     encoder = RowEncoder(
         tokenizer, model.max_tokens, config.chat_template_kwargs, vocab_size=model.vocab_size, rules=rules
     )

@@ -174,6 +174,14 @@ def whole_number(config: ExtractConfig, name: str, default: int) -> int:
     return int(value)
 
 
+def partial_note(select: str) -> str:
+    """What a run that keeps some tokens alone is not good for."""
+    return (
+        f"select={select} keeps a part of each row's tokens. A draft model's trainer (EAGLE and its kin) attends to "
+        "the states of the whole context: it needs select=all, and takes the loss mask to choose what to learn from"
+    )
+
+
 def open_output(config: ExtractConfig) -> Store:
     """The output's store, proven by writing, reading and deleting a small object.
 

@@ -13,6 +13,7 @@ from typing import IO, Any, Literal, TypeVar
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractBufferedFile
 
 from hsx_dist.config import InputConfig, is_local, public_url
 from hsx_dist.errors import ConfigError
@@ -20,6 +21,7 @@ from hsx_dist.jobs.zstd_lines import ZstdFile
 
 Format = Literal["jsonl", "text", "parquet", "arrow"]
 _T = TypeVar("_T")
+_BUFFER = 1 << 18
 
 _COMPRESSED = re.compile(r"\.(gz|zst|zstd|bz2|xz)$", re.IGNORECASE)
 _FORMATS: dict[str, Format] = {
@@ -60,7 +62,11 @@ class Input:
         def opened() -> IO[bytes]:
             zstd = compressed and public_url(path).lower().endswith((".zst", ".zstd"))
             file: Any = self._fs.open(path, "rb", compression="infer" if compressed and not zstd else None)
-            return io.BufferedReader(ZstdFile(file), 1 << 18) if zstd else file
+            if zstd:
+                return io.BufferedReader(ZstdFile(file), _BUFFER)
+            # The readline of fsspec's own files takes no length, and a line may be longer than there is memory for.
+            lines = compressed and isinstance(file, AbstractBufferedFile)
+            return io.BufferedReader(file, _BUFFER) if lines else file
 
         return _told(opened, self.shown)
 

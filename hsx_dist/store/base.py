@@ -44,8 +44,9 @@ class Store(Protocol):
         The buffers must not change until the call returns.
         """
 
-    def put_if_absent(self, name: str, data: bytes) -> None:
-        """Store ``data`` unless there is an object of that name: ``AlreadyExists``, and exactly one of several wins."""
+    def put_if_absent(self, name: str, data: bytes | Sequence[Buffer]) -> None:
+        """Store ``data`` (of several buffers the concatenation) unless there is an object of that name:
+        ``AlreadyExists``, and exactly one of several wins."""
 
     def get(self, name: str) -> bytes:
         """The whole object. ``NotFound`` when there is none."""
@@ -67,6 +68,11 @@ class Store(Protocol):
 
     def delete(self, name: str) -> None:
         """Remove the object; that it is missing is fine."""
+
+
+def as_buffers(data: bytes | Sequence[Buffer]) -> Sequence[Buffer]:
+    """One buffer, or several, as several."""
+    return [data] if isinstance(data, bytes) else data
 
 
 def as_bytes_view(data: Buffer) -> memoryview:

@@ -78,9 +78,9 @@ class FsspecStore:
         whole = {"chunksize": 2 * _PIECE} if self._s3 else {}
         self._call("put", name, lambda: self._pipe(path, data, **whole))
 
-    def put_if_absent(self, name: str, data: bytes) -> None:
+    def put_if_absent(self, name: str, data: bytes | Sequence[Buffer]) -> None:
         path = self._path(name)
-        data = bytes(data)
+        data = data if isinstance(data, bytes) else b"".join(map(as_bytes_view, data))
         # In one request: s3fs and gcsfs cut larger ones, and gcsfs's are then not create-only.
         whole = {"chunksize": len(data) + 1} if self._s3 or self._scheme in ("gs", "gcs") else {}
         if not self._can_create():

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from hsx_dist.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
-from hsx_dist.store.base import Buffer, ObjectInfo, as_bytes_view, check_name, check_ranges, coalesce, cut
+from hsx_dist.store.base import Buffer, ObjectInfo, as_buffers, as_bytes_view, check_name, check_ranges, coalesce, cut
 
 # Unfinished objects lie beside their final name, as a rename must stay within one file system.
 _UNFINISHED = ".hsx-unfinished-"
@@ -46,9 +46,10 @@ class LocalStore:
             temporary.replace(path)
             _sync_folder(path.parent)
 
-    def put_if_absent(self, name: str, data: bytes) -> None:
+    def put_if_absent(self, name: str, data: bytes | Sequence[Buffer]) -> None:
         path = self._path(name)
-        with self._telling("put", name), _unfinished(path, [memoryview(data)] if data else []) as temporary:
+        views = [view for view in map(as_bytes_view, as_buffers(data)) if view.nbytes]
+        with self._telling("put", name), _unfinished(path, views) as temporary:
             try:
                 os.link(temporary, path)  # of several that link one name, the kernel lets exactly one
             except FileExistsError:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from hsx_dist.config.secrets import public_url
 from hsx_dist.errors import AlreadyExists, HsxError, NotFound, StoreError, Unavailable
-from hsx_dist.store.base import Buffer, ObjectInfo, as_bytes_view, check_name, check_ranges, coalesce, cut
+from hsx_dist.store.base import Buffer, ObjectInfo, as_buffers, as_bytes_view, check_name, check_ranges, coalesce, cut
 from hsx_dist.store.faults import Redactor, expired, past_the_end, redirected, translate
 from hsx_dist.store.obstore_options import Connection, NotTranslated, connect
 
@@ -71,13 +71,14 @@ class ObstoreStore:
             client, path, views, **pieces, **self._described()
         ), nbytes=size if whole else _PIECE)  # fmt: skip
 
-    def put_if_absent(self, name: str, data: bytes) -> None:
+    def put_if_absent(self, name: str, data: bytes | Sequence[Buffer]) -> None:
         path = self._path(name)
-        data = bytes(data)
+        views = [view for view in map(as_bytes_view, as_buffers(data)) if view.nbytes]
+        size = sum(view.nbytes for view in views)
         # Not repeated within obstore: what went through although its answer was lost would look like another's.
         self._call("put-if-absent", name, lambda obs, client: obs.put(
-            client, path, data, mode="create", **self._described()
-        ), nbytes=len(data), retries=0)  # fmt: skip
+            client, path, views, mode="create", use_multipart=False, **self._described()
+        ), nbytes=size, retries=0)  # fmt: skip
 
     def get(self, name: str) -> bytes:
         path = self._path(name)

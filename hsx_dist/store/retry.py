@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from hsx_dist.errors import AlreadyExists, NotFound, Unavailable
-from hsx_dist.store.base import Buffer, ObjectInfo, Store
+from hsx_dist.store.base import Buffer, ObjectInfo, Store, as_bytes_view
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class RetryStore:
     def put(self, name: str, buffers: Sequence[Buffer]) -> None:
         self._repeat(lambda: self._inner.put(name, buffers))
 
-    def put_if_absent(self, name: str, data: bytes) -> None:
+    def put_if_absent(self, name: str, data: bytes | Sequence[Buffer]) -> None:
         failed = False
 
         def once() -> None:
@@ -96,9 +96,9 @@ class RetryStore:
     def delete(self, name: str) -> None:
         self._repeat(lambda: self._inner.delete(name))
 
-    def _holds(self, name: str, data: bytes) -> bool:
+    def _holds(self, name: str, data: bytes | Sequence[Buffer]) -> bool:
         try:
-            return self._inner.get(name) == data
+            return self._inner.get(name) == (data if isinstance(data, bytes) else b"".join(map(as_bytes_view, data)))
         except NotFound:
             return False
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, Literal, TypeVar
 
 from hsx_dist.errors import Unavailable
-from hsx_dist.store.base import Buffer, ObjectInfo, Store, as_bytes_view
+from hsx_dist.store.base import Buffer, ObjectInfo, Store, as_buffers, as_bytes_view
 
 T = TypeVar("T")
 Verb = Literal["put", "put_if_absent", "get", "get_ranges", "head", "list", "delete"]
@@ -67,8 +67,9 @@ class WrappedStore:
         size = sum(as_bytes_view(b).nbytes for b in buffers)
         self._call("put", name, lambda: self._inner.put(name, buffers), size)
 
-    def put_if_absent(self, name: str, data: bytes) -> None:
-        self._call("put_if_absent", name, lambda: self._inner.put_if_absent(name, data), len(data))
+    def put_if_absent(self, name: str, data: bytes | Sequence[Buffer]) -> None:
+        size = sum(as_bytes_view(b).nbytes for b in as_buffers(data))
+        self._call("put_if_absent", name, lambda: self._inner.put_if_absent(name, data), size)
 
     def get(self, name: str) -> bytes:
         return self._call("get", name, lambda: self._inner.get(name), 0)
@@ -190,11 +191,11 @@ class TearingStore(WrappedStore):
         self._inner.put(name, [b"".join(map(as_bytes_view, buffers))[: self._keep]])
         self._torn(name)
 
-    def put_if_absent(self, name: str, data: bytes) -> None:
+    def put_if_absent(self, name: str, data: bytes | Sequence[Buffer]) -> None:
         if not self._strike.meets("put_if_absent", name):
             self._inner.put_if_absent(name, data)
             return
-        self._inner.put_if_absent(name, data[: self._keep])
+        self._inner.put_if_absent(name, b"".join(map(as_bytes_view, as_buffers(data)))[: self._keep])
         self._torn(name)
 
     def _torn(self, name: str) -> None:

@@ -117,6 +117,12 @@ class StoreSuite:
             store.put_if_absent("attempts/1", b"mine")
         assert store.get("attempts/1") == b"mine"
 
+    def test_put_if_absent_concatenates_buffers(self, store: Store) -> None:
+        store.put_if_absent("a", [b"ab", b"", np.arange(3, dtype=np.uint16), memoryview(b"cd")])
+        assert store.get("a") == b"ab" + np.arange(3, dtype=np.uint16).tobytes() + b"cd"
+        store.put_if_absent("b", [])
+        assert store.get("b") == b""
+
     def test_put_if_absent_meets_what_put_made(self, store: Store) -> None:
         store.put("a", [b"1"])
         with pytest.raises(AlreadyExists):

@@ -24,7 +24,8 @@ class MemoryStore:
         with self._lock:
             self.objects[check_name(name)] = content
 
-    def put_if_absent(self, name: str, data: bytes) -> None:
+    def put_if_absent(self, name: str, data: bytes | Sequence[Buffer]) -> None:
+        data = data if isinstance(data, bytes) else b"".join(map(as_bytes_view, data))
         with self._lock:
             if self.objects.setdefault(check_name(name), data) is not data:
                 raise AlreadyExists(f"{self.url}/{name}: expected no such object, there is one")

@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -24,7 +24,9 @@ from hsx_dist.format.manifest import Receipt, SegmentProof, part_name, receipt_n
 from hsx_dist.format.runs import is_fenced
 from hsx_dist.page import Page, Segment, object_name
 from hsx_dist.store import Store
+from hsx_dist.writers.daemon import DaemonPool
 from hsx_dist.writers.scan import Scan
+from hsx_dist.writers.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -78,13 +80,17 @@ MAX_HEADER_BYTES = 32 << 20
 
 @dataclass(slots=True)
 class _Filling:
-    """A segment of which not all pages are here. ``nbytes``: encoded so far."""
+    """A segment of which not all pages are here. ``nbytes``: encoded so far; ``arrival``: the number of its first page;
+    ``left``: pages that are still to come; ``lost``: one of them could not be encoded."""
 
     encoder: SegmentEncoder
     source: str
     touched: float
     scan: Scan
+    arrival: int
+    left: int
     nbytes: int = 0
+    lost: bool = False
 
 
 @dataclass(slots=True)
@@ -94,13 +100,14 @@ class _OpenPart:
     nbytes: int = 0
     header_bytes: int = 0
     since: float = 0.0
+    arrival: int = 0
 
 
 class PartSink:
     """Collects pages into segments, segments into parts, and stores the parts.
 
-    ``add`` may be called from several threads; the calling thread does the encoding (zstandard releases the GIL), an
-    executor of ``uploads`` threads does the storing.
+    ``add`` may be called from several threads; the calling thread does the encoding (zstandard releases the GIL),
+    ``uploads`` threads of the sink's own do the storing.
     """
 
     def __init__(self, store: Store, options: SinkOptions, on_event: Callable[[Event], None]):
@@ -118,8 +125,10 @@ class PartSink:
         self._next_part = 1
         self._receipt_lock = threading.Lock()
         self._next_receipt = 1
+        self._arrivals = 0
+        self._turns = Turns()
         self._blocks = BlockPool(options.max_bytes)
-        self._uploads = ThreadPoolExecutor(options.uploads, thread_name_prefix=f"hsx-put-{options.writer}")
+        self._uploads = DaemonPool(options.uploads, f"hsx-put-{options.writer}")
         self._closed = threading.Event()
         self._clock = threading.Thread(target=self._seal_by_age, name=f"hsx-age-{options.writer}", daemon=True)
         self._clock.start()
@@ -135,15 +144,18 @@ class PartSink:
         self._admit(page.nbytes)
         key = self._place(page.segment)
         grown = -page.nbytes
+        filling = None
         try:
-            filling = self._filling_for(page.segment, len(page.layer_ids))
+            filling = self._filling_for(page)
+            if filling.lost:
+                return
             scan = Scan.empty(len(page.layer_ids))
             scan.add(page)
             size = filling.encoder.add(page)
             with self._lock:
                 filling.scan.join(scan)
                 # Of several threads that add to one segment exactly one sees it complete *and* still there.
-                here = self._filling.get(key) is filling
+                here = self._filling.get(key) is filling and not filling.lost
                 if here:
                     grown += size
                     filling.nbytes += size
@@ -152,19 +164,29 @@ class PartSink:
                     del self._filling[key]
             if done:
                 grown -= self._finish(filling)
-        except HsxError:
-            raise
         except Exception as e:
-            # A page that cannot be encoded costs its segment: the rest of it must not wait for it for ever.
-            with self._lock:
-                if (lost := self._filling.pop(key, None)) is not None:
-                    grown -= lost.nbytes
-            self._on_event(Lost((page.segment,), f"{type(e).__name__}: {e}"))
+            grown -= self._lose(filling, page.segment, e)
             raise
         finally:
             with self._lock:
                 self._held += grown
+                if filling is not None:
+                    filling.left -= 1
+                    if filling.lost and filling.left <= 0 and self._filling.get(key) is filling:
+                        del self._filling[key]
                 self._lock.notify_all()
+
+    def _lose(self, filling: _Filling | None, segment: Segment, error: Exception) -> int:
+        """A page that cannot be encoded costs its segment, which is told once; what comes of it later is dropped. The
+        bytes that are no longer held."""
+        with self._lock:
+            told, freed = filling is not None and filling.lost, 0
+            if filling is not None and not told:
+                freed, filling.nbytes, filling.lost = filling.nbytes, 0, True
+                filling.encoder = SegmentEncoder(self._opt.codec)  # lets go of what is encoded
+        if not told:
+            self._on_event(Lost((segment,), f"{type(error).__name__}: {error}"))
+        return freed
 
     def _finish(self, filling: _Filling) -> int:
         """Append a whole segment to the open part, or refuse it; the bytes that are no longer held (what is attached
@@ -173,14 +195,14 @@ class PartSink:
         attached = filling.nbytes - segment.nbytes
         found = filling.scan.findings(segment.layer_ids)
         if not found:
-            self._append(segment)
+            self._append(segment, filling.arrival)
             return attached
         log.warning("hidden states of %s look wrong: %s", segment.segment.key, found)
         if self._opt.on_bad_rows == "fail":
             self._on_event(Lost((segment.segment,), f"its states look wrong: {found} (on_bad_rows is 'fail')"))
             return filling.nbytes
         meta = {**segment.segment.meta, "bad": found}
-        self._append(replace(segment, segment=replace(segment.segment, meta=meta)))
+        self._append(replace(segment, segment=replace(segment.segment, meta=meta)), filling.arrival)
         return attached
 
     def _place(self, segment: Segment) -> tuple[str, int, str]:
@@ -188,23 +210,26 @@ class PartSink:
         # them are to be told what became of theirs.
         return segment.key, segment.index, "" if self._opt.attempt else segment.source
 
-    def _filling_for(self, segment: Segment, num_layers: int) -> _Filling:
+    def _filling_for(self, page: Page) -> _Filling:
         """Where the pages of this copy of the segment are collected.
 
         What another copy of it left unfinished (its engine died, and its row is computed again) is dropped: the rest
         of that one will never come.
         """
-        key = self._place(segment)
+        segment, key = page.segment, self._place(page.segment)
         with self._lock:
             filling = self._filling.get(key)
             if filling is None or filling.source != segment.source:
                 if filling is not None:
                     self._held -= filling.nbytes
+                self._arrivals += 1
                 filling = _Filling(
-                    SegmentEncoder(self._opt.codec, self._blocks.take),
+                    SegmentEncoder(self._opt.codec, self._blocks.take, alone=self._opt.layout == "sample"),
                     segment.source,
                     time.monotonic(),
-                    Scan.empty(num_layers),
+                    Scan.empty(len(page.layer_ids)),
+                    self._arrivals,
+                    left=-(-segment.num_tokens // page.chunk_tokens),
                 )
                 self._filling[key] = filling
             filling.touched = time.monotonic()
@@ -224,7 +249,7 @@ class PartSink:
                 self._lock.wait(1.0)
             self._held += nbytes
 
-    def _append(self, segment: EncodedSegment) -> None:
+    def _append(self, segment: EncodedSegment, arrival: int) -> None:
         name = (segment.segment.key, segment.segment.index)
         with self._lock:
             if name in self._open.names:
@@ -237,6 +262,7 @@ class PartSink:
             part.names.add(name)
             part.nbytes += segment.nbytes
             part.header_bytes += segment.header_nbytes
+            part.arrival = arrival
             full = part.nbytes >= self._opt.part_bytes or part.header_bytes >= MAX_HEADER_BYTES
             if full or self._opt.layout == "sample":
                 self._seal_locked()
@@ -247,7 +273,7 @@ class PartSink:
         part, self._open = self._open, _OpenPart()
         number = self._next_part
         self._next_part += 1
-        future = self._uploads.submit(self._store_part, part.segments, number)
+        future = self._uploads.submit(self._store_part, part.segments, number, part.arrival)
         self._storing.add(future)
         future.add_done_callback(lambda f: self._stored(f, part.nbytes))
 
@@ -270,7 +296,8 @@ class PartSink:
                         self._held -= filling.nbytes
                         self._lock.notify_all()
 
-    def _store_part(self, segments: Sequence[EncodedSegment], number: int) -> None:
+    def _store_part(self, segments: Sequence[EncodedSegment], number: int, arrival: int) -> None:
+        """``number``: the part's. ``arrival``: of the sample that is an object of its own."""
         try:
             if self._opt.layout == "sample":
                 folder = "data/" if self._opt.attempt else ""
@@ -279,8 +306,12 @@ class PartSink:
             else:
                 name = part_name(self._opt.attempt, self.name, number)
             part = build_part(segments, self._opt.codec, self._opt.about)
-            if self._opt.attempt or segments[0].segment.name:
+            if self._opt.attempt:
                 self._store.put(name, part.buffers)
+            elif segments[0].segment.name:
+                with self._turns.take(name, arrival) as newest:
+                    if newest:  # else a later request of this path has stored its own, as this one would be replaced
+                        self._store.put(name, part.buffers)
             else:
                 self._put_new(name, part.buffers, segments[0])
             proofs = tuple(
@@ -313,19 +344,23 @@ class PartSink:
             self._fail(segments, e)
 
     def _put_new(self, name: str, buffers: Sequence[Any], segment: EncodedSegment) -> None:
-        """Store an object whose name follows from its key. Where there is one already it must be the same sample.
+        """Store an object whose name follows from its key. Where there is one already it must be the same sample; it is
+        stored again only to live longer.
 
         Raises:
             SampleConflict: the key stands for something else.
         """
         try:
-            self._store.put_if_absent(name, b"".join(memoryview(b).cast("B") for b in buffers))
+            self._store.put_if_absent(name, buffers)
         except AlreadyExists:
-            if not same_sample(Part.open(self._store, name), segment, self._opt.about):
+            there = Part.open(self._store, name)
+            if not same_sample(there, segment, self._opt.about):
                 raise SampleConflict(
                     f"{self._store.url}/{name}: expected a key that is used once, or again for the same tokens, layers "
                     "and model; there is another sample of that key. Choose another, or delete the object"
                 ) from None
+            if there.segments[0].segment.meta.get("expires") != segment.segment.meta.get("expires"):
+                self._store.put(name, buffers)
 
     def _prove(self, receipt: Receipt) -> Receipt:
         """Store the receipt under the writer's next number: numbers have no gaps, as only this lock hands them out."""
@@ -384,7 +419,7 @@ class PartSink:
         """``flush``, then end the threads. Segments that are not complete are dropped: they were never whole."""
         self.flush()
         self._closed.set()
-        self._uploads.shutdown()
+        self._uploads.close()
 
     @property
     def held_bytes(self) -> int:

@@ -96,8 +96,24 @@ def test_verify_passes_and_names_the_part_of_a_flipped_bit(run, tmp_path):
         )
         assert hsx.returncode == 1
         assert part.name in hsx.stdout + hsx.stderr
+        job = verify_job(root, tmp_path)
+        assert job.returncode == 1
+        assert part.name in job.stdout
     finally:
         part.write_bytes(healthy)
+
+
+def verify_job(run: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """``ray_jobs/verify.py``, of the run that a configuration names."""
+    (folder / "c.yaml").write_text(f"model: any\noutput: {run}\n")
+    command = [sys.executable, "ray_jobs/verify.py", "--config", str(folder / "c.yaml")]
+    cwd = Path(__file__).resolve().parents[2]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+
+
+def test_verify_as_a_job_reads_the_run_of_a_configuration(run, tmp_path):
+    done = verify_job(Path(run.url), tmp_path)
+    assert (done.returncode, done.stdout[:3]) == (0, "ok:"), done.stdout + done.stderr
 
 
 def test_the_same_call_again_starts_no_engine(run, tiny_model_path, monkeypatch):

@@ -14,6 +14,7 @@ import pytest
 
 import hsx_dist
 from hsx_dist.errors import RunMismatch
+from hsx_dist.jobs.replica import row_seed
 from hsx_dist.reading import open_run
 from hsx_dist.testing.exact_model import exact_model, expected_states, next_tokens, registered
 
@@ -144,7 +145,24 @@ def test_chats_with_tools_truncated_and_masked_by_role(tiny_model_path, tmp_path
     assert "zeros" in run.refused["unanswered"].reason
 
 
-def test_sampled_answers_are_the_same_when_a_row_is_run_again_in_a_resumed_run(tiny_model_path, tmp_path):
+def plain_answers(
+    model: str, prompts: dict[str, list[int]], seeds: dict[str, int], monkeypatch
+) -> dict[str, list[int]]:
+    """What the same vLLM says without any extraction: prompt and eleven tokens."""
+    from vllm import LLM, SamplingParams
+
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    llm = LLM(model, disable_log_stats=True, **ENGINE)
+    outputs = llm.generate(
+        [{"prompt_token_ids": ids} for ids in prompts.values()],
+        [SamplingParams(max_tokens=11, temperature=1.0, ignore_eos=True, seed=seeds[k]) for k in prompts],
+        use_tqdm=False,
+    )
+    llm.llm_engine.engine_core.shutdown()
+    return {k: [*ids, *o.outputs[0].token_ids] for (k, ids), o in zip(prompts.items(), outputs, strict=True)}
+
+
+def test_sampled_answers_are_vllms_own_and_the_same_in_a_resumed_run(tiny_model_path, tmp_path, monkeypatch):
     """The half that is missing is generated beside other rows than in the whole run, and says the same."""
     prompts = [{"id": f"p{i}", "messages": [{"role": "user", "content": f"Say {i}"}]} for i in range(6)]
     settings: dict[str, Any] = {
@@ -165,12 +183,14 @@ def test_sampled_answers_are_the_same_when_a_row_is_run_again_in_a_resumed_run(t
     # Really sampled, and not from vLLM's rejection sampler, which repeats a token (connector/undrafted.py).
     assert len({tuple(a[-11:]) for a in answers.values()}) == 6
     assert all(len(set(a[-11:])) > 5 for a in answers.values())
+    info = json.loads((tmp_path / "whole" / "run.json").read_text())
+    seeds = {key: row_seed(info["id"], key) for key in answers}
+    assert plain_answers(model, {k: answers[k][:-11] for k in answers}, seeds, monkeypatch) == answers
     # As if the run had been killed after three rows: the receipts of the others are not there.
     first = tmp_path / "half"
     half = hsx_dist.extract(prompts[:3], model=model, output=first, layout="sample", **settings)
-    info = json.loads((first / "run.json").read_text())
-    info["id"] = json.loads((tmp_path / "whole" / "run.json").read_text())["id"]
-    (first / "run.json").write_text(json.dumps(info))
+    of_half = json.loads((first / "run.json").read_text())
+    (first / "run.json").write_text(json.dumps({**of_half, "id": info["id"]}))
     assert all(sample.token_ids("numpy").tolist() != answers[sample.key] for sample in half)  # another run, other seeds
     resumed = hsx_dist.extract(prompts, model=model, output=first, layout="sample", **settings)
     for key in ("p3", "p4", "p5"):
@@ -193,3 +213,33 @@ def test_generated_tokens_are_selected_by_their_mask(model, tmp_path):
     assert data["token_ids"].tolist() == next_tokens(7, 4)
     whole = expected_states([5, 6, 7, *next_tokens(7, 4)], CAPTURED, run["a"].hidden_size)
     np.testing.assert_array_equal(data["hidden_states"], whole[3:])
+
+
+def test_an_input_in_a_bucket_by_folder_and_by_glob(s3, monkeypatch, tmp_path):
+    import fsspec
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from hsx_dist.config import InputConfig
+    from hsx_dist.errors import ConfigError
+    from hsx_dist.jobs.rows import read_rows
+
+    for name, value in s3.env.items():
+        monkeypatch.setenv(name, value)
+    options = {"client_kwargs": {"endpoint_url": s3.endpoint_url}}
+    base = f"{s3.url}/rows"
+    pq.write_table(pa.table({"text": [f"row {i}" for i in range(1000)]}), tmp_path / "b.parquet")
+    fs, path = fsspec.core.url_to_fs(base, **options)
+    fs.pipe({f"{path}/a/x.jsonl": b'{"text": "one"}\n{"text": "two"}\n', f"{path}/_SUCCESS": b""})
+    fs.pipe(f"{path}/b.parquet", (tmp_path / "b.parquet").read_bytes())
+
+    def keys(url: str, **settings: Any) -> list[str]:
+        return [row.key for row in read_rows(InputConfig(path=url, storage_options=options, **settings))]
+
+    everything = keys(base)
+    assert everything[:3] == ["a/x:00000000", "a/x:00000001", "b:00000000"]
+    assert len(everything) == 1002
+    assert keys(f"{base}/**/*.jsonl") == everything[:2]
+    assert keys(f"{base}/b.parquet", limit=3) == everything[2:5]
+    with pytest.raises(ConfigError, match="no such file or bucket"):
+        keys(f"{base}/nothing.jsonl")

@@ -96,3 +96,9 @@ def test_codec_names_are_those_of_the_format() -> None:
 def test_select_is_one_of_few_words(value: str) -> None:
     with pytest.raises(ConfigError, match="expected all, last, loss_mask, mean or stride:N"):
         make(select=value)
+
+
+def test_what_is_compared_must_be_whole() -> None:
+    assert make(select="all", check_samples=3).check_samples == 3
+    with pytest.raises(ConfigError, match="check_samples: expected 0 with select=mean, came 3"):
+        make(select="mean", check_samples=3)

@@ -68,7 +68,7 @@ def config(**settings):
 
 
 def spec(settings):
-    model = Model("m", (1, 2), 2, 64, 320, 2, 255, "0")
+    model = Model("m", (1, 2), 2, 64, 320, "bfloat16", 255, "0")
     return engine_spec(settings, model)
 
 

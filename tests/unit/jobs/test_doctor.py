@@ -163,3 +163,20 @@ def test_an_engine_is_not_started_after_a_failure(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("hsx_dist.jobs.doctor_engine.measure", lambda _: pytest.fail("an engine was started"))
     found = list(examine(config(tmp_path), engine=True))
     assert found[-1] == Check("engine", "warn", "was not started, as a check before it failed; mend that first")
+
+
+def test_a_node_with_other_versions(tmp_path: Path) -> None:
+    from hsx_dist.jobs.doctor_nodes import examine_node, versions
+
+    made = config(output=str(tmp_path / "run"))
+    assert state(examine_node(made, {}, False, versions()), "versions") == "ok"
+    (other,) = [c for c in examine_node(made, {}, False, "Python 3.9, hsx 0.0.1") if c.name == "versions"]
+    assert other.state == "fail"
+    assert "expected the driver's, Python 3.9, hsx 0.0.1, found Python" in other.message
+
+
+def test_a_cuda_build_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda _: "0.32.0")
+    monkeypatch.setattr(doctor.Path, "exists", lambda _: False)
+    first = next(iter(doctor.check_machine(config())))
+    assert (first.name, first.state) == ("gpu", "warn")

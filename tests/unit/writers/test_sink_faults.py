@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
+from contextlib import suppress
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from hsx_dist.errors import Denied, Unavailable
+from hsx_dist.format.codecs import resolve_codec
+from hsx_dist.format.container import Part, SegmentEncoder
 from hsx_dist.format.manifest import Receipt
 from hsx_dist.format.runs import load_manifest
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store.retry import RetryPolicy, RetryStore
 from hsx_dist.testing.faulty_stores import FailingStore, HangingStore, LyingStore, Strike, TearingStore
+from hsx_dist.testing.samples import random_sample
 from hsx_dist.writers.sink import Lost, PartSink
 from tests.unit.writers.small_samples import check_readable, options, pages
 
@@ -103,3 +110,86 @@ def test_a_store_that_hangs_holds_the_sender_up_and_loses_nothing(store):
     thread.join(30)
     sink.close()
     assert len(events) == len(load_manifest(store).samples) == 12
+
+
+def test_a_page_that_cannot_be_encoded_costs_its_sample_alone_and_leaves_nothing_behind(store, monkeypatch):
+    """Whichever page it is, and although the others still come."""
+    told = []
+    sink = PartSink(store, options(attempt=0, layout="sample"), told.append)
+    real = SegmentEncoder.add
+
+    def add(self, page):
+        if page.segment.key.startswith("bad") and page.chunk == int(page.segment.key[-1]):
+            raise MemoryError("no room")
+        return real(self, page)
+
+    monkeypatch.setattr(SegmentEncoder, "add", add)
+    for key in ("bad0", "good0", "bad1", "bad2", "good1"):
+        for page in pages(key, 40):
+            with suppress(MemoryError):
+                sink.add(page)
+    sink.flush()
+    assert sink.held_bytes == 0
+    assert sink._filling == {}
+    sink.close()
+    assert sorted((type(t).__name__, s.key) for t in told if isinstance(t, Lost) for s in t.segments) == [
+        ("Lost", f"bad{i}") for i in range(3)
+    ]
+    assert sorted(o.name for o in store.list() if o.name.startswith("good")) == [
+        "good0.safetensors",
+        "good1.safetensors",
+    ]
+
+
+def named(key, n, *, seed):
+    return [replace(p, segment=replace(p.segment, name="p.bin", source=key)) for p in pages(key, n, seed=seed)]
+
+
+def test_of_two_that_are_stored_under_one_path_the_later_one_stays(store):
+    """Also where the put of the earlier one takes longer, or begins later."""
+    slow = HangingStore(store, Strike({"put"}, times=1))
+    told = []
+    sink = PartSink(slow, options(attempt=0, layout="sample", codec=resolve_codec("none")), told.append)
+    *most, last = named("a", 60, seed=1)
+    for page in most:
+        sink.add(page)
+    for page in named("b", 20, seed=2):
+        sink.add(page)  # its put hangs
+    assert slow.hanging.wait(30)
+    sink.add(last)
+    for page in named("c", 10, seed=3):
+        sink.add(page)
+    slow.release()
+    sink.close()
+    assert [type(t) for t in told] == [Receipt] * 3
+    assert Part.open(store, "p.bin").token_ids(0).tolist() == list(range(3, 13))
+
+
+def test_a_sample_alone_is_held_once_while_it_is_stored(store):
+    """As long as its store hangs: not as encoded layers and as rows, and not as one string of bytes as well."""
+    sample = random_sample("k", 4096, hidden_size=512, layer_ids=range(8), chunk_tokens=256)  # 32 MiB
+    whole = list(sample.pages())
+    hanging = HangingStore(store, Strike({"put_if_absent"}))
+    sink = PartSink(hanging, options(attempt=0, layout="sample", codec=resolve_codec("none")), lambda _: None)
+    tracemalloc.start()
+    try:
+        for page in whole:
+            sink.add(page)
+        assert hanging.hanging.wait(30)
+        traced, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        hanging.release()
+    held = sink._blocks.nbytes + traced  # blocks are mapped, and not traced
+    sink.close()
+    assert held < 1.1 * sample.states.nbytes
+    np.testing.assert_array_equal(Part.open(store, "k.safetensors").read(0), sample.states)
+
+
+def test_the_same_sample_again_lives_as_long_as_its_last_answer_says(store):
+    for expires in (100, 200, 200):
+        sink = PartSink(store, options(attempt=0, layout="sample"), lambda _: None)
+        for page in pages("k", 5):
+            sink.add(replace(page, segment=replace(page.segment, meta={"expires": expires})))
+        sink.close()
+        assert Part.open(store, "k.safetensors").segments[0].segment.meta["expires"] == expires
