@@ -68,7 +68,8 @@ class StoreOutlet(LocalOutlet):
         self._markers = Markers(markers or store, settings.ttl_seconds)
         self._requests: dict[str, _Request] = {}  # by request id
         self._names: dict[str, _Name] = {}
-        self._submitted: dict[str, str] = {}  # request id → key, of what is neither stored nor failed
+        self._submitted: dict[str, str] = {}  # request id → name, of what is neither stored nor failed
+        self._settling = 0  # stored or failed, and on its way to whoever tells
         self._state = threading.Lock()
         half = settings.in_flight_bytes // 2
         options = SinkOptions(
@@ -97,7 +98,8 @@ class StoreOutlet(LocalOutlet):
     def submit(self, ref: PageRef, ready: Callable[[], None] | None) -> None:
         if ref.start == 0:
             with self._state:
-                self._submitted[request_of(ref.segment)] = ref.segment.key
+                name = ref.segment.name or object_name(ref.segment.key) + OBJECT
+                self._submitted[request_of(ref.segment)] = name
         super().submit(ref, ready)
 
     def skip(self, skip: Skip) -> None:
@@ -123,21 +125,28 @@ class StoreOutlet(LocalOutlet):
     def _on_event(self, event: Event) -> None:
         if isinstance(event, Lost):
             for segment in event.segments:
-                self._settle(segment, stored=False, reason=event.reason, conflict=event.conflict)
+                name = segment.name or object_name(segment.key) + OBJECT
+                self._settle(segment.key, name, request_of(segment), reason=event.reason, conflict=event.conflict)
         else:
             for proof in event.segments:
-                self._settle(proof.segment, stored=True)
+                self._settle(proof.segment.key, event.part or "")
 
-    def _settle(self, segment: Segment, *, stored: bool, reason: str | None = None, conflict: bool = False) -> None:
-        request_id = request_of(segment)
+    def _settle(
+        self, key: str, name: str, request_id: str = "", *, reason: str | None = None, conflict: bool = False
+    ) -> None:
         with self._state:
             if request_id not in self._submitted:
-                return  # told before: each of its pages may have failed
+                # Proofs do not say whose they are: of several of one name any is as good.
+                request_id = next((i for i, n in self._submitted.items() if n == name), "")
+                if not request_id:
+                    return
+            del self._submitted[request_id]
+            self._settling += 1
+        stored = reason is None
         self.counts.add("stored" if stored else "failed")
-        name = segment.name or object_name(segment.key) + OBJECT
-        self._end(request_id, segment.key, name, stored=stored, reason=reason, conflict=conflict)
+        self._end(request_id, key, name, stored=stored, reason=reason, conflict=conflict)
         with self._state:
-            self._submitted.pop(request_id, None)  # last: what is to be told of it counts as pending by now
+            self._settling -= 1
 
     # -- the end of a request --------------------------------------------------------------------------------------
 
@@ -177,7 +186,7 @@ class StoreOutlet(LocalOutlet):
     @property
     def pending(self) -> int:
         """Samples that are neither stored nor failed, what is still to be shipped, and what is still to be told."""
-        return super().pending + len(self._submitted) + self._markers.pending
+        return super().pending + len(self._submitted) + self._settling + self._markers.pending
 
     def close(self, timeout: float | None = None) -> None:
         end = None if timeout is None else time.monotonic() + timeout
