@@ -12,7 +12,7 @@ import numpy as np
 from vllm.v1.request import RequestStatus
 
 from hsx_dist.connector.metadata import Expect, Save, Skip, StepMetadata
-from hsx_dist.connector.options import RequestOptions, read_options
+from hsx_dist.connector.options import OURS, RequestOptions, read_options
 from hsx_dist.connector.selection import Chosen, choose
 from hsx_dist.connector.settings import ConnectorSettings
 from hsx_dist.format.receipt import token_hash
@@ -29,8 +29,11 @@ REMEMBERED_KEYS = 65536
 
 @dataclass(slots=True)
 class _Claim:
-    """What a key that a client chose stands for. ``asked``: what is known of it when a request is queued; ``saved``: all
-    of it, once it was passed on; ``users``: requests of it that have not finished."""
+    """What a key that a client chose stands for.
+
+    ``asked``: what is known of it when a request is queued; ``saved``: all of it, once it was passed on; ``users``:
+    requests of it that have not finished.
+    """
 
     asked: str
     saved: str | None = None
@@ -120,15 +123,17 @@ class SchedulerHalf:
         s = self._settings
         options = read_options(
             request.request_id,
-            request.kv_transfer_params or {},
+            request.kv_transfer_params,
             layer_ids=self._layer_ids,
             output=s.output,
             allow_custom_path=s.allow_custom_save_path and s.one_object,
             include_output_tokens=s.include_output_tokens,
         )
         for name, why in options.refused.items():
-            if name not in self._warned:  # a client may send a million of them
-                self._warned.add(name)
+            # Once each, and once for all that we do not know: a client may send a million of those.
+            kind = name if name in OURS else "another"
+            if kind not in self._warned:
+                self._warned.add(kind)
                 log.warning("kv_transfer_params[%r] of request %s is ignored: %s", name, request.request_id, why)
         return options
 
@@ -150,9 +155,7 @@ class SchedulerHalf:
                 del self._claims[known.options.key]  # nothing was passed on: the key stands for nothing
         return held, answer
 
-    def _finish(
-        self, known: _Known, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def _finish(self, known: _Known, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         options = known.options
         if known.conflict is not None:
             return False, _nothing(known.conflict, {**options.refused, "hidden_states_key": known.conflict})
@@ -308,8 +311,8 @@ class SchedulerHalf:
         """At the end: say what the workers were never told."""
         if left := [s.key for s in self._next.saves]:
             log.error(
-                "the engine ends with %d finished requests that its workers were never told of, %s%s; nothing of them is "
-                "stored. Flush the engine first (hsx_dist.connector.flush)",
+                "the engine ends with %d finished requests that its workers were never told of, %s%s; nothing of them "
+                "is stored. Flush the engine first (hsx_dist.connector.flush)",
                 len(left),
                 ", ".join(left[:5]),
                 "…" if len(left) > 5 else "",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from hsx_dist.errors import NotFound
 from hsx_dist.format.companions import lock_name
@@ -45,7 +46,7 @@ def _take(path: str) -> int | None:
             return fd  # a file system without locks
         with suppress(FileNotFoundError):
             # A server that wants it puts a new file in the place of one that readers hold.
-            if not os.path.samestat(os.fstat(fd), os.stat(lock)):
+            if not os.path.samestat(os.fstat(fd), Path(lock).stat()):
                 os.close(fd)
                 continue
         return fd

@@ -41,8 +41,8 @@ def load_hidden_states(
         key: the sample's key.
         layers: vLLM's layer ids in the order wanted; ``None``: all, as stored.
         tokens: a slice or ``(start, stop)``; negative numbers count from the end.
-        wait: seconds to wait for the sample to appear, on a file system also for its lock (``PATH.lock``, which a server
-            holds until what became of its request is stored); a failure that its producer tells ends the wait.
+        wait: seconds to wait for the sample to appear, on a file system also for its lock (``PATH.lock``, which a
+            server holds until what became of its request is stored); a failure that its producer tells ends the wait.
         storage_options: fsspec's.
         framework: ``torch``, ``numpy``, or ``auto``.
 
@@ -60,7 +60,7 @@ def load_hidden_states(
     path = str(path)
     if path.endswith(OBJECT) or key is None:
         folder, _, name = path.rpartition("/")
-        if not name:
+        if not name or folder.endswith(":/"):
             raise ConfigError(f"{path}: expected an object, or a run and a key, got a folder and no key")
         store = open_store(folder or ("/" if path.startswith("/") else "."), storage_options)
         lock = f"{store.url}/{name}" if "://" not in store.url else None

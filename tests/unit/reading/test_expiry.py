@@ -34,6 +34,7 @@ def prefix(tmp_path):
     put(store, "kept", {})
     (tmp_path / "old.safetensors.lock").touch()
     (tmp_path / "bad.error.json").write_text(json.dumps({"key": "bad", "error": "x", "expires": 1000}))
+    (tmp_path / "odd.bin.failed.json").write_text(json.dumps({"key": "odd", "error": "x", "expires": 4e9}))
     (tmp_path / "told.error.json").write_text(json.dumps({"key": "told", "error": "x"}))
     (tmp_path / "notes.txt").write_text("not ours")
     (tmp_path / "odd.safetensors").write_bytes(b"\x00" * 100)
