@@ -76,7 +76,7 @@ def test_readers_of_what_lies_there_do_not_keep_the_next_ones_from_waiting(tmp_p
 @pytest.mark.parametrize("when", ["exists", "unlink"])
 @pytest.mark.parametrize("again", [False, True])
 def test_a_step_does_not_wait_for_the_file_system_of_a_release(tmp_path, monkeypatch, when, again):
-    """``hold`` returns while another thread's release looks at the disk; of the same name it holds a lock in the end."""
+    """``hold`` returns while another thread's release looks at the disk; in the end it holds a lock."""
     locks = CompanionLocks(tmp_path)
     locks.hold("a.safetensors", "r1")
     inside, go = threading.Event(), threading.Event()
