@@ -273,5 +273,8 @@ def _whole(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - nested too deeply, or an object of somebody's own
+        text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}…"

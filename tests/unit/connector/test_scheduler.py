@@ -301,7 +301,22 @@ def test_a_key_of_which_nothing_was_computed_stands_for_nothing():
     assert scheduler.request_finished(request(5, 5, hidden_states_key="k", request_id="b-1"), [1])[0]
 
 
-@pytest.mark.parametrize("params", [["a"], "text", 7, {"hidden_states_key": "a\ud800"}, {"hidden_states_\ud800": 1}])
+def nested(depth: int) -> list:
+    value: list = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        *(["a"], "text", 7, nested(100_000)),
+        *({f"hidden_states_{name}": nested(100_000)} for name in ("key", "tokens", "layers", "metadata", "loss_mask")),
+        *({"hidden_states_key": "a\ud800"}, {"hidden_states_\ud800": 1}),
+    ],
+    ids=range(11),
+)
 def test_nothing_that_a_client_sends_raises(params):
     scheduler = half(allow_custom_save_path=True)
     r = request(4, 4)
