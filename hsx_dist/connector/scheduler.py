@@ -309,10 +309,11 @@ class SchedulerHalf:
 
     def shutdown(self) -> None:
         """At the end: say what the workers were never told."""
-        if left := [s.key for s in self._next.saves]:
+        left = [s.key for s in self._next.saves] + [s.key for s in self._next.skipped if not s.quiet]
+        if left:
             log.error(
                 "the engine ends with %d finished requests that its workers were never told of, %s%s; nothing of them "
-                "is stored. Flush the engine first (hsx_dist.connector.flush)",
+                "is stored, nor a marker. Flush the engine first (hsx_dist.connector.flush)",
                 len(left),
                 ", ".join(left[:5]),
                 "…" if len(left) > 5 else "",
