@@ -2,10 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-SOURCES := hsx_dist benchmarks ray_jobs scripts tests
+SOURCES := hsx_dist benchmarks examples ray_jobs scripts tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-s3 check test matrix soak lock clean
+.PHONY: help setup demo demo-s3 check test matrix soak tables docs screenshots lock clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1	/p' Makefile
@@ -16,7 +16,7 @@ $(READY): requirements/dev.lock pyproject.toml scripts/setup.sh
 	scripts/setup.sh $(PYTHON)
 	@touch $@
 
-demo: $(READY)  ## extract hidden states of SmolLM2 into runs/demo on a local Ray cluster, and check them
+demo: $(READY)  ## extract hidden states of SmolLM2 into runs/demo on a local Ray cluster, check them, write a report
 	$(BIN)/python scripts/demo.py
 
 demo-s3: $(READY)  ## the same into an S3 server that it starts and ends
@@ -29,7 +29,8 @@ check: $(READY)  ## lint, format, types, unit tests: under a minute
 	$(BIN)/pytest -q -n 2 tests/unit
 
 test: $(READY)  ## all tests, with real vLLM, Ray, S3 and GCS servers
-	$(BIN)/pytest
+	$(BIN)/pytest -q -n 2 tests/unit
+	$(BIN)/pytest tests/integration
 
 soak: $(READY)  ## two hundred thousand hostile parts (a minute or two), and an hour of writers killed at random (MINUTES=60)
 	$(BIN)/python -m tests.soak.run
@@ -38,10 +39,19 @@ soak: $(READY)  ## two hundred thousand hostile parts (a minute or two), and an 
 matrix: $(READY)  ## the connector's tests on every vLLM that it names as tested; the table goes to docs/
 	$(BIN)/python scripts/matrix.py
 
+docs: $(READY)  ## the documentation's site in docs/_build/html; warnings are errors
+	$(BIN)/sphinx-build -W --keep-going -q -b html -d docs/_build/doctrees docs docs/_build/html
+
+screenshots: $(READY)  ## the pictures of docs/guides/watching.md, with Debian's Chromium
+	$(BIN)/python scripts/screenshots.py
+
+tables: $(READY)  ## what is generated and kept: the metrics' table in docs/operations.md, dashboards/
+	$(BIN)/python scripts/tables.py
+
 lock: $(READY)  ## requirements/dev.lock from dev.in and overrides.txt
 	cd requirements && ../$(BIN)/uv pip compile dev.in --override overrides.txt $(addprefix --find-links ,$(PIP_FIND_LINKS)) \
 	    $(if $(PIP_FIND_LINKS),,--torch-backend cpu) --python-version 3.11 --no-header --quiet --output-file dev.lock
 
 clean:  ## everything that is made here, the environment too; runs stay
-	rm -rf .venv .matrix build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .matrix build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
         NotFound,
         RunError,
         RunMismatch,
+        RunStalled,
         SampleConflict,
+        SampleConsumed,
         SampleFailed,
         SampleNotFound,
         StoreError,
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
     from hsx_dist.jobs.extract import extract
     from hsx_dist.page import object_name, sample_key
     from hsx_dist.reading import Run, Sample, load_hidden_states, open_run
+    from hsx_dist.reading.datasets import HiddenStatesDataset, HiddenStatesMapDataset
+    from hsx_dist.reading.mixing import MixedDataset
+    from hsx_dist.reading.order import merge_states
+    from hsx_dist.reading.token_batches import TokenBatches
 
 __version__ = "0.1.0"
 
@@ -41,6 +47,10 @@ _NAMES = {
     "hsx_dist.jobs.extract": ["extract"],
     "hsx_dist.format.codecs": ["register_codec"],
     "hsx_dist.reading": ["open_run", "load_hidden_states", "Run", "Sample"],
+    "hsx_dist.reading.datasets": ["HiddenStatesDataset", "HiddenStatesMapDataset"],
+    "hsx_dist.reading.mixing": ["MixedDataset"],
+    "hsx_dist.reading.order": ["merge_states"],
+    "hsx_dist.reading.token_batches": ["TokenBatches"],
     "hsx_dist.page": ["object_name", "sample_key"],
     "hsx_dist.config": ["ExtractConfig", "load_config"],
     "hsx_dist.errors": [
@@ -60,6 +70,8 @@ _NAMES = {
         "Fenced",
         "SampleNotFound",
         "SampleConflict",
+        "SampleConsumed",
+        "RunStalled",
         "SampleFailed",
         "EngineError",
     ],
@@ -74,24 +86,31 @@ __all__ = [
     "ExtractConfig",
     "Fenced",
     "FormatError",
+    "HiddenStatesDataset",
+    "HiddenStatesMapDataset",
     "HsxError",
     "InputError",
     "IntegrityError",
+    "MixedDataset",
     "NotFound",
     "Run",
     "RunError",
     "RunMismatch",
+    "RunStalled",
     "Sample",
     "SampleConflict",
+    "SampleConsumed",
     "SampleFailed",
     "SampleNotFound",
     "StoreError",
+    "TokenBatches",
     "Unavailable",
     "UnknownCodec",
     "__version__",
     "extract",
     "load_config",
     "load_hidden_states",
+    "merge_states",
     "object_name",
     "open_run",
     "register_codec",

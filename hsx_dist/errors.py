@@ -76,6 +76,14 @@ class SampleNotFound(RunError, KeyError):
     __str__ = Exception.__str__  # KeyError would print the repr of the message
 
 
+class SampleConsumed(RunError):
+    """The sample was stored, and removed once every consumer had used it."""
+
+
+class RunStalled(RunError):
+    """The run is not complete, and nobody is at work on it: no sample will come until it is started again."""
+
+
 class SampleFailed(RunError):
     """The producer left a failure marker for the key: waiting longer is of no use."""
 

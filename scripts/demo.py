@@ -2,12 +2,14 @@
 
     python scripts/demo.py [--s3] [key.sub=value …]
 
-With ``--s3`` the run goes to a real S3 server, SeaweedFS, which is started for it and ended with it.
+With ``--s3`` the run goes to a real S3 server, SeaweedFS, which is started for it and ended with it. At the end a
+report is written to runs/demo-report.html.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from pathlib import Path
 from hsx_dist.testing.servers import ray_head, seaweedfs
 
 ROOT = Path(__file__).resolve().parent.parent
+REPORT = ROOT / "runs" / "demo-report.html"
 
 
 def main() -> int:
@@ -46,9 +49,19 @@ def main() -> int:
             env.update(head.env)
             print(f"dashboard: {head.dashboard_url}", flush=True)
         job = ["python", "ray_jobs/extract.py", "--config", "configs/demo.yaml", *settings, *arguments.overrides]
-        command = ["ray", "job", "submit", "--working-dir", ".", "--", *job]
+        output = next(s for s in reversed(job) if s.startswith("output=")).removeprefix("output=")
+        about = json.dumps({"run": output})  # shown on the job's page of Ray's dashboard
+        command = ["ray", "job", "submit", "--working-dir", ".", "--metadata-json", about, "--", *job]
         print(f"$ {' '.join(command)}", flush=True)
-        return subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, check=False).returncode
+        env = {**os.environ, **env}
+        status = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
+        if status == 0:
+            print(f"$ hsx report {output} -o {REPORT.relative_to(ROOT)}", flush=True)
+            REPORT.parent.mkdir(exist_ok=True)
+            report = [sys.executable, "-m", "hsx_dist.cli", "report", output, "-o", str(REPORT)]
+            status = subprocess.run(report, cwd=ROOT, env=env, check=False).returncode
+            print(f"open {REPORT.as_uri()}", flush=True)
+        return status
 
 
 if __name__ == "__main__":

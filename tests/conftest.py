@@ -20,6 +20,24 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
 
+#: Programs that are no Python packages, and how to get them. Without one its tests are left out.
+PROGRAMS = {
+    "chromium": "apt-get install chromium",
+    "prometheus": "apt-get install prometheus",
+}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which tests were left out for want of a program, and how to get it."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    for program, command in PROGRAMS.items():
+        names = sorted({r.nodeid for r in skipped if isinstance(r.longrepr, tuple) and command in str(r.longrepr[2])})
+        if names:
+            terminalreporter.section(f"left out, as {program} is missing ({command})", sep="-")
+            for name in names:
+                terminalreporter.line(name)
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """SmolLM2-135M-Instruct in bf16, from the user's cache."""

@@ -27,6 +27,15 @@ StorageOptions = Annotated[
 ]
 
 
+Layers = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(metavar="IDS", help="vLLM's layer ids with commas, in the order wanted, e.g. 2,15,27."),
+]
+Watch = Annotated[
+    float, typer.Option(min=0, help="Seconds for which the heartbeat of an attempt that did not end must stand still.")
+]
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         import hsx_dist
@@ -151,6 +160,58 @@ def show(
 
 
 @app.command()
+def cat(
+    run: RunPath,
+    key: Annotated[str, typer.Argument(metavar="KEY", help="Key of the sample.")],
+    out: Annotated[str, typer.Option("-o", "--out", metavar="FILE", help=".npz, .npy (states alone), .safetensors.")],
+    layers: Layers = None,
+    tokens: Annotated[str | None, typer.Option(metavar="START:STOP", help="E.g. 0:128, or -10: for the end.")] = None,
+    storage_option: StorageOptions = None,
+) -> None:
+    """Write one sample, or some layers and tokens of it, to a file."""
+    from hsx_dist.cli.cat import run_cat
+
+    run_cat(run, key, out, storage_option or (), layers=layers, tokens=tokens)
+
+
+@app.command()
+def export(
+    run: RunPath,
+    dest: Annotated[str, typer.Argument(metavar="DEST", help="Folder to write to.")],
+    to: Annotated[
+        str,
+        typer.Option(help="vllm, speculators, specforge-eagle3, specforge-dflash, topk-logprobs, or a registered one."),
+    ],
+    layers: Layers = None,
+    model: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Whose final norm and lm_head to use: a folder or id. Default: the run's model."),
+    ] = None,
+    num_layers: Annotated[Optional[int], typer.Option(help="Of the model, if the run does not tell.")] = None,  # noqa: UP045
+    top_k: Annotated[int, typer.Option(min=1, help="Of topk-logprobs.")] = 32,
+    with_last: Annotated[bool, typer.Option("--with-last", help="specforge-dflash: add the last state.")] = False,
+    require_loss_mask: Annotated[bool, typer.Option("--require-loss-mask", help="Refuse samples without one.")] = False,
+    shard: Annotated[Optional[str], typer.Option(metavar="I/N", help="Write every N-th file, from the I-th.")] = None,  # noqa: UP045
+    ray: Annotated[bool, typer.Option("--ray", help="Divide the work among tasks of the Ray cluster.")] = False,
+    storage_option: StorageOptions = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a run in a trainer's own files; a second call goes on where the first stopped."""
+    from hsx_dist.cli.export import parse_layers, run_export
+    from hsx_dist.exporting import ExportOptions
+
+    options = ExportOptions(
+        aux_layers=parse_layers(layers),
+        model=model,
+        num_layers=num_layers,
+        loss_mask="raise" if require_loss_mask else "ones",
+        top_k=top_k,
+        with_last=with_last,
+    )
+    run_export(run, to, dest, storage_option or (), options, shard=shard, ray=ray, as_json=as_json)
+
+
+@app.command()
 def status(
     run: RunPath,
     storage_option: StorageOptions = None,
@@ -165,13 +226,22 @@ def status(
 @app.command()
 def verify(
     run: RunPath,
+    workers: Annotated[int, typer.Option(min=1, help="Parts that are read at once.")] = 4,
+    sample: Annotated[float, typer.Option(help="Share of the parts to read, such as 0.1.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Which ones.")] = 0,
+    resume: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="FILE", help="Note sound parts here, and do not read again what is noted."),
+    ] = None,
     storage_option: StorageOptions = None,
     as_json: AsJson = False,
 ) -> None:
     """Read everything of a run and check every checksum and count; exit status 1 when something is bad."""
     from hsx_dist.cli.verify import run_verify
 
-    raise typer.Exit(run_verify(run, storage_option or (), as_json=as_json))
+    raise typer.Exit(
+        run_verify(run, storage_option or (), workers=workers, sample=sample, seed=seed, resume=resume, as_json=as_json)
+    )
 
 
 @app.command()
@@ -192,12 +262,68 @@ def drain(
 
 @app.command()
 def gc(
-    path: Annotated[str, typer.Argument(metavar="PREFIX", help="Where a server stores: a folder or a URL.")],
-    delete: Annotated[bool, typer.Option("--delete", help="Remove what has expired; without it, only list.")] = False,
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A run, or where a server stores: a folder or a URL.")],
+    delete: Annotated[bool, typer.Option("--delete", help="Remove it; without it, only list.")] = False,
+    watch: Watch = 45.0,
     storage_option: StorageOptions = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove what a server stored with a time to live (ttl_seconds), once that is over. A dry run by default."""
+    """Remove parts that no receipt names from a run that nobody works on; or, where a server stores, what has lived its
+    time (ttl_seconds). A dry run by default."""
     from hsx_dist.cli.gc import run_gc
 
-    run_gc(path, storage_option or (), delete=delete, as_json=as_json)
+    run_gc(path, storage_option or (), delete=delete, watch=watch, as_json=as_json)
+
+
+@app.command()
+def rm(
+    run: RunPath,
+    yes: Annotated[bool, typer.Option("--yes", help="Do it; without it, only say what would go.")] = False,
+    watch: Watch = 45.0,
+    storage_option: StorageOptions = None,
+) -> None:
+    """Remove a run that nobody works on, and nothing else that lies there."""
+    from hsx_dist.cli.gc import run_rm
+
+    run_rm(run, storage_option or (), yes=yes, watch=watch)
+
+
+@app.command()
+def top(
+    run: RunPath,
+    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
+    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 5.0,
+    storage_option: StorageOptions = None,
+    as_json: AsJson = False,
+) -> None:
+    """Watch a run from anywhere, by what stands in its store: rows, rates, waiting on the store, time left."""
+    from hsx_dist.cli.top import run_top
+
+    run_top(run, storage_option or (), once=once, every=every, as_json=as_json)
+
+
+@app.command()
+def report(
+    run: RunPath,
+    output: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="The page to write.")] = "report.html",
+    sample: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--sample", metavar="KEY", help="A sample to show token by token; again for more."),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Samples that are read for norms and similarities.")] = 24,
+    storage_option: StorageOptions = None,
+) -> None:
+    """Write one self-contained page about a run: what ran, where time went, sizes, norms, similarities."""
+    from hsx_dist.cli.report import run_report
+
+    run_report(run, storage_option or (), output=output, keys=sample or (), samples=samples)
+
+
+@app.command()
+def dashboards(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Where the files go; made if it is not there.")],
+) -> None:
+    """Write the Grafana dashboard and the Prometheus alert rules for a cluster's monitoring."""
+    from hsx_dist.cli.dashboards import run_dashboards
+
+    run_dashboards(folder)

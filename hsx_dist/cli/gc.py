@@ -1,18 +1,25 @@
-"""``hsx gc``: what a server stored with a time to live, once that is over."""
+"""``hsx gc`` and ``hsx rm``: what nobody needs any more, and whole runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hsx_dist.cli.tables import print_json
+from hsx_dist.cli.tables import bytes_text, print_json
 from hsx_dist.config import parse_storage_options
+from hsx_dist.errors import NotFound
+from hsx_dist.format.manifest import RUN
+from hsx_dist.format.runs import count, load_manifest, read_run
 from hsx_dist.reading.expiry import expired, remove
-from hsx_dist.store import open_store
+from hsx_dist.reading.garbage import remove_run, require_dead, unproven
+from hsx_dist.store import Store, open_store
 
 
-def run_gc(path: str, options: Sequence[str], *, delete: bool, as_json: bool) -> None:
-    """List what has expired under ``path``, and remove it if ``delete``."""
+def run_gc(path: str, options: Sequence[str], *, delete: bool, watch: float, as_json: bool) -> None:
+    """Garbage of a run, or what has expired of a server's: list it, and remove it if ``delete``."""
     store = open_store(path, parse_storage_options(options))
+    if _is_run(store):
+        _gc_run(store, path, delete=delete, watch=watch, as_json=as_json)
+        return
     names = []
     for name, _ in expired(store):
         names.append(name)
@@ -24,3 +31,45 @@ def run_gc(path: str, options: Sequence[str], *, delete: bool, as_json: bool) ->
         print_json({"path": path, "deleted": delete, "expired": names})
         return
     print(f"{len(names):,} objects and markers {'removed' if delete else 'have expired; --delete removes them'}")
+
+
+def _gc_run(store: Store, path: str, *, delete: bool, watch: float, as_json: bool) -> None:
+    attempt = require_dead(store, watch_seconds=watch)
+    found = []
+    for info in unproven(store, attempt):
+        found.append(info)
+        if delete:
+            store.delete(info.name)
+        if not as_json:
+            print(f"{'removed' if delete else 'no receipt names'} {info.name}", flush=True)
+    size = sum(info.size for info in found)
+    if as_json:
+        print_json({"path": path, "deleted": delete, "garbage": [info.name for info in found], "bytes": size})
+        return
+    done = "removed" if delete else "can go; --delete removes them"
+    print(f"{len(found):,} parts without a receipt, {bytes_text(size)}, {done}")
+
+
+def run_rm(path: str, options: Sequence[str], *, yes: bool, watch: float) -> None:
+    """Remove the run at ``path``; without ``yes`` only say what that would be."""
+    store = open_store(path, parse_storage_options(options))
+    if not yes:
+        read_run(store)
+        counts = count(load_manifest(store))
+        print(
+            f"{path}: {counts['samples']:,} samples in {counts['parts']:,} parts, "
+            f"{bytes_text(counts['stored_bytes'])}; --yes removes them"
+        )
+        return
+    require_dead(store, watch_seconds=watch)
+    removed = remove_run(store)
+    left = next(iter(store.list()), None)
+    print(f"{removed:,} objects removed" + (f"; {left.name} and others are not the run's, and stay" if left else ""))
+
+
+def _is_run(store: Store) -> bool:
+    try:
+        store.head(RUN)
+    except NotFound:
+        return False
+    return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,22 +16,24 @@ from hsx_dist.reading import Run, Sample, open_run
 
 _REASONS_SHOWN = 5
 _ROWS_AT_ONCE = 4096
+_OUTLIER, _OUTLIERS_SHOWN = 6.0, 3
+_TOKENS_SHOWN = 64
 
 
 def print_samples(path: str, options: Sequence[str], *, limit: int, as_json: bool) -> None:
     """The samples of the run at ``path`` in its order (at most ``limit``; 0: all), and totals over all of them."""
     run = open_run(path, storage_options=parse_storage_options(options))
     layers = _layers(run)
-    shown = islice(run.keys(), limit or None)
+    index = run.index
     rows: Iterator[dict[str, Any]] = (
         {
-            "key": record.key,
-            "tokens": record.num_tokens,
+            "key": entry.key,
+            "tokens": entry.num_tokens,
             "layers": layers,
-            "parts": sorted({part for part, _ in record.segments}),
-            "attempt": record.attempt,
+            "parts": sorted({piece[0] for piece in entry.pieces}),
+            "attempt": index.attempt(i),
         }
-        for record in (run.manifest.samples[key] for key in shown)
+        for i, entry in ((i, index[i]) for i in islice(range(len(index)), limit or None))
     )
     totals = _totals(run)
     if as_json:
@@ -55,7 +58,7 @@ def print_run(path: str, options: Sequence[str], *, as_json: bool) -> None:
     if as_json:
         facts = {"run": path, "complete": run.complete, "info": dict(run.info), "totals": totals}
         facts |= {"refused": [_fate(f) for f in refused], "failed": [_fate(f) for f in failed]}
-        facts["conflicts"] = list(run.manifest.conflicts)
+        facts["conflicts"] = list(run.index.conflicts)
         print_json(facts)
         return
     meaning = run.info.get("meaning", {})
@@ -78,7 +81,7 @@ def print_run(path: str, options: Sequence[str], *, as_json: bool) -> None:
             ("stored", bytes_text(totals["stored_bytes"])),
             *_fate_lines("refused", refused),
             *_fate_lines("failed", failed),
-            *(("conflict", conflict) for conflict in run.manifest.conflicts),
+            *(("conflict", conflict) for conflict in run.index.conflicts),
         ]
     )
 
@@ -95,6 +98,7 @@ def print_sample(path: str, key: str, options: Sequence[str], *, as_json: bool) 
         "layer_ids": list(sample.layer_ids),
         "tokens": sample.num_tokens,
         "uri": sample.uri,
+        "text": _text(run, sample),
         "layers": norms,
     }
     if as_json:
@@ -106,14 +110,21 @@ def print_sample(path: str, key: str, options: Sequence[str], *, as_json: bool) 
             ("shape", f"{facts['shape']}  (tokens, layers, hidden size)"),
             ("dtype", sample.dtype),
             ("tokens", f"{sample.num_tokens:,}"),
+            *([("text", facts["text"])] if facts["text"] is not None else []),
             ("lies in", sample.uri),
         ]
     )
-    columns = ("layer", "mean norm", "max norm", "not finite", "zero rows")
+    columns = ("layer", "mean norm", "max norm", "not finite", "zero rows", "outlier channels (times the median)")
     print_table(
         columns,
-        ((n["layer"], f"{n['mean_norm']:.4g}", f"{n['max_norm']:.4g}", n["not_finite"], n["zero_rows"]) for n in norms),
-        numbers=columns,
+        (
+            (
+                *(n["layer"], f"{n['mean_norm']:.4g}", f"{n['max_norm']:.4g}", n["not_finite"], n["zero_rows"]),
+                ", ".join(f"{o['channel']} ({o['times']:.0f}x)" for o in n["outliers"]),
+            )
+            for n in norms
+        ),
+        numbers=columns[:5],
     )
 
 
@@ -138,24 +149,61 @@ def _layer_norms(sample: Sample) -> tuple[list[dict[str, Any]], int]:
                 "max_norm": float(norm[finite].max()) if finite.any() else 0.0,
                 "not_finite": int((~finite).sum()),
                 "zero_rows": int((norm == 0).sum()),
+                "outliers": _outliers(states),
             }
         )
     return norms, hidden_size
 
 
+def _outliers(states: np.ndarray[Any, Any]) -> list[dict[str, float]]:
+    """The channels whose root mean square over the tokens exceeds the median channel's most, from six times on.
+
+    Massive activations of a few channels are normal in a residual stream, and six the threshold of LLM.int8()
+    (Dettmers et al. 2022).
+    """
+    squares = np.zeros(states.shape[1])
+    for i in range(0, len(states), _ROWS_AT_ONCE):
+        block = states[i : i + _ROWS_AT_ONCE].astype(np.float64)
+        squares += np.where(np.isfinite(block), block, 0).__pow__(2).sum(0)
+    size = np.sqrt(squares / max(1, len(states)))
+    median = float(np.median(size))
+    times = size / median if median else np.zeros_like(size)
+    found = [c for c in np.argsort(-times)[:_OUTLIERS_SHOWN] if times[c] >= _OUTLIER]
+    return [{"channel": int(c), "times": float(times[c])} for c in found]
+
+
+def _text(run: Run, sample: Sample) -> str | None:
+    """The first tokens as text, where the model's tokenizer lies on this machine."""
+    meaning = run.info.get("meaning", {})
+    folder = Path(str(meaning.get("model", "")))
+    if not (folder / "tokenizer.json").is_file():
+        from hsx_dist.testing.models import SMOLLM2, resolve_model
+
+        if meaning.get("model") != SMOLLM2:
+            return None
+        folder = Path(resolve_model(SMOLLM2))
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        return None
+    ids = sample.token_ids("numpy")
+    text = str(Tokenizer.from_file(str(folder / "tokenizer.json")).decode(ids[:_TOKENS_SHOWN].tolist(), False))
+    return text + (" …" if len(ids) > _TOKENS_SHOWN else "")
+
+
 def _layers(run: Run) -> list[int]:
-    layers = run.info.get("meaning", {}).get("layers", [])
-    return list(layers) if isinstance(layers, list) else []
+    return list(run.layer_ids)
 
 
 def _totals(run: Run) -> dict[str, int]:
-    totals = run.manifest.totals()
+    index = run.index
+    parts = index.parts_in_use()
     return {
-        "samples": totals.samples,
-        "tokens": totals.tokens,
-        "parts": totals.parts,
-        "raw_bytes": totals.raw_bytes,
-        "stored_bytes": totals.part_bytes,
+        "samples": len(run),
+        "tokens": int(index.tokens.sum()),
+        "parts": len(parts),
+        "raw_bytes": int(index.raw_bytes.sum()),
+        "stored_bytes": sum(index.parts_by_name[part].size for part in parts),
         "refused": len(run.refused),
         "failed": len(run.failed),
     }

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import typer
 
 from hsx_dist.errors import ConfigError, Denied, HsxError, InputError, NotFound, RunError, RunMismatch, SampleNotFound
+from hsx_dist.observe.logs import configure_logging
 
 FINE, FOUND_BAD, WRONG_USE = 0, 1, 2
 
@@ -26,7 +27,7 @@ def exit_status(error: HsxError) -> int:
 def run_app(app: typer.Typer, args: Sequence[str] | None, name: str) -> None:
     """Run a typer app and exit; an HsxError becomes its message on stderr. ``HSX_DEBUG=1`` shows the traceback too."""
     debug = os.environ.get("HSX_DEBUG", "") not in ("", "0")
-    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    configure_logging(logging.DEBUG if debug else logging.WARNING)
     try:
         app(args=None if args is None else list(args), prog_name=name)
     except HsxError as e:

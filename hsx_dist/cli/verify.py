@@ -15,20 +15,48 @@ from hsx_dist.reading.verify import Problem, verify_run
 from hsx_dist.store import Store, open_store
 
 
-def run_verify(path: str, options: Sequence[str], *, as_json: bool) -> int:
+def run_verify(
+    path: str,
+    options: Sequence[str],
+    *,
+    workers: int = 4,
+    sample: float = 1.0,
+    seed: int = 0,
+    resume: str | None = None,
+    as_json: bool,
+) -> int:
     """Verify the run at ``path`` and print what was found, bad parts as soon as they are; returns the exit status."""
-    return verify_store(open_store(path, parse_storage_options(options)), path, as_json=as_json)
+    store = open_store(path, parse_storage_options(options))
+    return verify_store(store, path, workers=workers, sample=sample, seed=seed, resume=resume, as_json=as_json)
 
 
-def verify_store(store: Store, path: str, *, as_json: bool = False) -> int:
+def verify_store(
+    store: Store,
+    path: str,
+    *,
+    workers: int = 4,
+    sample: float = 1.0,
+    seed: int = 0,
+    resume: str | None = None,
+    as_json: bool = False,
+) -> int:
     """``run_verify`` of an open store; ``path`` names it."""
-    report = verify_run(store, on_part=None if as_json else _print_problems)
+    report = verify_run(
+        store,
+        on_part=None if as_json else _print_problems,
+        workers=workers,
+        sample=sample,
+        seed=seed,
+        resume=None if resume is None else Path(resume),
+    )
     if as_json:
         print_json(
             {
                 "run": path,
                 "ok": report.ok,
                 "parts": report.parts,
+                "known": report.known,
+                "consumed": report.consumed,
                 "samples": report.samples,
                 "bytes": report.bytes,
                 "non_finite": report.non_finite,
@@ -41,6 +69,9 @@ def verify_store(store: Store, path: str, *, as_json: bool = False) -> int:
     for count, what in ((report.non_finite, "values that are not finite"), (report.all_zero, "nothing but zeros")):
         if count:
             print(f"note: {count:,} layers of samples have {what}")
+    for count, what in ((report.known, "were noted as sound before"), (report.consumed, "were used and removed")):
+        if count:
+            print(f"note: {count:,} parts {what}")
     checked = f"{report.parts:,} parts, {report.samples:,} samples, {bytes_text(report.bytes)}"
     print(f"{'ok' if report.ok else f'{len(report.problems)} problems'}: {checked} read and checked in {path}")
     return FINE if report.ok else FOUND_BAD

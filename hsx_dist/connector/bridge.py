@@ -6,12 +6,14 @@ parent hands the pages to its writers and passes the places back. What was copie
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
@@ -21,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hsx_dist.connector.outlet import Counts, PageRef, Shipped, ShippingThread
+from hsx_dist.connector.outlet import PageRef, Shipped, ShippingThread, count_shipped
 from hsx_dist.connector.ring import Ring
+from hsx_dist.observe.metrics import Increments, Meter, Series
 from hsx_dist.page import Page
 from hsx_dist.writers.base import Sender
 
@@ -47,8 +50,11 @@ class SocketOutlet:
         self._connection: Connection = Client(address, "AF_UNIX")
         self._connection.send((os.getpid(), self.ring.capacity))
         self.memory = _map(recv_handle(self._connection), self.ring.capacity)
-        self.counts = Counts()
-        self._thread = ShippingThread(self._deliver, self.counts)
+        self.meter = Meter()
+        self.meter.watch("ring_bytes", lambda: self.ring.used_bytes)
+        self._increments = Increments(self.meter)
+        self._told: dict[Series, float] = {}  # gauges as they were last sent
+        self._thread = ShippingThread(self._deliver, self.meter, idle=self._tell)
         threading.Thread(target=self._take_back, name="hsx-free", daemon=True).start()
 
     def submit(self, ref: PageRef, ready: Callable[[], None] | None) -> None:
@@ -65,7 +71,14 @@ class SocketOutlet:
         return self._thread.pending
 
     def _deliver(self, refs: list[PageRef], told: list[Shipped]) -> None:
-        self._connection.send((refs, told))
+        self._told = self._increments.gauges()
+        self._connection.send((refs, told, {**self._increments.counters(), **self._told}))
+
+    def _tell(self) -> None:
+        """Gauges that have changed since the last page: nobody is to see blocks held that are long free."""
+        if self._increments.gauges() != self._told:
+            with contextlib.suppress(OSError):  # the parent is gone, and so will this process be
+                self._deliver([], [])
 
     def _take_back(self) -> None:
         try:
@@ -91,7 +104,9 @@ class BridgeServer:
         make_sender: Callable[[], Sender],
         on_shipped: Callable[[Shipped], None],
         on_closed: Callable[[], None] = lambda: None,
+        meter: Meter | None = None,
     ):
+        self._meter = Meter() if meter is None else meter
         self._make_sender = make_sender
         self._on_shipped = on_shipped
         self._on_closed = on_closed
@@ -128,7 +143,8 @@ class BridgeServer:
         back = threading.Lock()
         try:
             while True:
-                refs, told = connection.recv()
+                refs, told, numbers = connection.recv()
+                self._meter.merge(f"pid {pid}", numbers)
                 offsets: dict[int, int] = {}
                 pages = []
                 for ref in refs:
@@ -143,17 +159,20 @@ class BridgeServer:
                     except OSError:
                         pass  # the engine is gone; its pages still went to the writers
 
+                before = time.monotonic()
                 try:
                     if pages:
                         sender.send(pages, release)
                 except Exception:
                     # The ring must go round and the engine live on; what is missing has no receipt.
                     log.exception("%d pages were not shipped", len(pages))
+                count_shipped(self._meter, refs, told, time.monotonic() - before)
                 for shipped in told:
                     self._on_shipped(shipped)
         except (EOFError, OSError):
             pass
         finally:
+            self._meter.forget(f"pid {pid}")
             sender.flush()
             self._on_closed()
 

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 
 from hsx_dist.connector.metadata import StepMetadata
@@ -33,6 +34,7 @@ from hsx_dist.connector.undrafted import never_draft
 from hsx_dist.connector.versions import check_version, layers_first
 from hsx_dist.connector.worker import WorkerHalf
 from hsx_dist.errors import ConfigError
+from hsx_dist.observe.metrics import Increments
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -61,6 +63,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._outlet: Outlet | None = None
+        self._increments: Increments | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(
                 self._settings,
@@ -78,7 +81,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         assert self._scheduler is not None
         self._scheduler.new_request(request)
-        never_draft(request)
+        if current_platform.is_cpu():
+            # Elsewhere the rejection sampler is right, and what is scheduled stays vLLM's affair.
+            never_draft(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return 0, False  # nothing is ever loaded
@@ -128,6 +133,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if self._settings.owners is not None and rank >= self._settings.owners:
             return  # no sample is ever this rank's; on another node it could not even reach whoever ships
         self._outlet = make_outlet(self._settings, self._vllm_config)
+        self._increments = Increments(self._outlet.meter)
         self._worker = WorkerHalf(
             cache,
             self._outlet,
@@ -168,7 +174,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return waiting + (self._outlet.pending if self._outlet is not None else 0)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return HiddenStatesStats.of(self._outlet, self._worker) if self._worker is not None else None
+        return HiddenStatesStats.of(self._increments) if self._increments is not None else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

@@ -9,6 +9,8 @@ import logging
 import os
 import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -17,6 +19,7 @@ import numpy as np
 
 from hsx_dist.connector.cores import CORES
 from hsx_dist.connector.ring import Ring
+from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import CARRIER, Page, Segment
 from hsx_dist.writers.base import Sender
 
@@ -76,28 +79,11 @@ class Shipped:
     reason: str | None = None
 
 
-class Counts:
-    """Sums since the last ``take``; thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._sums: dict[str, float] = {}
-
-    def add(self, name: str, value: float = 1) -> None:
-        with self._lock:
-            self._sums[name] = self._sums.get(name, 0) + value
-
-    def take(self) -> dict[str, float]:
-        with self._lock:
-            sums, self._sums = self._sums, {}
-        return sums
-
-
 class Outlet(Protocol):
     """What the worker half sees."""
 
     ring: Ring
-    counts: Counts
+    meter: Meter
     memory: np.ndarray[Any, Any]  # uint8 [ring.capacity]
 
     def submit(self, ref: PageRef, ready: Callable[[], None] | None) -> None:
@@ -129,9 +115,22 @@ COALESCE_BYTES = 8 << 20
 class ShippingThread:
     """The queue between steps and the thread that ships; ``deliver`` is called on the thread, in order."""
 
-    def __init__(self, deliver: Callable[[list[PageRef], list[Shipped]], None], counts: Counts):
+    #: After so many seconds without a page ``idle`` is called.
+    IDLE_S = 1.0
+
+    def __init__(
+        self,
+        deliver: Callable[[list[PageRef], list[Shipped]], None],
+        meter: Meter,
+        *,
+        idle: Callable[[], None] | None = None,
+    ):
+        """``idle``: called every second without anything to ship. With it, pages are counted where they arrive."""
         self._deliver = deliver
-        self._counts = counts
+        self._meter = meter
+        self._idle = idle
+        self._since: deque[float] = deque()  # when each item that is not delivered was put
+        meter.watch("oldest_page_seconds", self._oldest)
         self._queue: queue.SimpleQueue[tuple[PageRef, Callable[[], None] | None] | Shipped | None] = queue.SimpleQueue()
         self._submitted = self._delivered = 0  # each written by one thread alone
         self._thread = threading.Thread(target=self._run, name="hsx-ship", daemon=True)
@@ -139,11 +138,18 @@ class ShippingThread:
 
     def put(self, item: tuple[PageRef, Callable[[], None] | None] | Shipped) -> None:
         self._submitted += 1
+        self._since.append(time.monotonic())
         self._queue.put(item)
 
     @property
     def pending(self) -> int:
         return self._submitted - self._delivered
+
+    def _oldest(self) -> float:
+        try:
+            return time.monotonic() - self._since[0]
+        except IndexError:
+            return 0.0
 
     def close(self, timeout: float | None) -> bool:
         """Whether everything was shipped in time."""
@@ -151,13 +157,21 @@ class ShippingThread:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
+    def _next(self) -> tuple[PageRef, Callable[[], None] | None] | Shipped | None:
+        while True:
+            try:
+                return self._queue.get(timeout=self.IDLE_S if self._idle is not None else None)
+            except queue.Empty:
+                assert self._idle is not None
+                self._idle()
+
     def _run(self) -> None:
         # The thread may be born of one that vLLM has pinned to the engine's cores; shipping belongs on any of ours.
         if CORES:
             os.sched_setaffinity(0, CORES)
         ended = False
         while not ended:
-            item = self._queue.get()
+            item = self._next()
             refs: list[PageRef] = []
             told: list[Shipped] = []
             taken = nbytes = 0
@@ -182,22 +196,30 @@ class ShippingThread:
                     item = self._queue.get_nowait()
                 except queue.Empty:
                     break
+            before = time.monotonic()
             try:
                 self._deliver(refs, told)
             except Exception:
                 log.exception("%d pages were not shipped", len(refs))
             self._delivered += taken
-            self._count(refs, told, nbytes)
+            for _ in range(taken):
+                self._since.popleft()
+            if self._idle is None:
+                count_shipped(self._meter, refs, told, time.monotonic() - before)
 
-    def _count(self, refs: list[PageRef], told: list[Shipped], nbytes: int) -> None:
-        for name, value in (
-            ("pages", len(refs)),
-            ("bytes", nbytes),
-            ("samples", sum(s.reason is None for s in told)),
-            ("skipped", sum(s.reason is not None for s in told)),
-        ):
-            if value:
-                self._counts.add(name, value)
+
+def count_shipped(meter: Meter, refs: list[PageRef], told: list[Shipped], seconds: float) -> None:
+    """Count what was handed to the writers within ``seconds``."""
+    for name, value in (
+        ("pages", len(refs)),
+        ("page_bytes", sum(ref.nbytes for ref in refs)),
+        ("tokens", sum(ref.stop - ref.start for ref in refs)),
+        ("send_seconds", seconds if refs else 0),
+        ("samples", sum(s.reason is None for s in told)),
+        ("skipped", sum(s.reason is not None for s in told)),
+    ):
+        if value:
+            meter.add(name, value)
 
 
 class LocalOutlet:
@@ -209,15 +231,18 @@ class LocalOutlet:
         in_flight_bytes: int,
         on_shipped: Callable[[Shipped], None] = lambda _: None,
         memory: np.ndarray[Any, Any] | None = None,
+        *,
+        meter: Meter | None = None,
     ):
+        self.meter = Meter() if meter is None else meter
         self.ring = Ring(in_flight_bytes)
+        self.meter.watch("ring_bytes", lambda: self.ring.used_bytes)
         # Touch the memory once, here: page faults in the step path cost three times the copy.
         self.memory = np.zeros(self.ring.capacity, np.uint8) if memory is None else memory
         self.memory.fill(0)
         self._sender = sender
         self._on_shipped = on_shipped
-        self.counts = Counts()
-        self._thread = ShippingThread(self._ship, self.counts)
+        self._thread = ShippingThread(self._ship, self.meter)
 
     def submit(self, ref: PageRef, ready: Callable[[], None] | None) -> None:
         self._thread.put((ref, ready))

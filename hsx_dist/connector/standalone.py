@@ -14,6 +14,7 @@ from hsx_dist.connector.outlet import LocalOutlet, PageRef
 from hsx_dist.connector.settings import ConnectorSettings
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.companions import OBJECT
+from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import Segment, object_name
 from hsx_dist.store import Store, open_store
 from hsx_dist.tokenizers import tokenizer_hash
@@ -63,6 +64,7 @@ class StoreOutlet(LocalOutlet):
         *,
         markers: Store | None = None,
         locks: CompanionLocks | None = None,
+        meter: Meter | None = None,
     ):
         self._locks = locks
         self._markers = Markers(markers or store, settings.ttl_seconds)
@@ -80,9 +82,10 @@ class StoreOutlet(LocalOutlet):
             max_bytes=half,
             on_bad_rows=settings.on_bad_rows,
         )
-        self._sink = PartSink(store, options, self._on_event)
+        meter = Meter() if meter is None else meter
+        self._sink = PartSink(store, options, self._on_event, meter)
         self._threads = ThreadSender(self._sink, settings.writer_threads)
-        super().__init__(self._threads, half)
+        super().__init__(self._threads, half, meter=meter)
 
     # -- called by steps: no store, no lock that a writer holds ---------------------------------------------------
 
@@ -108,7 +111,7 @@ class StoreOutlet(LocalOutlet):
             # It was never scheduled: whoever has its answer must not find the other sample before the marker is there.
             self._hold(skip.name, skip.request_id)
         if not skip.quiet:
-            log.warning("hidden states of %s are not stored: %s", skip.key, skip.reason)
+            log.warning("hidden states of %s are not stored: %s", skip.key, skip.reason, extra={"key": skip.key})
         reason = None if skip.quiet else skip.reason
         self._end(skip.request_id, skip.key, skip.name, stored=False, reason=reason, conflict=skip.conflict)
 
@@ -143,7 +146,7 @@ class StoreOutlet(LocalOutlet):
             del self._submitted[request_id]
             self._settling += 1
         stored = reason is None
-        self.counts.add("stored" if stored else "failed")
+        self.meter.add("stored" if stored else "failed")
         self._end(request_id, key, name, stored=stored, reason=reason, conflict=conflict)
         with self._state:
             self._settling -= 1
@@ -256,11 +259,13 @@ def store_outlet(settings: ConnectorSettings, vllm_config: VllmConfig) -> StoreO
         "hsx": __version__,
     }
     local = "://" not in settings.output or settings.output.startswith(("file://", "local://"))
-    store = open_store(settings.output, settings.storage_options)
+    meter = Meter()
+    store = open_store(settings.output, settings.storage_options, on_retry=meter.retried)
     return StoreOutlet(
         store,
         settings,
         about,
         markers=open_store(settings.output, settings.storage_options, retry_seconds=MARKER_SECONDS),
         locks=CompanionLocks(store.url) if local and settings.use_synchronization_lock else None,
+        meter=meter,
     )

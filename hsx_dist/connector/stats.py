@@ -7,42 +7,27 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from hsx_dist.observe.metrics import BY_NAME, METRICS, Increments
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from hsx_dist.connector.outlet import Outlet
-    from hsx_dist.connector.worker import WorkerHalf
-
-#: Name → what it counts. All but the last are counters: vLLM is told what was added since the last step.
-COUNTERS = {
-    "samples": "Samples whose states were all handed to the writers.",
-    "skipped": "Finished requests of which nothing is stored (aborted early, not wanted, no token ids).",
-    "stored": "Samples that the store has taken (a bare connector's; a job's are counted by receipts).",
-    "failed": "Samples that could not be stored (a bare connector's).",
-    "pages": "Pages copied out of the cache.",
-    "bytes": "Bytes of hidden states copied out of the cache.",
-    "ring_full_seconds": "Seconds in which the engine had nothing to do but wait for the writers.",
-}
-GAUGE = "ring_bytes"
-GAUGE_TEXT = "Bytes between the cache and the writers now."
+#: Between a metric's name and the value of its own tag: vLLM carries a flat dictionary between its processes.
+_BAR = "|"
 
 
 class HiddenStatesStats(KVConnectorStats):
-    """Sums of one interval; ``data``: name → number."""
+    """Counters of one interval, and gauges as they are; ``data``: ``name`` or ``name|tag`` → number."""
 
     @classmethod
-    def of(cls, outlet: Outlet | None, worker: WorkerHalf | None) -> HiddenStatesStats | None:
-        """What was added since the last call; None when nothing was."""
-        if outlet is None or worker is None:
+    def of(cls, increments: Increments) -> HiddenStatesStats | None:
+        """What was added since the last call, and the gauges with it; None when nothing was."""
+        grown = increments.counters()
+        if not grown:
             return None
-        data = outlet.counts.take()
-        seconds, worker.seconds_full = worker.seconds_full, 0.0
-        if seconds:
-            data["ring_full_seconds"] = seconds
-        if not data:
-            return None
-        data[GAUGE] = outlet.ring.used_bytes
-        return cls(data=data)
+        numbers = {**grown, **increments.gauges()}
+        served = {series: value for series, value in numbers.items() if BY_NAME[series[0]].served}
+        return cls(data={f"{name}{_BAR}{label}" if label else name: value for (name, label), value in served.items()})
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -53,14 +38,16 @@ class HiddenStatesStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        return {name: round(value, 3) for name, value in self.data.items()}
+        """For vLLM's log line: no gauges, which ``aggregate`` has added up over steps, and no buckets."""
+        counters = {n: v for n, v in self.data.items() if BY_NAME[n.partition(_BAR)[0]].kind == "counter"}
+        return {name: round(value, 3) for name, value in counters.items() if "_bucket" not in name}
 
     def is_empty(self) -> bool:
         return not self.data
 
 
 class HiddenStatesPromMetrics(KVConnectorPromMetrics):
-    """``vllm:hidden_states_<name>_total`` for each counter, ``vllm:hidden_states_ring_bytes``."""
+    """``vllm:hidden_states_NAME`` for every metric that a server has; counters gain ``_total``."""
 
     def __init__(
         self,
@@ -70,20 +57,28 @@ class HiddenStatesPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        counters = {
-            name: metric_types[Counter](name=f"vllm:hidden_states_{name}", documentation=text, labelnames=labelnames)
-            for name, text in COUNTERS.items()
-        }
-        gauge = metric_types[Gauge](name=f"vllm:hidden_states_{GAUGE}", documentation=GAUGE_TEXT, labelnames=labelnames)
+        self._engines = per_engine_labelvalues
         self._metrics = {
-            engine: {name: metric.labels(*values) for name, metric in [*counters.items(), (GAUGE, gauge)]}
-            for engine, values in per_engine_labelvalues.items()
+            m.name: metric_types[Counter if m.kind == "counter" else Gauge](
+                name=f"vllm:hidden_states_{m.name}",
+                documentation=m.text,
+                labelnames=[*labelnames, *([m.tag] if m.tag else [])],
+            )
+            for m in METRICS
+            if m.served
         }
+        for values in per_engine_labelvalues.values():  # 0 is a number too: an alert must not wait for the first event
+            for m in METRICS:
+                for label in m.values if m.served else ():
+                    self._metrics[m.name].labels(*values, *([label] if m.tag else []))
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        metrics = self._metrics[engine_idx]
-        for name, value in transfer_stats_data.items():
-            if name == GAUGE:
-                metrics[name].set(value)
-            elif name in metrics:
-                metrics[name].inc(value)
+        for series, value in transfer_stats_data.items():
+            name, _, label = series.partition(_BAR)
+            if name not in self._metrics:
+                continue
+            metric = self._metrics[name].labels(*self._engines[engine_idx], *([label] if label else []))
+            if BY_NAME[name].kind == "gauge":
+                metric.set(value)
+            else:
+                metric.inc(value)

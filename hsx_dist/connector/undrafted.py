@@ -1,4 +1,4 @@
-"""Keeps vLLM from verifying the "drafts" of ``extract_hidden_states``.
+"""Keeps vLLM's CPU build from verifying the "drafts" of ``extract_hidden_states``.
 
 That method has vLLM's drafter only put states into the cache; what it returns as a draft is the token that was just
 sampled, and the next step computes it again behind itself to verify it. For a request that generates, that is twice the

@@ -106,7 +106,8 @@ class WorkerHalf:
             pin(self._memory)
         self._waiting: deque[_Copy] = deque()  # not all pages copied, oldest first
         self._copied: list[_Copy] = []  # all copies queued on the device, not all done
-        self.seconds_full = 0.0  # how long steps without tokens waited for the ring
+        self._meter = outlet.meter
+        self._meter.watch("blocks_held", lambda: self.blocks_held)
 
     def step(self, meta: StepMetadata) -> None:
         """Take what finished since the last step, and copy what there is room for. Depends on no order of vLLM's calls:
@@ -120,16 +121,18 @@ class WorkerHalf:
         mine = [save for save in meta.saves if save.owner == self._rank]
         if not mine and not self._waiting:
             return
+        before = time.monotonic()
         if self._stream is not None:
             # The side stream must see what the model's stream has written; the model's stream waits for nothing.
             self._stream.wait_stream(torch.cuda.current_stream(self._cache.device))
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             self._waiting.extend(map(self._plan_copy, mine))
             self._pump()
+        copied = time.monotonic()
+        self._meter.add("copy_seconds", copied - before)
         if self._waiting and meta.idle:
-            before = time.monotonic()
             self._outlet.ring.wait(IDLE_WAIT_S)
-            self.seconds_full += time.monotonic() - before
+            self._meter.add("store_wait_seconds", time.monotonic() - copied)
 
     def _plan_copy(self, save: Save) -> _Copy:
         places = torch.from_numpy(save.block_ids)
@@ -163,6 +166,11 @@ class WorkerHalf:
     def pending(self) -> int:
         """Requests whose blocks are still held."""
         return len(self._waiting) + len(self._copied)
+
+    @property
+    def blocks_held(self) -> int:
+        """Cache blocks that vLLM may not use again before they are copied."""
+        return sum(len(c.save.block_ids) for c in (*self._waiting, *self._copied))
 
     def _pump(self) -> None:
         while self._waiting:

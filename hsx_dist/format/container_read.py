@@ -84,6 +84,11 @@ class Part:
     def segments(self) -> tuple[SegmentInfo, ...]:
         return tuple(record.info for record in self._header.description.segments)
 
+    def layer_bytes(self, i: int) -> dict[int, int]:
+        """Layer id → stored bytes of the states of segment ``i``; empty for a file that does not tell its layers."""
+        record = self._record(i)
+        return {layer: sum(record.chunk_sizes(k)) for k, layer in enumerate(record.info.layer_ids)}
+
     def loss(self, i: int) -> dict[int, Loss]:
         """Layer id → what a lossy codec lost in segment ``i``, as measured when it was written; empty otherwise."""
         record = self._record(i)

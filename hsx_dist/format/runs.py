@@ -35,10 +35,13 @@ __all__ = [
     "is_fenced",
     "load_manifest",
     "newest_attempt",
+    "read_attempt",
     "read_complete",
     "read_heartbeat",
+    "read_receipt",
     "read_run",
     "receipts_of",
+    "scan_receipts",
     "take_attempt",
     "write_complete",
     "write_run",
@@ -88,6 +91,11 @@ def take_attempt(store: Store, info: Mapping[str, Any]) -> int:
     return attempt
 
 
+def read_attempt(store: Store, attempt: int) -> dict[str, Any] | None:
+    """What the holder of an attempt said of itself (host, pid, settings, created); ``None`` when nobody took it."""
+    return _read_json(store, attempt_name(attempt))
+
+
 def newest_attempt(store: Store) -> int:
     """The highest attempt that anybody took; 0 when none was."""
     found = (_ATTEMPT.fullmatch(info.name) for info in store.list("attempts/"))
@@ -106,7 +114,8 @@ def is_fenced(store: Store, attempt: int) -> bool:
 def beat(store: Store, attempt: int, value: int, state: str, progress: Mapping[str, Any] | None = None) -> None:
     """Store the attempt's heartbeat: a ``value`` other than the last says that its holder lives, by nobody's clock.
 
-    ``progress``: what its holder knows and receipts do not tell (JSON types).
+    ``progress``: what its holder knows and receipts do not tell (JSON types), for people, ``hsx top`` and
+    ``hsx report``; no decision rests on it.
     """
     now = datetime.now(UTC).isoformat(timespec="seconds")
     body = {"attempt": attempt, "value": value, "state": state, "time": now, "progress": dict(progress or {})}
@@ -125,16 +134,19 @@ def load_manifest(store: Store) -> Manifest:
         IntegrityError: a receipt is missing or damaged.
         FormatError: something is there that is no receipt.
     """
+    return Manifest(scan_receipts(store))
+
+
+def scan_receipts(store: Store) -> Iterator[Receipt]:
+    """The receipts that ``load_manifest`` reads, one after the other, with the same errors."""
     complete = read_complete(store)
-    manifest, after = Manifest(), 0
+    after = 0
     if complete is not None:
-        manifest = Manifest(_read_compacted(store, complete))
+        yield from _read_compacted(store, complete)
         after = int(complete["attempt"])
     names = _receipt_names(store, after)
     with ThreadPoolExecutor(_READERS, thread_name_prefix="hsx-receipts") as pool:
-        for receipt in pool.map(lambda name: _read_receipt(store, name), names):
-            manifest.add(receipt)
-    return manifest
+        yield from pool.map(lambda name: read_receipt(store, name), names)
 
 
 def receipts_of(store: Store, attempt: int, *, known: Manifest) -> Iterator[Receipt]:
@@ -142,7 +154,7 @@ def receipts_of(store: Store, attempt: int, *, known: Manifest) -> Iterator[Rece
     found = (parse_receipt_name(info.name) for info in store.list(f"manifest/{attempt:04d}/"))
     names = [receipt_name(*parsed) for parsed in found if parsed is not None and not known.has_receipt(parsed)]
     with ThreadPoolExecutor(_READERS, thread_name_prefix="hsx-receipts") as pool:
-        yield from pool.map(lambda name: _read_receipt(store, name), names)
+        yield from pool.map(lambda name: read_receipt(store, name), names)
 
 
 def check_receipts(store: Store) -> Iterator[tuple[str, str]]:
@@ -160,7 +172,7 @@ def check_receipts(store: Store) -> Iterator[tuple[str, str]]:
             yield name, f"expected the receipt that {COMPLETE} counts, it is not there"
             continue
         try:
-            if _read_receipt(store, name) != receipt:
+            if read_receipt(store, name) != receipt:
                 yield name, "differs from what the compacted manifest says"
         except FormatError as e:
             yield name, str(e)
@@ -304,7 +316,8 @@ def _receipt_names(store: Store, after_attempt: int) -> list[str]:
     return names
 
 
-def _read_receipt(store: Store, name: str) -> Receipt:
+def read_receipt(store: Store, name: str) -> Receipt:
+    """The receipt stored under ``name``. ``NotFound``, or errors as ``load_manifest``'s."""
     where = f"{store.url}/{name}"
     receipt = Receipt.from_json(store.get(name), where)
     if receipt.id != parse_receipt_name(name):

@@ -16,11 +16,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hsx_dist.config import ExtractConfig
 from hsx_dist.errors import HsxError
 from hsx_dist.jobs.cores import CoreClaim, omp_binding
-from hsx_dist.jobs.fleet import Draining, FleetEvent, ReplicaDied, ReplicaLeaving, ReplicaReady, TaskDone
+from hsx_dist.jobs.fleet import Draining, FleetEvent, NodeGone, ReplicaDied, ReplicaLeaving, ReplicaReady, TaskDone
 from hsx_dist.jobs.nodes import Nodes, look
 from hsx_dist.jobs.placement import Placement, place, placed_spec
 from hsx_dist.jobs.room import affordable_credit, check_output, check_room, has_room_for_writers
 from hsx_dist.jobs.tasks import EngineSpec, Task, TaskResult
+from hsx_dist.observe.logs import configure_logging
+from hsx_dist.observe.metrics import Meter
+from hsx_dist.observe.ray_metrics import RayExport
 from hsx_dist.writers.ray_pool import RaySender, WriterSpec, start_writer
 from hsx_dist.writers.sink import Lost, SinkOptions
 
@@ -48,18 +51,27 @@ class ReplicaActor:
         writers: list[tuple[str, Any]],
         environment: Mapping[str, str],
         num_cpus: float,
+        tags: Mapping[str, str],
     ):
         os.environ.update(environment)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         self._claim = prepare_cpu(spec.ranks, num_cpus)
         from hsx_dist.jobs.replica import Replica
 
+        self._tags = dict(tags)
+        configure_logging(logging.INFO, **tags)
         self._writers = writers
         self._senders: list[RaySender] = []
-        self._replica = Replica(spec, self._sender)
+        self._meter = Meter()
+        self._export = RayExport(self._meter, "replica", tags)
+        self._replica = Replica(spec, self._sender, self._meter)
+
+    def __repr__(self) -> str:
+        # What Ray's log lines and its dashboard call this process.
+        return f"hsx replica {self._tags['replica']}"
 
     def _sender(self) -> RaySender:
-        self._senders.append(RaySender(self._writers, self._on_lost))
+        self._senders.append(RaySender(self._writers, self._on_lost, meter=self._meter))
         return self._senders[-1]
 
     def ready(self) -> str:
@@ -80,6 +92,7 @@ class ReplicaActor:
 
     def stop(self) -> None:
         self._replica.close()
+        self._export.close()
 
     def _on_lost(self, lost: Lost) -> None:
         # The driver learns it from the receipts that are missing; this line is for whoever reads the actor's log.
@@ -183,19 +196,20 @@ class RayFleet:
             if node not in self._served:
                 # Replicas hear of it when it lives: on a node that is full already it may wait for its CPUs for ever.
                 self._coming |= dict.fromkeys(self._start_writers(node), node)
+        had = {*self._going.values(), *(node for node, _ in self._writers)}
+        gone: list[FleetEvent] = [NodeGone(node) for node in sorted(had) if not self._nodes.is_alive(node)]
         self._coming = {actor: node for actor, node in self._coming.items() if node in wanted}
         self._going = {actor: node for actor, node in self._going.items() if self._nodes.is_alive(node)}
         left = [(node, actor) for node, actor in self._writers if node in wanted]
         if len(left) < len(self._writers):
-            gone = [(node, actor) for node, actor in self._writers if node in self._nodes.draining]
+            self._going |= {actor: node for node, actor in self._writers if node in self._nodes.draining}
             self._writers = left
             self._tell_replicas()
-            self._going |= {actor: node for node, actor in gone}
         for actor in self._going:
             actor.flush.remote()  # again and again until the node is gone: pages may have been under way
         known = {*self._coming, *self._going, *(actor for _, actor in left)}
         self._listening = {ref: actor for ref, actor in self._listening.items() if actor in known}
-        return self._take_leave()
+        return gone + self._take_leave()
 
     def _take_leave(self) -> list[FleetEvent]:
         """Replicas of nodes that drain get no more tasks, and others are started in their place."""
@@ -260,13 +274,22 @@ class RayFleet:
                 max_concurrency=8,
                 **scheduling,
             )
-            .remote(self._spec, self._writers, environment, shape.replica_cpus)
+            .remote(
+                self._spec,
+                self._writers,
+                environment,
+                shape.replica_cpus,
+                {"run": self._spec.output, "replica": str(number)},
+            )
         )
         self._replicas[number] = _Replica(actor, group, failures)
         self._starting[actor.ready.remote()] = number
 
     def submit(self, replica: int, task: Task) -> None:
-        self._replicas[replica].tasks[self._replicas[replica].actor.run.remote(task)] = task
+        # The name under which Ray's dashboard lists the call.
+        name = f"replica {replica}: task {task.number}, {len(task.rows)} rows from {task.rows[0].row}"
+        own = self._replicas[replica]
+        own.tasks[own.actor.run.options(name=name).remote(task)] = task
 
     def poll(self, timeout: float) -> list[FleetEvent]:
         events: list[FleetEvent] = []
@@ -341,7 +364,9 @@ class RayFleet:
     def _died(self, number: int, error: RayError) -> list[FleetEvent]:
         """One report a death: the refs of its other tasks are forgotten with it."""
         replica = self._replicas[number]
-        self._nodes, self._looked = self._look(), time.monotonic()
+        events = self._watch_nodes()
+        if number not in self._replicas:
+            return events  # its node drains, and it was let go just now
         blameless = went_with_its_node(error) or (replica.node != "" and replica.node not in self._nodes.resources)
         # A row that is alone with its engine is to blame, and not the engine.
         alone = any(task.alone for task in replica.tasks.values())
@@ -351,7 +376,7 @@ class RayFleet:
         if again:
             self._start_replica(failures)
         told = ReplicaDied(number, reason_of(error), fatal=not again and len(self._replicas) == 1, blameless=blameless)
-        return self._remove(number, told, flush=False)
+        return events + self._remove(number, told, flush=False)
 
     def _remove(self, number: int, told: ReplicaDied, *, flush: bool) -> list[FleetEvent]:
         replica = self._replicas.pop(number)
@@ -466,6 +491,7 @@ def ray_fleet(config: ExtractConfig, spec: EngineSpec, options: Callable[[str], 
             environment=environment,
             options=options(writer_name),
             credit_bytes=credit,
+            tags={"run": spec.output, "writer": writer_name},
         )
 
     return RayFleet(placed_spec(spec, placement), writer, shape, name=name)

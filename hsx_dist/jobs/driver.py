@@ -12,13 +12,22 @@ from typing import Literal
 
 from hsx_dist.errors import EngineError, Fenced, StoreError
 from hsx_dist.format.manifest import Manifest, Receipt, RowFate
-from hsx_dist.jobs.fleet import Draining, Fleet, FleetEvent, ReplicaDied, ReplicaLeaving, ReplicaReady, TaskDone
+from hsx_dist.jobs.fleet import (
+    Draining,
+    Fleet,
+    FleetEvent,
+    NodeGone,
+    ReplicaDied,
+    ReplicaLeaving,
+    ReplicaReady,
+    TaskDone,
+)
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.jobs.limits import Limits, Verdict
 from hsx_dist.jobs.rows import Row
 from hsx_dist.jobs.tasks import Task, TaskResult
 from hsx_dist.observe.progress import Progress
-from hsx_dist.writers.sink import Lost
+from hsx_dist.writers.sink import Counted, Lost
 
 log = logging.getLogger(__name__)
 
@@ -71,12 +80,17 @@ class Driver:
         self._again: deque[Task] = deque()
         self._alone: deque[Task] = deque()
         self._shipped: dict[str, tuple[Row, int]] = {}  # key → row and tries: handed to writers, not proven yet
+        self._excused = False  # whether what is not proven may have gone with a node
         self._under_way = 0
         self._numbers = 0
         self._exhausted = False
         self._paused = ""
         self._started = self._since = time.monotonic()
         self._stop = threading.Event()
+        self._given: dict[int, float] = {}  # task number → when it was given to a replica
+        progress.meter.watch("replicas_ready", lambda: len(self._ready))
+        progress.meter.watch("tasks_open", lambda: len(self._given))
+        progress.meter.watch("oldest_task_seconds", self._oldest_task)
         self._fenced = threading.Event()
         #: Why the run ended before its rows did; empty when they did.
         self.ended = ""
@@ -89,6 +103,10 @@ class Driver:
     def fence(self) -> None:
         """A newer attempt was taken: ``run`` raises ``Fenced`` at its next turn. Safe from any thread."""
         self._fenced.set()
+
+    def _oldest_task(self) -> float:
+        given = list(self._given.values())
+        return time.monotonic() - min(given) if given else 0.0
 
     @property
     def counts(self) -> dict[str, int]:
@@ -140,6 +158,7 @@ class Driver:
             if replica is None or task is None:
                 return verdict
             self._ready[replica].append(task)
+            self._given[task.number] = time.monotonic()
             self._fleet.submit(replica, task)
 
     def _verdict(self) -> Verdict:
@@ -220,7 +239,8 @@ class Driver:
         if fate.fate == "withdrawn":
             return
         self._progress.ended(fate.fate)
-        log.info("row %s (%s) %s: %s", fate.row, fate.key, fate.fate, fate.reason)
+        about = {"key": fate.key, "row": fate.row}
+        log.info("row %s (%s) %s: %s", fate.row, fate.key, fate.fate, fate.reason, extra=about)
 
     # -- what happened -------------------------------------------------------------------------------------------
 
@@ -238,6 +258,8 @@ class Driver:
                     self._progress.say(f"replica {replica} gets no more rows: its node drains")
                 case ReplicaDied():
                     self._lost_replica(event)
+                case NodeGone():
+                    self._excused = True
                 case Draining():
                     self._progress.say("the driver's own node drains")
                     self.stop("its node drains")
@@ -245,10 +267,13 @@ class Driver:
                     self._proven(event)
                 case Lost():
                     self._lost_segments(event)
+                case Counted():
+                    self._progress.counted(event.numbers)
 
     def _done(self, replica: int, result: TaskResult) -> None:
         task = next(t for t in self._ready[replica] if t.number == result.number)
         self._ready[replica].remove(task)
+        self._given.pop(task.number, None)
         rows = {r.key: r for r in task.rows}
         for fate in result.refused:
             self._under_way -= 1
@@ -262,32 +287,41 @@ class Driver:
             self._run_again((rows[key],), task.tries, reason)
         self._answered += len(task.rows)
         self._progress.computed(result.tokens)
+        self._progress.counted(result.numbers)
 
     def _proven(self, receipt: Receipt) -> None:
+        samples, parts = len(self._manifest.samples), len(self._manifest.parts)
         self._manifest.add(receipt)
-        stored = 0
         for proof in receipt.segments:
-            segment = proof.segment
-            if segment.key in self._manifest.samples:
-                self._under_way -= self._shipped.pop(segment.key, None) is not None
-                stored += segment.stop == segment.total
-        self._progress.stored(rows=stored, raw_bytes=receipt.raw_bytes, stored_bytes=receipt.size)
+            if proof.segment.key in self._manifest.samples:
+                self._under_way -= self._shipped.pop(proof.segment.key, None) is not None
+        if len(self._manifest.parts) > parts:
+            # A sample counts when the last of its segments is proven, which need not be the one that ends it.
+            rows = len(self._manifest.samples) - samples
+            self._progress.stored(rows=rows, raw_bytes=receipt.raw_bytes, stored_bytes=receipt.size)
 
     def _lost_segments(self, lost: Lost) -> None:
         if lost.fenced:
             raise Fenced(lost.reason)
         if lost.fatal:
             raise StoreError(f"parts can no longer be stored: {lost.reason}")
+        self._progress.meter.add("lost_segments", len(lost.segments))
         # Rows that were shipped are found by their missing receipts when the writers are flushed.
         log.warning("%d segments were not stored and are run again: %s", len(lost.segments), lost.reason)
 
     def _lost_replica(self, event: ReplicaDied) -> None:
         tasks = self._ready.pop(event.replica, [])
         self._leaving.discard(event.replica)
+        self._progress.meter.add("replica_deaths")
+        for task in tasks:
+            self._given.pop(task.number, None)
         if event.fatal and not self._ready:
             raise EngineError(event.reason)
         if tasks or not event.blameless:
-            log.warning("replica %d died: %s; its %d tasks are run again", event.replica, event.reason, len(tasks))
+            about = {"replica": event.replica}
+            log.warning(
+                "replica %d died: %s; its %d tasks are run again", event.replica, event.reason, len(tasks), extra=about
+            )
         for task in tasks:
             rows = tuple(r for r in task.rows if r.key not in self._manifest.samples)
             self._under_way -= len(task.rows) - len(rows)
@@ -310,8 +344,12 @@ class Driver:
         for key, (row, tries) in shipped.items():
             if key in self._manifest.samples:
                 self._under_way -= 1
+                self._progress.stored(rows=1, raw_bytes=0, stored_bytes=0)
+            elif self._excused:
+                self._queue((row,), tries)
             else:
                 self._run_again((row,), tries, "its writer died or could not store it")
+        self._excused = False
 
     def _run_again(self, rows: tuple[Row, ...], tries: int, reason: str) -> None:
         if tries + 1 >= self._max_tries:

@@ -38,6 +38,7 @@ from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.jobs.limits import HeldBytes, Limits, seconds_left
 from hsx_dist.jobs.rows import Row, read_rows, rows_from
 from hsx_dist.jobs.tasks import EngineSpec
+from hsx_dist.observe.metrics import Meter
 from hsx_dist.observe.progress import Progress
 from hsx_dist.observe.summary import RunSummary, print_summary
 from hsx_dist.store import Store
@@ -115,7 +116,7 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
     """The extraction proper: preflight, attempt, fleet, driver, manifest, check."""
     resolve_codec(config.codec)
     if config.pool == "ray":
-        connect_ray()
+        connect_ray(public_url(config.output))
     else:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # read by vLLM when it is imported
     versions = preflight.check_versions(("vllm", "ray") if config.pool == "ray" else ("vllm",))
@@ -152,7 +153,12 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
     ledger = RowLedger(store, attempt, manifest)
     state = "failed"
     with ExitStack() as stack:
-        progress = stack.enter_context(Progress(total, total - todo, console))
+        meter = Meter()
+        if config.pool == "ray":
+            from hsx_dist.observe.ray_metrics import RayExport
+
+            stack.callback(RayExport(meter, "driver", {"run": spec.output}).close)
+        progress = stack.enter_context(Progress(total, total - todo, console, meter))
         fleet = make_fleet(config, store, spec, about, attempt)
         stack.callback(lambda: fleet.close(quickly=state != "finished"))
         limits = stack.enter_context(limits_of(config, store, manifest))
@@ -171,7 +177,7 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
         heartbeat = Heartbeat(
             store,
             attempt,
-            progress=lambda: {"rows": total, "tokens_per_second": round(progress.rate, 1), **driver.counts},
+            progress=lambda: {**progress.snapshot(), **driver.counts},
             on_fenced=driver.fence,
         )
         stack.callback(lambda: heartbeat.stop(state))
@@ -347,15 +353,23 @@ def make_fleet(config: ExtractConfig, store: Store, spec: EngineSpec, about: dic
     return ray_fleet(config, spec, options, name=f"hsx-{uuid.uuid4().hex[:6]}")
 
 
-def connect_ray() -> None:
-    """Join the cluster of ``RAY_ADDRESS`` (in a submitted job: its own), or start one of this machine alone."""
+def connect_ray(run: str = "") -> None:
+    """Join the cluster of ``RAY_ADDRESS`` (in a submitted job: its own), or start one of this machine alone.
+
+    The job's metadata on Ray's dashboard say which ``run`` it makes, if any.
+    """
     import ray
 
     if ray.is_initialized():
         return
     address = os.environ.get("RAY_ADDRESS")
     try:
-        ray.init(address=address or "local", log_to_driver=False, logging_level=logging.WARNING)
+        ray.init(
+            address=address or "local",
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            job_config=ray.job_config.JobConfig(metadata={"hsx_run": run} if run else {}),
+        )
     except ConnectionError as e:
         raise ConfigError(
             f"RAY_ADDRESS: expected a Ray cluster at {address!r}, came: {e}; start one, or unset it"

@@ -10,8 +10,9 @@ from typing import Protocol
 
 from hsx_dist.jobs.replica import Replica
 from hsx_dist.jobs.tasks import EngineSpec, Task, TaskResult
+from hsx_dist.observe.metrics import Increments
 from hsx_dist.store import Store
-from hsx_dist.writers.sink import Event, PartSink, SinkOptions
+from hsx_dist.writers.sink import Counted, Event, PartSink, SinkOptions
 from hsx_dist.writers.threads import ThreadSender
 
 
@@ -39,6 +40,13 @@ class ReplicaDied:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeGone:
+    """A node with writers is gone, and with it what they had not stored."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
 class Draining:
     """The driver's own node drains."""
 
@@ -49,7 +57,7 @@ class TaskDone:
     result: TaskResult
 
 
-FleetEvent = ReplicaReady | ReplicaLeaving | ReplicaDied | Draining | TaskDone | Event
+FleetEvent = ReplicaReady | ReplicaLeaving | ReplicaDied | NodeGone | Draining | TaskDone | Event | Counted
 
 
 class Fleet(Protocol):
@@ -82,6 +90,7 @@ class LocalFleet:
         self._spec = spec
         self._events: queue.SimpleQueue[FleetEvent] = queue.SimpleQueue()
         self._sink = PartSink(store, options, self._events.put)
+        self._increments = Increments(self._sink.meter)
         self._threads = threads
         self._replica: Replica | None = None
 
@@ -106,7 +115,9 @@ class LocalFleet:
         )
 
     def poll(self, timeout: float) -> list[FleetEvent]:
-        return drain(self._events.get, timeout)
+        events = drain(self._events.get, timeout)
+        numbers = self._increments.counters()
+        return [*events, Counted(numbers)] if numbers else events
 
     def flush(self, timeout: float | None = None) -> list[FleetEvent]:  # noqa: ARG002 - whoever stops us ends it
         if self._replica is not None:

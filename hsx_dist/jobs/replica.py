@@ -8,6 +8,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from hsx_dist.format.manifest import RowFate
 from hsx_dist.jobs.encode import Encoded, RowEncoder, TooLong, load_tokenizer
 from hsx_dist.jobs.rows import Row
 from hsx_dist.jobs.tasks import EngineSpec, Task, TaskResult
+from hsx_dist.observe.metrics import Increments, Meter
 from hsx_dist.writers.base import Sender
 
 log = logging.getLogger(__name__)
@@ -44,13 +46,15 @@ class Replica:
     its own); either way nothing is reported as shipped before the writers have been handed all of it.
     """
 
-    def __init__(self, spec: EngineSpec, make_sender: Callable[[], Sender]):
-        """Starts the engine; returns when it can work.
+    def __init__(self, spec: EngineSpec, make_sender: Callable[[], Sender], meter: Meter | None = None):
+        """Starts the engine; returns when it can work. ``meter``: counts what the engine and its ring do.
 
         Raises:
             EngineError: vLLM refused to start; the message carries its reason.
         """
         self._spec = spec
+        self.meter = Meter() if meter is None else meter
+        self._increments = Increments(self.meter)
         self._senders: list[Sender] = []
         self._make_sender = make_sender
         self._inbox: queue.SimpleQueue[_Running | None] = queue.SimpleQueue()
@@ -113,11 +117,11 @@ class Replica:
 
     def _open_outlet(self) -> tuple[str, str]:
         if self._in_process:
-            self._outlet = LocalOutlet(self._sender(), self._spec.in_flight_bytes, self._on_shipped)
+            self._outlet = LocalOutlet(self._sender(), self._spec.in_flight_bytes, self._on_shipped, meter=self.meter)
             address = f"replica-{id(self)}"
             outlets.register(address, self._outlet)
             return "process", address
-        self._bridge = BridgeServer(self._sender, self._on_shipped, self._on_processes_ended)
+        self._bridge = BridgeServer(self._sender, self._on_shipped, self._on_processes_ended, self.meter)
         return "socket", self._bridge.address
 
     def _close_outlet(self) -> None:
@@ -158,7 +162,9 @@ class Replica:
         self._ready.set()
         try:
             while self._take_tasks():
+                before = time.monotonic()
                 self._step()
+                self.meter.add("engine_seconds", time.monotonic() - before)
                 self._take_shipped()
             self._end(EngineError("the replica was closed"))
         except BaseException as e:
@@ -195,8 +201,7 @@ class Replica:
             except queue.Empty:
                 if self._running:
                     return True
-                self._wake.wait()  # nothing runs: sleep until somebody calls
-                self._wake.clear()
+                self._wait("idle_seconds")  # nothing runs: sleep until somebody calls
                 continue
             if running is None:
                 return False
@@ -254,8 +259,13 @@ class Replica:
                 return
         elif not self._running:
             return
-        self._wake.wait(IDLE_S if self._core_here else None)
+        self._wait("store_wait_seconds", IDLE_S if self._core_here else None)
+
+    def _wait(self, counted_as: str, timeout: float | None = None) -> None:
+        before = time.monotonic()
+        self._wake.wait(timeout)
         self._wake.clear()
+        self.meter.add(counted_as, time.monotonic() - before)
 
     def _take_shipped(self) -> None:
         while True:
@@ -275,6 +285,7 @@ class Replica:
 
     def _settle(self, running: _Running) -> None:
         if not running.open and self._unanswered.pop(running.task.number, None) is not None:
+            running.result.numbers = self._increments.counters()
             running.future.set_result(running.result)
 
     def _died(self) -> EngineError:

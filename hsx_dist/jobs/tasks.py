@@ -9,6 +9,7 @@ from typing import Any
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.jobs.encode import RowRules
 from hsx_dist.jobs.rows import Row
+from hsx_dist.observe.metrics import Series
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ class TaskResult:
     refused: list[RowFate] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)  # (key, reason): worth another try
     tokens: int = 0
+    #: What the replica has counted since its last answer.
+    numbers: Mapping[Series, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

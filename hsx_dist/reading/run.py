@@ -2,31 +2,51 @@
 
 from __future__ import annotations
 
+import copy
+import logging
+import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
-from hsx_dist.errors import SampleNotFound
+from hsx_dist.errors import NotFound, SampleConsumed, SampleNotFound
 from hsx_dist.format.container import Part
 from hsx_dist.format.manifest import Manifest, RowFate
-from hsx_dist.format.runs import load_manifest, newest_attempt, read_complete, read_run
+from hsx_dist.format.runs import load_manifest, newest_attempt, read_complete, read_run, scan_receipts
+from hsx_dist.page import Segment
+from hsx_dist.reading.index import Index, SampleEntry
 from hsx_dist.reading.sample import Piece, Sample
 from hsx_dist.store import Store, open_store
 
+if TYPE_CHECKING:
+    from hsx_dist.reading.select import Selection
+
+log = logging.getLogger(__name__)
+
 #: Headers kept: neighbours in a run lie in the same few parts.
 _HEADERS = 64
+#: Under it lies which consumers have used up which part: ``consumed/PART/CONSUMER.json``.
+CONSUMED = "consumed/"
 
 
 def open_run(path: str, *, storage_options: Mapping[str, Any] | None = None) -> Run:
-    """The run at ``path`` (a folder or a URL). Nothing but its manifest is read.
+    """The run at ``path`` (a folder or a URL). Nothing but its manifest is read; of a million samples in seconds.
+
+    The run pickles, and goes on working in a forked process: each process opens the store for itself.
 
     Raises:
         RunError: there is no run.
         StoreError: the store's.
         FormatError: its manifest is damaged.
     """
-    return Run(open_store(str(path), storage_options))
+    return Run(open_store(str(path), storage_options), partial(_open, str(path), storage_options))
+
+
+def _open(path: str, storage_options: Mapping[str, Any] | None, forked: bool) -> Store:
+    # The event loop of obstore's Rust side does not survive a fork, and a process cannot start another one.
+    return open_store(path, storage_options, backend="fsspec" if forked else "auto")
 
 
 class Run:
@@ -36,8 +56,13 @@ class Run:
     What is written after opening appears with ``refresh``.
     """
 
-    def __init__(self, store: Store):
-        self._store = store
+    def __init__(self, store: Store, reopen: Callable[[bool], Store] | None = None):
+        self._mine = store
+        self._url = store.url
+        self._reopen = reopen
+        self._wrap: Callable[[Store], Store] | None = None
+        self._wrapped: tuple[Store, Store] | None = None
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._parts: OrderedDict[str, Part] = OrderedDict()
         #: ``run.json``: what was asked for.
@@ -47,14 +72,43 @@ class Run:
     def refresh(self) -> None:
         """Read the manifest again."""
         # In this order: what is said to be complete must have been so before the receipts were read.
-        complete = read_complete(self._store)
-        self._complete = complete is not None and complete["attempt"] >= newest_attempt(self._store)
-        self.manifest: Manifest = load_manifest(self._store)
-        self._keys: list[str] | None = None
+        complete = read_complete(self.store)
+        self._complete = complete is not None and complete["attempt"] >= newest_attempt(self.store)
+        self.index = Index(scan_receipts(self.store))
+        self.__dict__.pop("manifest", None)
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """All receipts, with an object for each segment; read when it is first asked for."""
+        return load_manifest(self.store)
+
+    @property
+    def store(self) -> Store:
+        """This process's store of the run."""
+        if self._pid != os.getpid():
+            self._after_fork()
+        return self._mine
+
+    def with_store(self, wrap: Callable[[Store], Store]) -> Run:
+        """The same run, its parts read through ``wrap(store)``; the samples are shared, not read again."""
+        other = copy.copy(self)
+        other._wrap = wrap
+        other._lock, other._parts = threading.Lock(), OrderedDict()
+        return other
 
     @property
     def url(self) -> str:
-        return self._store.url
+        return self._url
+
+    @property
+    def _source(self) -> Store:
+        """Where parts are read from."""
+        store = self.store
+        if self._wrap is None:
+            return store
+        if self._wrapped is None or self._wrapped[0] is not store:
+            self._wrapped = (store, self._wrap(store))
+        return self._wrapped[1]
 
     @property
     def complete(self) -> bool:
@@ -64,35 +118,56 @@ class Run:
     @property
     def refused(self) -> Mapping[str, RowFate]:
         """Input rows that can never give a sample, and why."""
-        return self.manifest.refused
+        return self.index.refused
 
     @property
     def failed(self) -> Mapping[str, RowFate]:
         """Input rows that were given up; a resumed run tries them again."""
-        return self.manifest.failed
+        return self.index.failed
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """vLLM's ids of the layers that were asked for, ascending; empty where the run does not tell."""
+        layers = self.info.get("meaning", {}).get("layers", [])
+        return tuple(layers) if isinstance(layers, list) else ()
 
     def keys(self) -> list[str]:
         """The keys of all samples, in the order of iteration."""
-        if self._keys is None:
-            self._keys = self.manifest.keys_by_row()
-        return list(self._keys)
+        return list(self.index.keys)
+
+    def select(self, **criteria: Any) -> Selection:
+        """The samples that meet all criteria: see ``hsx_dist.reading.select.select``."""
+        from hsx_dist.reading.select import select
+
+        return select(self, **criteria)
 
     def __len__(self) -> int:
-        return len(self.manifest.samples)
+        return len(self.index)
 
     def __contains__(self, key: object) -> bool:
-        return key in self.manifest.samples
+        return key in self.index
 
     def __iter__(self) -> Iterator[Sample]:
-        return map(self.__getitem__, self.keys())
+        return map(self.at, range(len(self)))
 
     def __getitem__(self, key: str) -> Sample:
         """The sample of ``key``. ``SampleNotFound`` says what is known of the key."""
-        record = self.manifest.samples.get(key)
-        if record is None:
+        place = self.index.place(key)
+        if place is None:
             raise SampleNotFound(f"{self.url}: no sample {key!r}: {self._why_not(key)}")
-        pieces = [Piece(part, proof.slot, proof.segment, proof.token_hash) for part, proof in record.segments]
-        return Sample(key, pieces, self._open_part, self.url)
+        return self.at(place)
+
+    def at(self, place: int) -> Sample:
+        """The ``place``-th sample in the order of iteration."""
+        return self.sample_of(self.index[place])
+
+    def sample_of(self, entry: SampleEntry) -> Sample:
+        """The sample that lies where ``entry`` says."""
+        pieces = [
+            Piece(part, slot, Segment(entry.key, i, start, stop, entry.num_tokens), token_hash)
+            for i, (part, slot, start, stop, token_hash) in enumerate(entry.pieces)
+        ]
+        return Sample(entry.key, pieces, self.open_part, self.url)
 
     def __repr__(self) -> str:
         return f"Run({self.url!r}, {len(self)} samples{'' if self.complete else ', not complete'})"
@@ -105,16 +180,56 @@ class Run:
             return f"it is not stored yet; the run has {len(self)} samples and is not complete"
         return f"the run is complete, with {len(self)} samples, and none has this key; see Run.keys()"
 
-    def _open_part(self, name: str) -> Part:
+    def open_part(self, name: str) -> Part:
+        """The part of that name, its header read; the last few are kept.
+
+        Raises:
+            SampleConsumed: it was removed after all consumers had used it.
+            NotFound, StoreError, FormatError: as ``Part.open``.
+        """
+        store = self._source
         with self._lock:
             part = self._parts.get(name)
             if part is not None:
                 self._parts.move_to_end(name)
                 return part
-        receipt = self.manifest.parts[name]
-        part = Part.open(self._store, name, header_bytes=receipt.header_bytes, size=receipt.size)
+        receipt = self.index.parts_by_name.get(name)
+        known = {} if receipt is None else {"header_bytes": receipt.header_bytes, "size": receipt.size}
+        try:
+            part = Part.open(store, name, **known)
+        except NotFound as e:
+            if next(iter(store.list(f"{CONSUMED}{name.rpartition('/')[2]}/")), None) is None:
+                raise
+            raise SampleConsumed(
+                f"{self.url}/{name}: its consumers have used it, and it was removed (retain: consumed)"
+            ) from e
         with self._lock:
             self._parts[name] = part
             while len(self._parts) > _HEADERS:
                 self._parts.popitem(last=False)
         return part
+
+    # -- other processes -------------------------------------------------------------------------------------------
+
+    def _after_fork(self) -> None:
+        store = self._mine
+        if self._reopen is not None:
+            log.info("%s: read by fsspec in a forked process; start workers with spawn for the faster way", self._url)
+            store = self._reopen(True)
+        # The process last: a thread that sees it must not find the parent's store, whose calls would hang for ever.
+        # Two threads may come here at once, and open two stores: no harm.
+        self._lock, self._parts = threading.Lock(), OrderedDict()
+        self._mine = store
+        self._pid = os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_parts", "manifest")}
+        if self._reopen is not None:
+            kept["_mine"] = kept["_wrapped"] = None
+        return kept
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._pid, self._lock, self._parts = os.getpid(), threading.Lock(), OrderedDict()
+        if self._reopen is not None:
+            self._mine = self._reopen(False)

@@ -148,13 +148,13 @@ class Sample:
             "key": self.key,
             "meta": self.meta,
         }
-        mask = self._loss_mask()
+        mask = self.loss_mask()
         if mask is not None:
             found["loss_mask"] = to_ids(mask[start:stop], framework)
         return found
 
-    def _loss_mask(self) -> np.ndarray[Any, Any] | None:
-        """int64 ``[T]``; asks for nothing where there is none."""
+    def loss_mask(self) -> np.ndarray[Any, Any] | None:
+        """Which tokens count in training: int64 ``[T]``, numpy; ``None``, without a request, where there is none."""
         part, slot = self._open(self._pieces[0].part), self._pieces[0].slot
         if LOSS_MASK not in part.attached_names(slot):
             return None
@@ -162,6 +162,12 @@ class Sample:
         if mask.shape != (self.num_tokens,):
             raise FormatError(f"{self.key}: expected a loss mask of {self.num_tokens} tokens, got shape {mask.shape}")
         return mask.astype(np.int64)
+
+    def load_carrier(
+        self, layers: Sequence[int] | None = None, tokens: Tokens | None = None
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """``load``'s states as their bits (unsigned integers of the dtype's width, ``[n, L, H]``), and token ids."""
+        return self._load(layers, *self._span(tokens))
 
     def layer(self, layer_id: int, tokens: Tokens | None = None, framework: Framework = "auto") -> Any:
         """One layer: ``[n, H]``."""

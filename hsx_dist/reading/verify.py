@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
-from hsx_dist.errors import FormatError, HsxError, NotFound, StoreError
+from hsx_dist.errors import ConfigError, FormatError, HsxError, NotFound, StoreError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.container import Part, SegmentInfo
 from hsx_dist.format.manifest import Manifest, Receipt, SegmentProof, token_hash
 from hsx_dist.format.runs import check_receipts, count, load_manifest, read_complete, read_run
-from hsx_dist.store import ObjectInfo, Store
+from hsx_dist.reading.run import CONSUMED
+from hsx_dist.reading.select import key_hash
+from hsx_dist.store import Store
 
 # Exponent bits all set: infinite or not a number.
 _EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
+_TALLIED = ("bytes", "non_finite", "all_zero")
+_BLOCK = 8 << 20
 _SIGN = {"bfloat16": 0x8000, "float16": 0x8000, "float32": 0x80000000}
 
 
@@ -31,29 +38,54 @@ class Problem:
 class VerifyReport:
     """``parts`` and ``bytes`` read, whole ``samples`` in the manifest, ``problems`` found.
 
+    Of the parts, ``known`` were found sound before and not read again; ``consumed`` ones were removed after use.
+
     Not problems, but good to know: ``non_finite`` and ``all_zero`` count layers of segments with a NaN or an infinity,
     and with nothing but zeros.
     """
 
     parts: int = 0
+    known: int = 0
+    consumed: int = 0
     samples: int = 0
     bytes: int = 0
     non_finite: int = 0
     all_zero: int = 0
     problems: list[Problem] = field(default_factory=list)
 
+    def add(self, other: VerifyReport) -> None:
+        """Count what another report counted."""
+        for name in ("parts", "known", "consumed", *_TALLIED):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
     @property
     def ok(self) -> bool:
         return not self.problems
 
 
-def verify_run(store: Store, *, on_part: Callable[[str, Sequence[Problem]], None] | None = None) -> VerifyReport:
-    """Read and check everything; holds one part at a time. ``on_part`` is called after each with its problems.
+def verify_run(
+    store: Store,
+    *,
+    on_part: Callable[[str, Sequence[Problem]], None] | None = None,
+    workers: int = 4,
+    sample: float = 1.0,
+    seed: int = 0,
+    resume: Path | None = None,
+) -> VerifyReport:
+    """Read and check everything. Holds a block of 8 MiB and a chunk for each of ``workers`` threads.
+
+    Args:
+        on_part: called after each part with its problems.
+        sample: share of the parts to check, chosen by ``seed``; the manifest and its counts are checked in any case.
+        resume: a file in which sound parts are noted, and from which they are known: they are not read again.
 
     Raises:
         RunError: there is no run.
         StoreError: the store's, unless it only says that a part is missing.
+        ConfigError: an argument that cannot be.
     """
+    if not 0 < sample <= 1 or workers < 1:
+        raise ConfigError(f"expected a sample of more than 0 and at most 1, and workers, came {sample} and {workers}")
     report = VerifyReport()
     try:
         read_run(store)
@@ -66,11 +98,20 @@ def verify_run(store: Store, *, on_part: Callable[[str, Sequence[Problem]], None
     except FormatError as e:
         report.problems.append(Problem("", str(e)))
         return report
-    for name in sorted(manifest.parts):
-        found = [Problem(name, message) for message in _check_part(store, manifest.parts[name], report)]
-        report.problems.extend(found)
-        if on_part is not None:
-            on_part(name, found)
+    known = _Known(resume)
+    names = [n for n in sorted(manifest.parts) if sample == 1 or key_hash(f"{seed},{n}", b"verify") < sample * 2**64]
+    todo = [n for n in names if not known.take(manifest.parts[n], report)]
+    with ThreadPoolExecutor(workers, thread_name_prefix="hsx-verify") as pool:
+        for name, (tally, messages) in zip(
+            todo, pool.map(lambda n: _check(store, manifest.parts[n]), todo), strict=True
+        ):
+            report.add(tally)
+            found = [Problem(name, message) for message in messages]
+            report.problems.extend(found)
+            if not found and not tally.consumed:
+                known.note(manifest.parts[name], tally)
+            if on_part is not None:
+                on_part(name, found)
     report.samples = len(manifest.samples)
     try:
         report.problems.extend(Problem(name, message) for name, message in check_receipts(store))
@@ -80,37 +121,97 @@ def verify_run(store: Store, *, on_part: Callable[[str, Sequence[Problem]], None
     return report
 
 
+class _Known:
+    """Parts that were found sound before: a line of JSON each in a file."""
+
+    def __init__(self, path: Path | None):
+        self._path = path
+        self._sound: dict[tuple[str, str], dict[str, int]] = {}
+        if path is not None and path.exists():
+            text = path.read_text()
+            if text and not text.endswith("\n"):
+                with path.open("a") as f:
+                    f.write("\n")
+            for line in text.splitlines():
+                try:
+                    d = json.loads(line)
+                    self._sound[d["part"], d["crc32c"]] = {n: int(d[n]) for n in _TALLIED}
+                except (ValueError, KeyError, TypeError):
+                    continue  # the last line of a process that was killed
+
+    def take(self, receipt: Receipt, report: VerifyReport) -> bool:
+        tally = self._sound.get((receipt.part or "", receipt.crc32c))
+        if tally is not None:
+            report.add(
+                VerifyReport(
+                    parts=1, known=1, bytes=tally["bytes"], non_finite=tally["non_finite"], all_zero=tally["all_zero"]
+                )
+            )
+        return tally is not None
+
+    def note(self, receipt: Receipt, tally: VerifyReport) -> None:
+        if self._path is not None:
+            counts = {n: getattr(tally, n) for n in _TALLIED}
+            with self._path.open("a") as f:
+                f.write(json.dumps({"part": receipt.part, "crc32c": receipt.crc32c, **counts}) + "\n")
+
+
+def _check(store: Store, receipt: Receipt) -> tuple[VerifyReport, list[str]]:
+    tally = VerifyReport()
+    return tally, list(_check_part(store, receipt, tally))
+
+
 def _check_part(store: Store, receipt: Receipt, report: VerifyReport) -> Iterator[str]:
     """What is wrong with a part; nothing after the first sign that its bytes changed, but for where that is."""
     name = receipt.part or ""
     report.parts += 1
     try:
-        data = store.get(name)
+        size = store.head(name).size
     except NotFound as e:
-        yield str(e)
+        folder = f"{CONSUMED}{name.rpartition('/')[2]}/"
+        if next(iter(store.list(folder)), None) is None:
+            yield str(e)
+        else:
+            report.consumed += 1
         return
-    report.bytes += len(data)
-    if len(data) != receipt.size:
-        yield f"expected {receipt.size} bytes, as its receipt says, got {len(data)}"
-    crc = crc32c_hex(crc32c(data))
+    if size != receipt.size:
+        yield f"expected {receipt.size} bytes, as its receipt says, got {size}"
+    source = _Stream(store, name, size)
+    messages = list(_check_content(source, receipt, report))
+    crc = source.finish()
+    report.bytes += size
     if crc != receipt.crc32c:
         yield f"expected crc32c {receipt.crc32c}, as its receipt says, got {crc}: the bytes changed"
+    yield from messages
+
+
+def _check_content(source: _Stream, receipt: Receipt, report: VerifyReport) -> Iterator[str]:
     try:
-        part = Part.open(_Bytes(store.url, data), name, header_bytes=receipt.header_bytes, size=len(data))
+        part = Part.open(source, source.name, header_bytes=receipt.header_bytes, size=source.size)
     except HsxError as e:
         yield str(e)
         return
     if len(part.segments) != len(receipt.segments):
         yield f"expected {len(receipt.segments)} segments, as its receipt says, got {len(part.segments)}"
         return
+    # All token ids lie before all states: in this order nothing is read twice.
+    sound = []
     for proof in receipt.segments:
         try:
-            yield from _check_segment(part, proof, report)
+            messages = list(_check_segment(part, proof))
+        except HsxError as e:
+            messages = [str(e)]
+        yield from messages
+        if not messages:
+            sound.append(proof.slot)
+    for slot in sound:
+        try:
+            _count_values(part, slot, part.segments[slot], report)
         except HsxError as e:
             yield str(e)
 
 
-def _check_segment(part: Part, proof: SegmentProof, report: VerifyReport) -> Iterator[str]:
+def _check_segment(part: Part, proof: SegmentProof) -> Iterator[str]:
     if not 0 <= proof.slot < len(part.segments):
         yield f"expected a segment at place {proof.slot}, as its receipt says, got {len(part.segments)} segments"
         return
@@ -124,7 +225,6 @@ def _check_segment(part: Part, proof: SegmentProof, report: VerifyReport) -> Ite
     raw = info.segment.num_tokens * info.num_layers * info.row_bytes
     if raw != proof.raw_bytes:
         yield f"{proof.segment.key!r}: expected {proof.raw_bytes} raw bytes, as its receipt says, got {raw}"
-    _count_values(part, proof.slot, info, report)
 
 
 def _count_values(part: Part, i: int, info: SegmentInfo, report: VerifyReport) -> None:
@@ -156,15 +256,50 @@ def _check_counts(store: Store, manifest: Manifest) -> Iterator[str]:
             yield f"complete.json: expected {told} {name}, its receipts make {here[name]}"
 
 
-class _Bytes:
-    """A source whose one object was fetched already."""
+class _Stream:
+    """A source that reads one object once, from its begin to its end, in blocks, and sums their checksum.
 
-    def __init__(self, url: str, data: bytes):
-        self.url: str = url
-        self._data = memoryview(data)
+    What is asked for further on is answered from the block at hand; what lies behind is fetched again.
+    """
 
-    def head(self, name: str) -> ObjectInfo:
-        return ObjectInfo(name, len(self._data))
+    def __init__(self, store: Store, name: str, size: int):
+        self.url, self.name, self.size = store.url, name, size
+        self._store = store
+        self._at = 0  # where ``_held`` begins
+        self._held = bytearray()
+        self._crc = 0
 
-    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:  # noqa: ARG002
-        return [self._data[a:b] for a, b in ranges]
+    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        return [self._range(name, a, b) for a, b in ranges]
+
+    def _range(self, name: str, start: int, stop: int) -> memoryview:
+        if start < self._at:
+            return self._store.get_ranges(name, [(start, stop)])[0]
+        if stop > self.size:
+            raise ValueError(f"{name}: expected at least {stop} bytes, there are {self.size}")
+        while self._end < stop:
+            if self._end < start:
+                self._drop(self._end)
+            self._read()
+        self._drop(start)
+        return memoryview(bytes(self._held[: stop - start]))
+
+    def finish(self) -> str:
+        """Read what is left; the checksum of all, as receipts write it."""
+        while self._end < self.size:
+            self._drop(self._end)
+            self._read()
+        return crc32c_hex(self._crc)
+
+    @property
+    def _end(self) -> int:
+        return self._at + len(self._held)
+
+    def _read(self) -> None:
+        [block] = self._store.get_ranges(self.name, [(self._end, min(self._end + _BLOCK, self.size))])
+        self._crc = crc32c(block, self._crc)
+        self._held += block
+
+    def _drop(self, start: int) -> None:
+        del self._held[: start - self._at]
+        self._at = start

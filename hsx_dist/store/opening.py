@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from hsx_dist.config.secrets import public_url, url_password
-from hsx_dist.errors import ConfigError
+from hsx_dist.errors import ConfigError, Unavailable
 from hsx_dist.store.base import Store
 from hsx_dist.store.local import LocalStore
 from hsx_dist.store.retry import RetryPolicy, RetryStore
@@ -26,13 +26,14 @@ def open_store(
     *,
     backend: Backend = "auto",
     retry_seconds: float = 120.0,
+    on_retry: Callable[[Unavailable], None] = lambda _: None,
 ) -> Store:
     """The store at ``url``: a folder's path, ``file:///…``, ``s3://bucket/prefix``, ``gs://…``, or what fsspec speaks.
 
     ``storage_options`` are fsspec's for that scheme, whatever the ``backend`` (unused for files, which have one of
     their own). ``auto`` takes obstore where it does the same as fsspec with these options and this environment, and
-    logs why where it does not. Calls that fail with ``Unavailable`` are repeated for ``retry_seconds``. Nothing is
-    contacted yet, as far as the back end's library allows.
+    logs why where it does not. Calls that fail with ``Unavailable`` are repeated for ``retry_seconds``, and
+    ``on_retry`` is told each time. Nothing is contacted yet, as far as the back end's library allows.
 
     Raises:
         ConfigError: the url is empty, holds a password, or has a scheme that is unknown or whose package is missing;
@@ -47,7 +48,7 @@ def open_store(
         )
     if retry_seconds < 0:
         raise ConfigError(f"retry_seconds: expected 0 or more, came {retry_seconds}; set 0 for no repetition")
-    return RetryStore(_open(url, storage_options, backend), RetryPolicy(seconds=retry_seconds))
+    return RetryStore(_open(url, storage_options, backend), RetryPolicy(seconds=retry_seconds), on_retry=on_retry)
 
 
 def _open(url: str, options: Mapping[str, Any] | None, backend: Backend) -> Store:

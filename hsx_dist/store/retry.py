@@ -39,9 +39,12 @@ class RetryStore:
         *,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
+        on_retry: Callable[[Unavailable], None] = lambda _: None,
     ):
+        """``on_retry`` is told of each failure after which the call is repeated."""
         self._inner = inner
         self._policy = policy
+        self._on_retry = on_retry
         self._sleep = sleep
         self._clock = clock
 
@@ -82,12 +85,12 @@ class RetryStore:
         return self._repeat(lambda: self._inner.head(name))
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
-        attempts = _Attempts(self._policy, self._sleep, self._clock)
+        attempts = _Attempts(self._policy, self._sleep, self._clock, self._on_retry)
         while True:
             try:
                 for info in self._inner.list(prefix, after):
                     after = info.name  # a listing that breaks off goes on behind what it gave
-                    attempts = _Attempts(self._policy, self._sleep, self._clock)
+                    attempts = _Attempts(self._policy, self._sleep, self._clock, self._on_retry)
                     yield info
                 return
             except Unavailable as e:
@@ -103,7 +106,7 @@ class RetryStore:
             return False
 
     def _repeat(self, call: Callable[[], T]) -> T:
-        attempts = _Attempts(self._policy, self._sleep, self._clock)
+        attempts = _Attempts(self._policy, self._sleep, self._clock, self._on_retry)
         while True:
             try:
                 return call()
@@ -114,8 +117,15 @@ class RetryStore:
 class _Attempts:
     """Counts failures of one call; pauses, or gives up."""
 
-    def __init__(self, policy: RetryPolicy, sleep: Callable[[float], None], clock: Callable[[], float]):
+    def __init__(
+        self,
+        policy: RetryPolicy,
+        sleep: Callable[[float], None],
+        clock: Callable[[], float],
+        on_retry: Callable[[Unavailable], None],
+    ):
         self._policy = policy
+        self._on_retry = on_retry
         self._sleep = sleep
         self._clock = clock
         self._count = 0
@@ -134,4 +144,5 @@ class _Attempts:
             if self._count == 1:
                 raise error
             raise type(error)(f"{error} (tried {self._count} times in {now - self._first:.0f} s)") from error
+        self._on_retry(error)
         self._sleep(pause)

@@ -16,10 +16,13 @@ import ray
 from ray.exceptions import RayError
 
 from hsx_dist.errors import HsxError
+from hsx_dist.observe.logs import configure_logging
+from hsx_dist.observe.metrics import Increments, Meter
+from hsx_dist.observe.ray_metrics import RayExport
 from hsx_dist.page import Page, Segment
 from hsx_dist.store import open_store
 from hsx_dist.store.opening import Backend
-from hsx_dist.writers.sink import Event, Lost, PartSink, SinkOptions
+from hsx_dist.writers.sink import Counted, Event, Lost, PartSink, SinkOptions
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +40,8 @@ class WriterSpec:
     options: SinkOptions
     #: Bytes of pages that all senders together may have unanswered.
     credit_bytes: int = 256 << 20
+    #: Values of the tags ``run`` and ``writer`` of its metrics.
+    tags: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +80,29 @@ class WriterActor:
 
     def __init__(self, spec: WriterSpec):
         os.environ.update(spec.environment)
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        configure_logging(logging.INFO, **spec.tags)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._credits = Credits(spec.credit_bytes)
         self._sink: PartSink | None = None
         self._broken = ""
+        self._tags = dict(spec.tags)
+        self._meter = Meter()
+        self._increments = Increments(self._meter)
+        self._export = RayExport(self._meter, "writer", spec.tags)
         try:
             store = open_store(
-                spec.output, spec.storage_options, backend=spec.backend, retry_seconds=spec.retry_seconds
+                spec.output,
+                spec.storage_options,
+                backend=spec.backend,
+                retry_seconds=spec.retry_seconds,
+                on_retry=self._meter.retried,
             )
         except HsxError as e:
             # Told, not raised: an actor whose constructor fails is dead for good, and says so to nobody.
             self._broken = f"{type(e).__name__}: {e}"
             self._events.put(Lost((), self._broken, fatal=True))
         else:
-            self._sink = PartSink(store, spec.options, self._events.put)
+            self._sink = PartSink(store, spec.options, self._events.put, self._meter)
 
     @ray.method(concurrency_group="control")
     def name(self) -> str:
@@ -112,17 +125,25 @@ class WriterActor:
     def flush(self) -> None:
         if self._sink is not None:
             self._sink.flush()
+        self._export.push()
 
     @ray.method(concurrency_group="control")
-    def events(self, timeout: float) -> list[Event]:
+    def events(self, timeout: float) -> list[Event | Counted]:
         """What happened since the last call; waits up to ``timeout`` seconds for something to happen."""
-        found: list[Event] = []
+        found: list[Event | Counted] = []
         try:
             found.append(self._events.get(timeout=timeout))
             while True:
                 found.append(self._events.get_nowait())
         except queue.Empty:
-            return found
+            pass
+        if grown := self._increments.counters():
+            found.append(Counted(grown))
+        return found
+
+    def __repr__(self) -> str:
+        # What Ray's log lines and its dashboard call this process.
+        return f"hsx writer {self._tags.get('writer', '')}"
 
 
 def start_writer(spec: WriterSpec, *, node_id: str, num_cpus: float, threads: int, name: str) -> Any:
@@ -166,11 +187,21 @@ class RaySender:
     #: Unanswered bytes at a writer that has not granted any yet.
     FIRST_CREDIT = 16 << 20
 
-    def __init__(self, writers: Sequence[tuple[str, Any]], on_lost: Callable[[Lost], None], *, node: str | None = None):
+    def __init__(
+        self,
+        writers: Sequence[tuple[str, Any]],
+        on_lost: Callable[[Lost], None],
+        *,
+        node: str | None = None,
+        meter: Meter | None = None,
+    ):
         """``writers``: (node id, actor handle). ``node``: where this sender is, by default where it is called."""
         self._node = ray.get_runtime_context().get_node_id() if node is None else node
         self._name = uuid.uuid4().hex
         self._on_lost = on_lost
+        self._meter = Meter() if meter is None else meter
+        self._meter.watch("credit_bytes", lambda: sum(w.credit for w in self._writers))
+        self._meter.watch("unanswered_bytes", lambda: sum(w.nbytes for w in self._writers))
         self._writers: list[_Writer] = []
         self._route: dict[tuple[str, int, str], _Writer | None] = {}  # None: its writer died, the rest is dropped
         # ``flush`` and ``update`` come from other threads than ``send``.
@@ -254,7 +285,9 @@ class RaySender:
                 nbytes += pages[end].nbytes
                 end += 1
             epoch = writer.epoch
+            before = time.monotonic()
             self._settle(writer, writer.credit - nbytes)
+            self._meter.add("credit_wait_seconds", time.monotonic() - before)
             batch = pages[at:end]
             at = end
             segments = tuple(dict.fromkeys(p.segment for p in batch))

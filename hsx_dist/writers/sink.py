@@ -22,6 +22,7 @@ from hsx_dist.format.codecs import Codec
 from hsx_dist.format.container import EncodedSegment, Part, SegmentEncoder, build_part, same_sample
 from hsx_dist.format.manifest import Receipt, SegmentProof, part_name, receipt_name, token_hash
 from hsx_dist.format.runs import is_fenced
+from hsx_dist.observe.metrics import Meter, Series
 from hsx_dist.page import Page, Segment, object_name
 from hsx_dist.store import Store
 from hsx_dist.writers.daemon import DaemonPool
@@ -42,6 +43,13 @@ class Lost:
     fenced: bool = False
     #: The key stands for another sample already: what is stored under it is not what was lost.
     conflict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What a writer has counted since it last said so: for the totals that stand in the run."""
+
+    numbers: Mapping[Series, float]
 
 
 #: What a sink tells: proof of a stored part, or that segments were lost.
@@ -90,6 +98,7 @@ class _Filling:
     arrival: int
     left: int
     nbytes: int = 0
+    began: float = field(default_factory=time.monotonic)
     lost: bool = False
 
 
@@ -110,7 +119,10 @@ class PartSink:
     ``uploads`` threads of the sink's own do the storing.
     """
 
-    def __init__(self, store: Store, options: SinkOptions, on_event: Callable[[Event], None]):
+    def __init__(
+        self, store: Store, options: SinkOptions, on_event: Callable[[Event], None], meter: Meter | None = None
+    ):
+        self.meter = Meter() if meter is None else meter
         self._store = store
         self._opt = options
         self._on_event = on_event
@@ -130,6 +142,10 @@ class PartSink:
         self._blocks = BlockPool(options.max_bytes)
         self._uploads = DaemonPool(options.uploads, f"hsx-put-{options.writer}")
         self._closed = threading.Event()
+        self._raw_bytes = self._stored_bytes = 0
+        self.meter.watch("held_bytes", lambda: self._held)
+        self.meter.watch("oldest_segment_seconds", self._oldest)
+        self.meter.watch("ratio", lambda: self._raw_bytes / self._stored_bytes if self._stored_bytes else 0.0)
         self._clock = threading.Thread(target=self._seal_by_age, name=f"hsx-age-{options.writer}", daemon=True)
         self._clock.start()
 
@@ -141,7 +157,9 @@ class PartSink:
         Raises:
             Fenced, StoreError: the sink is dead; the page is not taken.
         """
+        came = time.monotonic()
         self._admit(page.nbytes)
+        admitted = time.monotonic()
         key = self._place(page.segment)
         grown = -page.nbytes
         filling = None
@@ -175,6 +193,8 @@ class PartSink:
                     if filling.lost and filling.left <= 0 and self._filling.get(key) is filling:
                         del self._filling[key]
                 self._lock.notify_all()
+            self.meter.add("room_wait_seconds", admitted - came)
+            self.meter.add("encode_seconds", time.monotonic() - admitted)
 
     def _lose(self, filling: _Filling | None, segment: Segment, error: Exception) -> int:
         """A page that cannot be encoded costs its segment, which is told once; what comes of it later is dropped. The
@@ -197,7 +217,10 @@ class PartSink:
         if not found:
             self._append(segment, filling.arrival)
             return attached
-        log.warning("hidden states of %s look wrong: %s", segment.segment.key, found)
+        self.meter.add("nonfinite_rows", int(filling.scan.nonfinite.sum()))
+        self.meter.add("zero_layers", int(filling.scan.zero.sum()))
+        about = {"key": segment.segment.key, "row": segment.segment.row}
+        log.warning("hidden states of %s look wrong: %s", segment.segment.key, found, extra=about)
         if self._opt.on_bad_rows == "fail":
             self._on_event(Lost((segment.segment,), f"its states look wrong: {found} (on_bad_rows is 'fail')"))
             return filling.nbytes
@@ -306,14 +329,20 @@ class PartSink:
             else:
                 name = part_name(self._opt.attempt, self.name, number)
             part = build_part(segments, self._opt.codec, self._opt.about)
-            if self._opt.attempt:
-                self._store.put(name, part.buffers)
-            elif segments[0].segment.name:
-                with self._turns.take(name, arrival) as newest:
-                    if newest:  # else a later request of this path has stored its own, as this one would be replaced
-                        self._store.put(name, part.buffers)
-            else:
-                self._put_new(name, part.buffers, segments[0])
+            before = time.monotonic()
+            try:
+                if self._opt.attempt:
+                    self._store.put(name, part.buffers)
+                elif segments[0].segment.name:
+                    with self._turns.take(name, arrival) as newest:
+                        if (
+                            newest
+                        ):  # else a later request of this path has stored its own, as this one would be replaced
+                            self._store.put(name, part.buffers)
+                else:
+                    self._put_new(name, part.buffers, segments[0])
+            finally:
+                self.meter.put_took(time.monotonic() - before)
             proofs = tuple(
                 SegmentProof(
                     segment=replace(s.segment, meta={}),  # as it is read back: a driver keeps millions of them
@@ -339,9 +368,28 @@ class PartSink:
                 rows=(),
                 created=datetime.now(UTC).isoformat(timespec="milliseconds"),
             )
-            self._on_event(self._prove(receipt) if self._opt.attempt else receipt)
+            proven = self._prove(receipt) if self._opt.attempt else receipt
+            self._count(proven)
+            if self._opt.attempt:
+                log.info("stored %d segments in %d bytes", len(segments), part.size, extra={"part": name})
+            self._on_event(proven)
         except Exception as e:  # noqa: BLE001 - whatever it is, the segments must be told as lost
             self._fail(segments, e)
+
+    def _count(self, receipt: Receipt) -> None:
+        self.meter.add("parts")
+        self.meter.add("raw_bytes", receipt.raw_bytes)
+        self.meter.add("stored_bytes", receipt.size)
+        with self._lock:
+            self._raw_bytes += receipt.raw_bytes
+            self._stored_bytes += receipt.size
+
+    def _oldest(self) -> float:
+        """Age in seconds of the oldest segment that no part holds yet, or that lies in the open part."""
+        # Without the lock: an engine's step may be asking. Copies of a dictionary's values are made in one go.
+        part = self._open
+        since = [f.began for f in list(self._filling.values()) if not f.lost] + ([part.since] if part.segments else [])
+        return max(time.monotonic() - min(since), 0.0) if since else 0.0
 
     def _put_new(self, name: str, buffers: Sequence[Any], segment: EncodedSegment) -> None:
         """Store an object whose name follows from its key. Where there is one already it must be the same sample; it is
@@ -388,6 +436,7 @@ class PartSink:
         # What may work for the next part (a time-out) costs this part alone; a refusal would be met by each of them.
         # Without a run there is no driver to give up: each sample stands for itself.
         fatal = not isinstance(error, Unavailable) and self._opt.attempt > 0
+        self.meter.add("failed_parts", 1, type(error).__name__)
         if fatal:
             with self._lock:
                 self._dead = error if isinstance(error, HsxError) else HsxError(f"the writer failed: {error!r}")

@@ -145,11 +145,11 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: object) -> None: ...
 
 
-IN_FLIGHT = 48 << 20
+IN_FLIGHT = 96 << 20
 
 
 def test_a_store_that_hangs_holds_the_engine_and_nothing_grows(tmp_path):
-    """200 requests of 2,000 tokens, 250 MiB of states, against 48 MiB of host memory; the server stays healthy."""
+    """200 requests of 2,000 tokens, 290 MiB of states, against 96 MiB of host memory; the server stays healthy."""
     from hsx_dist.testing.models import tiny_llama
 
     model = tiny_llama(tmp_path / "model", layers=4, hidden=64, kv_heads=2, max_positions=2304)
@@ -199,22 +199,24 @@ def test_a_store_that_hangs_holds_the_engine_and_nothing_grows(tmp_path):
         rng = np.random.default_rng(0)
         done: list[str] = []
 
-        def ask(prompt: list[int]) -> None:
-            answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
-            done.append(answer.kv_transfer_params["hidden_states_path"])
+        def ask(prompt: list[int], save: bool) -> None:
+            params = {"kv_transfer_params": {"hidden_states_save": save}}
+            answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=1, extra_body=params)
+            if save:
+                done.append(answer.kv_transfer_params["hidden_states_path"])
 
-        # Twice as many tokens as the cache has, and nothing saved: every block is touched, the ring is empty.
-        nothing = {"kv_transfer_params": {"hidden_states_save": False}}
-        for _ in range(2 * 256 * 128 // 2000):
-            prompt = rng.integers(0, 300, 2000).tolist()
-            client.completions.create(model="tiny", prompt=prompt, max_tokens=1, extra_body=nothing)
+        def all_at_once(save: bool) -> list[threading.Thread]:
+            prompts = rng.integers(0, 300, (200, 2000)).tolist()
+            threads = [threading.Thread(target=ask, args=(p, save), daemon=True) for p in prompts]
+            for thread in threads:
+                thread.start()
+            return threads
+
+        # The same load of which nothing is saved: every block of the cache is touched, and the ring is empty.
+        for thread in all_at_once(save=False):
+            thread.join(120)
         without_ring = rss(server.pid) - IN_FLIGHT // 2  # it was touched when it was made
-
-        threads = [
-            threading.Thread(target=ask, args=(rng.integers(0, 300, 2000).tolist(),), daemon=True) for _ in range(200)
-        ]
-        for thread in threads:
-            thread.start()
+        threads = all_at_once(save=True)
         # The store takes nothing: the engine comes to a stand.
         resident = settle(lambda: (len(done), rss(server.pid)))
         assert resident - without_ring <= IN_FLIGHT + IN_FLIGHT // 10, resident - without_ring

@@ -4,28 +4,48 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
+import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 
+from hsx_dist.format.runs import load_manifest
+from hsx_dist.observe.dashboard import write_dashboards
+from hsx_dist.observe.panels import expressions
+from hsx_dist.observe.top import look
 from hsx_dist.reading import open_run
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import open_store
-from hsx_dist.testing.servers import ray_head
+from hsx_dist.testing.prometheus import prometheus, prometheus_program
+from hsx_dist.testing.servers import RayHead, ray_head
 from tests.integration.oracle import Oracle
 
 ROOT = Path(__file__).resolve().parents[2]
+needs_prometheus = pytest.mark.skipif(
+    prometheus_program() is None, reason="prometheus is missing: apt-get install prometheus"
+)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    head: RayHead
+    env: dict[str, str]
 
 
 @pytest.fixture(scope="module")
 def cluster(s3, tmp_path_factory):
     env = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", **s3.env}
+    # Ray's default is ten seconds: this job's actors would have ended before their numbers are seen twice.
+    env["RAY_metrics_report_interval_ms"] = "500"
     with ray_head(num_cpus=2, temp_dir=tmp_path_factory.mktemp("ray"), env=env) as head:
-        yield {**os.environ, **env, **head.env}
+        yield Cluster(head, {**os.environ, **env, **head.env})
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +91,12 @@ def config(rows, tiny_model_path, tmp_path_factory, s3) -> Path:
 
 
 def submit(config: Path, cluster, *overrides: str) -> subprocess.CompletedProcess[str]:
+    about = json.dumps({"run": yaml.safe_load(config.read_text())["output"]})
     job = ["python", "ray_jobs/extract.py", "--config", str(config), *overrides]
     return subprocess.run(
-        ["ray", "job", "submit", "--working-dir", ".", "--", *job],
+        ["ray", "job", "submit", "--working-dir", ".", "--metadata-json", about, "--", *job],
         cwd=ROOT,
-        env=cluster,
+        env=cluster.env,
         capture_output=True,
         text=True,
         timeout=240,
@@ -84,10 +105,35 @@ def submit(config: Path, cluster, *overrides: str) -> subprocess.CompletedProces
 
 
 @pytest.fixture(scope="module")
-def job(config, cluster):
+def scraper(cluster, tmp_path_factory):
+    """A Prometheus that sees the whole of the job; None where there is none (its tests say so)."""
+    if prometheus_program() is None:
+        yield None
+        return
+    folder = tmp_path_factory.mktemp("prometheus")
+    rules = write_dashboards(folder)[1]
+    with prometheus(folder, cluster.head.temp_dir / "prom_metrics_service_discovery.json", rules) as server:
+        yield server
+
+
+@dataclass(frozen=True)
+class Job:
+    output: str
+    began: float
+    ended: float
+
+
+@pytest.fixture(scope="module")
+def finished(config, cluster, scraper):
+    began = time.time()
     done = submit(config, cluster)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    return done.stdout
+    return Job(done.stdout, began, time.time())
+
+
+@pytest.fixture(scope="module")
+def job(finished):
+    return finished.output
 
 
 def test_the_summary_counts_every_row(job):
@@ -118,6 +164,79 @@ def test_the_states_in_s3_equal_those_of_transformers(job, rows, s3, tiny_model_
     assert verify_run(open_store(f"{s3.url}/job", s3.storage_options)).ok
 
 
+@needs_prometheus
+def test_prometheus_finds_data_for_every_panel_and_every_alarm(finished, scraper):
+    empty = []
+    for what, expression in expressions():
+        expression = expression.replace('run=~"$run"', 'run=~".*"').replace("$__rate_interval", "30s")
+        if not scraper.query_range(expression, finished.began, finished.ended + 30):
+            empty.append(f"{what}: {expression}")
+    assert not empty, "\n".join(empty)
+    loaded = scraper.rules()
+    assert loaded
+    assert not [rule for rule in loaded if rule["health"] == "err"], loaded
+
+
+@needs_prometheus
+def test_what_prometheus_scraped_adds_up_to_what_is_stored(finished, scraper, rows, s3):
+    run = open_run(f"{s3.url}/job", storage_options=s3.storage_options)
+
+    def scraped(name: str, match: str = "") -> float:
+        series = scraper.query_range(
+            f'sum(max_over_time(ray_hsx_{name}_total{{run="{s3.url}/job"{match}}}[5m]))',
+            finished.ended,
+            finished.ended + 1,
+        )
+        return float(series[0]["values"][-1][1])
+
+    assert scraped("rows", ',fate="stored"') == len(rows)
+    assert scraped("rows", ',fate="refused"') == 3
+    assert scraped("tokens") == sum(len(ids) for ids in rows.values())
+    parts = run.manifest.parts.values()
+    assert scraped("parts") == len(parts)
+    assert scraped("raw_bytes") == sum(p.raw_bytes for p in parts)
+    assert scraped("stored_bytes") == sum(p.size for p in parts)
+    assert scraped("puts") == scraped("put_seconds_bucket", ',le="+Inf"') == len(parts)
+
+
+def test_the_last_heartbeat_carries_the_same_sums(job, s3, rows):
+    store = open_store(f"{s3.url}/job", s3.storage_options)
+    standing = look(store)
+    assert (standing.state, standing.done, standing.stale) == ("complete", len(rows) + 3, False)
+    counted = standing.progress["counted"]
+    parts = load_manifest(store).parts.values()
+    assert counted["parts"] == len(parts)
+    assert counted["raw_bytes"] == sum(p.raw_bytes for p in parts)
+    assert counted["engine_seconds"] > counted["copy_seconds"] > 0
+    assert counted["encode_seconds"] > 0
+
+
+def test_the_dashboard_says_what_is_what(finished, cluster, s3):
+    def api(url: str):
+        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {cluster.head.token}"})
+        return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60)
+
+    def listed(what: str) -> list[dict]:
+        with api(f"{cluster.head.dashboard_url}/api/v0/{what}?limit=1000&detail=true") as answer:
+            return json.load(answer)["data"]["result"]["result"]
+
+    actors = {a["name"] for a in listed("actors")}
+    assert {re.sub("^hsx-[0-9a-f]{6}", "hsx", n) for n in actors} >= {
+        "hsx/replica/0",
+        "hsx/replica/1",
+        "hsx/writer/n0w0",
+    }
+    named = {a["name"].partition("/")[2]: a["repr_name"] for a in listed("actors")}
+    assert named["writer/n0w0"] == "hsx writer n0w0"
+    # The rows may have been done before the second one was up.
+    assert {named["replica/0"], named["replica/1"]} & {"hsx replica 0", "hsx replica 1"}
+    calls = {t["name"] for t in listed("tasks")}
+    assert any(re.fullmatch(r"replica [01]: task \d+, \d+ rows from \d+", name) for name in calls), calls
+    with api(f"{cluster.head.dashboard_url}/api/jobs/") as answer:
+        jobs = json.load(answer)
+    assert {j["metadata"]["run"] for j in jobs if j["type"] == "SUBMISSION"} == {f"{s3.url}/job"}
+
+
 def test_submitting_it_again_finds_every_row_done(job, config, cluster):
     assert "attempt 1" in job
     again = submit(config, cluster)
@@ -145,7 +264,7 @@ def test_what_cannot_work_is_refused_before_an_engine_starts(config, cluster, ov
     done = subprocess.run(
         [sys.executable, "-m", "hsx_dist.cli", "extract", "--config", str(config), "pool=threads", override],
         cwd=ROOT,
-        env=cluster,
+        env=cluster.env,
         capture_output=True,
         text=True,
         timeout=120,

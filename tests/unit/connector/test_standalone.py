@@ -136,8 +136,10 @@ def test_a_store_that_refuses_costs_its_samples_and_nothing_else(tmp_path):
             with pytest.raises(SampleFailed, match="Denied"):
                 hsx_dist.load_hidden_states(str(tmp_path / f"k{i}.safetensors"))
     assert sorted(stored.objects) == ["k3.safetensors", "k4.safetensors"]
-    counts = outlet.counts.take()
+    counts = {name: value for (name, _), value in outlet.meter.sums().items()}
     assert (counts["stored"], counts["failed"], counts["samples"]) == (2, 3, 5)
+    assert outlet.meter.sums()["failed_parts", "Denied"] == 3
+    assert counts["puts"] == 5
 
 
 @pytest.mark.parametrize("policy", ["flag", "fail"])

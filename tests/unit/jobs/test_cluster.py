@@ -69,7 +69,7 @@ def config(**settings):
 
 def spec(settings):
     model = Model("m", (1, 2), 2, 64, 320, "bfloat16", 255, "0")
-    return engine_spec(settings, model)
+    return engine_spec(settings, model, seed="")
 
 
 def check_room(settings, gpus, nodes):

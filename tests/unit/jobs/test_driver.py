@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import deque
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -12,7 +13,7 @@ from hsx_dist.errors import EngineError, Fenced, StoreError
 from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SegmentProof, part_name
 from hsx_dist.format.runs import load_manifest, take_attempt
 from hsx_dist.jobs.driver import Driver
-from hsx_dist.jobs.fleet import Draining, ReplicaDied, ReplicaLeaving, ReplicaReady, TaskDone
+from hsx_dist.jobs.fleet import Draining, NodeGone, ReplicaDied, ReplicaLeaving, ReplicaReady, TaskDone
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.jobs.limits import Limits
 from hsx_dist.jobs.rows import Row
@@ -202,6 +203,22 @@ def test_what_goes_with_its_node_is_run_again_and_never_counted(ledger):
     assert {t.tries for t in fleet.tasks} == {0}
 
 
+def test_what_a_writer_took_with_its_node_is_not_counted_either(ledger):
+    lost = []
+
+    def plan(task):
+        if len(lost) < 10:
+            lost.append(task)
+            fleet.events.append(NodeGone("n"))
+            return "lose"
+        return "fine"
+
+    fleet = LossyFleet(plan)
+    manifest = drive(fleet, rows(8), ledger, max_tries=1)
+    assert len(manifest.samples) == 8
+    assert manifest.failed == {}
+
+
 def test_a_replica_whose_node_drains_gets_no_more_tasks(ledger):
     fleet = LossyFleet()
     real = fleet.submit
@@ -360,3 +377,18 @@ def test_a_full_store_pauses_the_run_until_consumers_have_deleted(ledger):
 def test_a_cluster_that_gets_no_room_in_time_ends_the_run(ledger):
     with pytest.raises(EngineError, match="wait_seconds"):
         run(LossyFleet(replicas=0), rows(5), ledger, wait_seconds=0.01)
+
+
+def test_a_sample_counts_once_whatever_the_order_in_which_its_segments_are_proven(ledger):
+    def part(seq: int, *segments: Segment) -> Receipt:
+        proofs = tuple(SegmentProof(s, i, "0" * 16, 30, 20, 0, "f" * 16) for i, s in enumerate(segments))
+        return replace(receipt(seq, []), segments=proofs, raw_bytes=30 * len(proofs))
+
+    first, last, other = Segment("long", 0, 0, 3, 6), Segment("long", 1, 3, 6, 6), Segment("short", 0, 0, 3, 3)
+    for order in ([last], [first, other]), ([first], [last, other]), ([first, other], [last]):
+        progress = Progress(2, console=Console(file=io.StringIO()))
+        driver = Driver(LossyFleet(), Manifest(), ledger, progress, task_rows=4, max_tries=3)
+        for seq, segments in enumerate(order, 1):
+            driver._proven(part(seq, *segments))
+            driver._proven(part(seq, *segments))  # told again, as after a flush
+        assert (progress.rows, progress.raw_bytes, progress.stored_bytes) == (2, 90, 200)

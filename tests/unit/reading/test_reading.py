@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,60 +30,13 @@ from hsx_dist.errors import (
 )
 from hsx_dist.format.codecs import Codec, Fp8TokenCodec, NoneCodec, SplitCodec
 from hsx_dist.format.container import SegmentEncoder, build_part
-from hsx_dist.format.manifest import Receipt, RowFate, SegmentProof, part_name, receipt_name, token_hash
-from hsx_dist.format.runs import load_manifest, take_attempt, write_complete, write_run
-from hsx_dist.page import Segment
+from hsx_dist.format.manifest import RowFate
+from hsx_dist.format.runs import take_attempt, write_run
 from hsx_dist.reading import Run, load_hidden_states, open_run, verify_run
 from hsx_dist.store import Store, open_store
+from hsx_dist.testing.runs import RunWriter, whole
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
-
-Stored = tuple[RandomSample, Segment, int | None]  # and the input row
-
-
-class Writer:
-    """Stores parts with their receipts, as a sink does."""
-
-    def __init__(
-        self,
-        store: Store,
-        codec: Codec | None = None,
-        name: str = "w",
-        attached: Mapping[str, np.ndarray[Any, Any]] | None = None,
-    ):
-        self.store, self.codec, self.name, self.attached = store, codec or SplitCodec(), name, attached
-        self.attempt = take_attempt(store, {})
-        self.seq = 0
-
-    def put(self, segments: Sequence[Stored], rows: Sequence[RowFate] = ()) -> Receipt:
-        self.seq += 1
-        encoded, proofs = [], []
-        for slot, (sample, segment, row) in enumerate(segments):
-            encoder = SegmentEncoder(self.codec)
-            for page in sample.pages(segment):
-                encoder.add(page)
-            e = encoder.finish(self.attached if segment.index == 0 else None)
-            encoded.append(e)
-            proofs.append(SegmentProof(segment, slot, token_hash(e.token_ids), e.raw_nbytes, e.nbytes, row))
-        name, sizes = None, (0, "00000000", 0, 0)
-        if encoded:
-            part = build_part(encoded, self.codec, {"model": "tiny"})
-            name = part_name(self.attempt, self.name, self.seq)
-            self.store.put(name, part.buffers)
-            sizes = (part.size, part.crc32c, part.header_bytes, part.raw_bytes)
-        receipt = Receipt(
-            self.attempt, self.name, self.seq, name, *sizes, tuple(proofs), tuple(rows), "2026-01-01T00:00:00+00:00"
-        )
-        self.store.put_if_absent(receipt_name(self.attempt, self.name, self.seq), receipt.to_json())
-        return receipt
-
-    def complete(self) -> None:
-        write_complete(self.store, self.attempt, load_manifest(self.store), {})
-
-
-def whole(sample: RandomSample, row: int | None = None) -> Stored:
-    return sample, sample.segments()[0], row
-
 
 LONG = random_sample("long", 100, seed=1)
 SHORT = random_sample("short/é", 5, seed=2)
@@ -92,10 +45,10 @@ REFUSED = RowFate("empty", 3, "refused", "no text", 0)
 FAILED = RowFate("unlucky", 4, "failed", "the replica died", 3)
 
 
-def write(store: Store, *, codec: Codec | None = None) -> Writer:
+def write(store: Store, *, codec: Codec | None = None) -> RunWriter:
     """``LONG`` in three segments over two parts, not in order."""
     write_run(store, {"meaning": {"model": "tiny"}})
-    writer = Writer(store, codec)
+    writer = RunWriter(store, codec)
     a, b, c = LONG.segments(20, 70)
     writer.put([(LONG, c, 1), whole(SHORT, 2), (LONG, a, 1)])
     writer.put([(LONG, b, 1), whole(OTHER, 0)], [REFUSED, FAILED])
@@ -154,7 +107,7 @@ def test_any_window_of_a_sample_in_any_segments(
 ) -> None:
     store = MemoryStore()
     write_run(store, {})
-    writer = Writer(store)
+    writer = RunWriter(store)
     segments = LONG.segments(*sorted(cuts))
     for i in range(min(parts, len(segments))):
         writer.put([(LONG, s, None) for s in reversed(segments[i::parts])])
@@ -169,7 +122,7 @@ def test_only_the_segments_of_the_window_are_fetched() -> None:
     store = MemoryStore()
     write_run(store, {})
     sample = random_sample("a", 4000, hidden_size=256, chunk_tokens=500)
-    writer = Writer(store)
+    writer = RunWriter(store)
     for segment in sample.segments(1000, 2000, 3000):
         writer.put([(sample, segment, None)])
     run = Run(store)
@@ -189,7 +142,7 @@ def test_frameworks_and_dtypes() -> None:
         store = MemoryStore()
         write_run(store, {})
         sample = random_sample("a", 20, dtype=dtype)
-        Writer(store).put([whole(sample)])
+        RunWriter(store).put([whole(sample)])
         got = Run(store)["a"]
         as_torch, as_numpy = got.load(framework="torch"), got.load(framework="numpy")
         assert as_torch["hidden_states"].dtype == getattr(torch, dtype)
@@ -248,7 +201,7 @@ def test_a_newer_attempt_wins_and_half_a_sample_is_none(store: Store) -> None:
     write(store)
     newer = random_sample("other", 12, seed=9)
     half = random_sample("half", 30)
-    writer = Writer(store, NoneCodec(), "v")
+    writer = RunWriter(store, NoneCodec(), "v")
     writer.put([whole(newer), (half, half.segments(10)[1], None)])
     run = open_run(store.url)
     assert np.array_equal(bits(run["other"].load()["hidden_states"]), newer.states)
@@ -261,7 +214,7 @@ def test_waiting_for_a_sample(store: Store) -> None:
         time.sleep(0.2)
         write_run(store, {})
         time.sleep(0.2)
-        Writer(store).put([whole(LONG)])
+        RunWriter(store).put([whole(LONG)])
 
     thread = threading.Thread(target=later)
     thread.start()
@@ -388,7 +341,7 @@ def test_verify_counts_non_finite_and_empty_layers() -> None:
         sample.states[39, 1, 5] = infinity
         sample.states[:, 2] = 0
         sample.states[0, 2, 0] = 1 << (8 * sample.states.itemsize - 1)  # -0
-        Writer(store).put([whole(sample)])
+        RunWriter(store).put([whole(sample)])
     report = verify_run(store)
     assert report.ok
     assert (report.non_finite, report.all_zero) == (3, 3)
@@ -398,7 +351,7 @@ def test_verify_counts_non_finite_and_empty_layers() -> None:
 def test_any_flipped_bit_of_a_part_is_found_by_verify(codec: Codec) -> None:
     store = MemoryStore()
     write_run(store, {})
-    receipt = Writer(store, codec).put([whole(random_sample("a", 9)), whole(random_sample("b", 4))])
+    receipt = RunWriter(store, codec).put([whole(random_sample("a", 9)), whole(random_sample("b", 4))])
     assert receipt.part is not None
     data = store.objects[receipt.part]
     for bit in np.random.default_rng(0).integers(0, 8 * len(data), 200):
@@ -439,7 +392,7 @@ def test_verify_names_what_is_missing_or_another(store: Store) -> None:
 def test_a_part_that_is_sound_but_not_the_proven_one_is_refused() -> None:
     store = MemoryStore()
     write_run(store, {})
-    writer = Writer(store)
+    writer = RunWriter(store)
     receipt = writer.put([whole(random_sample("a", 9, seed=1))])
     assert receipt.part is not None
     other = random_sample("a", 9, seed=2)
@@ -469,7 +422,7 @@ def content_of(sample: RandomSample) -> bytes:
 def test_what_is_attached_and_lost_is_told_of_samples() -> None:
     store = MemoryStore()
     write_run(store, {})
-    writer = Writer(store, Fp8TokenCodec(), attached={"loss_mask": np.arange(100) > 50})
+    writer = RunWriter(store, Fp8TokenCodec(), attached={"loss_mask": np.arange(100) > 50})
     sample = random_sample("long", 100, seed=1, odd=False)
     a, b = sample.segments(40)
     writer.put([(sample, b, 1)])

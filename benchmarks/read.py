@@ -1,0 +1,365 @@
+"""Reading: a data set over parts against a loop over objects, one layer against all, the disk against the codec.
+
+    .venv/bin/python -m benchmarks.read [--rounds 3]
+
+Parts of real SmolLM2 states in SeaweedFS, behind a proxy that holds every request back for 20 ms, and on local disk.
+The ways take turns in every round; ratios are medians of those within a round. Writes
+benchmarks/results/read.{md,json}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.provenance import provenance
+from benchmarks.states import smollm2_states
+from hsx_dist.format.codecs import SplitCodec
+from hsx_dist.format.manifest import Manifest, Receipt, SegmentProof, part_name
+from hsx_dist.format.runs import take_attempt, write_complete, write_run
+from hsx_dist.page import Segment
+from hsx_dist.reading import Run, open_run
+from hsx_dist.reading.datasets import HiddenStatesDataset
+from hsx_dist.store import Store, open_store
+from hsx_dist.testing.runs import store_run
+from hsx_dist.testing.samples import RandomSample
+from hsx_dist.testing.servers import S3Server, seaweedfs
+
+RESULTS = Path(__file__).parent / "results"
+LATENCY_S, TOKENS, HIDDEN = 0.020, 512, 576
+EAGLE, WIDE = (2, 15, 27, 30), tuple(range(31))
+PREFETCH = 128 << 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=64)
+    args = parser.parse_args()
+    about = provenance("torch", "s3fs", "obstore", "safetensors", "zstandard")
+    states = smollm2_states("bfloat16", 2400)
+    narrow, wide = samples(states, EAGLE, args.samples), samples(states, WIDE, 8)
+    with tempfile.TemporaryDirectory(prefix="hsx-read-") as folder, seaweedfs(Path(folder) / "s3") as server:
+        direct = server.storage_options
+        store_run(open_store(f"{server.url}/narrow", direct), narrow, per_part=24)
+        store_run(open_store(f"{server.url}/wide", direct), wide, per_part=4)
+        store_run(open_store(f"{folder}/narrow"), narrow, per_part=24)
+        put_objects(server, narrow)
+        with Proxy(server.endpoint_url) as proxy:
+            slow = {**direct, "endpoint_url": proxy.url}
+            measures: list[Callable[[], dict[str, Any]]] = [
+                lambda: against_objects(server, slow, len(narrow), args.rounds),
+                lambda: one_layer(server, slow, args.rounds),
+                lambda: against_codec(f"{folder}/narrow", narrow, args.rounds),
+                lambda: memory(server, slow),
+                lambda: million(args.rounds),
+            ]
+            rows = []
+            for measure in measures:
+                rows.append(measure())
+                print(json.dumps(rows[-1]), flush=True)
+                (RESULTS / "read.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+                (RESULTS / "read.md").write_text(table(about, rows, args))
+
+
+def samples(states: np.ndarray[Any, Any], layers: Sequence[int], count: int) -> list[RandomSample]:
+    """Windows of real states ``[4, T, H]``; where more than four layers are wanted, these again."""
+    found = []
+    for i in range(count):
+        start = (i * 397) % (states.shape[1] - TOKENS)
+        window = states[[k % len(states) for k in range(len(layers))], start : start + TOKENS]
+        data = np.ascontiguousarray(window.transpose(1, 0, 2))
+        found.append(RandomSample(f"s{i:04d}", data, np.arange(TOKENS) + i, tuple(layers), "bfloat16", 896))
+    return found
+
+
+def put_objects(server: S3Server, narrow: Sequence[RandomSample]) -> None:
+    """What the loop reads: an object a sample, as a user without this package would write it."""
+    import torch
+    from safetensors.torch import save
+
+    store = open_store(f"{server.url}/objects", server.storage_options)
+    for sample in narrow:
+        tensors = {"hidden_states": torch.from_numpy(sample.states).view(torch.bfloat16)}
+        store.put(f"{sample.key}.safetensors", [save({**tensors, "token_ids": torch.from_numpy(sample.token_ids)})])
+
+
+def against_objects(server: S3Server, slow: dict[str, Any], count: int, rounds: int) -> dict[str, Any]:
+    import s3fs
+    from safetensors.torch import load
+
+    fs = s3fs.S3FileSystem(**slow, use_listings_cache=False)
+    names = [f"{server.url}/objects/s{i:04d}.safetensors" for i in range(count)]
+
+    def opened() -> None:
+        for name in names:
+            with fs.open(name, "rb", cache_type="none") as f:
+                assert load(f.read())["hidden_states"].shape == (TOKENS, 4, HIDDEN)
+
+    def fetched() -> None:
+        for name in names:
+            assert load(fs.cat_file(name))["hidden_states"].shape == (TOKENS, 4, HIDDEN)
+
+    run = open_run(f"{server.url}/narrow", storage_options=slow)  # once, as the file system is made once
+
+    def dataset() -> None:
+        assert read_all(run, loss_mask="off") == count
+
+    seconds = in_turns({"dataset": dataset, "open": opened, "cat": fetched}, rounds)
+    return {
+        "what": "samples/s: data set / loop of s3fs open, read and safetensors.torch.load",
+        "goal": ">= 4",
+        "ratio": ratio(seconds, "open", "dataset"),
+        "detail": {
+            "data set, samples/s": count / statistics.median(seconds["dataset"]),
+            "loop with open, samples/s": count / statistics.median(seconds["open"]),
+            "loop with cat_file (one request), samples/s": count / statistics.median(seconds["cat"]),
+            "data set / loop with cat_file": ratio(seconds, "cat", "dataset"),
+        },
+    }
+
+
+def one_layer(server: S3Server, slow: dict[str, Any], rounds: int) -> dict[str, Any]:
+    url = f"{server.url}/wide"
+    counted: dict[str, int] = {}
+
+    opened = open_run(url, storage_options=slow)
+
+    def read(name: str, layers: Sequence[int] | None) -> Callable[[], None]:
+        def work() -> None:
+            counter = Counting(opened.store)
+            run = opened.with_store(lambda _: counter)
+            for _ in HiddenStatesDataset(run, layers=layers, loss_mask="off", rank=0, world_size=1):
+                pass
+            counted[name] = counter.bytes
+
+        return work
+
+    seconds = in_turns({"one": read("one", [15]), "all": read("all", None)}, rounds)
+    return {
+        "what": "seconds: all 31 layers / one of them",
+        "goal": ">= 8",
+        "ratio": ratio(seconds, "all", "one"),
+        "detail": {
+            "bytes of one / bytes of all (goal <= 1/31 + 0.05 = 0.082)": counted["one"] / counted["all"],
+            "one layer, s": statistics.median(seconds["one"]),
+            "all layers, s": statistics.median(seconds["all"]),
+        },
+    }
+
+
+def against_codec(path: str, narrow: Sequence[RandomSample], rounds: int) -> dict[str, Any]:
+    """From disk (its cache) with one thread, against the codec alone on the same chunks in memory."""
+    codec = SplitCodec()
+    chunks = []
+    for sample in narrow:
+        for k in range(4):
+            x = np.ascontiguousarray(sample.states[:, k])
+            chunks.append((memoryview(b"".join(bytes(b) for b in codec.encode(x, "bfloat16"))), np.empty_like(x)))
+    raw = sum(out.nbytes for _, out in chunks)
+
+    def decode() -> None:
+        for data, out in chunks:
+            codec.decode(data, out, "bfloat16")
+
+    run = open_run(path)
+
+    def dataset() -> None:
+        assert read_all(run, threads=1, loss_mask="off") == len(narrow)
+
+    seconds = in_turns({"dataset": dataset, "codec": decode}, rounds)
+    return {
+        "what": "bytes/s from disk, one thread / the codec's decompression alone",
+        "goal": ">= 0.5",
+        "ratio": ratio(seconds, "codec", "dataset"),
+        "detail": {
+            "data set, GB/s": raw / statistics.median(seconds["dataset"]) / 1e9,
+            "codec, GB/s": raw / statistics.median(seconds["codec"]) / 1e9,
+        },
+    }
+
+
+def memory(server: S3Server, slow: dict[str, Any]) -> dict[str, Any]:
+    """How far the resident size grows while a slow consumer reads samples of 18 MB, against ``prefetch_bytes``."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        grown = pool.apply(_growth, (f"{server.url}/wide", slow))
+    return {
+        "what": "resident memory's growth while reading / prefetch_bytes (128 MiB)",
+        "goal": "<= 1",
+        "ratio": grown / PREFETCH,
+        "detail": {"growth, MiB": grown / 2**20},
+    }
+
+
+def _growth(url: str, options: dict[str, Any]) -> int:
+    dataset = HiddenStatesDataset(url, prefetch_bytes=PREFETCH, storage_options=options, loss_mask="off")
+    next(iter(HiddenStatesDataset(dataset.run, layers=[15], tokens=(0, 1), loss_mask="off")))  # libraries, threads
+    gc.collect()
+    before, most = _resident(), 0
+    for item in dataset:
+        time.sleep(0.05)
+        most = max(most, _resident())
+        del item
+    return max(0, most - before)
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def million(rounds: int) -> dict[str, Any]:
+    """Seconds to open a run of a million samples whose manifest lies on disk."""
+    with tempfile.TemporaryDirectory(prefix="hsx-read-") as folder:
+        store = open_store(folder)
+        write_run(store, {"meaning": {"layers": list(EAGLE)}})
+        attempt = take_attempt(store, {})
+        manifest = Manifest()
+        per_part = 2000
+        for p in range(1_000_000 // per_part):
+            proofs = tuple(
+                SegmentProof(
+                    *(Segment(f"row:{p * per_part + i:08d}", 0, 0, 800, 800), i, f"{p * per_part + i:016x}"),
+                    *(3_686_400, 2_400_000, p * per_part + i, f"{p * per_part + i:016x}"),
+                )
+                for i in range(per_part)
+            )
+            name = part_name(attempt, "w", p + 1)
+            sizes = (2_400_000 * per_part, "00000000", 4_000_000, 3_686_400 * per_part)
+            manifest.add(Receipt(attempt, "w", p + 1, name, *sizes, proofs, (), "2026-01-01T00:00:00+00:00"))
+        write_complete(store, attempt, manifest, {})
+        del manifest
+        gc.collect()
+        seconds = []
+        for _ in range(rounds):
+            start = time.perf_counter()
+            run = Run(store)
+            seconds.append(time.perf_counter() - start)
+            assert len(run) == 1_000_000
+            del run
+            gc.collect()
+    return {
+        "what": "seconds to open a run of a million samples",
+        "goal": "seconds",
+        "ratio": statistics.median(seconds),
+        "detail": {},
+    }
+
+
+# -- the means ---------------------------------------------------------------------------------------------------------
+
+
+def read_all(run: Run, **settings: Any) -> int:
+    return sum(1 for _ in HiddenStatesDataset(run, rank=0, world_size=1, **settings))
+
+
+def in_turns(work: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    names = list(work)
+    for turn in range(rounds + 1):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            start = time.perf_counter()
+            work[name]()
+            if turn:  # the first warms connections and caches
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def ratio(seconds: dict[str, list[float]], above: str, below: str) -> float:
+    return statistics.median(a / b for a, b in zip(seconds[above], seconds[below], strict=True))
+
+
+class Counting:
+    """A store that counts the bytes of ranges."""
+
+    def __init__(self, inner: Store):
+        self._inner = inner
+        self.bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        self.bytes += sum(b - a for a, b in ranges)
+        return self._inner.get_ranges(name, ranges)
+
+
+class Proxy:
+    """TCP on loopback to an HTTP server, in a process of its own; whatever a client sends waits for 20 ms."""
+
+    def __init__(self, target: str):
+        host, _, port = target.removeprefix("http://").partition(":")
+        context = multiprocessing.get_context("spawn")
+        self._here, there = context.Pipe()
+        self._process = context.Process(target=_serve, args=(host, int(port), there), daemon=True)
+
+    def __enter__(self) -> Proxy:
+        self._process.start()
+        self.url = f"http://127.0.0.1:{self._here.recv()}"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.join()
+
+
+def _serve(host: str, port: int, pipe: Any) -> None:
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pause: float) -> None:
+        try:
+            while data := await reader.read(1 << 20):
+                if pause:
+                    await asyncio.sleep(pause)
+                writer.write(data)
+                await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(host, port, limit=1 << 20)
+        await asyncio.gather(pump(reader, far_writer, LATENCY_S), pump(far_reader, writer, 0))
+
+    async def serve() -> None:
+        server = await asyncio.start_server(connect, "127.0.0.1", 0, limit=1 << 20)
+        pipe.send(server.sockets[0].getsockname()[1])
+        await server.serve_forever()
+
+    asyncio.run(serve())
+
+
+def table(about: dict[str, Any], rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
+    versions = ", ".join(f"{name} {v}" for name, v in about["versions"].items())
+    lines = [
+        "# Reading",
+        "",
+        f"{about['cpu']}, {about['cores']} cores, load {about['load_average']}; {about['system']}, "
+        f"Python {about['python']}, {versions}; commit {about['commit']}. Made by `python -m benchmarks.read`.",
+        "",
+        f"{args.samples} samples of {TOKENS} tokens and 4 layers, and 8 of 31 layers, of SmolLM2's states in bf16 "
+        "with codec `split`, in SeaweedFS behind a proxy that holds every request back for 20 ms, and on local disk. "
+        f"One process reads; server, proxy and reader share the cores. Medians of {args.rounds} rounds in which the "
+        "ways take turns.",
+        "",
+        "| what | goal | measured |",
+        "|---|---|---:|",
+    ]
+    for row in rows:
+        lines.append(f"| {row['what']} | {row['goal']} | {row['ratio']:.2f} |")
+        lines += [f"| … {name} | | {value:.3g} |" for name, value in row["detail"].items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,13 @@
+"""``hsx dashboards``: the Grafana dashboard and the Prometheus alerts as files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hsx_dist.observe.dashboard import write_dashboards
+
+
+def run_dashboards(folder: str) -> None:
+    """Write the files into ``folder`` and say their names."""
+    for path in write_dashboards(Path(folder)):
+        print(path)

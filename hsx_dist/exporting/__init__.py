@@ -1,0 +1,8 @@
+"""One extraction for every trainer: exporters into their files. Imports neither Ray nor vLLM."""
+
+from __future__ import annotations
+
+from hsx_dist.exporting.base import Exporter, ExportOptions
+from hsx_dist.exporting.export import ExportReport, export_run, register_exporter
+
+__all__ = ["ExportOptions", "ExportReport", "Exporter", "export_run", "register_exporter"]

@@ -1,0 +1,108 @@
+"""What an exporter is: which layers it needs, and how it writes one sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from hsx_dist.errors import ConfigError
+from hsx_dist.layers import resolve_layers
+from hsx_dist.reading.run import Run
+
+#: How every exporter names layers, said in ``export.json``.
+LAYER_IDS = (
+    "vLLM's: id k is the residual stream that enters decoder layer k, which others call the output of layer k-1; 0 the "
+    "embeddings, N (the number of layers) the last output before the final norm"
+)
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """``aux_layers``: vLLM's ids of the auxiliary layers; ``None``: what the exporter does by default.
+
+    ``model``: folder or Hugging Face id whose final norm and ``lm_head`` are used where they are needed; default: the
+    run's. ``num_layers``: of the model, for runs that do not tell. ``loss_mask``: for samples without one, ``ones``, or
+    ``raise``. ``top_k``, ``samples_per_file``: of the exporters that have them. ``with_last``: add the last state where
+    the exporter leaves it out by default.
+    """
+
+    aux_layers: Sequence[int] | None = None
+    model: str | None = None
+    num_layers: int | None = None
+    loss_mask: Literal["ones", "raise"] = "ones"
+    top_k: int = 32
+    samples_per_file: int = 1000
+    with_last: bool = False
+
+
+class Exporter(Protocol):
+    """Made with the run and the options; refuses there, by ``ConfigError``, a run that cannot serve its trainer."""
+
+    #: vLLM's ids of what it reads of each sample, in this order.
+    layers: tuple[int, ...]
+    #: Consecutive samples that make one file.
+    per_file: int
+
+    def __init__(self, run: Run, options: ExportOptions) -> None: ...
+
+    def file(self, first: int) -> str:
+        """The file, relative to the destination, of samples ``first`` to ``first + per_file``."""
+
+    def write(self, items: Sequence[dict[str, Any]], path: Path) -> None:
+        """Write the file. ``items``: ``HiddenStatesDataset``'s, torch tensors, of ``layers``."""
+
+    def finish(self, run: Run, dest: Path) -> None:
+        """After all files are there: what the trainer wants beside them."""
+
+    def statement(self) -> dict[str, Any]:
+        """What a person must know to use the files; JSON types. Goes into ``export.json``."""
+
+
+def num_layers_of(run: Run, options: ExportOptions) -> int:
+    """The model's number of layers. ``ConfigError`` where nobody tells."""
+    told = options.num_layers
+    if told is None and len(run):
+        told = run.at(0).about.get("num_hidden_layers")
+    if not isinstance(told, int):
+        raise ConfigError(f"{run.url}: does not tell how many layers its model has; give num_layers (--num-layers)")
+    return told
+
+
+def stored_layers(run: Run) -> tuple[int, ...]:
+    """The layers of the run's samples."""
+    return run.at(0).layer_ids if len(run) else run.layer_ids
+
+
+def need(run: Run, layers: Sequence[int], trainer: str) -> tuple[int, ...]:
+    """``layers``, if the run has them. ``ConfigError`` names those that are missing."""
+    stored = stored_layers(run)
+    missing = [layer for layer in layers if layer not in stored]
+    if missing:
+        raise ConfigError(
+            f"{run.url}: cannot be exported for {trainer}: it needs layers {list(layers)} (vLLM's ids), and {missing} "
+            f"are not in the run, which has {list(stored)}; name others with aux_layers (--layers), or extract again"
+        )
+    return tuple(layers)
+
+
+def eagle3_layers(run: Run, options: ExportOptions, num_layers: int, trainer: str) -> tuple[int, ...]:
+    """Three auxiliary layers: those given, or EAGLE-3's early, middle and late one."""
+    layers = tuple(options.aux_layers or resolve_layers("eagle3", num_layers)[:3])
+    if len(layers) != 3:
+        raise ConfigError(f"{trainer}: expected three auxiliary layers, came {list(layers)}; give three (--layers)")
+    return need(run, layers, trainer)
+
+
+def any_layers(run: Run, options: ExportOptions, num_layers: int, trainer: str) -> tuple[int, ...]:
+    """The auxiliary layers given, or all of the run but the last."""
+    layers = tuple(options.aux_layers or [k for k in sorted(stored_layers(run)) if k != num_layers])
+    if not layers:
+        raise ConfigError(f"{trainer}: expected at least one auxiliary layer, and the run has only {num_layers}")
+    return need(run, layers, trainer)
+
+
+def after_layer(layers: Sequence[int]) -> list[int]:
+    """The same layers in the convention that counts *after* a layer (SpecForge, transformers' hooks): one less."""
+    return [layer - 1 for layer in layers]

@@ -1,0 +1,147 @@
+"""Streaming a run through an exporter: file by file, resumed by what is there, divisible among processes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hsx_dist.errors import ConfigError
+from hsx_dist.exporting.base import LAYER_IDS, Exporter, ExportOptions
+from hsx_dist.reading.datasets import HiddenStatesDataset
+from hsx_dist.reading.run import Run
+from hsx_dist.reading.select import Selection
+
+_STATEMENT = "export.json"
+#: Name → class, or where it is: a trainer's packages are loaded when it is exported for.
+EXPORTERS: dict[str, type[Exporter] | str] = {
+    "vllm": "hsx_dist.exporting.vllm:VllmExporter",
+    "speculators": "hsx_dist.exporting.speculators:SpeculatorsExporter",
+    "specforge-eagle3": "hsx_dist.exporting.specforge:Eagle3Exporter",
+    "specforge-dflash": "hsx_dist.exporting.specforge:DFlashExporter",
+    "topk-logprobs": "hsx_dist.exporting.topk:TopKExporter",
+}
+
+
+def register_exporter(name: str, exporter: type[Exporter]) -> None:
+    """Make ``exporter`` known as ``name``. ``ConfigError`` when there is one of that name."""
+    if name in EXPORTERS:
+        raise ConfigError(f"exporter {name!r}: expected a name that is not taken; taken are {sorted(EXPORTERS)}")
+    EXPORTERS[name] = exporter
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """Files ``written`` now, and files that were ``there`` already; ``finished``: the destination is whole."""
+
+    written: int
+    there: int
+    finished: bool
+
+
+def export_run(
+    run: Run,
+    to: str,
+    dest: str | os.PathLike[str],
+    options: ExportOptions | None = None,
+    *,
+    shard: int = 0,
+    shards: int = 1,
+    finish: bool = True,
+    prefetch_bytes: int = 256 << 20,
+) -> ExportReport:
+    """Write a run's samples into the folder ``dest`` as the trainer ``to`` reads them.
+
+    Files appear whole; those that are there are not written again, so that the same call goes on where another was
+    cut off. ``export.json`` says which layers, in which convention, and what was applied. ``shards`` processes may
+    share the work: each writes every ``shards``-th file, and whichever finds all there what belongs to all, unless
+    ``finish`` is off.
+
+    Raises:
+        ConfigError: no such exporter; the run lacks layers that the trainer needs; ``dest`` holds another export.
+        FormatError, StoreError: as reading does; OSError: as writing does.
+    """
+    if not 0 <= shard < shards:
+        raise ConfigError(f"shard: expected 0 … {shards - 1}, came {shard}")
+    folder = Path(dest)
+    options = options or ExportOptions()
+    exporter = _exporter(to)(run, options)
+    statement = {"exporter": to, "run": run.url, "samples": len(run), "layer_ids": LAYER_IDS, **exporter.statement()}
+    _claim(folder, statement)
+    firsts = range(0, len(run), exporter.per_file)
+    todo = [f for f in firsts[shard::shards] if not (folder / exporter.file(f)).exists()]
+    for first, items in _batches(run, exporter, options, todo, prefetch_bytes):
+        _write_whole(exporter, items, folder / exporter.file(first))
+    finished = all((folder / exporter.file(f)).exists() for f in firsts)
+    if finished and finish:
+        exporter.finish(run, folder)
+    return ExportReport(len(todo), len(firsts[shard::shards]) - len(todo), finished)
+
+
+def _exporter(name: str) -> type[Exporter]:
+    found = EXPORTERS.get(name)
+    if found is None:
+        raise ConfigError(f"exporter: expected one of {', '.join(sorted(EXPORTERS))}, came {name!r}")
+    if not isinstance(found, str):
+        return found
+    module, _, attribute = found.partition(":")
+    made: type[Exporter] = getattr(importlib.import_module(module), attribute)
+    return made
+
+
+def _claim(folder: Path, statement: dict[str, Any]) -> None:
+    """Say what the folder holds, before anything is in it. ``ConfigError`` when it says something else."""
+    path = folder / _STATEMENT
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(statement, indent=1) + "\n"
+    try:
+        with path.open("x") as f:
+            f.write(text)
+    except FileExistsError:
+        there = json.loads(path.read_text())
+        differs = sorted(k for k in {*there, *statement} if there.get(k) != statement.get(k))
+        if differs:
+            raise ConfigError(
+                f"{path}: expected an empty folder, or the same export to go on with; it differs in {differs}. Choose "
+                "another destination, or remove it"
+            ) from None
+
+
+def _batches(
+    run: Run, exporter: Exporter, options: ExportOptions, todo: list[int], prefetch_bytes: int
+) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    import numpy as np
+
+    groups = [list(range(f, min(f + exporter.per_file, len(run)))) for f in todo]
+    places = np.array([i for group in groups for i in group], np.int64)
+    items = iter(
+        HiddenStatesDataset(
+            Selection(run, places),
+            layers=exporter.layers,
+            loss_mask=options.loss_mask,
+            prefetch_bytes=prefetch_bytes,
+            framework="torch",
+            rank=0,
+            world_size=1,
+        )
+    )
+    for group in groups:
+        yield group[0], [next(items) for _ in group]
+
+
+def _write_whole(exporter: Exporter, items: list[dict[str, Any]], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=".new-", suffix=path.suffix, dir=path.parent)
+    os.close(handle)
+    try:
+        exporter.write(items, Path(temporary))
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

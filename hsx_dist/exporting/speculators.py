@@ -1,0 +1,67 @@
+"""``speculators``: an Arrow data set of tokens and masks, and ``hidden_states/hs_{row}.safetensors`` beside it.
+
+The form of speculators 0.9: its ``ArrowDataset`` flattens all layers but the last, and takes the last, before the final
+norm, as the verifier's last state.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hsx_dist.errors import ConfigError
+from hsx_dist.exporting.base import ExportOptions, any_layers, need, num_layers_of
+from hsx_dist.reading.datasets import HiddenStatesDataset
+from hsx_dist.reading.run import Run
+
+
+class SpeculatorsExporter:
+    """Row *i* of the Arrow data set is the run's *i*-th sample: ``input_ids``, ``loss_mask`` (0/1), ``seq_len``."""
+
+    per_file = 1
+
+    def __init__(self, run: Run, options: ExportOptions) -> None:
+        if importlib.util.find_spec("datasets") is None:
+            raise ConfigError("speculators: expected Hugging Face datasets to be installed; pip install speculators")
+        last = num_layers_of(run, options)
+        self._aux = any_layers(run, options, last, "speculators")
+        self.layers = need(run, (*self._aux, last), "speculators")
+        self._loss_mask = options.loss_mask
+
+    def file(self, first: int) -> str:
+        return f"hidden_states/hs_{first}.safetensors"
+
+    def write(self, items: Sequence[dict[str, Any]], path: Path) -> None:
+        from safetensors.torch import save_file
+
+        [item] = items
+        save_file({"hidden_states": item["hidden_states"].contiguous(), "token_ids": item["input_ids"]}, path)
+
+    def finish(self, run: Run, dest: Path) -> None:
+        from datasets import Dataset, Features, Sequence, Value
+
+        def rows() -> Iterator[dict[str, Any]]:
+            for item in HiddenStatesDataset(run, layers=[], loss_mask=self._loss_mask, rank=0, world_size=1):
+                ids, mask = item["input_ids"].tolist(), item["loss_mask"].long().tolist()
+                yield {"input_ids": ids, "loss_mask": mask, "seq_len": len(ids)}
+
+        features = Features(
+            {"input_ids": Sequence(Value("int64")), "loss_mask": Sequence(Value("int64")), "seq_len": Value("int64")}
+        )
+        columns: dict[str, list[Any]] = {name: [] for name in features}
+        # In memory: tokens and masks are a hundredth of a percent of the states.
+        for row in rows():
+            for name, value in row.items():
+                columns[name].append(value)
+        data = Dataset.from_dict(columns, features=features).with_format("torch")
+        data.save_to_disk(str(dest))
+
+    def statement(self) -> dict[str, Any]:
+        return {
+            "hidden_states": f"[T, {len(self.layers)}, H], layers {list(self.layers)}: auxiliary ones, then the last "
+            "before the final norm, as speculators wants it",
+            "aux_hidden_state_layer_ids": list(self._aux),
+            "layers": list(self.layers),
+        }

@@ -1,0 +1,39 @@
+"""``vllm``: a file a sample, as vLLM's own ``ExampleHiddenStatesConnector`` writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hsx_dist.exporting.base import ExportOptions, need, stored_layers
+from hsx_dist.page import object_name
+from hsx_dist.reading.run import Run
+
+
+class VllmExporter:
+    """``KEY.safetensors``: ``hidden_states`` ``[T, L, H]``, ``token_ids`` int64 ``[T]``; with ``loss_mask`` if any."""
+
+    per_file = 1
+
+    def __init__(self, run: Run, options: ExportOptions) -> None:
+        self.layers = need(run, options.aux_layers or stored_layers(run), "vllm")
+        self._keys = run.index.keys
+
+    def file(self, first: int) -> str:
+        return f"{object_name(self._keys[first])}.safetensors"
+
+    def write(self, items: Sequence[dict[str, Any]], path: Path) -> None:
+        from safetensors.torch import save_file
+
+        [item] = items
+        tensors = {"hidden_states": item["hidden_states"].contiguous(), "token_ids": item["input_ids"].contiguous()}
+        if not item["loss_mask"].all():
+            tensors["loss_mask"] = item["loss_mask"].contiguous()
+        save_file(tensors, path)
+
+    def finish(self, run: Run, dest: Path) -> None:
+        """Nothing more."""
+
+    def statement(self) -> dict[str, Any]:
+        return {"hidden_states": f"[T, L, H], layers {list(self.layers)}; no norm applied", "layers": list(self.layers)}

@@ -1,0 +1,118 @@
+"""The end of a model, from its own weights: the final norm and the head. Nothing else of it is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hsx_dist.errors import ConfigError
+from hsx_dist.reading.run import Run
+
+_NORM = ("model.norm.weight", "model.language_model.norm.weight", "language_model.model.norm.weight")
+_HEAD = ("lm_head.weight", "language_model.lm_head.weight")
+_EMBED = (
+    "model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+)
+
+
+class ModelEnd:
+    """Final RMSNorm and ``lm_head`` of a model in Hugging Face's format, on the CPU.
+
+    Args:
+        run: says which model, and at which revision.
+        model: a folder or id instead of the run's.
+
+    Raises:
+        ConfigError: the weights are not to be had; its last norm is no RMSNorm.
+    """
+
+    def __init__(self, run: Run, model: str | None = None):
+        meaning = run.info.get("meaning", {})
+        name = model or meaning.get("model")
+        if not name:
+            raise ConfigError(f"{run.url}: does not tell its model; name the one whose norm to use (--model)")
+        self.model = str(name)
+        self._folder = _folder(self.model, None if model else meaning.get("revision"))
+        config = json.loads((self._folder / "config.json").read_text())
+        config = {**config, **config.get("text_config", {})}
+        self.eps = config.get("rms_norm_eps")
+        if not isinstance(self.eps, float):
+            raise ConfigError(f"{self.model}: expected a model with a final RMSNorm, its config has no rms_norm_eps")
+        # Gemma's norms multiply by one more than their weight.
+        self._plus_one = str(config.get("model_type", "")).startswith("gemma")
+        self._softcap = config.get("final_logit_softcapping")
+        self._scale = config.get("logits_scaling", 1.0)
+        self._files = _weight_files(self._folder)
+        self._norm: Any = None
+        self._head: Any = None
+
+    def norm(self, states: Any) -> Any:
+        """``states`` ``[…, H]`` after the final norm, same dtype; as transformers computes it."""
+        import torch
+
+        if self._norm is None:
+            weight = self._tensor(_NORM)
+            self._norm = weight.float() + 1 if self._plus_one else weight
+        x = states.float()
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self._plus_one:
+            return (x * self._norm).to(states.dtype)
+        return self._norm.to(states.dtype) * x.to(states.dtype)
+
+    def logprobs(self, states: Any) -> Any:
+        """Log-probabilities of the next token, float32 ``[T, V]``, from layer N's states ``[T, H]``."""
+        import torch
+
+        if self._head is None:
+            self._head = self._tensor(_HEAD, _EMBED)
+        x = self.norm(states)
+        logits = (x @ self._head.to(x.dtype).T).float() / self._scale
+        if self._softcap:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return torch.log_softmax(logits, -1)
+
+    def _tensor(self, *groups: tuple[str, ...]) -> Any:
+        from safetensors import safe_open
+
+        for name in (name for group in groups for name in group):
+            if name in self._files:
+                with safe_open(self._folder / self._files[name], "pt") as f:
+                    return f.get_tensor(name)
+        raise ConfigError(
+            f"{self.model}: expected one of the tensors {[n for g in groups for n in g]} in its safetensors files, "
+            "found none; name a folder that has them (--model)"
+        )
+
+
+def _folder(model: str, revision: str | None) -> Path:
+    from hsx_dist.testing.models import resolve_model
+
+    path = Path(resolve_model(model)).expanduser()
+    if (path / "config.json").is_file():
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as e:
+        raise ConfigError(
+            f"{model}: expected a folder with config.json, or a model of the Hugging Face hub; {type(e).__name__}: {e}"
+        ) from e
+
+
+def _weight_files(folder: Path) -> dict[str, str]:
+    """Tensor → file."""
+    from safetensors import safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        found: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        return found
+    names: dict[str, str] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "np") as f:
+            names |= dict.fromkeys(f.keys(), path.name)
+    return names

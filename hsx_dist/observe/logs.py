@@ -1,0 +1,85 @@
+"""Log lines that programs can read too: ``time level logger message key=value …``, or JSON with ``HSX_LOG=json``.
+
+What a line is about goes into ``extra``: ``log.warning("…", extra={"key": key})``. Messages say it in words as well,
+for inside vLLM, which configures logging itself, nobody shows ``extra``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+#: What a line may be about, in the order in which it is shown.
+FIELDS = ("run", "attempt", "replica", "writer", "key", "row", "part")
+#: A message may come so often …
+OFTEN = 10
+#: … within so many seconds; what comes beyond is counted.
+WINDOW_S = 60.0
+
+
+class Structured(logging.Formatter):
+    """``context`` (run, replica, writer) stands in every line; the rest comes from a record's ``extra``."""
+
+    def __init__(self, context: Mapping[str, Any] | None = None, *, as_json: bool = False):
+        super().__init__()
+        self._context = dict(context or {})
+        self._as_json = as_json
+
+    def format(self, record: logging.LogRecord) -> str:
+        about = {n: v for n in FIELDS if (v := getattr(record, n, self._context.get(n))) is not None}
+        message = record.getMessage() + getattr(record, "suppressed", "")
+        at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+        trace = self.formatException(record.exc_info) if record.exc_info else ""
+        if self._as_json:
+            line = {"time": at, "level": record.levelname, "logger": record.name, "message": message, **about}
+            return json.dumps({**line, **({"traceback": trace} if trace else {})}, ensure_ascii=False, default=str)
+        words = " ".join(f"{name}={_word(value)}" for name, value in about.items())
+        text = f"{at} {record.levelname} {record.name} {message}" + (f" {words}" if words else "")
+        return f"{text}\n{trace}" if trace else text
+
+
+class NotSoOften(logging.Filter):
+    """Lets a message (its text before anything is put in) pass ``OFTEN`` times a ``WINDOW_S``, and counts the rest.
+
+    The first one of the next window says how many were left out.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        super().__init__()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._seen: dict[tuple[str, str], tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        kind = record.name, str(record.msg)
+        with self._lock:
+            now = self._clock()
+            since, count = self._seen.get(kind, (now, 0))
+            if now - since >= WINDOW_S:
+                if count > OFTEN:
+                    record.suppressed = f" (and {count - OFTEN} more like it were left out)"
+                since, count = now, 0
+            self._seen[kind] = since, count + 1
+            if len(self._seen) > 1000:  # texts that somebody put together beforehand are all different
+                self._seen = {k: v for k, v in self._seen.items() if now - v[0] < WINDOW_S}
+        return count < OFTEN
+
+
+def configure_logging(level: int, **context: str) -> None:
+    """Let this process log to standard error; where somebody has configured logging already, nothing is changed."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(Structured(context, as_json=os.environ.get("HSX_LOG") == "json"))
+    handler.addFilter(NotSoOften())
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+def _word(value: Any) -> str:
+    """As it is where that is one word, else quoted: a key is a client's, and may hold anything."""
+    text = str(value)
+    plain = text and text.isprintable() and not any(c in text for c in ' "=')
+    return text if plain else json.dumps(text, ensure_ascii=False)

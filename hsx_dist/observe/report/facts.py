@@ -1,0 +1,180 @@
+"""What a run's own objects say about it: attempts, receipts, headers of parts. No states are read here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+
+from hsx_dist.format.container import Part
+from hsx_dist.format.manifest import RowFate
+from hsx_dist.format.runs import newest_attempt, read_attempt, read_complete, read_heartbeat
+from hsx_dist.reading import Run
+from hsx_dist.store import Store
+
+#: Parts whose headers are read for the sizes of layers.
+PARTS_LOOKED_AT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One driver's tenure: where and when it began, how it ended, what it counted."""
+
+    number: int
+    created: str
+    host: str
+    state: str
+    progress: Mapping[str, Any]
+
+    def counted(self, name: str) -> float:
+        """A sum over all its replicas or writers; 0 where it kept none."""
+        return float(self.progress.get("counted", {}).get(name, 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Parts in the order of their receipts. ``seconds`` since the run began; the others belong to one part each."""
+
+    seconds: np.ndarray[Any, Any]  # float64 [P]
+    attempts: np.ndarray[Any, Any]  # int64 [P]
+    tokens: np.ndarray[Any, Any]  # int64 [P]
+    raw_bytes: np.ndarray[Any, Any]  # int64 [P]
+    stored_bytes: np.ndarray[Any, Any]  # int64 [P]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSize:
+    """Raw and stored bytes of one layer in the parts that were looked at."""
+
+    layer: int
+    raw: int
+    stored: int
+
+
+@dataclass(slots=True)
+class RunFacts:
+    """Everything of the page that needs no states."""
+
+    url: str
+    complete: bool
+    info: Mapping[str, Any]
+    attempts: list[Attempt]
+    counts: dict[str, int]
+    timeline: Timeline
+    lengths: np.ndarray[Any, Any]  # int64 [samples]: tokens of each
+    refused: list[tuple[str, int]]  # reason → rows, the most frequent first
+    failed: list[tuple[str, int]]
+    layer_sizes: list[LayerSize]
+    codecs: dict[str, int] = field(default_factory=dict)  # name → parts looked at
+
+    @property
+    def meaning(self) -> Mapping[str, Any]:
+        found = self.info.get("meaning")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        found = self.info.get("settings")
+        return found if isinstance(found, dict) else {}
+
+
+def gather_facts(store: Store, run: Run) -> RunFacts:
+    """Read attempts, heartbeats, the manifest that ``run`` holds, and the headers of some parts.
+
+    Raises:
+        StoreError, FormatError: an object cannot be read.
+    """
+    samples = run.manifest.samples.values()
+    names = sorted({part for s in samples for part, _ in s.segments})
+    sizes, codecs = _layer_sizes(store, run, names)
+    complete = read_complete(store)
+    return RunFacts(
+        url=run.url,
+        complete=run.complete,
+        info=run.info,
+        attempts=[_attempt(store, n, complete) for n in range(1, newest_attempt(store) + 1)],
+        counts={
+            "samples": len(run),
+            "tokens": sum(s.num_tokens for s in samples),
+            "parts": len(names),
+            "raw_bytes": sum(proof.raw_bytes for s in samples for _, proof in s.segments),
+            "stored_bytes": sum(run.manifest.parts[name].size for name in names),
+            "refused": len(run.refused),
+            "failed": len(run.failed),
+        },
+        timeline=_timeline(run),
+        lengths=np.array([s.num_tokens for s in samples], np.int64),
+        refused=_reasons(run.refused),
+        failed=_reasons(run.failed),
+        layer_sizes=sizes,
+        codecs=codecs,
+    )
+
+
+def _attempt(store: Store, number: int, complete: Mapping[str, Any] | None) -> Attempt:
+    about, beat = read_attempt(store, number) or {}, read_heartbeat(store, number) or {}
+    progress = beat.get("progress")
+    state = str(beat.get("state", "no heartbeat"))
+    if complete is not None and complete["attempt"] == number:
+        state = "complete"
+    return Attempt(
+        number,
+        str(about.get("created", "?")),
+        str(about.get("host", "?")),
+        state,
+        progress if isinstance(progress, dict) else {},
+    )
+
+
+def _timeline(run: Run) -> Timeline:
+    rows = []
+    for receipt in run.manifest.parts.values():
+        at = _time(receipt.created)
+        if at is None:
+            continue  # its time is for people only; a receipt without a readable one counts everywhere else
+        tokens = sum(p.segment.stop - p.segment.start for p in receipt.segments)
+        rows.append((at, receipt.attempt, tokens, receipt.raw_bytes, receipt.size))
+    table = np.array(sorted(rows), np.float64).reshape(len(rows), 5)
+    began = _time(str(run.info.get("created", "")))
+    # Clocks of several machines: no receipt came before the run was made.
+    first = min(began if began is not None else np.inf, table[0, 0]) if len(table) else 0.0
+    whole = table[:, 1:].astype(np.int64)
+    return Timeline(table[:, 0] - first, whole[:, 0], whole[:, 1], whole[:, 2], whole[:, 3])
+
+
+def _time(text: str) -> float | None:
+    """Unix time of ISO 8601; None for anything else."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
+
+
+def _reasons(fates: Mapping[str, RowFate]) -> list[tuple[str, int]]:
+    """Rows by reason; numbers and quoted words, which differ from row to row, are left out of it."""
+    return Counter(_kind(fate.reason) for fate in fates.values()).most_common()
+
+
+def _kind(reason: str) -> str:
+    words = ["…" if any(c.isdigit() for c in word) else word for word in reason.split()]
+    return " ".join(words)[:160]
+
+
+def _layer_sizes(store: Store, run: Run, names: list[str]) -> tuple[list[LayerSize], dict[str, int]]:
+    step = max(len(names) // PARTS_LOOKED_AT, 1)
+    raw: Counter[int] = Counter()
+    stored: Counter[int] = Counter()
+    codecs: Counter[str] = Counter()
+    for name in names[::step]:
+        receipt = run.manifest.parts[name]
+        part = Part.open(store, name, header_bytes=receipt.header_bytes, size=receipt.size)
+        codecs[str(part.codec.to_dict().get("name", "?"))] += 1
+        for i, info in enumerate(part.segments):
+            for layer, nbytes in part.layer_bytes(i).items():
+                raw[layer] += info.segment.num_tokens * info.row_bytes
+                stored[layer] += nbytes
+    return [LayerSize(layer, raw[layer], stored[layer]) for layer in sorted(raw)], dict(codecs)

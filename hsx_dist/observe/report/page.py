@@ -1,0 +1,264 @@
+"""The report's page: HTML around the plots. Self-contained: a browser loads nothing else, and runs no script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from hsx_dist.observe.report.facts import RunFacts, gather_facts
+from hsx_dist.observe.report.plots import Canvas
+from hsx_dist.observe.report.states import StateNumbers, TokenNorms, gather_states, spread
+from hsx_dist.reading import Run
+from hsx_dist.store import Store
+
+#: Token ids → the text of each.
+Decode = Callable[[Sequence[int]], list[str]]
+#: Layers that are shown token by token.
+LAYERS_SHOWN = 8
+
+# Whatever a sample's text or a setting holds, the browser may load and run nothing.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+_CSS = """
+:root { color-scheme: light; }
+body { font: 15px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; color: #22272e; background: #f4f6f8;
+  margin: 0; }
+main { max-width: 1020px; margin: 0 auto; padding: 24px 20px 60px; }
+h1 { font-size: 24px; margin: 0 0 2px; overflow-wrap: anywhere; }
+h2 { font-size: 18px; margin: 0 0 4px; } svg + h2, svg + .pair { margin-top: 18px; }
+h3 { font-size: 14px; margin: 14px 0 2px; overflow-wrap: anywhere; }
+section { background: #fff; border: 1px solid #dde2e7; border-radius: 8px; padding: 18px 22px; margin-top: 18px; }
+p.note { color: #5b6570; margin: 2px 0 12px; max-width: 76ch; }
+.facts { display: flex; flex-wrap: wrap; gap: 10px; margin-top: 16px; }
+.fact { background: #fff; border: 1px solid #dde2e7; border-radius: 8px; padding: 10px 14px; flex: 1 1 96px; }
+.fact b { display: block; font-size: 20px; font-weight: 600; }
+.fact span { color: #5b6570; font-size: 13px; }
+.state { display: inline-block; border-radius: 10px; padding: 1px 10px; font-size: 13px; background: #e3e7eb; }
+.state.good { background: #d8eedd; } .state.bad { background: #f6d9d6; }
+.pair { display: flex; flex-wrap: wrap; gap: 18px; } .pair > div { flex: 1 1 420px; min-width: 0; }
+svg { max-width: 100%; height: auto; }
+table { border-collapse: collapse; width: 100%; }
+td, th { text-align: left; padding: 3px 14px 3px 0; vertical-align: top; }
+th { color: #5b6570; font-weight: 500; } td.n, th.n { text-align: right; } tr + tr td { border-top: 1px solid #edf0f2; }
+td { overflow-wrap: anywhere; }
+details { margin-top: 8px; } summary { cursor: pointer; color: #3465a4; }
+pre { background: #f4f6f8; padding: 10px; overflow: auto; font-size: 12.5px; }
+.tokens { display: grid; grid-template-columns: 62px 1fr; gap: 4px 10px; font-size: 13.5px; }
+.tokens .layer { color: #5b6570; text-align: right; white-space: nowrap; }
+.tokens .text { line-height: 1.75; overflow-wrap: anywhere; }
+.tokens .text span { border-radius: 3px; padding: 1px 0; white-space: pre-wrap; }
+.scale { display: inline-block; width: 160px; height: 10px; border-radius: 3px; vertical-align: middle; margin: 0 6px;
+  background: linear-gradient(90deg, rgba(52,101,164,.35), #fff 33%, rgba(217,130,43,.9)); border: 1px solid #dde2e7; }
+"""
+
+
+def write_report(
+    store: Store,
+    *,
+    chosen: Sequence[str] = (),
+    samples: int = 24,
+    decode: Decode | None = None,
+) -> str:
+    """The page about the run at ``store``, as HTML.
+
+    Args:
+        chosen: keys of samples that are shown token by token; without any, a short, a middling and a long one.
+        samples: how many samples are read for norms and similarities.
+        decode: the model's tokenizer; without it ids stand for tokens.
+
+    Raises:
+        RunError: there is no run. SampleNotFound: a chosen key is none of its.
+        ConfigError: matplotlib is not installed.
+        StoreError, FormatError: something cannot be read.
+    """
+    run = Run(store)
+    canvas = Canvas()
+    facts = gather_facts(store, run)
+    keys = list(chosen) or _typical(run)
+    states = gather_states(run, spread(run.keys(), samples), keys)
+    sections = [
+        _what_ran(facts),
+        _time(facts, canvas),
+        _stored(facts, canvas),
+        _failures(facts),
+        *(_states(states, canvas) if states is not None else []),
+        *([_samples(states, decode)] if states is not None and states.chosen else []),
+        _settings(facts),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(facts.url)}</title><style>{_CSS}</style></head><body><main>\n"
+        + "\n".join(s for s in sections if s)
+        + "\n</main></body></html>\n"
+    )
+
+
+def _typical(run: Run) -> list[str]:
+    """A short, a middling and a long sample."""
+    by_length = sorted(run.manifest.samples.values(), key=lambda s: (s.num_tokens, s.key))
+    worth = [s for s in by_length if s.num_tokens > 1] or by_length
+    return list(dict.fromkeys(worth[int(q * (len(worth) - 1))].key for q in (0.25, 0.5, 0.9))) if worth else []
+
+
+def _what_ran(facts: RunFacts) -> str:
+    state = "complete" if facts.complete else facts.attempts[-1].state if facts.attempts else "not started"
+    good = "good" if state == "complete" else "bad" if state in ("failed", "no heartbeat") else ""
+    c = facts.counts
+    ratio = c["stored_bytes"] / c["raw_bytes"] if c["raw_bytes"] else 0.0
+    seconds = sum(float(a.progress.get("seconds") or 0) for a in facts.attempts)
+    numbers = [
+        (f"{c['samples']:,}", "samples"),
+        (f"{c['tokens']:,}", "tokens"),
+        (f"{c['refused']:,} / {c['failed']:,}", "refused / failed"),
+        (_bytes(c["raw_bytes"]), "raw"),
+        (_bytes(c["stored_bytes"]), f"stored ({ratio:.1%})"),
+        (f"{c['parts']:,}", "parts"),
+    ]
+    if seconds > 0:
+        computed = sum(float(a.progress.get("tokens") or 0) for a in facts.attempts)
+        numbers.append((f"{computed / seconds:,.0f}", "tokens a second"))
+    layers = facts.meaning.get("layers", [])
+    rows = [
+        ("model", facts.meaning.get("model", "?")),
+        ("layers", ", ".join(str(x) for x in layers) if isinstance(layers, list) else layers),
+        ("codec", ", ".join(sorted(facts.codecs)) or "none yet"),
+        ("created", facts.info.get("created", "?")),
+    ]
+    attempts = "".join(
+        f"<tr><td>{a.number}</td><td>{escape(a.created)}</td><td>{escape(a.host)}</td><td>{escape(a.state)}</td>"
+        f'<td class="n">{float(a.progress.get("seconds") or 0):,.1f}</td></tr>'
+        for a in facts.attempts
+    )
+    return (
+        f'<h1>{escape(facts.url)}</h1><span class="state {good}">{escape(state)}</span>'
+        f'<div class="facts">{"".join(f"<div class=fact><b>{v}</b><span>{n}</span></div>" for v, n in numbers)}</div>'
+        f'<section id="what"><h2>What ran</h2>{_table(rows)}'
+        "<h3>Attempts</h3><table><tr><th>attempt</th><th>began</th><th>host</th><th>ended as</th>"
+        f'<th class="n">seconds with engines</th></tr>{attempts}</table></section>'
+    )
+
+
+def _time(facts: RunFacts, canvas: Canvas) -> str:
+    parts = []
+    if len(facts.timeline.seconds):
+        parts.append(
+            "<h2>Throughput</h2><p class=note>What became durable, by the receipts' times, spread over the time since "
+            "the receipt before. Engines load first. Dotted lines: another attempt.</p>"
+            + canvas.throughput(facts.timeline)
+        )
+    if any(a.counted("engine_seconds") for a in facts.attempts):
+        parts.append(
+            "<h2>Where time went</h2><p class=note>Seconds of all engines, and thread seconds of all writers. Writers "
+            "work beside the engines; what slows a run down is red.</p>" + canvas.where_time_went(facts.attempts)
+        )
+    return f'<section id="time">{"".join(parts)}</section>' if parts else ""
+
+
+def _stored(facts: RunFacts, canvas: Canvas) -> str:
+    if not len(facts.lengths):
+        return ""
+    sizes = ""
+    if facts.layer_sizes:
+        codecs = ", ".join(f"{escape(name)} ({n} parts)" for name, n in sorted(facts.codecs.items()))
+        plot = canvas.layer_sizes(facts.layer_sizes)
+        sizes = f"<div><h2>Sizes by layer</h2><p class=note>Codec {codecs}.</p>{plot}</div>"
+    longest = f"<p class=note>{len(facts.lengths):,} samples, the longest of {facts.lengths.max():,} tokens.</p>"
+    return (
+        f'<section id="stored"><div class="pair">{sizes}'
+        f"<div><h2>Lengths</h2>{longest}{canvas.lengths(facts.lengths)}</div></div></section>"
+    )
+
+
+def _failures(facts: RunFacts) -> str:
+    rows = [
+        f'<tr><td>{what}</td><td class="n">{n:,}</td><td>{escape(reason)}</td></tr>'
+        for what, reasons in (("refused", facts.refused), ("failed", facts.failed))
+        for reason, n in reasons[:20]
+    ]
+    body = (
+        f'<table><tr><th>fate</th><th class="n">rows</th><th>reason (numbers left out)</th></tr>{"".join(rows)}</table>'
+        if rows
+        else "<p class=note>Every row has its sample.</p>"
+    )
+    return f'<section id="failures"><h2>Rows without a sample</h2>{body}</section>'
+
+
+def _states(states: StateNumbers, canvas: Canvas) -> Iterable[str]:
+    about = (
+        f"Over {states.tokens:,} tokens of {states.samples} samples spread over the run "
+        f"({states.dtype}, hidden size {states.hidden_size:,})."
+    )
+    yield (
+        f'<section id="states"><h2>Norms</h2><p class=note>{about} The first token is apart: in most models '
+        f"it is a sink with a norm of its own.</p>{canvas.norms(states)}"
+        '<div class="pair"><div><h2>Channels that stand out</h2><p class=note>Mean magnitude of a channel over that of '
+        "the layer's median channel. Such channels decide how well a lossy codec does.</p>"
+        f"{canvas.outliers(states)}</div>"
+        "<div><h2>How alike are layers?</h2><p class=note>Mean cosine between the states of the same token in two "
+        f"layers; first tokens left out.</p>{canvas.similarity(states)}</div></div></section>"
+    )
+
+
+def _samples(states: StateNumbers, decode: Decode | None) -> str:
+    note = (
+        'The norm of every token against the layer\'s median in this sample: smaller <span class="scale"></span> four '
+        "times and more. The number itself appears under the pointer."
+    )
+    if decode is None:
+        note += " The model's tokenizer is not at hand here, so ids stand for tokens."
+    shown = "".join(_sample(states, s, decode) for s in states.chosen)
+    return f'<section id="samples"><h2>Samples, token by token</h2><p class=note>{note}</p>{shown}</section>'
+
+
+def _sample(states: StateNumbers, sample: TokenNorms, decode: Decode | None) -> str:
+    ids = [int(i) for i in sample.token_ids]
+    texts = decode(ids) if decode is not None else [f" {i}" for i in ids]
+    at = [round(i * (len(states.layer_ids) - 1) / (LAYERS_SHOWN - 1)) for i in range(LAYERS_SHOWN)]
+    at = list(dict.fromkeys(at)) if len(states.layer_ids) > LAYERS_SHOWN else list(range(len(states.layer_ids)))
+    medians = np.median(sample.norms, axis=0)
+    lines = []
+    for k in at:
+        spans = "".join(
+            f'<span style="background:{_color(norm / max(medians[k], 1e-30))}" title="{norm:.4g}">{_token(text)}</span>'
+            for text, norm in zip(texts, sample.norms[:, k], strict=True)
+        )
+        lines.append(f'<div class="layer">layer {states.layer_ids[k]}</div><div class="text">{spans}</div>')
+    of = f", the first {len(ids)} of {sample.num_tokens:,}" if len(ids) < sample.num_tokens else f", {len(ids)} tokens"
+    return f'<h3>{escape(sample.key)}{of}</h3><div class="tokens">{"".join(lines)}</div>'
+
+
+def _token(text: str) -> str:
+    return escape(text.replace("\n", "⏎")) or "·"
+
+
+def _color(ratio: float) -> str:
+    """Blue below the median, white at it, orange up to four times."""
+    if not np.isfinite(ratio):
+        return "#c0504d"
+    x = float(np.clip(np.log2(max(ratio, 1e-6)), -1, 2))
+    return f"rgba(52,101,164,{-0.35 * x:.2f})" if x < 0 else f"rgba(217,130,43,{0.45 * x:.2f})"
+
+
+def _settings(facts: RunFacts) -> str:
+    text = json.dumps({"meaning": dict(facts.meaning), "settings": dict(facts.settings)}, indent=1, ensure_ascii=False)
+    return (
+        '<section id="settings"><h2>Settings</h2><p class=note>As the run keeps them, without credentials.</p>'
+        f"<details><summary>Show</summary><pre>{escape(text)}</pre></details></section>"
+    )
+
+
+def _table(rows: Iterable[tuple[str, Any]]) -> str:
+    return f"<table>{''.join(f'<tr><th>{escape(n)}</th><td>{escape(str(v))}</td></tr>' for n, v in rows)}</table>"
+
+
+def _bytes(n: float) -> str:
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if n < 1000 or unit == "TB":
+            return f"{n:,.0f} {unit}" if unit == "B" or n >= 100 else f"{n:,.1f} {unit}"
+        n /= 1000
+    raise AssertionError

@@ -1,0 +1,252 @@
+"""The report's plots: matplotlib figures as SVG text, which a page holds without any script or network."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hsx_dist.errors import ConfigError
+from hsx_dist.observe.report.facts import Attempt, LayerSize, Timeline
+from hsx_dist.observe.report.states import StateNumbers
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+BLUE, ORANGE, GREEN, RED, GREY = "#3465a4", "#d9822b", "#4c9a5b", "#c0504d", "#b8bec6"
+_STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",  # text stays text: it can be selected, and wears the page's font
+    "svg.hashsalt": "hsx",  # the same figure gives the same bytes
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#9aa3ad",
+    "axes.labelcolor": "#333a42",
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e6e9ec",
+    "xtick.color": "#555d66",
+    "ytick.color": "#555d66",
+    "legend.frameon": False,
+}
+
+
+class Canvas:
+    """Draws one figure after the other. Making one imports matplotlib.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            import matplotlib
+            from matplotlib.figure import Figure
+        except ImportError as e:
+            raise ConfigError("a report needs matplotlib: install hsx-dist[report]") from e
+        self._style = lambda: matplotlib.rc_context(_STYLE)
+        self._figure = Figure
+        self._drawn = 0
+
+    def _draw(self, fill: Any, width: float, height: float, label: str) -> str:
+        """SVG of a figure of ``width`` by ``height`` inches that ``fill(figure)`` fills; ``label`` is its name."""
+        with self._style():
+            figure = self._figure(figsize=(width, height), layout="constrained")
+            fill(figure)
+            out = io.StringIO()
+            figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        text = out.getvalue()
+        text = text[text.index("<svg") :]
+        # Ids must not meet those of the page's other figures.
+        self._drawn += 1
+        text = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>f{self._drawn}-", text)
+        text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+        return text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+
+    # -- where time went -----------------------------------------------------------------------------------------
+
+    def throughput(self, timeline: Timeline) -> str:
+        """Tokens and bytes that became durable, over time."""
+
+        def fill(figure: Figure) -> None:
+            left, right = figure.subplots(1, 2)
+            end = max(float(timeline.seconds[-1]), 1.0)
+            bins = np.linspace(0, end, 61)
+            scale, unit = _time_unit(end)
+            for axes, values, name, color, by in (
+                (left, timeline.tokens, "tokens a second", BLUE, 1.0),
+                (right, timeline.raw_bytes, "MB a second, before encoding", ORANGE, 1e6),
+            ):
+                # A part's tokens came evenly since the receipt before, as far as anybody knows.
+                stored = np.interp(bins, [0.0, *timeline.seconds], [0.0, *np.cumsum(values / by)])
+                rates = np.diff(stored) / np.diff(bins)
+                axes.stairs(rates, bins / scale, fill=True, color=color, alpha=0.35)
+                axes.stairs(rates, bins / scale, color=color)
+                axes.set_title(name)
+                axes.set_xlabel(f"{unit} since the run began")
+                axes.set_ylim(bottom=0)
+                for at in np.flatnonzero(np.diff(timeline.attempts)):
+                    axes.axvline(timeline.seconds[at + 1] / scale, color=RED, linestyle=":", linewidth=1)
+
+        return self._draw(fill, 9.6, 2.6, "Throughput over time")
+
+    def where_time_went(self, attempts: Sequence[Attempt]) -> str:
+        """Seconds of engines and of writers by what they did, a bar each and attempt."""
+
+        def total(name: str) -> float:
+            return sum(a.counted(name) for a in attempts)
+
+        engine, copy, wait = (total(n) for n in ("engine_seconds", "copy_seconds", "store_wait_seconds"))
+        bars = [
+            (
+                "writers",
+                [
+                    ("compress", total("encode_seconds"), BLUE),
+                    ("upload", total("put_seconds"), ORANGE),
+                    ("wait for room", total("room_wait_seconds"), RED),
+                ],
+            ),
+            (
+                "engines",
+                [
+                    ("compute", max(engine - copy - wait, 0.0), BLUE),
+                    ("copy", copy, GREEN),
+                    ("wait for the store", wait, RED),
+                    ("no task", total("idle_seconds"), GREY),
+                ],
+            ),
+        ]
+
+        def fill(figure: Figure) -> None:
+            for axes, (name, pieces) in zip(figure.subplots(2, 1), reversed(bars), strict=True):
+                left = 0.0
+                whole = max(sum(seconds for _, seconds, _ in pieces), 1e-9)
+                for what, seconds, color in pieces:
+                    label = f"{what}: {seconds:,.1f} s ({seconds / whole:.0%})"
+                    axes.barh([0], [seconds], left=left, color=color, height=0.7, label=label)
+                    left += seconds
+                axes.set_yticks([0], [name])
+                axes.set_xlim(0, whole)
+                axes.grid(visible=False)
+                axes.set_ylim(-0.4, 0.4)
+                axes.legend(loc="upper left", bbox_to_anchor=(0, -0.35), ncols=4, fontsize=9, columnspacing=1.4)
+
+        return self._draw(fill, 9.6, 2.5, "Where time went")
+
+    # -- what is stored ------------------------------------------------------------------------------------------
+
+    def layer_sizes(self, sizes: Sequence[LayerSize]) -> str:
+        """Stored bytes of each layer, as a share of its raw ones."""
+
+        def fill(figure: Figure) -> None:
+            axes = figure.subplots()
+            at = np.arange(len(sizes))
+            shares = np.array([100 * s.stored / max(s.raw, 1) for s in sizes])
+            axes.bar(at, shares, color=BLUE, width=0.75)
+            if len(sizes) <= 12:
+                for x, share in enumerate(shares):
+                    axes.text(x, float(share), f"{share:.1f} %", ha="center", va="bottom", fontsize=9)
+            axes.axhline(100, color=GREY, linewidth=1)
+            _name_layers(axes, [s.layer for s in sizes])
+            axes.set_ylabel("% of the raw bytes")
+            axes.set_ylim(0, max(108, shares.max() * 1.08))
+            axes.grid(visible=False, axis="x")
+
+        return self._draw(fill, 4.8, 2.7, "Stored bytes by layer")
+
+    def lengths(self, lengths: np.ndarray[Any, Any]) -> str:
+        """How many tokens samples have."""
+
+        def fill(figure: Figure) -> None:
+            axes = figure.subplots()
+            most = int(lengths.max())
+            wide = most > 50 * max(np.median(lengths), 1)
+            low = max(int(lengths.min()), 1)
+            bins = np.geomspace(low, most + 1, 41) if wide else np.linspace(0, most + 1, min(most + 1, 40) + 1)
+            axes.hist(lengths, bins=list(bins), color=GREEN, alpha=0.85)
+            if wide:
+                axes.set_xscale("log")
+            for q, style in ((50, "-"), (99, ":")):
+                value = np.percentile(lengths, q)
+                axes.axvline(value, color="#333a42", linestyle=style, linewidth=1, label=f"{q} %: {value:,.0f}")
+            axes.legend(fontsize=9)
+            axes.set_xlabel("tokens of a sample")
+            axes.set_ylabel("samples")
+
+        return self._draw(fill, 4.8, 2.7, "Lengths of samples")
+
+    # -- what the states look like -------------------------------------------------------------------------------
+
+    def norms(self, numbers: StateNumbers) -> str:
+        """Norms of the states by layer."""
+
+        def fill(figure: Figure) -> None:
+            axes = figure.subplots()
+            at = np.arange(len(numbers.layer_ids))
+            low, first, median, third, high = numbers.norms
+            axes.fill_between(at, low, high, color=BLUE, alpha=0.15, linewidth=0, label="1 % to 99 % of tokens")
+            axes.fill_between(at, first, third, color=BLUE, alpha=0.35, linewidth=0, label="middle half")
+            axes.plot(at, median, color=BLUE, marker="o", markersize=3, label="median")
+            axes.plot(at, numbers.first_token, color=RED, marker="s", markersize=3, linestyle="--", label="first token")
+            axes.set_yscale("log")
+            _name_layers(axes, numbers.layer_ids)
+            axes.set_ylabel("Euclidean norm")
+            axes.legend(fontsize=9)
+
+        return self._draw(fill, 9.6, 3.0, "Norms by layer")
+
+    def outliers(self, numbers: StateNumbers) -> str:
+        """The channels that stand out most, in each layer."""
+
+        def fill(figure: Figure) -> None:
+            axes = figure.subplots()
+            log = np.log10(np.maximum(numbers.outliers, 1e-3))
+            image = axes.imshow(log, aspect="auto", cmap="Blues", vmin=0, vmax=max(float(log.max()), 1.0))
+            axes.set_yticks(range(len(numbers.channels)), [str(c) for c in numbers.channels], fontsize=8)
+            _name_layers(axes, numbers.layer_ids)
+            axes.set_ylabel("channel")
+            axes.grid(visible=False)
+            bar = figure.colorbar(image, ax=axes, fraction=0.05)
+            ticks = [t for t in range(5) if t <= log.max()] or [0]
+            bar.set_ticks(ticks, labels=[f"{10**t:,}x" for t in ticks])
+
+        return self._draw(fill, 4.8, 3.8, "Channels that stand out")
+
+    def similarity(self, numbers: StateNumbers) -> str:
+        """Mean cosine between the states of one token in two layers."""
+
+        def fill(figure: Figure) -> None:
+            axes = figure.subplots()
+            image = axes.imshow(numbers.similarity, cmap="viridis", vmin=min(0.0, numbers.similarity.min()), vmax=1)
+            n = len(numbers.layer_ids)
+            _name_layers(axes, numbers.layer_ids)
+            _name_layers(axes, numbers.layer_ids, vertical=True)
+            axes.grid(visible=False)
+            if n <= 8:
+                for i in range(n):
+                    for j in range(n):
+                        value = numbers.similarity[i, j]
+                        color = "black" if value > 0.6 else "white"
+                        axes.text(j, i, f"{value:.2f}", ha="center", va="center", color=color, fontsize=9)
+            figure.colorbar(image, ax=axes, fraction=0.046)
+
+        return self._draw(fill, 4.8, 3.8, "Similarity between layers")
+
+
+def _name_layers(axes: Axes, layers: Sequence[int], *, vertical: bool = False) -> None:
+    step = -(-len(layers) // 16)
+    at = list(range(0, len(layers), step))
+    (axes.set_yticks if vertical else axes.set_xticks)(at, [str(layers[i]) for i in at])
+    (axes.set_ylabel if vertical else axes.set_xlabel)("layer")
+
+
+def _time_unit(seconds: float) -> tuple[float, str]:
+    return (3600.0, "hours") if seconds > 3 * 3600 else (60.0, "minutes") if seconds > 300 else (1.0, "seconds")

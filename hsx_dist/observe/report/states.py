@@ -1,0 +1,124 @@
+"""What a few samples' states look like: norms, channels that stand out, how alike layers are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hsx_dist.reading import Run, Sample
+
+#: Bytes of states, as float32, that are held at once; of a longer sample the first tokens are taken.
+HELD_BYTES = 128 << 20
+#: Tokens of a sample that are shown one by one.
+TOKENS_SHOWN = 96
+#: Channels that are shown.
+CHANNELS_SHOWN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TokenNorms:
+    """One sample token by token. ``norms``: Euclidean, float64 ``[T, L]``; ``token_ids``: int64 ``[T]``."""
+
+    key: str
+    num_tokens: int
+    token_ids: np.ndarray[Any, Any]
+    norms: np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StateNumbers:
+    """Numbers over the tokens of the samples that were read; ``L`` layers, ``H`` channels."""
+
+    layer_ids: tuple[int, ...]
+    dtype: str
+    hidden_size: int
+    samples: int
+    tokens: int
+    norms: np.ndarray[Any, Any]  # float64 [5, L]: 1st, 25th, 50th, 75th, 99th percentile, first tokens left out
+    first_token: np.ndarray[Any, Any]  # float64 [L]: median norm of samples' first tokens
+    channels: np.ndarray[Any, Any]  # int64 [C]: those that stand out most in some layer
+    outliers: np.ndarray[Any, Any]  # float64 [C, L]: their mean magnitude over the median channel's
+    similarity: np.ndarray[Any, Any]  # float64 [L, L]: mean cosine of the same token's states
+    chosen: list[TokenNorms]
+
+
+def spread(keys: Sequence[str], n: int) -> list[str]:
+    """``n`` keys, evenly spread over ``keys``, the first and the last among them."""
+    if len(keys) <= n:
+        return list(keys)
+    return [keys[round(i * (len(keys) - 1) / max(n - 1, 1))] for i in range(n)]
+
+
+def gather_states(run: Run, keys: Sequence[str], chosen: Sequence[str]) -> StateNumbers | None:
+    """Read the samples ``keys`` for the numbers, and ``chosen`` token by token; None when there is no sample.
+
+    Samples whose layers or width differ from the first one's (a request may choose its layers) are left out.
+
+    Raises:
+        SampleNotFound: a chosen key is none of the run's.
+        StoreError, FormatError: something cannot be read.
+    """
+    keys = list(dict.fromkeys([*chosen, *keys]))
+    if not keys:
+        return None
+    first = run[keys[0]]
+    layers, hidden = first.layer_ids, first.hidden_size
+    if not layers:
+        return None
+    norms: list[np.ndarray[Any, Any]] = []
+    begins: list[np.ndarray[Any, Any]] = []
+    magnitude = np.zeros((len(layers), hidden))
+    cosines = np.zeros((len(layers), len(layers)))
+    tokens = 0
+    shown: list[TokenNorms] = []
+    for key in keys:
+        sample = run[key]
+        if sample.layer_ids != layers or sample.hidden_size != hidden:
+            continue
+        states, ids = _load(sample)
+        with np.errstate(over="ignore", invalid="ignore"):  # rows that are not finite are shown, and left out below
+            norm = np.linalg.norm(states, axis=2)  # [T, L]
+        if key in chosen:
+            shown.append(TokenNorms(key, sample.num_tokens, ids[:TOKENS_SHOWN], norm[:TOKENS_SHOWN].astype(np.float64)))
+        begins.append(norm[0])
+        # The first token of nearly every model is a sink whose norm is a hundred times the others'.
+        rest = np.isfinite(norm[1:]).all(axis=1)
+        norms.append(norm[1:][rest])
+        states = states[1:][rest]
+        magnitude += np.abs(states).sum(axis=0, dtype=np.float64)
+        unit = states / np.maximum(norm[1:][rest], 1e-30)[:, :, None]
+        # One product a token, [L, H] by [H, L].
+        cosines += np.matmul(unit, unit.transpose(0, 2, 1)).sum(axis=0, dtype=np.float64)
+        tokens += len(states)
+    every = np.concatenate(norms) if tokens else np.zeros((1, len(layers)))
+    channels, outliers = _outliers(magnitude / max(tokens, 1))
+    return StateNumbers(
+        layer_ids=layers,
+        dtype=first.dtype,
+        hidden_size=hidden,
+        samples=len(begins),
+        tokens=tokens,
+        norms=np.percentile(every, [1, 25, 50, 75, 99], axis=0),
+        first_token=np.median(np.stack(begins), axis=0),
+        channels=channels,
+        outliers=outliers,
+        similarity=cosines / max(tokens, 1),
+        chosen=sorted(shown, key=lambda s: list(chosen).index(s.key)),
+    )
+
+
+def _load(sample: Sample) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """float32 ``[T, L, H]`` and int64 ``[T]`` of the sample's first tokens."""
+    token_bytes = len(sample.layer_ids) * sample.hidden_size * 4
+    data = sample.load(tokens=(0, max(HELD_BYTES // token_bytes, 16)), framework="numpy")
+    return np.asarray(data["hidden_states"], np.float32), data["token_ids"]
+
+
+def _outliers(mean: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Channels, int64 ``[C]``, and their mean magnitude over that of the layer's median channel, float64 ``[C, L]``."""
+    ratio = mean / np.maximum(np.median(mean, axis=1, keepdims=True), 1e-30)  # [L, H]
+    most = np.argsort(-ratio.max(axis=0), kind="stable")[:CHANNELS_SHOWN]
+    return most, ratio[:, most].T

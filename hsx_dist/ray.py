@@ -1,0 +1,163 @@
+"""Runs in Ray Data, for Ray Train and pipelines: ``read_hidden_states``. And exports as Ray tasks.
+
+Needs ``pip install "hsx-dist[ray-data]"`` on every node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import ray
+from ray.data import Dataset
+from ray.data.block import Block, BlockMetadata
+from ray.data.datasource import Datasource, ReadTask
+
+from hsx_dist.errors import ConfigError
+from hsx_dist.exporting import ExportOptions, ExportReport, export_run
+from hsx_dist.reading import Run, open_run
+from hsx_dist.reading.datasets import HiddenStatesDataset
+from hsx_dist.reading.select import Selection
+
+_BLOCK_SAMPLES = 32
+
+
+class HiddenStatesSource(Datasource):  # type: ignore[misc]
+    """Samples of a run, read part by part in Ray's tasks: see ``read_hidden_states``."""
+
+    def __init__(self, selection: Selection, options: Mapping[str, Any]):
+        super().__init__()
+        self._selection, self._options = selection, dict(options)
+
+    def estimate_inmemory_data_size(self) -> int | None:
+        """Bytes of all states, decoded to float32 if they are bf16."""
+        return int(self._bytes(self._selection.places))
+
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
+    ) -> list[ReadTask]:
+        """At most ``parallelism`` tasks, each of neighbours within parts."""
+        del data_context
+        run = self._selection.run
+        places = self._selection.places
+        ordered = places[np.argsort(run.index.part_of[places], kind="stable")]
+        groups = [g for g in np.array_split(ordered, max(1, min(parallelism, len(ordered)))) if len(g)]
+        return [
+            ReadTask(
+                _reader(Selection(run, np.sort(group)), self._options),
+                BlockMetadata(
+                    num_rows=len(group), size_bytes=int(self._bytes(group)), input_files=None, exec_stats=None
+                ),
+                per_task_row_limit=per_task_row_limit,
+            )
+            for group in groups
+        ]
+
+    def _bytes(self, places: np.ndarray[Any, Any]) -> float:
+        run, layers = self._selection.run, self._options.get("layers")
+        share = len(layers) / len(run.layer_ids) if layers is not None and run.layer_ids else 1.0
+        return 2 * share * float(run.index.raw_bytes[places].sum())
+
+
+def _reader(selection: Selection, options: Mapping[str, Any]) -> Callable[[], Iterable[Block]]:
+    def read() -> Iterable[Block]:
+        import pyarrow as pa
+        from ray.data.extensions import ArrowTensorArray
+
+        items: list[dict[str, Any]] = []
+
+        def block() -> Block:
+            columns = {
+                name: [item[name] for item in items]
+                if isinstance(items[0][name], str)
+                else ArrowTensorArray.from_numpy(_ragged([item[name] for item in items]))
+                for name in items[0]
+            }
+            items.clear()
+            return pa.table(columns)
+
+        dataset = HiddenStatesDataset(selection, framework="numpy", rank=0, world_size=1, **options)
+        for item in dataset:
+            items.append(item)
+            if len(items) == _BLOCK_SAMPLES:
+                yield block()
+        if items:
+            yield block()
+
+    return read
+
+
+def _ragged(arrays: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """Arrays of different lengths as one object array, as Ray's tensor columns take them."""
+    if len({a.shape for a in arrays}) == 1:
+        return np.stack(arrays)
+    out = np.empty(len(arrays), object)
+    for i, a in enumerate(arrays):
+        out[i] = a
+    return out
+
+
+def read_hidden_states(
+    source: str | Run | Selection,
+    *,
+    layers: Sequence[int] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    override_num_blocks: int | None = None,
+    concurrency: int | None = None,
+    ray_remote_args: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Dataset:
+    """A Ray ``Dataset`` with a row a sample: ``input_ids``, ``loss_mask``, ``hidden_states``, ``layer_ids``, ``key``.
+
+    Args:
+        source: a run's path or URL, an open run, or a selection of one.
+        layers: vLLM's layer ids; ``None``: all, as stored.
+        override_num_blocks, concurrency, ray_remote_args: as ``ray.data.read_datasource``'s.
+        options: of ``HiddenStatesDataset``: ``tokens``, ``max_tokens``, ``rename``, ``loss_mask``, ``on_error``, …
+
+    States are numpy, bf16 as float32, which holds it exactly: Arrow has no bf16 tensors.
+
+    Raises:
+        ConfigError: an argument that does not go with it. RunError, StoreError: as ``open_run``.
+    """
+    wrong = sorted({"follow", "repeat", "shuffle", "rank", "world_size", "framework"} & set(options))
+    if wrong:
+        raise ConfigError(f"{wrong}: expected what is said of single samples only; Ray Data shuffles and divides")
+    if not isinstance(source, (Run, Selection)):
+        source = open_run(source, storage_options=storage_options)
+    selection = source if isinstance(source, Selection) else source.select()
+    if layers is not None:
+        options["layers"] = list(layers)
+    HiddenStatesDataset(selection, rank=0, world_size=1, framework="numpy", **options)  # wrong options are told here
+    return ray.data.read_datasource(
+        HiddenStatesSource(selection, options),
+        override_num_blocks=override_num_blocks,
+        concurrency=concurrency,
+        ray_remote_args=dict(ray_remote_args or {}),
+    )
+
+
+def export(
+    url: str,
+    to: Literal["vllm", "speculators", "specforge-eagle3", "specforge-dflash", "topk-logprobs"] | str,
+    dest: str,
+    options: ExportOptions | None = None,
+    *,
+    shards: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> ExportReport:
+    """``export_run`` in ``shards`` Ray tasks of one CPU; ``dest`` is a folder that every node sees.
+
+    Goes on where an earlier call was cut off; what belongs to all files is written at the end, here.
+    """
+    count = shards or max(1, int(ray.cluster_resources().get("CPU", 1)))
+
+    @ray.remote(num_cpus=1, max_retries=3)
+    def work(shard: int) -> ExportReport:
+        run = open_run(url, storage_options=storage_options)
+        return export_run(run, to, dest, options, shard=shard, shards=count, finish=False)
+
+    reports = ray.get([work.remote(shard) for shard in range(count)])
+    last = export_run(open_run(url, storage_options=storage_options), to, dest, options)
+    return ExportReport(sum(r.written for r in reports), sum(r.there for r in reports), last.finished)

@@ -1,0 +1,123 @@
+"""Batches of items: padded, or packed one behind the other. Functions for ``DataLoader``'s ``collate_fn``.
+
+Items are ``HiddenStatesDataset``'s (torch tensors), also with other names or further arrays: whatever is as long as
+``input_ids`` is a token's, and padded or packed with them; ``layer_ids`` is kept once, anything else becomes a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hsx_dist.errors import ConfigError
+
+Item = Mapping[str, Any]
+
+
+def pad(
+    items: Sequence[Item], *, ids: str = "input_ids", multiple: int = 1, length: int | None = None, pad_id: int = 0
+) -> dict[str, Any]:
+    """Each item a row: ``[T, …]`` becomes ``[B, S, …]``, with zeros (``pad_id`` for ids) behind it.
+
+    Args:
+        ids: the name of the token ids.
+        multiple: S is a multiple of it. length: S itself; longer items are cut.
+        pad_id: what ids are padded with.
+
+    Returns:
+        The items' names, ``attention_mask`` bool ``[B, S]`` and ``lengths`` int64 ``[B]``.
+
+    Raises:
+        ConfigError: items differ in their names or layers.
+    """
+    import torch
+
+    lengths = [len(item[ids]) for item in _same(items)]
+    size = length if length is not None else -(-max(lengths) // multiple) * multiple
+    lengths = [min(n, size) for n in lengths]
+    batch: dict[str, Any] = {}
+    for name in items[0]:
+        if not _per_token(items, name, ids):
+            batch[name] = _once_or_list(items, name)
+            continue
+        first = items[0][name]
+        out = first.new_full((len(items), size, *first.shape[1:]), pad_id if name == ids else 0)
+        for row, (item, n) in enumerate(zip(items, lengths, strict=True)):
+            out[row, :n] = item[name][:n]
+        batch[name] = out
+    batch["lengths"] = torch.tensor(lengths, dtype=torch.int64)
+    batch["attention_mask"] = torch.arange(size)[None] < batch["lengths"][:, None]
+    return batch
+
+
+def pack(items: Sequence[Item], *, ids: str = "input_ids", length: int | None = None) -> dict[str, Any]:
+    """All items one behind the other in one row: ``[T, …]`` becomes ``[1, sum T, …]``.
+
+    Args:
+        ids: the name of the token ids.
+        length: the row's length: what exceeds it is cut, what is missing is zero (speculators' and SpecForge's form).
+
+    Returns:
+        The items' names, ``position_ids`` int64 ``[1, S]`` (from 0 in each), ``document_ids`` int64 ``[1, S]`` (which
+        item; -1: padding), ``cu_seqlens`` int32 ``[B + 1]`` (as FlashAttention's) and ``lengths`` int64 ``[B]``.
+
+    Raises:
+        ConfigError: items differ in their names or layers.
+    """
+    import torch
+
+    lengths, left = [], length
+    for item in _same(items):
+        n = len(item[ids]) if left is None else min(len(item[ids]), left)
+        lengths.append(n)
+        left = None if left is None else left - n
+    total = sum(lengths)
+    size = total if length is None else length
+    batch: dict[str, Any] = {}
+    for name in items[0]:
+        if not _per_token(items, name, ids):
+            batch[name] = _once_or_list(items, name)
+            continue
+        first = items[0][name]
+        out = first.new_zeros((1, size, *first.shape[1:]))
+        at = 0
+        for item, n in zip(items, lengths, strict=True):
+            out[0, at : at + n] = item[name][:n]
+            at += n
+        batch[name] = out
+    counts = torch.tensor(lengths, dtype=torch.int64)
+    batch["lengths"] = counts
+    batch["cu_seqlens"] = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+    padding = torch.full((size - total,), -1)
+    batch["document_ids"] = torch.cat([torch.arange(len(items)).repeat_interleave(counts), padding])[None]
+    positions = [torch.arange(n) for n in lengths]
+    batch["position_ids"] = torch.cat([*positions, torch.zeros(size - total, dtype=torch.int64)])[None]
+    return batch
+
+
+def _same(items: Sequence[Item]) -> Sequence[Item]:
+    if not items:
+        raise ConfigError("items: expected at least one to make a batch of, came none")
+    names = set(items[0])
+    for item in items:
+        if set(item) != names:
+            raise ConfigError(f"items: expected the same names in all, came {sorted(names)} and {sorted(item)}")
+    return items
+
+
+def _per_token(items: Sequence[Item], name: str, ids: str) -> bool:
+    if name in ("layer_ids", "key"):
+        return False
+    return all(getattr(item[name], "ndim", 0) >= 1 and len(item[name]) == len(item[ids]) for item in items)
+
+
+def _once_or_list(items: Sequence[Item], name: str) -> Any:
+    values = [item[name] for item in items]
+    if name != "layer_ids":
+        return values
+    if any(v.tolist() != values[0].tolist() for v in values):
+        raise ConfigError(
+            f"layer_ids: expected the same layers in all items, came {[v.tolist() for v in values[:4]]}; name the "
+            "layers when the data set is made"
+        )
+    return values[0]

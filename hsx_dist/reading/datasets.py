@@ -1,0 +1,397 @@
+"""Data sets over runs, for torch's ``DataLoader`` and loops without it.
+
+Loads torch where it is installed, as the data sets must be torch's for ``DataLoader`` to know them; import it by
+``hsx_dist.HiddenStatesDataset``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from hsx_dist.errors import ConfigError, FormatError, NotFound, SampleConsumed
+from hsx_dist.reading.cache import CachedStore
+from hsx_dist.reading.follow import Arrival, Follower
+from hsx_dist.reading.items import ItemSpec
+from hsx_dist.reading.order import Progress, canonical_order, fingerprint, restore
+from hsx_dist.reading.prefetch import read_ahead
+from hsx_dist.reading.retain import rank_of
+from hsx_dist.reading.run import Run, open_run
+from hsx_dist.reading.select import Selection, select
+
+if importlib.util.find_spec("torch") is not None:
+    from torch.utils.data import Dataset, IterableDataset, get_worker_info
+else:  # numpy arrays, and loops of one's own
+    Dataset = IterableDataset = object
+
+    def get_worker_info() -> Any:
+        return None
+
+
+if TYPE_CHECKING:
+    from hsx_dist.reading.retain import Retention
+
+log = logging.getLogger(__name__)
+
+Source = str | os.PathLike[str] | Run | Selection
+#: What ``on_error="skip"`` counts; whatever else goes wrong is no property of one sample, and is raised.
+_BAD = (FormatError, NotFound, SampleConsumed)
+_LOGGED = 10
+
+
+class _Reader:
+    """What both data sets share: a selection of a run, and how an item is made of a sample."""
+
+    def __init__(
+        self,
+        source: Source,
+        spec: ItemSpec,
+        storage_options: Mapping[str, Any] | None,
+        cache_dir: str | os.PathLike[str] | None,
+        cache_bytes: int,
+    ):
+        if not isinstance(source, (Run, Selection)):
+            source = open_run(os.fspath(source), storage_options=storage_options)
+        self.selection = source if isinstance(source, Selection) else select(source)
+        self.run = self.selection.run
+        if cache_dir is not None:
+            self.run = self.run.with_store(partial(CachedStore, folder=Path(cache_dir), max_bytes=cache_bytes))
+        spec.check_layers(self.run)
+        self.spec = spec
+
+    def make(self, place: int, epoch: int) -> dict[str, Any]:
+        return self.spec.make(self.run.at(place), epoch)
+
+
+class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
+    """Samples of a run, one after the other; for ``DataLoader``, with any number of ranks and workers.
+
+    Args:
+        source: a run's path or URL, an open ``Run``, or a ``Selection`` of one.
+        layers: vLLM's layer ids, in the order wanted; ``None``: all, as stored.
+        tokens: a range of every sample: a slice or ``(start, stop)``.
+        max_tokens, crop: at most so many tokens of each sample, from its ``start``, its ``end``, or a ``random`` place.
+        shuffle: part-wise and within ``shuffle_buffer`` samples, the same way for the same ``seed`` and epoch.
+        rank, world_size: who reads; by default torch.distributed's, or torchrun's environment. Workers of a
+            ``DataLoader`` divide their rank's share.
+        loss_mask: for samples without an attached one: ``ones``, ``raise``; ``off``: no mask in items.
+        rename: name → another, ``None``: leave it out. A name of an attached array adds it.
+        on_error: what a corrupt or missing part does: ``raise``, or ``skip`` and count (``skipped``).
+        prefetch_bytes: of samples being read or waiting to be asked for, at most (one larger sample fits always).
+        threads: that fetch and decode.
+        cache_dir, cache_bytes: keep what was fetched on a local disk, up to that size; processes may share it.
+        repeat: begin the next epoch when one ends, without end.
+        follow: yield samples as they are proven, until the run is complete; see ``Follower`` (``follow_options``).
+        framework: ``torch``, ``numpy`` (bf16 as float32), or ``auto``: torch where it is installed.
+
+    Items are dicts: ``input_ids`` int64 ``[T]``, ``loss_mask`` bool ``[T]``, ``hidden_states`` ``[T, L, H]`` in the
+    run's dtype, ``layer_ids`` int64 ``[L]``, ``key``.
+
+    Raises:
+        ConfigError: an argument is wrong, or a layer is not in the run.
+        RunError, StoreError: as ``open_run``. Iterating: FormatError, NotFound for what is corrupt or missing.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        layers: Sequence[int] | None = None,
+        tokens: slice | tuple[int, int] | None = None,
+        max_tokens: int | None = None,
+        crop: Literal["start", "end", "random"] = "start",
+        shuffle: bool = False,
+        shuffle_buffer: int = 1024,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        loss_mask: Literal["ones", "raise", "off"] = "ones",
+        rename: Mapping[str, str | None] | None = None,
+        on_error: Literal["raise", "skip"] = "raise",
+        prefetch_bytes: int = 256 << 20,
+        threads: int = 8,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int = 32 << 30,
+        repeat: bool = False,
+        follow: bool = False,
+        follow_options: Mapping[str, Any] | None = None,
+        framework: Literal["auto", "torch", "numpy"] = "auto",
+        storage_options: Mapping[str, Any] | None = None,
+    ):
+        spec = ItemSpec(
+            *(layers, tokens, max_tokens, crop, loss_mask, dict(rename or {}), framework, seed),
+        )
+        if on_error not in ("raise", "skip"):
+            raise ConfigError(f"on_error: expected 'raise' or 'skip', came {on_error!r}")
+        counts = {"shuffle_buffer": shuffle_buffer, "prefetch_bytes": prefetch_bytes, "threads": threads}
+        for name, value in counts.items():
+            if value < 1:
+                raise ConfigError(f"{name}: expected at least 1, came {value}")
+        if follow and (shuffle or repeat):
+            raise ConfigError(
+                "follow: expected no shuffle and no repeat: samples come in the order in which they are proven"
+            )
+        self._reader = _Reader(source, spec, storage_options, cache_dir, cache_bytes)
+        self._shuffle, self._buffer, self._seed = shuffle, shuffle_buffer, seed
+        self._rank, self._world = _world(rank, world_size)
+        self._on_error, self._prefetch, self._threads = on_error, prefetch_bytes, threads
+        self._repeat, self._follow = repeat, dict(follow_options or {}) if follow else None
+        self._epoch = _SharedNumber()
+        self._resume: Mapping[str, Any] | None = None
+        self._progress: Progress | None = None
+        self._follower: Follower | None = None
+        #: Samples that ``on_error="skip"`` left out so far, in this process.
+        self.skipped = 0
+
+    @property
+    def run(self) -> Run:
+        return self._reader.run
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch that the next iteration shuffles by; reaches the workers of a ``DataLoader`` too."""
+        self._epoch.set(epoch)
+
+    def __len__(self) -> int:
+        """Samples of this rank in an epoch, of all its workers."""
+        if self._follow is not None:
+            raise TypeError("a run that is followed has no length yet")
+        return len(range(self._rank, len(self._reader.selection), self._world))
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self._followed() if self._follow is not None else self._ordered()
+
+    # -- a run that is there -----------------------------------------------------------------------------------------
+
+    def _ordered(self) -> Iterator[dict[str, Any]]:
+        shards, shard = self._shards()
+        resume, self._resume = self._resume, None
+        progress = Progress(self._epoch.get(), shards, shard)
+        if resume is not None:
+            progress = restore(resume, self._fingerprint(), shards, shard)
+            self.skipped = resume.get("skipped", self.skipped)
+        self._progress = progress
+        while True:
+            yield from self._one_epoch(progress)
+            if not self._repeat or not len(self._reader.selection):
+                return
+            progress = self._progress = Progress(progress.epoch + 1, shards, shard)
+
+    def _one_epoch(self, progress: Progress) -> Iterator[dict[str, Any]]:
+        selection, reader = self._reader.selection, self._reader
+        groups = self.run.index.part_of[selection.places]
+        order = canonical_order(
+            groups, shuffle=self._shuffle, buffer=self._buffer, seed=self._seed, epoch=progress.epoch
+        )
+        places = selection.places[progress.mine(order)[progress.taken :]]
+        tasks = ((int(place), reader.spec.nbytes(self.run, int(place))) for place in places)
+        epoch = progress.epoch
+        for place, future in read_ahead(
+            lambda place: reader.make(place, epoch), tasks, threads=self._threads, max_bytes=self._prefetch
+        ):
+            item = self._outcome(self.run.index.keys[place], future)
+            progress.taken += 1
+            if item is not None:
+                yield item
+                del item
+
+    def _outcome(self, key: str, future: Future[dict[str, Any]]) -> dict[str, Any] | None:
+        error = future.exception()
+        if error is None:
+            return future.result()
+        if self._on_error == "raise" or not isinstance(error, _BAD) or isinstance(error, ConfigError):
+            raise error
+        self.skipped += 1
+        if self.skipped <= _LOGGED:
+            log.warning("%s: skipped, %d so far: %s", key, self.skipped, error)
+        return None
+
+    # -- a run that is written -----------------------------------------------------------------------------------------
+
+    def _followed(self) -> Iterator[dict[str, Any]]:
+        shards, shard = self._shards()
+        resume, self._resume = self._resume, None
+        if resume is not None and (resume["shards"], resume["shard"]) != (shards, shard):
+            raise ConfigError(
+                f"state: expected the state of shard {shard} of {shards}, came that of shard {resume['shard']} of "
+                f"{resume['shards']}; a run that is followed goes on with the same ranks and workers"
+            )
+        follower = self._follower = Follower(
+            self.run.store, state=None if resume is None else resume["position"], **(self._follow or {})
+        )
+        nbytes = 0 if self.run.layer_ids else 1
+
+        def tasks() -> Iterator[tuple[Arrival | None, int]]:
+            for arrival in follower:
+                if arrival is None:
+                    yield None, 0
+                elif rank_of(arrival.entry.key, shards) == shard:
+                    yield arrival, nbytes or self._follow_bytes(arrival)
+
+        def make(arrival: Arrival | None) -> dict[str, Any]:
+            assert arrival is not None, "read_ahead runs no pauses"
+            return self._reader.spec.make(self.run.sample_of(arrival.entry), 0)
+
+        for arrival, future in read_ahead(make, tasks(), threads=self._threads, max_bytes=self._prefetch):
+            assert arrival is not None, "read_ahead yields no pauses"
+            item = self._outcome(arrival.entry.key, future)
+            follower.done(arrival)
+            if item is not None:
+                yield item
+                del item
+
+    def _follow_bytes(self, arrival: Arrival) -> int:
+        sample = self.run.sample_of(arrival.entry)
+        start, stop = self._reader.spec.span(sample.num_tokens, sample.key, 0)
+        layers = len(self._reader.spec.layers or sample.layer_ids)
+        return 4 * (stop - start) * layers * sample.hidden_size * (1 if sample.dtype != "float32" else 2)
+
+    def retention(self, consumer: str = "default", *, consumers: Sequence[str] | None = None) -> Retention:
+        """``ack(key)`` of this rank's samples; parts that all ``consumers`` have used are removed."""
+        from hsx_dist.reading.retain import Retention
+
+        return Retention(self.run.store, consumer, consumers=consumers, rank=self._rank, world_size=self._world)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this process's iteration stands, to the sample; JSON types. ``merge_states`` joins ranks."""
+        shards, shard = self._shards()
+        if self._follow is not None:
+            position = self._follower.position if self._follower is not None else {}
+            return {"follow": True, "shards": shards, "shard": shard, "position": position}
+        if self._progress is None:
+            if self._resume is not None:
+                return dict(self._resume)
+            return self.start_state()
+        return self._progress.to_dict(self._fingerprint()) | {"skipped": self.skipped}
+
+    def start_state(self) -> dict[str, Any]:
+        """The state before the first sample of the epoch that is set."""
+        shards, shard = self._shards()
+        return Progress(self._epoch.get(), shards, shard).to_dict(self._fingerprint()) | {"skipped": self.skipped}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next iteration goes on where ``state`` was taken.
+
+        Raises:
+            ConfigError: it is the state of another data set; or, when iteration begins, of another shard.
+        """
+        if bool(state.get("follow")) != (self._follow is not None):
+            raise ConfigError("state: expected that of a data set with the same follow")
+        if self._follow is None:
+            restore(state, self._fingerprint(), state.get("shards") or 1, state.get("shard") or 0)
+            self._epoch.set(state["epoch"])
+        self._resume, self._progress = dict(state), None
+
+    def _fingerprint(self) -> str:
+        found = self.__dict__.get("_print")
+        if found is None:
+            found = self._print = fingerprint(self._seed, self._shuffle, self._buffer, self._reader.selection.keys())
+        return str(found)
+
+    def _shards(self) -> tuple[int, int]:
+        """(how many, which): ranks times workers, a rank's own being those that are its rank modulo the ranks."""
+        info = get_worker_info()
+        workers, worker = (1, 0) if info is None else (info.num_workers, info.id)
+        return self._world * workers, worker * self._world + self._rank
+
+
+class HiddenStatesMapDataset(Dataset):  # type: ignore[misc, valid-type]
+    """The samples of a run by position, for samplers of one's own; items and arguments as ``HiddenStatesDataset``'s.
+
+    ``lengths``: tokens of each sample, int64 ``[n]``, for samplers that pack. A list of positions is read by threads at
+    once (``__getitems__``, which ``DataLoader`` calls). What is corrupt or missing is always raised.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        layers: Sequence[int] | None = None,
+        tokens: slice | tuple[int, int] | None = None,
+        max_tokens: int | None = None,
+        crop: Literal["start", "end", "random"] = "start",
+        seed: int = 0,
+        loss_mask: Literal["ones", "raise", "off"] = "ones",
+        rename: Mapping[str, str | None] | None = None,
+        threads: int = 8,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int = 32 << 30,
+        framework: Literal["auto", "torch", "numpy"] = "auto",
+        storage_options: Mapping[str, Any] | None = None,
+    ):
+        spec = ItemSpec(
+            *(layers, tokens, max_tokens, crop, loss_mask, dict(rename or {}), framework, seed),
+        )
+        self._reader = _Reader(source, spec, storage_options, cache_dir, cache_bytes)
+        self._threads = threads
+
+    @property
+    def run(self) -> Run:
+        return self._reader.run
+
+    @property
+    def lengths(self) -> np.ndarray[Any, Any]:
+        spans = (self._reader.spec.span(int(n), "", 0) for n in self._reader.selection.lengths)
+        return np.array([stop - start for start, stop in spans], np.int64)
+
+    def keys(self) -> list[str]:
+        return self._reader.selection.keys()
+
+    def __len__(self) -> int:
+        return len(self._reader.selection)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return self._reader.make(int(self._reader.selection.places[i]), 0)
+
+    def __getitems__(self, positions: Sequence[int]) -> list[dict[str, Any]]:
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="hsx-read") as pool:
+            return list(pool.map(self.__getitem__, positions))
+
+
+class _SharedNumber:
+    """A number that workers of a ``DataLoader`` see change, where there is torch."""
+
+    def __init__(self) -> None:
+        self._tensor: Any = None
+        self._number = 0
+        if importlib.util.find_spec("torch") is not None:
+            import torch
+
+            self._tensor = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    def get(self) -> int:
+        return self._number if self._tensor is None else int(self._tensor[0])
+
+    def set(self, value: int) -> None:
+        if self._tensor is None:
+            self._number = value
+        else:
+            self._tensor[0] = value
+
+
+def _world(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    if (rank is None) != (world_size is None):
+        raise ConfigError("rank, world_size: expected both or none")
+    if rank is None or world_size is None:
+        rank, world_size = _found_world()
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank: expected 0 … {world_size - 1} of world_size {world_size}, came {rank}")
+    return rank, world_size
+
+
+def _found_world() -> tuple[int, int]:
+    if importlib.util.find_spec("torch") is not None:
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,0 +1,169 @@
+"""Samples as their receipts appear: training while the extraction runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hsx_dist.errors import NotFound, RunStalled
+from hsx_dist.format.manifest import Manifest, Receipt, attempt_name, parse_receipt_name, receipt_name
+from hsx_dist.format.runs import newest_attempt, read_complete, read_heartbeat, read_receipt, scan_receipts
+from hsx_dist.reading.index import SampleEntry, entry_of
+from hsx_dist.store import Store
+
+_Writer = tuple[int, str]
+#: Seconds between a driver's last sign of life and the manifest that it leaves, at most.
+_COMPLETING_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A sample that has become whole, and the receipt that made it so."""
+
+    entry: SampleEntry
+    writer: _Writer
+    seq: int
+
+
+class Follower:
+    """Yields each sample of a run once, as soon as it is proven, and ends when the run is complete.
+
+    Asks each writer's next receipt for by its name; lists only to find writers that are new.
+
+    Args:
+        store: the run's.
+        poll_seconds: pause when there is nothing new.
+        discover_seconds: how often to look for new writers.
+        stalled_seconds: after so long without a sign of life of the newest attempt (its heartbeat changes, by this
+            process's clock), or without any attempt, ``RunStalled``.
+        state: what ``position`` was, to go on behind it.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        poll_seconds: float = 1.0,
+        discover_seconds: float = 10.0,
+        stalled_seconds: float = 120.0,
+        state: Mapping[str, Any] | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._store = store
+        self._poll, self._discover, self._stalled = poll_seconds, discover_seconds, stalled_seconds
+        self._sleep, self._clock = sleep, clock
+        self._next: dict[_Writer, int] = {}
+        self._manifest = Manifest()
+        self._seen: set[str] = set()
+        # Per writer: the receipt that is being worked off, and which of its samples are done.
+        self._done: dict[_Writer, tuple[int, set[str]]] = {}
+        for name, (seq, keys) in (state or {}).items():
+            attempt, _, writer = name.partition("/")
+            self._done[int(attempt), writer] = (seq, set(keys))
+            self._seen.update(keys)
+        self._heart: tuple[int, Any] | None = None
+        self._alive = clock()
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """What ``done`` was told, as JSON types."""
+        return {f"{a}/{w}": [seq, sorted(keys)] for (a, w), (seq, keys) in self._done.items()}
+
+    def done(self, arrival: Arrival) -> None:
+        """The consumer has this sample: ``position`` moves behind it."""
+        seq, keys = self._done.get(arrival.writer, (0, set()))
+        self._done[arrival.writer] = (arrival.seq, {*(keys if seq == arrival.seq else ()), arrival.entry.key})
+
+    def __iter__(self) -> Iterator[Arrival | None]:
+        """Arrivals; ``None`` when there is nothing new, before a pause.
+
+        Raises:
+            RunStalled: nobody is at work on the run, and it is not complete.
+            StoreError, FormatError: as ``load_manifest``.
+        """
+        yield from self._everything()
+        discovered = self._clock()
+        while True:
+            complete = read_complete(self._store)
+            if complete is not None and complete["attempt"] >= newest_attempt(self._store):
+                yield from self._everything()
+                return
+            news = False
+            for arrival in self._ask():
+                news = True
+                yield arrival
+            if self._clock() - discovered >= self._discover or not self._next:
+                self._find_writers()
+                discovered = self._clock()
+            if not news:
+                self._check_alive()
+                yield None
+                self._sleep(self._poll)
+
+    def _everything(self) -> Iterator[Arrival]:
+        """All receipts that are there and not known yet."""
+        found = [r for r in scan_receipts(self._store) if r.seq >= self._next.get((r.attempt, r.writer), 1)]
+        # What was done before comes first: a sample in several segments is then known as done, whichever came last.
+        old = [r for r in found if r.seq < self._done.get((r.attempt, r.writer), (0,))[0]]
+        for receipt in old:
+            self._seen.update(arrival.entry.key for arrival in self._take(receipt))
+        for receipt in found:
+            if receipt.seq >= self._done.get((receipt.attempt, receipt.writer), (0,))[0]:
+                yield from self._take(receipt)
+
+    def _ask(self) -> Iterator[Arrival]:
+        for attempt, writer in sorted(self._next):
+            while True:
+                try:
+                    receipt = read_receipt(self._store, receipt_name(attempt, writer, self._next[attempt, writer]))
+                except NotFound:
+                    break
+                yield from self._take(receipt)
+
+    def _take(self, receipt: Receipt) -> list[Arrival]:
+        writer = (receipt.attempt, receipt.writer)
+        self._next[writer] = max(self._next.get(writer, 1), receipt.seq + 1)
+        self._manifest.add(receipt)
+        arrivals = []
+        for key in dict.fromkeys(receipt.table.keys()):
+            record = self._manifest.samples.get(key)
+            if record is not None and key not in self._seen:
+                self._seen.add(key)
+                arrivals.append(Arrival(entry_of(record), writer, receipt.seq))
+        return arrivals
+
+    def _find_writers(self) -> None:
+        """One short listing for each writer: behind all that it wrote, the next name is another writer's."""
+        after = None
+        while True:
+            for info in self._store.list("manifest/", after=after):
+                parsed = parse_receipt_name(info.name)
+                if parsed is not None:
+                    self._next.setdefault(parsed[:2], 1)
+                    after = f"{info.name.rpartition('/')[0]}/~"
+                    break
+            else:
+                return
+
+    def _check_alive(self) -> None:
+        attempt = newest_attempt(self._store) if self._heart is None else self._heart[0]
+        try:
+            self._store.head(attempt_name(attempt + 1))
+            attempt += 1
+        except NotFound:
+            pass
+        beat = read_heartbeat(self._store, attempt) if attempt else None
+        heart = (attempt, None if beat is None else beat.get("value"))
+        if heart != self._heart:
+            self._heart, self._alive = heart, self._clock()
+        # A driver says that it ended, and then completes the run.
+        ended = beat is not None and beat.get("state") != "running"
+        if self._clock() - self._alive >= (min(_COMPLETING_S, self._stalled) if ended else self._stalled):
+            said = f"ended as {beat.get('state')!r}" if ended and beat else f"gave no sign for {self._stalled:g} s"
+            raise RunStalled(
+                f"{self._store.url}: expected an attempt at work, or a complete run; attempt {attempt} {said}. Start "
+                "the extraction again: it goes on where it stopped, and so can its readers"
+            )

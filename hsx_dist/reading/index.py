@@ -1,0 +1,167 @@
+"""The samples of a run in columns: a million of them in seconds, and in a hundred bytes each.
+
+Says the same as ``format.manifest.Manifest``, which decides the few that need deciding: samples in several segments,
+and keys that were stored more than once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SampleRecord
+
+_Array = np.ndarray[Any, Any]
+#: The columns of ``SegmentTable.numbers``.
+_NUMBERS = ("index", "start", "stop", "total", "raw_bytes", "stored_bytes", "row")
+
+
+@dataclass(frozen=True, slots=True)
+class SampleEntry:
+    """Where one sample lies: pieces ``(part, slot, start, stop, token_hash)`` in token order."""
+
+    key: str
+    num_tokens: int
+    pieces: tuple[tuple[str, int, int, int, str], ...]
+
+
+class Index:
+    """All whole samples of a run, in the order of their rows; those without a row last, by key.
+
+    Arrays are ``[N]``: ``tokens`` int64, ``raw_bytes`` int64 (of the states), ``part_of`` int32 (the part of the first
+    segment, an index into ``parts``).
+    """
+
+    def __init__(self, receipts: Iterable[Receipt]):
+        #: Receipts of parts, without their segments.
+        self.parts: list[Receipt] = []
+        found = list(receipts)
+        with_part = [r for r in found if r.part is not None]
+        keys = [key for r in with_part for key in r.table.keys()]  # noqa: SIM118 - an iterator, of a table
+        columns = _columns(with_part)
+        odd = _odd(keys, columns)
+        manifest = _decide(found, odd)
+        self._many = {keys[i]: manifest.samples[keys[i]] for i in np.flatnonzero(odd) if keys[i] in manifest.samples}
+        self.conflicts = manifest.conflicts
+        self.parts = [replace(r, segments=()) for r in with_part]
+        self._arrange(keys, columns, odd)
+        self._places: dict[str, int] | None = None
+        self.refused: dict[str, RowFate] = {k: f for k, f in manifest.refused.items() if k not in self}
+        self.failed: dict[str, RowFate] = {k: f for k, f in manifest.failed.items() if k not in self}
+        self.parts_by_name = {r.part: r for r in self.parts if r.part is not None}
+
+    def _arrange(self, keys: list[str], columns: dict[str, _Array], odd: _Array) -> None:
+        simple = np.flatnonzero(~odd)
+        many = list(self._many.values())
+        part_numbers = {r.part: i for i, r in enumerate(self.parts)}
+        found = [keys[i] for i in simple] if len(simple) < len(keys) else keys
+        found = found + [r.key for r in many]
+
+        def joined(name: str, of: Any, dtype: Any) -> _Array:
+            return np.concatenate([columns[name][simple], np.array([of(r) for r in many], dtype)])
+
+        row = joined("row", lambda r: -1 if r.row is None else r.row, np.int64)
+        order = _order(found, row)
+        self.keys: list[str] = [found[i] for i in order]
+        self.rows: _Array = row[order]
+        self.tokens: _Array = joined("total", lambda r: r.num_tokens, np.int64)[order]
+        self.raw_bytes: _Array = joined("raw_bytes", lambda r: sum(p.raw_bytes for _, p in r.segments), np.int64)[order]
+        self.stored_bytes: _Array = joined(
+            "stored_bytes", lambda r: sum(p.stored_bytes for _, p in r.segments), np.int64
+        )[order]
+        self.part_of: _Array = joined("part", lambda r: part_numbers[r.segments[0][0]], np.int32)[order]
+        self._slot: _Array = joined("slot", lambda _: -1, np.int64)[order]
+        self._hash: _Array = joined("token_hash", lambda _: b"", "S16")[order]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._by_key()
+
+    def place(self, key: str) -> int | None:
+        """The position of ``key`` in the order, or ``None``."""
+        return self._by_key().get(key)
+
+    def _by_key(self) -> dict[str, int]:
+        if self._places is None:
+            self._places = {key: i for i, key in enumerate(self.keys)}
+        return self._places
+
+    def __getitem__(self, i: int) -> SampleEntry:
+        key, total, slot = self.keys[i], int(self.tokens[i]), int(self._slot[i])
+        if slot < 0:
+            pieces = tuple(
+                (part, p.slot, p.segment.start, p.segment.stop, p.token_hash) for part, p in self._many[key].segments
+            )
+            return SampleEntry(key, total, pieces)
+        part = self.parts[int(self.part_of[i])].part
+        assert part is not None, "receipts without a part prove no segments"
+        return SampleEntry(key, total, ((part, slot, 0, total, self._hash[i].decode()),))
+
+    def parts_in_use(self) -> set[str]:
+        """The names of all parts that samples lie in."""
+        names = {self.parts[i].part for i in np.unique(self.part_of)} | {
+            p for r in self._many.values() for p, _ in r.segments
+        }
+        return {name for name in names if name is not None}
+
+    def attempt(self, i: int) -> int:
+        """The attempt that stored the sample."""
+        return self.parts[int(self.part_of[i])].attempt
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_places": None}  # workers make their own, if they need it
+
+
+def _columns(receipts: Sequence[Receipt]) -> dict[str, _Array]:
+    """Segments of all receipts, column by column, ``[N]`` each."""
+    empty = (np.empty((0, len(_NUMBERS)), np.int64), np.empty((0, 2), "S16"))
+    numbers = np.concatenate([empty[0], *(r.table.numbers for r in receipts)])
+    sizes = [len(r.table) for r in receipts]
+    columns = {name: numbers[:, i].copy() for i, name in enumerate(_NUMBERS)}
+    columns["token_hash"] = np.concatenate([empty[1], *(r.table.hashes for r in receipts)])[:, 0].copy()
+    columns["part"] = np.repeat(np.arange(len(receipts), dtype=np.int32), sizes)
+    columns["slot"] = np.concatenate([np.empty(0, np.int64), *(np.arange(n) for n in sizes)])
+    return columns
+
+
+def _odd(keys: list[str], columns: dict[str, _Array]) -> _Array:
+    """bool ``[N]``: segments that are no whole sample, or whose key is there more than once."""
+    odd: _Array = (columns["index"] != 0) | (columns["start"] != 0) | (columns["stop"] != columns["total"])
+    if len(set(keys)) < len(keys):
+        seen: dict[str, int] = {}
+        for i, key in enumerate(keys):
+            first = seen.setdefault(key, i)
+            if first != i:
+                odd[i] = odd[first] = True
+    return odd
+
+
+def _decide(receipts: Sequence[Receipt], odd: _Array) -> Manifest:
+    """A manifest of all receipts that have odd segments, and of everybody's fates."""
+    manifest = Manifest()
+    at = 0
+    for receipt in receipts:
+        n = len(receipt.table) if receipt.part is not None else 0
+        manifest.add(receipt if odd[at : at + n].any() else replace(receipt, segments=()))
+        at += n
+    return manifest
+
+
+def _order(keys: list[str], rows: _Array) -> _Array:
+    order = np.argsort(rows, kind="stable")
+    ordered = rows[order]
+    if len(rows) and (ordered[0] < 0 or np.any(ordered[1:] == ordered[:-1])):
+        plain = rows.tolist()
+        return np.array(sorted(range(len(keys)), key=lambda i: (plain[i] < 0, plain[i], keys[i])), np.int64)
+    return order
+
+
+def entry_of(record: SampleRecord) -> SampleEntry:
+    """The entry of a manifest's record."""
+    pieces = tuple((part, p.slot, p.segment.start, p.segment.stop, p.token_hash) for part, p in record.segments)
+    return SampleEntry(record.key, record.num_tokens, pieces)

@@ -1,0 +1,114 @@
+"""One item of a data set: a sample in the trainers' names, cut to the layers and tokens wanted before it is fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from hsx_dist.errors import ConfigError
+from hsx_dist.reading.arrays import Framework, resolve_framework, to_ids
+from hsx_dist.reading.run import Run
+from hsx_dist.reading.sample import LOSS_MASK, Sample, Tokens
+from hsx_dist.reading.select import key_hash
+
+#: What an item holds before renaming.
+NAMES = ("input_ids", "loss_mask", "hidden_states", "layer_ids", "key")
+Crop = Literal["start", "end", "random"]
+
+
+@dataclass(frozen=True)
+class ItemSpec:
+    """What of a sample an item holds, and under which names.
+
+    ``layers``: vLLM's ids in the order wanted, ``None``: all as stored. ``tokens``: a range of every sample, negative
+    numbers from its end. ``max_tokens``: at most so many of these, from where ``crop`` says (``random``: a window that
+    follows from seed, epoch and key). ``loss_mask``: what to do for samples without that attached array: ``ones``,
+    ``raise``, or ``off``: no mask at all. ``rename``: name → another, or ``None`` to leave it out; attached arrays can
+    be asked for by naming them here.
+    """
+
+    layers: Sequence[int] | None = None
+    tokens: Tokens | None = None
+    max_tokens: int | None = None
+    crop: Crop = "start"
+    loss_mask: Literal["ones", "raise", "off"] = "ones"
+    rename: Mapping[str, str | None] = field(default_factory=dict)
+    framework: Framework = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.layers is not None:
+            if isinstance(self.layers, (int, str)):
+                raise ConfigError(f"layers: expected a list of layer ids such as [15], came {self.layers!r}")
+            object.__setattr__(self, "layers", tuple(self.layers))
+        if self.crop not in ("start", "end", "random"):
+            raise ConfigError(f"crop: expected 'start', 'end' or 'random', came {self.crop!r}")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ConfigError(f"max_tokens: expected at least 1, came {self.max_tokens}")
+        if self.loss_mask not in ("ones", "raise", "off"):
+            raise ConfigError(f"loss_mask: expected 'ones', 'raise' or 'off', came {self.loss_mask!r}")
+        resolve_framework(self.framework)
+
+    def check_layers(self, run: Run) -> None:
+        """``ConfigError`` when the run tells its layers, and one that is wanted is not among them."""
+        missing = sorted(set(self.layers or ()) - set(run.layer_ids))
+        if missing and run.layer_ids:
+            raise ConfigError(f"layers: {missing} are not in {run.url}, which has {list(run.layer_ids)}")
+
+    def span(self, num_tokens: int, key: str, epoch: int) -> tuple[int, int]:
+        """Tokens ``[start, stop)`` of a sample of that length and key."""
+        wanted = self.tokens
+        whole = slice(None) if wanted is None else wanted if isinstance(wanted, slice) else slice(*wanted)
+        start, stop, step = whole.indices(num_tokens)
+        if step != 1:
+            raise ConfigError(f"tokens: expected consecutive ones, got a step of {step}")
+        stop = max(start, stop)
+        spare = 0 if self.max_tokens is None else max(0, stop - start - self.max_tokens)
+        if self.crop == "random" and spare:
+            before = key_hash(f"{self.seed},{epoch},{key}", b"crop") % (spare + 1)
+        else:
+            before = spare if self.crop == "end" else 0
+        return start + before, stop - (spare - before)
+
+    def nbytes(self, run: Run, place: int) -> int:
+        """What fetching and decoding the sample takes, at most, in bytes: the stored chunks, and the states."""
+        index = run.index
+        total, layers = int(index.tokens[place]), run.layer_ids
+        start, stop = self.span(total, index.keys[place], 0)
+        share = (stop - start) / total
+        if self.layers is not None and layers:
+            share *= len(self.layers) / len(layers)
+        wide = 1 if self.framework != "numpy" else 2  # bf16 becomes float32
+        stored = max(1.0, index.stored_bytes[place] / max(1, index.raw_bytes[place]))
+        return int(index.raw_bytes[place] * share * (wide + stored))
+
+    def make(self, sample: Sample, epoch: int) -> dict[str, Any]:
+        """The item. Errors as ``Sample.load``'s; ``ConfigError`` for a mask that is missing or has another length."""
+        start, stop = self.span(sample.num_tokens, sample.key, epoch)
+        loaded = sample.load(self.layers, (start, stop), self.framework)
+        item = {
+            "input_ids": loaded["token_ids"],
+            "hidden_states": loaded["hidden_states"],
+            "layer_ids": loaded["layer_ids"],
+            "key": sample.key,
+        }
+        if self.loss_mask != "off":
+            item["loss_mask"] = self._mask(sample, loaded)
+        extra = [name for name in self.rename if name not in NAMES]
+        attached = sample.attached() if extra else {}
+        for name in extra:
+            if name not in attached:
+                raise ConfigError(f"{sample.uri}: {sample.key!r} has no attached {name!r}, only {sorted(attached)}")
+            item[name] = to_ids(attached[name], self.framework)
+        return {self.rename.get(name, name) or name: v for name, v in item.items() if self.rename.get(name, name)}
+
+    def _mask(self, sample: Sample, loaded: Mapping[str, Any]) -> Any:
+        """bool, as long as the tokens that were loaded."""
+        if LOSS_MASK in loaded:
+            return loaded[LOSS_MASK] != 0
+        if self.loss_mask == "raise":
+            raise ConfigError(f"{sample.uri}: expected an attached loss_mask with {sample.key!r}, there is none")
+        return to_ids(np.ones(len(loaded["token_ids"]), bool), self.framework)

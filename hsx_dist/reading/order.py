@@ -1,0 +1,151 @@
+"""In which order a data set gives its samples, and who gets which: nothing twice, nothing never.
+
+One *canonical order* of an epoch follows from the seed, the epoch and the samples alone. Whoever reads takes every
+``num_shards``-th sample of it. What was taken is therefore known from one number a shard, and what is left can be dealt
+anew to another number of shards: the same idea as in MosaicML's Streaming, on samples instead of shard files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hsx_dist.errors import ConfigError
+
+_VERSION = "hsx-dataset/1"
+_Array = np.ndarray[Any, Any]
+
+
+def canonical_order(groups: _Array, *, shuffle: bool, buffer: int, seed: int, epoch: int) -> _Array:
+    """Positions ``[0, n)`` in the order of an epoch, int64 ``[n]``.
+
+    ``groups``: int ``[n]``, which part each sample lies in. Shuffled: the parts are put into random order, then every
+    ``buffer`` consecutive samples among themselves, so that what is read together lies in few parts.
+    """
+    n = len(groups)
+    if not shuffle:
+        return np.arange(n, dtype=np.int64)
+    rng = np.random.default_rng([seed, epoch])
+    parts, inverse = np.unique(groups, return_inverse=True)
+    order = np.argsort(rng.permutation(len(parts))[inverse], kind="stable").astype(np.int64)
+    for start in range(0, n, buffer):
+        rng.shuffle(order[start : start + buffer])
+    return order
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """So many shards took so many samples each of what was left before them."""
+
+    shards: int
+    taken: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where one shard of ``shards`` stands in an epoch: ``taken`` of its own samples, after what ``history`` took."""
+
+    epoch: int
+    shards: int
+    shard: int
+    taken: int = 0
+    history: tuple[Dealt, ...] = field(default_factory=tuple)
+
+    def mine(self, order: _Array) -> _Array:
+        """This shard's share of what ``history`` left of ``order``, also what was taken already."""
+        for dealt in self.history:
+            left = np.ones(len(order), bool)
+            for shard, taken in enumerate(dealt.taken):
+                left[shard :: dealt.shards][:taken] = False
+            order = order[left]
+        return order[self.shard :: self.shards]
+
+    def to_dict(self, fingerprint: str) -> dict[str, Any]:
+        return {
+            "format": _VERSION,
+            "samples": fingerprint,
+            "epoch": self.epoch,
+            "history": [[d.shards, list(d.taken)] for d in self.history],
+            "shards": self.shards,
+            "shard": self.shard,
+            "taken": self.taken,
+        }
+
+
+def fingerprint(seed: int, shuffle: bool, buffer: int, keys: Iterable[str]) -> str:
+    """What must be the same for a state to mean the same samples."""
+    h = hashlib.blake2b(f"{seed},{shuffle},{buffer if shuffle else 0}".encode(), digest_size=8)
+    for key in keys:
+        h.update(key.encode("utf-8", "surrogatepass") + b"\0")
+    return h.hexdigest()
+
+
+def restore(state: Mapping[str, Any], expected: str, shards: int, shard: int) -> Progress:
+    """The progress that a state (one shard's, or ``merge_states``') means for this shard.
+
+    Raises:
+        ConfigError: it is of other samples or another order, or of one shard among another number of them.
+    """
+    if not isinstance(state, Mapping) or state.get("format") != _VERSION:
+        raise ConfigError(f"state: expected what state_dict of a HiddenStatesDataset gave, came {str(state)[:80]}")
+    if state["samples"] != expected:
+        raise ConfigError(
+            "state: expected one of the same samples, seed and shuffle, came one of others; open the data set as it "
+            "was when the state was taken"
+        )
+    history = tuple(Dealt(n, tuple(taken)) for n, taken in state["history"])
+    if state["shards"] is None:
+        return Progress(state["epoch"], shards, shard, 0, history)
+    if (state["shards"], state["shard"]) == (shards, shard):
+        return Progress(state["epoch"], shards, shard, state["taken"], history)
+    if state["taken"] == 0:
+        return Progress(state["epoch"], shards, shard, 0, history)
+    raise ConfigError(
+        f"state: expected the state of shard {shard} of {shards} (ranks times workers), came that of shard "
+        f"{state['shard']} of {state['shards']}; to go on with another number, give load_state_dict what "
+        "hsx_dist.merge_states makes of the states of all shards"
+    )
+
+
+def merge_states(states: Any) -> dict[str, Any]:
+    """One state from those of all shards, for any number of shards.
+
+    Args:
+        states: the ``state_dict`` of each shard's data set in any nesting of lists and mappings, such as the state of
+            torchdata's ``StatefulDataLoader`` of each rank.
+
+    Raises:
+        ConfigError: a shard is missing, or they are not of one epoch of the same data set.
+    """
+    found = _find(states)
+    if not found:
+        raise ConfigError("states: expected the states of a HiddenStatesDataset, found none in what was given")
+    by_shard: dict[int, Mapping[str, Any]] = {}
+    for state in found:
+        if state["shards"] is None:
+            raise ConfigError("states: expected states of shards, came one that is merged already; use it as it is")
+        by_shard[state["shard"]] = state
+    first = found[0]
+    for name in ("samples", "shards", "history"):
+        if any(state[name] != first[name] for state in found):
+            raise ConfigError(f"states: expected shards of one data set, they differ in {name!r}")
+    missing = sorted(set(range(first["shards"])) - set(by_shard))
+    if missing:
+        raise ConfigError(f"states: expected those of all {first['shards']} shards, missing {missing[:8]}")
+    epochs = {state["epoch"] for state in found}
+    if len(epochs) > 1:
+        raise ConfigError(f"states: expected shards in one epoch, they are in {sorted(epochs)}")
+    taken = [by_shard[i]["taken"] for i in range(first["shards"])]
+    return {**first, "history": [*first["history"], [first["shards"], taken]], "shards": None, "shard": 0, "taken": 0}
+
+
+def _find(states: Any) -> list[Mapping[str, Any]]:
+    if isinstance(states, Mapping):
+        return [states] if states.get("format") == _VERSION else _find(list(states.values()))
+    if isinstance(states, Sequence) and not isinstance(states, (str, bytes)):
+        return [found for item in states for found in _find(item)]
+    return []

@@ -1,0 +1,134 @@
+"""``retain: consumed``: a part is removed once every consumer has used all its samples.
+
+A consumer may be several ranks; each has the samples whose key's hash falls to it (``rank_of``), and says of each part
+when it has used its own: ``consumed/PART/CONSUMER.RANKofWORLD.json``. The receipts stay, so that a resumed extraction
+knows the rows as done, and a reader who comes later is told ``SampleConsumed``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from hsx_dist.errors import AlreadyExists, ConfigError, RunError
+from hsx_dist.format.manifest import Manifest
+from hsx_dist.format.runs import load_manifest, read_complete
+from hsx_dist.reading.run import CONSUMED
+from hsx_dist.reading.select import key_hash
+from hsx_dist.store import Store
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_MARK = re.compile(r"([A-Za-z0-9_-]{1,64})\.(\d+)of(\d+)\.json")
+
+
+def rank_of(key: str, world_size: int) -> int:
+    """Which of so many ranks reads the sample when a run is followed."""
+    return key_hash(key, b"follow") % world_size
+
+
+class Retention:
+    """What one rank of one consumer has used; removes parts that all ``consumers`` have.
+
+    Call it from one process a rank: where a ``DataLoader`` has workers, from the one that trains.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        consumer: str = "default",
+        *,
+        consumers: Sequence[str] | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ):
+        self._store = store
+        self._me = f"{consumer}.{rank}of{world_size}.json"
+        self._consumers = frozenset(consumers or [consumer])
+        bad = [name for name in {consumer, *self._consumers} if not _NAME.fullmatch(name)]
+        if bad or consumer not in self._consumers:
+            raise ConfigError(
+                f"consumers: expected names of letters, digits, '_', '-', and {consumer!r} among them, "
+                f"came {sorted(self._consumers)}"
+            )
+        self._rank, self._world = rank, world_size
+        self._manifest = Manifest()
+        self._used: set[str] = set()
+        self._marked: set[str] = set()
+
+    def ack(self, *keys: str) -> None:
+        """These samples are used: nothing of them is needed any more, by this rank of this consumer.
+
+        Raises:
+            RunError: a key is not in the run, or is another rank's.
+            StoreError: the store's.
+        """
+        if any(key not in self._manifest.samples for key in keys):
+            self._manifest = load_manifest(self._store)
+            self._mark_foreign()
+        parts: set[str] = set()
+        for key in keys:
+            record = self._manifest.samples.get(key)
+            if record is None or rank_of(key, self._world) != self._rank:
+                raise RunError(
+                    f"{self._store.url}: expected a sample of rank {self._rank} of {self._world} to acknowledge, "
+                    f"came {key!r}, which {'is not in the run' if record is None else 'another rank reads'}"
+                )
+            self._used.add(key)
+            parts.update(part for part, _ in record.segments)
+        for part in sorted(parts):
+            self._mark(part)
+
+    def state_dict(self) -> dict[str, list[str]]:
+        """What was used of parts that are not used up; store it with the trainer's checkpoint."""
+        records = ((key, self._manifest.samples.get(key)) for key in sorted(self._used))
+        open_ = [k for k, r in records if r is not None and any(part not in self._marked for part, _ in r.segments)]
+        return {"used": open_}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[str]]) -> None:
+        """Go on where ``state_dict`` was taken."""
+        self._used.update(state["used"])
+
+    def _mark_foreign(self) -> None:
+        """Parts in which nothing is this rank's."""
+        for part in self._manifest.parts:
+            if part not in self._marked:
+                self._mark(part)
+
+    def _mark(self, part: str) -> None:
+        if not self._used_up(part):
+            return
+        self._marked.add(part)
+        folder = f"{CONSUMED}{part.rpartition('/')[2]}/"
+        with suppress(AlreadyExists):  # an earlier process of this rank did
+            self._store.put_if_absent(folder + self._me, json.dumps({"part": part}).encode())
+        if used_by_all(self._store, folder, self._consumers):
+            self._store.delete(part)
+
+    def _used_up(self, part: str) -> bool:
+        whole = None
+        for proof in self._manifest.parts[part].segments:
+            key = proof.segment.key
+            record = self._manifest.samples.get(key)
+            if record is None:  # the rest of it may still come, unless the run is over
+                whole = read_complete(self._store) is not None if whole is None else whole
+                if not whole:
+                    return False
+            elif (
+                any(name == part for name, _ in record.segments)
+                and rank_of(key, self._world) == self._rank
+                and key not in self._used
+            ):
+                return False
+        return True
+
+
+def used_by_all(store: Store, folder: str, consumers: frozenset[str]) -> bool:
+    """Whether every rank of every consumer left its mark in a part's folder."""
+    ranks: dict[str, dict[int, set[int]]] = {}
+    for info in store.list(folder):
+        found = _MARK.fullmatch(info.name.rpartition("/")[2])
+        if found:
+            ranks.setdefault(found[1], {}).setdefault(int(found[3]), set()).add(int(found[2]))
+    return all(any(len(done) == world for world, done in ranks.get(name, {}).items()) for name in consumers)

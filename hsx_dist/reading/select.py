@@ -1,0 +1,142 @@
+"""Which samples of a run: by key, length, split, what their producer said of them, and how many tokens bear a loss."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import numpy as np
+
+from hsx_dist.errors import ConfigError, SampleNotFound
+from hsx_dist.reading.run import Run
+from hsx_dist.reading.sample import Sample
+
+#: Parts whose headers are read at once where a criterion needs them.
+_THREADS = 16
+
+Split = Literal["train", "val"]
+
+
+class Selection(Sequence[Sample]):
+    """Some samples of a run, in the run's order. ``places``: their positions in it, int64 ``[n]``."""
+
+    def __init__(self, run: Run, places: np.ndarray[Any, Any]):
+        self.run = run
+        self.places = places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return Selection(self.run, self.places[i])
+        return self.run.at(int(self.places[i]))
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self.run.at(int(i)) for i in self.places)
+
+    def keys(self) -> list[str]:
+        return [self.run.index.keys[i] for i in self.places]
+
+    @property
+    def lengths(self) -> np.ndarray[Any, Any]:
+        """Tokens of each, int64 ``[n]``."""
+        return self.run.index.tokens[self.places]
+
+    def __repr__(self) -> str:
+        return f"Selection({len(self)} of {len(self.run)} samples of {self.run.url!r})"
+
+
+def select(
+    run: Run,
+    *,
+    keys: Iterable[str] | None = None,
+    min_tokens: int | None = None,
+    max_tokens: int | None = None,
+    split: Split | None = None,
+    val_fraction: float = 0.05,
+    where: Callable[[Mapping[str, Any]], bool] | None = None,
+    min_loss_tokens: int | None = None,
+) -> Selection:
+    """The samples of ``run`` that meet all criteria, in the run's order.
+
+    Args:
+        keys: these and no others.
+        min_tokens, max_tokens: length, both inclusive.
+        split: ``train`` or ``val``. A sample's side follows from its key alone, so that it stays there when the run
+            grows, and in another run of the same rows; ``val_fraction`` of the samples are ``val``, nearly.
+        where: called with a sample's ``meta``; reads the headers of the parts that are left by the criteria above.
+        min_loss_tokens: so many ones at least in the attached ``loss_mask``; reads it. Samples without one count with
+            all their tokens.
+
+    Raises:
+        SampleNotFound: one of ``keys`` is not in the run.
+        ConfigError: a criterion that is none.
+        StoreError, FormatError: as reading does.
+    """
+    index = run.index
+    chosen = np.ones(len(index), bool)
+    if keys is not None:
+        chosen[:] = False
+        chosen[_places_of(run, keys)] = True
+    if min_tokens is not None:
+        chosen &= index.tokens >= min_tokens
+    if max_tokens is not None:
+        chosen &= index.tokens <= max_tokens
+    if split is not None:
+        chosen &= _is_val(index.keys, val_fraction) == _side(split)
+    places = np.flatnonzero(chosen)
+    if where is not None:
+        places = _filtered(run, places, lambda sample: bool(where(sample.meta)))
+    if min_loss_tokens is not None:
+        least = min_loss_tokens
+        places = _filtered(run, places, lambda sample: _loss_tokens(sample) >= least)
+    return Selection(run, places)
+
+
+def _places_of(run: Run, keys: Iterable[str]) -> list[int]:
+    if isinstance(keys, str):
+        raise ConfigError(f"keys: expected a list of keys, came {keys!r}; put it into a list")
+    found = []
+    for key in keys:
+        place = run.index.place(key)
+        if place is None:
+            run[key]  # says why not
+            raise SampleNotFound(key)
+        found.append(place)
+    return found
+
+
+def _side(split: str) -> bool:
+    if split not in ("train", "val"):
+        raise ConfigError(f"split: expected 'train' or 'val', came {split!r}")
+    return split == "val"
+
+
+def _is_val(keys: Sequence[str], fraction: float) -> np.ndarray[Any, Any]:
+    if not 0 <= fraction <= 1:
+        raise ConfigError(f"val_fraction: expected a number from 0 to 1, came {fraction}")
+    threshold = int(fraction * 2**64)
+    return np.array([key_hash(key, b"split") < threshold for key in keys], bool)
+
+
+def key_hash(key: str, purpose: bytes) -> int:
+    """A number in ``[0, 2**64)`` that follows from the key alone, another one for each purpose."""
+    digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8, person=purpose).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _loss_tokens(sample: Sample) -> int:
+    mask = sample.loss_mask()
+    return sample.num_tokens if mask is None else int(np.count_nonzero(mask))
+
+
+def _filtered(run: Run, places: np.ndarray[Any, Any], keep: Callable[[Sample], bool]) -> np.ndarray[Any, Any]:
+    # Part by part: a header is read once, whatever the order of the rows.
+    by_part = places[np.argsort(run.index.part_of[places], kind="stable")]
+    cuts = np.flatnonzero(np.diff(run.index.part_of[by_part])) + 1
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="hsx-select") as pool:
+        kept = list(pool.map(lambda group: [i for i in group if keep(run.at(int(i)))], np.split(by_part, cuts)))
+    return np.array(sorted(int(i) for group in kept for i in group), np.int64)

@@ -1,0 +1,158 @@
+"""speculators reads straight from a run: its plug-in point for hidden states, with no export.
+
+    python -m hsx_dist.speculators train --hidden-states-backend hsx --hsx-run s3://bucket/run --data-path DATA …
+
+is ``speculators train`` with the back end ``hsx`` beside its own. Row *i* of the prepared data set at ``--data-path``
+must be the run's input row *i*, with the same tokens; speculators compares them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
+
+from hsx_dist.errors import ConfigError, SampleFailed
+from hsx_dist.reading import Run, load_hidden_states, open_run
+
+__all__ = ["HsxBackend", "HsxTransfer", "main"]
+
+
+class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
+    """Samples of a run by input row, and those that a server's answers name.
+
+    Args:
+        run: path or URL of a run; without one only what servers answer is read.
+        layers: vLLM's ids, the auxiliary ones and then the last (layer N); ``None``: all of the run, ascending.
+        storage_options: fsspec's.
+        wait: seconds to wait for what a server's answer names.
+        delete_generated: remove a server's object after it was read.
+    """
+
+    def __init__(
+        self,
+        run: str | None,
+        layers: Sequence[int] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        wait: float = 60,
+        delete_generated: bool = False,
+    ):
+        self._url, self._layers, self._options = run, None if layers is None else list(layers), storage_options
+        self._wait, self._delete = wait, delete_generated
+        self._run: Run | None = None
+        self._rows: dict[int, int] = {}
+
+    def setup(self) -> None:
+        """Open the run: once in each process that reads."""
+        if self._run is None and self._url is not None:
+            run = open_run(self._url, storage_options=self._options)
+            missing = sorted(set(self._layers or ()) - set(run.layer_ids))
+            if missing and run.layer_ids:
+                raise ConfigError(f"--hsx-layers: {missing} are not in {run.url}, which has {list(run.layer_ids)}")
+            self._rows = {int(row): place for place, row in enumerate(run.index.rows) if row >= 0}
+            self._run = run
+
+    def get_cached(self, file_idx: int) -> dict[str, torch.Tensor] | None:
+        """``hidden_states`` ``[T, L, H]`` and ``token_ids`` ``[T]`` of the input row; ``None`` if the run has none."""
+        self.setup()
+        place = self._rows.get(file_idx)
+        if self._run is None or place is None:
+            return None
+        sample = self._run.at(place)
+        loaded = sample.load(self._layers or sorted(sample.layer_ids), framework="torch")
+        return {"hidden_states": loaded["hidden_states"], "token_ids": loaded["token_ids"]}
+
+    def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, torch.Tensor] | None:
+        """The sample that an answer's ``kv_transfer_params`` name, waiting for it."""
+        path = hs_transfer_params.get("hidden_states_path")
+        if path is None:
+            raise ConfigError(
+                f"expected hidden_states_path in the answer of the server, came {sorted(hs_transfer_params)}"
+            )
+        key = None if str(path).endswith(".safetensors") else hs_transfer_params.get("hidden_states_key")
+        try:
+            loaded = load_hidden_states(
+                path, key, layers=self._layers, wait=self._wait, storage_options=self._options, framework="torch"
+            )
+        except SampleFailed:
+            return None
+        return {"hidden_states": loaded["hidden_states"], "token_ids": loaded["token_ids"]}
+
+    def delete(self, handle: str) -> None:
+        """Remove a server's object, if that was asked for; a run's parts stay."""
+        if not self._delete or not handle.endswith(".safetensors"):
+            return
+        from hsx_dist.store import open_store
+
+        folder, _, name = handle.rpartition("/")
+        open_store(folder or "/", self._options).delete(name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_run": None, "_rows": {}}
+
+
+class HsxBackend(HiddenStatesBackend):  # type: ignore[misc]
+    """``--hidden-states-backend hsx``."""
+
+    @staticmethod
+    def add_train_args(parser: argparse.ArgumentParser) -> None:
+        """``--hsx-run``, ``--hsx-layers``, ``--hsx-storage-options``."""
+        parser.add_argument("--hsx-run", type=str, default=None, help="Path or URL of the run of hsx_dist to read.")
+        parser.add_argument(
+            "--hsx-layers",
+            type=str,
+            default=None,
+            help="vLLM's layer ids, the last one (N) at the end, such as 2,15,27,30. Default: all, ascending.",
+        )
+        parser.add_argument(
+            "--hsx-storage-options", type=str, default=None, help="fsspec's options for the store, as a JSON object."
+        )
+
+    @staticmethod
+    def add_launch_args(parser: argparse.ArgumentParser) -> None:
+        """``--hsx-storage-path``: where a server that is launched stores."""
+        parser.add_argument("--hsx-storage-path", type=str, default=None, help="Folder or URL where the server stores.")
+
+    @staticmethod
+    def from_train_args(args: argparse.Namespace, data_path: str) -> HsxTransfer:  # noqa: ARG004
+        """A transfer of what the arguments say."""
+        try:
+            layers = None if args.hsx_layers is None else [int(k) for k in args.hsx_layers.split(",")]
+            options = None if args.hsx_storage_options is None else json.loads(args.hsx_storage_options)
+        except ValueError as e:
+            raise ConfigError(f"--hsx-layers, --hsx-storage-options: expected ids with commas, and JSON: {e}") from e
+        return HsxTransfer(args.hsx_run, layers, options)
+
+    @staticmethod
+    def build_kv_transfer_config(args: argparse.Namespace) -> dict[str, Any]:
+        """For ``vllm serve``: hsx_dist's connector."""
+        if not args.hsx_storage_path:
+            raise ConfigError("--hsx-storage-path: expected a folder or URL, came none")
+        return {
+            "kv_connector": "HiddenStatesConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": args.hsx_storage_path},
+        }
+
+
+if __name__ != "__main__":
+    HiddenStatesBackend.register("hsx")(HsxBackend)
+
+
+def main() -> None:
+    """speculators' own command, which knows the back end because this module is loaded."""
+    from speculators.__main__ import app
+
+    app()
+
+
+if __name__ == "__main__":
+    # By its own name, as spawned workers of the trainer import it.
+    import hsx_dist.speculators as backend
+
+    backend.main()

@@ -1,0 +1,65 @@
+"""A run in Ray Data and through Ray Train's iterator, and an export as Ray tasks, on a real cluster."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hsx_dist.store import open_store
+from hsx_dist.testing.runs import store_run
+from hsx_dist.testing.samples import random_sample
+from hsx_dist.testing.servers import RayHead
+
+pytestmark = pytest.mark.integration
+
+PROGRAM = """
+import sys
+import numpy as np, ray
+from hsx_dist.errors import ConfigError
+from hsx_dist.ray import export, read_hidden_states
+from hsx_dist.testing.samples import random_sample
+
+ray.init(address=sys.argv[1], log_to_driver=False)
+url, out = sys.argv[2:]
+samples = {f"s{i:02d}": random_sample(f"s{i:02d}", 5 + i % 7, seed=i, odd=False) for i in range(30)}
+data = read_hidden_states(url, layers=[30, 2], override_num_blocks=4)
+rows = data.take_all()
+assert sorted(r["key"] for r in rows) == sorted(samples), len(rows)
+for row in rows:
+    wide = samples[row["key"]].states[:, [2, 0]].astype(np.uint32) << 16
+    assert row["hidden_states"].dtype == np.float32
+    assert np.array_equal(row["hidden_states"], wide.view(np.float32)), row["key"]
+    assert np.array_equal(row["input_ids"], samples[row["key"]].token_ids)
+[shard] = data.random_shuffle(seed=1).streaming_split(1)
+seen = [key for batch in shard.iter_batches(batch_size=8) for key in batch["key"]]
+assert sorted(seen) == sorted(samples) and seen != sorted(samples)
+try:
+    read_hidden_states(url, shuffle=True)
+except ConfigError as e:
+    assert "shuffle" in str(e)
+else:
+    raise AssertionError("expected a refusal")
+report = export(url, "vllm", out, shards=2)
+assert (report.written, report.finished) == (30, True), report
+from hsx_dist.cli import main
+try:
+    main(["export", url, out, "--to", "vllm", "--ray"])
+except SystemExit as e:
+    assert not e.code, e.code
+print("FINE")
+"""
+
+
+def test_a_run_is_read_and_exported_by_rays_tasks(ray_cluster: RayHead, tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    store_run(open_store(url), [random_sample(f"s{i:02d}", 5 + i % 7, seed=i, odd=False) for i in range(30)])
+    program = tmp_path / "read.py"
+    program.write_text(PROGRAM)
+    argv = [sys.executable, str(program), ray_cluster.address, url, str(tmp_path / "out")]
+    done = subprocess.run(argv, env={**os.environ, **ray_cluster.env}, capture_output=True, text=True, timeout=280)
+    assert done.stdout.strip().endswith("FINE"), done.stderr[-4000:]
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 30

@@ -1,0 +1,93 @@
+"""speculators' own data set on our back end, with no export."""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from hs_connectors import HiddenStatesBackend
+from speculators.train.data import ArrowDataset
+from torch.utils.data import DataLoader
+
+from hsx_dist.errors import ConfigError
+from hsx_dist.speculators import HsxBackend, HsxTransfer
+from hsx_dist.store import open_store
+from hsx_dist.testing.runs import store_run
+from hsx_dist.testing.samples import random_sample
+
+pytestmark = pytest.mark.integration
+
+SAMPLES = [random_sample(f"r{i}", 5 + i, layer_ids=(2, 4, 5, 8), seed=i, odd=False) for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """(a run, speculators' prepared data set of the same rows)"""
+    folder = tmp_path_factory.mktemp("speculators")
+    store_run(open_store(str(folder / "run")), SAMPLES, per_part=2)
+    ids = [s.token_ids.tolist() for s in SAMPLES]
+    rows = {"input_ids": ids, "loss_mask": [[1] * len(i) for i in ids], "seq_len": [len(i) for i in ids]}
+    Dataset.from_dict(rows).with_format("torch").save_to_disk(str(folder / "data"))
+    return str(folder / "run"), folder / "data"
+
+
+def transfer(run: str, layers: str | None = "2,4,5,8") -> HsxTransfer:
+    parser = argparse.ArgumentParser()
+    HiddenStatesBackend.registry["hsx"].add_train_args(parser)
+    args = ["--hsx-run", run, *(["--hsx-layers", layers] if layers else [])]
+    return HsxBackend.from_train_args(parser.parse_args(args), "unused")
+
+
+def test_the_trainers_data_set_reads_from_the_run(prepared: tuple[str, Path]) -> None:
+    run, data = prepared
+    dataset = ArrowDataset(64, data, transfer=transfer(run), on_missing="raise")
+    loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    for item, sample in zip(loader, SAMPLES, strict=True):
+        bits = item["hidden_states"].view(torch.int16).numpy().view(np.uint16)
+        assert np.array_equal(bits, sample.states[:, :3].reshape(len(sample.token_ids), -1))
+        last = item["verifier_last_hidden_states"].contiguous().view(torch.int16).numpy().view(np.uint16)
+        assert np.array_equal(last, sample.states[:, 3])
+
+
+def test_what_the_run_lacks_is_missing_or_told(prepared: tuple[str, Path]) -> None:
+    run, _ = prepared
+    assert transfer(run).get_cached(99) is None
+    assert pickle.loads(pickle.dumps(transfer(run, None))).get_cached(0)["hidden_states"].shape[1] == 4
+    with pytest.raises(ConfigError, match=r"\[3\]"):
+        transfer(run, "3,8").get_cached(0)
+    with pytest.raises(ConfigError, match="hsx-layers"):
+        transfer(run, "x")
+    with pytest.raises(ConfigError, match="hsx-storage-path"):
+        HsxBackend.build_kv_transfer_config(argparse.Namespace(hsx_storage_path=None))
+
+
+def test_what_a_server_stored_is_read_and_removed(prepared: tuple[str, Path], tmp_path: Path) -> None:
+    from hsx_dist.cli import main
+
+    run, _ = prepared
+    path = tmp_path / "answer.safetensors"
+    with pytest.raises(SystemExit):
+        main(["cat", run, "r3", "-o", str(path)])
+    reader = HsxTransfer(None, None, wait=1, delete_generated=True)
+    got = reader.get_generated({"hidden_states_path": str(path)})
+    assert got is not None
+    assert got["token_ids"].tolist() == SAMPLES[3].token_ids.tolist()
+    reader.delete(str(path))
+    assert not path.exists()
+    (tmp_path / "failed.error.json").write_text('{"error": "aborted"}')
+    assert reader.get_generated({"hidden_states_path": str(tmp_path / "failed.safetensors")}) is None
+
+
+def test_the_trainers_command_knows_the_back_end() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hsx_dist.speculators", "train", "--help"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--hsx-run" in done.stdout

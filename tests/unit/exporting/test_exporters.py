@@ -1,0 +1,185 @@
+"""Every exporter against its trainer's documented schema, and against the model's own norm and head."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hsx_dist import open_run
+from hsx_dist.errors import ConfigError
+from hsx_dist.exporting import ExportOptions, export_run, register_exporter
+from hsx_dist.exporting.export import EXPORTERS
+from hsx_dist.reading import Run
+from hsx_dist.store import open_store
+from hsx_dist.testing.models import tiny_llama
+from hsx_dist.testing.runs import store_run
+from hsx_dist.testing.samples import RandomSample, random_sample
+
+LAYERS, N, H = (2, 4, 5, 8), 8, 64
+
+
+def mask_of(sample: RandomSample) -> dict[str, np.ndarray[Any, Any]]:
+    return {"loss_mask": (np.arange(len(sample.token_ids)) >= 3).astype(np.int8)}
+
+
+SAMPLES = [
+    random_sample(f"conv/{i}", 6 + i, layer_ids=LAYERS, hidden_size=H, dtype="float32", seed=i, odd=False)
+    for i in range(5)
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(folder, the model itself), with a final norm that changes what goes through it."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny_llama(tmp_path_factory.mktemp("m") / "tiny", layers=N, kv_heads=2)
+    made = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        made.model.norm.weight.copy_(torch.linspace(0.5, 2, H))
+    made.save_pretrained(folder)
+    return folder, made
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, model: Any) -> Run:
+    store = open_store(str(tmp_path_factory.mktemp("run") / "run"))
+    info = {"meaning": {"model": str(model[0]), "layers": list(LAYERS)}}
+    store_run(store, SAMPLES, per_part=2, attached=mask_of, info=info, about={"num_hidden_layers": N})
+    return open_run(store.url)
+
+
+def states(sample: RandomSample) -> torch.Tensor:
+    return torch.from_numpy(sample.states.view(np.float32))
+
+
+def statement(dest: Path) -> dict[str, Any]:
+    said: dict[str, Any] = json.loads((dest / "export.json").read_text())
+    return said
+
+
+def test_vllm_is_a_plain_file_a_sample(run: Run, tmp_path: Path) -> None:
+    assert export_run(run, "vllm", tmp_path).written == 5
+    for sample in SAMPLES:
+        got = load_file(tmp_path / f"{sample.key.replace('/', '%2F')}.safetensors")
+        assert torch.equal(got["hidden_states"], states(sample))
+        assert torch.equal(got["token_ids"], torch.from_numpy(sample.token_ids))
+        assert got["loss_mask"].tolist() == (mask_of(sample)["loss_mask"] != 0).tolist()
+
+
+def test_specforge_eagle3_has_the_last_state_after_the_norm(run: Run, model: Any, tmp_path: Path) -> None:
+    export_run(run, "specforge-eagle3", tmp_path)
+    for i, sample in enumerate(SAMPLES):
+        got = torch.load(tmp_path / "rows_0-2000" / f"data_{i}.ckpt")
+        assert set(got) == {"input_ids", "loss_mask", "aux_hidden_state", "hidden_state"}
+        assert got["input_ids"].tolist() == sample.token_ids.tolist()
+        assert got["loss_mask"].tolist() == mask_of(sample)["loss_mask"].tolist()
+        assert got["aux_hidden_state"].shape == (1, len(sample.token_ids), 3 * H)
+        assert torch.equal(got["aux_hidden_state"][0], states(sample)[:, :3].flatten(1))
+        with torch.no_grad():
+            assert torch.equal(got["hidden_state"][0], model[1].model.norm(states(sample)[:, 3]))
+    said = statement(tmp_path)
+    # SpecForge's own default for N = 8: [1, N/2-1, N-4], counted after a layer.
+    assert said["aux_layers"] == [2, 4, 5]
+    assert said["aux_layers_counted_after"] == [1, N // 2 - 1, N - 4]
+    assert "after the final RMSNorm" in said["last_state"]
+
+
+def test_specforge_dflash_takes_any_layers_and_the_last_if_asked(run: Run, model: Any, tmp_path: Path) -> None:
+    export_run(run, "specforge-dflash", tmp_path / "a", ExportOptions(aux_layers=(5, 2)))
+    got = torch.load(tmp_path / "a" / "rows_0-2000" / "data_3.ckpt")
+    assert set(got) == {"input_ids", "loss_mask", "hidden_states"}
+    assert torch.equal(got["hidden_states"][0], states(SAMPLES[3])[:, [2, 0]].flatten(1))
+    export_run(run, "specforge-dflash", tmp_path / "b", ExportOptions(with_last=True))
+    got = torch.load(tmp_path / "b" / "rows_0-2000" / "data_3.ckpt")
+    with torch.no_grad():
+        assert torch.equal(got["target_last_hidden_states"][0], model[1].model.norm(states(SAMPLES[3])[:, 3]))
+
+
+def test_teacher_logprobs_are_the_models_own(run: Run, model: Any, tmp_path: Path) -> None:
+    options = ExportOptions(top_k=7, samples_per_file=2)
+    assert export_run(run, "topk-logprobs", tmp_path, options).written == 3
+    assert sorted(p.name for p in tmp_path.glob("*.parquet")) == [f"data-{i:06d}.parquet" for i in range(3)]
+    rows = [row for p in sorted(tmp_path.glob("*.parquet")) for row in pq.read_table(p).to_pylist()]
+    for row, sample in zip(rows, SAMPLES, strict=True):
+        with torch.no_grad():
+            logits = model[1].lm_head(model[1].model.norm(states(sample)[:, 3])).float()
+        top = torch.log_softmax(logits, -1).topk(7)
+        assert row["key"] == sample.key
+        assert row["input_ids"] == sample.token_ids.tolist()
+        assert row["completion_mask"] == mask_of(sample)["loss_mask"].tolist()
+        assert row["teacher_topk_ids"] == top.indices.tolist()
+        assert np.allclose(row["teacher_topk_logprobs"], top.values.numpy(), atol=1e-5)
+
+
+def test_speculators_own_loader_reads_what_is_exported(run: Run, tmp_path: Path) -> None:
+    from speculators.train.data import ArrowDataset, CollateFn
+
+    export_run(run, "speculators", tmp_path, ExportOptions(aux_layers=(2, 4, 5)))
+    dataset = ArrowDataset(64, tmp_path, on_missing="raise", hidden_states_dtype=torch.float32)
+    assert dataset.approx_lengths == [len(s.token_ids) for s in SAMPLES]
+    items = [dataset[i] for i in range(5)]
+    for item, sample in zip(items, SAMPLES, strict=True):
+        assert torch.equal(item["hidden_states"], states(sample)[:, :3].flatten(1))
+        assert torch.equal(item["verifier_last_hidden_states"], states(sample)[:, 3])
+        assert item["input_ids"].tolist() == sample.token_ids.tolist()
+        assert item["loss_mask"].tolist() == mask_of(sample)["loss_mask"].tolist()
+    batch = CollateFn(64, H, dtype=torch.float32)(items[:3])
+    assert batch["hidden_states"].shape == (1, 64, 3 * H)
+    assert batch["error_records"] == 0
+
+
+def test_a_run_that_cannot_serve_a_trainer_is_refused_with_the_layers(run: Run, tmp_path: Path) -> None:
+    for to, options, named in (
+        ("specforge-eagle3", ExportOptions(aux_layers=(1, 4, 6)), r"\[1, 6\] are not in the run"),
+        ("specforge-eagle3", ExportOptions(aux_layers=(2, 4)), "three auxiliary layers"),
+        ("topk-logprobs", ExportOptions(num_layers=9), r"\[9\] are not in the run"),
+        ("speculators", ExportOptions(num_layers=9), r"\[9\]"),
+        ("nonsense", ExportOptions(), "speculators"),
+        ("topk-logprobs", ExportOptions(model=str(tmp_path)), r"config\.json"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            export_run(run, to, tmp_path / "x", options)
+    assert not (tmp_path / "x").exists()
+
+
+def test_an_export_goes_on_and_refuses_another_in_its_place(run: Run, tmp_path: Path) -> None:
+    report = export_run(run, "vllm", tmp_path, shard=0, shards=2)
+    assert (report.written, report.there, report.finished) == (3, 0, False)
+    assert not list(tmp_path.glob("**/.new-*"))
+    report = export_run(run, "vllm", tmp_path)
+    assert (report.written, report.there, report.finished) == (2, 3, True)
+    assert export_run(run, "vllm", tmp_path).written == 0
+    with pytest.raises(ConfigError, match="layers"):
+        export_run(run, "vllm", tmp_path, ExportOptions(aux_layers=(2,)))
+
+
+def test_samples_without_a_mask_can_be_refused(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "run"))
+    store_run(store, SAMPLES[:1], about={"num_hidden_layers": N})
+    with pytest.raises(ConfigError, match="loss_mask"):
+        export_run(open_run(store.url), "vllm", tmp_path / "out", ExportOptions(loss_mask="raise"))
+
+
+def test_the_exporter_that_the_documentation_writes(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "extending.md").read_text()
+    code = text.split("```python\n")[1].split("```")[0]
+    monkeypatch.setattr("hsx_dist.exporting.export.EXPORTERS", dict(EXPORTERS))
+    exec(compile(code, "extending.md", "exec"), {"__name__": "modelopt_exporter"})
+    export_run(run, "modelopt", tmp_path)
+    for sample in SAMPLES:
+        got = torch.load(tmp_path / f"{sample.key.replace('/', '%2F')}.pt")
+        assert torch.equal(got["hidden_states"], states(sample)[:, 3])
+        assert torch.equal(got["aux_hidden_states"], states(sample)[:, :3].flatten(1))
+        assert got["hidden_states_prenorm"] is True
+        assert got["loss_mask"].tolist() == mask_of(sample)["loss_mask"].tolist()
+        assert got["input_ids"].tolist() == sample.token_ids.tolist()
+    with pytest.raises(ConfigError, match="taken"):
+        register_exporter("vllm", object)  # type: ignore[arg-type]

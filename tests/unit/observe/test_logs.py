@@ -1,0 +1,48 @@
+"""Log lines: what they are about, in words and as JSON, and that none is said a thousand times."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+from hsx_dist.observe.logs import OFTEN, WINDOW_S, NotSoOften, Structured
+
+
+def record(message: str = "part of %d segments", *args: object, **extra: object) -> logging.LogRecord:
+    made = logging.LogRecord("hsx_dist.x", logging.WARNING, __file__, 1, message, args, None)
+    made.__dict__.update(extra)
+    return made
+
+
+def test_a_line_says_what_it_is_about():
+    line = Structured({"run": "s3://b/r", "writer": "n0w0"}).format(record("lost %d", 3, part="data/p 1"))
+    assert line.endswith('Z WARNING hsx_dist.x lost 3 run=s3://b/r writer=n0w0 part="data/p 1"')
+
+
+def test_a_clients_key_makes_no_second_line_and_no_other_field():
+    line = Structured().format(record("x", key='a" writer=w\n2026 ERROR'))
+    assert "\n" not in line
+    assert line.endswith('key="a\\" writer=w\\n2026 ERROR"')
+
+
+def test_json_lines_hold_the_same():
+    try:
+        raise ValueError("why")
+    except ValueError as e:
+        made = record("lost %d", 3, key="k")
+        made.exc_info = (type(e), e, e.__traceback__)
+    line = json.loads(Structured({"replica": "1"}, as_json=True).format(made))
+    assert (line["level"], line["message"], line["replica"], line["key"]) == ("WARNING", "lost 3", "1", "k")
+    assert "ValueError: why" in line["traceback"]
+
+
+def test_what_comes_again_and_again_is_counted():
+    now = 0.0
+    often = NotSoOften(lambda: now)
+    assert sum(often.filter(record("lost %d", i)) for i in range(1000)) == OFTEN
+    assert often.filter(record("another message"))
+    now = WINDOW_S
+    again = record("lost %d", 1)
+    assert often.filter(again)
+    assert f"lost 1 (and {1000 - OFTEN} more like it were left out)" in Structured().format(again)
+    assert sum(often.filter(record("lost %d", i)) for i in range(1000)) == OFTEN - 1

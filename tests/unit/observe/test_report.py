@@ -1,0 +1,126 @@
+"""The report: its numbers against the samples themselves, and the page in a real browser."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hsx_dist.errors import RunError, SampleNotFound
+from hsx_dist.observe.report import write_report
+from hsx_dist.observe.report.facts import gather_facts
+from hsx_dist.observe.report.states import gather_states, spread
+from hsx_dist.reading import Run
+from hsx_dist.store import Store, open_store
+from hsx_dist.testing.browser import browser_page, chromium_program
+from tests.unit.observe.conftest import HOSTILE
+
+needs_chromium = pytest.mark.skipif(chromium_program() is None, reason="chromium is missing: apt-get install chromium")
+
+
+def test_facts_are_those_of_the_receipts_and_headers(small_run: Store):
+    run = Run(small_run)
+    facts = gather_facts(small_run, run)
+    assert facts.counts["samples"] == 9
+    assert facts.counts["tokens"] == int(facts.timeline.tokens.sum()) == sum(5 + 9 * i for i in range(9))
+    assert facts.refused == [("expected a text, came nothing in row …", 2)]
+    assert [n for _, n in facts.failed] == [1]
+    assert [s.layer for s in facts.layer_sizes] == [2, 15, 30]
+    assert sum(s.raw for s in facts.layer_sizes) == facts.counts["raw_bytes"]
+    assert sum(s.stored for s in facts.layer_sizes) < facts.counts["stored_bytes"]
+    (attempt,) = facts.attempts
+    assert (attempt.host, attempt.state, attempt.counted("store_wait_seconds")) == ("here", "complete", 2.5)
+
+
+def test_numbers_of_states_are_those_of_the_samples(small_run: Store):
+    run = Run(small_run)
+    keys = ["row-2", "row-5"]
+    numbers = gather_states(run, keys, ["row-5"])
+    assert numbers is not None
+    states = [np.asarray(run[k].load(framework="numpy")["hidden_states"], np.float64)[1:] for k in keys]
+    every = np.concatenate(states)
+    norm = np.linalg.norm(every, axis=2)
+    np.testing.assert_allclose(numbers.norms[2], np.median(norm, axis=0), rtol=1e-5)
+    unit = every / norm[:, :, None]
+    np.testing.assert_allclose(numbers.similarity, np.einsum("tlh,tmh->lm", unit, unit) / len(every), atol=1e-5)
+    mean = np.abs(every).mean(axis=0)
+    loudest = (mean / np.median(mean, axis=1, keepdims=True)).max(axis=0).argmax()
+    assert numbers.channels[0] == loudest
+    (shown,) = numbers.chosen
+    np.testing.assert_array_equal(shown.token_ids, run["row-5"].token_ids("numpy"))
+    assert shown.norms.shape == (50, 3)
+
+
+def test_samples_are_spread_over_the_run():
+    keys = [str(i) for i in range(10)]
+    assert spread(keys, 3) == ["0", "4", "9"]
+    assert spread(keys, 1) == ["0"]
+    assert spread(keys, 99) == keys
+
+
+def test_rows_that_are_not_finite_spoil_no_number(small_run: Store):
+    numbers = gather_states(Run(small_run), ["row-7"], ["row-7"])
+    assert numbers is not None
+    assert np.isfinite(numbers.norms).all()
+    assert np.isfinite(numbers.similarity).all()
+    assert not np.isfinite(numbers.chosen[0].norms).all()
+
+
+def test_nothing_that_a_user_wrote_becomes_markup(small_run: Store):
+    page = write_report(small_run, chosen=[HOSTILE], decode=lambda ids: ["<b>&" for _ in ids])
+    assert "<script" not in page
+    assert "<b>&" not in page
+    assert "&lt;b&gt;&amp;" in page
+    assert not re.search(r"<img|<link|<iframe|@import", page)
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+
+
+def test_a_run_without_samples_gives_a_page_too(tmp_path: Path):
+    from hsx_dist.format.runs import take_attempt, write_run
+
+    store = open_store(str(tmp_path / "new"))
+    with pytest.raises(RunError):
+        write_report(store)
+    write_run(store, {"meaning": {"model": "m", "layers": [1]}})
+    assert "not started" in write_report(store)
+    take_attempt(store, {})
+    assert "no heartbeat" in write_report(store)
+
+
+def test_a_sample_that_is_not_there_is_told(small_run: Store):
+    with pytest.raises(SampleNotFound, match="no-such"):
+        write_report(small_run, chosen=["no-such"])
+
+
+@needs_chromium
+def test_a_browser_shows_every_plot_without_an_error_or_a_request(small_run: Store, tmp_path: Path):
+    path = tmp_path / "report.html"
+    path.write_text(write_report(small_run), encoding="utf-8")
+    with browser_page() as (page, seen):
+        page.goto(path.as_uri())
+        assert page.title() == small_run.url
+        plots = page.locator("svg[role=img]")
+        assert [plots.nth(i).get_attribute("aria-label") for i in range(plots.count())] == [
+            "Throughput over time",
+            "Where time went",
+            "Stored bytes by layer",
+            "Lengths of samples",
+            "Norms by layer",
+            "Channels that stand out",
+            "Similarity between layers",
+        ]
+        for i in range(plots.count()):
+            box = plots.nth(i).bounding_box()
+            assert box is not None
+            assert box["width"] > 200
+            assert box["height"] > 100
+        # Nothing sticks out to the right, on a screen of this width and on a narrow one.
+        for width in (1200, 480):
+            page.set_viewport_size({"width": width, "height": 900})
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.locator("#samples .tokens span[title]").count() > 100
+    assert seen.errors == []
+    assert seen.requests == [path.as_uri()]

@@ -1,0 +1,324 @@
+"""Data sets over runs that the real encoder stored: what they yield, to whom, in which order, and after a restart."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from hsx_dist import HiddenStatesDataset, HiddenStatesMapDataset, MixedDataset, TokenBatches, merge_states, open_run
+from hsx_dist.errors import ConfigError, FormatError, NotFound
+from hsx_dist.reading.collate import pack, pad
+from hsx_dist.reading.order import Dealt, Progress, canonical_order
+from hsx_dist.store import open_store
+from hsx_dist.testing.runs import store_run
+from hsx_dist.testing.samples import RandomSample, random_sample
+from hsx_dist.testing.stores import MemoryStore
+
+N = 23
+
+
+def mask_of(sample: RandomSample) -> dict[str, np.ndarray[Any, Any]]:
+    return {"loss_mask": (np.arange(len(sample.token_ids)) % 3 > 0).astype(np.int8)}
+
+
+SAMPLES = [random_sample(f"s{i:02d}", 5 + (7 * i) % 31, seed=i, odd=False) for i in range(N)]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("run") / "run")
+    store_run(open_store(path), SAMPLES, per_part=4, attached=mask_of)
+    return path
+
+
+def bits(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    return x.view(torch.int16).numpy().view(np.uint16)
+
+
+def test_items_have_the_trainers_names_and_the_samples_bits(url: str) -> None:
+    items = list(HiddenStatesDataset(url, layers=[30, 2], tokens=(1, -1)))
+    assert [i["key"] for i in items] == [s.key for s in SAMPLES]
+    for item, sample in zip(items, SAMPLES, strict=True):
+        assert set(item) == {"input_ids", "loss_mask", "hidden_states", "layer_ids", "key"}
+        assert np.array_equal(bits(item["hidden_states"]), sample.states[1:-1][:, [2, 0]])
+        assert item["hidden_states"].dtype == torch.bfloat16
+        assert np.array_equal(item["input_ids"].numpy(), sample.token_ids[1:-1])
+        assert item["loss_mask"].dtype == torch.bool
+        assert np.array_equal(item["loss_mask"].numpy(), mask_of(sample)["loss_mask"][1:-1] != 0)
+        assert item["layer_ids"].tolist() == [30, 2]
+
+
+def test_names_can_be_others_and_arrays_numpys(url: str) -> None:
+    rename = {"hidden_states": "target", "key": None, "loss_mask": "mask"}
+    item = next(iter(HiddenStatesDataset(url, rename=rename, framework="numpy", max_tokens=4, crop="end")))
+    assert set(item) == {"input_ids", "mask", "target", "layer_ids"}
+    assert item["target"].dtype == np.float32
+    assert np.array_equal(item["input_ids"], SAMPLES[0].token_ids[-4:])
+
+
+def test_only_the_layers_and_tokens_wanted_are_fetched() -> None:
+    store = MemoryStore()
+    sample = random_sample("a", 512, layer_ids=range(31), hidden_size=64, chunk_tokens=64)
+    store_run(store, [sample])
+    from hsx_dist.reading import Run
+
+    run = Run(store)
+    run.open_part(run.index.parts[0].part or "")
+    store.reset()
+    list(HiddenStatesDataset(run, layers=[7], loss_mask="off"))
+    one = store.bytes_read
+    store.reset()
+    list(HiddenStatesDataset(run, loss_mask="off"))
+    assert one <= store.bytes_read * (1 / 31 + 0.05)
+    store.reset()
+    list(HiddenStatesDataset(run, layers=[7], tokens=(0, 64), loss_mask="off"))
+    assert store.bytes_read - 8 * 512 <= one / 6
+
+
+def test_random_windows_follow_from_seed_epoch_and_key(url: str) -> None:
+    def windows(epoch: int) -> list[list[int]]:
+        dataset = HiddenStatesDataset(url, max_tokens=3, crop="random", seed=5)
+        dataset.set_epoch(epoch)
+        return [i["input_ids"].tolist() for i in dataset]
+
+    assert windows(0) == windows(0) != windows(1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 20), st.data())
+def test_every_order_is_dealt_without_overlap_or_loss_also_twice(n: int, shards: int, buffer: int, data: Any) -> None:
+    order = canonical_order(np.arange(n) // 7, shuffle=True, buffer=buffer, seed=1, epoch=2)
+    assert sorted(order) == list(range(n))
+    taken = [data.draw(st.integers(0, len(order[s::shards]))) for s in range(shards)]
+    first = [Progress(2, shards, s).mine(order)[:t] for s, t in enumerate(taken)]
+    again = data.draw(st.integers(1, 4))
+    rest = [Progress(2, again, s, history=(Dealt(shards, tuple(taken)),)).mine(order) for s in range(again)]
+    assert sorted(np.concatenate([*first, *rest])) == list(range(n))
+
+
+def test_a_shuffled_epoch_is_the_same_again_and_another_in_the_next(url: str) -> None:
+    def keys(epoch: int, **options: Any) -> list[str]:
+        dataset = HiddenStatesDataset(url, shuffle=True, shuffle_buffer=6, seed=3, **options)
+        dataset.set_epoch(epoch)
+        return [i["key"] for i in dataset]
+
+    assert keys(0) == keys(0)
+    assert sorted(keys(0)) == sorted(keys(1)) == [s.key for s in SAMPLES]
+    assert keys(0) != keys(1)
+    parts = [keys(0, rank=r, world_size=3) for r in range(3)]
+    assert sorted(k for p in parts for k in p) == [s.key for s in SAMPLES]
+    assert [len(HiddenStatesDataset(url, rank=r, world_size=3)) for r in range(3)] == [len(p) for p in parts]
+
+
+def test_what_is_read_together_lies_in_few_parts() -> None:
+    groups = np.arange(4000) // 40
+    order = canonical_order(groups, shuffle=True, buffer=80, seed=0, epoch=0)
+    assert max(len(set(groups[order[i : i + 80]])) for i in range(0, 4000, 80)) <= 3
+
+
+@pytest.mark.parametrize(("workers", "context"), [(0, None), (2, None), (2, "spawn")])
+def test_a_loader_with_workers_reads_each_sample_once(url: str, workers: int, context: str | None) -> None:
+    dataset = HiddenStatesDataset(url, shuffle=True, layers=[15])
+    loader = DataLoader(dataset, batch_size=4, collate_fn=pad, num_workers=workers, multiprocessing_context=context)
+    seen = []
+    for batch in loader:
+        seen += batch["key"]
+        for i, key in enumerate(batch["key"]):
+            sample = next(s for s in SAMPLES if s.key == key)
+            n = int(batch["lengths"][i])
+            assert np.array_equal(bits(batch["hidden_states"][i, :n].contiguous()), sample.states[:, [1]])
+            assert batch["attention_mask"][i].sum() == n
+    assert sorted(seen) == [s.key for s in SAMPLES]
+
+
+@pytest.mark.parametrize("after", [0, 1, 10, 22, 23])
+def test_an_iteration_goes_on_to_the_sample(url: str, after: int) -> None:
+    def fresh() -> HiddenStatesDataset:
+        return HiddenStatesDataset(url, shuffle=True, seed=8)
+
+    whole = [i["key"] for i in fresh()]
+    dataset = fresh()
+    source = iter(dataset)
+    before = [next(source)["key"] for _ in range(after)]
+    state = json.loads(json.dumps(dataset.state_dict()))
+    other = fresh()
+    other.load_state_dict(state)
+    assert other.state_dict()["taken"] == after
+    assert before + [i["key"] for i in other] == whole
+    assert [i["key"] for i in other] == whole  # the next one is a whole epoch again
+
+
+def test_a_state_goes_on_at_another_world_size(url: str) -> None:
+    def fresh(rank: int, world: int) -> HiddenStatesDataset:
+        return HiddenStatesDataset(url, shuffle=True, rank=rank, world_size=world)
+
+    seen, states = [], []
+    for rank, take in enumerate((5, 2, 3)):
+        dataset = fresh(rank, 3)
+        source = iter(dataset)
+        seen += [next(source)["key"] for _ in range(take)]
+        states.append(dataset.state_dict())
+    other = fresh(0, 2)
+    other.load_state_dict(states[1])
+    with pytest.raises(ConfigError, match="merge_states"):
+        next(iter(other))
+    merged = merge_states({"ranks": states})
+    for rank in range(2):
+        dataset = fresh(rank, 2)
+        dataset.load_state_dict(merged)
+        seen += [i["key"] for i in dataset]
+    assert sorted(seen) == [s.key for s in SAMPLES]
+    with pytest.raises(ConfigError, match="missing"):
+        merge_states(states[:2])
+    with pytest.raises(ConfigError, match="same samples"):
+        HiddenStatesDataset(url, shuffle=True, seed=1).load_state_dict(merged)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchdatas_stateful_loader_resumes(url: str, workers: int) -> None:
+    def loader() -> StatefulDataLoader:
+        dataset = HiddenStatesDataset(url, shuffle=True, layers=[2])
+        return StatefulDataLoader(dataset, batch_size=2, collate_fn=pad, num_workers=workers)
+
+    whole = [batch["key"] for batch in loader()]
+    first = loader()
+    source: Iterator[Any] = iter(first)
+    before = [next(source)["key"] for _ in range(5)]
+    state = pickle.loads(pickle.dumps(first.state_dict()))
+    second = loader()
+    second.load_state_dict(state)
+    assert before + [batch["key"] for batch in second] == whole
+
+
+def test_a_corrupt_part_is_raised_or_counted_never_passed_over(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "run"))
+    store_run(store, SAMPLES[:12], per_part=4)
+    names = sorted(i.name for i in store.list("data/"))
+    damaged = bytearray(store.get(names[0]))
+    damaged[-3] ^= 1
+    store.put(names[0], [bytes(damaged)])
+    store.delete(names[2])
+    with pytest.raises(FormatError, match="part-0001"):
+        list(HiddenStatesDataset(store.url))
+    dataset = HiddenStatesDataset(store.url, on_error="skip")
+    found = [i["key"] for i in dataset]
+    assert dataset.skipped == 12 - len(found) == 5
+    assert found == [s.key for s in SAMPLES[:3] + SAMPLES[4:8]]
+    assert dataset.state_dict()["taken"] == 12
+    with pytest.raises(NotFound):
+        HiddenStatesMapDataset(store.url)[9]
+
+
+def test_wrong_arguments_are_told(url: str) -> None:
+    for options in (
+        {"layers": [3]},
+        {"layers": 15},
+        {"crop": "middle"},
+        {"on_error": "ignore"},
+        {"rank": 2, "world_size": 2},
+        {"rank": 1},
+        {"threads": 0},
+        {"follow": True, "shuffle": True},
+        {"loss_mask": "zeros"},
+        {"max_tokens": 0},
+    ):
+        with pytest.raises(ConfigError):
+            HiddenStatesDataset(url, **options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no attached 'label'"):
+        list(HiddenStatesDataset(url, rename={"label": "label"}))
+    with pytest.raises(ConfigError, match="step"):
+        list(HiddenStatesDataset(url, tokens=slice(0, 9, 2)))
+
+
+def test_a_map_data_set_reads_by_position(url: str) -> None:
+    dataset = HiddenStatesMapDataset(url, layers=[15], max_tokens=20)
+    assert len(dataset) == N
+    assert dataset.lengths.tolist() == [min(20, len(s.token_ids)) for s in SAMPLES]
+    items = dataset.__getitems__([3, 1])
+    assert [i["key"] for i in items] == ["s03", "s01"]
+    batches = list(DataLoader(dataset, batch_size=5, collate_fn=pack, shuffle=True))
+    assert sorted(k for b in batches for k in b["key"]) == [s.key for s in SAMPLES]
+
+
+def test_padded_and_packed_batches_hold_the_same_tokens(url: str) -> None:
+    items = list(HiddenStatesDataset(open_run(url).select(keys=["s01", "s04", "s02"])))
+    padded, packed = pad(items, multiple=8, pad_id=-5), pack(items)
+    lengths = [len(i["input_ids"]) for i in items]
+    assert padded["input_ids"].shape[1] % 8 == 0
+    assert torch.equal(padded["input_ids"][padded["attention_mask"]], packed["input_ids"][0])
+    assert (padded["input_ids"][~padded["attention_mask"]] == -5).all()
+    assert torch.equal(padded["hidden_states"][padded["attention_mask"]], packed["hidden_states"][0])
+    assert packed["cu_seqlens"].tolist() == [0, *np.cumsum(lengths)]
+    assert packed["document_ids"][0].bincount().tolist() == lengths
+    assert packed["position_ids"][0].tolist() == [i for n in lengths for i in range(n)]
+    cut = pack(items, length=sum(lengths) - 3)
+    assert cut["lengths"].tolist() == [*lengths[:2], lengths[2] - 3]
+    assert pack(items, length=sum(lengths) + 3)["document_ids"][0, -3:].tolist() == [-1, -1, -1]
+    with pytest.raises(ConfigError, match="at least one"):
+        pad([])
+
+
+def test_runs_are_mixed_by_weight(url: str, tmp_path: Path) -> None:
+    other = str(tmp_path / "other")
+    store_run(open_store(other), [random_sample(f"o{i}", 4, seed=i) for i in range(40)])
+
+    def mixed(stop: Any = "first") -> MixedDataset:
+        return MixedDataset([HiddenStatesDataset(url), HiddenStatesDataset(other)], [1, 3], stop=stop)
+
+    keys = [i["key"] for i in mixed()]
+    for end in range(4, len(keys), 4):
+        assert abs(sum(k.startswith("s") for k in keys[:end]) - end / 4) < 1
+    assert len({i["key"] for i in mixed("all")}) == N + 40
+    first = mixed()
+    source = iter(first)
+    before = [next(source)["key"] for _ in range(9)]
+    second = mixed()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert before + [i["key"] for i in second] == keys
+    with pytest.raises(ConfigError, match="weights"):
+        MixedDataset([HiddenStatesDataset(url)], [0])
+
+
+@pytest.mark.parametrize("only_loss", [False, True])
+def test_token_batches_hold_every_token_once_and_resume(url: str, only_loss: bool) -> None:
+    def batches() -> TokenBatches:
+        dataset = HiddenStatesDataset(url, layers=[15], shuffle=True)
+        return TokenBatches(dataset, 16, buffer_tokens=100, seed=4, only_loss=only_loss)
+
+    whole = list(batches())
+    assert all(b["hidden_states"].shape == (len(b["input_ids"]), 24) for b in whole)
+    assert {len(b["input_ids"]) for b in whole[:-1]} == {16}
+    expected = np.concatenate(
+        [s.states[:, 1][mask_of(s)["loss_mask"] != 0] if only_loss else s.states[:, 1] for s in SAMPLES]
+    )
+    got = np.concatenate([bits(b["hidden_states"]) for b in whole])
+    assert np.array_equal(np.sort(got.view("V48").ravel()), np.sort(np.ascontiguousarray(expected).view("V48").ravel()))
+    for after in (0, 1, 7, 8, len(whole) - 1, len(whole)):
+        first = batches()
+        source = iter(first)
+        for _ in range(after):
+            next(source)
+        second = batches()
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        rest = list(second)
+        assert [b["input_ids"].tolist() for b in rest] == [b["input_ids"].tolist() for b in whole[after:]]
+    loaded = list(DataLoader(batches(), batch_size=None, num_workers=1))
+    assert [b["input_ids"].tolist() for b in loaded] == [b["input_ids"].tolist() for b in whole]
+
+
+def test_repeat_goes_on_with_the_next_epoch(url: str) -> None:
+    source = iter(HiddenStatesDataset(url, shuffle=True, repeat=True))
+    epochs = [[next(source)["key"] for _ in range(N)] for _ in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1])
+    assert epochs[0] != epochs[1]

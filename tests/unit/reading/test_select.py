@@ -1,0 +1,89 @@
+"""Which samples of a run, and the index in columns against the manifest that decides."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hsx_dist import open_run
+from hsx_dist.errors import ConfigError, SampleNotFound
+from hsx_dist.format.manifest import Receipt, RowFate, SegmentProof, part_name, receipt_name
+from hsx_dist.format.runs import load_manifest, take_attempt, write_complete, write_run
+from hsx_dist.page import Segment
+from hsx_dist.reading import Run
+from hsx_dist.store import open_store
+from hsx_dist.testing.runs import store_run
+from hsx_dist.testing.samples import random_sample
+from hsx_dist.testing.stores import MemoryStore
+
+_SEGMENT = st.tuples(st.sampled_from("abcd"), st.sampled_from([(0, 0, 4), (0, 0, 2), (1, 2, 4)]), st.integers(0, 2))
+_RECEIPT = st.tuples(
+    st.integers(1, 2),
+    st.sampled_from("vw"),
+    st.lists(_SEGMENT, max_size=4, unique_by=lambda s: (s[0], s[1])),
+    st.lists(st.tuples(st.sampled_from("abcde"), st.sampled_from(["refused", "failed", "withdrawn"])), max_size=2),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(_RECEIPT, max_size=6), st.booleans())
+def test_the_index_says_what_the_manifest_says(receipts: list[tuple], complete: bool) -> None:
+    store = MemoryStore()
+    write_run(store, {})
+    attempts = [take_attempt(store, {}) for _ in range(2)]
+    numbers: dict[tuple[int, str], int] = {}
+    for attempt, writer, segments, fates in receipts:
+        seq = numbers[attempt, writer] = numbers.get((attempt, writer), 0) + 1
+        proofs = tuple(
+            SegmentProof(Segment(key, i, a, b, 4), slot, f"{b:016x}", 8, 6, ord(key) - 97, f"{number:016x}")
+            for slot, (key, (i, a, b), number) in enumerate(segments)
+        )
+        rows = tuple(RowFate(key, None, fate, "why", 1) for key, fate in fates)
+        part = part_name(attempt, writer, seq) if proofs else None
+        sizes = (100, "00000000", 50, 80) if proofs else (0, "00000000", 0, 0)
+        receipt = Receipt(attempt, writer, seq, part, *sizes, proofs, rows, "2026")
+        store.put(receipt_name(attempt, writer, seq), [receipt.to_json()])
+    if complete:
+        write_complete(store, attempts[-1], load_manifest(store), {})
+    run, manifest = Run(store), load_manifest(store)
+    assert sorted(run.keys()) == sorted(manifest.samples)
+    assert run.keys() == sorted(manifest.samples, key=lambda k: (manifest.samples[k].row, k))
+    for i, key in enumerate(run.keys()):
+        record, entry = manifest.samples[key], run.index[i]
+        assert entry.num_tokens == record.num_tokens
+        assert run.index.attempt(i) == record.attempt
+        assert [p[:3] for p in entry.pieces] == [(part, p.slot, p.segment.start) for part, p in record.segments]
+        assert [p[4] for p in entry.pieces] == [p.token_hash for _, p in record.segments]
+    assert (run.refused, run.failed) == (dict(manifest.refused), dict(manifest.failed))
+    assert run.index.conflicts == manifest.conflicts
+    assert pickle.loads(pickle.dumps(run.index)).keys == run.keys()
+
+
+def test_samples_are_selected_by_what_is_known_of_them(tmp_path: Path) -> None:
+    samples = [random_sample(f"k{i:03d}", 3 + i % 10, seed=i) for i in range(200)]
+    store = open_store(str(tmp_path / "run"))
+    store_run(
+        store, samples, per_part=50, attached=lambda s: {"loss_mask": np.arange(len(s.token_ids)) < int(s.key[1:]) % 4}
+    )
+    run = open_run(store.url)
+    assert run.select(keys=["k007", "k003"]).keys() == ["k003", "k007"]
+    assert {len(s.token_ids()) for s in run.select(min_tokens=5, max_tokens=6)} == {5, 6}
+    train, val = (run.select(split=s, val_fraction=0.2).keys() for s in ("train", "val"))
+    assert sorted([*train, *val]) == run.keys()
+    assert 20 <= len(val) <= 60
+    store_run(open_store(str(tmp_path / "half")), samples[:100])
+    assert set(open_run(str(tmp_path / "half")).select(split="val", val_fraction=0.2).keys()) <= set(val)
+    assert run.select(min_loss_tokens=3).keys() == [f"k{i:03d}" for i in range(200) if i % 4 == 3]
+    assert len(run.select(where=lambda meta: "finish_reason" in meta)) == 0
+    assert len(run.select(where=lambda meta: not meta, max_tokens=3)) == 20
+    assert run.select(max_tokens=3)[1:3].keys() == ["k010", "k020"]
+    with pytest.raises(SampleNotFound, match="nobody"):
+        run.select(keys=["nobody"])
+    for wrong in ({"split": "test"}, {"split": "val", "val_fraction": 2.0}, {"keys": "k001"}):
+        with pytest.raises(ConfigError):
+            run.select(**wrong)

@@ -1,0 +1,95 @@
+"""README and docs: every block is run by some test, every link leads somewhere, every public name has its entry."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import hsx_dist
+from hsx_dist.config import load_config
+from hsx_dist.testing.snippets import Snippet, as_program, snippets
+
+ROOT = Path(hsx_dist.__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+#: Pages whose blocks a test of their own runs, or that show what needs a server or a cluster which that test has.
+RUN_BY = {
+    "docs/format.md": "tests/unit/format/test_golden.py",
+    "docs/guides/serving.md": "tests/integration/test_serving.py",
+    "docs/connector.md": "tests/integration/test_connector_bare.py",
+    "docs/guides/ray-cluster.md": "tests/integration/test_ray_job.py",
+    "docs/guides/spot.md": "tests/integration/test_nodes_of_a_run.py",
+}
+#: Pages whose commands no test here can run, and what stands in for it.
+NOT_RUN = {
+    "docs/guides/kubernetes.md": "needs Docker and Kubernetes; tests/unit/config/test_cluster_files.py checks the file",
+    "docs/guides/one-gpu-machine.md": "needs a GPU and Qwen3-8B; tests/unit/config/test_configs.py loads the file",
+    "docs/guides/laptop.md": "the quickstart's calls, compiled, which takes minutes; the same test loads the file",
+}
+#: Pages that tests/integration/test_documentation.py runs from their first block to the last.
+WHOLE = ("README.md", "docs/quickstart.md", "docs/guides/watching.md", "docs/guides/interpretability.md")
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def meant_to_run() -> list[Snippet]:
+    return [s for page in PAGES for s in snippets(page) if s.language in ("python", "sh", "yaml")]
+
+
+@pytest.mark.parametrize("snippet", meant_to_run(), ids=lambda s: s.where)
+def test_every_block_is_run_somewhere(snippet: Snippet, monkeypatch: pytest.MonkeyPatch):
+    page = name(snippet.page)
+    by = snippet.run_by or RUN_BY.get(page)
+    if by is not None:
+        assert (ROOT / by).is_file(), f"{snippet.where}: {by} is not there"
+    elif snippet.language == "yaml":
+        for variable in re.findall(r"\$\{env:(\w+)\}", snippet.text):
+            monkeypatch.setenv(variable, "x")
+        load_config(None, (), output="/x", model="m", **yaml.safe_load(snippet.text))
+    elif snippet.not_run is None and page not in NOT_RUN:
+        assert page in WHOLE, (
+            f"{snippet.where}: expected a page of WHOLE, an entry in RUN_BY, or <!-- run by tests/… --> before it"
+        )
+    if snippet.language == "python":
+        compile(snippet.text, snippet.where, "exec")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_within_the_checkout_lead_somewhere(page: Path):
+    for target in re.findall(r"\]\((?!https?://)([^)\s#]*)(?:#[^)]*)?\)", page.read_text()):
+        if target and not target.startswith('"'):
+            assert (page.parent / target).exists(), f"{name(page)}: {target}"
+
+
+def test_the_reference_has_every_public_name():
+    text = (ROOT / "docs" / "reference.md").read_text()
+    documented = set(re.findall(r"hsx_dist\.(\w+)$", text, re.MULTILINE)) | {"ExtractConfig"}
+    errors = {
+        n
+        for n in hsx_dist.__all__
+        if isinstance(getattr(hsx_dist, n), type) and issubclass(getattr(hsx_dist, n), Exception)
+    }
+    assert set(hsx_dist.__all__) - errors <= documented | {"__version__"}
+
+
+def test_blocks_run_in_order_in_one_namespace_and_a_failure_tells_where(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "Text.\n\n```python\nx = 41\n```\n\n```sh\nexport Y=1\necho $Y > y\n```\n\n<!-- not run: no cluster -->\n"
+        "```sh\nfalse\n```\n\n```python\nimport os\n\nassert os.environ['Y'] == '1'\nassert x == 42\n```\n"
+    )
+    found = snippets(page)
+    assert [s.not_run for s in found] == [None, None, "no cluster", None]
+    program = as_program([s for s in found if s.not_run is None])
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (tmp_path / "y").read_text() == "1\n"
+    assert done.returncode == 1
+    assert f'File "{page}", line 21' in done.stderr

@@ -1,0 +1,23 @@
+"""The guide's code, as it stands there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hsx_dist.store import open_store
+from hsx_dist.testing.runs import store_run
+from hsx_dist.testing.samples import random_sample
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "training.md"
+
+
+def test_the_guide_goes_from_a_run_to_a_training_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = str(tmp_path / "run")
+    store_run(open_store(url), [random_sample(f"s{i}", 9 + i, seed=i, odd=False) for i in range(10)])
+    code = GUIDE.read_text().split("```python\n")[1].split("```")[0]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 20
+    names = {"RUN": url, "LAYER": 2, "LAST": 30, "HIDDEN": 24, "__name__": "guide"}
+    exec(compile(code, "training.md", "exec"), names)
+    assert float(names["loss"]) > 0  # type: ignore[arg-type]
