@@ -88,7 +88,7 @@ class CompanionLocks:
         try:
             fd = self._open(name)
         except OSError as e:
-            log.warning("no lock file for %s: %s", name, e)
+            log.warning("no lock file for %r: %s", name, e)
             return
         with self._mutex:
             if self._held.get(name) is lock:

@@ -121,7 +121,7 @@ class StoreOutlet(LocalOutlet):
         try:
             self._locks.hold(name, request_id)
         except Exception as e:  # noqa: BLE001 - an engine must not die of a name that its file system does not take
-            log.warning("no lock file for %s: %s", name, e)
+            log.warning("no lock file for %r: %s", name, e)
 
     # -- told by the sink -----------------------------------------------------------------------------------------
 
