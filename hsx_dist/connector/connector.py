@@ -191,6 +191,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return HiddenStatesPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.shutdown()
         if self._worker is None or self._outlet is None:
             return
         end = time.monotonic() + self._settings.drain_seconds
@@ -229,8 +231,9 @@ def warn_of_short_limits(settings: ConnectorSettings, vllm_config: VllmConfig, r
         return
     if vllm_config.shutdown_timeout < settings.drain_seconds:
         log.warning(
-            "shutdown_timeout is %g s, less than drain_seconds (%g): a stopped server ends requests at once, and may "
-            "end before all hidden states are stored; start it with --shutdown-timeout %d",
+            "shutdown_timeout is %g s, less than drain_seconds (%g): a stopped engine ends requests at once, and may "
+            "end before all hidden states are stored; start a server with --shutdown-timeout %d or more, flush an LLM "
+            "of your own (hsx_dist.connector.flush) before it goes",
             vllm_config.shutdown_timeout,
             settings.drain_seconds,
             int(settings.drain_seconds) + 10,

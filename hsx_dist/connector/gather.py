@@ -82,8 +82,7 @@ def gather_rows(cache: torch.Tensor, slots: torch.Tensor, layers: Sequence[int],
         raise ValueError(f"expected layer positions from 0 to {available - 1}, got {wrong}")
     step = math.gcd(s_block, s_layer, s_token) or 1
     start = (slots // block) * (s_block // step) + (slots % block) * (s_token // step)
-    offsets = torch.tensor([layer * (s_layer // step) for layer in layers], dtype=torch.int64, device=cache.device)
-    _select(cache, hidden, step, offsets[:, None] + start, out)
+    _select(cache, hidden, step, _layer_steps(tuple(layers), s_layer // step, cache.device)[:, None] + start, out)
 
 
 def mean_rows(cache: torch.Tensor, slots: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
@@ -136,9 +135,20 @@ def _block_runs(
     step = math.gcd(s_block, *outer, *inner) or 1
 
     def steps(offsets: list[int]) -> torch.Tensor:
-        return torch.tensor([offset // step for offset in offsets], dtype=torch.int64, device=device)
+        return to_device(torch.tensor([offset // step for offset in offsets], dtype=torch.int64), device)
 
     return run, step, s_block // step, steps(outer), steps(inner)
+
+
+@lru_cache(maxsize=64)
+def _layer_steps(layers: tuple[int, ...], step: int, device: torch.device) -> torch.Tensor:
+    return to_device(torch.tensor([layer * step for layer in layers], dtype=torch.int64), device)
+
+
+def to_device(indices: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``indices`` of the host on ``device``. For CUDA from pinned memory, queued on the current stream: from pageable
+    memory the host would wait until all that is queued there is done."""
+    return indices.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else indices.to(device)
 
 
 def _parts(rows: int, hidden: int) -> int:

@@ -1,15 +1,29 @@
 """Companion locks, as vLLM's own connector has them: ``PATH.lock`` is held exclusively until the object is there.
 
-Its ``load_hidden_states`` takes the lock shared, and so sleeps until the writer is done.
+Its ``load_hidden_states`` takes the lock shared, and so does ours: both sleep until what became of a request is stored.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import threading
+import uuid
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from hsx_dist.format.companions import lock_name
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Lock:
+    fd: int
+    holders: set[str] = field(default_factory=set)
+    going: bool = False  # the last holder's thread is looking whether the file goes too
 
 
 class CompanionLocks:
@@ -17,45 +31,104 @@ class CompanionLocks:
 
     def __init__(self, folder: str | Path):
         self._folder = Path(folder)
-        self._held: dict[str, tuple[int, int]] = {}  # name → (file descriptor, how many hold it)
-        self._mutex = threading.Lock()
+        self._held: dict[str, _Lock] = {}
+        self._names: dict[str, str] = {}  # holder → name
+        self._mutex = threading.Lock()  # never held across the file system by ``release``: steps call ``hold``
 
-    def hold(self, name: str) -> None:
-        """Make the lock file and hold it; again for each request of the same name.
+    def hold(self, name: str, holder: str) -> None:
+        """Make the lock file of an object and hold it, for one more ``holder`` (a request; once each). Never waits.
 
         Raises:
             OSError: the file cannot be made.
         """
         with self._mutex:
-            fd, count = self._held.get(name, (-1, 0))
-            if count == 0:
-                path = self._path(name)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                fd = os.open(path, os.O_CREAT | os.O_WRONLY, 0o644)
-                # Another process may be writing this very object. A step never waits: its reader then waits for them.
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._held[name] = (fd, count + 1)
+            if holder in self._names:
+                return
+            lock = self._held.get(name)
+            if lock is None:
+                lock = self._held[name] = _Lock(self._open(name))
+            lock.holders.add(holder)
+            self._names[holder] = name
 
-    def release(self, name: str, *, stored: bool) -> None:
-        """One holder less; the last one opens the lock. Where nothing was stored the lock file goes too."""
+    def release(self, holder: str, *, stored: bool) -> None:
+        """One holder less; the last one opens the lock. Where there is no object the lock file goes too."""
         with self._mutex:
-            if name not in self._held:
+            name = self._names.pop(holder, None)
+            lock = self._held.get(name) if name is not None else None
+            if name is None or lock is None:
                 return
-            fd, count = self._held.pop(name)
-            if count > 1:
-                self._held[name] = (fd, count - 1)
+            lock.holders.discard(holder)
+            if lock.holders or lock.going:
                 return
-            if not stored and not (self._folder / name).exists():
-                self._path(name).unlink(missing_ok=True)
+            lock.going = True
+        while True:
+            empty = not stored and not (self._folder / name).exists()
+            with self._mutex:
+                if lock.holders:  # used again meanwhile: it goes on
+                    lock.going = False
+                    return
+            if empty:
+                with contextlib.suppress(OSError):
+                    self._path(name).unlink(missing_ok=True)
+            with self._mutex:
+                if self._held.get(name) is not lock:
+                    return  # ``release_all`` was quicker
+                if not lock.holders:
+                    del self._held[name]
+                    os.close(lock.fd)
+                    return
+                if not empty:
+                    lock.going = False
+                    return
+            # Used again while its file went: they need another one.
+            self._renew(name, lock)
+            stored = False
+
+    def _renew(self, name: str, lock: _Lock) -> None:
+        try:
+            fd = self._open(name)
+        except OSError as e:
+            log.warning("no lock file for %r: %s", name, e)
+            return
+        with self._mutex:
+            if self._held.get(name) is lock:
+                fd, lock.fd = lock.fd, fd
             os.close(fd)
 
     def release_all(self) -> None:
         """At the end: nobody waits for a process that is gone."""
         with self._mutex:
-            for fd, _ in self._held.values():
-                os.close(fd)
+            for lock in self._held.values():
+                os.close(lock.fd)
             self._held.clear()
+            self._names.clear()
+
+    def _open(self, name: str) -> int:
+        path = self._path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+        except BlockingIOError:
+            pass
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return fd  # another process is writing this very object: readers wait for that one
+        # Readers of what lies there have it. They may finish; whoever comes from now on meets another file, and waits.
+        new = path.parent / f".hsx-unfinished-{uuid.uuid4().hex}"  # a name that no store lists
+        renewed = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
+        try:
+            fcntl.flock(renewed, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            new.replace(path)
+        except BaseException:
+            os.close(renewed)
+            new.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+        return renewed
 
     def _path(self, name: str) -> Path:
-        return self._folder / f"{name}.lock"
+        return self._folder / lock_name(name)

@@ -50,6 +50,8 @@ class Skip:
     reason: str
     #: The client did not ask for it, or it is not the first time: no failure to tell.
     quiet: bool = False
+    #: Its key stands for another sample already.
+    conflict: bool = False
 
 
 @dataclass(slots=True)

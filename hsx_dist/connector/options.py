@@ -15,13 +15,20 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hsx_dist.format.companions import OBJECT, RESERVED
 from hsx_dist.page import object_name, sample_key
 
 PREFIX = "hidden_states_"
-SUFFIX = ".safetensors"
+PARAMS = "kv_transfer_params"
 KNOWN = {"key", "path", "layers", "tokens", "save", "row", "loss_mask", "metadata"}
+#: What ``refused`` may name beside names that clients made up.
+OURS = {PARAMS, "include_output_tokens", *(PREFIX + name for name in KNOWN)}
 #: A sample's metadata is read with its part's header, and travels with every page.
 MAX_METADATA_BYTES = 64 << 10
+#: A file name may have 255 bytes, and an object's companions add to its own.
+MAX_COMPONENT_BYTES = 240
+#: What a local store calls objects that it is writing.
+_UNFINISHED = ".hsx-unfinished-"
 
 #: vLLM's OpenAI server names the i-th prompt of a completion ``cmpl-ID-i``, and the engine adds 8 random digits.
 _BATCH = re.compile(r"cmpl-.*-(\d{1,9})-[0-9a-f]{8}")
@@ -103,12 +110,12 @@ class RequestOptions:
     @property
     def name(self) -> str:
         """The object's name under the output where every sample is an object."""
-        return self.path or object_name(self.key) + SUFFIX
+        return self.path or object_name(self.key) + OBJECT
 
 
 def read_options(
     request_id: str,
-    params: Mapping[str, Any],
+    params: Any,
     *,
     layer_ids: tuple[int, ...],
     output: str,
@@ -117,6 +124,10 @@ def read_options(
 ) -> RequestOptions:
     """Options from a request's ``kv_transfer_params``. Raises nothing: what is wrong is in ``refused``."""
     refused: dict[str, str] = {}
+    if not isinstance(params, Mapping):
+        if params is not None:
+            refused[PARAMS] = f"expected an object, came {_shown(params)}"
+        params = {}
 
     def read(name: str, default: Any, parse: Any) -> Any:
         value = params.get(name)
@@ -126,21 +137,20 @@ def read_options(
             return parse(value)
         except ValueError as e:
             refused[name] = str(e)
-            return default
+        except Exception as e:  # noqa: BLE001 - an engine must not die of what a client sends
+            refused[name] = f"could not be read: {type(e).__name__}"
+        return default
 
     for name in params:
         if isinstance(name, str) and name.startswith(PREFIX) and name.removeprefix(PREFIX) not in KNOWN:
-            refused[name] = f"expected one of {', '.join(sorted(PREFIX + k for k in KNOWN))}"
+            refused[_told(name)] = f"expected one of {', '.join(sorted(PREFIX + k for k in KNOWN))}"
     prompt, choice = place(request_id)
     key = read("hidden_states_key", None, _key)
-    path = read("hidden_states_path", None, lambda v: custom_name(v, output, allow_custom_path))
-    if path is not None:
-        stem, suffix = posixpath.splitext(path)
-        path = sample_key(stem, prompt=prompt, choice=choice) + suffix
+    path = read("hidden_states_path", None, lambda v: custom_name(v, output, allow_custom_path, prompt, choice))
     if key is not None:
         name_of = sample_key(key, prompt=prompt, choice=choice)
     else:
-        name_of = path.removesuffix(SUFFIX) if path is not None else request_id
+        name_of = path.removesuffix(OBJECT) if path is not None else request_id
     return RequestOptions(
         key=name_of,
         path=path,
@@ -156,8 +166,9 @@ def read_options(
     )
 
 
-def custom_name(value: Any, output: str, allowed: bool) -> str:
-    """The object's name, relative to ``output``, of a path that a client chose.
+def custom_name(value: Any, output: str, allowed: bool, prompt: int = 0, choice: int = 0) -> str:
+    """The object's name, relative to ``output``, of a path that a client chose; of a later prompt or choice of its
+    request with what ``sample_key`` appends, before the suffix.
 
     Raises:
         ValueError: custom paths are off, or this one is not a name under ``output``.
@@ -167,21 +178,45 @@ def custom_name(value: Any, output: str, allowed: bool) -> str:
     if not isinstance(value, str) or not value or len(value) > 1024:
         raise ValueError(f"expected a path under {output}, came {_shown(value)}")
     base = output.rstrip("/") + "/"
-    name = value.removeprefix(base)
-    if name.startswith("/") or "://" in name or any(p in ("", ".", "..") for p in name.split("/")):
+    name = _unicode(value).removeprefix(base)
+    parts = name.split("/")
+    if name.startswith("/") or "://" in name or any(p in ("", ".", "..") for p in parts):
         raise ValueError(f"expected a path under {output}, came {_shown(value)}")
     if any(ord(c) < 32 or ord(c) == 127 or c in "\\?#*[]" for c in name):
         raise ValueError(f"expected a path without control characters and \\ ? # * [ ], came {_shown(value)}")
-    if name.endswith((".lock", ".error.json")):
+    if name.endswith(RESERVED):
         # An object's companions are not the client's to replace.
-        raise ValueError(f"expected a path that does not end in .lock or .error.json, came {_shown(value)}")
+        raise ValueError(f"expected a path that does not end in {', '.join(RESERVED)}, came {_shown(value)}")
+    if any(p.endswith((OBJECT, *RESERVED)) for p in parts[:-1]):
+        raise ValueError(f"expected folders that do not end as objects and their companions do, came {_shown(value)}")
+    stem, suffix = posixpath.splitext(name)
+    name = sample_key(stem, prompt=prompt, choice=choice) + suffix
+    for part in name.split("/"):
+        if part.startswith(_UNFINISHED) or len(part.encode()) > MAX_COMPONENT_BYTES:
+            raise ValueError(
+                f"expected names of at most {MAX_COMPONENT_BYTES} bytes that do not begin with {_UNFINISHED}, came "
+                f"{_shown(value)}"
+            )
     return name
 
 
 def _key(value: Any) -> str:
     if not isinstance(value, str) or not value or len(value) > 1024:
         raise ValueError(f"expected a string of 1 to 1024 characters, came {_shown(value)}")
+    return _unicode(value)
+
+
+def _unicode(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"expected text without lone surrogates, came {_shown(value)}") from None
     return value
+
+
+def _told(name: str) -> str:
+    """A name that a client made up, as it may stand in an answer."""
+    return name[:80].encode("ascii", "backslashreplace").decode()
 
 
 def _mask(value: Any) -> np.ndarray[Any, Any]:
@@ -200,6 +235,7 @@ def _mask(value: Any) -> np.ndarray[Any, Any]:
 def _metadata(value: Any) -> Mapping[str, Any]:
     try:
         size = len(json.dumps(value, allow_nan=False)) if isinstance(value, Mapping) else -1
+        json.dumps(value, ensure_ascii=False).encode()  # without lone surrogates, which readers may not take
     except (TypeError, ValueError, RecursionError):
         size = -1
     if not 0 <= size <= MAX_METADATA_BYTES:
@@ -237,5 +273,8 @@ def _whole(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - nested too deeply, or an object of somebody's own
+        text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}…"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
+from hsx_dist.connector.cores import CORES
 from hsx_dist.connector.ring import Ring
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import CARRIER, Page, Segment
@@ -165,9 +166,9 @@ class ShippingThread:
                 self._idle()
 
     def _run(self) -> None:
-        # The thread may be born of one that vLLM has pinned to the engine's cores; shipping belongs on any core.
-        if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        # The thread may be born of one that vLLM has pinned to the engine's cores; shipping belongs on any of ours.
+        if CORES:
+            os.sched_setaffinity(0, CORES)
         ended = False
         while not ended:
             item = self._next()

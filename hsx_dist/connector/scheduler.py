@@ -12,7 +12,7 @@ import numpy as np
 from vllm.v1.request import RequestStatus
 
 from hsx_dist.connector.metadata import Expect, Save, Skip, StepMetadata
-from hsx_dist.connector.options import RequestOptions, read_options
+from hsx_dist.connector.options import OURS, RequestOptions, read_options
 from hsx_dist.connector.selection import Chosen, choose
 from hsx_dist.connector.settings import ConnectorSettings
 from hsx_dist.format.receipt import token_hash
@@ -28,11 +28,26 @@ REMEMBERED_KEYS = 65536
 
 
 @dataclass(slots=True)
+class _Claim:
+    """What a key that a client chose stands for.
+
+    ``asked``: what is known of it when a request is queued; ``saved``: all of it, once it was passed on; ``users``:
+    requests of it that have not finished.
+    """
+
+    asked: str
+    saved: str | None = None
+    users: int = 0
+
+
+@dataclass(slots=True)
 class _Known:
     """A request that has not finished. ``owner`` is chosen when it is first scheduled."""
 
     options: RequestOptions
     owner: int | None = None
+    claim: _Claim | None = None
+    conflict: str | None = None  # why its key cannot stand for it; told already
 
 
 class SchedulerHalf:
@@ -59,7 +74,7 @@ class SchedulerHalf:
         self._known: dict[str, _Known] = {}
         #: Requests whose blocks we hold: told True, not yet reported by their owner.
         self._held: set[str] = set()
-        self._seen: OrderedDict[str, str] = OrderedDict()  # key that a client chose → hash of what it stood for
+        self._claims: OrderedDict[str, _Claim] = OrderedDict()  # by key
         self._warned: set[str] = set()
 
     # -- a request's life ----------------------------------------------------------------------------------------
@@ -67,21 +82,58 @@ class SchedulerHalf:
     def new_request(self, request: Request) -> None:
         """Called when a request is queued, and again with the same one by no release that we know: idempotent."""
         if request.request_id not in self._known:
-            self._known[request.request_id] = _Known(self._read(request))
+            self._known[request.request_id] = self._admit(request)
+
+    def _admit(self, request: Request) -> _Known:
+        known = _Known(self._read(request))
+        asked = self._asked(request, known.options)
+        if asked is None:
+            return known
+        key = known.options.key
+        claim = self._claims.setdefault(key, _Claim(asked))
+        self._claims.move_to_end(key)
+        if len(self._claims) > REMEMBERED_KEYS:
+            self._claims.popitem(last=False)
+        if claim.asked != asked:
+            known.conflict = _used_before(key)
+            # In the next step, before its first token: whoever reads the key by its answer is to find the marker.
+            self._tell(known, request, known.conflict, conflict=True)
+        else:
+            known.claim = claim
+            claim.users += 1
+        return known
+
+    def _asked(self, request: Request, options: RequestOptions) -> str | None:
+        """What a key stands for, as far as it is known before anything is computed; None where it is not to be
+        checked. A path that a client chose is replaced, as by vLLM's connector."""
+        prompt = request.prompt_token_ids
+        if not options.chosen or options.path is not None or not options.save or not prompt:
+            return None
+        ids = np.asarray(prompt, dtype=np.int64)
+        which = str(options.tokens)
+        if not options.include_output_tokens:  # then the selection's outcome is known too
+            chosen = choose(options, len(ids), ids, {})
+            which = chosen.which if chosen is not None else "none"
+        elif options.tokens.kind == "loss_mask" and options.loss_mask is not None:
+            which += token_hash(options.loss_mask.astype(np.int64))
+        told = (options.layer_ids, options.include_output_tokens, _inputs(request))
+        return f"{token_hash(ids)} {which} {told}"
 
     def _read(self, request: Request) -> RequestOptions:
         s = self._settings
         options = read_options(
             request.request_id,
-            request.kv_transfer_params or {},
+            request.kv_transfer_params,
             layer_ids=self._layer_ids,
             output=s.output,
             allow_custom_path=s.allow_custom_save_path and s.one_object,
             include_output_tokens=s.include_output_tokens,
         )
         for name, why in options.refused.items():
-            if name not in self._warned:  # a client may send a million of them
-                self._warned.add(name)
+            # Once each, and once for all that we do not know: a client may send a million of those.
+            kind = name if name in OURS else "another"
+            if kind not in self._warned:
+                self._warned.add(kind)
                 log.warning("kv_transfer_params[%r] of request %s is ignored: %s", name, request.request_id, why)
         return options
 
@@ -94,8 +146,19 @@ class SchedulerHalf:
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Called once a request, whatever its end. What is whole is decided by the tokens that were computed, never
         by the request's status: a stop string looks like a client that hung up."""
-        known = self._known.pop(request.request_id, None) or _Known(self._read(request))
+        known = self._known.pop(request.request_id, None) or self._admit(request)
+        held, answer = self._finish(known, request, block_ids)
+        if known.claim is not None:
+            known.claim.users -= 1
+            unused = known.claim.saved is None and known.claim.users == 0
+            if unused and self._claims.get(known.options.key) is known.claim:
+                del self._claims[known.options.key]  # nothing was passed on: the key stands for nothing
+        return held, answer
+
+    def _finish(self, known: _Known, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         options = known.options
+        if known.conflict is not None:
+            return False, _nothing(known.conflict, {**options.refused, "hidden_states_key": known.conflict})
         if not options.save:
             return self._skip(known, request, "the request asked for none", quiet=True)
         tokens, meta, reason = self._covered(request, options)
@@ -112,12 +175,15 @@ class SchedulerHalf:
             meta["metadata"] = dict(options.metadata)
         if self._settings.ttl_seconds is not None:
             meta["expires"] = round(time.time() + self._settings.ttl_seconds)
-        if request.mm_features:
-            # Their tokens are placeholders, the same for every image: what tells the samples apart is this.
-            meta["multimodal"] = [feature.identifier for feature in request.mm_features]
-        conflict = self._conflict(options, tokens, chosen, meta.get("multimodal"))
-        if conflict is not None:
-            return self._skip(known, request, conflict, refused={**refused, "hidden_states_key": conflict})
+        meta |= _inputs(request)
+        if known.claim is not None:
+            what = f"{token_hash(tokens)} {chosen.which}"
+            if (known.claim.saved or what) != what:  # the same prompt with other generated tokens
+                conflict = _used_before(options.key)
+                return self._skip(
+                    known, request, conflict, refused={**refused, "hidden_states_key": conflict}, conflict=True
+                )
+            known.claim.saved = what
         self._next.saves.append(
             Save(
                 request_id=request.request_id,
@@ -146,18 +212,23 @@ class SchedulerHalf:
         reason: str,
         *,
         quiet: bool = False,
+        conflict: bool = False,
         refused: dict[str, str] | None = None,
     ) -> tuple[bool, dict[str, Any] | None]:
+        self._tell(known, request, reason, quiet=quiet, conflict=conflict)
+        refused = dict(known.options.refused) if refused is None else refused
+        if request.num_computed_tokens == 0 and not refused:
+            return False, None  # never scheduled: vLLM expects nothing of it
+        return False, _nothing(reason, refused)
+
+    def _tell(
+        self, known: _Known, request: Request, reason: str, *, quiet: bool = False, conflict: bool = False
+    ) -> None:
         options = known.options
         # One that was never scheduled has no owner, and needs none but to tell.
         self._next.skipped.append(
-            Skip(request.request_id, options.key, options.name, known.owner or 0, reason, quiet=quiet)
+            Skip(request.request_id, options.key, options.name, known.owner or 0, reason, quiet, conflict)
         )
-        refused = dict(options.refused) if refused is None else refused
-        if request.num_computed_tokens == 0 and not refused:
-            return False, None  # never scheduled: vLLM expects nothing of it
-        meta: dict[str, Any] = {"saved": False, "reason": reason}
-        return False, {"hidden_states_meta": meta | ({"refused": refused} if refused else {})}
 
     def _covered(
         self, request: Request, options: RequestOptions
@@ -188,20 +259,6 @@ class SchedulerHalf:
             return none, {}, f"computed {computed} of {len(tokens)} tokens ({request.status.name})"
         return tokens, meta, None
 
-    def _conflict(
-        self, options: RequestOptions, tokens: np.ndarray[Any, Any], chosen: Chosen, multimodal: list[str] | None
-    ) -> str | None:
-        """Why a key that a client chose cannot stand for this: it stands for something else already."""
-        if not options.chosen or options.path is not None:
-            return None  # a path that a client chose is replaced, as by vLLM's connector
-        what = f"{token_hash(tokens)} {chosen.which} {options.layer_ids} {multimodal}"
-        if self._seen.setdefault(options.key, what) != what:
-            return f"the key {options.key!r} was used before for other tokens or layers; choose another"
-        self._seen.move_to_end(options.key)
-        if len(self._seen) > REMEMBERED_KEYS:
-            self._seen.popitem(last=False)
-        return None
-
     def _answer(
         self, options: RequestOptions, chosen: Chosen, meta: dict[str, Any], refused: dict[str, str]
     ) -> dict[str, Any]:
@@ -227,7 +284,7 @@ class SchedulerHalf:
         # A request that was preempted and resumes may be called new again: its owner was told the first time.
         for new in scheduler_output.scheduled_new_reqs:
             known = self._known.get(new.req_id)
-            if known is not None and known.owner is None and known.options.save:
+            if known is not None and known.owner is None and known.options.save and known.conflict is None:
                 options = known.options
                 meta.expected.append(Expect(new.req_id, options.name, self._owner(known), options.chosen))
         return meta
@@ -249,3 +306,35 @@ class SchedulerHalf:
     def pending(self) -> int:
         """Finished requests whose workers have not been told, or have not copied all."""
         return len(self._next.skipped) + len(self._held)
+
+    def shutdown(self) -> None:
+        """At the end: say what the workers were never told."""
+        left = [s.key for s in self._next.saves] + [s.key for s in self._next.skipped if not s.quiet]
+        if left:
+            log.error(
+                "the engine ends with %d finished requests that its workers were never told of, %s%s; nothing of them "
+                "is stored, nor a marker. Flush the engine first (hsx_dist.connector.flush)",
+                len(left),
+                ", ".join(left[:5]),
+                "…" if len(left) > 5 else "",
+            )
+
+
+def _inputs(request: Request) -> dict[str, Any]:
+    """What else than its tokens a request's states come from."""
+    found: dict[str, Any] = {}
+    if request.mm_features:
+        # Their tokens are placeholders, the same for every image: what tells the samples apart is this.
+        found["multimodal"] = [feature.identifier for feature in request.mm_features]
+    if request.lora_request is not None:
+        found["lora"] = request.lora_request.lora_name
+    return found
+
+
+def _used_before(key: str) -> str:
+    return f"the key {key!r} was used before for another prompt, other tokens, layers or inputs; choose another"
+
+
+def _nothing(reason: str, refused: dict[str, str]) -> dict[str, Any]:
+    meta: dict[str, Any] = {"saved": False, "reason": reason}
+    return {"hidden_states_meta": meta | ({"refused": refused} if refused else {})}

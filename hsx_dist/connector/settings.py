@@ -73,7 +73,7 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
     """Settings from ``kv_connector_extra_config``.
 
     Raises:
-        ConfigError: an unknown key, a wrong value, or a ring that could not hold two segments.
+        ConfigError: an unknown key, a wrong value, parts without a run, or a ring that could not hold two segments.
     """
     table = dict(extra.get("hsx") or {})
     for theirs, ours in VLLM_KEYS.items():
@@ -90,7 +90,13 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
             f"{'.'.join(map(str, d['loc']))}: {d['msg']}" for d in e.errors(include_input=False, include_url=False)
         ]
         raise ConfigError("kv_connector_extra_config: " + "; ".join(lines)) from None
-    if settings.in_flight_bytes < 2 * settings.segment_bytes:
+    if settings.via == "store" and settings.layout == "part":
+        raise ConfigError(
+            "hsx.layout: expected 'sample' where the connector stores by itself (parts need a run, whose driver proves "
+            "them), came 'part'; leave it out, or run a job"
+        )
+    # Where every sample is an object of its own there are no segments.
+    if settings.layout == "part" and settings.in_flight_bytes < 2 * settings.segment_bytes:
         raise ConfigError(
             f"in_flight_bytes must hold two segments: expected at least {2 * settings.segment_bytes}, came "
             f"{settings.in_flight_bytes}; raise in_flight_bytes or lower segment_bytes"

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hsx_dist.connector.locks import CompanionLocks
+from hsx_dist.connector.markers import Markers
 from hsx_dist.connector.outlet import LocalOutlet, PageRef
 from hsx_dist.connector.settings import ConnectorSettings
-from hsx_dist.errors import HsxError
 from hsx_dist.format.codecs import resolve_codec
+from hsx_dist.format.companions import OBJECT
 from hsx_dist.observe.metrics import Meter
-from hsx_dist.page import object_name
+from hsx_dist.page import Segment, object_name
 from hsx_dist.store import Store, open_store
 from hsx_dist.tokenizers import tokenizer_hash
 from hsx_dist.writers.sink import Event, Lost, PartSink, SinkOptions
@@ -30,14 +30,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SUFFIX = ".safetensors"
 #: A marker is worth this many seconds of trying: it only spares a reader its own time limit.
 MARKER_SECONDS = 10.0
 
 
-def marker_name(name: str) -> str:
-    """The failure marker beside the object ``name``."""
-    return f"{name.removesuffix(SUFFIX)}.error.json"
+@dataclass(slots=True)
+class _Request:
+    """One whose fate is open."""
+
+    name: str
+    chosen: bool
+
+
+@dataclass(slots=True)
+class _Name:
+    """Requests of one object that were scheduled and have not ended, and how the latest to end failed."""
+
+    requests: set[str] = field(default_factory=set)
+    failure: tuple[str, str] | None = None  # key, reason
 
 
 class StoreOutlet(LocalOutlet):
@@ -56,12 +66,12 @@ class StoreOutlet(LocalOutlet):
         locks: CompanionLocks | None = None,
         meter: Meter | None = None,
     ):
-        self._store = store
-        self._markers = markers or store
         self._locks = locks
-        self._ttl = settings.ttl_seconds
-        self._marking = ThreadPoolExecutor(1, thread_name_prefix="hsx-mark")
-        self._open: dict[str, int] = {}  # key → how many samples of it are submitted and neither stored nor failed
+        self._markers = Markers(markers or store, settings.ttl_seconds)
+        self._requests: dict[str, _Request] = {}  # by request id
+        self._names: dict[str, _Name] = {}
+        self._submitted: dict[str, str] = {}  # request id → name, of what is neither stored nor failed
+        self._settling = 0  # stored or failed, and on its way to whoever tells
         self._state = threading.Lock()
         half = settings.in_flight_bytes // 2
         options = SinkOptions(
@@ -77,95 +87,138 @@ class StoreOutlet(LocalOutlet):
         self._threads = ThreadSender(self._sink, settings.writer_threads)
         super().__init__(self._threads, half, meter=meter)
 
-    # -- called by steps: no store, no lock that a writer holds for long ------------------------------------------
+    # -- called by steps: no store, no lock that a writer holds ---------------------------------------------------
 
     def expect(self, expected: Expect) -> None:
-        if self._locks is not None:
-            try:
-                self._locks.hold(expected.name)
-            except OSError as e:
-                log.warning("no lock file for %s: %s", expected.name, e)
-        if expected.chosen:
-            # An earlier request of this key may have left a marker: it is not about this one.
-            self._marking.submit(self._unmark, expected.name)
+        name, request_id = expected.name, expected.request_id
+        with self._state:
+            self._requests[request_id] = _Request(name, expected.chosen)
+            self._names.setdefault(name, _Name()).requests.add(request_id)
+        self._hold(name, request_id)
+        if expected.chosen and self._markers.failed(name):
+            self._markers.clear(name)  # an earlier request's: it is not about this one
 
     def submit(self, ref: PageRef, ready: Callable[[], None] | None) -> None:
         if ref.start == 0:
             with self._state:
-                self._open[ref.segment.key] = self._open.get(ref.segment.key, 0) + 1
+                name = ref.segment.name or object_name(ref.segment.key) + OBJECT
+                self._submitted[request_of(ref.segment)] = name
         super().submit(ref, ready)
 
     def skip(self, skip: Skip) -> None:
         super().skip(skip)
-        if self._locks is not None:
-            self._locks.release(skip.name, stored=False)
+        if skip.conflict:
+            # It was never scheduled: whoever has its answer must not find the other sample before the marker is there.
+            self._hold(skip.name, skip.request_id)
         if not skip.quiet:
             log.warning("hidden states of %s are not stored: %s", skip.key, skip.reason, extra={"key": skip.key})
-            self._marking.submit(self._mark, skip.key, skip.name, skip.reason)
+        reason = None if skip.quiet else skip.reason
+        self._end(skip.request_id, skip.key, skip.name, stored=False, reason=reason, conflict=skip.conflict)
+
+    def _hold(self, name: str, request_id: str) -> None:
+        if self._locks is None:
+            return
+        try:
+            self._locks.hold(name, request_id)
+        except Exception as e:  # noqa: BLE001 - an engine must not die of a name that its file system does not take
+            log.warning("no lock file for %r: %s", name, e)
 
     # -- told by the sink -----------------------------------------------------------------------------------------
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, Lost):
             for segment in event.segments:
-                name = segment.name or object_name(segment.key) + SUFFIX
-                self._marking.submit(self._mark, segment.key, name, event.reason)
-                self._settle(segment.key, name, stored=False)
+                name = segment.name or object_name(segment.key) + OBJECT
+                self._settle(segment.key, name, request_of(segment), reason=event.reason, conflict=event.conflict)
         else:
             for proof in event.segments:
-                self._settle(proof.segment.key, event.part or "", stored=True)
+                self._settle(proof.segment.key, event.part or "")
 
-    def _settle(self, key: str, name: str, *, stored: bool) -> None:
-        self.meter.add("stored" if stored else "failed")
+    def _settle(
+        self, key: str, name: str, request_id: str = "", *, reason: str | None = None, conflict: bool = False
+    ) -> None:
         with self._state:
-            left = self._open.get(key, 0) - 1
-            if left > 0:
-                self._open[key] = left
-            else:
-                self._open.pop(key, None)
-        if self._locks is not None:
-            self._locks.release(name, stored=stored)
+            if request_id not in self._submitted:
+                # Proofs do not say whose they are: of several of one name any is as good.
+                request_id = next((i for i, n in self._submitted.items() if n == name), "")
+                if not request_id:
+                    return
+            del self._submitted[request_id]
+            self._settling += 1
+        stored = reason is None
+        self.meter.add("stored" if stored else "failed")
+        self._end(request_id, key, name, stored=stored, reason=reason, conflict=conflict)
+        with self._state:
+            self._settling -= 1
 
-    def _mark(self, key: str, name: str, reason: str) -> None:
-        try:
-            body: dict[str, Any] = {"key": key, "error": reason}
-            if self._ttl is not None:
-                body["expires"] = round(time.time() + self._ttl)
-            self._markers.put(marker_name(name), [json.dumps(body).encode()])
-        except HsxError as e:
-            log.error("no failure marker could be stored for %s: %s", key, e)
+    # -- the end of a request --------------------------------------------------------------------------------------
 
-    def _unmark(self, name: str) -> None:
-        try:
-            self._markers.delete(marker_name(name))
-        except HsxError as e:
-            log.warning("an old failure marker of %s may still be there: %s", name, e)
+    def _end(self, request_id: str, key: str, name: str, *, stored: bool, reason: str | None, conflict: bool) -> None:
+        """What became of a request: its object is there, or (``reason``) it is not. Its lock opens once that is told.
+
+        While others of the same name are under way a failure waits for them: the object that they store is no
+        failure's, and a marker would be in the way of their readers.
+        """
+        with self._state:
+            request = self._requests.pop(request_id, None)
+            group = self._names.get(name, _Name())
+            group.requests.discard(request_id)
+            if stored:
+                group.failure = None
+            elif reason is not None and not conflict:
+                group.failure = (key, reason)
+            last = not group.requests
+            if last:
+                self._names.pop(name, None)
+            failure = group.failure if last else None
+
+        def release() -> None:
+            if self._locks is not None:
+                self._locks.release(request_id, stored=stored)
+
+        if conflict:
+            self._markers.fail(key, name, reason or "", conflict=True, then=release)
+        elif failure is not None:
+            self._markers.fail(failure[0], name, failure[1], then=release)
+        elif stored and (request is None or request.chosen):
+            # Also where this process knows of no marker: an earlier server may have left one.
+            self._markers.clear(name, then=release, patient=True)
+        else:
+            release()
 
     @property
     def pending(self) -> int:
-        """Samples that are neither stored nor failed, and what is still to be shipped."""
-        return super().pending + len(self._open)
+        """Samples that are neither stored nor failed, what is still to be shipped, and what is still to be told."""
+        return super().pending + len(self._submitted) + self._settling + self._markers.pending
 
     def close(self, timeout: float | None = None) -> None:
         end = None if timeout is None else time.monotonic() + timeout
         while self.pending and (end is None or time.monotonic() < end):
             time.sleep(0.01)
-        if self.pending:
+        if super().pending or self._submitted:
             # Threads that wait for the store cannot be ended; they die with the process.
-            left = sorted(self._open)
             log.error(
-                "hidden states of %d requests were not stored in time, %s%s; raise drain_seconds",
-                len(left),
-                ", ".join(left[:5]),
-                "…" if len(left) > 5 else "",
+                "hidden states of %d requests were not stored in time, %s; raise drain_seconds",
+                len(self._submitted),
+                _some(sorted(self._submitted.values())),
             )
         else:
             super().close()
             self._threads.close()
             self._sink.close()
-        self._marking.shutdown(wait=not self.pending, cancel_futures=bool(self.pending))
+        if untold := self._markers.close():
+            log.error("what became of %d requests could not be told in time, %s", len(untold), _some(untold))
         if self._locks is not None:
             self._locks.release_all()
+
+
+def request_of(segment: Segment) -> str:
+    """The id of the engine's request that a segment was copied for."""
+    return segment.source.rpartition(":")[0]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + ("…" if len(names) > 5 else "")
 
 
 def _tokenizer_sha256(model: Any) -> str | None:
@@ -206,13 +259,13 @@ def store_outlet(settings: ConnectorSettings, vllm_config: VllmConfig) -> StoreO
         "hsx": __version__,
     }
     local = "://" not in settings.output or settings.output.startswith(("file://", "local://"))
-    folder = settings.output.partition("://")[2] or settings.output
     meter = Meter()
+    store = open_store(settings.output, settings.storage_options, on_retry=meter.retried)
     return StoreOutlet(
-        open_store(settings.output, settings.storage_options, on_retry=meter.retried),
+        store,
         settings,
         about,
         markers=open_store(settings.output, settings.storage_options, retry_seconds=MARKER_SECONDS),
-        locks=CompanionLocks(folder) if local and settings.use_synchronization_lock else None,
+        locks=CompanionLocks(store.url) if local and settings.use_synchronization_lock else None,
         meter=meter,
     )

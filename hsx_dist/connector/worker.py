@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from uuid import uuid4
 
 import torch
 
-from hsx_dist.connector.gather import Order, cache_order, gather, gather_rows, mean_rows, page_shape
+from hsx_dist.connector.gather import Order, cache_order, gather, gather_rows, mean_rows, page_shape, to_device
 from hsx_dist.connector.metadata import Save, StepMetadata
 from hsx_dist.connector.outlet import Outlet, PageRef
 from hsx_dist.errors import ConfigError
@@ -117,19 +118,16 @@ class WorkerHalf:
         for skip in meta.skipped:
             if skip.owner == self._rank:
                 self._outlet.skip(skip)
-        for save in meta.saves:
-            if save.owner == self._rank:
-                self._waiting.append(self._plan_copy(save))
-        if not self._waiting:
+        mine = [save for save in meta.saves if save.owner == self._rank]
+        if not mine and not self._waiting:
             return
         before = time.monotonic()
-        if self._stream is None:
-            self._pump()
-        else:
+        if self._stream is not None:
             # The side stream must see what the model's stream has written; the model's stream waits for nothing.
             self._stream.wait_stream(torch.cuda.current_stream(self._cache.device))
-            with torch.cuda.stream(self._stream):
-                self._pump()
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            self._waiting.extend(map(self._plan_copy, mine))
+            self._pump()
         copied = time.monotonic()
         self._meter.add("copy_seconds", copied - before)
         if self._waiting and meta.idle:
@@ -146,10 +144,10 @@ class WorkerHalf:
             else:
                 at = torch.from_numpy(positions)
             places = places[at // self._block_size] * self._block_size + at % self._block_size
-        places = places.to(self._cache.device, non_blocking=True)
+        places = to_device(places, self._cache.device)
         # A mean has no token ids of its own: what tells two of them apart is over which it was taken.
         ids = save.attached["request_token_ids"] if save.mean_of else save.token_ids
-        return _Copy(save, places, rows, token_hash(ids), uuid4().hex[:12])
+        return _Copy(save, places, rows, token_hash(ids), f"{save.request_id}:{uuid4().hex[:12]}")
 
     def drain(self, seconds: float) -> int:
         """At the end of the engine: copy what still waits, for at most ``seconds``; how many requests were left."""

@@ -23,6 +23,6 @@ def same_sample(part: Part, segment: EncodedSegment, about: Mapping[str, Any]) -
     return (
         (there.segment.key, there.segment.index, there.segment.total) == (here.segment.key, 0, here.segment.total)
         and (there.layer_ids, there.dtype, there.hidden_size) == (here.layer_ids, here.dtype, here.hidden_size)
-        and all(there.segment.meta.get(k) == here.segment.meta.get(k) for k in ("tokens", "multimodal"))
+        and all(there.segment.meta.get(k) == here.segment.meta.get(k) for k in ("tokens", "multimodal", "lora"))
         and np.array_equal(part.token_ids(0), segment.token_ids)
     )

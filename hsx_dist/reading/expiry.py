@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterator
 
 from hsx_dist.errors import ConfigError, FormatError, NotFound
+from hsx_dist.format.companions import LOCK, MARKERS, lock_name
 from hsx_dist.format.container import Part
 from hsx_dist.format.manifest import RUN
 from hsx_dist.store import Store
 
-_MARKER, _OBJECT = ".error.json", ".safetensors"
 _LARGEST_MARKER = 1 << 20
 
 
@@ -39,9 +39,9 @@ def expired(store: Store, now: float | None = None) -> Iterator[tuple[str, float
         )
     now = time.time() if now is None else now
     for info in store.list():
-        if info.name.endswith(_MARKER) and info.size <= _LARGEST_MARKER:
+        if info.name.endswith(MARKERS) and info.size <= _LARGEST_MARKER:
             end = _of_marker(store, info.name)
-        elif info.name.endswith(".lock"):
+        elif info.name.endswith(LOCK):
             continue
         else:
             end = _of_object(store, info.name)
@@ -74,5 +74,5 @@ def remove(store: Store, name: str) -> None:
         StoreError: the store's.
     """
     store.delete(name)
-    if not name.endswith(_MARKER):
-        store.delete(f"{name}.lock")
+    if not name.endswith(MARKERS):
+        store.delete(lock_name(name))

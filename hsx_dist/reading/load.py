@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
 from hsx_dist.errors import ConfigError, NotFound, RunError, SampleFailed, SampleNotFound
+from hsx_dist.format.companions import OBJECT, marker_name
 from hsx_dist.format.container import Part
+from hsx_dist.format.manifest import RUN
 from hsx_dist.reading.arrays import Framework
+from hsx_dist.reading.companion_lock import shared_lock
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Piece, Sample, Tokens
 from hsx_dist.store import Store, open_store
 
-_SUFFIX = ".safetensors"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
 _T = TypeVar("_T")
 
@@ -33,12 +36,13 @@ def load_hidden_states(
     """The states of one sample.
 
     Args:
-        path: a run's path or URL, with ``key``; or one object (``….safetensors``), ours or of vLLM's own connector,
-            with ``key`` only if it holds several samples.
+        path: a run's path or URL, with ``key``; or one object (``….safetensors``, or any name where no ``key`` is
+            given), ours or of vLLM's own connector, with ``key`` only if it holds several samples.
         key: the sample's key.
         layers: vLLM's layer ids in the order wanted; ``None``: all, as stored.
         tokens: a slice or ``(start, stop)``; negative numbers count from the end.
-        wait: seconds to wait for the sample to appear; a failure that its producer tells ends the wait.
+        wait: seconds to wait for the sample to appear, on a file system also for its lock (``PATH.lock``, which a
+            server holds until what became of its request is stored); a failure that its producer tells ends the wait.
         storage_options: fsspec's.
         framework: ``torch``, ``numpy``, or ``auto``.
 
@@ -54,19 +58,22 @@ def load_hidden_states(
         StoreError: the store's.
     """
     path = str(path)
-    if path.endswith(_SUFFIX):
+    if path.endswith(OBJECT) or key is None:
         folder, _, name = path.rpartition("/")
+        if not name or folder.endswith(":/"):
+            raise ConfigError(f"{path}: expected an object, or a run and a key, got a folder and no key")
         store = open_store(folder or ("/" if path.startswith("/") else "."), storage_options)
-        sample = _wait_for(lambda: _sample_in_object(store, name, key), wait)
-    else:
-        store = open_store(path, storage_options)
-        if key is None:
-            raise ConfigError(
-                f"{path}: expected an object ({_SUFFIX}), or a run and a key; got no key. List keys with hsx ls"
-            )
-        opened: list[Run] = []
-        sample = _wait_for(lambda: _sample_in_run(store, key, opened), wait)
-    return sample.load(layers, tokens, framework)
+        lock = f"{store.url}/{name}" if "://" not in store.url else None
+
+        def load() -> dict[str, Any]:
+            # Also while it is read: a server replaces what lies under a path that its client uses again.
+            with shared_lock(lock) if lock is not None else nullcontext():
+                return _sample_in_object(store, name, key).load(layers, tokens, framework)
+
+        return _wait_for(load, wait)
+    store = open_store(path, storage_options)
+    opened: list[Run] = []
+    return _wait_for(lambda: _sample_in_run(store, key, opened), wait).load(layers, tokens, framework)
 
 
 def _wait_for(find: Callable[[], _T], seconds: float) -> _T:
@@ -107,6 +114,8 @@ def _sample_in_object(store: Store, name: str, key: str | None) -> Sample:
     # Also where there is an object: its key may have been used for two samples, and the marker says so.
     _raise_marker(store, name)
     if missing is not None:
+        if not name.endswith(OBJECT):
+            _raise_run(store, name)
         raise missing
     where = f"{store.url.rstrip('/')}/{name}"
     found = [(i, info.segment) for i, info in enumerate(part.segments) if key in (None, info.segment.key)]
@@ -125,8 +134,17 @@ def _sample_in_object(store: Store, name: str, key: str | None) -> Sample:
     return Sample(keys[0] or PurePosixPath(name).stem, pieces, lambda _: part, store.url)
 
 
+def _raise_run(store: Store, name: str) -> None:
+    try:
+        store.head(f"{name}/{RUN}")
+    except NotFound:
+        return
+    where = f"{store.url.rstrip('/')}/{name}"
+    raise ConfigError(f"{where}: expected a run and a key, or an object; got a run and no key. List keys with hsx ls")
+
+
 def _raise_marker(store: Store, name: str) -> None:
-    marker = f"{name.removesuffix(_SUFFIX)}.error.json"
+    marker = marker_name(name)
     try:
         body = store.get(marker)
     except NotFound:

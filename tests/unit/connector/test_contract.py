@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA, supports_hma
 from vllm.v1.kv_cache_interface import FullAttentionSpec, HiddenStateCacheSpec, KVCacheConfig, KVCacheGroupSpec
 
@@ -75,11 +76,35 @@ def test_an_engine_that_would_end_before_all_is_stored_is_warned_of(caplog, seco
         settings = read_settings({"shared_storage_path": "x"})
         warn_of_short_limits(settings, engine(shutdown_timeout=seconds), KVConnectorRole.SCHEDULER)
     assert ("--shutdown-timeout" in caplog.text) is said
+    assert ("flush an LLM of your own" in caplog.text) is said
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         long = copy.copy(read_settings({"shared_storage_path": "x", "hsx": {"drain_seconds": 30}}))
         warn_of_short_limits(long, engine(shutdown_timeout=seconds), KVConnectorRole.SCHEDULER)
     assert "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS" in caplog.text
+
+
+def test_rays_executor_takes_a_stores_credentials_along_only_where_it_is_told(monkeypatch):
+    """Ray's executor copies to its workers what begins with certain prefixes; ``docs/guides/serving.md`` says which."""
+    from vllm.ray.ray_env import get_env_vars_to_copy
+
+    ours = {"AWS_ACCESS_KEY_ID", "GOOGLE_APPLICATION_CREDENTIALS"}
+    for name in ours:
+        monkeypatch.setenv(name, "x")
+    assert not ours & get_env_vars_to_copy()
+    monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY", "AWS_,GOOGLE_")
+    assert ours <= get_env_vars_to_copy()
+
+
+def test_expandable_segments_are_refused_by_vllm_for_ours_as_for_any_connector(monkeypatch):
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector="HiddenStatesConnector"),
+        model_config=SimpleNamespace(enable_cumem_allocator=False),
+    )
+    VllmConfig._verify_kv_transfer_compat(config)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(ValueError, match="HiddenStatesConnector is incompatible"):
+        VllmConfig._verify_kv_transfer_compat(config)
 
 
 @pytest.mark.parametrize("shape", [(8, 3, 16, 8), (8, 2, 32, 8), (8, 2, 16)])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
+from pathlib import Path
 
 import pytest
 
@@ -23,21 +25,23 @@ def is_held(path) -> bool:
 
 def test_held_until_the_last_holder_is_done(tmp_path):
     locks = CompanionLocks(tmp_path)
-    locks.hold("sub/a.safetensors")
-    locks.hold("sub/a.safetensors")  # a second request of the same name: must not wait for the first
+    locks.hold("sub/a.safetensors", "r1")
+    locks.hold("sub/a.safetensors", "r2")  # a second request of the same name: must not wait for the first
+    locks.hold("sub/a.safetensors", "r2")  # once each
     path = tmp_path / "sub/a.safetensors.lock"
     assert is_held(path)
-    locks.release("sub/a.safetensors", stored=True)
+    locks.release("r1", stored=True)
+    locks.release("r1", stored=True)  # only its own
+    locks.release("r3", stored=False)  # nobody's
     assert is_held(path)
-    locks.release("sub/a.safetensors", stored=True)
+    locks.release("r2", stored=True)
     assert not is_held(path)
-    locks.release("sub/a.safetensors", stored=True)  # nobody's
 
 
 def test_a_lock_of_nothing_is_removed_but_never_beside_an_object(tmp_path):
     locks = CompanionLocks(tmp_path)
     for name in ("a.safetensors", "b.safetensors"):
-        locks.hold(name)
+        locks.hold(name, name)
     (tmp_path / "b.safetensors").write_bytes(b"x")
     for name in ("a.safetensors", "b.safetensors"):
         locks.release(name, stored=False)
@@ -47,15 +51,61 @@ def test_a_lock_of_nothing_is_removed_but_never_beside_an_object(tmp_path):
 
 def test_another_process_writing_the_same_object_does_not_stop_a_step(tmp_path):
     first, second = CompanionLocks(tmp_path), CompanionLocks(tmp_path)
-    first.hold("a.safetensors")
-    second.hold("a.safetensors")
-    second.release("a.safetensors", stored=True)
+    first.hold("a.safetensors", "r")
+    second.hold("a.safetensors", "r")
+    second.release("r", stored=True)
     assert is_held(tmp_path / "a.safetensors.lock")
     first.release_all()
     assert not is_held(tmp_path / "a.safetensors.lock")
 
 
+def test_readers_of_what_lies_there_do_not_keep_the_next_ones_from_waiting(tmp_path):
+    """A lock that a reader holds is replaced: the reader goes on, and whoever comes now waits."""
+    path = tmp_path / "a.safetensors.lock"
+    path.touch()
+    locks = CompanionLocks(tmp_path)
+    with path.open() as reader:
+        fcntl.flock(reader, fcntl.LOCK_SH)
+        locks.hold("a.safetensors", "r")
+        assert is_held(path)
+        assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    locks.release("r", stored=True)
+    assert not is_held(path)
+
+
+@pytest.mark.parametrize("when", ["exists", "unlink"])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_step_does_not_wait_for_the_file_system_of_a_release(tmp_path, monkeypatch, when, again):
+    """``hold`` returns while another thread's release looks at the disk; in the end it holds a lock."""
+    locks = CompanionLocks(tmp_path)
+    locks.hold("a.safetensors", "r1")
+    inside, go = threading.Event(), threading.Event()
+    slow = getattr(Path, when)
+
+    def waiting(self, *args, **kwargs):
+        if not inside.is_set():
+            inside.set()
+            assert go.wait(30)
+        return slow(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, when, waiting)
+    thread = threading.Thread(target=locks.release, args=("r1",), kwargs={"stored": False})
+    thread.start()
+    assert inside.wait(30)
+    name = "a.safetensors" if again else "b.safetensors"
+    step = threading.Thread(target=locks.hold, args=(name, "r2"))
+    step.start()
+    step.join(30)
+    held_in_time = not step.is_alive()
+    go.set()
+    thread.join(30)
+    assert held_in_time
+    assert is_held(tmp_path / f"{name}.lock")
+    locks.release("r2", stored=False)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_that_cannot_be_written_is_an_error_of_the_system(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(OSError, match="file"):
-        CompanionLocks(tmp_path / "file").hold("a")
+        CompanionLocks(tmp_path / "file").hold("a", "r")

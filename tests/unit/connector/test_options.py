@@ -75,6 +75,8 @@ def test_selections(value, total, positions):
         ("hidden_states_metadata", {"a": float("nan")}),
         ("hidden_states_metadata", {"a": "x" * 70_000}),
         ("hidden_states_metadata", {"a": object()}),
+        ("hidden_states_metadata", {"a": "\ud800"}),
+        ("hidden_states_key", "a\ud800"),
     ],
 )
 def test_a_wrong_value_is_refused_alone(name, value):
@@ -103,6 +105,15 @@ def test_a_wrong_value_is_refused_alone(name, value):
         "x.error.json",
         "*.safetensors",
         "x" * 1025,
+        "x.failed.json",
+        "a.lock/x.safetensors",
+        "a.safetensors/x.safetensors",
+        "a.error.json/x",
+        ".hsx-unfinished-1/x.safetensors",
+        "a/.hsx-unfinished-1",
+        "x" * 241,
+        "\u00e9" * 121,
+        "a\ud800.safetensors",
     ],
 )
 def test_no_path_leaves_the_prefix_or_hits_a_companion(path):
@@ -118,6 +129,10 @@ def test_paths_under_the_prefix_absolute_or_not():
         assert options.name == "a/b.safetensors"
         assert options.key == "a/b"
         assert options.chosen
+    long = "x" * 239
+    assert read({"hidden_states_path": long}).name == long
+    assert "hidden_states_path" in read({"hidden_states_path": long}, "cmpl-x-1-00000000").refused
+    assert len(read({"hidden_states_key": "\u00e9" * 1024}, "cmpl-x-1-00000000").name) < 240
     with pytest.raises(ValueError, match="allow_custom_save_path"):
         custom_name("a/b.safetensors", "s3://bucket/states", False)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -125,8 +127,12 @@ def test_a_clients_request_id_cannot_leave_the_prefix():
 
 
 def test_settings_that_could_deadlock_are_refused():
+    sizes = {"output": "x", "segment_bytes": 100, "in_flight_bytes": 199}
     with pytest.raises(ConfigError, match="two segments"):
-        read_settings({"hsx": {"output": "x", "segment_bytes": 100, "in_flight_bytes": 199}})
+        read_settings({"hsx": {**sizes, "via": "process", "layout": "part"}})
+    read_settings({"hsx": sizes})  # a bare connector has no segments
+    with pytest.raises(ConfigError, match=r"hsx\.layout"):
+        read_settings({"hsx": {"output": "x", "layout": "part"}})
     with pytest.raises(ConfigError, match="nonsense"):
         read_settings({"hsx": {"output": "x", "nonsense": 1}})
 
@@ -240,6 +246,108 @@ def test_images_are_told_apart_by_what_they_are_and_not_by_their_placeholders():
         held, answer = scheduler.request_finished(r, [1])
         told.append((held, answer["hidden_states_meta"].get("multimodal")))
     assert told == [(True, ["cat"]), (True, ["cat"]), (False, None)]
+
+
+def test_adapters_are_told_apart():
+    scheduler = half()
+    told = []
+    for i, adapter in enumerate((None, "a", "a", None)):
+        r = request(4, 4, hidden_states_key="k" if i % 3 == 0 else "l", request_id=f"r{i}-1")
+        r.lora_request = SimpleNamespace(lora_name=adapter) if adapter else None
+        told.append(scheduler.request_finished(r, [1])[1]["hidden_states_meta"].get("lora"))
+    assert told == [None, "a", "a", None]
+    r = request(4, 4, hidden_states_key="k", request_id="other-1")
+    r.lora_request = SimpleNamespace(lora_name="b")
+    assert not scheduler.request_finished(r, [1])[0]
+
+
+@pytest.mark.parametrize("outputs", [False, True])
+def test_a_key_of_another_prompt_is_refused_before_its_first_token(outputs):
+    """Its answer may leave at any step: the workers know by then that there is a marker to store."""
+    scheduler = half()
+    first, second, third = (
+        request(n, n, hidden_states_key="k", include_output_tokens=outputs, request_id=request_id)
+        for n, request_id in ((4, "a-1"), (5, "b-1"), (4, "c-1"))
+    )
+    scheduler.new_request(first)
+    assert not meta(scheduler, first).skipped
+    scheduler.new_request(second)
+    scheduler.new_request(third)  # the same sample again
+    m = meta(scheduler, second, third)
+    (skip,) = m.skipped
+    assert (skip.request_id, skip.conflict, skip.quiet) == ("b-1", True, False)
+    assert [e.request_id for e in m.expected] == ["c-1"]
+    held, answer = scheduler.request_finished(second, [1])
+    assert not held
+    assert "used before" in answer["hidden_states_meta"]["refused"]["hidden_states_key"]
+    assert meta(scheduler).skipped == []  # told once
+    assert scheduler.request_finished(first, [1])[0]
+
+
+def test_the_same_prompt_with_other_generated_tokens_is_told_at_its_end():
+    scheduler = half()
+    for generated, stored in ((3, True), (4, False)):
+        r = request(
+            4, 4 + generated, generated=generated, hidden_states_key="k", include_output_tokens=True,
+            request_id=f"{generated}-1",
+        )  # fmt: skip
+        assert scheduler.request_finished(r, [1])[0] is stored
+    assert [s.conflict for s in meta(scheduler).skipped] == [True]
+
+
+def test_a_key_of_which_nothing_was_computed_stands_for_nothing():
+    scheduler = half()
+    assert not scheduler.request_finished(request(9, 0, generated=0, hidden_states_key="k"), [])[0]
+    assert scheduler.request_finished(request(5, 5, hidden_states_key="k", request_id="b-1"), [1])[0]
+
+
+def nested(depth: int) -> list:
+    value: list = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        *(["a"], "text", 7, nested(100_000)),
+        *({f"hidden_states_{name}": nested(100_000)} for name in ("key", "tokens", "layers", "metadata", "loss_mask")),
+        *({"hidden_states_key": "a\ud800"}, {"hidden_states_\ud800": 1}),
+    ],
+    ids=range(11),
+)
+def test_nothing_that_a_client_sends_raises(params):
+    scheduler = half(allow_custom_save_path=True)
+    r = request(4, 4)
+    r.kv_transfer_params = params
+    scheduler.new_request(r)
+    held, answer = scheduler.request_finished(r, [1])
+    assert held
+    assert len(answer["hidden_states_meta"]["refused"]) == 1
+    json.dumps(answer, ensure_ascii=False).encode()
+
+
+def test_names_that_clients_make_up_are_warned_of_once(caplog):
+    scheduler = half()
+    with caplog.at_level(logging.WARNING):
+        for i in range(50):
+            r = request(4, 4, request_id=f"{i}-1", hidden_states_layers=[99], **{f"hidden_states_x{i}": 1})
+            _, answer = scheduler.request_finished(r, [1])
+            assert f"hidden_states_x{i}" in answer["hidden_states_meta"]["refused"]
+    assert len(caplog.records) == 2  # a name of ours with a wrong value, and all the others
+
+
+def test_what_the_workers_were_never_told_is_said_at_the_end(caplog):
+    scheduler = half()
+    scheduler.request_finished(request(4, 4, hidden_states_key="late"), [1])
+    with caplog.at_level(logging.ERROR):
+        scheduler.shutdown()
+    assert "late" in caplog.text
+    meta(scheduler)
+    caplog.clear()
+    scheduler.shutdown()
+    assert not caplog.records
 
 
 def test_results_of_a_batch_and_of_n_choices_have_keys_that_a_client_can_compute():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import time
 
@@ -14,34 +15,36 @@ from hsx_dist.connector.metadata import Expect, Skip
 from hsx_dist.connector.outlet import PageRef
 from hsx_dist.connector.settings import read_settings
 from hsx_dist.connector.standalone import StoreOutlet
-from hsx_dist.errors import Denied, SampleFailed
+from hsx_dist.errors import Denied, NotFound, SampleFailed
 from hsx_dist.page import Segment
 from hsx_dist.store import open_store
-from hsx_dist.testing.faulty_stores import PUTS, FailingStore, HangingStore, Strike
+from hsx_dist.testing.faulty_stores import PUTS, CountingStore, FailingStore, HangingStore, Strike
 from hsx_dist.testing.stores import MemoryStore
 
 HIDDEN, LAYERS = 8, (1, 2)
 
 
-def outlet_on(tmp_path, *, store=None, locks=True, **settings) -> StoreOutlet:
+def outlet_on(tmp_path, *, store=None, markers=None, locks=True, **settings) -> StoreOutlet:
     extra = {"hsx": {"output": str(tmp_path), "in_flight_bytes": 1 << 20, "segment_bytes": 1 << 18, **settings}}
     return StoreOutlet(
         store or open_store(str(tmp_path)),
         read_settings(extra),
         {"model": "m", "revision": None, "norm": "pre"},
-        markers=open_store(str(tmp_path)),
+        markers=markers or open_store(str(tmp_path)),
         locks=CompanionLocks(tmp_path) if locks else None,
     )
 
 
-def submit(outlet: StoreOutlet, key: str, states: np.ndarray, ids=None, *, name="", chosen=True, meta=None) -> None:
+def submit(
+    outlet: StoreOutlet, key: str, states: np.ndarray, ids=None, *, name="", chosen=True, meta=None, request=""
+) -> None:
     """``states``: float32 ``[L, T, H]``, as one page."""
     n = states.shape[1]
-    outlet.expect(Expect(f"req-{key}", name or f"{key}.safetensors", 0, chosen))
+    outlet.expect(Expect(request or key, name or f"{key}.safetensors", 0, chosen))
     offset = outlet.ring.allocate(states.nbytes)
     assert offset is not None
     outlet.memory[offset : offset + states.nbytes] = states.reshape(-1).view(np.uint8)
-    segment = Segment(key, 0, 0, n, n, name=name, meta=meta or {}, source="a")
+    segment = Segment(key, 0, 0, n, n, name=name, meta=meta or {}, source=f"{request or key}:0")
     ids = np.arange(n, dtype=np.int64) if ids is None else np.asarray(ids, np.int64)
     outlet.submit(PageRef(offset, states.shape, segment, 0, n, n, LAYERS, "float32", "LTH", ids), None)
 
@@ -163,6 +166,128 @@ def test_the_end_is_not_waited_for_longer_than_asked(tmp_path):
     outlet.close(0.2)
     assert outlet.pending == 1
     hanging.release()
+
+
+def test_whoever_reads_a_key_by_the_answer_of_its_second_use_is_told(tmp_path):
+    """No moment at which the first sample is taken for the second: the lock is held until the marker is there."""
+    hanging = HangingStore(open_store(str(tmp_path)), Strike(PUTS, prefix="a.error"))
+    outlet = outlet_on(tmp_path, markers=hanging)
+    submit(outlet, "a", some())
+    path = str(tmp_path / "a.safetensors")
+    assert hsx_dist.load_hidden_states(path, wait=30)["hidden_states"].shape == (5, 2, HIDDEN)
+    outlet.skip(Skip("b", "a", "a.safetensors", 0, "the key 'a' was used before", conflict=True))
+    with pytest.raises(NotFound, match=r"a\.safetensors\.lock"):
+        hsx_dist.load_hidden_states(path)
+    assert outlet.pending
+    hanging.release()
+    with pytest.raises(SampleFailed, match="used before"):
+        hsx_dist.load_hidden_states(path, wait=30)
+    # A third one, for the first sample again, takes nothing back, nor does one that fails.
+    submit(outlet, "a", some(), request="c")
+    outlet.skip(Skip("d", "a", "a.safetensors", 0, "aborted"))
+    outlet.close()
+    with pytest.raises(SampleFailed, match="used before"):
+        hsx_dist.load_hidden_states(path)
+
+
+def test_a_path_that_is_used_again_is_not_read_before_it_is_replaced(tmp_path):
+    outlet = outlet_on(tmp_path)
+    path = str(tmp_path / "x.safetensors")
+    submit(outlet, "x", some(seed=0), name="x.safetensors", request="r0")
+    hsx_dist.load_hidden_states(path, wait=30)
+    with (tmp_path / "x.safetensors.lock").open() as reader:
+        fcntl.flock(reader, fcntl.LOCK_SH)  # somebody still reads the old one when the next request is scheduled
+        outlet.expect(Expect("r1", "x.safetensors", 0, True))
+        with pytest.raises(NotFound, match="lock"):
+            hsx_dist.load_hidden_states(path)
+    states = some(seed=1)
+    submit(outlet, "x", states, name="x.safetensors", request="r1")
+    data = hsx_dist.load_hidden_states(path, wait=30, framework="numpy")
+    np.testing.assert_array_equal(data["hidden_states"], states.transpose(1, 0, 2))
+    outlet.close()
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_request_that_ends_early_does_not_harm_another_of_its_key(tmp_path, quiet):
+    hanging = HangingStore(open_store(str(tmp_path)), Strike(PUTS))
+    outlet = outlet_on(tmp_path, store=hanging)
+    submit(outlet, "a", some())
+    assert hanging.hanging.wait(30)
+    outlet.skip(Skip("b", "a", "a.safetensors", 0, "computed 0 of 9 tokens", quiet=quiet))  # was never scheduled
+    path = str(tmp_path / "a.safetensors")
+    with pytest.raises(NotFound, match="lock"):  # still held, and no failure is told
+        hsx_dist.load_hidden_states(path)
+    hanging.release()
+    assert hsx_dist.load_hidden_states(path, wait=30)["hidden_states"].shape == (5, 2, HIDDEN)
+    outlet.close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.safetensors", "a.safetensors.lock"]
+
+
+def test_when_all_requests_of_a_key_fail_the_last_tells(tmp_path):
+    outlet = outlet_on(tmp_path)
+    for request in "rs":
+        outlet.expect(Expect(request, "a.safetensors", 0, True))
+    outlet.skip(Skip("r", "a", "a.safetensors", 0, "computed 3 of 9 tokens"))
+    assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors.lock"]
+    outlet.skip(Skip("s", "a", "a.safetensors", 0, "the request asked for none", quiet=True))
+    outlet.close()
+    assert [p.name for p in tmp_path.iterdir()] == ["a.error.json"]
+
+
+def test_ordinary_requests_ask_the_store_nothing_before_their_sample_is_stored(tmp_path):
+    counting = CountingStore(open_store(str(tmp_path)))
+    outlet = outlet_on(tmp_path, markers=counting)
+    for i in range(20):
+        outlet.expect(Expect(f"r{i}", f"k{i}.safetensors", 0, True))
+    assert not outlet.pending
+    submit(outlet, "k", some(), chosen=False)
+    hsx_dist.load_hidden_states(str(tmp_path / "k.safetensors"), wait=30)
+    assert not counting.calls
+    submit(outlet, "k3", some(), request="r3")
+    outlet.close()
+    assert counting.calls == {"get": 1}
+
+
+def test_markers_count_as_pending_and_the_end_does_not_wait_for_them_longer_than_asked(tmp_path, caplog):
+    hanging = HangingStore(open_store(str(tmp_path)), Strike(PUTS))
+    outlet = outlet_on(tmp_path, markers=hanging)
+    for i in range(20):
+        outlet.skip(Skip(f"r{i}", f"k{i}", f"k{i}.safetensors", 0, "aborted"))
+    assert hanging.hanging.wait(30)
+    started = time.monotonic()
+    with caplog.at_level("ERROR"):
+        outlet.close(0.2)
+    assert time.monotonic() - started < 10
+    assert outlet.pending >= 20
+    assert "20 requests could not be told" in caplog.text
+    hanging.release()
+
+
+def test_a_name_that_its_file_system_does_not_take_stops_no_step(tmp_path):
+    outlet = outlet_on(tmp_path)
+    for name in ("x" * 300, "a\ud800", "a\x00b"):
+        outlet.expect(Expect(name, name, 0, True))
+    outlet.close(1)
+
+
+def test_names_with_and_without_suffix_have_markers_of_their_own(tmp_path):
+    outlet = outlet_on(tmp_path)
+    submit(outlet, "foo", some(), name="foo.safetensors")
+    outlet.skip(Skip("r", "foo", "foo", 0, "aborted"))
+    outlet.close()
+    assert hsx_dist.load_hidden_states(str(tmp_path / "foo.safetensors"))["key"] == "foo"
+    with pytest.raises(SampleFailed, match="aborted"):
+        hsx_dist.load_hidden_states(str(tmp_path / "foo"))
+    assert (tmp_path / "foo.failed.json").exists()
+
+
+def test_the_same_tokens_under_another_adapter_are_another_sample(tmp_path):
+    for adapter in ("a", "b"):
+        outlet = outlet_on(tmp_path)
+        submit(outlet, "k", some(), meta={"lora": adapter})
+        outlet.close()
+    with pytest.raises(SampleFailed, match="another sample of that key"):
+        hsx_dist.load_hidden_states(str(tmp_path / "k.safetensors"))
 
 
 def test_what_a_sender_could_not_pass_on_is_told_and_its_room_comes_free():

@@ -11,7 +11,7 @@ import torch
 from hsx_dist.connector.metadata import Expect, Save, Skip, StepMetadata
 from hsx_dist.connector.outlet import PageRef
 from hsx_dist.connector.ring import Ring
-from hsx_dist.connector.worker import Plan, WorkerHalf
+from hsx_dist.connector.worker import IDLE_WAIT_S, Plan, WorkerHalf
 from hsx_dist.errors import ConfigError
 from hsx_dist.observe.metrics import Meter
 
@@ -113,6 +113,32 @@ def test_while_the_ring_is_full_blocks_are_held_and_nothing_else_overtakes():
     outlet.take()
     worker.step(StepMetadata())
     assert worker.finished() == {"req-b"}
+
+
+def test_an_engine_with_nothing_to_do_waits_for_the_ring_instead_of_spinning(monkeypatch):
+    outlet = KeepingOutlet(2 * BLOCK * ROW)
+    _, worker = half(outlet)
+    waits: list[float] = []
+    monkeypatch.setattr(outlet.ring, "wait", waits.append)
+    worker.step(StepMetadata(saves=[save(8, key="a"), save(8, key="b")]))
+    assert waits == []  # there was something to do
+    for _ in range(3):
+        worker.step(StepMetadata(idle=True))
+    assert waits == [IDLE_WAIT_S] * 3
+    assert {n: v for (n, _), v in outlet.meter.sums().items()}["store_wait_seconds"] > 0
+    outlet.take()
+    worker.step(StepMetadata(idle=True))
+    assert len(waits) == 3  # nothing waits for room
+
+
+def test_pages_say_whose_they_are_and_two_copies_are_told_apart():
+    outlet = KeepingOutlet(1 << 20)
+    _, worker = half(outlet)
+    for _ in range(2):
+        worker.step(StepMetadata(saves=[save(8)]))
+    sources = {p.segment.source for p, _ in outlet.take()}
+    assert len(sources) == 2
+    assert {source.rpartition(":")[0] for source in sources} == {"req-k"}
 
 
 def test_only_the_owner_copies_and_reports():

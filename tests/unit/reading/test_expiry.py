@@ -34,6 +34,7 @@ def prefix(tmp_path):
     put(store, "kept", {})
     (tmp_path / "old.safetensors.lock").touch()
     (tmp_path / "bad.error.json").write_text(json.dumps({"key": "bad", "error": "x", "expires": 1000}))
+    (tmp_path / "odd.bin.failed.json").write_text(json.dumps({"key": "odd", "error": "x", "expires": 1000}))
     (tmp_path / "told.error.json").write_text(json.dumps({"key": "told", "error": "x"}))
     (tmp_path / "notes.txt").write_text("not ours")
     (tmp_path / "odd.safetensors").write_bytes(b"\x00" * 100)
@@ -42,7 +43,7 @@ def prefix(tmp_path):
 
 def test_what_has_expired_is_found_and_nothing_else(prefix):
     store = open_store(str(prefix))
-    assert sorted(name for name, _ in expired(store)) == ["bad.error.json", "old.safetensors"]
+    assert sorted(name for name, _ in expired(store)) == ["bad.error.json", "odd.bin.failed.json", "old.safetensors"]
     assert [name for name, _ in expired(store, now=999)] == []
 
 
@@ -55,9 +56,9 @@ def test_the_command_only_lists_until_it_is_told_to_delete(prefix, capsys):
         if left is not None:
             found = json.loads(capsys.readouterr().out)
             assert found["deleted"] is False
-            assert sorted(found["expired"]) == ["bad.error.json", "old.safetensors"]
+            assert sorted(found["expired"]) == ["bad.error.json", "odd.bin.failed.json", "old.safetensors"]
             assert sorted(p.name for p in prefix.iterdir()) == left
-    gone = {"old.safetensors", "old.safetensors.lock", "bad.error.json"}
+    gone = {"old.safetensors", "old.safetensors.lock", "bad.error.json", "odd.bin.failed.json"}
     assert sorted(p.name for p in prefix.iterdir()) == sorted(set(before) - gone)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import subprocess
 import sys
@@ -288,6 +289,32 @@ def test_a_failure_marker_ends_the_wait(store: Store) -> None:
     store.put("a.error.json", [b"\xff"])
     with pytest.raises(SampleFailed, match=r"a\.error\.json"):
         load_hidden_states(path, wait=60)
+
+
+def test_an_object_of_any_name_is_loaded_by_its_path(store: Store) -> None:
+    for name in ("foo", "sub/x.bin"):
+        path = put_object(store, name, LONG)
+        assert np.array_equal(bits(load_hidden_states(path)["hidden_states"]), LONG.states)
+    store.put("sub/x.bin.failed.json", [json.dumps({"error": "its client went"}).encode()])
+    with pytest.raises(SampleFailed, match="went"):
+        load_hidden_states(path)
+    with pytest.raises(NotFound):
+        load_hidden_states(f"{store.url}/nothing")
+    for folder in (f"{store.url}/", "s3://bucket"):
+        with pytest.raises(ConfigError, match="key"):
+            load_hidden_states(folder)
+
+
+def test_an_object_whose_lock_is_held_is_waited_for(store: Store) -> None:
+    path = put_object(store, "a.safetensors", LONG)
+    Path(f"{path}.lock").touch()
+    load_hidden_states(path)
+    with Path(f"{path}.lock").open() as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        with pytest.raises(NotFound, match=r"a\.safetensors\.lock"):
+            load_hidden_states(path)
+        threading.Timer(0.2, writer.close).start()
+        assert load_hidden_states(path, wait=30)["key"] == "long"
 
 
 # -- damage ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,92 @@
+"""Failure markers: of one name the latest wins, conflicts stay, and only threads that store ever wait."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+
+from hsx_dist.connector import markers as module
+from hsx_dist.connector.markers import Markers
+from hsx_dist.errors import Denied
+from hsx_dist.testing.faulty_stores import PUTS, FailingStore, HangingStore, Strike
+from hsx_dist.testing.stores import MemoryStore
+
+
+def settle(markers: Markers) -> None:
+    end = time.monotonic() + 30
+    while markers.pending:
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def store():
+    return MemoryStore()
+
+
+@pytest.fixture
+def hanging(store):
+    """Markers on a store whose first put hangs, while that of ``a`` is under way."""
+    slow = HangingStore(store, Strike(PUTS, times=1))
+    markers = Markers(slow)
+    markers.fail("a", "a.safetensors", "first")
+    assert slow.hanging.wait(30)
+    yield markers, slow
+    slow.release()
+    markers.close()
+
+
+@pytest.mark.parametrize("conflict", [False, True])
+def test_the_latest_wins_but_for_a_conflict(store, hanging, conflict):
+    markers, slow = hanging
+    told: list[int] = []
+    markers.fail("a", "a.safetensors", "second", conflict=conflict, then=lambda: told.append(1))
+    markers.clear("a.safetensors", then=lambda: told.append(2))
+    assert markers.pending == 1
+    assert told == []
+    slow.release()
+    settle(markers)
+    assert told == [1, 2]  # whoever waits for what was told hears of it, also of what was overtaken
+    if conflict:
+        assert json.loads(store.objects["a.error.json"])["error"] == "second"
+        markers.fail("a", "a.safetensors", "third")
+        markers.clear("a.safetensors")
+        settle(markers)
+        assert json.loads(store.objects["a.error.json"]) == {"key": "a", "error": "second", "conflict": True}
+    else:
+        assert store.objects == {}
+
+
+def test_a_thread_that_stores_waits_where_many_names_wait_and_a_step_does_not(hanging, monkeypatch):
+    markers, slow = hanging
+    monkeypatch.setattr(module, "_MANY", 1)
+    markers.clear("b.safetensors")  # as a step does
+    patient = threading.Thread(target=markers.clear, args=("c.safetensors",), kwargs={"patient": True})
+    patient.start()
+    patient.join(0.2)
+    assert patient.is_alive()
+    slow.release()
+    patient.join(30)
+    assert not patient.is_alive()
+
+
+def test_more_than_can_wait_is_dropped_and_its_lock_opened(hanging, monkeypatch, caplog):
+    markers, _ = hanging
+    monkeypatch.setattr(module, "_MOST_WAITING", 0)
+    told: list[int] = []
+    markers.fail("b", "b.safetensors", "why", then=lambda: told.append(1))
+    assert told == [1]
+    assert "b.safetensors" in caplog.text
+
+
+def test_a_store_that_refuses_markers_stops_nothing(store, caplog):
+    markers = Markers(FailingStore(store, Denied("not allowed"), Strike(PUTS)))
+    told: list[int] = []
+    markers.fail("a", "a.safetensors", "why", then=lambda: told.append(1))
+    settle(markers)
+    assert told == [1]
+    assert "not allowed" in caplog.text
+    assert markers.close() == []
