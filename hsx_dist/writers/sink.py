@@ -405,7 +405,7 @@ class PartSink:
             if not same_sample(there, segment, self._opt.about):
                 raise SampleConflict(
                     f"{self._store.url}/{name}: expected a key that is used once, or again for the same tokens, layers "
-                    "and model; there is another sample of that key. Choose another, or delete the object"
+                    "and model; there is another sample of that key. Choose another key"
                 ) from None
             if there.segments[0].segment.meta.get("expires") != segment.segment.meta.get("expires"):
                 self._store.put(name, buffers)
