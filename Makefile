@@ -26,7 +26,7 @@ check: $(READY)  ## lint, format, types, unit tests: under a minute
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
-	$(BIN)/pytest -q -n 2 tests/unit
+	$(BIN)/pytest -q -n 2 -m "not slow" tests/unit
 
 test: $(READY)  ## all tests, with real vLLM, Ray, S3 and GCS servers
 	$(BIN)/pytest -q -n 2 tests/unit

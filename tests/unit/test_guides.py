@@ -13,6 +13,7 @@ from hsx_dist.testing.samples import random_sample
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "training.md"
 
 
+@pytest.mark.slow
 def test_the_guide_goes_from_a_run_to_a_training_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = str(tmp_path / "run")
     store_run(open_store(url), [random_sample(f"s{i}", 9 + i, seed=i, odd=False) for i in range(10)])

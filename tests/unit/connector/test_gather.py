@@ -131,6 +131,7 @@ def test_the_caches_own_memory_is_not_touched_and_no_row_beyond_it_is_read():
         assert torch.equal(cache, before)
 
 
+@pytest.mark.slow
 def test_gathering_needs_no_vllm():
     code = "import hsx_dist.connector.gather, sys; print(*sorted({'ray', 'vllm', 'transformers'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

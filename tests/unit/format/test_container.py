@@ -519,6 +519,7 @@ def test_what_is_no_safetensors_file_is_told(data: bytes) -> None:
 # -- the property ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     codec=st.sampled_from(LOSSLESS),

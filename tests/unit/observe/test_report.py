@@ -95,6 +95,7 @@ def test_a_sample_that_is_not_there_is_told(small_run: Store):
         write_report(small_run, chosen=["no-such"])
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_a_browser_shows_every_plot_without_an_error_or_a_request(small_run: Store, tmp_path: Path):
     path = tmp_path / "report.html"

@@ -62,6 +62,7 @@ def read_all(url: str, cache: str, seed: int) -> list[str]:
     return sorted(i["key"] for i in dataset)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn"])
 def test_processes_share_it(tmp_path: Path, method: str) -> None:
     url, cache = str(tmp_path / "run"), str(tmp_path / "cache")

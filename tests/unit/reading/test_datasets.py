@@ -127,6 +127,7 @@ def test_what_is_read_together_lies_in_few_parts() -> None:
     assert max(len(set(groups[order[i : i + 80]])) for i in range(0, 4000, 80)) <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "context"), [(0, None), (2, None), (2, "spawn")])
 def test_a_loader_with_workers_reads_each_sample_once(url: str, workers: int, context: str | None) -> None:
     dataset = HiddenStatesDataset(url, shuffle=True, layers=[15])

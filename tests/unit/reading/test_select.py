@@ -30,6 +30,7 @@ _RECEIPT = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.lists(_RECEIPT, max_size=6), st.booleans())
 def test_the_index_says_what_the_manifest_says(receipts: list[tuple], complete: bool) -> None:

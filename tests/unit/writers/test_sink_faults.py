@@ -165,6 +165,7 @@ def test_of_two_that_are_stored_under_one_path_the_later_one_stays(store):
     assert Part.open(store, "p.bin").token_ids(0).tolist() == list(range(3, 13))
 
 
+@pytest.mark.slow
 def test_a_sample_alone_is_held_once_while_it_is_stored(store):
     """As long as its store hangs: not as encoded layers and as rows, and not as one string of bytes as well."""
     sample = random_sample("k", 4096, hidden_size=512, layer_ids=range(8), chunk_tokens=256)  # 32 MiB
