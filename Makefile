@@ -5,7 +5,7 @@ READY := .venv/.ready
 SOURCES := hsx_dist benchmarks examples ray_jobs scripts tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-s3 check test matrix soak tables docs screenshots lock clean
+.PHONY: help setup demo demo-s3 check test pages matrix soak tables docs screenshots lock clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1	/p' Makefile
@@ -30,7 +30,10 @@ check: $(READY)  ## lint, format, types, unit tests: under a minute
 
 test: $(READY)  ## all tests, with real vLLM, Ray, S3 and GCS servers
 	$(BIN)/pytest -q -n 2 tests/unit
-	$(BIN)/pytest tests/integration
+	$(BIN)/pytest -m "not pages" tests/integration
+
+pages: $(READY)  ## README's and the pages' commands and snippets, run in order as a reader would
+	$(BIN)/pytest tests/integration/test_documentation.py
 
 soak: $(READY)  ## two hundred thousand hostile parts (a minute or two), and an hour of writers killed at random (MINUTES=60)
 	$(BIN)/python -m tests.soak.run

@@ -14,7 +14,7 @@ from hsx_dist.testing.snippets import as_program, snippets
 from tests.unit.test_documentation import ROOT, WHOLE
 
 #: The first page waits for the demo as well.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.pages, pytest.mark.timeout(900)]
 
 #: The demo as a reader's `make demo` runs it, on fewer rows.
 _FEWER = ["input.limit=12", "check_samples=2"]
