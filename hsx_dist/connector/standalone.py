@@ -53,7 +53,8 @@ class _Name:
 class StoreOutlet(LocalOutlet):
     """A local outlet with writer threads of its own. A failure leaves ``KEY.error.json`` for whoever waits.
 
-    The host memory of ``in_flight_bytes`` is shared: half for the ring, half for what is encoded and not yet stored.
+    The host memory of ``in_flight_bytes`` is shared: half for the ring, two fifths for what is encoded and not yet
+    stored, and the rest for what the store's client holds of what it sends.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class StoreOutlet(LocalOutlet):
             about=about,
             writer="worker",
             layout="sample",
-            max_bytes=half,
+            max_bytes=settings.in_flight_bytes * 2 // 5,
             on_bad_rows=settings.on_bad_rows,
         )
         meter = Meter() if meter is None else meter
