@@ -324,6 +324,7 @@ def test_only_the_chunks_needed_are_fetched(codec: Codec) -> None:
     assert store.bytes_read == 0
 
 
+@pytest.mark.slow
 def test_a_header_of_thousands_of_segments_takes_one_or_two_requests() -> None:
     samples = [random_sample(f"conversation-{i:07}", 2, hidden_size=8, seed=i) for i in range(2000)]
     encoded = part_of(SplitCodec(), *samples)
@@ -354,6 +355,7 @@ def test_wrong_requests_are_told() -> None:
 # -- broken objects --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every_codec
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_flipped_bit_anywhere_is_found(codec: Codec, count: int) -> None:

@@ -12,6 +12,7 @@ from hsx_dist.errors import FormatError
 from tests.soak.mutations import FILES, KINDS, golden, mutate, outcome, read_all, truth
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(st.sampled_from(FILES), st.integers(0, 2**32), st.booleans())
 def test_a_mutated_part_is_a_typed_error_or_what_was_stored(name: str, seed: int, told_size: bool) -> None:

@@ -198,6 +198,7 @@ def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.
         read(path)
 
 
+@pytest.mark.slow
 def test_only_a_batch_is_held(tmp_path: Path) -> None:
     """Two hundred times the rows, and no more of Arrow's memory."""
     import pyarrow.parquet as pq

@@ -68,6 +68,7 @@ def test_rows_that_are_not_finite_spoil_no_number(small_run: Store):
     assert not np.isfinite(numbers.chosen[0].norms).all()
 
 
+@pytest.mark.slow
 def test_nothing_that_a_user_wrote_becomes_markup(small_run: Store):
     page = write_report(small_run, chosen=[HOSTILE], decode=lambda ids: ["<b>&" for _ in ids])
     assert "<script" not in page

@@ -291,6 +291,7 @@ def test_runs_are_mixed_by_weight(url: str, tmp_path: Path) -> None:
         MixedDataset([HiddenStatesDataset(url)], [0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("only_loss", [False, True])
 def test_token_batches_hold_every_token_once_and_resume(url: str, only_loss: bool) -> None:
     def batches() -> TokenBatches:

@@ -94,6 +94,7 @@ def test_a_run_gives_back_its_samples(store: Store, codec: Codec) -> None:
     assert run["short/é"].uri == f"{run.url}/{run['short/é'].uri.removeprefix(run.url + '/')}"
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(
     cuts=st.sets(st.integers(1, 99), max_size=5),
@@ -347,6 +348,7 @@ def test_verify_counts_non_finite_and_empty_layers() -> None:
     assert (report.non_finite, report.all_zero) == (3, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [SplitCodec(), NoneCodec()], ids=lambda c: c.name)
 def test_any_flipped_bit_of_a_part_is_found_by_verify(codec: Codec) -> None:
     store = MemoryStore()
