@@ -98,7 +98,8 @@ def test_it_needs_neither_vllm_nor_torch():
 
 
 def test_the_connector_asks_before_anything_else(monkeypatch):
-    connector = pytest.importorskip("hsx_dist.connector.connector")
+    from hsx_dist.connector import connector
+
     monkeypatch.setattr(connector, "VLLM_VERSION", "0.29.0")
     with pytest.raises(ConfigError, match=r"0\.30 or newer"):
         connector.HiddenStatesConnector(None, None, None)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import pyarrow as pa
 import pytest
 import zstandard
 
@@ -20,7 +21,6 @@ from hsx_dist.jobs import records
 from hsx_dist.jobs.rows import Row, read_rows, rows_from
 from hsx_dist.jobs.sources import find_input
 
-pa = pytest.importorskip("pyarrow")
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 
 
