@@ -78,7 +78,9 @@ def served(s3, tiny_model_path, tmp_path_factory):
     url = f"http://127.0.0.1:{port}"
     with child(argv, log=log, env={**s3.env, "VLLM_LOGGING_LEVEL": "WARNING"}) as server:
         server.wait_until(lambda: http_status(f"{url}/health") == 200, 240)
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        # A connection a request: uvicorn closes idle ones after 5 s, and may cut off one just taken again.
+        once = {"Connection": "close"}
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, default_headers=once)
         yield Served(url, prefix, s3.storage_options, client)
         server.terminate(30)
         assert "Traceback" not in log.read_text()
