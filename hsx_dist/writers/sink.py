@@ -19,7 +19,7 @@ from typing import Any, Literal
 from hsx_dist.errors import AlreadyExists, Fenced, HsxError, SampleConflict, Unavailable
 from hsx_dist.format.blocks import BlockPool
 from hsx_dist.format.codecs import Codec
-from hsx_dist.format.container import EncodedSegment, Part, SegmentEncoder, build_part, same_sample
+from hsx_dist.format.container import EncodedPart, EncodedSegment, Part, SegmentEncoder, build_part, same_sample
 from hsx_dist.format.manifest import Receipt, SegmentProof, part_name, receipt_name, token_hash
 from hsx_dist.format.runs import is_fenced
 from hsx_dist.observe.metrics import Meter, Series
@@ -52,8 +52,16 @@ class Counted:
     numbers: Mapping[Series, float]
 
 
-#: What a sink tells: proof of a stored part, or that segments were lost.
-Event = Receipt | Lost
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Segments that are durable where there is no run, and so no receipt: in the object ``part``, of their own."""
+
+    segments: tuple[Segment, ...]
+    part: str
+
+
+#: What a sink tells: proof of a stored part (without a run: that it is stored), or that segments were lost.
+Event = Receipt | Stored | Lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,46 +351,24 @@ class PartSink:
                     self._put_new(name, part.buffers, segments[0])
             finally:
                 self.meter.put_took(time.monotonic() - before)
-            proofs = tuple(
-                SegmentProof(
-                    segment=replace(s.segment, meta={}),  # as it is read back: a driver keeps millions of them
-                    slot=slot,
-                    token_hash=token_hash(s.token_ids),
-                    raw_bytes=s.raw_nbytes,
-                    stored_bytes=s.nbytes,
-                    row=s.segment.row,
-                    sample_hash=s.segment.sample_hash,
-                )
-                for slot, s in enumerate(segments)
-            )
-            receipt = Receipt(
-                attempt=self._opt.attempt,
-                writer=self.name,
-                seq=0,
-                part=name,
-                size=part.size,
-                crc32c=part.crc32c,
-                header_bytes=part.header_bytes,
-                raw_bytes=part.raw_bytes,
-                segments=proofs,
-                rows=(),
-                created=datetime.now(UTC).isoformat(timespec="milliseconds"),
-            )
-            proven = self._prove(receipt) if self._opt.attempt else receipt
-            self._count(proven)
+            event: Event
             if self._opt.attempt:
+                event = self._prove(self._receipt(segments, part, name))
                 log.info("stored %d segments in %d bytes", len(segments), part.size, extra={"part": name})
-            self._on_event(proven)
+            else:
+                event = Stored(tuple(s.segment for s in segments), name)
+            self._count(part)
+            self._on_event(event)
         except Exception as e:  # noqa: BLE001 - whatever it is, the segments must be told as lost
             self._fail(segments, e)
 
-    def _count(self, receipt: Receipt) -> None:
+    def _count(self, part: EncodedPart) -> None:
         self.meter.add("parts")
-        self.meter.add("raw_bytes", receipt.raw_bytes)
-        self.meter.add("stored_bytes", receipt.size)
+        self.meter.add("raw_bytes", part.raw_bytes)
+        self.meter.add("stored_bytes", part.size)
         with self._lock:
-            self._raw_bytes += receipt.raw_bytes
-            self._stored_bytes += receipt.size
+            self._raw_bytes += part.raw_bytes
+            self._stored_bytes += part.size
 
     def _oldest(self) -> float:
         """Age in seconds of the oldest segment that no part holds yet, or that lies in the open part."""
@@ -409,6 +395,34 @@ class PartSink:
                 ) from None
             if there.segments[0].segment.meta.get("expires") != segment.segment.meta.get("expires"):
                 self._store.put(name, buffers)
+
+    def _receipt(self, segments: Sequence[EncodedSegment], part: EncodedPart, name: str) -> Receipt:
+        """Of a stored part, without its number."""
+        proofs = tuple(
+            SegmentProof(
+                segment=replace(s.segment, meta={}),  # as it is read back: a driver keeps millions of them
+                slot=slot,
+                token_hash=token_hash(s.token_ids),
+                raw_bytes=s.raw_nbytes,
+                stored_bytes=s.nbytes,
+                row=s.segment.row,
+                sample_hash=s.segment.sample_hash,
+            )
+            for slot, s in enumerate(segments)
+        )
+        return Receipt(
+            attempt=self._opt.attempt,
+            writer=self.name,
+            seq=0,
+            part=name,
+            size=part.size,
+            crc32c=part.crc32c,
+            header_bytes=part.header_bytes,
+            raw_bytes=part.raw_bytes,
+            segments=proofs,
+            rows=(),
+            created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        )
 
     def _prove(self, receipt: Receipt) -> Receipt:
         """Store the receipt under the writer's next number: numbers have no gaps, as only this lock hands them out."""
