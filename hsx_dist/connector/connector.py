@@ -118,6 +118,12 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def get_finished_count(self) -> int | None:
         return 1  # a request's owner alone reports it
 
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A request that is preempted at its very end is computed again: else we were handed blocks that are free. vLLM
+        asks the configured role instead; ours always produces."""
+        return True
+
     # -- every worker rank ---------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

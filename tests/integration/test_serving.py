@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 import time
 import urllib.request
@@ -23,10 +24,12 @@ from hsx_dist.format.container import Part
 from hsx_dist.observe.metrics import METRICS
 from hsx_dist.store import open_store
 from hsx_dist.testing.processes import child, free_ports, http_status
+from hsx_dist.testing.snippets import snippets
 from hsx_dist.tokenizers import tokenizer_hash
 from tests.integration.oracle import Oracle
 
 LAYERS = (1, 4)
+GUIDE = Path(hsx_dist.__file__).parents[1] / "docs/guides/serving.md"
 
 
 @dataclass
@@ -47,27 +50,26 @@ class Served:
 def server(
     model: Path, prefix: str, log: Path, *, beside: Sequence[dict[str, Any]] = (), **more: Any
 ) -> Iterator[Served]:
-    """vLLM's OpenAI server whose connector stores under ``prefix``; ``beside`` others, inside vLLM's MultiConnector.
+    """The guide's server, but for its model and its store ``prefix``; ``beside`` others, inside vLLM's MultiConnector.
 
-    ``more``: ``env``, ``storage_options`` and ``arguments`` of the server's own.
+    ``more``: ``env``, ``storage_options``, settings (``hsx``) and ``arguments`` of the server's own.
     """
     import openai
 
     (port,) = free_ports(1)
-    ours = {
-        "kv_connector": "HiddenStatesConnector",
-        "kv_role": "kv_producer",
-        "kv_connector_extra_config": {
-            "shared_storage_path": prefix,
-            "hsx": {"in_flight_bytes": 32 << 20, "segment_bytes": 8 << 20, "ttl_seconds": 3600},
-        },
-    }
+    given = shlex.split(snippets(GUIDE)[0].text)
+    assert given[:3] == ["python", "-m", "vllm.entrypoints.openai.api_server"]
+    arguments = dict(zip(given[3::2], given[4::2], strict=True))
+    speculative, ours = (json.loads(arguments[f"--{name}-config"]) for name in ("speculative", "kv-transfer"))
+    speculative["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"] = list(LAYERS)
+    ours["kv_connector_extra_config"]["shared_storage_path"] = prefix
+    ours["kv_connector_extra_config"]["hsx"] |= more.get("hsx", {})
     several = {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"connectors": [*beside, ours]},
     }
-    arguments = {
+    arguments |= {
         "--model": str(model),
         "--served-model-name": "tiny",
         "--host": "127.0.0.1",
@@ -75,14 +77,7 @@ def server(
         "--dtype": "float32",
         "--max-model-len": "256",
         "--block-size": "32",
-        "--shutdown-timeout": "20",
-        "--speculative-config": json.dumps(
-            {
-                "method": "extract_hidden_states",
-                "num_speculative_tokens": 1,
-                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS)}},
-            }
-        ),
+        "--speculative-config": json.dumps(speculative),
         "--kv-transfer-config": json.dumps(several if beside else ours),
         **more.get("arguments", {}),
     }
@@ -269,9 +264,8 @@ def test_into_a_folder_beside_another_connector(tiny_model_path, tmp_path, oracl
     states = tmp_path / "states"
     extension = {"--worker-extension-cls": "hsx_dist.connector.flush.HiddenStatesWorkerExtension"}
     env = {"PYTHONPATH": str(Path.cwd()), "VLLM_SERVER_DEV_MODE": "1"}
-    with server(
-        tiny_model_path, f"file://{states}", tmp_path / "log", beside=[other], arguments=extension, env=env
-    ) as served:
+    more = {"beside": [other], "arguments": extension, "env": env, "hsx": {"codec": "none"}}
+    with server(tiny_model_path, f"file://{states}", tmp_path / "log", **more) as served:
         prompts = [f"{i}. " + "Many words of one prompt. " * i for i in (0, 1, 3, 5)]
         answers = []
         for prompt in prompts * 2:
@@ -294,6 +288,11 @@ def test_into_a_folder_beside_another_connector(tiny_model_path, tmp_path, oracl
         vllms.cleanup_hidden_states(path)
         assert not list(states.glob(f"{Path(path).name}*"))
 
+        asking = snippets(GUIDE)[1].text.replace("http://127.0.0.1:8000", served.url).replace("MODEL", "tiny")
+        exec(compile(asking, GUIDE.name, "exec"), shown := {})
+        assert shown["path"] == served.at("row-17")
+        assert shown["states"].shape[1] == len(LAYERS)
+
         for i in range(5):
             ask = {"model": "tiny", "max_tokens": 1, "extra_body": params(hidden_states_key=f"k{i}")}
             served.client.completions.create(prompt="One.", **ask)
@@ -301,3 +300,6 @@ def test_into_a_folder_beside_another_connector(tiny_model_path, tmp_path, oracl
             served.client.completions.create(prompt="Another.", **ask)
             with pytest.raises(SampleFailed, match="used before"):
                 served.load(served.at(f"k{i}"), wait=30)  # the first time: no moment at which it is taken for "One."
+        last = served.client.completions.create(model="tiny", prompt="The end.", max_tokens=1)
+    data = served.load(last.kv_transfer_params["hidden_states_path"])  # of a server that was told to end at once
+    assert data["token_ids"].tolist() == tokenizer("The end.").input_ids

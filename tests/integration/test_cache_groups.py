@@ -1,0 +1,108 @@
+"""Models whose cache is no Llama's: a sliding window beside full attention, and MLA; random weights, real engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hsx_dist
+from hsx_dist.connector.flush import flush
+from hsx_dist.connector.isa import avoid_broken_amx
+from hsx_dist.testing.models import write_tiny_tokenizer
+from tests.integration.oracle import Oracle
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,  # the usual 0.02 leaves every layer's output almost equal to its input
+}
+
+
+def sliding_window(vocab_size: int) -> Any:
+    """Every other layer sees 64 tokens only."""
+    from transformers import MinistralConfig, MinistralForCausalLM
+
+    kinds = ["sliding_attention", "full_attention"] * 2
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    return MinistralForCausalLM(
+        MinistralConfig(vocab_size=vocab_size, sliding_window=64, layer_types=kinds, **heads, **SIZES)
+    )
+
+
+def latent_attention(vocab_size: int) -> Any:
+    """DeepSeek-V2 with dense layers. The latent's size is the one that vLLM's CPU kernel is compiled for."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 512, "q_lora_rank": None}
+    heads |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "first_k_dense_replace": 4}
+    return DeepseekV2ForCausalLM(DeepseekV2Config(vocab_size=vocab_size, **heads, **experts, **SIZES))
+
+
+@pytest.mark.parametrize(
+    ("make", "layers", "groups", "arguments"),
+    [
+        # vLLM runs a Ministral as the Llama that it is but for its window.
+        (sliding_window, (0, 2, 4), 3, {"hf_overrides": {"architectures": ["LlamaForCausalLM"]}}),
+        # Layer 0 cannot be had: vLLM's DeepSeek model adds a residual that is not there yet.
+        (latent_attention, (1, 2, 4), 2, {}),
+    ],
+    ids=["sliding window", "MLA"],
+)
+def test_the_hidden_states_group_is_found_beside_groups_of_other_kinds(
+    make: Callable[[int], Any], layers: tuple[int, ...], groups: int, arguments: dict[str, Any], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    import torch
+
+    avoid_broken_amx()
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from vllm import LLM, SamplingParams
+    from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
+
+    model = tmp_path / "model"
+    model.mkdir()
+    size = write_tiny_tokenizer(model, 512, 512)
+    torch.manual_seed(0)
+    make(size).save_pretrained(model)
+    llm = LLM(
+        str(model),
+        dtype="float32",
+        max_model_len=256,
+        max_num_batched_tokens=64,
+        enforce_eager=True,
+        speculative_config={
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}},
+        },
+        kv_transfer_config={
+            "kv_connector": "HiddenStatesConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "states")},
+        },
+        **arguments,
+    )
+    try:
+        specs = [
+            g.kv_cache_spec for g in llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
+        ]
+        assert len(specs) == groups
+        assert sum(isinstance(s, HiddenStateCacheSpec) for s in specs) == 1
+        rng = np.random.default_rng(7)
+        prompts = [rng.integers(3, 300, n).tolist() for n in (1, 33, 100, 255, 64)]
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], SamplingParams(max_tokens=1), use_tqdm=False)
+        flush(llm)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+    oracle = Oracle(model)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        data = hsx_dist.load_hidden_states(output.kv_transfer_params["hidden_states_path"], framework="torch")
+        assert data["token_ids"].tolist() == prompt
+        oracle.assert_equal(prompt, data["hidden_states"], layers)
