@@ -50,7 +50,7 @@ def latent_attention(vocab_size: int) -> Any:
     [
         # vLLM runs a Ministral as the Llama that it is but for its window.
         (sliding_window, (0, 2, 4), 3, {"hf_overrides": {"architectures": ["LlamaForCausalLM"]}}),
-        # Not layer 0, where vLLM adds a residual that is not there yet. One group of one kind holds all, and a CPU takes
+        # Not layer 0, where vLLM adds a residual that is not there yet. One group of one kind holds all, a CPU takes
         # prompts whole.
         (latent_attention, (1, 2, 4), 1, {"max_num_batched_tokens": 512}),
     ],

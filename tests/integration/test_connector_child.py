@@ -72,7 +72,10 @@ def test_a_store_that_hangs_holds_the_engine_and_nothing_grows(tmp_path):
     """200 requests of 2,000 tokens, 250 MiB of states, against 160 MiB of host memory; the server stays healthy."""
     from hsx_dist.testing.models import tiny_llama
 
-    model = tiny_llama(tmp_path / "model", layers=4, hidden=64, kv_heads=2, max_positions=2304)
+    # As few layers as give three to capture: the time goes into computing 400,000 tokens twice.
+    model = tiny_llama(tmp_path / "model", layers=2, hidden=64, kv_heads=2, max_positions=2304)
+    speculative = engine_arguments(model, tmp_path)["speculative_config"]
+    speculative["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
     store = HangingStore()
     (port,) = free_ports(1)
     arguments = {
@@ -86,7 +89,7 @@ def test_a_store_that_hangs_holds_the_engine_and_nothing_grows(tmp_path):
         "--num-gpu-blocks-override": "256",
         "--no-enable-prefix-caching": None,
         "--enforce-eager": None,
-        "--speculative-config": json.dumps(engine_arguments(model, tmp_path)["speculative_config"]),
+        "--speculative-config": json.dumps(speculative),
         "--kv-transfer-config": json.dumps(
             {
                 "kv_connector": "HiddenStatesConnector",

@@ -57,7 +57,7 @@ def server(
     import openai
 
     (port,) = free_ports(1)
-    given = shlex.split(snippets(GUIDE)[0].text)
+    given = shlex.split(snippets(GUIDE)[0].text.replace("\\\n", " "))
     assert given[:3] == ["python", "-m", "vllm.entrypoints.openai.api_server"]
     arguments = dict(zip(given[3::2], given[4::2], strict=True))
     speculative, ours = (json.loads(arguments[f"--{name}-config"]) for name in ("speculative", "kv-transfer"))
