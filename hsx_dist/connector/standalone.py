@@ -128,8 +128,7 @@ class StoreOutlet(LocalOutlet):
     # -- told by the sink -----------------------------------------------------------------------------------------
 
     def _on_event(self, event: Event) -> None:
-        if isinstance(event, Receipt):
-            raise TypeError(f"expected a sink without a run, came a receipt of {event.part}")
+        assert not isinstance(event, Receipt)  # there is no run
         reason, conflict = (event.reason, event.conflict) if isinstance(event, Lost) else (None, False)
         for segment in event.segments:
             self._settle(segment, reason, conflict)
