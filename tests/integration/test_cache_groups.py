@@ -52,7 +52,7 @@ def latent_attention(vocab_size: int) -> Any:
         (sliding_window, (0, 2, 4), 3, {"hf_overrides": {"architectures": ["LlamaForCausalLM"]}}),
         # Not layer 0, where vLLM adds a residual that is not there yet. One group of one kind holds all, a CPU takes
         # prompts whole.
-        (latent_attention, (1, 2, 4), 1, {"max_num_batched_tokens": 512}),
+        (latent_attention, (1, 2, 4), 1, {"max_num_batched_tokens": 512, "attention_backend": "CPU_MLA"}),
     ],
     ids=["sliding window", "MLA"],
 )
