@@ -217,16 +217,21 @@ def test_no_request_id_reaches_a_path_outside_of_the_prefix(served):
     served.load(path, wait=30)
 
 
-def test_metrics_show_what_was_stored(served):
+def metrics(served: Served, wanted: Sequence[str]) -> dict[str, str]:
+    """The server's counters of ours, once all that are ``wanted`` have counted something."""
     end = time.monotonic() + 60
     while True:  # what was stored since the last step is told in the next
         served.client.completions.create(model="tiny", prompt="Count.", max_tokens=1)
         with urllib.request.urlopen(f"{served.url}/metrics", timeout=10) as answer:
             text = answer.read().decode()
         found = dict(re.findall(r"^vllm:hidden_states_(\w+)\{[^}]*\} (\S+)$", text, re.MULTILINE))
-        if float(found.get("stored_total", 0)) >= 1 and float(found.get("skipped_total", 0)) >= 1:
-            break
+        if all(float(found.get(name, 0)) >= 1 for name in wanted):
+            return found
         assert time.monotonic() < end, found
+
+
+def test_metrics_show_what_was_stored(served):
+    found = metrics(served, ["stored_total", "skipped_total"])
     assert float(found["page_bytes_total"]) > 0
     assert float(found["pages_total"]) >= float(found["samples_total"]) >= float(found["stored_total"])
     assert float(found["tokens_total"]) >= float(found["samples_total"])
@@ -300,6 +305,7 @@ def test_into_a_folder_beside_another_connector(tiny_model_path, tmp_path, oracl
             served.client.completions.create(prompt="Another.", **ask)
             with pytest.raises(SampleFailed, match="used before"):
                 served.load(served.at(f"k{i}"), wait=30)  # the first time: no moment at which it is taken for "One."
+        metrics(served, ["stored_total", "skipped_total"])  # also by way of MultiConnector
         last = served.client.completions.create(model="tiny", prompt="The end.", max_tokens=1)
     data = served.load(last.kv_transfer_params["hidden_states_path"])  # of a server that was told to end at once
     assert data["token_ids"].tolist() == tokenizer("The end.").input_ids
