@@ -1,7 +1,7 @@
 """Models whose cache is no Llama's: a sliding window beside full attention, and MLA; random weights, real engines.
 
-The last layer, normed and projected, must give vLLM's own log-probabilities. With the sliding window every layer is held
-against transformers too; its DeepSeek-V2 and vLLM's part ways from the second token on, log-probabilities and all.
+The last layer, normed and projected, must give vLLM's own log-probabilities. With the sliding window every layer is
+held against transformers too; its DeepSeek-V2 and vLLM's part ways from the second token on, log-probabilities and all.
 """
 
 from __future__ import annotations
