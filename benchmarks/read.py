@@ -10,13 +10,14 @@ benchmarks/results/read.{md,json}.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
 import json
 import multiprocessing
 import os
+import socket
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -46,16 +47,17 @@ PREFETCH = 128 << 20
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=96, help="of four layers")
+    parser.add_argument("--wide", type=int, default=24, help="samples of 31 layers")
     args = parser.parse_args()
     about = provenance("torch", "s3fs", "obstore", "safetensors", "zstandard")
     states = smollm2_states("bfloat16", 2400)
-    narrow, wide = samples(states, EAGLE, args.samples), samples(states, WIDE, 8)
+    narrow, wide = samples(states, EAGLE, args.samples), samples(states, WIDE, args.wide)
     with tempfile.TemporaryDirectory(prefix="hsx-read-") as folder, seaweedfs(Path(folder) / "s3") as server:
         direct = server.storage_options
-        store_run(open_store(f"{server.url}/narrow", direct), narrow, per_part=24)
-        store_run(open_store(f"{server.url}/wide", direct), wide, per_part=4)
-        store_run(open_store(f"{folder}/narrow"), narrow, per_part=24)
+        store_run(open_store(f"{server.url}/narrow", direct), narrow, per_part=64)  # parts of about 100 MB
+        store_run(open_store(f"{server.url}/wide", direct), wide, per_part=8)
+        store_run(open_store(f"{folder}/narrow"), narrow, per_part=64)
         put_objects(server, narrow)
         with Proxy(server.endpoint_url) as proxy:
             slow = {**direct, "endpoint_url": proxy.url}
@@ -296,7 +298,10 @@ class Counting:
 
 
 class Proxy:
-    """TCP on loopback to an HTTP server, in a process of its own; whatever a client sends waits for 20 ms."""
+    """TCP on loopback to an HTTP server, in a process of its own; whatever a client sends waits for 20 ms.
+
+    Only for requests that come in one piece, as those of reading do.
+    """
 
     def __init__(self, target: str):
         host, _, port = target.removeprefix("http://").partition(":")
@@ -315,28 +320,26 @@ class Proxy:
 
 
 def _serve(host: str, port: int, pipe: Any) -> None:
-    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pause: float) -> None:
+    def pump(source: socket.socket, sink: socket.socket, pause: float) -> None:
+        buffer = memoryview(bytearray(1 << 20))
         try:
-            while data := await reader.read(1 << 20):
+            while n := source.recv_into(buffer):
                 if pause:
-                    await asyncio.sleep(pause)
-                writer.write(data)
-                await writer.drain()
-        except ConnectionError:
-            pass
-        finally:
-            writer.close()
+                    time.sleep(pause)
+                sink.sendall(buffer[:n])
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass  # one of the two has gone
 
-    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection(host, port, limit=1 << 20)
-        await asyncio.gather(pump(reader, far_writer, LATENCY_S), pump(far_reader, writer, 0))
-
-    async def serve() -> None:
-        server = await asyncio.start_server(connect, "127.0.0.1", 0, limit=1 << 20)
-        pipe.send(server.sockets[0].getsockname()[1])
-        await server.serve_forever()
-
-    asyncio.run(serve())
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as server:
+        pipe.send(server.getsockname()[1])
+        while True:
+            client, _ = server.accept()
+            far = socket.create_connection((host, port))
+            for end in (client, far):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for ends in ((client, far, LATENCY_S), (far, client, 0.0)):
+                threading.Thread(target=pump, args=ends, daemon=True).start()
 
 
 def table(about: dict[str, Any], rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
@@ -347,7 +350,7 @@ def table(about: dict[str, Any], rows: list[dict[str, Any]], args: argparse.Name
         f"{about['cpu']}, {about['cores']} cores, load {about['load_average']}; {about['system']}, "
         f"Python {about['python']}, {versions}; commit {about['commit']}. Made by `python -m benchmarks.read`.",
         "",
-        f"{args.samples} samples of {TOKENS} tokens and 4 layers, and 8 of 31 layers, of SmolLM2's states in bf16 "
+        f"{args.samples} samples of {TOKENS} tokens and 4 layers, and {args.wide} of 31 layers, of SmolLM2's states in bf16 "
         "with codec `split`, in SeaweedFS behind a proxy that holds every request back for 20 ms, and on local disk. "
         f"One process reads; server, proxy and reader share the cores. Medians of {args.rounds} rounds in which the "
         "ways take turns.",

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from hsx_dist.errors import ConfigError, FormatError, NotFound, SampleConsumed
+from hsx_dist.format.container_read import Empty
 from hsx_dist.reading.cache import CachedStore
 from hsx_dist.reading.follow import Arrival, Follower
 from hsx_dist.reading.items import ItemSpec
 from hsx_dist.reading.order import Progress, canonical_order, fingerprint, restore
-from hsx_dist.reading.prefetch import read_ahead
+from hsx_dist.reading.prefetch import read_ahead, reused_memory
 from hsx_dist.reading.retain import rank_of
 from hsx_dist.reading.run import Run, open_run
 from hsx_dist.reading.select import Selection, select
@@ -67,8 +68,8 @@ class _Reader:
         spec.check_layers(self.run)
         self.spec = spec
 
-    def make(self, place: int, epoch: int) -> dict[str, Any]:
-        return self.spec.make(self.run.at(place), epoch)
+    def make(self, place: int, epoch: int, empty: Empty | None = None) -> dict[str, Any]:
+        return self.spec.make(self.run.at(place), epoch, empty)
 
 
 class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
@@ -192,9 +193,9 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         )
         places = selection.places[progress.mine(order)[progress.taken :]]
         tasks = ((int(place), reader.spec.nbytes(self.run, int(place))) for place in places)
-        epoch = progress.epoch
+        epoch, empty = progress.epoch, reused_memory(self._prefetch)
         for place, future in read_ahead(
-            lambda place: reader.make(place, epoch), tasks, threads=self._threads, max_bytes=self._prefetch
+            lambda place: reader.make(place, epoch, empty), tasks, threads=self._threads, max_bytes=self._prefetch
         ):
             item = self._outcome(self.run.index.keys[place], future)
             progress.taken += 1
@@ -227,6 +228,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
             self.run.store, state=None if resume is None else resume["position"], **(self._follow or {})
         )
         nbytes = 0 if self.run.layer_ids else 1
+        empty = reused_memory(self._prefetch)
 
         def tasks() -> Iterator[tuple[Arrival | None, int]]:
             for arrival in follower:
@@ -237,7 +239,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
 
         def make(arrival: Arrival | None) -> dict[str, Any]:
             assert arrival is not None, "read_ahead runs no pauses"
-            return self._reader.spec.make(self.run.sample_of(arrival.entry), 0)
+            return self._reader.spec.make(self.run.sample_of(arrival.entry), 0, empty)
 
         for arrival, future in read_ahead(make, tasks(), threads=self._threads, max_bytes=self._prefetch):
             assert arrival is not None, "read_ahead yields no pauses"
