@@ -87,7 +87,10 @@ class ItemSpec:
         return int(index.raw_bytes[place] * share * (wide + stored))
 
     def make(self, sample: Sample, epoch: int, empty: Empty | None = None) -> dict[str, Any]:
-        """The item; ``empty`` as ``Sample.load``'s. Errors as ``Sample.load``'s; ``ConfigError`` for a mask that is missing or has another length."""
+        """The item; ``empty`` as ``Sample.load``'s.
+
+        Errors as ``Sample.load``'s; ``ConfigError`` for a mask that is missing or has another length.
+        """
         start, stop = self.span(sample.num_tokens, sample.key, epoch)
         loaded = sample.load(self.layers, (start, stop), self.framework, loss_mask=self.loss_mask != "off", empty=empty)
         item = {
