@@ -351,7 +351,8 @@ def table(about: dict[str, Any], rows: list[dict[str, Any]], args: argparse.Name
         f"Python {about['python']}, {versions}; commit {about['commit']}. Made by `python -m benchmarks.read`.",
         "",
         f"{args.samples} samples of {TOKENS} tokens and 4 layers, and {args.wide} of 31 layers, of SmolLM2's states in "
-        "bf16 with codec `split`, in SeaweedFS behind a proxy that holds every request back for 20 ms, and on local disk. "
+        "bf16 with codec `split`, in SeaweedFS behind a proxy that holds every request back for 20 ms, and on local "
+        "disk. "
         f"One process reads; server, proxy and reader share the cores. Medians of {args.rounds} rounds in which the "
         "ways take turns.",
         "",

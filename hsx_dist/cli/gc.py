@@ -10,7 +10,8 @@ from hsx_dist.errors import NotFound
 from hsx_dist.format.manifest import RUN
 from hsx_dist.format.runs import count, load_manifest, read_run
 from hsx_dist.reading.expiry import expired, remove
-from hsx_dist.reading.garbage import remove_run, require_dead, unproven
+from hsx_dist.reading.garbage import remove_run, unproven
+from hsx_dist.reading.liveness import require_dead
 from hsx_dist.store import Store, open_store
 
 

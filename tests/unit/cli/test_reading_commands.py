@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from hsx_dist import open_run
 from hsx_dist.cli import main
 from hsx_dist.format.runs import beat, take_attempt
-from hsx_dist.reading.garbage import require_dead
+from hsx_dist.reading.liveness import require_dead
 from hsx_dist.store import Store, open_store
 from hsx_dist.testing.runs import store_run
 from hsx_dist.testing.samples import RandomSample, random_sample
