@@ -140,6 +140,8 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
             raise ConfigError(
                 "follow: expected no shuffle and no repeat: samples come in the order in which they are proven"
             )
+        if follow and isinstance(source, Selection):
+            raise ConfigError("follow: expected a run, came a selection of what it has now; what comes is not selected")
         self._reader = _Reader(source, spec, storage_options, cache_dir, cache_bytes)
         self._shuffle, self._buffer, self._seed = shuffle, shuffle_buffer, seed
         self._rank, self._world = _world(rank, world_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -171,7 +172,8 @@ def test_samples_without_a_mask_can_be_refused(tmp_path: Path) -> None:
 def test_the_exporter_that_the_documentation_writes(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (Path(__file__).parents[3] / "docs" / "extending.md").read_text()
     code = text.split("```python\n")[1].split("```")[0]
-    monkeypatch.setattr("hsx_dist.exporting.export.EXPORTERS", dict(EXPORTERS))
+    known = dict(EXPORTERS)
+    monkeypatch.setattr("hsx_dist.exporting.export.EXPORTERS", known)
     exec(compile(code, "extending.md", "exec"), {"__name__": "modelopt_exporter"})
     export_run(run, "modelopt", tmp_path)
     for sample in SAMPLES:
@@ -181,5 +183,14 @@ def test_the_exporter_that_the_documentation_writes(run: Run, tmp_path: Path, mo
         assert got["hidden_states_prenorm"] is True
         assert got["loss_mask"].tolist() == mask_of(sample)["loss_mask"].tolist()
         assert got["input_ids"].tolist() == sample.token_ids.tolist()
+    exporter = known.pop("modelopt")
+    named = SimpleNamespace(load=lambda: exporter)
+    monkeypatch.setattr(
+        "hsx_dist.exporting.export.entry_points",
+        lambda group, name: [named] if (group, name) == ("hsx_dist.exporters", "modelopt") else [],
+    )
+    assert export_run(run, "modelopt", tmp_path).there == len(SAMPLES)
+    with pytest.raises(ConfigError, match="expected one of"):
+        export_run(run, "nobodys", tmp_path)
     with pytest.raises(ConfigError, match="taken"):
         register_exporter("vllm", object)  # type: ignore[arg-type]
