@@ -21,6 +21,8 @@ def run_gc(path: str, options: Sequence[str], *, delete: bool, watch: float, as_
     if _is_run(store):
         _gc_run(store, path, delete=delete, watch=watch, as_json=as_json)
         return
+    if next(iter(store.list()), None) is None:
+        raise NotFound(f"{path}: expected a run, or where a server stores, and nothing is stored there; check the path")
     names = []
     for name, _ in expired(store):
         names.append(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from hsx_dist.format.manifest import COMPLETE, RUN
+from hsx_dist.format.manifest import CHECK, COMPLETE, RUN
 from hsx_dist.format.runs import newest_attempt, read_run, scan_receipts
 from hsx_dist.reading.run import CONSUMED
 from hsx_dist.store import ObjectInfo, Store
@@ -38,7 +38,7 @@ def remove_run(store: Store, *, on_object: Callable[[str], None] = lambda _: Non
     if newest_attempt(store) == 0:
         read_run(store)
     removed = 0
-    for name in (RUN, COMPLETE):
+    for name in (RUN, COMPLETE, CHECK):
         store.delete(name)
         on_object(name)
         removed += 1

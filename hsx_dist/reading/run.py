@@ -203,7 +203,7 @@ class Run:
             return f"its row was {'refused' if fate.fate == 'refused' else 'given up'}: {fate.reason}"
         if not self.complete:
             return f"it is not stored yet; the run has {len(self)} samples and is not complete"
-        return f"the run is complete, with {len(self)} samples, and none has this key; see Run.keys()"
+        return f"the run is complete, with {len(self)} samples, and none has this key; see Run.keys(), or hsx ls"
 
     def open_part(self, name: str) -> Part:
         """The part of that name, its header and token ids read; the last few are kept.

@@ -104,9 +104,14 @@ def test_specforge_dflash_takes_any_layers_and_the_last_if_asked(run: Run, model
         assert torch.equal(got["target_last_hidden_states"][0], model[1].model.norm(states(SAMPLES[3])[:, 3]))
 
 
-def test_teacher_logprobs_are_the_models_own(run: Run, model: Any, tmp_path: Path) -> None:
+def test_teacher_logprobs_are_the_models_own(
+    run: Run, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr("hsx_dist.exporting.weights.avoid_broken_amx", lambda: asked.append(True))
     options = ExportOptions(top_k=7, samples_per_file=2)
     assert export_run(run, "topk-logprobs", tmp_path, options).written == 3
+    assert asked  # before the first product, which in bf16 may end the process
     assert sorted(p.name for p in tmp_path.glob("*.parquet")) == [f"data-{i:06d}.parquet" for i in range(3)]
     rows = [row for p in sorted(tmp_path.glob("*.parquet")) for row in pq.read_table(p).to_pylist()]
     for row, sample in zip(rows, SAMPLES, strict=True):
