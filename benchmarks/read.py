@@ -40,6 +40,8 @@ from hsx_dist.testing.servers import S3Server, seaweedfs
 
 RESULTS = Path(__file__).parent / "results"
 LATENCY_S, TOKENS, HIDDEN = 0.020, 512, 576
+#: Of samples of all layers: the length that draft models are usually trained at. A layer of it is 1.6 MB.
+WIDE_TOKENS = 2048
 EAGLE, WIDE = (2, 15, 27, 30), tuple(range(31))
 PREFETCH = 128 << 20
 
@@ -48,15 +50,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--samples", type=int, default=96, help="of four layers")
-    parser.add_argument("--wide", type=int, default=24, help="samples of 31 layers")
+    parser.add_argument("--wide", type=int, default=16, help="samples of 31 layers")
     args = parser.parse_args()
     about = provenance("torch", "s3fs", "obstore", "safetensors", "zstandard")
     states = smollm2_states("bfloat16", 2400)
-    narrow, wide = samples(states, EAGLE, args.samples), samples(states, WIDE, args.wide)
+    narrow, wide = samples(states, EAGLE, args.samples), samples(states, WIDE, args.wide, WIDE_TOKENS)
     with tempfile.TemporaryDirectory(prefix="hsx-read-") as folder, seaweedfs(Path(folder) / "s3") as server:
         direct = server.storage_options
         store_run(open_store(f"{server.url}/narrow", direct), narrow, per_part=64)  # parts of about 100 MB
-        store_run(open_store(f"{server.url}/wide", direct), wide, per_part=8)
+        store_run(open_store(f"{server.url}/wide", direct), wide, per_part=4)
         store_run(open_store(f"{folder}/narrow"), narrow, per_part=64)
         put_objects(server, narrow)
         with Proxy(server.endpoint_url) as proxy:
@@ -76,14 +78,16 @@ def main() -> None:
                 (RESULTS / "read.md").write_text(table(about, rows, args))
 
 
-def samples(states: np.ndarray[Any, Any], layers: Sequence[int], count: int) -> list[RandomSample]:
+def samples(
+    states: np.ndarray[Any, Any], layers: Sequence[int], count: int, tokens: int = TOKENS
+) -> list[RandomSample]:
     """Windows of real states ``[4, T, H]``; where more than four layers are wanted, these again."""
     found = []
     for i in range(count):
-        start = (i * 397) % (states.shape[1] - TOKENS)
-        window = states[[k % len(states) for k in range(len(layers))], start : start + TOKENS]
+        start = (i * 397) % (states.shape[1] - tokens)
+        window = states[[k % len(states) for k in range(len(layers))], start : start + tokens]
         data = np.ascontiguousarray(window.transpose(1, 0, 2))
-        found.append(RandomSample(f"s{i:04d}", data, np.arange(TOKENS) + i, tuple(layers), "bfloat16", 896))
+        found.append(RandomSample(f"s{i:04d}", data, np.arange(tokens) + i, tuple(layers), "bfloat16", 896))
     return found
 
 
@@ -143,8 +147,8 @@ def one_layer(server: S3Server, slow: dict[str, Any], rounds: int) -> dict[str, 
         def work() -> None:
             counter = Counting(opened.store)
             run = opened.with_store(lambda _: counter)
-            for _ in HiddenStatesDataset(run, layers=layers, loss_mask="off", rank=0, world_size=1):
-                pass
+            # Room for as many samples of all layers under way as there are threads for one of them.
+            read_all(run, layers=layers, loss_mask="off", prefetch_bytes=2 << 30)
             counted[name] = counter.bytes
 
         return work
@@ -194,9 +198,9 @@ def against_codec(path: str, narrow: Sequence[RandomSample], rounds: int) -> dic
 
 
 def memory(server: S3Server, slow: dict[str, Any]) -> dict[str, Any]:
-    """How far the resident size grows while a slow consumer reads samples of 18 MB, against ``prefetch_bytes``."""
+    """How far the resident size grows while a slow consumer reads, against ``prefetch_bytes``."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        grown = pool.apply(_growth, (f"{server.url}/wide", slow))
+        grown = pool.apply(_growth, (f"{server.url}/narrow", slow))
     return {
         "what": "resident memory's growth while reading / prefetch_bytes (128 MiB)",
         "goal": "<= 1",
@@ -350,9 +354,9 @@ def table(about: dict[str, Any], rows: list[dict[str, Any]], args: argparse.Name
         f"{about['cpu']}, {about['cores']} cores, load {about['load_average']}; {about['system']}, "
         f"Python {about['python']}, {versions}; commit {about['commit']}. Made by `python -m benchmarks.read`.",
         "",
-        f"{args.samples} samples of {TOKENS} tokens and 4 layers, and {args.wide} of 31 layers, of SmolLM2's states in "
-        "bf16 with codec `split`, in SeaweedFS behind a proxy that holds every request back for 20 ms, and on local "
-        "disk. "
+        f"{args.samples} samples of {TOKENS} tokens and 4 layers, and {args.wide} of {WIDE_TOKENS} tokens and 31 "
+        "layers, of SmolLM2's states in bf16 with codec `split`, in SeaweedFS behind a proxy that holds every request "
+        "back for 20 ms, and on local disk (its pages in memory). "
         f"One process reads; server, proxy and reader share the cores. Medians of {args.rounds} rounds in which the "
         "ways take turns.",
         "",
