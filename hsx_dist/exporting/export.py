@@ -6,10 +6,10 @@ import importlib
 import json
 import os
 import tempfile
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,9 @@ def _batches(
         )
     )
     for group in groups:
-        yield group[0], islice(items, len(group))
+        found = (next(items) for _ in group)
+        yield group[0], found
+        deque(found, maxlen=0)  # what an exporter left is no other file's
 
 
 def _write_whole(exporter: Exporter, items: Iterable[dict[str, Any]], path: Path) -> None:

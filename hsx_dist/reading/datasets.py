@@ -19,6 +19,7 @@ import numpy as np
 
 from hsx_dist.errors import ConfigError, FormatError, NotFound, SampleConsumed
 from hsx_dist.format.container_read import Empty
+from hsx_dist.reading.arrays import resolve_framework
 from hsx_dist.reading.cache import CachedStore
 from hsx_dist.reading.follow import Arrival, Follower
 from hsx_dist.reading.items import ItemSpec
@@ -70,6 +71,10 @@ class _Reader:
 
     def make(self, place: int, epoch: int, empty: Empty | None = None) -> dict[str, Any]:
         return self.spec.make(self.run.at(place), epoch, empty)
+
+    def memory(self, prefetch_bytes: int) -> Empty | None:
+        """Where items' states lie; fresh memory for numpy, which gets other arrays than those that are decoded into."""
+        return reused_memory(prefetch_bytes) if resolve_framework(self.spec.framework) == "torch" else None
 
 
 class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
@@ -195,7 +200,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         )
         places = selection.places[progress.mine(order)[progress.taken :]]
         tasks = ((int(place), reader.spec.nbytes(self.run, int(place))) for place in places)
-        epoch, empty = progress.epoch, reused_memory(self._prefetch)
+        epoch, empty = progress.epoch, self._reader.memory(self._prefetch)
         for place, future in read_ahead(
             lambda place: reader.make(place, epoch, empty), tasks, threads=self._threads, max_bytes=self._prefetch
         ):
@@ -230,7 +235,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
             self.run.store, state=None if resume is None else resume["position"], **(self._follow or {})
         )
         nbytes = 0 if self.run.layer_ids else 1
-        empty = reused_memory(self._prefetch)
+        empty = self._reader.memory(self._prefetch)
 
         def tasks() -> Iterator[tuple[Arrival | None, int]]:
             for arrival in follower:

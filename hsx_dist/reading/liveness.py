@@ -61,6 +61,8 @@ def require_dead(
 ) -> int:
     """The newest attempt, once it is known that nobody is at work on the run; 0 when there was none.
 
+    At once where it has said that it ended, else after its heartbeat has stood still for ``watch_seconds``.
+
     Raises:
         RunError: somebody is at work.
     """

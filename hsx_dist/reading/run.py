@@ -8,6 +8,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -52,27 +53,37 @@ def _open(path: str, storage_options: Mapping[str, Any] | None, forked: bool) ->
 
 
 class _Parts:
-    """The parts opened last. One that several threads want is opened by one of them."""
+    """The parts opened last. One that several threads want is opened by one of them; all of them get its error."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Part] = OrderedDict()
-        self._opening: dict[str, threading.Lock] = {}
+        self._opening: dict[str, Future[Part]] = {}
 
     def get(self, name: str, open_part: Callable[[str], Part]) -> Part:
         with self._lock:
             if name in self._kept:
                 self._kept.move_to_end(name)
                 return self._kept[name]
-            opening = self._opening.setdefault(name, threading.Lock())
-        with opening:
-            part = self._kept.get(name) or open_part(name)
+            others = self._opening.get(name)
+            if others is None:
+                mine: Future[Part] = Future()
+                self._opening[name] = mine
+        if others is not None:
+            return others.result()
+        try:
+            mine.set_result(open_part(name))
+        except BaseException as e:
+            mine.set_exception(e)
+            raise
+        finally:
             with self._lock:
-                self._opening.pop(name, None)
-                self._kept[name] = part
-                while len(self._kept) > _HEADERS:
-                    self._kept.popitem(last=False)
-        return part
+                del self._opening[name]
+                if mine.exception() is None:
+                    self._kept[name] = mine.result()
+                    while len(self._kept) > _HEADERS:
+                        self._kept.popitem(last=False)
+        return mine.result()
 
 
 class Run:

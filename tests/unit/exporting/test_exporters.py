@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -165,6 +166,32 @@ def test_an_export_goes_on_and_refuses_another_in_its_place(run: Run, tmp_path: 
     assert export_run(run, "vllm", tmp_path).written == 0
     with pytest.raises(ConfigError, match="layers"):
         export_run(run, "vllm", tmp_path, ExportOptions(aux_layers=(2,)))
+
+
+def test_what_an_exporter_leaves_comes_into_no_other_file(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class First:
+        per_file, layers = 2, (2,)
+
+        def __init__(self, run: Run, options: ExportOptions) -> None: ...
+
+        def file(self, first: int) -> str:
+            return f"{first}.txt"
+
+        def write(self, items: Iterable[dict[str, Any]], path: Path) -> None:
+            path.write_text(next(iter(items))["key"])
+
+        def finish(self, run: Run, dest: Path) -> None: ...
+
+        def statement(self) -> dict[str, Any]:
+            return {}
+
+    monkeypatch.setattr("hsx_dist.exporting.export.EXPORTERS", {"first": First})
+    export_run(run, "first", tmp_path)
+    assert {p.name: p.read_text() for p in tmp_path.glob("*.txt")} == {
+        f"{i}.txt": SAMPLES[i].key for i in range(0, len(SAMPLES), 2)
+    }
 
 
 def test_samples_without_a_mask_can_be_refused(tmp_path: Path) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import pickle
+import threading
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +119,44 @@ def test_a_part_is_opened_once_and_a_sample_is_one_request() -> None:
     asked.calls.clear()
     list(HiddenStatesDataset(run, layers=[15], loss_mask="off"))
     assert [len(ranges) for ranges in asked.calls] == [1] * 12
+
+
+def test_threads_that_wait_for_one_part_get_its_error_and_later_ones_try_again() -> None:
+    store = MemoryStore()
+    store_run(store, SAMPLES[:6], per_part=6)
+    from hsx_dist.reading import Run
+
+    waiting, go = threading.Barrier(4), threading.Event()
+
+    class Refusing(Asked):
+        def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+            views = super().get_ranges(name, ranges)
+            if len(self.calls) > 1:
+                return views
+            go.wait(30)
+            raise FormatError("the first time")
+
+    refusing = Refusing(store)
+    run = Run(store).with_store(lambda _: refusing)
+    name = run.index.parts[0].part or ""
+
+    def look() -> str:
+        waiting.wait(30)
+        try:
+            return run.open_part(name).name
+        except FormatError as e:
+            return str(e)
+
+    with ThreadPoolExecutor(4) as pool:
+        found = [pool.submit(look) for _ in range(4)]
+        while not refusing.calls:
+            time.sleep(0.001)
+        go.set()
+        said = [f.result() for f in found]
+    assert all("the first time" in s or s == name for s in said)
+    assert sum("the first time" in s for s in said) >= 1
+    assert run.open_part(name).name == name
+    assert len(refusing.calls) == 2
 
 
 def test_memory_is_used_again_and_what_is_kept_stays_as_it_was(url: str) -> None:
