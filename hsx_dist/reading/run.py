@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import threading
@@ -127,7 +126,8 @@ class Run:
 
     def with_store(self, wrap: Callable[[Store], Store]) -> Run:
         """The same run, its parts read through ``wrap(store)``; the samples are shared, not read again."""
-        other = copy.copy(self)
+        other = object.__new__(type(self))  # copy.copy goes by what pickles: the store would be opened again
+        other.__dict__.update(self.__dict__)
         other._wrap = wrap
         other._parts = _Parts()
         return other

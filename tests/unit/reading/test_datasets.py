@@ -104,6 +104,11 @@ def test_only_the_layers_and_tokens_wanted_are_fetched() -> None:
     assert store.bytes_read - 8 * 512 <= one / 6
 
 
+def test_a_run_read_through_another_store_keeps_its_own(url: str) -> None:
+    run = open_run(url)
+    assert run.with_store(lambda store: store).store is run.store
+
+
 def test_a_part_is_opened_once_and_a_sample_is_one_request() -> None:
     store = MemoryStore()
     store_run(store, SAMPLES[:12], per_part=6, attached=mask_of)
