@@ -223,10 +223,11 @@ class Run:
             SampleConsumed: it was removed after all consumers had used it.
             NotFound, StoreError, FormatError: as ``Part.open``.
         """
-        return self._parts.get(name, self._open_part)
+        store = self._source  # first: in a forked process the parts that its parent opened are put aside by it
+        return self._parts.get(name, partial(self._open_part, store))
 
-    def _open_part(self, name: str) -> Part:
-        store, known = self._source, {}
+    def _open_part(self, store: Store, name: str) -> Part:
+        known = {}
         receipt = self.index.parts_by_name.get(name)
         if receipt is not None:
             ids = 8 * self.index.tokens_in[name]

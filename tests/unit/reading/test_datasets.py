@@ -109,6 +109,15 @@ def test_a_run_read_through_another_store_keeps_its_own(url: str) -> None:
     assert run.with_store(lambda store: store).store is run.store
 
 
+def test_a_forked_process_reads_through_no_part_of_its_parent(url: str) -> None:
+    run = open_run(url)
+    name = run.index.parts[0].part or ""
+    part = run.open_part(name)
+    assert run.open_part(name) is part
+    run._pid = -1  # as a child finds it
+    assert run.open_part(name) is not part
+
+
 def test_a_part_is_opened_once_and_a_sample_is_one_request() -> None:
     store = MemoryStore()
     store_run(store, SAMPLES[:12], per_part=6, attached=mask_of)
