@@ -31,11 +31,13 @@ import numpy as np
 import ray
 
 from hsx_dist.format.codecs import resolve_codec
+from hsx_dist.format.manifest import Receipt
 from hsx_dist.page import Page, Segment
 from hsx_dist.store import open_store
 from hsx_dist.testing.models import smollm2
+from hsx_dist.writers.events import Lost
 from hsx_dist.writers.ray_pool import RaySender, WriterSpec, start_writer
-from hsx_dist.writers.sink import Lost, Receipt, SinkOptions
+from hsx_dist.writers.sink import SinkOptions
 
 HERE = Path(__file__).parent
 LAYERS, HIDDEN = (2, 15, 27), 576

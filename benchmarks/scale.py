@@ -41,7 +41,7 @@ from hsx_dist.observe.progress import Progress
 from hsx_dist.page import Segment
 from hsx_dist.reading import open_run
 from hsx_dist.store import Store, open_store
-from hsx_dist.writers.sink import Lost
+from hsx_dist.writers.events import Lost
 
 RESULTS = Path(__file__).parent / "results"
 #: An 8B model: three layers of 4096 values in bf16, two thirds of it stored.

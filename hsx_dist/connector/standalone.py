@@ -19,7 +19,8 @@ from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import Segment, object_name
 from hsx_dist.store import Store, open_store
 from hsx_dist.tokenizers import tokenizer_hash
-from hsx_dist.writers.sink import Event, Lost, PartSink, SinkOptions
+from hsx_dist.writers.events import Event, Lost
+from hsx_dist.writers.sink import PartSink, SinkOptions
 from hsx_dist.writers.threads import ThreadSender
 
 if TYPE_CHECKING:

@@ -24,8 +24,9 @@ from hsx_dist.jobs.tasks import EngineSpec, Task, TaskResult
 from hsx_dist.observe.logs import configure_logging
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.observe.ray_metrics import RayExport
+from hsx_dist.writers.events import Lost
 from hsx_dist.writers.ray_pool import RaySender, WriterSpec, start_writer
-from hsx_dist.writers.sink import Lost, SinkOptions
+from hsx_dist.writers.sink import SinkOptions
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from hsx_dist.jobs.limits import Limits, Verdict
 from hsx_dist.jobs.rows import Row
 from hsx_dist.jobs.tasks import Task, TaskResult
 from hsx_dist.observe.progress import Progress
-from hsx_dist.writers.sink import Counted, Lost
+from hsx_dist.writers.events import Counted, Lost
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,8 @@ from hsx_dist.observe.ray_metrics import RayExport
 from hsx_dist.page import Page, Segment
 from hsx_dist.store import open_store
 from hsx_dist.store.opening import Backend
-from hsx_dist.writers.sink import Counted, Event, Lost, PartSink, SinkOptions
+from hsx_dist.writers.events import Counted, Event, Lost
+from hsx_dist.writers.sink import PartSink, SinkOptions
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from hsx_dist.jobs.tasks import TaskResult
 from hsx_dist.observe.progress import Progress
 from hsx_dist.page import Segment
 from hsx_dist.store.local import LocalStore
-from hsx_dist.writers.sink import Lost
+from hsx_dist.writers.events import Lost
 
 
 class LossyFleet:
