@@ -55,6 +55,8 @@ class ReplicaActor:
     ):
         os.environ.update(environment)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        # Ranks that vLLM starts as processes are then `hsx replica 0::Worker_TP1` to ps, top and py-spy.
+        os.environ.setdefault("VLLM_PROCESS_NAME_PREFIX", f"hsx replica {tags['replica']}")
         self._claim = prepare_cpu(spec.ranks, num_cpus)
         from hsx_dist.jobs.replica import Replica
 
@@ -64,7 +66,7 @@ class ReplicaActor:
         self._senders: list[RaySender] = []
         self._meter = Meter()
         self._export = RayExport(self._meter, "replica", tags)
-        self._replica = Replica(spec, self._sender, self._meter)
+        self._replica = Replica(spec, self._sender, self._meter, name=tags["replica"])
 
     def __repr__(self) -> str:
         # What Ray's log lines and its dashboard call this process.

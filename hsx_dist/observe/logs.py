@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 #: What a line may be about, in the order in which it is shown.
-FIELDS = ("run", "attempt", "replica", "writer", "key", "row", "part")
+FIELDS = ("run", "attempt", "replica", "rank", "writer", "key", "row", "part")
 #: A message may come so often …
 OFTEN = 10
 #: … within so many seconds; what comes beyond is counted.
@@ -23,7 +23,7 @@ WINDOW_S = 60.0
 
 
 class Structured(logging.Formatter):
-    """``context`` (run, replica, writer) stands in every line; the rest comes from a record's ``extra``."""
+    """``context`` (run, replica, rank, writer) stands in every line; the rest comes from a record's ``extra``."""
 
     def __init__(self, context: Mapping[str, Any] | None = None, *, as_json: bool = False):
         super().__init__()

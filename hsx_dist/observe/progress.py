@@ -39,6 +39,7 @@ class Progress:
         self._total = total
         self._running = 0
         self._first_token: float | None = None
+        self._began: float | None = None  # the same in Unix time
         self._last_receipt = time.time()
         self._spent: dict[str, float] = {}  # sums of what replicas and writers counted
         self._window: deque[tuple[float, int, int, int]] = deque()  # (time, rows, tokens, stored bytes)
@@ -108,7 +109,7 @@ class Progress:
         """The first engine is ready: rates count from here."""
         if self._first_token is None:
             self._first_token = time.monotonic()
-            self._last_receipt = time.time()  # loading a model is no lack of progress
+            self._began = self._last_receipt = time.time()  # loading a model is no lack of progress
 
     # -- how it stands -------------------------------------------------------------------------------------------
 
@@ -167,6 +168,7 @@ class Progress:
             "raw_bytes": self.raw_bytes,
             "stored_bytes": self.stored_bytes,
             "seconds": round(self.seconds, 3),
+            "engines_timestamp": self._began,
             "in_flight": self._running,
             "counted": {name: round(value, 3) for name, value in sorted(self._spent.copy().items())},
         }
