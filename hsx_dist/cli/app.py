@@ -84,7 +84,10 @@ def extract(
     raise typer.Exit(run(config, overrides or (), direct, as_json=as_json))
 
 
-ConfigFile = Annotated[str, typer.Option("--config", metavar="FILE", help="YAML file of settings.")]
+ConfigFile = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--config", metavar="FILE", help="YAML file of settings; without it all are given as KEY.SUB=VALUE."),
+]
 Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045
     typer.Argument(metavar="KEY.SUB=VALUE", help="Settings that override the file's."),
@@ -93,8 +96,8 @@ Overrides = Annotated[
 
 @app.command()
 def plan(
-    config: ConfigFile,
     overrides: Overrides = None,
+    config: ConfigFile = None,
     rows: Annotated[int, typer.Option(min=1, help="Encode so many rows, chosen by chance; all are counted.")] = 1000,
     tokens_per_second: Annotated[
         float, typer.Option(min=1e-3, help="Of one replica: measured, or your guess.")
@@ -118,7 +121,7 @@ def plan(
 @app.command()
 def doctor(
     overrides: Overrides = None,
-    config: Annotated[Optional[str], typer.Option(metavar="FILE", help="YAML file of settings.")] = None,  # noqa: UP045
+    config: ConfigFile = None,
     engine: Annotated[
         bool, typer.Option("--engine", help="Start the engine too, and check its states by its own head.")
     ] = False,

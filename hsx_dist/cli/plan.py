@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from hsx_dist.cli.tables import bytes_text, print_facts, print_json, print_table
 from hsx_dist.config import load_config, public_url, resolve_paths
+from hsx_dist.errors import ConfigError
 
 if TYPE_CHECKING:
     from hsx_dist.jobs.plan import Plan
@@ -16,7 +17,7 @@ _REASONS = 5
 
 
 def run_plan(
-    config: str,
+    config: str | None,
     overrides: Sequence[str],
     *,
     sample_rows: int,
@@ -28,6 +29,8 @@ def run_plan(
     from hsx_dist.jobs.plan import make_plan
     from hsx_dist.jobs.rows import read_rows
 
+    if config is None and not overrides:
+        raise ConfigError("expected --config FILE, or settings such as model=… input.path=…, came neither; give them")
     settings = resolve_paths(load_config(config, overrides), Path.cwd())
     plan = make_plan(
         settings,

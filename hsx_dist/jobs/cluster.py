@@ -66,7 +66,9 @@ class ReplicaActor:
         self._senders: list[RaySender] = []
         self._meter = Meter()
         self._export = RayExport(self._meter, "replica", tags)
+        before = time.monotonic()
         self._replica = Replica(spec, self._sender, self._meter, name=tags["replica"])
+        log.info("the engine is ready after %.1f s, ranks: %d", time.monotonic() - before, spec.ranks)
 
     def __repr__(self) -> str:
         # What Ray's log lines and its dashboard call this process.
@@ -433,6 +435,9 @@ class RayFleet:
     def close(self, *, quickly: bool = False) -> None:
         if not quickly:
             self._wait([r.actor.stop.remote() for r in self._replicas.values() if r.state != "starting"], CLOSE_S)
+            for actor in self._listening.values():
+                actor.hang_up.remote()
+            self._wait(list(self._listening), 3.0)
         for replica in self._replicas.values():
             ray.kill(replica.actor)
             if replica.group is not None:

@@ -266,5 +266,5 @@ def _time_unit(seconds: float) -> tuple[float, str]:
 
 
 def _share(part: float) -> str:
-    """Percent; what is there and rounds to nothing is not called nothing."""
-    return "<1%" if 0 < part < 0.005 else f"{part:.0%}"
+    """Percent; a part that rounds to nothing, or to all, is not called that."""
+    return "<1%" if 0 < part < 0.005 else ">99%" if 0.995 <= part < 1 else f"{part:.0%}"
