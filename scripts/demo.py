@@ -50,7 +50,7 @@ def main() -> int:
             print(f"dashboard: {head.dashboard_url}", flush=True)
         job = ["python", "ray_jobs/extract.py", "--config", "configs/demo.yaml", *settings, *arguments.overrides]
         output = next(s for s in reversed(job) if s.startswith("output=")).removeprefix("output=")
-        about = json.dumps({"run": output})  # shown on the job's page of Ray's dashboard
+        about = json.dumps({"run": output, "job_name": "hsx demo"})  # shown on the job's page of Ray's dashboard
         command = ["ray", "job", "submit", "--working-dir", ".", "--metadata-json", about, "--", *job]
         print(f"$ {' '.join(command)}", flush=True)
         env = {**os.environ, **env}

@@ -100,8 +100,9 @@ def plan(
     config: ConfigFile = None,
     rows: Annotated[int, typer.Option(min=1, help="Encode so many rows, chosen by chance; all are counted.")] = 1000,
     tokens_per_second: Annotated[
-        float, typer.Option(min=1e-3, help="Of one replica: measured, or your guess.")
-    ] = 10_000,
+        Optional[float],  # noqa: UP045
+        typer.Option(min=1e-3, help="Of one replica: measured, or your guess (else 10,000)."),
+    ] = None,
     replicas_per_node: Annotated[int, typer.Option(min=1, help="Replicas that share a node's network.")] = 1,
     as_json: AsJson = False,
 ) -> None:

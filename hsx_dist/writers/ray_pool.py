@@ -81,7 +81,7 @@ class WriterActor:
     def __init__(self, spec: WriterSpec):
         os.environ.update(spec.environment)
         configure_logging(logging.INFO, **spec.tags)
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event | Counted] = queue.SimpleQueue()
         self._credits = Credits(spec.credit_bytes)
         self._sink: PartSink | None = None
         self._broken = ""
