@@ -17,6 +17,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+from hsx_dist.testing.processes import end_on_sigterm
 from hsx_dist.testing.servers import ray_head, seaweedfs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,6 +29,7 @@ def main() -> int:
     parser.add_argument("--s3", action="store_true", help="store in SeaweedFS instead of runs/demo")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings over configs/demo.yaml")
     arguments = parser.parse_args()
+    end_on_sigterm()
     # The job runs in its own copy of the working folder: what is relative here must be absolute there.
     settings = [f"output={ROOT / 'runs' / 'demo'}"]
     # The job's `python` and the workers' must be this one.

@@ -24,15 +24,19 @@ from hsx_dist.observe.report import write_report
 from hsx_dist.observe.top import look
 from hsx_dist.store import open_store
 from hsx_dist.testing.browser import browser_page
+from hsx_dist.testing.processes import end_on_sigterm
 from hsx_dist.testing.servers import RayHead, ray_head, seaweedfs
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "img"
+#: So that the writer's log has something to say.
+SMALL_PARTS = ("part_bytes=8MiB", "segment_bytes=8MiB")
 #: For the engines to load and the job to end, on a slow machine.
 PATIENCE_S = 600.0
 
 
 def main() -> None:
+    end_on_sigterm()
     path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     with (
         tempfile.TemporaryDirectory(prefix="hsx-ray-") as temp,
@@ -45,10 +49,10 @@ def main() -> None:
         output = f"{server.url}/demo"
         submit(output, {**os.environ, **path, **head.env})
         store = open_store(output)
-        wait_until(lambda: rows_stored(store) > 0)
+        wait_until(head, lambda: rows_stored(store) > 0)
         with browser_page(width=1280, height=820, cookies=token(head)) as (page, _):
             shoot_running(page, head)
-            wait_until(lambda: read_complete(store) is not None)
+            wait_until(head, lambda: read_complete(store) is not None)
             shoot_log(page, head)
             report = Path(folder) / "report.html"
             report.write_text(write_report(store), encoding="utf-8")
@@ -60,7 +64,7 @@ def submit(output: str, env: dict[str, str]) -> None:
     job = ["python", "ray_jobs/extract.py", "--config", "configs/demo.yaml", f"output={output}", "check_samples=0"]
     about = json.dumps({"run": output, "job_name": "hsx demo"})
     options = ["--no-wait", "--submission-id", "hsx-demo", "--working-dir", ".", "--metadata-json", about]
-    subprocess.run(["ray", "job", "submit", *options, "--", *job, "part_bytes=8MiB"], cwd=ROOT, env=env, check=True)
+    subprocess.run(["ray", "job", "submit", *options, "--", *job, *SMALL_PARTS], cwd=ROOT, env=env, check=True)
 
 
 def rows_stored(store: Any) -> int:
@@ -124,20 +128,26 @@ def shoot(page: Any, name: str, *, bottom: Any = None, inside: bool = True, most
 
 
 def actor_id(head: RayHead, name: str) -> str:
-    request = urllib.request.Request(  # noqa: S310 (loopback, and our own)
-        f"{head.dashboard_url}/api/v0/actors?limit=100&detail=true", headers={"Authorization": f"Bearer {head.token}"}
-    )
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=30) as answer:
-        actors = json.load(answer)["data"]["result"]["result"]
+    actors = ask(head, "v0/actors?limit=100&detail=true")["data"]["result"]["result"]
     return str(next(a["actor_id"] for a in actors if str(a["name"]).endswith(name)))
 
 
-def wait_until(ready: Callable[[], bool]) -> None:
+def ask(head: RayHead, path: str) -> Any:
+    """JSON of the dashboard's REST API."""
+    request = urllib.request.Request(  # noqa: S310 (loopback, and our own)
+        f"{head.dashboard_url}/api/{path}", headers={"Authorization": f"Bearer {head.token}"}
+    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=30) as answer:
+        return json.load(answer)
+
+
+def wait_until(head: RayHead, ready: Callable[[], bool]) -> None:
     end = time.monotonic() + PATIENCE_S
     while not ready():
-        if time.monotonic() > end:
-            raise TimeoutError("expected the demo's job to go on, it did not; look at its log on the dashboard")
+        job = ask(head, "jobs/hsx-demo")
+        if job["status"] in ("FAILED", "STOPPED") or time.monotonic() > end:
+            raise RuntimeError(f"expected the demo's job to go on, it is {job['status']}: {job['message']}")
         time.sleep(0.5)
 
 
