@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hsx_dist.cli.tables import bytes_text, print_facts, print_json, print_table
+from hsx_dist.cli.tables import print_facts, print_json, print_table
 from hsx_dist.config import load_config, public_url, resolve_paths
 from hsx_dist.errors import ConfigError
-from hsx_dist.observe.progress import duration
+from hsx_dist.observe.units import bytes_text, duration
 
 if TYPE_CHECKING:
     from hsx_dist.jobs.plan import Plan

@@ -9,8 +9,9 @@ from typing import Annotated, Optional
 import typer
 
 from hsx_dist.cli.status import FINE, FOUND_BAD, run_app
-from hsx_dist.cli.tables import bytes_text, print_json
+from hsx_dist.cli.tables import print_json
 from hsx_dist.config import load_config, parse_storage_options, public_url, resolve_paths
+from hsx_dist.observe.units import bytes_text
 from hsx_dist.reading.verify import Problem, verify_run
 from hsx_dist.store import Store, open_store
 

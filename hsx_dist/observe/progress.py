@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from hsx_dist.observe.metrics import Meter, Series
+from hsx_dist.observe.units import duration
 
 #: Seconds between the first plain lines; each pause is longer than the one before, up to a minute, as logs are kept.
 PLAIN_EVERY_S = 5.0
@@ -196,10 +197,3 @@ class Progress:
             self._said = now
             of = f"/{self._total:,}" if self._total is not None else ""
             self.say(f"rows {self.done:,}{of} done · {self.line()}")
-
-
-def duration(seconds: float) -> str:
-    """``1:02:03`` for 3723 seconds, ``0:07`` for 7."""
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"

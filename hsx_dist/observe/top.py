@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from hsx_dist.format.runs import newest_attempt, read_complete, read_heartbeat, read_run
-from hsx_dist.observe.progress import duration
+from hsx_dist.observe.units import duration
 from hsx_dist.store import Store
 
 #: A heartbeat that has not changed for so long is called old; who takes over decides by looking twice.

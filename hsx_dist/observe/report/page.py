@@ -13,6 +13,7 @@ import numpy as np
 from hsx_dist.observe.report.facts import RunFacts, gather_facts
 from hsx_dist.observe.report.plots import Canvas
 from hsx_dist.observe.report.states import StateNumbers, TokenNorms, gather_states, spread
+from hsx_dist.observe.units import bytes_text
 from hsx_dist.reading import Run
 from hsx_dist.store import Store
 
@@ -118,8 +119,8 @@ def _what_ran(facts: RunFacts) -> str:
         (f"{c['samples']:,}", "samples"),
         (f"{c['tokens']:,}", "tokens"),
         (f"{c['refused']:,} / {c['failed']:,}", "refused / failed"),
-        (_bytes(c["raw_bytes"]), "raw"),
-        (_bytes(c["stored_bytes"]), f"stored ({ratio:.1%})"),
+        (bytes_text(c["raw_bytes"]), "raw"),
+        (bytes_text(c["stored_bytes"]), f"stored ({ratio:.1%})"),
         (f"{c['parts']:,}", "parts"),
     ]
     if seconds > 0:
@@ -286,11 +287,3 @@ def _software(facts: RunFacts) -> str:
     """Versions, as the newest part that was looked at tells them."""
     names = ("hsx", "vllm", "ray")
     return ", ".join(f"{'hsx_dist' if n == 'hsx' else n} {facts.about[n]}" for n in names if n in facts.about)
-
-
-def _bytes(n: float) -> str:
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if n < 1000 or unit == "TB":
-            return f"{n:,.0f} {unit}" if unit == "B" or n >= 100 else f"{n:,.1f} {unit}"
-        n /= 1000
-    raise AssertionError
