@@ -89,7 +89,7 @@ def shoot_running(page: Any, head: RayHead) -> None:
     section(page, "Logs").click()
     section(page, "Tasks History").click()
     page.get_by_text("replica 0: task").first.wait_for(timeout=60_000)
-    shoot(page, "dashboard-actor", most=1000)
+    shoot(page, "dashboard-actor", most=1300)
     go(page, head, "jobs/hsx-demo", "User-provided metadata")
     page.get_by_text("tokens/s").first.wait_for(timeout=60_000)
     shoot(page, "dashboard-job", bottom=section(page, "Task Timeline (beta)"), inside=False)

@@ -36,7 +36,14 @@ def _facts(status: RunStatus) -> list[tuple[str, object]]:
         ("parts", f"{totals.parts:,}, {bytes_text(totals.part_bytes)} ({bytes_text(totals.raw_bytes)} raw)"),
     ]
     if status.progress:
-        facts.append(("now", ", ".join(f"{k.replace('_', ' ')} {v:,}" for k, v in status.progress.items())))
+        told = {name: float(status.progress.get(name) or 0) for name in ("replicas", "under_way", "tokens_per_second")}
+        facts.append(
+            (
+                "now",
+                f"{told['replicas']:,.0f} replicas ready, {told['under_way']:,.0f} rows under way, "
+                f"{told['tokens_per_second']:,.0f} tokens/s",
+            )
+        )
     for kind, reasons in status.reasons.items():
         facts += [(f"{count:,} {kind}", reason) for reason, count in reasons.items()]
     if status.conflicts:

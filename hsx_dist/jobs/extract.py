@@ -33,7 +33,7 @@ from hsx_dist.jobs.driver import Driver
 from hsx_dist.jobs.encode import RowRules
 from hsx_dist.jobs.fleet import Fleet, LocalFleet
 from hsx_dist.jobs.heartbeat import Heartbeat
-from hsx_dist.jobs.identity import check_same_input, first_rows, run_seed
+from hsx_dist.jobs.identity import check_same_input, differences, first_rows, run_seed
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.jobs.limits import HeldBytes, Limits, seconds_left
 from hsx_dist.jobs.rows import Row, read_rows, rows_from
@@ -139,7 +139,7 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
 
     total, todo = count_rows(rows, manifest, retry_poison=config.retry_poison)
     if not todo and read_complete(store) is not None:
-        console.print(f"nothing to do: all {total} rows of {store.url} are accounted for")
+        console.print(f"nothing to do: all {total} rows of {store.url} are accounted for", soft_wrap=True)
         return finish(config, store, manifest, model, console, computed=None)
     attempt = take_attempt(store, {"host": os.uname().nodename, "pid": os.getpid(), "settings": config.public()})
     console.print(f"run {store.url}, attempt {attempt}: {total} rows, {total - todo} of them done", soft_wrap=True)
@@ -192,7 +192,8 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
         if not driver.ended:
             write_complete(store, attempt, manifest, {"rows": total})
     if driver.ended:
-        console.print(f"stopped: {driver.ended}; what has a receipt stays, and the same command goes on from there")
+        told = f"stopped: {driver.ended}; what has a receipt stays, and the same command goes on from there"
+        console.print(told, soft_wrap=True)
         return RunSummary.of(store.url, manifest, stopped=driver.ended)
     return finish(config, store, manifest, model, console, computed=progress)
 
@@ -268,9 +269,9 @@ def open_or_start_run(
             f"resume: never, but there is a run at {store.url}; choose another output, or set resume=allow"
         )
     before = read_run(store).get("meaning", {})
-    differ = [k for k in sorted({*before, *meaning}) if before.get(k) != meaning.get(k)]
+    differ = differences(before, meaning)
     if differ:
-        lines = "; ".join(f"{k}: the run has {before.get(k)!r}, this is {meaning.get(k)!r}" for k in differ)
+        lines = "; ".join(f"{name}: the run has {had!r}, this is {has!r}" for name, had, has in differ)
         raise RunMismatch(
             f"the run at {store.url} was made with settings that give its samples another meaning ({lines}). Choose "
             "another output, or the same settings"

@@ -23,6 +23,7 @@ from hsx_dist.format.container import EncodedSegment, Part, SegmentEncoder, buil
 from hsx_dist.format.manifest import Receipt, SegmentProof, part_name, receipt_name, token_hash
 from hsx_dist.format.runs import is_fenced
 from hsx_dist.observe.metrics import Meter, Series
+from hsx_dist.observe.units import bytes_text
 from hsx_dist.page import Page, Segment, object_name
 from hsx_dist.store import Store
 from hsx_dist.writers.daemon import DaemonPool
@@ -371,7 +372,7 @@ class PartSink:
             proven = self._prove(receipt) if self._opt.attempt else receipt
             self._count(proven)
             if self._opt.attempt:
-                log.info("stored %d segments in %d bytes", len(segments), part.size, extra={"part": name})
+                log.info("stored %d segments, %s", len(segments), bytes_text(part.size), extra={"part": name})
             self._on_event(proven)
         except Exception as e:  # noqa: BLE001 - whatever it is, the segments must be told as lost
             self._fail(segments, e)
