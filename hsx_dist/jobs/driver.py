@@ -119,6 +119,9 @@ class Driver:
         Fenced: a newer attempt took the run over.
         StoreError: the store refuses (credentials, bucket): nothing more can be stored.
         """
+        if ended := self._verdict().ended:
+            self.ended = ended  # a limit that earlier attempts have reached: no engine is needed to say so
+            return
         self._started = self._since = time.monotonic()
         self._fleet.start()
         self._progress.say("starting engines")
