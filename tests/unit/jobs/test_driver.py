@@ -330,8 +330,10 @@ def test_max_rows_ends_the_run_with_exactly_so_many(ledger):
     assert len(ledger._manifest.samples) == 13
     assert driver.ended.startswith("max_rows")
     assert driver.counts["under_way"] == 0
-    again = run(LossyFleet(), rows(100), ledger, limits=Limits(max_rows=13))
+    idle = LossyFleet()
+    again = run(idle, rows(100), ledger, limits=Limits(max_rows=13))
     assert again.ended.startswith("max_rows")
+    assert not idle.events, "no replica was started"
 
 
 def test_max_rows_of_an_input_that_has_fewer_ends_it_as_usual(ledger):
