@@ -41,7 +41,8 @@ def _facts(status: RunStatus) -> list[tuple[str, object]]:
             (
                 "now",
                 f"{told['replicas']:,.0f} replicas ready, {told['under_way']:,.0f} rows under way, "
-                f"{told['tokens_per_second']:,.0f} tokens/s",
+                f"{told['tokens_per_second']:,.0f} tokens/s"
+                + (f", paused by {status.progress['paused']}" if status.progress.get("paused") else ""),
             )
         )
     for kind, reasons in status.reasons.items():

@@ -212,6 +212,7 @@ class Driver:
     # -- telling -------------------------------------------------------------------------------------------------
 
     def _tell_pause(self, verdict: Verdict) -> None:
+        self._progress.paused = verdict.paused
         if verdict.paused and not self._paused:
             self._progress.say(f"paused by {verdict.paused}")
         if verdict.paused and self._is_idle() and self._shipped:

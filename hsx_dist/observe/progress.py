@@ -36,6 +36,7 @@ class Progress:
         self.tokens = 0
         self.raw_bytes = 0
         self.stored_bytes = 0
+        self.paused = ""  # why no rows are handed out for now
         self._before = done
         self._total = total
         self._running = 0
@@ -171,6 +172,7 @@ class Progress:
             "seconds": round(self.seconds, 3),
             "engines_timestamp": self._began,
             "in_flight": self._running,
+            "paused": self.paused,
             "counted": {name: round(value, 3) for name, value in sorted(self._spent.copy().items())},
         }
 
@@ -183,7 +185,8 @@ class Progress:
         if self.left and rows_s > 0:
             parts.append(f"ETA {duration(self.left / rows_s)}")
         parts += [f"{self._running} in flight", f"{self.refused} refused", f"{self.failed} failed"]
-        return " · ".join(parts + ([f"{self.retries} retried"] if self.retries else []))
+        parts += [f"{self.retries} retried"] if self.retries else []
+        return " · ".join(parts + ([f"paused by {self.paused}"] if self.paused else []))
 
     def show(self, running: int) -> None:
         """Bring the display up to date; ``running`` rows are with replicas."""

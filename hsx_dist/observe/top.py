@@ -68,7 +68,8 @@ class Standing:
         if self.eta_seconds is not None:
             parts.append(f"ETA {duration(self.eta_seconds)}")
         parts += [f"{self.fates.get(name) or 0:,} {name}" for name in ("refused", "failed", "retried")]
-        return " · ".join(parts)
+        paused = self.progress.get("paused")
+        return " · ".join(parts + ([f"paused by {paused}"] if paused and self.state == "running" else []))
 
     @property
     def stale(self) -> bool:

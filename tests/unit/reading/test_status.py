@@ -31,7 +31,7 @@ def store(tmp_path):
 
 
 def test_every_row_is_accounted_for_while_a_driver_lives(store, capsys, monkeypatch):
-    told = {**Progress(100).snapshot(), "replicas": 2, "under_way": 64}  # as a driver does
+    told = {**Progress(100).snapshot(), "replicas": 2, "under_way": 64, "paused": "max_x"}  # as a driver does
     beat(store, 1, 1, "running", told)
     status = run_status(store, sleep=lambda _: beat(store, 1, 2, "running", told))
     assert status.state == "running"
@@ -41,7 +41,7 @@ def test_every_row_is_accounted_for_while_a_driver_lives(store, capsys, monkeypa
     assert not status.ok
     monkeypatch.setattr("hsx_dist.cli.watch.run_status", lambda _: status)
     assert print_status(store.url, (), as_json=False) == 1
-    assert "2 replicas ready, 64 rows under way, 0 tokens/s" in capsys.readouterr().out
+    assert "2 replicas ready, 64 rows under way, 0 tokens/s, paused by max_x" in capsys.readouterr().out
 
 
 def test_a_driver_whose_heart_stands_still_is_silent_and_one_that_ends_meanwhile_says_so(store):
