@@ -70,10 +70,21 @@ class NotSoOften(logging.Filter):
         return count < OFTEN
 
 
+def shown_elsewhere(record: logging.LogRecord) -> bool:
+    """Whether the library whose line it is has a handler of its own: it would stand there twice."""
+    name = record.name
+    while name:
+        if any(not isinstance(h, logging.NullHandler) for h in logging.getLogger(name).handlers):
+            return True
+        name = name.rpartition(".")[0]
+    return False
+
+
 def configure_logging(level: int, **context: str) -> None:
     """Let this process log to standard error; where somebody has configured logging already, nothing is changed."""
     handler = logging.StreamHandler()
     handler.setFormatter(Structured(context, as_json=os.environ.get("HSX_LOG") == "json"))
+    handler.addFilter(lambda record: not shown_elsewhere(record))
     handler.addFilter(NotSoOften())
     logging.basicConfig(level=level, handlers=[handler])
 
