@@ -146,7 +146,7 @@ def _timeline(run: Run, attempts: list[Attempt]) -> Timeline:
         rows.append((at, receipt.attempt, tokens, receipt.raw_bytes, receipt.size))
     for attempt in attempts if rows else ():
         ready = attempt.progress.get("engines_timestamp")
-        at = float(ready) if isinstance(ready, (int, float)) else _time(attempt.created)
+        at = float(ready) if isinstance(ready, (int, float)) and 0 < ready < 1e11 else _time(attempt.created)
         if at is not None:
             rows.append((at, attempt.number, 0, 0, 0))
     table = np.array(sorted(rows), np.float64).reshape(len(rows), 5)
@@ -161,7 +161,7 @@ def _time(text: str) -> float | None:
     """Unix time of ISO 8601; None for anything else."""
     try:
         return datetime.fromisoformat(text).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
 
 
