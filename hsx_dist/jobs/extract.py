@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from hsx_dist.config import ExtractConfig, is_local, load_config, public_url, resolve_paths
+from hsx_dist.config import ExtractConfig, load_config, public_url, refuse_in_job, resolve_paths
 from hsx_dist.errors import ConfigError, Fenced, HsxError, NotFound, RunError, RunMismatch
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.manifest import RUN, Manifest, RowFate
@@ -89,27 +89,10 @@ def run_extract(config: ExtractConfig, *, base: Path | None = None) -> RunSummar
 
     ``base``: the folder against which relative paths are resolved (default: the current one).
     """
-    refuse_job_local_output(config)
+    refuse_in_job("output", config.output)
     config = resolve_paths(config, base or Path.cwd())
     read_rows(config.input)  # opens the input: a wrong path is told before anything is started
     return run_extraction(config, lambda: read_rows(config.input), Console())
-
-
-def refuse_job_local_output(config: ExtractConfig) -> None:
-    """A relative output of a submitted job would end in the job's copy of the working folder, and be lost with it.
-
-    Raises:
-        ConfigError: the output is relative, and this is a Ray job.
-    """
-    if (
-        "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
-        and is_local(config.output)
-        and not Path(config.output).is_absolute()
-    ):
-        raise ConfigError(
-            f"output: expected an absolute path or a URL in a submitted job, came {config.output!r}, which would lie "
-            "in the job's private copy of the folder; add output=$PWD/… to the command line, or an object store's URL"
-        )
 
 
 def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSummary:

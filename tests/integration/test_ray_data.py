@@ -17,8 +17,10 @@ from hsx_dist.testing.servers import RayHead
 pytestmark = pytest.mark.integration
 
 PROGRAM = """
-import sys
+import runpy, sys
+from pathlib import Path
 import numpy as np, ray
+import hsx_dist
 from hsx_dist.errors import ConfigError
 from hsx_dist.ray import export, read_hidden_states
 from hsx_dist.testing.samples import random_sample
@@ -45,9 +47,10 @@ else:
     raise AssertionError("expected a refusal")
 report = export(url, "vllm", out, shards=2)
 assert (report.written, report.finished) == (30, True), report
-from hsx_dist.cli import main
+script = Path(hsx_dist.__file__).parents[1] / "ray_jobs" / "export.py"
+sys.argv = [str(script), url, out, "--to", "vllm"]  # again: all of it is there
 try:
-    main(["export", url, out, "--to", "vllm", "--ray"])
+    runpy.run_path(str(script), run_name="__main__")
 except SystemExit as e:
     assert not e.code, e.code
 print("FINE")
@@ -62,4 +65,5 @@ def test_a_run_is_read_and_exported_by_rays_tasks(ray_cluster: RayHead, tmp_path
     argv = [sys.executable, str(program), ray_cluster.address, url, str(tmp_path / "out")]
     done = subprocess.run(argv, env={**os.environ, **ray_cluster.env}, capture_output=True, text=True, timeout=280)
     assert done.stdout.strip().endswith("FINE"), done.stderr[-4000:]
+    assert "0 files written, 30 were there; whole" in done.stdout
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 30
