@@ -32,8 +32,10 @@ def run_export(
     if ray:
         refuse_in_job("RUN", path)
         refuse_in_job("DEST", dest)
+        from hsx_dist.jobs.connect import connect_ray
         from hsx_dist.ray import export as export_by_tasks
 
+        connect_ray()
         report = export_by_tasks(path, to, dest, export, storage_options=storage_options)
     else:
         number, count = _shard(shard)

@@ -437,7 +437,7 @@ class RayFleet:
             self._wait([r.actor.stop.remote() for r in self._replicas.values() if r.state != "starting"], CLOSE_S)
             for actor in self._listening.values():
                 actor.hang_up.remote()
-            self._wait(list(self._listening), 3.0)
+            self._wait(list(self._listening), CLOSE_S)
         for replica in self._replicas.values():
             ray.kill(replica.actor)
             if replica.group is not None:

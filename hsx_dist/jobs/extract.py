@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from hsx_dist.config import ExtractConfig, load_config, public_url, refuse_in_job, resolve_paths
-from hsx_dist.errors import ConfigError, Fenced, HsxError, NotFound, RunError, RunMismatch
+from hsx_dist.errors import Fenced, HsxError, NotFound, RunError, RunMismatch
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.manifest import RUN, Manifest, RowFate
 from hsx_dist.format.runs import (
@@ -29,6 +29,7 @@ from hsx_dist.format.runs import (
     write_run,
 )
 from hsx_dist.jobs import preflight
+from hsx_dist.jobs.connect import connect_ray
 from hsx_dist.jobs.driver import Driver
 from hsx_dist.jobs.encode import RowRules
 from hsx_dist.jobs.fleet import Fleet, LocalFleet
@@ -337,29 +338,6 @@ def make_fleet(config: ExtractConfig, store: Store, spec: EngineSpec, about: dic
     from hsx_dist.jobs.cluster import ray_fleet
 
     return ray_fleet(config, spec, options, name=f"hsx-{uuid.uuid4().hex[:6]}")
-
-
-def connect_ray(run: str = "") -> None:
-    """Join the cluster of ``RAY_ADDRESS`` (in a submitted job: its own), or start one of this machine alone.
-
-    The job's metadata on Ray's dashboard say which ``run`` it makes, if any.
-    """
-    import ray
-
-    if ray.is_initialized():
-        return
-    address = os.environ.get("RAY_ADDRESS")
-    try:
-        ray.init(
-            address=address or "local",
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            job_config=ray.job_config.JobConfig(metadata={"hsx_run": run} if run else {}),
-        )
-    except ConnectionError as e:
-        raise ConfigError(
-            f"RAY_ADDRESS: expected a Ray cluster at {address!r}, came: {e}; start one, or unset it"
-        ) from e
 
 
 @contextmanager

@@ -16,11 +16,11 @@ from hsx_dist.testing.servers import RayHead
 
 pytestmark = pytest.mark.integration
 
+ROOT = Path(__file__).parents[2]
+
 PROGRAM = """
-import runpy, sys
-from pathlib import Path
+import sys
 import numpy as np, ray
-import hsx_dist
 from hsx_dist.errors import ConfigError
 from hsx_dist.ray import export, read_hidden_states
 from hsx_dist.testing.samples import random_sample
@@ -47,12 +47,6 @@ else:
     raise AssertionError("expected a refusal")
 report = export(url, "vllm", out, shards=2)
 assert (report.written, report.finished) == (30, True), report
-script = Path(hsx_dist.__file__).parents[1] / "ray_jobs" / "export.py"
-sys.argv = [str(script), url, out, "--to", "vllm"]  # again: all of it is there
-try:
-    runpy.run_path(str(script), run_name="__main__")
-except SystemExit as e:
-    assert not e.code, e.code
 print("FINE")
 """
 
@@ -65,5 +59,11 @@ def test_a_run_is_read_and_exported_by_rays_tasks(ray_cluster: RayHead, tmp_path
     argv = [sys.executable, str(program), ray_cluster.address, url, str(tmp_path / "out")]
     done = subprocess.run(argv, env={**os.environ, **ray_cluster.env}, capture_output=True, text=True, timeout=280)
     assert done.stdout.strip().endswith("FINE"), done.stderr[-4000:]
-    assert "0 files written, 30 were there; whole" in done.stdout
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 30
+    # The job's own entry point joins the cluster by itself, and finds all of it there.
+    again = [sys.executable, "ray_jobs/export.py", url, str(tmp_path / "out"), "--to"]
+    env = {**os.environ, **ray_cluster.env}
+    done = subprocess.run([*again, "vllm"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+    assert "0 files written, 30 were there; whole" in done.stdout, done.stdout + done.stderr[-4000:]
+    done = subprocess.run([*again, "nobody"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+    assert (done.returncode, "expected one of" in done.stderr) == (2, True), done.stderr
