@@ -17,6 +17,8 @@ def record(message: str = "part of %d segments", *args: object, **extra: object)
 def test_a_line_says_what_it_is_about():
     line = Structured({"run": "s3://b/r", "writer": "n0w0"}).format(record("lost %d", 3, part="data/p 1"))
     assert line.endswith('Z WARNING hsx_dist.x lost 3 run=s3://b/r writer=n0w0 part="data/p 1"')
+    line = Structured({"run": "s3://b/r", "replica": "0", "rank": "1"}).format(record("copied", key="k"))
+    assert line.endswith("Z WARNING hsx_dist.x copied run=s3://b/r replica=0 rank=1 key=k")
 
 
 def test_a_clients_key_makes_no_second_line_and_no_other_field():
