@@ -95,7 +95,8 @@ def gather_facts(store: Store, run: Run) -> RunFacts:
     names = sorted({part for s in samples for part, _ in s.segments})
     sizes, codecs, about = _layer_sizes(store, run, names)
     complete = read_complete(store)
-    attempts = [_attempt(store, n, complete) for n in range(1, newest_attempt(store) + 1)]
+    newest = newest_attempt(store)
+    attempts = [_attempt(store, n, complete, newest) for n in range(1, newest + 1)]
     return RunFacts(
         url=run.url,
         complete=run.complete,
@@ -121,12 +122,14 @@ def gather_facts(store: Store, run: Run) -> RunFacts:
     )
 
 
-def _attempt(store: Store, number: int, complete: Mapping[str, Any] | None) -> Attempt:
+def _attempt(store: Store, number: int, complete: Mapping[str, Any] | None, newest: int) -> Attempt:
     about, beat = read_attempt(store, number) or {}, read_heartbeat(store, number) or {}
     progress = beat.get("progress")
     state = str(beat.get("state", "no heartbeat"))
     if complete is not None and complete["attempt"] == number:
         state = "complete"
+    elif state == "running" and number < newest:
+        state = "vanished"  # it never said that it ended, and another one took over
     return Attempt(
         number,
         str(about.get("created", "?")),

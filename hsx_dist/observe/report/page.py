@@ -193,7 +193,7 @@ def _failures(facts: RunFacts) -> str:
     body = (
         f'<table><tr><th>fate</th><th class="n">rows</th><th>reason (numbers left out)</th></tr>{"".join(rows)}</table>'
         if rows
-        else "<p class=note>Every row has its sample.</p>"
+        else f"<p class=note>{'Every row has its sample' if facts.complete else 'None so far'}.</p>"
     )
     return f'<section id="failures"><h2>Rows without a sample</h2>{body}</section>'
 
@@ -279,7 +279,8 @@ def _engine(facts: RunFacts) -> str:
     kwargs = settings.get("engine_kwargs")
     words = [f"{name}={value}" for name, value in kwargs.items()] if isinstance(kwargs, dict) else []
     if settings.get("pool") == "ray":
-        words.insert(0, f"up to {settings.get('max_replicas', '?')} replicas")
+        most = settings.get("max_replicas", "?")
+        words.insert(0, "1 replica" if most == 1 else f"up to {most} replicas")
     return ", ".join(words) or "vLLM's defaults"
 
 
