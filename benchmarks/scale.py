@@ -46,7 +46,7 @@ from hsx_dist.writers.events import Lost
 RESULTS = Path(__file__).parent / "results"
 #: An 8B model: three layers of 4096 values in bf16, two thirds of it stored.
 TOKEN_BYTES = 3 * 4096 * 2
-STORED = 0.66
+STORED = 0.68
 TOKENS_A_SECOND = 5000  # of a replica
 SAMPLES_A_PART = 16  # 256 MiB of about a thousand tokens each
 TEXT = "x" * 400

@@ -34,6 +34,7 @@ from hsx_dist.connector.undrafted import never_draft
 from hsx_dist.connector.versions import check_version, layers_first
 from hsx_dist.connector.worker import WorkerHalf
 from hsx_dist.errors import ConfigError
+from hsx_dist.observe.logs import configure_logging
 from hsx_dist.observe.metrics import Increments
 
 if TYPE_CHECKING:
@@ -136,6 +137,10 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         cache = kv_caches[next(iter(layers))]
         cache = layers_first(cache, len(self._layer_ids), self._block_size, VLLM_VERSION)
         rank = get_tensor_model_parallel_rank()
+        if self._settings.via == "socket":
+            # A process that vLLM made, and in which nobody has told our lines where to go and what to say of it.
+            about = {"run": self._settings.output, "replica": self._settings.replica or "", "rank": str(rank)}
+            configure_logging(logging.INFO, **about)
         if self._settings.owners is not None and rank >= self._settings.owners:
             return  # no sample is ever this rank's; on another node it could not even reach whoever ships
         self._outlet = make_outlet(self._settings, self._vllm_config)

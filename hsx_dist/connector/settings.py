@@ -60,6 +60,7 @@ class ConnectorSettings(BaseModel):
         ge=1,
         description="so many ranks, from 0, copy and ship; null: all. Ranks on other nodes than rank 0 cannot",
     )
+    replica: str | None = Field(None, description="the job's replica whose engine this is, for its ranks' log lines")
     ttl_seconds: float | None = Field(None, gt=0, description="objects may be removed by hsx gc after so long")
     drain_seconds: float = Field(4.0, ge=0, description="how long shutdown waits for what was copied to be stored")
 

@@ -19,6 +19,7 @@ from hsx_dist.format.container import EncodedPart, EncodedSegment, Part, same_sa
 from hsx_dist.format.manifest import Receipt, SegmentProof, part_name, receipt_name, token_hash
 from hsx_dist.format.runs import is_fenced
 from hsx_dist.observe.metrics import Meter
+from hsx_dist.observe.units import bytes_text
 from hsx_dist.page import object_name
 from hsx_dist.store import Store
 from hsx_dist.writers.events import Stored
@@ -75,7 +76,7 @@ class PartCommitter:
         if not self._attempt:
             return Stored(tuple(s.segment for s in segments), name)
         receipt = self._prove(self._receipt(segments, part, name))
-        log.info("stored %d segments in %d bytes", len(segments), part.size, extra={"part": name})
+        log.info("stored %d segments, %s", len(segments), bytes_text(part.size), extra={"part": name})
         return receipt
 
     def _name(self, first: EncodedSegment, number: int) -> str:
