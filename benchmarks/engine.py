@@ -317,8 +317,8 @@ def table(found: dict[str, Any]) -> str:
         lines += [
             f"## {load}",
             "",
-            "| sink | tokens/s until the last answer | until the last sample is durable | first token, ms | blocks held, "
-            "most | host memory, most (growth), MiB | CPU s: engine, writers, server | others' core | durable MB/s |",
+            "| sink | tokens/s until the last answer | until the last sample is durable | first token, ms "
+            "| blocks held, most | host memory, most (growth), MiB | CPU s: engine, writers, server | others' core | durable MB/s |",
             "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
         ]
         for sink in SINKS:

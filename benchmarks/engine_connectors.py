@@ -1,4 +1,4 @@
-"""The connectors that ours is measured against, for ``kv_connector_module_path``: one that does nothing, and vLLM's own."""
+"""What ours is measured against, for ``kv_connector_module_path``: a connector that does nothing, and vLLM's own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hsx_dist.connector.undrafted import never_draft
 
 
 class _Undrafted:
-    """As ours does on the CPU build: else every decoded token is computed twice there, which is no connector's doing."""
+    """As ours on the CPU build: else every decoded token is computed twice there, which is no connector's doing."""
 
     def on_new_request(self, request: Any) -> None:
         if current_platform.is_cpu():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -26,7 +26,16 @@ MAX_LEN = 256
 class Engine:
     """An engine with a bare connector that stores one object a request under ``output``."""
 
-    def __init__(self, model: Path, output: Path, *, in_process: bool, fields: Sequence[str], **arguments: Any):
+    def __init__(
+        self,
+        model: Path,
+        output: Path,
+        *,
+        in_process: bool,
+        fields: Sequence[str],
+        hsx: Mapping[str, Any] | None = None,
+        **arguments: Any,
+    ):
         from vllm import LLM
 
         self._in_process = in_process
@@ -47,7 +56,7 @@ class Engine:
             kv_transfer_config={
                 "kv_connector": "HiddenStatesConnector",
                 "kv_role": "kv_producer",
-                "kv_connector_extra_config": {"shared_storage_path": str(output)},
+                "kv_connector_extra_config": {"shared_storage_path": str(output), "hsx": dict(hsx or {})},
             },
             **arguments,
         )
