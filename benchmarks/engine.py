@@ -7,8 +7,8 @@ load take turns, and ratios are medians of those within a round. A pinned load h
 writers, the store's server and this process on another; an unpinned one leaves all of it to the kernel. Writes
 benchmarks/results/engine.{md,json}; ``--add`` goes on with what stands there.
 
-Sinks: ``none`` (no extraction), ``null`` (vLLM's own path into a connector that does nothing), ``null-sink`` (ours, pages
-dropped once they are in host memory), ``file``, ``discard`` (an S3 server that throws bytes away), ``split`` (the same
+Sinks: ``none`` (no extraction), ``null`` (vLLM's own path into a connector that does nothing), ``null-sink`` (ours,
+pages dropped once they are in host memory), ``file``, ``discard`` (an S3 server that throws bytes away), ``split`` (the same
 with the lossless codec), ``seaweedfs``, and ``vllm`` (vLLM's own connector, writing files beside ours).
 """
 
@@ -42,8 +42,8 @@ from hsx_dist.testing.servers import seaweedfs
 RESULTS = Path(__file__).parent / "results"
 SINKS = ("none", "null", "null-sink", "file", "discard", "split", "seaweedfs", "vllm")
 STORING = ("file", "discard", "split", "seaweedfs")
-#: Freed memory stays with the process, in every cell: what torch's pool of pinned memory is on a GPU. Else fresh pages for
-#: every tensor were most of the model's time here, and of vLLM's own connector's.
+#: Freed memory stays with the process, in every cell: what torch's pool of pinned memory is on a GPU. Else fresh pages
+#: for every tensor were a third of the model's time here, and much of vLLM's own connector's.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(16 << 30)}
 
 
@@ -309,8 +309,8 @@ def table(found: dict[str, Any]) -> str:
         f"{a['cpu']}, {a['cores']} cores, load before {a['load_average']}; {a['system']}, Python {a['python']}; "
         + ", ".join(f"{k} {v}" for k, v in a["versions"].items())
         + f"; commit {a['commit']}. Made by `python -m benchmarks.engine`, which says what the sinks are. Medians "
-        "(least–most) of rounds that took turns. No GPU: what a model computes here is no measure of one; ratios within a "
-        "load are.",
+        "(least–most) of rounds that took turns. No GPU: what a model computes here is no measure of one; ratios within "
+        "a load are.",
         "",
     ]
     for load in dict.fromkeys(c["load"] for c in cells):
@@ -318,7 +318,8 @@ def table(found: dict[str, Any]) -> str:
             f"## {load}",
             "",
             "| sink | tokens/s until the last answer | until the last sample is durable | first token, ms "
-            "| blocks held, most | host memory, most (growth), MiB | CPU s: engine, writers, server | others' core | durable MB/s |",
+            "| blocks held, most | host memory, most (growth), MiB | CPU s: engine, writers, server | others' core "
+            "| durable MB/s |",
             "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
         ]
         for sink in SINKS:
