@@ -8,8 +8,8 @@ writers, the store's server and this process on another; an unpinned one leaves 
 benchmarks/results/engine.{md,json}; ``--add`` goes on with what stands there.
 
 Sinks: ``none`` (no extraction), ``null`` (vLLM's own path into a connector that does nothing), ``null-sink`` (ours,
-pages dropped once they are in host memory), ``file``, ``discard`` (an S3 server that throws bytes away), ``split`` (the same
-with the lossless codec), ``seaweedfs``, and ``vllm`` (vLLM's own connector, writing files beside ours).
+pages dropped once they are in host memory), ``file``, ``discard`` (an S3 server that throws bytes away), ``split`` (the
+same with the lossless codec), ``seaweedfs``, and ``vllm`` (vLLM's own connector, writing files beside ours).
 """
 
 from __future__ import annotations
@@ -309,8 +309,8 @@ def table(found: dict[str, Any]) -> str:
         f"{a['cpu']}, {a['cores']} cores, load before {a['load_average']}; {a['system']}, Python {a['python']}; "
         + ", ".join(f"{k} {v}" for k, v in a["versions"].items())
         + f"; commit {a['commit']}. Made by `python -m benchmarks.engine`, which says what the sinks are. Medians "
-        "(least–most) of rounds that took turns. No GPU: what a model computes here is no measure of one; ratios within "
-        "a load are.",
+        "(least–most) of rounds that took turns. No GPU: what a model computes here is no measure of one; ratios "
+        "within a load are.",
         "",
     ]
     for load in dict.fromkeys(c["load"] for c in cells):

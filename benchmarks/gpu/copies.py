@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.copies [--rounds 5] [--results FOLDER]
 
-Needs a CUDA device and torch. The ways take turns; figures are medians of ratios within a round. Beside them: how much a
-running matrix product slows, and what each way takes of the device's memory beyond the cache. Without a CUDA device it
+Needs a CUDA device and torch. The ways take turns; figures are medians of ratios within a round. Beside them: how much
+a running matrix product slows, and what each way takes of the device's memory beyond the cache. Without a CUDA device it
 says so in its result, and measures nothing. Writes benchmarks/results/gpu.{md,json}.
 """
 
@@ -152,7 +152,7 @@ def table(report: dict[str, Any]) -> str:
         f"{a['cpu']}; torch {a['versions']['torch']}; commit {a['commit']}. Made by `python -m benchmarks.gpu.copies`."
     )
     if not report["results"]:
-        said = "**Not measured on a GPU**: no CUDA device was at hand. The code runs on a CPU in the tests; it has no figures."
+        said = "**Not measured on a GPU**: no CUDA device was at hand. The code runs on a CPU in the tests, without figures."
         return "\n".join([*head, where, "", said, ""])
     lines = [
         *head,
@@ -161,8 +161,8 @@ def table(report: dict[str, Any]) -> str:
         "Goals: ≥ 0.9 of the pinned copy's limit, ≥ 2 times the reference's way, a matrix product slowed by ≤ 3 %, "
         "≤ 64 MiB of device memory beyond the cache.",
         "",
-        "| model | TP | states | tokens | cache | ours, GB/s | of the limit | × reference | product slowed | device MiB "
-        "(reference's) |",
+        "| model | TP | states | tokens | cache | ours, GB/s | of the limit | × reference | product slowed "
+        "| device MiB (reference's) |",
         "|---|---:|---:|---:|---|---:|---:|---:|---:|---:|",
     ]
     lines += [
