@@ -3,8 +3,8 @@
     python -m benchmarks.gpu.copies [--rounds 5] [--results FOLDER]
 
 Needs a CUDA device and torch. The ways take turns; figures are medians of ratios within a round. Beside them: how much
-a running matrix product slows, and what each way takes of the device's memory beyond the cache. Without a CUDA device it
-says so in its result, and measures nothing. Writes benchmarks/results/gpu.{md,json}.
+a running matrix product slows, and what each way takes of the device's memory beyond the cache. Without a CUDA device
+it says so in its result, and measures nothing. Writes benchmarks/results/gpu.{md,json}.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def table(report: dict[str, Any]) -> str:
         f"{a['cpu']}; torch {a['versions']['torch']}; commit {a['commit']}. Made by `python -m benchmarks.gpu.copies`."
     )
     if not report["results"]:
-        said = "**Not measured on a GPU**: no CUDA device was at hand. The code runs on a CPU in the tests, without figures."
+        said = "**Not measured on a GPU**: no CUDA device was at hand. In the tests this code runs on a CPU."
         return "\n".join([*head, where, "", said, ""])
     lines = [
         *head,
