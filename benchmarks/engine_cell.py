@@ -93,7 +93,6 @@ def engine_arguments(spec: CellSpec) -> dict[str, Any]:
         "enforce_eager": True,
         "distributed_executor_backend": "uni",
         "disable_log_stats": True,
-        "ir_op_priority": {"rms_norm": ["cpu_kernel"], "fused_add_rms_norm": ["cpu_kernel"]},
     }
     if spec.sink == "none":
         return arguments
@@ -119,27 +118,6 @@ def engine_arguments(spec: CellSpec) -> dict[str, Any]:
     return arguments
 
 
-def use_cpu_norms() -> None:
-    """Let vLLM use its own CPU kernels of the two norms, which are built, and registered for GPUs alone: what stands in
-    for them takes ten times as long, more than all the rest of the thin model."""
-    import torch
-    from vllm import ir
-
-    def norm(x: Any, weight: Any, epsilon: float, variance_size: int | None = None) -> Any:  # noqa: ARG001
-        out = torch.empty_like(x)
-        torch.ops._C.rms_norm(out, x.contiguous(), weight, epsilon)
-        return out
-
-    def add_norm(x: Any, x_residual: Any, weight: Any, epsilon: float, variance_size: int | None = None) -> Any:  # noqa: ARG001
-        out, residual = x.clone(), x_residual.clone()  # the kernel works in place; a captured state must stay
-        torch.ops._C.fused_add_rms_norm(out, residual, weight, epsilon)
-        return out, residual
-
-    # Llama's layers give a weight of the states' own dtype, and no ``variance_size``: what the kernels want.
-    ir.ops.rms_norm.register_impl("cpu_kernel")(norm)
-    ir.ops.fused_add_rms_norm.register_impl("cpu_kernel")(add_norm)
-
-
 class Cell:
     """The engine of a cell, and the load on it."""
 
@@ -157,8 +135,9 @@ class Cell:
             outlet.register("null-sink", outlet.LocalOutlet(NullSender(), RING_BYTES))
         from vllm import LLM, SamplingParams
 
-        use_cpu_norms()
-        self.llm = LLM(**engine_arguments(spec))
+        from benchmarks.cpu_norms import use_cpu_norms
+
+        self.llm = LLM(**engine_arguments(spec), ir_op_priority=use_cpu_norms())
         self.engine = self.llm.llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         extra = {"kv_transfer_params": {"include_output_tokens": True}} if spec.output_tokens > 1 else None
