@@ -9,6 +9,7 @@ data parallelism, whose ranks agree on their batches in what is left out here.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -49,37 +50,26 @@ def flat_rows(cache: torch.Tensor) -> torch.Tensor:
     return cache.as_strided((last // hidden + 1, hidden), (hidden, 1))
 
 
-def take_over() -> None:
-    """Have this process's proposers ask, once each, whether their engine wants direct writes. Idempotent."""
+def take_over(layer: Any) -> None:
+    """Have states written directly into the cache of ``layer``, an engine's ``CacheOnlyAttentionLayer``."""
+    layer.hsx_direct_writes = True
     from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
 
     if getattr(ExtractHiddenStatesProposer.propose, "hsx", False):
         return
     theirs = ExtractHiddenStatesProposer.propose
+    signature = inspect.signature(theirs)
 
     @functools.wraps(theirs)
-    def propose(
-        self: Any,
-        num_speculative_tokens: int,
-        sampled_token_ids: torch.Tensor,
-        target_hidden_states: list[torch.Tensor],
-        common_attn_metadata: Any,
-        slot_mappings: Any = None,
-    ) -> torch.Tensor:
+    def propose(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not hasattr(self, "hsx_cache"):
             self.hsx_cache = _cache_of(self)
         if self.hsx_cache is None:
-            return theirs(
-                self,
-                num_speculative_tokens,
-                sampled_token_ids,
-                target_hidden_states,
-                common_attn_metadata,
-                slot_mappings,
-            )
-        tokens = len(target_hidden_states[0])
-        write_rows(self.hsx_cache, common_attn_metadata.slot_mapping[:tokens], target_hidden_states)
-        return sampled_token_ids[:, :1]  # as vLLM's: the "draft" is what was just sampled
+            return theirs(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs).arguments
+        layers = given["target_hidden_states"]
+        write_rows(self.hsx_cache, given["common_attn_metadata"].slot_mapping[: len(layers[0])], layers)
+        return given["sampled_token_ids"][:, :1]  # as vLLM's: the "draft" is what was just sampled
 
     propose.hsx = True  # type: ignore[attr-defined]
     ExtractHiddenStatesProposer.propose = propose
@@ -88,17 +78,15 @@ def take_over() -> None:
 def _cache_of(proposer: Any) -> torch.Tensor | None:
     """The cache that a proposer's engine wants to be written to directly; None where vLLM's own way is taken."""
     config = proposer.vllm_config
-    extra = config.kv_transfer_config.kv_connector_extra_config if config.kv_transfer_config is not None else {}
-    if (extra.get("hsx") or {}).get("cache_writes") != "direct":
+    layer = config.compilation_config.static_forward_context[proposer.attn_layer_names[0]]
+    if not getattr(layer, "hsx_direct_writes", False):
         return None
     if config.parallel_config.data_parallel_size > 1:
         log.warning("cache_writes='direct' is ignored: the engine is data parallel")
         return None
-    (name,) = proposer.attn_layer_names
-    cache = config.compilation_config.static_forward_context[name].kv_cache
     try:
-        flat_rows(cache)
+        flat_rows(layer.kv_cache)
     except ValueError as e:
         log.warning("cache_writes='direct' is ignored: %s", e)
         return None
-    return cache  # type: ignore[no-any-return]
+    return layer.kv_cache  # type: ignore[no-any-return]

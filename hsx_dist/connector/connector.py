@@ -131,7 +131,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         cache = kv_caches[next(iter(layers))]
         cache = layers_first(cache, len(self._layer_ids), self._block_size, VLLM_VERSION)
         if self._settings.cache_writes == "direct":
-            take_over()
+            take_over(next(iter(layers.values())))
         rank = get_tensor_model_parallel_rank()
         if self._settings.owners is not None and rank >= self._settings.owners:
             return  # no sample is ever this rank's; on another node it could not even reach whoever ships
