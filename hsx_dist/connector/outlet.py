@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from hsx_dist.connector.cores import CORES
-from hsx_dist.connector.ring import Ring
+from hsx_dist.connector.ring import Ring, ring_memory
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import CARRIER, Page, Segment
 from hsx_dist.writers.base import Sender
@@ -230,16 +230,13 @@ class LocalOutlet:
         sender: Sender,
         in_flight_bytes: int,
         on_shipped: Callable[[Shipped], None] = lambda _: None,
-        memory: np.ndarray[Any, Any] | None = None,
         *,
         meter: Meter | None = None,
     ):
         self.meter = Meter() if meter is None else meter
         self.ring = Ring(in_flight_bytes)
         self.meter.watch("ring_bytes", lambda: self.ring.used_bytes)
-        # Touch the memory once, here: page faults in the step path cost three times the copy.
-        self.memory = np.zeros(self.ring.capacity, np.uint8) if memory is None else memory
-        self.memory.fill(0)
+        self.memory = ring_memory(self.ring.capacity)
         self._sender = sender
         self._on_shipped = on_shipped
         self._thread = ShippingThread(self._ship, self.meter)
