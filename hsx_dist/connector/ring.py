@@ -2,32 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections import deque
-from contextlib import suppress
-from typing import Any
-
-import numpy as np
 
 #: Offsets are multiples of this: a page's rows start on a cache line, and a wide dtype is aligned.
 ALIGN = 64
-
-
-def ring_memory(nbytes: int) -> np.ndarray[Any, Any]:
-    """Zeroed memory for a ring, uint8 ``[nbytes]``, in huge pages where the system gives them.
-
-    All of it is touched here, once: page faults in the step path cost three times the copy. With small pages every
-    4 KiB of a copy look up an address anew, on a virtual machine through two tables.
-    """
-    # Private: shared memory has huge pages of its own, which are off by default.
-    mapped = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-    memory = np.frombuffer(mapped, np.uint8)[:nbytes]
-    memory.fill(0)
-    return memory
 
 
 class Ring:
