@@ -42,6 +42,7 @@ from hsx_dist.testing.servers import seaweedfs
 
 RESULTS = Path(__file__).parent / "results"
 SINKS = ("none", "null", "null-sink", "file", "direct", "discard", "split", "seaweedfs", "vllm")
+FILES = ("file", "direct")
 STORING = ("file", "direct", "discard", "split", "seaweedfs")
 #: Freed memory stays with the process, in every cell: what torch's pool of pinned memory is on a GPU. Else fresh pages
 #: for every tensor were a third of the model's time here, and much of vLLM's own connector's.
@@ -247,13 +248,17 @@ class Watch:
 
 # -- what is told of it ----------------------------------------------------------------------------------------------
 
-#: (what, figure, of which sinks, against, goal); a goal is a least ratio, or (after "≤") a largest.
+#: (what, figure, of which sinks, against, goal). The engine's CPU time leaves out what others of the machine take from
+#: it, and what its thread waits: for the interpreter's lock, or for the store.
 RATIOS: tuple[tuple[str, str, tuple[str, ...], str, str], ...] = (
     ("vLLM's own path: null ÷ none, tokens/s", "tokens_per_s", ("null",), "none", ""),
+    ("the same by the engine's CPU time", "tokens_per_cpu_s", ("null",), "none", ""),
     ("ours: null sink ÷ null, tokens/s", "tokens_per_s", ("null-sink",), "null", "≥ 0.97"),
+    ("the same by the engine's CPU time", "tokens_per_cpu_s", ("null-sink",), "null", ""),
     ("durable ÷ null sink, tokens/s", "tokens_per_s", STORING, "null-sink", "≥ 0.97"),
-    ("durable ÷ vLLM's own, tokens/s until all is written", "durable_tokens_per_s", ("file", "direct"), "vllm", "≥ 1.3"),
-    ("durable ÷ vLLM's own, tokens/s until all is on the disk", "synced_tokens_per_s", ("file", "direct"), "vllm", ""),
+    ("the same by the engine's CPU time", "tokens_per_cpu_s", STORING, "null-sink", ""),
+    ("durable ÷ vLLM's own, tokens/s until all is written", "durable_tokens_per_s", FILES, "vllm", "≥ 1.3"),
+    ("the same until all is on the disk", "synced_tokens_per_s", FILES, "vllm", ""),
     ("time to first token ÷ null's, median", "ttft_median", ("null-sink", *STORING, "vllm"), "null", "≤ 1.03"),
 )
 
@@ -319,10 +324,10 @@ def table(found: dict[str, Any]) -> str:
         lines += [
             f"## {load}",
             "",
-            "| sink | tokens/s until the last answer | until the last sample is durable | first token, ms "
+            "| sink | tokens/s until the last answer | by the engine's CPU s | until the last sample is durable | first token, ms "
             "| blocks held, most | host memory, most (growth), MiB | CPU s: engine, writers, server | others' core "
             "| durable MB/s |",
-            "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+            "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
         ]
         for sink in SINKS:
             rows = [c for c in cells if c["load"] == load and c["sink"] == sink]
@@ -332,6 +337,7 @@ def table(found: dict[str, Any]) -> str:
             writers = [sum(s for n, s in r["cpu_s"].items() if n != "engine") for r in rows]
             lines.append(
                 f"| {sink} | {spread([r['tokens_per_s'] for r in rows])} "
+                f"| {spread([r['tokens_per_cpu_s'] for r in rows])} "
                 f"| {spread([r['durable_tokens_per_s'] for r in rows])} "
                 f"| {spread([r['ttft_median'] * 1e3 for r in rows])} "
                 f"| {max(r['held_blocks_peak'] for r in rows)} "

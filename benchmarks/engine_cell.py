@@ -285,6 +285,7 @@ def run(spec: CellSpec) -> dict[str, Any]:
         "requests": cell.finished,
         "tokens": tokens,
         "tokens_per_s": tokens / (answered - start),
+        "tokens_per_cpu_s": tokens / (after["engine"] - before["engine"]),
         "durable_tokens_per_s": tokens / (durable - start),
         "synced_tokens_per_s": tokens / (synced - start),
         "durable_bytes_per_s": stored / (durable - start),

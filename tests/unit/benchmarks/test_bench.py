@@ -18,6 +18,7 @@ def cell(sink: str, turn: int, tokens_per_s: float, **more) -> dict:
     return {
         "load": "thin/5/prefill/pinned", "sink": sink, "round": turn, "start": 0.0, "answered": 20.0, "durable": 21.0,
         "tokens_per_s": tokens_per_s, "durable_tokens_per_s": tokens_per_s / 1.05, "synced_tokens_per_s": 1.0,
+        "tokens_per_cpu_s": tokens_per_s,
         "durable_bytes_per_s": 1e8, "ttft_median": 0.1, "held_blocks_peak": 3, "memory_peak": 1 << 30,
         "memory_growth": 0, "server_cpu_s": 1.0, "cpu_s": {"engine": 20.0, "hsx-encode": 5.0}, **more,
     }  # fmt: skip
@@ -33,7 +34,7 @@ def test_what_the_table_of_an_engine_says():
     about = {"cpu": "c", "cores": 2, "load_average": 0, "system": "s", "python": "3", "versions": {}, "commit": "abc"}
     cells = [cell("null", 1, 1000.0), cell("null-sink", 1, 970.0, ttft_median=0.102)]
     text = engine.table({"about": about, "cells": cells, "ratios": engine.ratios(cells)})
-    assert "| null-sink | 970 | 924 | 102 | 3 | 1,024 (+0) | 20.0, 5.0, 1.0 | 29% | 100 |" in text
+    assert "| null-sink | 970 | 970 | 924 | 102 | 3 | 1,024 (+0) | 20.0, 5.0, 1.0 | 29% | 100 |" in text
     assert "| time to first token ÷ null's, median | null-sink | 1.020 (1.020–1.020) | 1 | ≤ 1.03 |" in text
 
 
