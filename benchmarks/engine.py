@@ -324,7 +324,8 @@ def table(found: dict[str, Any]) -> str:
         lines += [
             f"## {load}",
             "",
-            "| sink | tokens/s until the last answer | by the engine's CPU s | until the last sample is durable | first token, ms "
+            "| sink | tokens/s until the last answer | by the engine's CPU s | until the last sample is durable "
+            "| first token, ms "
             "| blocks held, most | host memory, most (growth), MiB | CPU s: engine, writers, server | others' core "
             "| durable MB/s |",
             "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
