@@ -193,6 +193,26 @@ class Cell:
             while get_kv_transfer_group().pending:
                 time.sleep(0.001)
 
+    def check(self) -> None:
+        """Every request that was sent is stored: what is lost would be fast.
+
+        Raises:
+            RuntimeError: it is not.
+        """
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        if self.spec.sink == "vllm":
+            stored = sum(1 for _ in Path(self.spec.output).glob("*.safetensors"))
+        elif self.spec.sink in ("store", "null-sink"):
+            counted = get_kv_transfer_group()._outlet.meter.sums()
+            stored = int(counted.get(("stored" if self.spec.sink == "store" else "samples", ""), 0))
+        else:
+            return
+        if stored != self._sent:
+            raise RuntimeError(
+                f"expected {self._sent} samples, found {stored}: what was measured is not what it claims"
+            )
+
     def blocks_per_request(self) -> int:
         group = self.scheduler.kv_cache_config.kv_cache_groups[-1]
         return -(-self.spec.sample_tokens // group.kv_cache_spec.block_size)
@@ -274,6 +294,7 @@ def run(spec: CellSpec) -> dict[str, Any]:
     os.sync()
     synced = time.monotonic()
     stop.set()
+    cell.check()
     # Requests sent at once wait for one another: the first round of them is not what a request sees.
     waits = sorted(s for _, s in cell.first[spec.concurrency :])
     tokens = cell.finished * spec.sample_tokens
