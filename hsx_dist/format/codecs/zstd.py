@@ -1,7 +1,12 @@
-"""``zstd``: plain zstd frames, for those who want only a stock tool; and what other codecs need of zstd."""
+"""``zstd``: plain zstd frames, for those who want only a stock tool; and what other codecs need of zstd.
+
+Two bindings of one libzstd. Python's own (``compression.zstd``, before 3.14 its backport) encodes: it takes parameters
+that ``zstandard`` does not name. ``zstandard`` decodes: it fills memory that is used again.
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,6 +18,11 @@ from hsx_dist.errors import FormatError
 from hsx_dist.format.codecs.base import flat, scratch
 from hsx_dist.store.base import Buffer
 
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
 # A frame is decoded in one go into memory of a size that is known beforehand: its window is never allocated.
 _MAX_WINDOW = 1 << 27
 # RFC 8878: a block of at most 128 KiB takes a header of 3 bytes and one byte of content.
@@ -23,31 +33,43 @@ _RLE_BLOCK, _RESERVED_BLOCK = 1, 3
 _local = threading.local()
 
 
-def _compressor(level: int) -> zstandard.ZstdCompressor:
-    made: dict[int, zstandard.ZstdCompressor] = _local.__dict__.setdefault("compressors", {})
+def _compressor(level: int) -> zstd.ZstdCompressor:
+    made: dict[int, zstd.ZstdCompressor] = _local.__dict__.setdefault("compressors", {})
     if level not in made:
-        made[level] = zstandard.ZstdCompressor(level=level)
+        made[level] = zstd.ZstdCompressor(level=level)
     return made[level]
+
+
+# With the fast strategy a target length is the step of the match search: this one skips nearly all of a plane, on
+# which matches only displace Huffman codes and cost time.
+_HUFFMAN: dict[int, int] = {
+    zstd.CompressionParameter.compression_level: 1,
+    zstd.CompressionParameter.strategy: zstd.Strategy.fast,
+    zstd.CompressionParameter.window_log: 17,
+    zstd.CompressionParameter.hash_log: 6,
+    zstd.CompressionParameter.chain_log: 6,
+    zstd.CompressionParameter.search_log: 1,
+    zstd.CompressionParameter.min_match: 7,
+    zstd.CompressionParameter.target_length: 4096,
+}
+# A step turns Huffman coding off, unless one asks for it: ZSTD_c_literalCompressionMode, which libzstd has under this
+# number since 1.3.8 and calls experimental. Where it is refused we do without the step.
+_LITERAL_COMPRESSION_MODE, _ENABLE = 1002, 1
+
+
+def _huffman_compressor() -> zstd.ZstdCompressor:
+    try:
+        return zstd.ZstdCompressor(options={**_HUFFMAN, _LITERAL_COMPRESSION_MODE: _ENABLE})
+    except (zstd.ZstdError, ValueError):
+        return zstd.ZstdCompressor(options={**_HUFFMAN, zstd.CompressionParameter.target_length: 0})
 
 
 def compress_huffman(data: np.ndarray[Any, Any]) -> bytes:
     """One zstd frame, Huffman-coded with next to no match search: matches only displace it on planes of floats."""
-    compressor: zstandard.ZstdCompressor | None = getattr(_local, "huffman", None)
+    compressor: zstd.ZstdCompressor | None = getattr(_local, "huffman", None)
     if compressor is None:
-        compressor = _local.huffman = zstandard.ZstdCompressor(
-            compression_params=zstandard.ZstdCompressionParameters(
-                compression_level=1,
-                strategy=zstandard.STRATEGY_FAST,
-                window_log=17,
-                hash_log=6,
-                chain_log=6,
-                search_log=1,
-                min_match=7,
-                target_length=0,  # with this strategy anything else turns Huffman coding off
-                write_content_size=True,
-            )
-        )
-    return compressor.compress(data.data)
+        compressor = _local.huffman = _huffman_compressor()
+    return compressor.compress(data.data, zstd.ZstdCompressor.FLUSH_FRAME)
 
 
 def decompress_into(frame: memoryview, out: np.ndarray[Any, Any]) -> None:
@@ -108,7 +130,7 @@ class ZstdCodec:
             raise ValueError(f"codec zstd: expected a level from 1 to 19, got {self.level!r}")
 
     def encode(self, x: np.ndarray[Any, Any], dtype: str) -> tuple[Buffer, ...]:  # noqa: ARG002
-        return (_compressor(self.level).compress(np.ascontiguousarray(x).data),)
+        return (_compressor(self.level).compress(np.ascontiguousarray(x).data, zstd.ZstdCompressor.FLUSH_FRAME),)
 
     def decode(self, data: memoryview, out: np.ndarray[Any, Any], dtype: str) -> None:  # noqa: ARG002
         check_expansion(data.nbytes, out.nbytes)

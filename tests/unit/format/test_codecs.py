@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from hsx_dist.format.codecs import (
     codec_from_dict,
     register_codec,
     resolve_codec,
+    zstd,
 )
 from hsx_dist.format.codecs.fp8_token import E4M3, encode_e4m3
 from hsx_dist.format.codecs.values import from_float32, to_float32
@@ -179,6 +181,15 @@ def test_split_stores_random_mantissas_raw_and_compresses_exponents() -> None:
     assert low == (x & 0xFF).astype(np.uint8).tobytes()
     assert len(frame) < 0.62 * x.size
     assert zstandard.ZstdDecompressor().decompress(frame) == (x >> 8).astype(np.uint8).tobytes()
+
+
+def test_planes_are_coded_where_libzstd_refuses_the_experimental_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zstd, "_LITERAL_COMPRESSION_MODE", 99_999)
+    monkeypatch.setattr(zstd, "_local", threading.local())  # no compressor made before
+    x = random_sample(tokens=1000, hidden_size=256, layer_ids=(0,)).states[:, 0]
+    frame = encoded(SplitCodec(), x, "bfloat16")
+    assert len(frame) < 1.62 * x.size
+    assert np.array_equal(decoded(SplitCodec(), frame, x.shape, "bfloat16"), x)
 
 
 def test_split_of_float32_is_low_halves_third_bytes_high_bytes() -> None:
