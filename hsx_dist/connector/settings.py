@@ -55,6 +55,11 @@ class ConnectorSettings(BaseModel):
     use_synchronization_lock: bool = Field(
         True, description="on a local disk, PATH.lock is held until the object is there, as vLLM's connector does"
     )
+    cache_writes: Literal["vllm", "direct"] = Field(
+        "vllm",
+        description="how states get into the cache: by vLLM's own three copies, or by one (V1 runner, no data "
+        "parallelism; elsewhere vLLM's)",
+    )
     owners: int | None = Field(
         None,
         ge=1,
