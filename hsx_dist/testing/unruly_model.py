@@ -2,8 +2,7 @@
 
 Its configuration is a stock Llama's (transformers reads it as one, and computes the same states) with two fields more:
 ``hsx_step_seconds`` is slept in every forward pass, and ``hsx_poison_token`` in a batch kills the process as the kernel
-kills one that is out of memory. Where ``HSX_UNRULY_HASTE`` is set, nothing is slept. Loading this module imports
-neither torch nor vLLM.
+kills one that is out of memory. Loading this module imports neither torch nor vLLM.
 """
 
 from __future__ import annotations

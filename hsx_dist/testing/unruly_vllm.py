@@ -16,8 +16,7 @@ class UnrulyLlama(LlamaForCausalLM):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **arguments: Any):
         super().__init__(vllm_config=vllm_config, prefix=prefix, **arguments)
         config = vllm_config.model_config.hf_config
-        haste = "HSX_UNRULY_HASTE" in os.environ
-        self._step_seconds: float = 0.0 if haste else getattr(config, "hsx_step_seconds", 0.0)
+        self._step_seconds: float = getattr(config, "hsx_step_seconds", 0.0)
         self._poison: int | None = getattr(config, "hsx_poison_token", None)
 
     def forward(self, input_ids: torch.Tensor | None, *arguments: Any, **named: Any) -> Any:
