@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--samples", type=int, default=96, help="of four layers")
     parser.add_argument("--wide", type=int, default=16, help="samples of 31 layers")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     args = parser.parse_args()
     about = provenance("torch", "s3fs", "obstore", "safetensors", "zstandard")
     states = smollm2_states("bfloat16", 2400)
@@ -78,8 +79,8 @@ def main() -> None:
             for measure in measures:
                 rows.append(measure())
                 print(json.dumps(rows[-1]), flush=True)
-                (RESULTS / "read.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
-                (RESULTS / "read.md").write_text(table(about, rows, args))
+                (args.results / "read.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+                (args.results / "read.md").write_text(table(about, rows, args))
 
 
 def samples(

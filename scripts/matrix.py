@@ -28,6 +28,7 @@ BEGIN, END = "<!-- Made by `make matrix`. -->\n", "<!-- end of the matrix -->\n"
 TESTS = (
     "tests/unit/connector",
     "tests/integration/test_connector_bare.py",
+    "tests/integration/test_cache_groups.py",
     "tests/integration/test_exact_numbers.py",
     "tests/integration/test_exact_ranks.py",
     "tests/integration/test_extract_local.py",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hsx_dist.cli.tables import bytes_text, print_json
+from hsx_dist.cli.tables import print_json
 from hsx_dist.config import parse_storage_options
 from hsx_dist.errors import NotFound
 from hsx_dist.format.manifest import RUN
 from hsx_dist.format.runs import count, load_manifest, read_run
+from hsx_dist.observe.units import bytes_text
 from hsx_dist.reading.expiry import expired, remove
 from hsx_dist.reading.garbage import remove_run, unproven
 from hsx_dist.reading.liveness import require_dead

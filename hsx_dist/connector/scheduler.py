@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: How many keys that clients chose are remembered, to tell when one comes again for other tokens.
+#: How many keys that clients chose are remembered, to tell when one comes again for other tokens, and of how many names
+#: which rank stores them.
 REMEMBERED_KEYS = 65536
 
 
@@ -75,6 +76,7 @@ class SchedulerHalf:
         #: Requests whose blocks we hold: told True, not yet reported by their owner.
         self._held: set[str] = set()
         self._claims: OrderedDict[str, _Claim] = OrderedDict()  # by key
+        self._owner_of: OrderedDict[str, int] = OrderedDict()  # by the name of an object that a client chose
         self._warned: set[str] = set()
 
     # -- a request's life ----------------------------------------------------------------------------------------
@@ -138,9 +140,19 @@ class SchedulerHalf:
         return options
 
     def _owner(self, known: _Known) -> int:
+        """The rank that stores it: in turn; but of one name always the same, which alone knows in what order requests
+        of it came, which of them are under way, and whether its marker says that the key stands for two samples."""
         if known.owner is None:
-            known.owner = self._sequence % self._owners
-            self._sequence += 1
+            name = known.options.name
+            known.owner = self._owner_of.get(name)
+            if known.owner is None:
+                known.owner = self._sequence % self._owners
+                self._sequence += 1
+            if known.options.chosen and self._owners > 1:
+                self._owner_of[name] = known.owner
+                self._owner_of.move_to_end(name)
+                if len(self._owner_of) > REMEMBERED_KEYS:
+                    self._owner_of.popitem(last=False)
         return known.owner
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -225,10 +237,8 @@ class SchedulerHalf:
         self, known: _Known, request: Request, reason: str, *, quiet: bool = False, conflict: bool = False
     ) -> None:
         options = known.options
-        # One that was never scheduled has no owner, and needs none but to tell.
-        self._next.skipped.append(
-            Skip(request.request_id, options.key, options.name, known.owner or 0, reason, quiet, conflict)
-        )
+        owner = self._owner(known)  # also of one that was never scheduled: to tell
+        self._next.skipped.append(Skip(request.request_id, options.key, options.name, owner, reason, quiet, conflict))
 
     def _covered(
         self, request: Request, options: RequestOptions

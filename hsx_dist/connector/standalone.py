@@ -8,17 +8,20 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from hsx_dist.connector.cores import any_core
 from hsx_dist.connector.locks import CompanionLocks
 from hsx_dist.connector.markers import Markers
 from hsx_dist.connector.outlet import LocalOutlet, PageRef
 from hsx_dist.connector.settings import ConnectorSettings
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.companions import OBJECT
+from hsx_dist.format.receipt import Receipt
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import Segment, object_name
 from hsx_dist.store import Store, open_store
 from hsx_dist.tokenizers import tokenizer_hash
-from hsx_dist.writers.sink import Event, Lost, PartSink, SinkOptions
+from hsx_dist.writers.events import Event, Lost
+from hsx_dist.writers.sink import PartSink, SinkOptions
 from hsx_dist.writers.threads import ThreadSender
 
 if TYPE_CHECKING:
@@ -127,28 +130,21 @@ class StoreOutlet(LocalOutlet):
     # -- told by the sink -----------------------------------------------------------------------------------------
 
     def _on_event(self, event: Event) -> None:
-        if isinstance(event, Lost):
-            for segment in event.segments:
-                name = segment.name or object_name(segment.key) + OBJECT
-                self._settle(segment.key, name, request_of(segment), reason=event.reason, conflict=event.conflict)
-        else:
-            for proof in event.segments:
-                self._settle(proof.segment.key, event.part or "")
+        assert not isinstance(event, Receipt)  # there is no run
+        reason, conflict = (event.reason, event.conflict) if isinstance(event, Lost) else (None, False)
+        for segment in event.segments:
+            self._settle(segment, reason, conflict)
 
-    def _settle(
-        self, key: str, name: str, request_id: str = "", *, reason: str | None = None, conflict: bool = False
-    ) -> None:
+    def _settle(self, segment: Segment, reason: str | None, conflict: bool) -> None:
+        request_id = request_of(segment)
         with self._state:
-            if request_id not in self._submitted:
-                # Proofs do not say whose they are: of several of one name any is as good.
-                request_id = next((i for i, n in self._submitted.items() if n == name), "")
-                if not request_id:
-                    return
-            del self._submitted[request_id]
+            name = self._submitted.pop(request_id, None)
+            if name is None:
+                return  # told already
             self._settling += 1
         stored = reason is None
         self.meter.add("stored" if stored else "failed")
-        self._end(request_id, key, name, stored=stored, reason=reason, conflict=conflict)
+        self._end(request_id, segment.key, name, stored=stored, reason=reason, conflict=conflict)
         with self._state:
             self._settling -= 1
 
@@ -261,12 +257,13 @@ def store_outlet(settings: ConnectorSettings, vllm_config: VllmConfig) -> StoreO
     }
     local = "://" not in settings.output or settings.output.startswith(("file://", "local://"))
     meter = Meter()
-    store = open_store(settings.output, settings.storage_options, on_retry=meter.retried)
-    return StoreOutlet(
-        store,
-        settings,
-        about,
-        markers=open_store(settings.output, settings.storage_options, retry_seconds=MARKER_SECONDS),
-        locks=CompanionLocks(store.url) if local and settings.use_synchronization_lock else None,
-        meter=meter,
-    )
+    with any_core():  # encoding and storing are not to take the engine's time
+        store = open_store(settings.output, settings.storage_options, on_retry=meter.retried)
+        return StoreOutlet(
+            store,
+            settings,
+            about,
+            markers=open_store(settings.output, settings.storage_options, retry_seconds=MARKER_SECONDS),
+            locks=CompanionLocks(store.url) if local and settings.use_synchronization_lock else None,
+            meter=meter,
+        )

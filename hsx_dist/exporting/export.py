@@ -76,7 +76,7 @@ def export_run(
         raise ConfigError(f"shard: expected 0 … {shards - 1}, came {shard}")
     folder = Path(dest)
     options = options or ExportOptions()
-    exporter = _exporter(to)(run, options)
+    exporter = exporter_of(to)(run, options)
     statement = {"exporter": to, "run": run.url, "samples": len(run), "layer_ids": LAYER_IDS, **exporter.statement()}
     _claim(folder, statement)
     firsts = range(0, len(run), exporter.per_file)
@@ -89,7 +89,8 @@ def export_run(
     return ExportReport(len(todo), len(firsts[shard::shards]) - len(todo), finished)
 
 
-def _exporter(name: str) -> type[Exporter]:
+def exporter_of(name: str) -> type[Exporter]:
+    """The class of that name. ``ConfigError`` when there is none."""
     found = EXPORTERS.get(name)
     if found is None:
         for point in entry_points(group=_ENTRY_POINTS, name=name):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hsx_dist.errors import NotFound
+from hsx_dist.connector.flush import flush
 from hsx_dist.reading import load_hidden_states
 from hsx_dist.testing.exact_model import exact_model, expected_states, next_tokens, registered
 
@@ -26,10 +25,17 @@ MAX_LEN = 256
 class Engine:
     """An engine with a bare connector that stores one object a request under ``output``."""
 
-    def __init__(self, model: Path, output: Path, *, in_process: bool, fields: Sequence[str], **arguments: Any):
+    def __init__(
+        self,
+        model: Path,
+        output: Path,
+        *,
+        fields: Sequence[str],
+        hsx: Mapping[str, Any] | None = None,
+        **arguments: Any,
+    ):
         from vllm import LLM
 
-        self._in_process = in_process
         self.fields = tuple(fields)
         self._names = count()
         self.llm = LLM(
@@ -47,8 +53,9 @@ class Engine:
             kv_transfer_config={
                 "kv_connector": "HiddenStatesConnector",
                 "kv_role": "kv_producer",
-                "kv_connector_extra_config": {"shared_storage_path": str(output)},
+                "kv_connector_extra_config": {"shared_storage_path": str(output), "hsx": dict(hsx or {})},
             },
+            worker_extension_cls="hsx_dist.connector.flush.HiddenStatesWorkerExtension",
             **arguments,
         )
 
@@ -75,26 +82,16 @@ class Engine:
             ],
             use_tqdm=False,
         )
+        flush(self.llm)  # steps an engine of this process; asks the workers of another
         for prompt, output in zip(prompts, outputs, strict=True):
             generated = list(output.outputs[0].token_ids)
             assert generated == next_tokens(prompt[-1], new_tokens)
             self.check([*prompt, *generated[:-1]], self.load(output))
         return outputs
 
-    def load(self, output: Any, seconds: float = 60.0) -> dict[str, Any]:
-        """The stored sample; meanwhile an engine in this process is stepped, as nothing else steps it."""
-        path = output.kv_transfer_params["hidden_states_path"]
-        if not self._in_process:
-            return load_hidden_states(path, wait=seconds, framework="torch")
-        end = time.monotonic() + seconds
-        while True:
-            try:
-                return load_hidden_states(path, framework="torch")
-            except NotFound:
-                if time.monotonic() > end:
-                    raise
-                self.llm.llm_engine.step()
-                time.sleep(0.005)
+    def load(self, output: Any) -> dict[str, Any]:
+        """The stored sample, of an engine that ``run`` has flushed."""
+        return load_hidden_states(output.kv_transfer_params["hidden_states_path"], framework="torch")
 
     def check(self, token_ids: Sequence[int], sample: dict[str, Any]) -> None:
         assert sample["token_ids"].tolist() == list(token_ids)
@@ -124,7 +121,7 @@ def started(folder: Path, *, in_process: bool, dtype: str, fields: Sequence[str]
     model = exact_model(folder / "model", layers=LAYERS, fields=fields, max_positions=MAX_LEN, dtype=dtype)
     with pytest.MonkeyPatch.context() as patch, registered(folder / "plugin"):
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if in_process else "1")
-        engine = Engine(model, folder / "states", in_process=in_process, dtype=dtype, fields=fields, **arguments)
+        engine = Engine(model, folder / "states", dtype=dtype, fields=fields, **arguments)
         try:
             yield engine
         finally:

@@ -197,6 +197,30 @@ def test_aborted_at_any_moment_is_whole_or_not_there(llm, oracle, output, steps)
     oracle.assert_equal(tokens, data["hidden_states"], LAYERS)
 
 
+def test_aborted_after_its_end_while_its_blocks_are_held_changes_nothing(llm, oracle, output):
+    from vllm import SamplingParams
+
+    engine, prompt = llm.llm_engine, ids(70)
+    params = {"hidden_states_key": "late-abort"}
+    engine.add_request(
+        "late-abort",
+        {"prompt_token_ids": prompt},
+        SamplingParams(max_tokens=2, ignore_eos=True, extra_args={"kv_transfer_params": params}),
+    )
+    answers: list = []
+    while not answers:
+        answers = [o for o in engine.step() if o.finished]
+    core = engine.engine_core.engine_core
+    assert core.scheduler.connector.pending  # the worker half has not even been told
+    engine.abort_request(["late-abort"])
+    core.abort_requests([answers[0].request_id])  # also one that the front end has let pass
+    core.abort_requests(list(core.scheduler.requests))
+    flush(llm, 60)
+    data = hsx_dist.load_hidden_states(f"{output}/late-abort.safetensors", framework="torch")
+    oracle.assert_equal(prompt, data["hidden_states"], LAYERS)
+    assert not core.scheduler.requests  # no block stays held
+
+
 def test_requests_longer_than_the_ring_and_of_the_longest_length(llm, oracle):
     prompts = [ids(255), ids(254), ids(1)]
     for prompt, out in zip(prompts, ask(llm, prompts, [{}] * 3), strict=True):
@@ -221,15 +245,25 @@ SCRIPT = """
                 "kv_connector": "HiddenStatesConnector",
                 "kv_connector_module_path": "hsx_dist.connector",
                 "kv_role": "kv_producer",
-                "kv_connector_extra_config": {"shared_storage_path": sys.argv[2], "num_writer_threads": 4},
+                "kv_connector_extra_config": {
+                    "shared_storage_path": sys.argv[2], "num_writer_threads": 4,
+                    "allow_custom_save_path": True, "use_synchronization_lock": True,
+                },
             },
         )
-        outputs = llm.generate(["Hello, world.", "A second prompt."], SamplingParams(max_tokens=1))
+        mine = sys.argv[2] + "/of/my/choice.safetensors"
+        outputs = llm.generate(["Hello, world.", "A second prompt."], [
+            SamplingParams(max_tokens=1),
+            SamplingParams(max_tokens=6, ignore_eos=True, extra_args={
+                "kv_transfer_params": {"hidden_states_path": mine, "include_output_tokens": True}}),
+        ])
+        assert outputs[1].kv_transfer_params["hidden_states_path"] == mine
         for output in outputs:
             path = output.kv_transfer_params["hidden_states_path"]
             data = load_hidden_states(path)
-            assert data["token_ids"].tolist() == output.prompt_token_ids, data
-            assert data["hidden_states"].shape == (len(output.prompt_token_ids), 2, 64)
+            tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids[:-1]]
+            assert data["token_ids"].tolist() == tokens, data
+            assert data["hidden_states"].shape == (len(tokens), 2, 64)
             assert data["hidden_states"].abs().sum() > 0
             cleanup_hidden_states(path)
         print("fine")
@@ -254,4 +288,4 @@ def test_a_script_for_vllms_own_connector_runs_with_two_strings_changed(tiny_mod
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip().endswith("fine")
-    assert list((tmp_path / "states").iterdir()) == []
+    assert [p for p in (tmp_path / "states").rglob("*") if p.is_file()] == []

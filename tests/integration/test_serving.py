@@ -1,28 +1,35 @@
-"""vLLM's own OpenAI server with the connector, states in a real S3 server, the ``openai`` client."""
+"""vLLM's own OpenAI server with the connector, the ``openai`` client, states in a real S3 server or in a folder."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import hsx_dist
+from hsx_dist.connector.flush import flush
 from hsx_dist.errors import SampleFailed
 from hsx_dist.format.container import Part
 from hsx_dist.observe.metrics import METRICS
 from hsx_dist.store import open_store
 from hsx_dist.testing.processes import child, free_ports, http_status
+from hsx_dist.testing.snippets import snippets
 from hsx_dist.tokenizers import tokenizer_hash
 from tests.integration.oracle import Oracle
 
 LAYERS = (1, 4)
+GUIDE = Path(hsx_dist.__file__).parents[1] / "docs/guides/serving.md"
 
 
 @dataclass
@@ -39,51 +46,59 @@ class Served:
         return f"{self.prefix}/{hsx_dist.object_name(key)}.safetensors"
 
 
-@pytest.fixture(scope="module")
-def served(s3, tiny_model_path, tmp_path_factory):
+@contextmanager
+def server(
+    model: Path, prefix: str, log: Path, *, beside: Sequence[dict[str, Any]] = (), **more: Any
+) -> Iterator[Served]:
+    """The guide's server, but for its model and its store ``prefix``; ``beside`` others, inside vLLM's MultiConnector.
+
+    ``more``: ``env``, ``storage_options``, settings (``hsx``) and ``arguments`` of the server's own.
+    """
     import openai
 
     (port,) = free_ports(1)
-    prefix = f"{s3.url}/served"
-    arguments = {
-        "--model": str(tiny_model_path),
+    given = shlex.split(snippets(GUIDE)[0].text.replace("\\\n", " "))
+    assert given[:3] == ["python", "-m", "vllm.entrypoints.openai.api_server"]
+    arguments = dict(zip(given[3::2], given[4::2], strict=True))
+    speculative, ours = (json.loads(arguments[f"--{name}-config"]) for name in ("speculative", "kv-transfer"))
+    speculative["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"] = list(LAYERS)
+    ours["kv_connector_extra_config"]["shared_storage_path"] = prefix
+    ours["kv_connector_extra_config"]["hsx"] |= more.get("hsx", {})
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"connectors": [*beside, ours]},
+    }
+    arguments |= {
+        "--model": str(model),
         "--served-model-name": "tiny",
         "--host": "127.0.0.1",
         "--port": str(port),
         "--dtype": "float32",
         "--max-model-len": "256",
         "--block-size": "32",
-        "--shutdown-timeout": "20",
-        "--speculative-config": json.dumps(
-            {
-                "method": "extract_hidden_states",
-                "num_speculative_tokens": 1,
-                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS)}},
-            }
-        ),
-        "--kv-transfer-config": json.dumps(
-            {
-                "kv_connector": "HiddenStatesConnector",
-                "kv_role": "kv_producer",
-                "kv_connector_extra_config": {
-                    "shared_storage_path": prefix,
-                    "hsx": {"in_flight_bytes": 32 << 20, "segment_bytes": 8 << 20, "ttl_seconds": 3600},
-                },
-            }
-        ),
+        "--speculative-config": json.dumps(speculative),
+        "--kv-transfer-config": json.dumps(several if beside else ours),
+        **more.get("arguments", {}),
     }
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
     argv += [word for pair in arguments.items() for word in pair]
-    log = tmp_path_factory.mktemp("server") / "log"
     url = f"http://127.0.0.1:{port}"
-    with child(argv, log=log, env={**s3.env, "VLLM_LOGGING_LEVEL": "WARNING"}) as server:
-        server.wait_until(lambda: http_status(f"{url}/health") == 200, 240)
+    with child(argv, log=log, env={"VLLM_LOGGING_LEVEL": "WARNING", **more.get("env", {})}) as running:
+        running.wait_until(lambda: http_status(f"{url}/health") == 200, 240)
         # A connection a request: uvicorn closes idle ones after 5 s, and may cut off one just taken again.
         once = {"Connection": "close"}
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, default_headers=once)
-        yield Served(url, prefix, s3.storage_options, client)
-        server.terminate(30)
+        yield Served(url, prefix, more.get("storage_options", {}), client)
+        running.terminate(30)
         assert "Traceback" not in log.read_text()
+
+
+@pytest.fixture(scope="module")
+def served(s3, tiny_model_path, tmp_path_factory):
+    log = tmp_path_factory.mktemp("server") / "log"
+    with server(tiny_model_path, f"{s3.url}/served", log, env=s3.env, storage_options=s3.storage_options) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -202,16 +217,21 @@ def test_no_request_id_reaches_a_path_outside_of_the_prefix(served):
     served.load(path, wait=30)
 
 
-def test_metrics_show_what_was_stored(served):
+def metrics(served: Served, wanted: Sequence[str]) -> dict[str, str]:
+    """The server's counters of ours, once all that are ``wanted`` have counted something."""
     end = time.monotonic() + 60
     while True:  # what was stored since the last step is told in the next
         served.client.completions.create(model="tiny", prompt="Count.", max_tokens=1)
         with urllib.request.urlopen(f"{served.url}/metrics", timeout=10) as answer:
             text = answer.read().decode()
         found = dict(re.findall(r"^vllm:hidden_states_(\w+)\{[^}]*\} (\S+)$", text, re.MULTILINE))
-        if float(found.get("stored_total", 0)) >= 1 and float(found.get("skipped_total", 0)) >= 1:
-            break
+        if all(float(found.get(name, 0)) >= 1 for name in wanted):
+            return found
         assert time.monotonic() < end, found
+
+
+def test_metrics_show_what_was_stored(served):
+    found = metrics(served, ["stored_total", "skipped_total"])
     assert float(found["page_bytes_total"]) > 0
     assert float(found["pages_total"]) >= float(found["samples_total"]) >= float(found["stored_total"])
     assert float(found["tokens_total"]) >= float(found["samples_total"])
@@ -219,3 +239,73 @@ def test_metrics_show_what_was_stored(served):
     assert float(found["puts_total"]) >= float(found["parts_total"]) >= float(found["stored_total"]) > 0
     assert float(found["put_seconds_total"]) > 0
     assert set(found) >= {m.in_vllm.removeprefix("vllm:hidden_states_") for m in METRICS if m.served}
+
+
+class Workers:
+    """A server's workers, as ``flush`` asks those of an ``LLM``: over vLLM's route for developers."""
+
+    llm_engine = SimpleNamespace(engine_core=None)
+
+    def __init__(self, url: str):
+        self._url = url
+
+    def collective_rpc(self, method: str) -> list[int]:
+        body = json.dumps({"method": method}).encode()
+        request = urllib.request.Request(f"{self._url}/collective_rpc", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return [int(n) for n in json.load(answer)["results"]]
+
+
+def test_into_a_folder_beside_another_connector(tiny_model_path, tmp_path, oracle, tokenizer):
+    """Inside vLLM's MultiConnector: both hold blocks, ours ships and the other one does not know of it. In a folder no
+    reader ever finds another request's sample, and vLLM's own loader and clean-up work beside ours."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as vllms
+
+    other = {
+        "kv_connector": "OtherConnector",
+        "kv_connector_module_path": "tests.integration.other_connector",
+        "kv_role": "kv_producer",
+    }
+    states = tmp_path / "states"
+    extension = {"--worker-extension-cls": "hsx_dist.connector.flush.HiddenStatesWorkerExtension"}
+    env = {"PYTHONPATH": str(Path.cwd()), "VLLM_SERVER_DEV_MODE": "1"}
+    more = {"beside": [other], "arguments": extension, "env": env, "hsx": {"codec": "none"}}
+    with server(tiny_model_path, f"file://{states}", tmp_path / "log", **more) as served:
+        prompts = [f"{i}. " + "Many words of one prompt. " * i for i in (0, 1, 3, 5)]
+        answers = []
+        for prompt in prompts * 2:
+            answer = served.client.completions.create(model="tiny", prompt=prompt, max_tokens=2)
+            answers.append((prompt, answer.kv_transfer_params))
+        flush(Workers(served.url), 60)
+        for prompt, told in answers:
+            assert told["other"] == "was here"
+            path = told["hidden_states_path"]
+            assert path.startswith(f"file://{states}/")
+            data = served.load(path)  # without waiting
+            assert data["token_ids"].tolist() == tokenizer(prompt).input_ids
+            oracle.assert_equal(data["token_ids"].tolist(), data["hidden_states"], LAYERS)
+
+        messages = [{"role": "user", "content": "Hello"}]
+        chat = served.client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)
+        path = chat.kv_transfer_params["hidden_states_path"].removeprefix("file://")
+        theirs = vllms.load_hidden_states(path)  # sleeps on the lock until the object is there
+        oracle.assert_equal(theirs["token_ids"].tolist(), theirs["hidden_states"], LAYERS)
+        vllms.cleanup_hidden_states(path)
+        assert not list(states.glob(f"{Path(path).name}*"))
+
+        asking = snippets(GUIDE)[1].text.replace("http://127.0.0.1:8000", served.url).replace("MODEL", "tiny")
+        exec(compile(asking, GUIDE.name, "exec"), shown := {})
+        assert shown["path"] == served.at("row-17")
+        assert shown["states"].shape[1] == len(LAYERS)
+
+        for i in range(5):
+            ask = {"model": "tiny", "max_tokens": 1, "extra_body": params(hidden_states_key=f"k{i}")}
+            served.client.completions.create(prompt="One.", **ask)
+            assert served.load(served.at(f"k{i}"), wait=30)["token_ids"].tolist() == tokenizer("One.").input_ids
+            served.client.completions.create(prompt="Another.", **ask)
+            with pytest.raises(SampleFailed, match="used before"):
+                served.load(served.at(f"k{i}"), wait=30)  # the first time: no moment at which it is taken for "One."
+        metrics(served, ["stored_total", "skipped_total"])  # also by way of MultiConnector
+        last = served.client.completions.create(model="tiny", prompt="The end.", max_tokens=1)
+    data = served.load(last.kv_transfer_params["hidden_states_path"])  # of a server that was told to end at once
+    assert data["token_ids"].tolist() == tokenizer("The end.").input_ids

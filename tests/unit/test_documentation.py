@@ -80,6 +80,27 @@ def test_the_reference_has_every_public_name():
     assert set(hsx_dist.__all__) - errors <= documented | {"__version__"}
 
 
+def names_by_file() -> dict[str, list[str]]:
+    files = (ROOT / "tests").rglob("test_*.py")
+    return {f.stem: re.findall(r"^def (test_\w+)", f.read_text(), re.MULTILINE) for f in files}
+
+
+def test_every_test_that_the_connectors_page_names_is_there():
+    """Its tables say of each behaviour and rule which test would notice its break: ``file: test…``, or one alone."""
+    known = names_by_file()
+    rows = [line for line in (ROOT / "docs/connector.md").read_text().splitlines() if line.startswith("|")]
+    named = [(row, word) for row in rows for word in re.findall(r"`([^`]*test_[^`]*)`", row)]
+    assert len(named) > 50
+    for row, word in named:
+        file, _, test = word.rpartition(": ")
+        begins = re.sub(r"…?(\[\w+\])?$", "", test)
+        if not file and begins in known:
+            continue  # a whole file
+        assert not file or file in known, row
+        found = [t for f in ([file] if file else known) for t in known[f] if t.startswith(begins)]
+        assert len(found) == 1 if begins == test or file else found, f"{word}: {found}\n{row}"
+
+
 def test_blocks_run_in_order_in_one_namespace_and_a_failure_tells_where(tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text(

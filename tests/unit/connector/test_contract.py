@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA, supports_hma
+from vllm.utils.func_utils import supports_kw
 from vllm.v1.kv_cache_interface import FullAttentionSpec, HiddenStateCacheSpec, KVCacheConfig, KVCacheGroupSpec
 
 from hsx_dist.connector.connector import (
@@ -53,6 +55,25 @@ def test_one_rank_reports_a_request_and_the_hybrid_cache_manager_stays_on():
     assert HiddenStatesConnector.get_finished_count(SimpleNamespace()) == 1
     assert issubclass(HiddenStatesConnector, SupportsHMA)
     assert supports_hma(HiddenStatesConnector)
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_a_request_preempted_at_its_end_is_computed_again_whatever_the_role(role):
+    ours = SimpleNamespace(_kv_transfer_config=KVTransferConfig(kv_connector="HiddenStatesConnector", kv_role=role))
+    assert HiddenStatesConnector.requires_kv_delivery.fget(ours)
+
+
+def test_the_factory_finds_a_constructor_that_takes_the_cache_groups():
+    """One without ``kv_cache_config`` is refused."""
+    found = KVConnectorFactory.get_connector_class(
+        KVTransferConfig(
+            kv_connector="HiddenStatesConnector",
+            kv_connector_module_path="hsx_dist.connector",
+            kv_role="kv_producer",
+        )
+    )
+    assert found is HiddenStatesConnector
+    assert supports_kw(found, "kv_cache_config")
 
 
 def engine(*, drafter=256, longest=256, shutdown_timeout=0):

@@ -118,6 +118,32 @@ def test_owners_take_turns_and_are_told_when_a_request_is_first_scheduled():
     assert [s.owner for s in meta(scheduler).saves] == [0, 1, 0, 1]
 
 
+def test_requests_of_one_name_have_one_owner_whatever_becomes_of_them():
+    """Two ranks would race: for the object, for its marker, and for the order in which both are stored."""
+    scheduler = half(tp=3, output="/data/x", allow_custom_save_path=True)
+    r = [
+        request(3, 3, request_id="a-1", hidden_states_key="k"),
+        request(3, 3, request_id="b-1"),
+        request(3, 3, request_id="c-1", hidden_states_key="k"),
+        request(4, 4, request_id="d-1", hidden_states_key="k"),  # another prompt
+        request(3, 0, request_id="e-1", generated=0, hidden_states_key="k"),  # never scheduled
+        request(3, 3, request_id="f-1", hidden_states_path="p"),
+        request(4, 4, request_id="g-1", hidden_states_path="p"),
+        request(3, 3, request_id="h-1", hidden_states_key="k", hidden_states_save=False),
+    ]
+    for each in r:
+        scheduler.new_request(each)
+    first = meta(scheduler, *(each for each in r if each.request_id != "e-1"))
+    for each in r:
+        scheduler.request_finished(each, [1])
+    last = meta(scheduler)
+    owners = {told.request_id: told.owner for told in (*first.expected, *first.skipped, *last.saves, *last.skipped)}
+    assert set(owners) == {each.request_id for each in r}
+    assert len({owners[f"{name}-1"] for name in "acdeh"}) == 1
+    assert owners["f-1"] == owners["g-1"]
+    assert len({owners["a-1"], owners["b-1"], owners["f-1"]}) == 3  # others still take turns
+
+
 def test_a_clients_request_id_cannot_leave_the_prefix():
     _, answer = half(via="store").request_finished(request(3, 3), [1])
     assert answer is not None

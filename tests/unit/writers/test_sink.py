@@ -15,7 +15,8 @@ from hsx_dist.format.runs import load_manifest, take_attempt, write_run
 from hsx_dist.page import Page, Segment
 from hsx_dist.reading import Run
 from hsx_dist.store.local import LocalStore
-from hsx_dist.writers.sink import Lost, PartSink, SinkOptions
+from hsx_dist.writers.events import Lost, Stored
+from hsx_dist.writers.sink import PartSink, SinkOptions
 from hsx_dist.writers.threads import ThreadSender
 from tests.unit.writers.small_samples import check_readable, options, pages
 
@@ -91,7 +92,9 @@ def test_one_sample_an_object(tmp_path):
         sink.add(page)
     sink.close()
     assert [o.name for o in store.list()] == ["%2E.%2Fa%20b.safetensors"]
-    assert [e.part for e in events] == ["%2E.%2Fa%20b.safetensors"]
+    (stored,) = events  # no receipt: there is no run
+    assert (type(stored), stored.part) == (Stored, "%2E.%2Fa%20b.safetensors")
+    assert [s.key for s in stored.segments] == ["../a b"]
 
 
 def test_a_segment_without_its_last_page_is_never_stored(store):
@@ -201,5 +204,6 @@ def test_without_a_run_two_copies_of_a_sample_are_two_requests_and_both_are_told
             rows = np.ascontiguousarray(data[:, start : start + 4])
             sink.add(Page(segment, start, start + 4, 4, (1, 2), "float32", 4, "LTH", ids, rows))
     sink.close()
-    assert [type(t).__name__ for t in told] == ["Receipt", "Receipt"]
+    assert [type(t) for t in told] == [Stored, Stored]
+    assert sorted(s.source for t in told for s in t.segments) == ["a", "b"]
     assert sink.held_bytes == 0

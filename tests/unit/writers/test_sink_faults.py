@@ -19,7 +19,8 @@ from hsx_dist.reading.verify import verify_run
 from hsx_dist.store.retry import RetryPolicy, RetryStore
 from hsx_dist.testing.faulty_stores import FailingStore, HangingStore, LyingStore, Strike, TearingStore
 from hsx_dist.testing.samples import random_sample
-from hsx_dist.writers.sink import Lost, PartSink
+from hsx_dist.writers.events import Lost, Stored
+from hsx_dist.writers.sink import PartSink
 from tests.unit.writers.small_samples import check_readable, options, pages
 
 
@@ -161,7 +162,8 @@ def test_of_two_that_are_stored_under_one_path_the_later_one_stays(store):
         sink.add(page)
     slow.release()
     sink.close()
-    assert [type(t) for t in told] == [Receipt] * 3
+    assert [type(t) for t in told] == [Stored] * 3
+    assert sorted(t.segments[0].source for t in told) == ["a", "b", "c"]  # each is told of the request that it was of
     assert Part.open(store, "p.bin").token_ids(0).tolist() == list(range(3, 13))
 
 
