@@ -5,7 +5,7 @@ READY := .venv/.ready
 SOURCES := hsx_dist benchmarks examples ray_jobs scripts tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-s3 check test pages matrix soak tables docs screenshots lock clean
+.PHONY: help setup demo demo-s3 check test bench bench-full pages matrix soak tables docs screenshots lock clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1	/p' Makefile
@@ -31,6 +31,12 @@ check: $(READY)  ## lint, format, types, unit tests: under a minute
 test: $(READY)  ## all tests, with real vLLM, Ray, S3 and GCS servers
 	$(BIN)/pytest -q -n 2 tests/unit
 	$(BIN)/pytest -m "not pages" tests/integration
+
+bench: $(READY)  ## every benchmark, a short choice of each, in less than half an hour: benchmarks/results/bench.md
+	$(BIN)/python -m benchmarks.bench
+
+bench-full: $(READY)  ## all of every benchmark (hours); each writes its own table too
+	$(BIN)/python -m benchmarks.bench --full
 
 pages: $(READY)  ## README's and the pages' commands and snippets, run in order as a reader would
 	$(BIN)/pytest tests/integration/test_documentation.py

@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=12_000)
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--keep", type=Path, help="folder in which the model's states are kept for the next time")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     args = parser.parse_args()
     about = provenance("numpy", "zstandard", "crc32c", "torch", "transformers")
     states = {dtype: states_of(dtype, args.tokens, args.keep) for dtype in CARRIER}
@@ -68,10 +69,9 @@ def main() -> None:
         "other_dtypes": [sizes(dtype, chunks_of(states[dtype])) for dtype in ("float16", "float32")],
     }
     result["goals"] = goals(result)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "codec.json").write_text(json.dumps(result, indent=1) + "\n")
+    (args.results / "codec.json").write_text(json.dumps(result, indent=1) + "\n")
     page = as_markdown(result)
-    (RESULTS / "codec.md").write_text(page)
+    (args.results / "codec.md").write_text(page)
     print(page)
 
 

@@ -250,7 +250,8 @@ def table(report: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=60, help="how often each operation runs in each case")
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/gather.md and .json")
+    parser.add_argument("--write", action="store_true", help="write gather.md and .json")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder to write to, with --write")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)
@@ -261,8 +262,8 @@ def main() -> int:
     print(text)
     if args.write:
         name = "gather" if device.type == "cpu" else "gather-cuda"
-        (HERE / "results" / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
-        (HERE / "results" / f"{name}.md").write_text(text)
+        (args.results / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+        (args.results / f"{name}.md").write_text(text)
     met = all(r["ratio_to_memcpy"]["gather"]["median"] >= GOALS[r["order"]] for r in results)
     return 0 if met else 1
 

@@ -31,11 +31,13 @@ import numpy as np
 import ray
 
 from hsx_dist.format.codecs import resolve_codec
+from hsx_dist.format.manifest import Receipt
 from hsx_dist.page import Page, Segment
 from hsx_dist.store import open_store
 from hsx_dist.testing.models import smollm2
+from hsx_dist.writers.events import Lost
 from hsx_dist.writers.ray_pool import RaySender, WriterSpec, start_writer
-from hsx_dist.writers.sink import Lost, Receipt, SinkOptions
+from hsx_dist.writers.sink import SinkOptions
 
 HERE = Path(__file__).parent
 LAYERS, HIDDEN = (2, 15, 27), 576
@@ -392,7 +394,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--long-gib", type=float, default=20.0, help="raw GiB of the measurement of memory")
     parser.add_argument("--dry", action="store_true", help="write no results")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder to write to")
     args = parser.parse_args()
+    args.results = args.results.resolve()  # what follows runs in a folder of its own
     found = {"machine": machine()}
     with tempfile.TemporaryDirectory(prefix="hsx-bench-") as folder:
         os.chdir(folder)
@@ -400,8 +404,8 @@ def main() -> None:
     found["goals"] = goals(found)
     print(report(found))
     if not args.dry:
-        (HERE / "results" / "pool.json").write_text(json.dumps(found, indent=1) + "\n")
-        (HERE / "results" / "pool.md").write_text(report(found))
+        (args.results / "pool.json").write_text(json.dumps(found, indent=1) + "\n")
+        (args.results / "pool.md").write_text(report(found))
 
 
 if __name__ == "__main__":

@@ -35,5 +35,8 @@ def _cpu() -> str:
 
 
 def _git(*args: str) -> str:
-    done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or ("unknown" if args[0] == "rev-parse" else "")
+    try:
+        done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    except FileNotFoundError:  # a bare machine
+        done = ""
+    return done.strip() or ("unknown" if args[0] == "rev-parse" else "")

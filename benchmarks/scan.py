@@ -34,15 +34,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=6_000)
     parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     args = parser.parse_args()
     about = provenance("numpy", "zstandard", "crc32c")
     rows = []
     for dtype in ("bfloat16", "float32"):
         pages = pages_of(smollm2_states(dtype, args.tokens), dtype)
         rows += [{"dtype": dtype, "codec": c, **measure(pages, c, args.rounds)} for c in ("none", "split")]
-    (RESULTS / "scan.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    (args.results / "scan.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
     text = table(about, rows)
-    (RESULTS / "scan.md").write_text(text)
+    (args.results / "scan.md").write_text(text)
     print(text)
 
 

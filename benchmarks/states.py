@@ -20,7 +20,7 @@ def smollm2_states(dtype: str, tokens: int) -> np.ndarray[Any, Any]:
     """
     import torch
 
-    from hsx_dist.connector.isa import avoid_broken_amx
+    from hsx_dist.isa import avoid_broken_amx
     from hsx_dist.testing.models import smollm2
 
     avoid_broken_amx()

@@ -16,6 +16,7 @@ from ray.data.datasource import Datasource, ReadTask
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.exporting import ExportOptions, ExportReport, export_run
+from hsx_dist.exporting.export import exporter_of
 from hsx_dist.reading import Run, open_run
 from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.reading.select import Selection
@@ -151,13 +152,15 @@ def export(
 
     Goes on where an earlier call was cut off; what belongs to all files is written at the end, here.
     """
+    run = open_run(url, storage_options=storage_options)
+    exporter_of(to)(run, options or ExportOptions())  # what is wrong with them is told here, not by a task
     count = shards or max(1, int(ray.cluster_resources().get("CPU", 1)))
 
     @ray.remote(num_cpus=1, max_retries=3)
     def work(shard: int) -> ExportReport:
-        run = open_run(url, storage_options=storage_options)
-        return export_run(run, to, dest, options, shard=shard, shards=count, finish=False)
+        own = open_run(url, storage_options=storage_options)
+        return export_run(own, to, dest, options, shard=shard, shards=count, finish=False)
 
     reports = ray.get([work.remote(shard) for shard in range(count)])
-    last = export_run(open_run(url, storage_options=storage_options), to, dest, options)
+    last = export_run(run, to, dest, options)
     return ExportReport(sum(r.written for r in reports), sum(r.there for r in reports), last.finished)

@@ -17,6 +17,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+from hsx_dist.testing.processes import end_on_sigterm
 from hsx_dist.testing.servers import ray_head, seaweedfs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,6 +29,7 @@ def main() -> int:
     parser.add_argument("--s3", action="store_true", help="store in SeaweedFS instead of runs/demo")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings over configs/demo.yaml")
     arguments = parser.parse_args()
+    end_on_sigterm()
     # The job runs in its own copy of the working folder: what is relative here must be absolute there.
     settings = [f"output={ROOT / 'runs' / 'demo'}"]
     # The job's `python` and the workers' must be this one.
@@ -50,7 +52,7 @@ def main() -> int:
             print(f"dashboard: {head.dashboard_url}", flush=True)
         job = ["python", "ray_jobs/extract.py", "--config", "configs/demo.yaml", *settings, *arguments.overrides]
         output = next(s for s in reversed(job) if s.startswith("output=")).removeprefix("output=")
-        about = json.dumps({"run": output})  # shown on the job's page of Ray's dashboard
+        about = json.dumps({"run": output, "job_name": "hsx demo"})  # shown on the job's page of Ray's dashboard
         command = ["ray", "job", "submit", "--working-dir", ".", "--metadata-json", about, "--", *job]
         print(f"$ {' '.join(command)}", flush=True)
         env = {**os.environ, **env}

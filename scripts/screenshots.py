@@ -24,47 +24,54 @@ from hsx_dist.observe.report import write_report
 from hsx_dist.observe.top import look
 from hsx_dist.store import open_store
 from hsx_dist.testing.browser import browser_page
-from hsx_dist.testing.servers import RayHead, ray_head
+from hsx_dist.testing.processes import end_on_sigterm
+from hsx_dist.testing.servers import RayHead, ray_head, seaweedfs
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "img"
+#: So that the writer's log has something to say.
+SMALL_PARTS = ("part_bytes=8MiB", "segment_bytes=8MiB")
 #: For the engines to load and the job to end, on a slow machine.
 PATIENCE_S = 600.0
 
 
 def main() -> None:
+    end_on_sigterm()
     path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     with (
         tempfile.TemporaryDirectory(prefix="hsx-ray-") as temp,
-        tempfile.TemporaryDirectory(prefix="hsx-shots-") as runs,
-        ray_head(num_cpus=2, temp_dir=temp, env=path) as head,
+        tempfile.TemporaryDirectory(prefix="hsx-s3-") as folder,
+        # A bucket, as on a cluster; and no path of this machine in a picture.
+        seaweedfs(folder, buckets=("states",)) as server,
+        ray_head(num_cpus=2, temp_dir=temp, env={**path, **server.env}) as head,
     ):
-        output = f"{runs}/demo"
+        os.environ.update(server.env)
+        output = f"{server.url}/demo"
         submit(output, {**os.environ, **path, **head.env})
         store = open_store(output)
-        wait_until(lambda: started(store))
+        wait_until(head, lambda: rows_stored(store) > 0)
         with browser_page(width=1280, height=820, cookies=token(head)) as (page, _):
-            shoot_dashboard(page, head)
-            wait_until(lambda: read_complete(store) is not None)
-            report = Path(runs) / "report.html"
+            shoot_running(page, head)
+            wait_until(head, lambda: read_complete(store) is not None)
+            shoot_log(page, head)
+            report = Path(folder) / "report.html"
             report.write_text(write_report(store), encoding="utf-8")
             page.goto(report.as_uri())
-            page.screenshot(path=IMAGES / "report.png")
+            shoot(page, "report", bottom=page.locator("#time"))
 
 
 def submit(output: str, env: dict[str, str]) -> None:
     job = ["python", "ray_jobs/extract.py", "--config", "configs/demo.yaml", f"output={output}", "check_samples=0"]
-    about = json.dumps({"run": output})
+    about = json.dumps({"run": output, "job_name": "hsx demo"})
     options = ["--no-wait", "--submission-id", "hsx-demo", "--working-dir", ".", "--metadata-json", about]
-    subprocess.run(["ray", "job", "submit", *options, "--", *job], cwd=ROOT, env=env, check=True)
+    subprocess.run(["ray", "job", "submit", *options, "--", *job, *SMALL_PARTS], cwd=ROOT, env=env, check=True)
 
 
-def started(store: Any) -> bool:
-    """Whether the first samples are under way."""
+def rows_stored(store: Any) -> int:
     try:
-        return float(look(store).progress.get("tokens") or 0) > 0
+        return int(look(store).progress.get("fates", {}).get("stored") or 0)
     except RunError:  # there is no run yet
-        return False
+        return 0
 
 
 def token(head: RayHead) -> dict[str, tuple[str, str]]:
@@ -73,34 +80,74 @@ def token(head: RayHead) -> dict[str, tuple[str, str]]:
     return {"ray-authentication-token": (head.dashboard_url, head.token)}
 
 
-def shoot_dashboard(page: Any, head: RayHead) -> None:
-    def shoot(name: str, route: str, until: str) -> None:
-        page.goto(f"{head.dashboard_url}/#/{route}")
-        page.get_by_text(until).first.wait_for(timeout=60_000)
-        page.wait_for_timeout(1500)  # tables fill in after their headings
-        page.screenshot(path=IMAGES / f"dashboard-{name}.png")
+def shoot_running(page: Any, head: RayHead) -> None:
+    """The pages of the job, its actors and one actor, while all of them are alive."""
+    # Before any job's page, which makes Ray add an actor of its own.
+    go(page, head, "actors", "/replica/0")
+    shoot(page, "dashboard-actors", bottom=page.locator("table").last)
+    go(page, head, f"actors/{actor_id(head, '/replica/0')}", "Tasks History")
+    section(page, "Logs").click()
+    section(page, "Tasks History").click()
+    page.get_by_text("replica 0: task").first.wait_for(timeout=60_000)
+    shoot(page, "dashboard-actor", most=1300)
+    go(page, head, "jobs/hsx-demo", "User-provided metadata")
+    page.get_by_text("tokens/s").first.wait_for(timeout=60_000)
+    shoot(page, "dashboard-job", bottom=section(page, "Task Timeline (beta)"), inside=False)
 
-    shoot("jobs", "jobs", "hsx-demo")
-    shoot("job", "jobs/hsx-demo", "User-provided metadata")
-    shoot("actors", "actors", "/replica/0")
-    shoot("actor", f"actors/{actor_id(head, '/replica/0')}", "replica 0: task")
+
+def shoot_log(page: Any, head: RayHead) -> None:
+    go(page, head, f"actors/{actor_id(head, '/writer/n0w0')}", "Tasks History")
+    page.get_by_label("Keyword").fill("hsx_dist")  # our own lines: libraries warn of this and that
+    page.get_by_text("stored").first.wait_for(timeout=60_000)
+    shoot(page, "dashboard-log", bottom=section(page, "Tasks History"), inside=False)
+
+
+def go(page: Any, head: RayHead, route: str, until: str) -> None:
+    page.goto(f"{head.dashboard_url}/#/{route}")
+    page.get_by_text(until).first.wait_for(timeout=60_000)
+
+
+def section(page: Any, title: str) -> Any:
+    """The line that folds and unfolds a section; the menu at the top comes before it."""
+    return page.get_by_text(title, exact=True).last
+
+
+def shoot(page: Any, name: str, *, bottom: Any = None, inside: bool = True, most: int = 1400) -> None:
+    """The page from its top through the element ``bottom`` (or up to it), at most ``most`` pixels high."""
+    page.wait_for_timeout(2000)  # tables fill in after their headings
+    page.evaluate("window.scrollTo(0, 0)")  # boxes are measured from what is in view
+    height = most
+    if bottom is not None:
+        box = bottom.bounding_box()
+        assert box is not None, name
+        height = min(int(box["y"] + (box["height"] if inside else 0)) + (12 if inside else -12), most)
+    width = page.viewport_size["width"]
+    page.screenshot(
+        path=IMAGES / f"{name}.png", full_page=True, clip={"x": 0, "y": 0, "width": width, "height": height}
+    )
 
 
 def actor_id(head: RayHead, name: str) -> str:
-    request = urllib.request.Request(  # noqa: S310 (loopback, and our own)
-        f"{head.dashboard_url}/api/v0/actors?limit=100&detail=true", headers={"Authorization": f"Bearer {head.token}"}
-    )
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=30) as answer:
-        actors = json.load(answer)["data"]["result"]["result"]
+    actors = ask(head, "v0/actors?limit=100&detail=true")["data"]["result"]["result"]
     return str(next(a["actor_id"] for a in actors if str(a["name"]).endswith(name)))
 
 
-def wait_until(ready: Callable[[], bool]) -> None:
+def ask(head: RayHead, path: str) -> Any:
+    """JSON of the dashboard's REST API."""
+    request = urllib.request.Request(  # noqa: S310 (loopback, and our own)
+        f"{head.dashboard_url}/api/{path}", headers={"Authorization": f"Bearer {head.token}"}
+    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=30) as answer:
+        return json.load(answer)
+
+
+def wait_until(head: RayHead, ready: Callable[[], bool]) -> None:
     end = time.monotonic() + PATIENCE_S
     while not ready():
-        if time.monotonic() > end:
-            raise TimeoutError("expected the demo's job to go on, it did not; look at its log on the dashboard")
+        job = ask(head, "jobs/hsx-demo")
+        if job["status"] in ("FAILED", "STOPPED") or time.monotonic() > end:
+            raise RuntimeError(f"expected the demo's job to go on, it is {job['status']}: {job['message']}")
         time.sleep(0.5)
 
 

@@ -63,7 +63,7 @@ def extract(
     ] = None,
     config: Annotated[Optional[str], typer.Option(metavar="FILE", help="YAML file of settings.")] = None,  # noqa: UP045
     model: Annotated[Optional[str], typer.Option(help="Hugging Face id or model folder.")] = None,  # noqa: UP045
-    input_: Annotated[Optional[str], typer.Option("--input", help="JSONL file of rows, a path or URL.")] = None,  # noqa: UP045
+    input_: Annotated[Optional[str], typer.Option("--input", help="File, folder or glob, a path or URL.")] = None,  # noqa: UP045
     layers: Annotated[Optional[str], typer.Option(help="E.g. 2,15,last; or all; or eagle3.")] = None,  # noqa: UP045
     output: Annotated[Optional[str], typer.Option(help="Folder or URL of the run.")] = None,  # noqa: UP045
     pool: Annotated[
@@ -84,7 +84,10 @@ def extract(
     raise typer.Exit(run(config, overrides or (), direct, as_json=as_json))
 
 
-ConfigFile = Annotated[str, typer.Option("--config", metavar="FILE", help="YAML file of settings.")]
+ConfigFile = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--config", metavar="FILE", help="YAML file of settings; without it all are given as KEY.SUB=VALUE."),
+]
 Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045
     typer.Argument(metavar="KEY.SUB=VALUE", help="Settings that override the file's."),
@@ -93,12 +96,13 @@ Overrides = Annotated[
 
 @app.command()
 def plan(
-    config: ConfigFile,
     overrides: Overrides = None,
+    config: ConfigFile = None,
     rows: Annotated[int, typer.Option(min=1, help="Encode so many rows, chosen by chance; all are counted.")] = 1000,
     tokens_per_second: Annotated[
-        float, typer.Option(min=1e-3, help="Of one replica: measured, or your guess.")
-    ] = 10_000,
+        Optional[float],  # noqa: UP045
+        typer.Option(min=1e-3, help="Of one replica: measured, or your guess (else 10,000)."),
+    ] = None,
     replicas_per_node: Annotated[int, typer.Option(min=1, help="Replicas that share a node's network.")] = 1,
     as_json: AsJson = False,
 ) -> None:
@@ -118,7 +122,7 @@ def plan(
 @app.command()
 def doctor(
     overrides: Overrides = None,
-    config: Annotated[Optional[str], typer.Option(metavar="FILE", help="YAML file of settings.")] = None,  # noqa: UP045
+    config: ConfigFile = None,
     engine: Annotated[
         bool, typer.Option("--engine", help="Start the engine too, and check its states by its own head.")
     ] = False,

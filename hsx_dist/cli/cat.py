@@ -16,6 +16,7 @@ from hsx_dist.config import parse_storage_options
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.description import ATTACHMENT_DTYPE, TENSOR_DTYPE
 from hsx_dist.reading import open_run
+from hsx_dist.reading.sample import LOSS_MASK
 
 
 def run_cat(path: str, key: str, out: str, options: Sequence[str], *, layers: str | None, tokens: str | None) -> None:
@@ -23,12 +24,17 @@ def run_cat(path: str, key: str, out: str, options: Sequence[str], *, layers: st
     suffix = Path(out).suffix
     if suffix not in (".npz", ".npy", ".safetensors"):
         raise ConfigError(f"-o: expected a name that ends in .npz, .npy or .safetensors, came {out!r}")
+    if not Path(out).absolute().parent.is_dir():
+        raise ConfigError(f"-o: expected a file in a folder that exists, came {out!r}; make {Path(out).parent} first")
     sample = open_run(path, storage_options=parse_storage_options(options))[key]
     wanted, span = parse_layers(layers), _tokens(tokens)
+    attached = sample.attached()
+    if LOSS_MASK in attached:  # of each token; what else is attached may mean anything, and stays whole
+        attached[LOSS_MASK] = attached[LOSS_MASK][span or slice(None)]
     if suffix == ".safetensors":
         carrier, ids = sample.load_carrier(wanted, span)
         layer_ids = np.array(sample.layer_ids if wanted is None else wanted, np.int64)
-        tensors = {"hidden_states": carrier, "token_ids": ids, "layer_ids": layer_ids, **sample.attached()}
+        tensors = {"hidden_states": carrier, "token_ids": ids, "layer_ids": layer_ids, **attached}
         Path(out).write_bytes(_safetensors(tensors, sample.dtype))
         shape: tuple[int, ...] = carrier.shape
     else:
@@ -38,7 +44,7 @@ def run_cat(path: str, key: str, out: str, options: Sequence[str], *, layers: st
             if suffix == ".npy":
                 np.save(f, states)
             else:
-                arrays = {"token_ids": loaded["token_ids"], "layer_ids": loaded["layer_ids"], **sample.attached()}
+                arrays = {"token_ids": loaded["token_ids"], "layer_ids": loaded["layer_ids"], **attached}
                 np.savez(f, hidden_states=states, **arrays)
         shape = states.shape
     print(f"{out}: hidden_states {list(shape)} (tokens, layers, hidden size), {sample.dtype}", file=sys.stderr)

@@ -18,9 +18,10 @@ def run_doctor(config: str | None, overrides: Sequence[str], *, engine: bool, as
     """Print each check as soon as it is done; the exit status is 1 when one failed."""
     from hsx_dist.jobs.doctor import examine
 
-    if config is None and (engine or overrides):
-        raise ConfigError("expected --config FILE, which says what to check, came none; give it")
-    settings = resolve_paths(load_config(config, overrides), Path.cwd()) if config is not None else None
+    given = config is not None or bool(overrides)
+    if engine and not given:
+        raise ConfigError("--engine: expected --config FILE, or settings such as model=…, came neither; give them")
+    settings = resolve_paths(load_config(config, overrides), Path.cwd()) if given else None
     found = []
     for check in examine(settings, engine=engine):
         found.append(check)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from hsx_dist.cli.status import run_app
 from hsx_dist.cli.tables import print_json
-from hsx_dist.config import parse_storage_options
+from hsx_dist.config import parse_storage_options, refuse_in_job
 from hsx_dist.errors import ConfigError
 from hsx_dist.exporting import ExportOptions, export_run
 from hsx_dist.reading import open_run
@@ -28,8 +30,12 @@ def run_export(
         raise ConfigError("--shard, --ray: expected one of them: with --ray the work is divided among Ray's tasks")
     storage_options = parse_storage_options(options)
     if ray:
+        refuse_in_job("RUN", path)
+        refuse_in_job("DEST", dest)
+        from hsx_dist.jobs.connect import connect_ray
         from hsx_dist.ray import export as export_by_tasks
 
+        connect_ray()
         report = export_by_tasks(path, to, dest, export, storage_options=storage_options)
     else:
         number, count = _shard(shard)
@@ -58,3 +64,10 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
         return None if text is None else tuple(int(k) for k in text.split(","))
     except ValueError:
         raise ConfigError(f"--layers: expected layer ids with commas, such as 2,15,27, came {text!r}") from None
+
+
+def job_main() -> None:
+    """The entry point of a submitted job: what ``hsx export`` takes, done by tasks of the cluster."""
+    from hsx_dist.cli.app import app
+
+    run_app(app, ["export", "--ray", *sys.argv[1:]], "hsx")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hsx_dist.cli.tables import bytes_text, print_json
+from hsx_dist.cli.tables import print_json
 from hsx_dist.config import parse_storage_options
 from hsx_dist.errors import NotFound
 from hsx_dist.format.manifest import RUN
 from hsx_dist.format.runs import count, load_manifest, read_run
+from hsx_dist.observe.units import bytes_text
 from hsx_dist.reading.expiry import expired, remove
-from hsx_dist.reading.garbage import remove_run, require_dead, unproven
+from hsx_dist.reading.garbage import remove_run, unproven
+from hsx_dist.reading.liveness import require_dead
 from hsx_dist.store import Store, open_store
 
 
@@ -20,6 +22,8 @@ def run_gc(path: str, options: Sequence[str], *, delete: bool, watch: float, as_
     if _is_run(store):
         _gc_run(store, path, delete=delete, watch=watch, as_json=as_json)
         return
+    if next(iter(store.list()), None) is None:
+        raise NotFound(f"{path}: expected a run, or where a server stores, and nothing is stored there; check the path")
     names = []
     for name, _ in expired(store):
         names.append(name)

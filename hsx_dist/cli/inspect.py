@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from hsx_dist.cli.tables import bytes_text, layers_text, print_facts, print_json, print_table
+from hsx_dist.cli.tables import layers_text, print_facts, print_json, print_table
 from hsx_dist.config import parse_storage_options
 from hsx_dist.format.manifest import RowFate
+from hsx_dist.observe.units import bytes_text
 from hsx_dist.reading import Run, Sample, open_run
 
 _REASONS_SHOWN = 5

@@ -6,21 +6,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hsx_dist.cli.tables import bytes_text, print_facts, print_json, print_table
+from hsx_dist.cli.tables import print_facts, print_json, print_table
 from hsx_dist.config import load_config, public_url, resolve_paths
+from hsx_dist.errors import ConfigError
+from hsx_dist.observe.units import bytes_text, duration
 
 if TYPE_CHECKING:
     from hsx_dist.jobs.plan import Plan
 
 _REASONS = 5
+#: Tokens a second of one replica, where nobody says how many.
+GUESSED = 10_000.0
 
 
 def run_plan(
-    config: str,
+    config: str | None,
     overrides: Sequence[str],
     *,
     sample_rows: int,
-    tokens_per_second: float,
+    tokens_per_second: float | None,
     replicas_per_node: int,
     as_json: bool,
 ) -> None:
@@ -28,12 +32,14 @@ def run_plan(
     from hsx_dist.jobs.plan import make_plan
     from hsx_dist.jobs.rows import read_rows
 
+    if config is None and not overrides:
+        raise ConfigError("expected --config FILE, or settings such as model=… input.path=…, came neither; give them")
     settings = resolve_paths(load_config(config, overrides), Path.cwd())
     plan = make_plan(
         settings,
         lambda: read_rows(settings.input),
         sample_rows=sample_rows,
-        tokens_per_second=tokens_per_second,
+        tokens_per_second=tokens_per_second or GUESSED,
         replicas_per_node=replicas_per_node,
     )
     if as_json:
@@ -48,10 +54,12 @@ def run_plan(
         print(f"note: {note}")
 
 
-def _facts(plan: Plan, model: str, rate: float, per_node: int) -> list[tuple[str, str]]:
+def _facts(plan: Plan, model: str, rate: float | None, per_node: int) -> list[tuple[str, str]]:
     exact = plan.sampled >= plan.rows - plan.unreadable
     sampled = "all of them encoded" if exact else f"{plan.sampled:,} encoded, ± {plan.margin:.1%}"
     unreadable = f", {plan.unreadable:,} cannot be read" if plan.unreadable else ""
+    guessed = "" if rate else " (a guess; --tokens-per-second says better)"
+    seconds = f"{plan.seconds:,.0f} s" + (f" ({duration(plan.seconds)})" if plan.seconds >= 120 else "")
     kept = "" if plan.stored_tokens == plan.tokens else f", {plan.stored_tokens:,} of them kept"
     return [
         ("model", model),
@@ -66,10 +74,13 @@ def _facts(plan: Plan, model: str, rate: float, per_node: int) -> list[tuple[str
             f"{bytes_text(plan.cache.states)} of states beside {bytes_text(plan.cache.kv)} of keys and values a token "
             f"and rank: {plan.cache.share:.0%} of it",
         ),
-        ("time", f"{plan.seconds:,.0f} s with {plan.replicas} replicas of {rate:,.0f} tokens/s"),
+        ("time", f"{seconds} with {_replicas(plan.replicas)} of {rate or GUESSED:,.0f} tokens/s{guessed}"),
         (
             "network",
-            f"{plan.node_bytes_per_second / 1e6:,.1f} MB/s from a node of {per_node} "
-            f"replica{'s' if per_node > 1 else ''}",
+            f"{plan.node_bytes_per_second / 1e6:,.1f} MB/s from a node of {_replicas(per_node)}",
         ),
     ]
+
+
+def _replicas(n: int) -> str:
+    return f"{n:,} replica{'' if n == 1 else 's'}"

@@ -43,16 +43,6 @@ def print_facts(facts: Iterable[tuple[str, object]]) -> None:
     _console().print(table)
 
 
-def bytes_text(n: int) -> str:
-    """``1.5 MiB`` for 1572864."""
-    size = float(n)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            return f"{n} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError
-
-
 def layers_text(layers: Sequence[int]) -> str:
     """``0-30`` for a run of ids, else the ids with commas."""
     if len(layers) > 2 and list(layers) == list(range(layers[0], layers[-1] + 1)):

@@ -9,8 +9,9 @@ from typing import Annotated, Optional
 import typer
 
 from hsx_dist.cli.status import FINE, FOUND_BAD, run_app
-from hsx_dist.cli.tables import bytes_text, print_json
-from hsx_dist.config import load_config, parse_storage_options, public_url, resolve_paths
+from hsx_dist.cli.tables import print_json
+from hsx_dist.config import load_config, parse_storage_options, public_url, refuse_in_job, resolve_paths
+from hsx_dist.observe.units import bytes_text
 from hsx_dist.reading.verify import Problem, verify_run
 from hsx_dist.store import Store, open_store
 
@@ -91,7 +92,9 @@ def _job(
     overrides: Annotated[Optional[list[str]], typer.Argument(metavar="KEY.SUB=VALUE")] = None,  # noqa: UP045
 ) -> None:
     """Verify the run at a configuration's output; for `ray job submit`."""
-    settings = resolve_paths(load_config(config, overrides or ()), Path.cwd())
+    settings = load_config(config, overrides or ())
+    refuse_in_job("output", settings.output)
+    settings = resolve_paths(settings, Path.cwd())
     options, backend = settings.store.storage_options, settings.store.backend
     store = open_store(settings.output, options, backend=backend, retry_seconds=settings.store.retry_seconds)
     raise typer.Exit(verify_store(store, public_url(settings.output)))

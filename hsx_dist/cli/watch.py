@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from hsx_dist.cli.status import FINE, FOUND_BAD
-from hsx_dist.cli.tables import bytes_text, print_facts, print_json
+from hsx_dist.cli.tables import print_facts, print_json
 from hsx_dist.config import parse_storage_options
+from hsx_dist.observe.units import bytes_text
 from hsx_dist.reading.status import RunStatus, run_status
 from hsx_dist.store import open_store
 
@@ -35,7 +36,15 @@ def _facts(status: RunStatus) -> list[tuple[str, object]]:
         ("parts", f"{totals.parts:,}, {bytes_text(totals.part_bytes)} ({bytes_text(totals.raw_bytes)} raw)"),
     ]
     if status.progress:
-        facts.append(("now", ", ".join(f"{k.replace('_', ' ')} {v:,}" for k, v in status.progress.items())))
+        told = {name: float(status.progress.get(name) or 0) for name in ("replicas", "under_way", "tokens_per_second")}
+        facts.append(
+            (
+                "now",
+                f"{told['replicas']:,.0f} replicas ready, {told['under_way']:,.0f} rows under way, "
+                f"{told['tokens_per_second']:,.0f} tokens/s"
+                + (f", paused by {status.progress['paused']}" if status.progress.get("paused") else ""),
+            )
+        )
     for kind, reasons in status.reasons.items():
         facts += [(f"{count:,} {kind}", reason) for reason, count in reasons.items()]
     if status.conflicts:

@@ -12,7 +12,7 @@ from hsx_dist.config.models import (
     StoreConfig,
     WritersConfig,
 )
-from hsx_dist.config.paths import is_local, resolve_paths
+from hsx_dist.config.paths import is_local, refuse_in_job, resolve_paths
 from hsx_dist.config.secrets import HIDDEN, looks_secret, public_url
 
 __all__ = [
@@ -29,5 +29,6 @@ __all__ = [
     "looks_secret",
     "parse_storage_options",
     "public_url",
+    "refuse_in_job",
     "resolve_paths",
 ]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from hsx_dist.config.models import ExtractConfig
+from hsx_dist.errors import ConfigError
 
 
 def resolve_paths(config: ExtractConfig, base: Path) -> ExtractConfig:
@@ -30,6 +32,19 @@ def resolve_paths(config: ExtractConfig, base: Path) -> ExtractConfig:
 def is_local(path: str) -> bool:
     """Whether ``path`` is a local path, not a URL."""
     return "://" not in path
+
+
+def refuse_in_job(name: str, path: str) -> None:
+    """A relative local path of a submitted job lies in the job's copy of the working folder, and is lost with it.
+
+    Raises:
+        ConfigError: ``path`` (of the setting or argument ``name``) is one, and this is a Ray job.
+    """
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and is_local(path) and not Path(path).is_absolute():
+        raise ConfigError(
+            f"{name}: expected an absolute path or a URL in a submitted job, came {path!r}, which would lie "
+            f"in the job's private copy of the folder; give $PWD/{path}, or an object store's URL"
+        )
 
 
 def _absolute(path: str, base: Path) -> str:

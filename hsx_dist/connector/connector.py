@@ -25,6 +25,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 
+from hsx_dist.connector import huge_pages
+from hsx_dist.connector.cache_writes import take_over
 from hsx_dist.connector.metadata import StepMetadata
 from hsx_dist.connector.outlet import Outlet, registered
 from hsx_dist.connector.scheduler import SchedulerHalf
@@ -34,6 +36,7 @@ from hsx_dist.connector.undrafted import never_draft
 from hsx_dist.connector.versions import check_version, layers_first
 from hsx_dist.connector.worker import WorkerHalf
 from hsx_dist.errors import ConfigError
+from hsx_dist.observe.logs import configure_logging
 from hsx_dist.observe.metrics import Increments
 
 if TYPE_CHECKING:
@@ -135,7 +138,16 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             raise ConfigError(f"expected one hidden-state cache layer, found {len(layers)}: {sorted(layers)}")
         cache = kv_caches[next(iter(layers))]
         cache = layers_first(cache, len(self._layer_ids), self._block_size, VLLM_VERSION)
+        if not cache.is_cuda:
+            storage = cache.untyped_storage()
+            huge_pages.advise(storage.data_ptr(), storage.nbytes())
+        if self._settings.cache_writes == "direct":
+            take_over(next(iter(layers.values())))
         rank = get_tensor_model_parallel_rank()
+        if self._settings.via == "socket":
+            # A process that vLLM made, and in which nobody has told our lines where to go and what to say of it.
+            about = {"run": self._settings.output, "replica": self._settings.replica or "", "rank": str(rank)}
+            configure_logging(logging.INFO, **about)
         if self._settings.owners is not None and rank >= self._settings.owners:
             return  # no sample is ever this rank's; on another node it could not even reach whoever ships
         self._outlet = make_outlet(self._settings, self._vllm_config)

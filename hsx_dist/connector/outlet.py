@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
+from hsx_dist.connector import huge_pages
 from hsx_dist.connector.cores import CORES
 from hsx_dist.connector.ring import Ring
 from hsx_dist.observe.metrics import Meter
@@ -230,16 +231,14 @@ class LocalOutlet:
         sender: Sender,
         in_flight_bytes: int,
         on_shipped: Callable[[Shipped], None] = lambda _: None,
-        memory: np.ndarray[Any, Any] | None = None,
         *,
         meter: Meter | None = None,
     ):
         self.meter = Meter() if meter is None else meter
         self.ring = Ring(in_flight_bytes)
         self.meter.watch("ring_bytes", lambda: self.ring.used_bytes)
-        # Touch the memory once, here: page faults in the step path cost three times the copy.
-        self.memory = np.zeros(self.ring.capacity, np.uint8) if memory is None else memory
-        self.memory.fill(0)
+        # Touched here: page faults in the step path cost three times the copy.
+        self.memory = huge_pages.zeroed(self.ring.capacity)
         self._sender = sender
         self._on_shipped = on_shipped
         self._thread = ShippingThread(self._ship, self.meter)

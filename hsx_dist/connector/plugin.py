@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hsx_dist.connector.cores  # noqa: F401 - early: it reads what vLLM is about to change
-from hsx_dist.connector.isa import avoid_broken_amx
+from hsx_dist.isa import avoid_broken_amx
 
 NAME = "HiddenStatesConnector"
 

@@ -55,11 +55,17 @@ class ConnectorSettings(BaseModel):
     use_synchronization_lock: bool = Field(
         True, description="on a local disk, PATH.lock is held until the object is there, as vLLM's connector does"
     )
+    cache_writes: Literal["vllm", "direct"] = Field(
+        "vllm",
+        description="how states get into the cache: by vLLM's own three copies, or by one (V1 runner, no data "
+        "parallelism; elsewhere vLLM's)",
+    )
     owners: int | None = Field(
         None,
         ge=1,
         description="so many ranks, from 0, copy and ship; null: all. Ranks on other nodes than rank 0 cannot",
     )
+    replica: str | None = Field(None, description="the job's replica whose engine this is, for its ranks' log lines")
     ttl_seconds: float | None = Field(None, gt=0, description="objects may be removed by hsx gc after so long")
     drain_seconds: float = Field(4.0, ge=0, description="how long shutdown waits for what was copied to be stored")
 

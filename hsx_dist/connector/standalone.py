@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from hsx_dist.connector.cores import any_core
 from hsx_dist.connector.locks import CompanionLocks
 from hsx_dist.connector.markers import Markers
 from hsx_dist.connector.outlet import LocalOutlet, PageRef
@@ -19,7 +20,8 @@ from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import Segment, object_name
 from hsx_dist.store import Store, open_store
 from hsx_dist.tokenizers import tokenizer_hash
-from hsx_dist.writers.sink import Event, Lost, PartSink, SinkOptions
+from hsx_dist.writers.events import Event, Lost
+from hsx_dist.writers.sink import PartSink, SinkOptions
 from hsx_dist.writers.threads import ThreadSender
 
 if TYPE_CHECKING:
@@ -255,12 +257,13 @@ def store_outlet(settings: ConnectorSettings, vllm_config: VllmConfig) -> StoreO
     }
     local = "://" not in settings.output or settings.output.startswith(("file://", "local://"))
     meter = Meter()
-    store = open_store(settings.output, settings.storage_options, on_retry=meter.retried)
-    return StoreOutlet(
-        store,
-        settings,
-        about,
-        markers=open_store(settings.output, settings.storage_options, retry_seconds=MARKER_SECONDS),
-        locks=CompanionLocks(store.url) if local and settings.use_synchronization_lock else None,
-        meter=meter,
-    )
+    with any_core():  # encoding and storing are not to take the engine's time
+        store = open_store(settings.output, settings.storage_options, on_retry=meter.retried)
+        return StoreOutlet(
+            store,
+            settings,
+            about,
+            markers=open_store(settings.output, settings.storage_options, retry_seconds=MARKER_SECONDS),
+            locks=CompanionLocks(store.url) if local and settings.use_synchronization_lock else None,
+            meter=meter,
+        )

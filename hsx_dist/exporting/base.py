@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -50,8 +50,9 @@ class Exporter(Protocol):
     def file(self, first: int) -> str:
         """The file, relative to the destination, of samples ``first`` to ``first + per_file``."""
 
-    def write(self, items: Sequence[dict[str, Any]], path: Path) -> None:
-        """Write the file. ``items``: ``HiddenStatesDataset``'s, torch tensors, of ``layers``."""
+    def write(self, items: Iterable[dict[str, Any]], path: Path) -> None:
+        """Write the file. ``items``: ``HiddenStatesDataset``'s, torch tensors, of ``layers``; each is read when it is
+        asked for."""
 
     def finish(self, run: Run, dest: Path) -> None:
         """After all files are there: what the trainer wants beside them."""

@@ -6,8 +6,10 @@ import importlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from hsx_dist.reading.run import Run
 from hsx_dist.reading.select import Selection
 
 _STATEMENT = "export.json"
+_ENTRY_POINTS = "hsx_dist.exporters"
 #: Name → class, or where it is: a trainer's packages are loaded when it is exported for.
 EXPORTERS: dict[str, type[Exporter] | str] = {
     "vllm": "hsx_dist.exporting.vllm:VllmExporter",
@@ -29,7 +32,10 @@ EXPORTERS: dict[str, type[Exporter] | str] = {
 
 
 def register_exporter(name: str, exporter: type[Exporter]) -> None:
-    """Make ``exporter`` known as ``name``. ``ConfigError`` when there is one of that name."""
+    """Make ``exporter`` known as ``name`` in this process. ``ConfigError`` when there is one of that name.
+
+    ``hsx export`` knows it where its package names it as an entry point of the group ``hsx_dist.exporters``.
+    """
     if name in EXPORTERS:
         raise ConfigError(f"exporter {name!r}: expected a name that is not taken; taken are {sorted(EXPORTERS)}")
     EXPORTERS[name] = exporter
@@ -70,7 +76,7 @@ def export_run(
         raise ConfigError(f"shard: expected 0 … {shards - 1}, came {shard}")
     folder = Path(dest)
     options = options or ExportOptions()
-    exporter = _exporter(to)(run, options)
+    exporter = exporter_of(to)(run, options)
     statement = {"exporter": to, "run": run.url, "samples": len(run), "layer_ids": LAYER_IDS, **exporter.statement()}
     _claim(folder, statement)
     firsts = range(0, len(run), exporter.per_file)
@@ -83,8 +89,12 @@ def export_run(
     return ExportReport(len(todo), len(firsts[shard::shards]) - len(todo), finished)
 
 
-def _exporter(name: str) -> type[Exporter]:
+def exporter_of(name: str) -> type[Exporter]:
+    """The class of that name. ``ConfigError`` when there is none."""
     found = EXPORTERS.get(name)
+    if found is None:
+        for point in entry_points(group=_ENTRY_POINTS, name=name):
+            found = EXPORTERS[name] = point.load()
     if found is None:
         raise ConfigError(f"exporter: expected one of {', '.join(sorted(EXPORTERS))}, came {name!r}")
     if not isinstance(found, str):
@@ -114,7 +124,7 @@ def _claim(folder: Path, statement: dict[str, Any]) -> None:
 
 def _batches(
     run: Run, exporter: Exporter, options: ExportOptions, todo: list[int], prefetch_bytes: int
-) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+) -> Iterator[tuple[int, Iterator[dict[str, Any]]]]:
     import numpy as np
 
     groups = [list(range(f, min(f + exporter.per_file, len(run)))) for f in todo]
@@ -131,10 +141,12 @@ def _batches(
         )
     )
     for group in groups:
-        yield group[0], [next(items) for _ in group]
+        found = (next(items) for _ in group)
+        yield group[0], found
+        deque(found, maxlen=0)  # what an exporter left is no other file's
 
 
-def _write_whole(exporter: Exporter, items: list[dict[str, Any]], path: Path) -> None:
+def _write_whole(exporter: Exporter, items: Iterable[dict[str, Any]], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=".new-", suffix=path.suffix, dir=path.parent)
     os.close(handle)

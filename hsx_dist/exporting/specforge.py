@@ -6,7 +6,7 @@ the final norm.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ class Eagle3Exporter(_SpecForge):
         self.layers = need(run, (*self._aux, last), "specforge-eagle3")
         self._end = ModelEnd(run, options.model)
 
-    def write(self, items: Sequence[dict[str, Any]], path: Path) -> None:
+    def write(self, items: Iterable[dict[str, Any]], path: Path) -> None:
         import torch
 
         [item] = items
@@ -74,7 +74,7 @@ class DFlashExporter(_SpecForge):
         self.layers = need(run, (*self._aux, *([last] if options.with_last else [])), "specforge-dflash")
         self._end = ModelEnd(run, options.model) if options.with_last else None
 
-    def write(self, items: Sequence[dict[str, Any]], path: Path) -> None:
+    def write(self, items: Iterable[dict[str, Any]], path: Path) -> None:
         import torch
 
         [item] = items

@@ -7,7 +7,7 @@ norm, as the verifier's last state.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class SpeculatorsExporter:
     def file(self, first: int) -> str:
         return f"hidden_states/hs_{first}.safetensors"
 
-    def write(self, items: Sequence[dict[str, Any]], path: Path) -> None:
+    def write(self, items: Iterable[dict[str, Any]], path: Path) -> None:
         from safetensors.torch import save_file
 
         [item] = items

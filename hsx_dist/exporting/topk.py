@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from hsx_dist.reading.run import Run
 
 #: Positions whose logits are held at once: a vocabulary of 150 000 takes 0.3 GiB.
 _ROWS = 512
-_COLUMNS = ("key", "input_ids", "completion_mask", "teacher_topk_ids", "teacher_topk_logprobs")
+#: Samples whose rows are held at once, and then are a row group of the file.
+_ROW_GROUP = 64
 
 
 class TopKExporter:
@@ -38,20 +40,10 @@ class TopKExporter:
     def file(self, first: int) -> str:
         return f"data-{first // self.per_file:06d}.parquet"
 
-    def write(self, items: Sequence[dict[str, Any]], path: Path) -> None:
+    def write(self, items: Iterable[dict[str, Any]], path: Path) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        columns: dict[str, list[Any]] = {
-            n: [] for n in ("key", "input_ids", "completion_mask", "teacher_topk_ids", "teacher_topk_logprobs")
-        }
-        for item in items:
-            ids, values = self._top(item["hidden_states"][:, 0])
-            columns["key"].append(item["key"])
-            columns["input_ids"].append(item["input_ids"].numpy())
-            columns["completion_mask"].append(item["loss_mask"].long().numpy())
-            columns["teacher_topk_ids"].append(list(ids))
-            columns["teacher_topk_logprobs"].append(list(values))
         schema = pa.schema(
             [
                 ("key", pa.string()),
@@ -62,7 +54,20 @@ class TopKExporter:
             ],
             metadata={"teacher": self._end.model},
         )
-        pq.write_table(pa.table(columns, schema=schema), path)
+        items = iter(items)
+        with pq.ParquetWriter(path, schema) as writer:
+            while rows := [self._row(item) for item in islice(items, _ROW_GROUP)]:
+                writer.write_table(pa.Table.from_pylist(rows, schema))
+
+    def _row(self, item: dict[str, Any]) -> dict[str, Any]:
+        ids, values = self._top(item["hidden_states"][:, 0])
+        return {
+            "key": item["key"],
+            "input_ids": item["input_ids"].numpy(),
+            "completion_mask": item["loss_mask"].long().numpy(),
+            "teacher_topk_ids": list(ids),
+            "teacher_topk_logprobs": list(values),
+        }
 
     def _top(self, states: Any) -> tuple[Any, Any]:
         import torch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ class VllmExporter:
     def file(self, first: int) -> str:
         return f"{object_name(self._keys[first])}.safetensors"
 
-    def write(self, items: Sequence[dict[str, Any]], path: Path) -> None:
+    def write(self, items: Iterable[dict[str, Any]], path: Path) -> None:
         from safetensors.torch import save_file
 
         [item] = items

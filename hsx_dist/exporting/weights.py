@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hsx_dist.errors import ConfigError
+from hsx_dist.isa import avoid_broken_amx
 from hsx_dist.reading.run import Run
 
 _NORM = ("model.norm.weight", "model.language_model.norm.weight", "language_model.model.norm.weight")
@@ -67,6 +68,7 @@ class ModelEnd:
         import torch
 
         if self._head is None:
+            avoid_broken_amx()
             self._head = self._tensor(_HEAD, _EMBED)
         x = self.norm(states)
         logits = (x @ self._head.to(x.dtype).T).float() / self._scale

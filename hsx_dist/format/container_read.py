@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -28,6 +28,19 @@ class Source(Protocol):
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]: ...
 
 
+#: Memory for states: shape and dtype → a carrier array, its content arbitrary.
+Empty = Callable[[tuple[int, int, int], str], np.ndarray[Any, Any]]
+
+
+class Loaded(NamedTuple):
+    """``states``: carrier ``[n, L, H]``; ``token_ids``: int64, of the *whole* segment; ``attached``: what was asked for
+    and is there."""
+
+    states: np.ndarray[Any, Any]
+    token_ids: np.ndarray[Any, Any]
+    attached: dict[str, np.ndarray[Any, Any]]
+
+
 class Part:
     """One stored part, open for reading; immutable, and safe to share between threads.
 
@@ -35,21 +48,32 @@ class Part:
     layer ids and checksums.
     """
 
-    def __init__(self, store: Source, name: str, header: Header, size: int | None):
+    def __init__(self, store: Source, name: str, header: Header, size: int | None, front: bytes = b""):
         self.name = name
         #: Of the object in bytes; ``None`` when nobody had to ask.
         self.size = size
         self.header_bytes = header.size
         self._store = store
         self._header = header
+        self._front = memoryview(front)
+        self._segments = tuple(record.info for record in header.description.segments)
         self._where = f"{store.url.rstrip('/')}/{name}"
 
     @classmethod
-    def open(cls, store: Source, name: str, *, header_bytes: int | None = None, size: int | None = None) -> Part:
+    def open(
+        cls,
+        store: Source,
+        name: str,
+        *,
+        header_bytes: int | None = None,
+        size: int | None = None,
+        front_bytes: int = 0,
+    ) -> Part:
         """Read and check the header.
 
         ``header_bytes`` and ``size`` as a receipt has them: one request then; without ``header_bytes`` two. Without
-        ``size``, whether data is missing at the end is found when it is read.
+        ``size``, whether data is missing at the end is found when it is read. ``front_bytes``: so much of the data, at
+        whose front all token ids lie, is fetched in the same request and kept.
 
         Raises:
             NotFound, StoreError: the store's.
@@ -59,7 +83,7 @@ class Part:
         with _told(f"{store.url.rstrip('/')}/{name}"):
             if header_bytes is not None and header_bytes < 8:
                 raise FormatError(f"expected a safetensors header, got one of {header_bytes} bytes")
-            data = _ranges(store, name, [(0, 8 if header_bytes is None else header_bytes)])[0]
+            data = _ranges(store, name, [(0, 8 if header_bytes is None else header_bytes + front_bytes)])[0]
             length = 8 + struct.unpack_from("<Q", data)[0]
             if length - 8 > MAX_HEADER_BYTES or (size is not None and length > size):
                 raise FormatError(
@@ -68,8 +92,9 @@ class Part:
                 )
             if header_bytes is not None and length != header_bytes:
                 raise FormatError(f"expected a header of {header_bytes} bytes, the object says {length}")
-            body = _ranges(store, name, [(8, length)])[0] if header_bytes is None else data[8:]
-            return cls(store, name, parse_header(bytes(body), None if size is None else size - length), size)
+            body = _ranges(store, name, [(8, length)])[0] if header_bytes is None else data[8:length]
+            header = parse_header(bytes(body), None if size is None else size - length)
+            return cls(store, name, header, size, bytes(data[length:]))
 
     @property
     def codec(self) -> Codec:
@@ -82,7 +107,7 @@ class Part:
 
     @property
     def segments(self) -> tuple[SegmentInfo, ...]:
-        return tuple(record.info for record in self._header.description.segments)
+        return self._segments
 
     def layer_bytes(self, i: int) -> dict[int, int]:
         """Layer id → stored bytes of the states of segment ``i``; empty for a file that does not tell its layers."""
@@ -101,15 +126,9 @@ class Part:
     def attached(self, i: int, names: Collection[str] | None = None) -> dict[str, np.ndarray[Any, Any]]:
         """The small arrays that a user attached to the sample whose first segment this is, by name; ``names``: only
         these, as far as they are there."""
-        record, prefix = self._record(i), "" if self._header.description.schema == "vllm" else f"{i}."
-        wanted = {name: a for name, a in record.attached.items() if names is None or name in names}
+        wanted = [name for name in self._record(i).attached if names is None or name in names]
         with _told(self._where):
-            views = self._fetch([self._header.tensors[f"{prefix}attached.{name}"][2] for name in wanted])
-            found = {}
-            for (name, a), view in zip(wanted.items(), views, strict=True):
-                _check(crc32c(view), a.crc, f"attached {name!r} of segment {i}")
-                found[name] = np.frombuffer(view, ATTACHMENT_DTYPE[a.dtype]).reshape(a.shape).copy()
-            return found
+            return self._attached(i, wanted, self._fetch([self._attached_range(i, name) for name in wanted]))
 
     def token_ids(self, i: int) -> np.ndarray[Any, Any]:
         """Token ids of segment ``i``: int64 ``[n]``."""
@@ -144,11 +163,18 @@ class Part:
         layers: Sequence[int] | None = None,
         tokens: tuple[int, int] | None = None,
         out: np.ndarray[Any, Any] | None = None,
-    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """``read`` and the token ids of the *whole* segment, fetched together."""
+        attached: Collection[str] = (),
+        empty: Empty | None = None,
+    ) -> Loaded:
+        """``read``, the token ids, and of what is ``attached`` that of these names: fetched together.
+
+        ``empty``: where the memory for the states comes from, without ``out``.
+        """
+        names = [name for name in self._record(i).attached if name in attached]
+        extra = [self._token_range(i), *(self._attached_range(i, name) for name in names)]
         with _told(self._where):
-            states, (ids,) = self._read(i, layers, tokens, out, [self._token_range(i)])
-            return states, self._token_ids(i, ids)
+            states, (ids, *views) = self._read(i, layers, tokens, out, extra, empty)
+            return Loaded(states, self._token_ids(i, ids), self._attached(i, names, views))
 
     def scan(self, i: int) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
         """Every chunk of segment ``i``, checked and decoded: position of the layer, states ``[rows, H]`` (carrier)."""
@@ -178,6 +204,10 @@ class Part:
         name = "token_ids" if self._header.description.schema == "vllm" else f"{i}.token_ids"
         return self._header.tensors[name][2]
 
+    def _attached_range(self, i: int, name: str) -> tuple[int, int]:
+        prefix = "" if self._header.description.schema == "vllm" else f"{i}."
+        return self._header.tensors[f"{prefix}attached.{name}"][2]
+
     def _row_ranges(self, i: int, first: int, last: int) -> list[tuple[int, int]]:
         """Schema ``vllm``: chunks ``[first, last)``, all layers."""
         info, base = self._record(i).info, self._begin("hidden_states")
@@ -191,8 +221,11 @@ class Part:
         return start, start + sum(sizes[first:last])
 
     def _fetch(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        shift = self.header_bytes
-        return _ranges(self._store, self.name, [(shift + a, shift + b) for a, b in ranges])
+        """Of the data; what came with the header is at hand."""
+        front, shift = self._front, self.header_bytes
+        far = [(shift + a, shift + b) for a, b in ranges if b > front.nbytes]
+        fetched = iter(_ranges(self._store, self.name, far) if far else ())
+        return [front[a:b] if b <= front.nbytes else next(fetched) for a, b in ranges]
 
     # -- what came -------------------------------------------------------------------------------------------------
 
@@ -203,6 +236,7 @@ class Part:
         tokens: tuple[int, int] | None,
         out: np.ndarray[Any, Any] | None,
         extra: list[tuple[int, int]],
+        empty: Empty | None = None,
     ) -> tuple[np.ndarray[Any, Any], list[memoryview]]:
         info = self._record(i).info
         picks = _positions(info, layers)
@@ -218,7 +252,7 @@ class Part:
         extras, views = views[: len(extra)], views[len(extra) :]
         shape = (stop - start, len(picks), info.hidden_size)
         if out is None:  # only now: what was fetched has shown that the segment is there
-            out = new_states(shape, info.dtype)
+            out = (empty or new_states)(shape, info.dtype)
         elif (out.shape, out.dtype) != (shape, CARRIER[info.dtype]):
             raise ValueError(f"out: expected {CARRIER[info.dtype]} {shape}, got {out.dtype} {out.shape}")
         if plain:
@@ -268,6 +302,14 @@ class Part:
         if record.crcs is not None:
             _check(crc32c(view), record.crcs[0][c], f"segment {i}, tokens {info.chunk_span(c)}")
         return np.frombuffer(view, CARRIER[info.dtype]).reshape(-1, info.num_layers, info.hidden_size)
+
+    def _attached(self, i: int, names: Sequence[str], views: Sequence[memoryview]) -> dict[str, np.ndarray[Any, Any]]:
+        found = {}
+        for name, view in zip(names, views, strict=True):
+            a = self._record(i).attached[name]
+            _check(crc32c(view), a.crc, f"attached {name!r} of segment {i}")
+            found[name] = np.frombuffer(view, ATTACHMENT_DTYPE[a.dtype]).reshape(a.shape).copy()
+        return found
 
     def _token_ids(self, i: int, view: memoryview) -> np.ndarray[Any, Any]:
         record = self._record(i)

@@ -15,6 +15,7 @@ from hsx_dist.format.receipt import Receipt, RowFate, SegmentProof, token_hash
 from hsx_dist.format.segments import SegmentTable
 
 __all__ = [
+    "CHECK",
     "COMPLETE",
     "RUN",
     "Manifest",
@@ -34,6 +35,8 @@ __all__ = [
 
 RUN = "run.json"
 COMPLETE = "complete.json"
+#: What comparing samples with the model found (``check_samples``).
+CHECK = "check.json"
 _WRITER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _RECEIPT = re.compile(r"manifest/(\d{4,})/([^/]+)/(\d{6,})\.json")
 

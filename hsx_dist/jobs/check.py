@@ -11,16 +11,15 @@ from rich.console import Console
 from rich.table import Table
 
 from hsx_dist.config import ExtractConfig
-from hsx_dist.connector.isa import avoid_broken_amx
 from hsx_dist.errors import NotFound
+from hsx_dist.format.manifest import CHECK
+from hsx_dist.isa import avoid_broken_amx
 from hsx_dist.jobs.preflight import Model
 from hsx_dist.reading import Run, Sample
 from hsx_dist.store import Store
 
 if TYPE_CHECKING:
     import torch
-
-CHECK = "check.json"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,9 @@ from hsx_dist.jobs.tasks import EngineSpec, Task, TaskResult
 from hsx_dist.observe.logs import configure_logging
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.observe.ray_metrics import RayExport
+from hsx_dist.writers.events import Lost
 from hsx_dist.writers.ray_pool import RaySender, WriterSpec, start_writer
-from hsx_dist.writers.sink import Lost, SinkOptions
+from hsx_dist.writers.sink import SinkOptions
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ class ReplicaActor:
     ):
         os.environ.update(environment)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        # Ranks that vLLM starts as processes are then `hsx replica 0::Worker_TP1` to ps, top and py-spy.
+        os.environ.setdefault("VLLM_PROCESS_NAME_PREFIX", f"hsx replica {tags['replica']}")
         self._claim = prepare_cpu(spec.ranks, num_cpus)
         from hsx_dist.jobs.replica import Replica
 
@@ -64,7 +67,9 @@ class ReplicaActor:
         self._senders: list[RaySender] = []
         self._meter = Meter()
         self._export = RayExport(self._meter, "replica", tags)
-        self._replica = Replica(spec, self._sender, self._meter)
+        before = time.monotonic()
+        self._replica = Replica(spec, self._sender, self._meter, name=tags["replica"])
+        log.info("the engine is ready after %.1f s, ranks: %d", time.monotonic() - before, spec.ranks)
 
     def __repr__(self) -> str:
         # What Ray's log lines and its dashboard call this process.
@@ -431,6 +436,9 @@ class RayFleet:
     def close(self, *, quickly: bool = False) -> None:
         if not quickly:
             self._wait([r.actor.stop.remote() for r in self._replicas.values() if r.state != "starting"], CLOSE_S)
+            for actor in self._listening.values():
+                actor.hang_up.remote()
+            self._wait(list(self._listening), CLOSE_S)
         for replica in self._replicas.values():
             ray.kill(replica.actor)
             if replica.group is not None:

@@ -16,8 +16,9 @@ from hsx_dist.config import ExtractConfig
 from hsx_dist.errors import ConfigError, HsxError
 from hsx_dist.jobs import preflight
 from hsx_dist.jobs.cluster import credential_environment, reason_of
+from hsx_dist.jobs.connect import connect_ray
 from hsx_dist.jobs.doctor import Check, machine_limits, probe_store
-from hsx_dist.jobs.extract import connect_ray, engine_spec
+from hsx_dist.jobs.extract import engine_spec
 from hsx_dist.jobs.placement import place
 from hsx_dist.jobs.room import affordable_credit, check_output, check_room
 

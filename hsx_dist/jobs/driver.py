@@ -27,7 +27,7 @@ from hsx_dist.jobs.limits import Limits, Verdict
 from hsx_dist.jobs.rows import Row
 from hsx_dist.jobs.tasks import Task, TaskResult
 from hsx_dist.observe.progress import Progress
-from hsx_dist.writers.sink import Counted, Lost
+from hsx_dist.writers.events import Counted, Lost
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +119,9 @@ class Driver:
         Fenced: a newer attempt took the run over.
         StoreError: the store refuses (credentials, bucket): nothing more can be stored.
         """
+        if ended := self._verdict().ended:
+            self.ended = ended  # a limit that earlier attempts have reached: no engine is needed to say so
+            return
         self._started = self._since = time.monotonic()
         self._fleet.start()
         self._progress.say("starting engines")
@@ -209,6 +212,7 @@ class Driver:
     # -- telling -------------------------------------------------------------------------------------------------
 
     def _tell_pause(self, verdict: Verdict) -> None:
+        self._progress.paused = verdict.paused
         if verdict.paused and not self._paused:
             self._progress.say(f"paused by {verdict.paused}")
         if verdict.paused and self._is_idle() and self._shipped:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from hsx_dist.config import ExtractConfig, is_local, load_config, public_url, resolve_paths
-from hsx_dist.errors import ConfigError, Fenced, HsxError, NotFound, RunError, RunMismatch
+from hsx_dist.config import ExtractConfig, load_config, public_url, refuse_in_job, resolve_paths
+from hsx_dist.errors import Fenced, HsxError, NotFound, RunError, RunMismatch
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.manifest import RUN, Manifest, RowFate
 from hsx_dist.format.runs import (
@@ -29,11 +29,12 @@ from hsx_dist.format.runs import (
     write_run,
 )
 from hsx_dist.jobs import preflight
+from hsx_dist.jobs.connect import connect_ray
 from hsx_dist.jobs.driver import Driver
 from hsx_dist.jobs.encode import RowRules
 from hsx_dist.jobs.fleet import Fleet, LocalFleet
 from hsx_dist.jobs.heartbeat import Heartbeat
-from hsx_dist.jobs.identity import check_same_input, first_rows, run_seed
+from hsx_dist.jobs.identity import check_same_input, differences, first_rows, run_seed
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.jobs.limits import HeldBytes, Limits, seconds_left
 from hsx_dist.jobs.rows import Row, read_rows, rows_from
@@ -89,27 +90,10 @@ def run_extract(config: ExtractConfig, *, base: Path | None = None) -> RunSummar
 
     ``base``: the folder against which relative paths are resolved (default: the current one).
     """
-    refuse_job_local_output(config)
+    refuse_in_job("output", config.output)
     config = resolve_paths(config, base or Path.cwd())
     read_rows(config.input)  # opens the input: a wrong path is told before anything is started
     return run_extraction(config, lambda: read_rows(config.input), Console())
-
-
-def refuse_job_local_output(config: ExtractConfig) -> None:
-    """A relative output of a submitted job would end in the job's copy of the working folder, and be lost with it.
-
-    Raises:
-        ConfigError: the output is relative, and this is a Ray job.
-    """
-    if (
-        "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
-        and is_local(config.output)
-        and not Path(config.output).is_absolute()
-    ):
-        raise ConfigError(
-            f"output: expected an absolute path or a URL in a submitted job, came {config.output!r}, which would lie "
-            "in the job's private copy of the folder; add output=$PWD/… to the command line, or an object store's URL"
-        )
 
 
 def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSummary:
@@ -139,7 +123,7 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
 
     total, todo = count_rows(rows, manifest, retry_poison=config.retry_poison)
     if not todo and read_complete(store) is not None:
-        console.print(f"nothing to do: all {total} rows of {store.url} are accounted for")
+        console.print(f"nothing to do: all {total} rows of {store.url} are accounted for", soft_wrap=True)
         return finish(config, store, manifest, model, console, computed=None)
     attempt = take_attempt(store, {"host": os.uname().nodename, "pid": os.getpid(), "settings": config.public()})
     console.print(f"run {store.url}, attempt {attempt}: {total} rows, {total - todo} of them done", soft_wrap=True)
@@ -192,7 +176,8 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
         if not driver.ended:
             write_complete(store, attempt, manifest, {"rows": total})
     if driver.ended:
-        console.print(f"stopped: {driver.ended}; what has a receipt stays, and the same command goes on from there")
+        told = f"stopped: {driver.ended}; what has a receipt stays, and the same command goes on from there"
+        console.print(told, soft_wrap=True)
         return RunSummary.of(store.url, manifest, stopped=driver.ended)
     return finish(config, store, manifest, model, console, computed=progress)
 
@@ -221,6 +206,8 @@ def telling_what_is_missing(rows: Rows, manifest: Manifest, console: Console) ->
     """When the attempt ends by an error: which rows no receipt accounts for, as far as this driver knows."""
     try:
         yield
+    except Fenced:
+        raise  # they are the newer driver's affair
     except HsxError as e:
         first: list[str] = []
         missing = 0
@@ -268,9 +255,9 @@ def open_or_start_run(
             f"resume: never, but there is a run at {store.url}; choose another output, or set resume=allow"
         )
     before = read_run(store).get("meaning", {})
-    differ = [k for k in sorted({*before, *meaning}) if before.get(k) != meaning.get(k)]
+    differ = differences(before, meaning)
     if differ:
-        lines = "; ".join(f"{k}: the run has {before.get(k)!r}, this is {meaning.get(k)!r}" for k in differ)
+        lines = "; ".join(f"{name}: the run has {had!r}, this is {has!r}" for name, had, has in differ)
         raise RunMismatch(
             f"the run at {store.url} was made with settings that give its samples another meaning ({lines}). Choose "
             "another output, or the same settings"
@@ -351,29 +338,6 @@ def make_fleet(config: ExtractConfig, store: Store, spec: EngineSpec, about: dic
     from hsx_dist.jobs.cluster import ray_fleet
 
     return ray_fleet(config, spec, options, name=f"hsx-{uuid.uuid4().hex[:6]}")
-
-
-def connect_ray(run: str = "") -> None:
-    """Join the cluster of ``RAY_ADDRESS`` (in a submitted job: its own), or start one of this machine alone.
-
-    The job's metadata on Ray's dashboard say which ``run`` it makes, if any.
-    """
-    import ray
-
-    if ray.is_initialized():
-        return
-    address = os.environ.get("RAY_ADDRESS")
-    try:
-        ray.init(
-            address=address or "local",
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            job_config=ray.job_config.JobConfig(metadata={"hsx_run": run} if run else {}),
-        )
-    except ConnectionError as e:
-        raise ConfigError(
-            f"RAY_ADDRESS: expected a Ray cluster at {address!r}, came: {e}; start one, or unset it"
-        ) from e
 
 
 @contextmanager

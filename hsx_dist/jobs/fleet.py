@@ -12,7 +12,8 @@ from hsx_dist.jobs.replica import Replica
 from hsx_dist.jobs.tasks import EngineSpec, Task, TaskResult
 from hsx_dist.observe.metrics import Increments
 from hsx_dist.store import Store
-from hsx_dist.writers.sink import Counted, Event, PartSink, SinkOptions
+from hsx_dist.writers.events import Counted, Event
+from hsx_dist.writers.sink import PartSink, SinkOptions
 from hsx_dist.writers.threads import ThreadSender
 
 

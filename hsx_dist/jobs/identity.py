@@ -50,6 +50,18 @@ def check_same_input(url: str, run: Mapping[str, Any], manifest: Manifest, rows:
         )
 
 
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> list[tuple[str, Any, Any]]:
+    """Settings that are not the same in both: name (``input.text``), and the value of each; None stands for none."""
+    found: list[tuple[str, Any, Any]] = []
+    for name in sorted({*before, *now}):
+        had, has = before.get(name), now.get(name)
+        if isinstance(had, Mapping) and isinstance(has, Mapping):
+            found += differences(had, has, f"{within}{name}.")
+        elif had != has:
+            found.append((f"{within}{name}", had, has))
+    return found
+
+
 def run_seed(run: Mapping[str, Any], sampling_params: Mapping[str, Any]) -> str:
     """What the seeds of a run's rows are made of: the seed that the user gave, else the run's own identity."""
     given = sampling_params.get("seed")

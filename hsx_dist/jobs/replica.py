@@ -46,13 +46,17 @@ class Replica:
     its own); either way nothing is reported as shipped before the writers have been handed all of it.
     """
 
-    def __init__(self, spec: EngineSpec, make_sender: Callable[[], Sender], meter: Meter | None = None):
-        """Starts the engine; returns when it can work. ``meter``: counts what the engine and its ring do.
+    def __init__(
+        self, spec: EngineSpec, make_sender: Callable[[], Sender], meter: Meter | None = None, *, name: str = "0"
+    ):
+        """Starts the engine; returns when it can work. ``meter``: counts what the engine and its ring do. ``name``:
+        what its ranks' log lines call the replica.
 
         Raises:
             EngineError: vLLM refused to start; the message carries its reason.
         """
         self._spec = spec
+        self._name = name
         self.meter = Meter() if meter is None else meter
         self._increments = Increments(self.meter)
         self._senders: list[Sender] = []
@@ -185,8 +189,11 @@ class Replica:
             self._sampling_params({})
         except (TypeError, ValueError, VLLMValidationError) as e:
             raise EngineError(f"sampling_params: expected what vLLM's SamplingParams take, came {e}") from e
-        llm = LLM(**engine_arguments(spec, self._via, self._address))
+        llm = LLM(**engine_arguments(spec, self._via, self._address, self._name))
         self._engine = llm.llm_engine
+        if self._core_here and not self._in_process:
+            # vLLM names them itself, by an id of its own that it takes from nobody.
+            log.info("its ranks' actors are vllm_Worker_%s_TP0, …", self._engine.vllm_config.instance_id)
         tokenizer = load_tokenizer(spec.model, revision=spec.revision, engine_kwargs=spec.engine_kwargs)
         # The engine's own limit counts: its rules for it are not all in the model's configuration.
         longest = min(spec.max_tokens, llm.model_config.max_model_len - 1)
@@ -306,7 +313,7 @@ def row_seed(run: str, key: str) -> int:
     return int.from_bytes(digest) >> 1
 
 
-def engine_arguments(spec: EngineSpec, via: str, address: str) -> dict[str, Any]:
+def engine_arguments(spec: EngineSpec, via: str, address: str, replica: str = "0") -> dict[str, Any]:
     """Arguments of ``vllm.LLM``: the user's untouched, and those that the extraction sets."""
     arguments: dict[str, Any] = {"disable_log_stats": True, **spec.engine_kwargs}
     if spec.revision is not None:
@@ -329,6 +336,7 @@ def engine_arguments(spec: EngineSpec, via: str, address: str) -> dict[str, Any]
                 "hsx": {
                     "via": via,
                     "address": address,
+                    "replica": replica,
                     "output": spec.output,
                     "layout": spec.layout,
                     "codec": spec.codec,

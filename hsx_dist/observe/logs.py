@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 #: What a line may be about, in the order in which it is shown.
-FIELDS = ("run", "attempt", "replica", "writer", "key", "row", "part")
+FIELDS = ("run", "attempt", "replica", "rank", "writer", "key", "row", "part")
 #: A message may come so often …
 OFTEN = 10
 #: … within so many seconds; what comes beyond is counted.
@@ -23,7 +23,7 @@ WINDOW_S = 60.0
 
 
 class Structured(logging.Formatter):
-    """``context`` (run, replica, writer) stands in every line; the rest comes from a record's ``extra``."""
+    """``context`` (run, replica, rank, writer) stands in every line; the rest comes from a record's ``extra``."""
 
     def __init__(self, context: Mapping[str, Any] | None = None, *, as_json: bool = False):
         super().__init__()
@@ -70,10 +70,21 @@ class NotSoOften(logging.Filter):
         return count < OFTEN
 
 
+def shown_elsewhere(record: logging.LogRecord) -> bool:
+    """Whether the library whose line it is has a handler of its own: it would stand there twice."""
+    name = record.name
+    while name:
+        if any(not isinstance(h, logging.NullHandler) for h in logging.getLogger(name).handlers):
+            return True
+        name = name.rpartition(".")[0]
+    return False
+
+
 def configure_logging(level: int, **context: str) -> None:
     """Let this process log to standard error; where somebody has configured logging already, nothing is changed."""
     handler = logging.StreamHandler()
     handler.setFormatter(Structured(context, as_json=os.environ.get("HSX_LOG") == "json"))
+    handler.addFilter(lambda record: not shown_elsewhere(record))
     handler.addFilter(NotSoOften())
     logging.basicConfig(level=level, handlers=[handler])
 

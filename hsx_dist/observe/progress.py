@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from hsx_dist.observe.metrics import Meter, Series
+from hsx_dist.observe.units import duration
 
 #: Seconds between the first plain lines; each pause is longer than the one before, up to a minute, as logs are kept.
 PLAIN_EVERY_S = 5.0
@@ -35,10 +36,12 @@ class Progress:
         self.tokens = 0
         self.raw_bytes = 0
         self.stored_bytes = 0
+        self.paused = ""  # why no rows are handed out for now
         self._before = done
         self._total = total
         self._running = 0
         self._first_token: float | None = None
+        self._began: float | None = None  # the same in Unix time
         self._last_receipt = time.time()
         self._spent: dict[str, float] = {}  # sums of what replicas and writers counted
         self._window: deque[tuple[float, int, int, int]] = deque()  # (time, rows, tokens, stored bytes)
@@ -108,7 +111,7 @@ class Progress:
         """The first engine is ready: rates count from here."""
         if self._first_token is None:
             self._first_token = time.monotonic()
-            self._last_receipt = time.time()  # loading a model is no lack of progress
+            self._began = self._last_receipt = time.time()  # loading a model is no lack of progress
 
     # -- how it stands -------------------------------------------------------------------------------------------
 
@@ -167,7 +170,9 @@ class Progress:
             "raw_bytes": self.raw_bytes,
             "stored_bytes": self.stored_bytes,
             "seconds": round(self.seconds, 3),
+            "engines_timestamp": self._began,
             "in_flight": self._running,
+            "paused": self.paused,
             "counted": {name: round(value, 3) for name, value in sorted(self._spent.copy().items())},
         }
 
@@ -180,7 +185,8 @@ class Progress:
         if self.left and rows_s > 0:
             parts.append(f"ETA {duration(self.left / rows_s)}")
         parts += [f"{self._running} in flight", f"{self.refused} refused", f"{self.failed} failed"]
-        return " · ".join(parts + ([f"{self.retries} retried"] if self.retries else []))
+        parts += [f"{self.retries} retried"] if self.retries else []
+        return " · ".join(parts + ([f"paused by {self.paused}"] if self.paused else []))
 
     def show(self, running: int) -> None:
         """Bring the display up to date; ``running`` rows are with replicas."""
@@ -194,10 +200,3 @@ class Progress:
             self._said = now
             of = f"/{self._total:,}" if self._total is not None else ""
             self.say(f"rows {self.done:,}{of} done · {self.line()}")
-
-
-def duration(seconds: float) -> str:
-    """``1:02:03`` for 3723 seconds, ``0:07`` for 7."""
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"

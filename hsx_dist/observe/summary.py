@@ -10,6 +10,7 @@ from rich.table import Table
 
 from hsx_dist.format.manifest import Manifest
 from hsx_dist.observe.progress import Progress
+from hsx_dist.observe.units import bytes_text
 
 #: How a run ended by one of its own limits begins to say so.
 _LIMITS = ("max_rows", "max_bytes", "deadline")
@@ -69,8 +70,8 @@ def print_summary(summary: RunSummary, manifest: Manifest, console: Console, com
     table.add_row("rows", f"{summary.samples:,} stored, {summary.refused:,} refused, {summary.failed:,} failed")
     table.add_row("tokens", f"{summary.tokens:,}")
     table.add_row("parts", f"{summary.parts:,}")
-    table.add_row("raw", f"{summary.raw_bytes / 1e6:,.1f} MB")
-    table.add_row("stored", f"{summary.stored_bytes / 1e6:,.1f} MB")
+    table.add_row("raw", bytes_text(summary.raw_bytes))
+    table.add_row("stored", bytes_text(summary.stored_bytes))
     table.add_row("ratio", f"{summary.ratio:.3f}")
     if computed is not None:
         rate = computed.tokens / max(computed.seconds, 1e-9)

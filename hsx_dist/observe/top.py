@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from hsx_dist.format.runs import newest_attempt, read_complete, read_heartbeat, read_run
-from hsx_dist.observe.progress import duration
+from hsx_dist.observe.units import duration
 from hsx_dist.store import Store
 
 #: A heartbeat that has not changed for so long is called old; who takes over decides by looking twice.
@@ -68,7 +68,8 @@ class Standing:
         if self.eta_seconds is not None:
             parts.append(f"ETA {duration(self.eta_seconds)}")
         parts += [f"{self.fates.get(name) or 0:,} {name}" for name in ("refused", "failed", "retried")]
-        return " · ".join(parts)
+        paused = self.progress.get("paused")
+        return " · ".join(parts + ([f"paused by {paused}"] if paused and self.state == "running" else []))
 
     @property
     def stale(self) -> bool:

@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from hsx_dist.errors import ConfigError, FormatError, NotFound, SampleConsumed
+from hsx_dist.format.container_read import Empty
+from hsx_dist.reading.arrays import resolve_framework
 from hsx_dist.reading.cache import CachedStore
 from hsx_dist.reading.follow import Arrival, Follower
 from hsx_dist.reading.items import ItemSpec
 from hsx_dist.reading.order import Progress, canonical_order, fingerprint, restore
-from hsx_dist.reading.prefetch import read_ahead
+from hsx_dist.reading.prefetch import read_ahead, reused_memory
 from hsx_dist.reading.retain import rank_of
 from hsx_dist.reading.run import Run, open_run
 from hsx_dist.reading.select import Selection, select
@@ -67,8 +69,12 @@ class _Reader:
         spec.check_layers(self.run)
         self.spec = spec
 
-    def make(self, place: int, epoch: int) -> dict[str, Any]:
-        return self.spec.make(self.run.at(place), epoch)
+    def make(self, place: int, epoch: int, empty: Empty | None = None) -> dict[str, Any]:
+        return self.spec.make(self.run.at(place), epoch, empty)
+
+    def memory(self, prefetch_bytes: int) -> Empty | None:
+        """Where items' states lie; fresh memory for numpy, which gets other arrays than those that are decoded into."""
+        return reused_memory(prefetch_bytes) if resolve_framework(self.spec.framework) == "torch" else None
 
 
 class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
@@ -117,7 +123,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         rename: Mapping[str, str | None] | None = None,
         on_error: Literal["raise", "skip"] = "raise",
         prefetch_bytes: int = 256 << 20,
-        threads: int = 8,
+        threads: int = 16,
         cache_dir: str | os.PathLike[str] | None = None,
         cache_bytes: int = 32 << 30,
         repeat: bool = False,
@@ -139,6 +145,8 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
             raise ConfigError(
                 "follow: expected no shuffle and no repeat: samples come in the order in which they are proven"
             )
+        if follow and isinstance(source, Selection):
+            raise ConfigError("follow: expected a run, came a selection of what it has now; what comes is not selected")
         self._reader = _Reader(source, spec, storage_options, cache_dir, cache_bytes)
         self._shuffle, self._buffer, self._seed = shuffle, shuffle_buffer, seed
         self._rank, self._world = _world(rank, world_size)
@@ -192,9 +200,9 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         )
         places = selection.places[progress.mine(order)[progress.taken :]]
         tasks = ((int(place), reader.spec.nbytes(self.run, int(place))) for place in places)
-        epoch = progress.epoch
+        epoch, empty = progress.epoch, self._reader.memory(self._prefetch)
         for place, future in read_ahead(
-            lambda place: reader.make(place, epoch), tasks, threads=self._threads, max_bytes=self._prefetch
+            lambda place: reader.make(place, epoch, empty), tasks, threads=self._threads, max_bytes=self._prefetch
         ):
             item = self._outcome(self.run.index.keys[place], future)
             progress.taken += 1
@@ -227,6 +235,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
             self.run.store, state=None if resume is None else resume["position"], **(self._follow or {})
         )
         nbytes = 0 if self.run.layer_ids else 1
+        empty = self._reader.memory(self._prefetch)
 
         def tasks() -> Iterator[tuple[Arrival | None, int]]:
             for arrival in follower:
@@ -237,7 +246,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
 
         def make(arrival: Arrival | None) -> dict[str, Any]:
             assert arrival is not None, "read_ahead runs no pauses"
-            return self._reader.spec.make(self.run.sample_of(arrival.entry), 0)
+            return self._reader.spec.make(self.run.sample_of(arrival.entry), 0, empty)
 
         for arrival, future in read_ahead(make, tasks(), threads=self._threads, max_bytes=self._prefetch):
             assert arrival is not None, "read_ahead yields no pauses"
@@ -322,7 +331,7 @@ class HiddenStatesMapDataset(Dataset):  # type: ignore[misc, valid-type]
         seed: int = 0,
         loss_mask: Literal["ones", "raise", "off"] = "ones",
         rename: Mapping[str, str | None] | None = None,
-        threads: int = 8,
+        threads: int = 16,
         cache_dir: str | os.PathLike[str] | None = None,
         cache_bytes: int = 32 << 30,
         framework: Literal["auto", "torch", "numpy"] = "auto",

@@ -3,54 +3,17 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator
 
-from hsx_dist.errors import RunError
-from hsx_dist.format.manifest import COMPLETE, RUN
-from hsx_dist.format.runs import newest_attempt, read_complete, read_heartbeat, read_run, scan_receipts
+from hsx_dist.format.manifest import CHECK, COMPLETE, RUN
+from hsx_dist.format.runs import newest_attempt, read_run, scan_receipts
 from hsx_dist.reading.run import CONSUMED
 from hsx_dist.store import ObjectInfo, Store
 
 _PART = re.compile(r"data/part-(\d{4,})-.+\.safetensors")
-#: An attempt beats every few seconds; one that is silent for so long is dead.
-WATCH_SECONDS = 45.0
 #: What a run consists of, in the order in which it is removed: ``attempts/`` last, by which a removal that was cut
 #: off is known as one.
 _FOLDERS = ("manifest/", "data/", CONSUMED, "report/", "attempts/")
-
-
-def require_dead(
-    store: Store,
-    *,
-    watch_seconds: float = WATCH_SECONDS,
-    sleep: Callable[[float], None] = time.sleep,
-    clock: Callable[[], float] = time.monotonic,
-) -> int:
-    """The newest attempt, once it is known that nobody is at work on the run; 0 when there was none.
-
-    At once where it has said that it ended, else after its heartbeat has stood still for ``watch_seconds``.
-
-    Raises:
-        RunError: somebody is at work.
-    """
-    attempt = newest_attempt(store)
-    complete = read_complete(store)
-    if attempt == 0 or (complete is not None and complete["attempt"] >= attempt):
-        return attempt
-    first = read_heartbeat(store, attempt)
-    if first is not None and first.get("state") != "running":
-        return attempt
-    end = clock() + watch_seconds
-    while clock() < end:
-        sleep(min(1.0, watch_seconds))
-        now = read_heartbeat(store, attempt)
-        if newest_attempt(store) != attempt or (now or {}).get("value") != (first or {}).get("value"):
-            raise RunError(
-                f"{store.url}: expected a run that nobody works on, and attempt {newest_attempt(store)} is alive; stop "
-                "it, or wait for its end"
-            )
-    return attempt
 
 
 def unproven(store: Store, attempt: int) -> Iterator[ObjectInfo]:
@@ -75,7 +38,7 @@ def remove_run(store: Store, *, on_object: Callable[[str], None] = lambda _: Non
     if newest_attempt(store) == 0:
         read_run(store)
     removed = 0
-    for name in (RUN, COMPLETE):
+    for name in (RUN, COMPLETE, CHECK):
         store.delete(name)
         on_object(name)
         removed += 1

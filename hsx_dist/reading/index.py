@@ -32,7 +32,7 @@ class Index:
     """All whole samples of a run, in the order of their rows; those without a row last, by key.
 
     Arrays are ``[N]``: ``tokens`` int64, ``raw_bytes`` int64 (of the states), ``part_of`` int32 (the part of the first
-    segment, an index into ``parts``).
+    segment, an index into ``parts``). ``tokens_in``: a part's name → tokens of all its segments.
     """
 
     def __init__(self, receipts: Iterable[Receipt]):
@@ -52,6 +52,9 @@ class Index:
         self.refused: dict[str, RowFate] = {k: f for k, f in manifest.refused.items() if k not in self}
         self.failed: dict[str, RowFate] = {k: f for k, f in manifest.failed.items() if k not in self}
         self.parts_by_name = {r.part: r for r in self.parts if r.part is not None}
+        lengths = columns["stop"] - columns["start"]
+        totals = np.bincount(columns["part"], lengths, len(with_part)).astype(np.int64)
+        self.tokens_in = {r.part: int(n) for r, n in zip(with_part, totals, strict=True) if r.part is not None}
 
     def _arrange(self, keys: list[str], columns: dict[str, _Array], odd: _Array) -> None:
         simple = np.flatnonzero(~odd)

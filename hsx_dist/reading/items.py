@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hsx_dist.errors import ConfigError
+from hsx_dist.format.container_read import Empty
 from hsx_dist.reading.arrays import Framework, resolve_framework, to_ids
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import LOSS_MASK, Sample, Tokens
@@ -85,10 +86,13 @@ class ItemSpec:
         stored = max(1.0, index.stored_bytes[place] / max(1, index.raw_bytes[place]))
         return int(index.raw_bytes[place] * share * (wide + stored))
 
-    def make(self, sample: Sample, epoch: int) -> dict[str, Any]:
-        """The item. Errors as ``Sample.load``'s; ``ConfigError`` for a mask that is missing or has another length."""
+    def make(self, sample: Sample, epoch: int, empty: Empty | None = None) -> dict[str, Any]:
+        """The item; ``empty`` as ``Sample.load``'s.
+
+        Errors as ``Sample.load``'s; ``ConfigError`` for a mask that is missing or has another length.
+        """
         start, stop = self.span(sample.num_tokens, sample.key, epoch)
-        loaded = sample.load(self.layers, (start, stop), self.framework)
+        loaded = sample.load(self.layers, (start, stop), self.framework, loss_mask=self.loss_mask != "off", empty=empty)
         item = {
             "input_ids": loaded["token_ids"],
             "hidden_states": loaded["hidden_states"],

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.reading.datasets import HiddenStatesDataset
+from hsx_dist.reading.order import MIXED
 
 if importlib.util.find_spec("torch") is not None:
     from torch.utils.data import IterableDataset
@@ -42,7 +43,7 @@ class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
         if stop not in ("first", "all"):
             raise ConfigError(f"stop: expected 'first' or 'all', came {stop!r}")
         self._datasets, self._weights, self._stop = list(datasets), given, stop
-        self._taken = [0] * len(given)
+        self._taken: list[float] = [0] * len(given)
         self._resumed = False
 
     def set_epoch(self, epoch: int) -> None:
@@ -68,11 +69,13 @@ class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
             yield item
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the mixture and each data set stand."""
-        return {"taken": list(self._taken), "datasets": [d.state_dict() for d in self._datasets]}
+        """Where the mixture and each data set stand; ``merge_states`` joins ranks."""
+        return {"format": MIXED, "taken": list(self._taken), "datasets": [d.state_dict() for d in self._datasets]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iteration goes on where ``state`` was taken."""
+        """The next iteration goes on where ``state`` was taken. ``ConfigError``: it is no state of such a mixture."""
+        if not isinstance(state, Mapping) or state.get("format") != MIXED:
+            raise ConfigError(f"state: expected what state_dict of a MixedDataset gave, came {str(state)[:80]}")
         if len(state["datasets"]) != len(self._datasets):
             raise ConfigError(f"state: expected {len(self._datasets)} data sets, came {len(state['datasets'])}")
         for dataset, own in zip(self._datasets, state["datasets"], strict=True):

@@ -17,6 +17,8 @@ import numpy as np
 from hsx_dist.errors import ConfigError
 
 _VERSION = "hsx-dataset/1"
+#: What a ``MixedDataset`` calls its state.
+MIXED = "hsx-mixed/1"
 _Array = np.ndarray[Any, Any]
 
 
@@ -115,13 +117,17 @@ def merge_states(states: Any) -> dict[str, Any]:
     """One state from those of all shards, for any number of shards.
 
     Args:
-        states: the ``state_dict`` of each shard's data set in any nesting of lists and mappings, such as the state of
-            torchdata's ``StatefulDataLoader`` of each rank.
+        states: the ``state_dict`` of each shard's data set (or ``MixedDataset``) in any nesting of lists and mappings,
+            such as the state of torchdata's ``StatefulDataLoader`` of each rank. Of ``TokenBatches`` the state of the
+            data set beneath is taken, before the buffer that was being given: its tokens come again.
 
     Raises:
         ConfigError: a shard is missing, or they are not of one epoch of the same data set.
     """
-    found = _find(states)
+    mixed = _find(states, MIXED)
+    if mixed:
+        return _merge_mixed(mixed)
+    found = _find(states, _VERSION)
     if not found:
         raise ConfigError("states: expected the states of a HiddenStatesDataset, found none in what was given")
     by_shard: dict[int, Mapping[str, Any]] = {}
@@ -143,9 +149,22 @@ def merge_states(states: Any) -> dict[str, Any]:
     return {**first, "history": [*first["history"], [first["shards"], taken]], "shards": None, "shard": 0, "taken": 0}
 
 
-def _find(states: Any) -> list[Mapping[str, Any]]:
+def _merge_mixed(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    count = len(states[0]["datasets"])
+    if any(len(state["datasets"]) != count for state in states):
+        raise ConfigError("states: expected mixtures of the same data sets, they differ in their number")
+    # What counts is how the numbers taken compare with one another, which the mean keeps.
+    taken = [sum(state["taken"][i] for state in states) / len(states) for i in range(count)]
+    return {
+        "format": MIXED,
+        "taken": taken,
+        "datasets": [merge_states([state["datasets"][i] for state in states]) for i in range(count)],
+    }
+
+
+def _find(states: Any, version: str) -> list[Mapping[str, Any]]:
     if isinstance(states, Mapping):
-        return [states] if states.get("format") == _VERSION else _find(list(states.values()))
+        return [states] if states.get("format") == version else _find(list(states.values()), version)
     if isinstance(states, Sequence) and not isinstance(states, (str, bytes)):
-        return [found for item in states for found in _find(item)]
+        return [found for item in states for found in _find(item, version)]
     return []

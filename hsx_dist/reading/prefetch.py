@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hsx_dist.format.blocks import BlockPool
+from hsx_dist.format.container_read import Empty, new_states
+from hsx_dist.page import CARRIER
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -58,3 +65,19 @@ def read_ahead(
             held -= nbytes
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def reused_memory(max_bytes: int) -> Empty:
+    """Memory for the states of items, used again once nothing refers to an item: page faults cost as much as decoding.
+
+    Of ``max_bytes``, as ``read_ahead`` has them, the other half is left to what is fetched and not yet decoded.
+    """
+    limit = max_bytes // 2
+    blocks = BlockPool(limit)
+
+    def empty(shape: tuple[int, int, int], dtype: str) -> np.ndarray[Any, Any]:
+        carrier = np.dtype(CARRIER[dtype])
+        nbytes = math.prod(shape) * carrier.itemsize
+        return blocks.take(nbytes).view(carrier).reshape(shape) if nbytes <= limit else new_states(shape, dtype)
+
+    return empty

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from hsx_dist.errors import AlreadyExists, ConfigError, RunError
 from hsx_dist.format.manifest import Manifest
-from hsx_dist.format.runs import load_manifest, read_complete
+from hsx_dist.format.runs import load_manifest, newest_attempt, read_complete, receipts_of
 from hsx_dist.reading.run import CONSUMED
 from hsx_dist.reading.select import key_hash
 from hsx_dist.store import Store
@@ -65,7 +65,7 @@ class Retention:
             StoreError: the store's.
         """
         if any(key not in self._manifest.samples for key in keys):
-            self._manifest = load_manifest(self._store)
+            self._refresh()
             self._mark_foreign()
         parts: set[str] = set()
         for key in keys:
@@ -89,6 +89,15 @@ class Retention:
     def load_state_dict(self, state: Mapping[str, Sequence[str]]) -> None:
         """Go on where ``state_dict`` was taken."""
         self._used.update(state["used"])
+
+    def _refresh(self) -> None:
+        """Learn of receipts that came since; reading all of them for every new part would take longer and longer."""
+        if not self._manifest.receipts:
+            self._manifest = load_manifest(self._store)
+            return
+        for attempt in range(1, newest_attempt(self._store) + 1):
+            for receipt in receipts_of(self._store, attempt, known=self._manifest):
+                self._manifest.add(receipt)
 
     def _mark_foreign(self) -> None:
         """Parts in which nothing is this rank's."""

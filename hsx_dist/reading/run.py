@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 #: Headers kept: neighbours in a run lie in the same few parts.
 _HEADERS = 64
+#: Token ids are kept with a header, up to so many bytes: one request brings both, and a sample is then one more.
+_MOST_IDS = 1 << 20
 #: Under it lies which consumers have used up which part: ``consumed/PART/CONSUMER.json``.
 CONSUMED = "consumed/"
 
@@ -49,6 +51,40 @@ def _open(path: str, storage_options: Mapping[str, Any] | None, forked: bool) ->
     return open_store(path, storage_options, backend="fsspec" if forked else "auto")
 
 
+class _Parts:
+    """The parts opened last. One that several threads want is opened by one of them; all of them get its error."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, Part] = OrderedDict()
+        self._opening: dict[str, Future[Part]] = {}
+
+    def get(self, name: str, open_part: Callable[[str], Part]) -> Part:
+        with self._lock:
+            if name in self._kept:
+                self._kept.move_to_end(name)
+                return self._kept[name]
+            others = self._opening.get(name)
+            if others is None:
+                mine: Future[Part] = Future()
+                self._opening[name] = mine
+        if others is not None:
+            return others.result()
+        try:
+            mine.set_result(open_part(name))
+        except BaseException as e:
+            mine.set_exception(e)
+            raise
+        finally:
+            with self._lock:
+                del self._opening[name]
+                if mine.exception() is None:
+                    self._kept[name] = mine.result()
+                    while len(self._kept) > _HEADERS:
+                        self._kept.popitem(last=False)
+        return mine.result()
+
+
 class Run:
     """The durable samples of a run, by key; safe to share between threads.
 
@@ -63,8 +99,7 @@ class Run:
         self._wrap: Callable[[Store], Store] | None = None
         self._wrapped: tuple[Store, Store] | None = None
         self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._parts: OrderedDict[str, Part] = OrderedDict()
+        self._parts = _Parts()
         #: ``run.json``: what was asked for.
         self.info: dict[str, Any] = read_run(store)
         self.refresh()
@@ -91,9 +126,10 @@ class Run:
 
     def with_store(self, wrap: Callable[[Store], Store]) -> Run:
         """The same run, its parts read through ``wrap(store)``; the samples are shared, not read again."""
-        other = copy.copy(self)
+        other = object.__new__(type(self))  # copy.copy goes by what pickles: the store would be opened again
+        other.__dict__.update(self.__dict__)
         other._wrap = wrap
-        other._lock, other._parts = threading.Lock(), OrderedDict()
+        other._parts = _Parts()
         return other
 
     @property
@@ -178,36 +214,33 @@ class Run:
             return f"its row was {'refused' if fate.fate == 'refused' else 'given up'}: {fate.reason}"
         if not self.complete:
             return f"it is not stored yet; the run has {len(self)} samples and is not complete"
-        return f"the run is complete, with {len(self)} samples, and none has this key; see Run.keys()"
+        return f"the run is complete, with {len(self)} samples, and none has this key; see Run.keys(), or hsx ls"
 
     def open_part(self, name: str) -> Part:
-        """The part of that name, its header read; the last few are kept.
+        """The part of that name, its header and token ids read; the last few are kept.
 
         Raises:
             SampleConsumed: it was removed after all consumers had used it.
             NotFound, StoreError, FormatError: as ``Part.open``.
         """
-        store = self._source
-        with self._lock:
-            part = self._parts.get(name)
-            if part is not None:
-                self._parts.move_to_end(name)
-                return part
+        store = self._source  # first: in a forked process the parts that its parent opened are put aside by it
+        return self._parts.get(name, partial(self._open_part, store))
+
+    def _open_part(self, store: Store, name: str) -> Part:
+        known = {}
         receipt = self.index.parts_by_name.get(name)
-        known = {} if receipt is None else {"header_bytes": receipt.header_bytes, "size": receipt.size}
+        if receipt is not None:
+            ids = 8 * self.index.tokens_in[name]
+            known = {"header_bytes": receipt.header_bytes, "size": receipt.size}
+            known["front_bytes"] = ids if ids <= _MOST_IDS else 0
         try:
-            part = Part.open(store, name, **known)
+            return Part.open(store, name, **known)
         except NotFound as e:
             if next(iter(store.list(f"{CONSUMED}{name.rpartition('/')[2]}/")), None) is None:
                 raise
             raise SampleConsumed(
                 f"{self.url}/{name}: its consumers have used it, and it was removed (retain: consumed)"
             ) from e
-        with self._lock:
-            self._parts[name] = part
-            while len(self._parts) > _HEADERS:
-                self._parts.popitem(last=False)
-        return part
 
     # -- other processes -------------------------------------------------------------------------------------------
 
@@ -218,18 +251,18 @@ class Run:
             store = self._reopen(True)
         # The process last: a thread that sees it must not find the parent's store, whose calls would hang for ever.
         # Two threads may come here at once, and open two stores: no harm.
-        self._lock, self._parts = threading.Lock(), OrderedDict()
+        self._parts = _Parts()
         self._mine = store
         self._pid = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_parts", "manifest")}
+        kept = {k: v for k, v in self.__dict__.items() if k not in ("_parts", "manifest")}
         if self._reopen is not None:
             kept["_mine"] = kept["_wrapped"] = None
         return kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._pid, self._lock, self._parts = os.getpid(), threading.Lock(), OrderedDict()
+        self._pid, self._parts = os.getpid(), _Parts()
         if self._reopen is not None:
             self._mine = self._reopen(False)

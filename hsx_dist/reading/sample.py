@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from hsx_dist.errors import ConfigError, FormatError, IntegrityError
 from hsx_dist.format.container import Part, SegmentInfo
-from hsx_dist.format.container_read import new_states
+from hsx_dist.format.container_read import Empty, new_states
 from hsx_dist.format.loss import Loss
 from hsx_dist.format.manifest import token_hash
 from hsx_dist.page import Segment
@@ -118,7 +118,13 @@ class Sample:
         return to_ids(np.concatenate([self._ids(i) for i in range(len(self._pieces))]), framework)
 
     def load(
-        self, layers: Sequence[int] | None = None, tokens: Tokens | None = None, framework: Framework = "auto"
+        self,
+        layers: Sequence[int] | None = None,
+        tokens: Tokens | None = None,
+        framework: Framework = "auto",
+        *,
+        loss_mask: bool = True,
+        empty: Empty | None = None,
     ) -> dict[str, Any]:
         """Fetch, check and decode.
 
@@ -127,6 +133,8 @@ class Sample:
             tokens: a slice or ``(start, stop)``; negative numbers count from the end.
             framework: ``torch`` (the true dtype), ``numpy`` (bf16 as float32, which is exact), ``auto``: torch where
                 it is installed.
+            loss_mask: whether a mask that the sample has is fetched, too.
+            empty: ``empty(shape, dtype)`` is the memory for the states, a carrier array; default: fresh.
 
         Returns:
             ``hidden_states`` ``[n, L, H]``, ``token_ids`` int64 ``[n]``, ``layer_ids`` int64 ``[L]``, ``key``,
@@ -139,7 +147,7 @@ class Sample:
         if isinstance(layers, (int, str)):
             raise ConfigError(f"layers: expected a list of layer ids such as [15], came {layers!r}; put it into a list")
         start, stop = self._span(tokens)
-        states, ids = self._load(layers, start, stop)
+        states, ids, mask = self._load(layers, start, stop, masked=loss_mask, empty=empty)
         wanted = np.array(self.layer_ids if layers is None else layers, np.int64)
         found = {
             "hidden_states": to_states(states, self.dtype, framework),
@@ -148,17 +156,19 @@ class Sample:
             "key": self.key,
             "meta": self.meta,
         }
-        mask = self.loss_mask()
         if mask is not None:
-            found["loss_mask"] = to_ids(mask[start:stop], framework)
+            found["loss_mask"] = to_ids(mask, framework)
         return found
 
     def loss_mask(self) -> np.ndarray[Any, Any] | None:
         """Which tokens count in training: int64 ``[T]``, numpy; ``None``, without a request, where there is none."""
         part, slot = self._open(self._pieces[0].part), self._pieces[0].slot
-        if LOSS_MASK not in part.attached_names(slot):
+        return self._mask(part.attached(slot, (LOSS_MASK,))) if LOSS_MASK in part.attached_names(slot) else None
+
+    def _mask(self, attached: Mapping[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any] | None:
+        if LOSS_MASK not in attached:
             return None
-        mask = part.attached(slot, (LOSS_MASK,))[LOSS_MASK]
+        mask = attached[LOSS_MASK]
         if mask.shape != (self.num_tokens,):
             raise FormatError(f"{self.key}: expected a loss mask of {self.num_tokens} tokens, got shape {mask.shape}")
         return mask.astype(np.int64)
@@ -167,38 +177,47 @@ class Sample:
         self, layers: Sequence[int] | None = None, tokens: Tokens | None = None
     ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """``load``'s states as their bits (unsigned integers of the dtype's width, ``[n, L, H]``), and token ids."""
-        return self._load(layers, *self._span(tokens))
+        states, ids, _ = self._load(layers, *self._span(tokens), masked=False, empty=None)
+        return states, ids
 
     def layer(self, layer_id: int, tokens: Tokens | None = None, framework: Framework = "auto") -> Any:
         """One layer: ``[n, H]``."""
         return self.load([layer_id], tokens, framework)["hidden_states"][:, 0]
 
     def _load(
-        self, layers: Sequence[int] | None, start: int, stop: int
-    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        self, layers: Sequence[int] | None, start: int, stop: int, *, masked: bool, empty: Empty | None
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:
+        """States, token ids, and where ``masked`` the loss mask, if there is one."""
         first = self._info(0)
         if layers is None and first.layer_ids:
             layers = first.layer_ids  # one order, should segments have several
         within = [(i, p) for i, p in enumerate(self._pieces) if p.segment.start < stop and start < p.segment.stop]
         within = within or [(0, self._pieces[0])]  # no tokens: an empty array of the right shape
         out, ids = None, []
+        attached: dict[str, np.ndarray[Any, Any]] = {}
         if len(within) > 1:
             num_layers = first.num_layers if layers is None else len(layers)
-            out = new_states((stop - start, num_layers, first.hidden_size), first.dtype)
+            out = (empty or new_states)((stop - start, num_layers, first.hidden_size), first.dtype)
         for i, piece in within:
             s, info = piece.segment, self._info(i)
             if (info.dtype, info.hidden_size) != (first.dtype, first.hidden_size):
                 raise FormatError(f"{self.key}: expected segments of {first}, got {info}")
             a, b = max(start, s.start), max(min(stop, s.stop), max(start, s.start))
-            states, own = self._open(piece.part).load(
+            states, own, beside = self._open(piece.part).load(
                 piece.slot,
                 layers=layers,
                 tokens=(a - s.start, b - s.start) if a < b else (0, 0),
                 out=None if out is None else out[a - start : b - start],
+                attached=(LOSS_MASK,) if masked and i == 0 else (),
+                empty=empty,
             )
+            attached.update(beside)
             self._check_ids(piece, own)
             ids.append(own[a - s.start : b - s.start])
-        return (states if out is None else out), np.concatenate(ids)
+        mask = None
+        if masked:  # it lies with the first piece, also where only later ones are wanted
+            mask = self._mask(attached) if within[0][0] == 0 else self.loss_mask()
+        return states if out is None else out, np.concatenate(ids), None if mask is None else mask[start:stop]
 
     def _span(self, tokens: Tokens | None) -> tuple[int, int]:
         wanted = slice(None) if tokens is None else tokens if isinstance(tokens, slice) else slice(*tokens)

@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hsx_dist.format.manifest import Totals
-from hsx_dist.format.runs import load_manifest, newest_attempt, read_complete, read_heartbeat, read_run
+from hsx_dist.format.runs import load_manifest, read_run
+from hsx_dist.reading.liveness import OBSERVE_SECONDS, observe
 from hsx_dist.store import Store
 
-#: A driver beats every 5 seconds; of one that lives, a change is seen within so many.
-OBSERVE_S = 15.0
-_LOOK_EVERY_S = 1.0
 #: Different reasons told; the rest is counted as one.
 _REASONS = 20
 
@@ -23,11 +21,9 @@ _REASONS = 20
 class RunStatus:
     """The account of a run.
 
-    ``state``: ``complete``; ``running``; ``silent`` (its driver died, or is cut off from the store); ``new`` (nobody
-    took an attempt yet); or what its last driver said at its end: ``stopped: why``, ``failed``, ``fenced``,
-    ``finished``. ``rows``: ``total`` and ``open`` are ``None`` while no driver has counted its input; ``failed`` does
-    not count ``poison``. ``reasons``: how many rows by what was said of them, digits left out. ``progress``: what the
-    driver told with its last sign of life.
+    ``state``: as ``Tenure``'s. ``rows``: ``total`` and ``open`` are ``None`` while no driver has counted its input;
+    ``failed`` does not count ``poison``. ``reasons``: how many rows by what was said of them, digits left out.
+    ``progress``: what the driver told with its last sign of life.
     """
 
     url: str
@@ -48,24 +44,20 @@ class RunStatus:
 
 
 def run_status(
-    store: Store, *, observe_seconds: float = OBSERVE_S, sleep: Callable[[float], None] = time.sleep
+    store: Store, *, observe_seconds: float = OBSERVE_SECONDS, sleep: Callable[[float], None] = time.sleep
 ) -> RunStatus:
-    """The account of the run in ``store``. While its last driver has not said that it ended, its heartbeat is watched
-    for up to ``observe_seconds``: clocks of two machines are never compared.
+    """The account of the run in ``store``, its last driver's heartbeat watched for up to
+    ``observe_seconds``: see ``observe``.
 
     Raises:
         RunError: there is no run.
         FormatError: its manifest is damaged.
     """
     read_run(store)
-    attempt = newest_attempt(store)
-    complete = read_complete(store)
-    done = complete is not None and complete["attempt"] >= attempt
-    state = "complete" if done else _state(store, attempt, observe_seconds, sleep)
-    heart = (read_heartbeat(store, attempt) if attempt else None) or {}
+    found = observe(store, observe_seconds, sleep=sleep)
     manifest = load_manifest(store)
-    progress = dict(heart.get("progress") or {})
-    total = complete["summary"].get("rows") if done and complete else progress.get("rows")
+    progress = dict(found.heartbeat.get("progress") or {})
+    total = progress.get("rows") if found.complete is None else found.complete["summary"].get("rows")
     poison = sum(fate.fate == "poison" for fate in manifest.failed.values())
     ended = {
         "stored": len(manifest.samples),
@@ -76,8 +68,8 @@ def run_status(
     left = None if total is None else max(int(total) - sum(ended.values()), 0)
     return RunStatus(
         url=store.url,
-        state=state,
-        attempt=attempt,
+        state=found.state,
+        attempt=found.attempt,
         rows={"total": total, **ended, "open": left},
         totals=manifest.totals(),
         conflicts=len(manifest.conflicts),
@@ -85,26 +77,9 @@ def run_status(
             "refused": _reasons(fate.reason for fate in manifest.refused.values()),
             "failed": _reasons(fate.reason for fate in manifest.failed.values()),
         },
-        progress=progress if state == "running" else {},
-        last_sign=heart.get("time"),
+        progress=progress if found.state == "running" else {},
+        last_sign=found.heartbeat.get("time"),
     )
-
-
-def _state(store: Store, attempt: int, seconds: float, sleep: Callable[[float], None]) -> str:
-    if not attempt:
-        return "new"
-    first = read_heartbeat(store, attempt)
-    waited = 0.0
-    while first is None or first.get("state") == "running":
-        if waited >= seconds:
-            return "silent"
-        sleep(_LOOK_EVERY_S)
-        waited += _LOOK_EVERY_S
-        now = read_heartbeat(store, attempt)
-        if now is not None and now.get("state") == "running" and now.get("value") != (first or {}).get("value"):
-            return "running"
-        first = first if now is None or now.get("state") == "running" else now
-    return str(first.get("state"))
 
 
 def _reasons(reasons: Any) -> dict[str, int]:

@@ -111,7 +111,9 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
         return {"buffers": 0, "rows": 0, "batches": 0, "dataset": self._dataset.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iteration goes on where ``state`` was taken."""
+        """The next iteration goes on where ``state``, ours or ``merge_states``'s, was taken."""
+        if "dataset" not in state:
+            state = {"buffers": 0, "rows": 0, "batches": 0, "dataset": state}
         self._dataset.load_state_dict(state["dataset"])
         self._resume, self._state = dict(state), None
 

@@ -77,15 +77,19 @@ def verify_run(
     Args:
         on_part: called after each part with its problems.
         sample: share of the parts to check, chosen by ``seed``; the manifest and its counts are checked in any case.
-        resume: a file in which sound parts are noted, and from which they are known: they are not read again.
+        resume: a file in which sound parts are noted, and from which they are known: they are not read again, even if
+            they have changed since.
 
     Raises:
         RunError: there is no run.
         StoreError: the store's, unless it only says that a part is missing.
         ConfigError: an argument that cannot be.
     """
-    if not 0 < sample <= 1 or workers < 1:
-        raise ConfigError(f"expected a sample of more than 0 and at most 1, and workers, came {sample} and {workers}")
+    if not 0 < sample <= 1:
+        raise ConfigError(f"sample: expected a share of more than 0 and at most 1, such as 0.1, came {sample:g}")
+    if workers < 1:
+        raise ConfigError(f"workers: expected at least 1, came {workers}")
+    known = _Known(resume)
     report = VerifyReport()
     try:
         read_run(store)
@@ -98,7 +102,6 @@ def verify_run(
     except FormatError as e:
         report.problems.append(Problem("", str(e)))
         return report
-    known = _Known(resume)
     names = [n for n in sorted(manifest.parts) if sample == 1 or key_hash(f"{seed},{n}", b"verify") < sample * 2**64]
     todo = [n for n in names if not known.take(manifest.parts[n], report)]
     with ThreadPoolExecutor(workers, thread_name_prefix="hsx-verify") as pool:
@@ -127,11 +130,17 @@ class _Known:
     def __init__(self, path: Path | None):
         self._path = path
         self._sound: dict[tuple[str, str], dict[str, int]] = {}
-        if path is not None and path.exists():
-            text = path.read_text()
-            if text and not text.endswith("\n"):
-                with path.open("a") as f:
-                    f.write("\n")
+        if path is not None:
+            try:
+                with path.open("a+") as f:
+                    f.seek(0)
+                    text = f.read()
+                    if text and not text.endswith("\n"):
+                        f.write("\n")
+            except (OSError, UnicodeDecodeError) as e:
+                raise ConfigError(
+                    f"resume: expected a file to note sound parts in, {path} cannot be one: {e}; name another"
+                ) from e
             for line in text.splitlines():
                 try:
                     d = json.loads(line)

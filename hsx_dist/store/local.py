@@ -13,6 +13,7 @@ import numpy as np
 
 from hsx_dist.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
 from hsx_dist.store.base import Buffer, ObjectInfo, as_buffers, as_bytes_view, check_name, check_ranges, coalesce, cut
+from hsx_dist.store.direct import write_direct
 
 # Unfinished objects lie beside their final name, as a rename must stay within one file system.
 _UNFINISHED = ".hsx-unfinished-"
@@ -149,7 +150,8 @@ def _unfinished(path: Path, views: Sequence[memoryview]) -> Iterator[Path]:
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            _write_all(fd, views)
+            if not write_direct(fd, views):
+                _write_all(fd, views)
             os.fsync(fd)
         finally:
             os.close(fd)

@@ -20,7 +20,8 @@ T = TypeVar("T")
 #: What of an upload is in flight at once: pieces of this size, so many of them. Smaller objects go in one request.
 _PIECE = 8 << 20
 _PIECES_AT_ONCE = 4
-_RANGES_AT_ONCE = 8
+#: Ranges that are no neighbours, of all threads that read.
+_RANGES_AT_ONCE = 32
 #: No request lasts longer than this many seconds, and one more for every so many bytes that it moves.
 _PATIENCE = 60.0
 _SLOWEST = 1024 * 1024

@@ -130,6 +130,11 @@ def child(argv: Sequence[str], *, log: Path, env: Mapping[str, str | None] | Non
         running.kill()
 
 
+def end_on_sigterm() -> None:
+    """Let SIGTERM unwind this program as Ctrl-C does, so that the servers that it started end with it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 def _descendants(pid: int) -> dict[int, str]:
     """Process ids of all that ``pid`` started, and that those started, each with its time of birth."""
     found = {int(p.name): _stat(int(p.name)) for p in Path("/proc").iterdir() if p.name.isdigit()}

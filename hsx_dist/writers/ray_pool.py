@@ -22,7 +22,8 @@ from hsx_dist.observe.ray_metrics import RayExport
 from hsx_dist.page import Page, Segment
 from hsx_dist.store import open_store
 from hsx_dist.store.opening import Backend
-from hsx_dist.writers.sink import Counted, Event, Lost, PartSink, SinkOptions
+from hsx_dist.writers.events import Counted, Event, Lost
+from hsx_dist.writers.sink import PartSink, SinkOptions
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class WriterActor:
     def __init__(self, spec: WriterSpec):
         os.environ.update(spec.environment)
         configure_logging(logging.INFO, **spec.tags)
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event | Counted] = queue.SimpleQueue()
         self._credits = Credits(spec.credit_bytes)
         self._sink: PartSink | None = None
         self._broken = ""
@@ -140,6 +141,12 @@ class WriterActor:
         if grown := self._increments.counters():
             found.append(Counted(grown))
         return found
+
+    @ray.method(concurrency_group="control")
+    def hang_up(self) -> None:
+        """Let the call of ``events`` that waits return: a call that is under way when its actor ends counts as failed,
+        and stands in red on Ray's dashboard."""
+        self._events.put(Counted({}))
 
     def __repr__(self) -> str:
         # What Ray's log lines and its dashboard call this process.

@@ -1,8 +1,4 @@
-"""``PartSink``: pages in, durable parts out. Plain Python; every pool runs this and nothing else.
-
-The order that makes a sample exist: the part is stored whole under a name that nobody else uses; then the attempt is
-checked to be the newest; then the receipt is stored. Only after that is anybody told.
-"""
+"""``PartSink``: pages in, durable parts out. Plain Python; every pool runs this and nothing else."""
 
 from __future__ import annotations
 
@@ -13,55 +9,21 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from typing import Any, Literal
 
-from hsx_dist.errors import AlreadyExists, Fenced, HsxError, SampleConflict, Unavailable
+from hsx_dist.errors import Fenced, HsxError, SampleConflict, Unavailable
 from hsx_dist.format.blocks import BlockPool
 from hsx_dist.format.codecs import Codec
-from hsx_dist.format.container import EncodedPart, EncodedSegment, Part, SegmentEncoder, build_part, same_sample
-from hsx_dist.format.manifest import Receipt, SegmentProof, part_name, receipt_name, token_hash
-from hsx_dist.format.runs import is_fenced
-from hsx_dist.observe.metrics import Meter, Series
-from hsx_dist.page import Page, Segment, object_name
+from hsx_dist.format.container import EncodedPart, EncodedSegment, SegmentEncoder, build_part
+from hsx_dist.observe.metrics import Meter
+from hsx_dist.page import Page, Segment
 from hsx_dist.store import Store
+from hsx_dist.writers.committer import PartCommitter
 from hsx_dist.writers.daemon import DaemonPool
+from hsx_dist.writers.events import Event, Lost
 from hsx_dist.writers.scan import Scan
-from hsx_dist.writers.turns import Turns
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """Segments that will never be durable, and why. ``fatal``: no later part can succeed either."""
-
-    segments: tuple[Segment, ...]
-    reason: str
-    fatal: bool = False
-    #: The attempt was fenced off: not a fault, but the end of this attempt.
-    fenced: bool = False
-    #: The key stands for another sample already: what is stored under it is not what was lost.
-    conflict: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """What a writer has counted since it last said so: for the totals that stand in the run."""
-
-    numbers: Mapping[Series, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """Segments that are durable where there is no run, and so no receipt: in the object ``part``, of their own."""
-
-    segments: tuple[Segment, ...]
-    part: str
-
-
-#: What a sink tells: proof of a stored part (without a run: that it is stored), or that segments were lost.
-Event = Receipt | Stored | Lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +93,18 @@ class PartSink:
         self, store: Store, options: SinkOptions, on_event: Callable[[Event], None], meter: Meter | None = None
     ):
         self.meter = Meter() if meter is None else meter
-        self._store = store
         self._opt = options
         self._on_event = on_event
         # A writer that died and came back must not meet its own names: each incarnation is a writer of its own.
         self.name = f"{options.writer}-{uuid.uuid4().hex[:8]}"
+        self._committer = PartCommitter(
+            store,
+            self.name,
+            attempt=options.attempt,
+            alone=options.layout == "sample",
+            about=options.about,
+            meter=self.meter,
+        )
         self._lock = threading.Condition()
         self._filling: dict[tuple[str, int, str], _Filling] = {}
         self._open = _OpenPart()
@@ -143,10 +112,7 @@ class PartSink:
         self._storing: set[Future[None]] = set()
         self._dead: HsxError | None = None
         self._next_part = 1
-        self._receipt_lock = threading.Lock()
-        self._next_receipt = 1
         self._arrivals = 0
-        self._turns = Turns()
         self._blocks = BlockPool(options.max_bytes)
         self._uploads = DaemonPool(options.uploads, f"hsx-put-{options.writer}")
         self._closed = threading.Event()
@@ -328,35 +294,9 @@ class PartSink:
                         self._lock.notify_all()
 
     def _store_part(self, segments: Sequence[EncodedSegment], number: int, arrival: int) -> None:
-        """``number``: the part's. ``arrival``: of the sample that is an object of its own."""
         try:
-            if self._opt.layout == "sample":
-                folder = "data/" if self._opt.attempt else ""
-                segment = segments[0].segment
-                name = f"{folder}{segment.name or object_name(segment.key) + '.safetensors'}"
-            else:
-                name = part_name(self._opt.attempt, self.name, number)
             part = build_part(segments, self._opt.codec, self._opt.about)
-            before = time.monotonic()
-            try:
-                if self._opt.attempt:
-                    self._store.put(name, part.buffers)
-                elif segments[0].segment.name:
-                    with self._turns.take(name, arrival) as newest:
-                        if (
-                            newest
-                        ):  # else a later request of this path has stored its own, as this one would be replaced
-                            self._store.put(name, part.buffers)
-                else:
-                    self._put_new(name, part.buffers, segments[0])
-            finally:
-                self.meter.put_took(time.monotonic() - before)
-            event: Event
-            if self._opt.attempt:
-                event = self._prove(self._receipt(segments, part, name))
-                log.info("stored %d segments in %d bytes", len(segments), part.size, extra={"part": name})
-            else:
-                event = Stored(tuple(s.segment for s in segments), name)
+            event = self._committer.commit(segments, part, number, arrival)
             self._count(part)
             self._on_event(event)
         except Exception as e:  # noqa: BLE001 - whatever it is, the segments must be told as lost
@@ -376,75 +316,6 @@ class PartSink:
         part = self._open
         since = [f.began for f in list(self._filling.values()) if not f.lost] + ([part.since] if part.segments else [])
         return max(time.monotonic() - min(since), 0.0) if since else 0.0
-
-    def _put_new(self, name: str, buffers: Sequence[Any], segment: EncodedSegment) -> None:
-        """Store an object whose name follows from its key. Where there is one already it must be the same sample; it is
-        stored again only to live longer.
-
-        Raises:
-            SampleConflict: the key stands for something else.
-        """
-        try:
-            self._store.put_if_absent(name, buffers)
-        except AlreadyExists:
-            there = Part.open(self._store, name)
-            if not same_sample(there, segment, self._opt.about):
-                raise SampleConflict(
-                    f"{self._store.url}/{name}: expected a key that is used once, or again for the same tokens, layers "
-                    "and model; there is another sample of that key. Choose another key"
-                ) from None
-            if there.segments[0].segment.meta.get("expires") != segment.segment.meta.get("expires"):
-                self._store.put(name, buffers)
-
-    def _receipt(self, segments: Sequence[EncodedSegment], part: EncodedPart, name: str) -> Receipt:
-        """Of a stored part, without its number."""
-        proofs = tuple(
-            SegmentProof(
-                segment=replace(s.segment, meta={}),  # as it is read back: a driver keeps millions of them
-                slot=slot,
-                token_hash=token_hash(s.token_ids),
-                raw_bytes=s.raw_nbytes,
-                stored_bytes=s.nbytes,
-                row=s.segment.row,
-                sample_hash=s.segment.sample_hash,
-            )
-            for slot, s in enumerate(segments)
-        )
-        return Receipt(
-            attempt=self._opt.attempt,
-            writer=self.name,
-            seq=0,
-            part=name,
-            size=part.size,
-            crc32c=part.crc32c,
-            header_bytes=part.header_bytes,
-            raw_bytes=part.raw_bytes,
-            segments=proofs,
-            rows=(),
-            created=datetime.now(UTC).isoformat(timespec="milliseconds"),
-        )
-
-    def _prove(self, receipt: Receipt) -> Receipt:
-        """Store the receipt under the writer's next number: numbers have no gaps, as only this lock hands them out."""
-        with self._receipt_lock:
-            if is_fenced(self._store, self._opt.attempt):
-                raise Fenced(
-                    f"attempt {self._opt.attempt} of {self._store.url} is no longer the newest: another driver took "
-                    "over; this one stores nothing more"
-                )
-            while True:
-                receipt = replace(receipt, seq=self._next_receipt)
-                name, body = receipt_name(receipt.attempt, receipt.writer, receipt.seq), receipt.to_json()
-                try:
-                    self._store.put_if_absent(name, body)
-                    found = body
-                except AlreadyExists:
-                    # The names are ours alone: a put of ours went through though its answer said otherwise, this one
-                    # or an earlier part's, which then is proven after all.
-                    found = self._store.get(name)
-                self._next_receipt += 1
-                if found == body:
-                    return receipt
 
     def _fail(self, segments: Sequence[EncodedSegment], error: Exception) -> None:
         # What may work for the next part (a time-out) costs this part alone; a refusal would be met by each of them.

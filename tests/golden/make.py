@@ -99,7 +99,7 @@ def facts(data: bytes) -> dict[str, Any]:
     part = Part.open(store, "p", size=len(data))
     segments = []
     for i, info in enumerate(part.segments):
-        states, ids = part.load(i)
+        states, ids, _ = part.load(i)
         s = info.segment
         segments.append(
             {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -25,7 +25,15 @@ MAX_LEN = 256
 class Engine:
     """An engine with a bare connector that stores one object a request under ``output``."""
 
-    def __init__(self, model: Path, output: Path, *, fields: Sequence[str], **arguments: Any):
+    def __init__(
+        self,
+        model: Path,
+        output: Path,
+        *,
+        fields: Sequence[str],
+        hsx: Mapping[str, Any] | None = None,
+        **arguments: Any,
+    ):
         from vllm import LLM
 
         self.fields = tuple(fields)
@@ -45,7 +53,7 @@ class Engine:
             kv_transfer_config={
                 "kv_connector": "HiddenStatesConnector",
                 "kv_role": "kv_producer",
-                "kv_connector_extra_config": {"shared_storage_path": str(output)},
+                "kv_connector_extra_config": {"shared_storage_path": str(output), "hsx": dict(hsx or {})},
             },
             worker_extension_cls="hsx_dist.connector.flush.HiddenStatesWorkerExtension",
             **arguments,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from hsx_dist.connector.isa import avoid_broken_amx
+from hsx_dist.isa import avoid_broken_amx
 from hsx_dist.jobs.check import final_norm
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import hsx_dist
 from hsx_dist.connector.flush import flush
-from hsx_dist.connector.isa import avoid_broken_amx
+from hsx_dist.isa import avoid_broken_amx
 from hsx_dist.testing.models import write_tiny_tokenizer
 from tests.integration.oracle import Oracle
 

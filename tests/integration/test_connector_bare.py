@@ -14,8 +14,8 @@ import torch
 
 import hsx_dist
 from hsx_dist.connector.flush import flush
-from hsx_dist.connector.isa import avoid_broken_amx
 from hsx_dist.errors import SampleFailed
+from hsx_dist.isa import avoid_broken_amx
 from tests.integration.oracle import Oracle
 
 LAYERS = (0, 2, 4)

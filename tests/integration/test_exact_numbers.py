@@ -12,16 +12,22 @@ from tests.integration.exact import BLOCK, CAPTURED, CHUNK, MAX_LEN, Engine, pro
 
 CACHE_BLOCKS = 17  # one is vLLM's null block; the others hold two of the longest requests
 
-#: Model dtype and fields of this process's engines. One lives at a time: vLLM keeps one connector a process.
-IN_PROCESS = {"exact": ("float32", FIELDS), "constant": ("bfloat16", ("layer",))}
+#: Model dtype, fields and settings of this process's engines. One lives at a time: vLLM keeps one connector a process.
+IN_PROCESS = {
+    "exact": ("float32", FIELDS, {}),
+    "constant": ("bfloat16", ("layer",), {}),
+    "direct": ("float32", FIELDS, {"cache_writes": "direct"}),
+}
 
 
 @pytest.fixture(scope="module", params=["exact"])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """An engine in this process whose cache holds two of the longest requests."""
-    dtype, fields = IN_PROCESS[request.param]
+    dtype, fields, hsx = IN_PROCESS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
-    with started(folder, in_process=True, dtype=dtype, fields=fields, num_gpu_blocks_override=CACHE_BLOCKS) as running:
+    with started(
+        folder, in_process=True, dtype=dtype, fields=fields, hsx=hsx, num_gpu_blocks_override=CACHE_BLOCKS
+    ) as running:
         yield running
 
 
@@ -75,3 +81,14 @@ def test_layer_k_is_the_constant_k_in_bfloat16(engine):
         states = engine.load(output)["hidden_states"].float()
         for i, layer in enumerate(CAPTURED):
             assert (states[:, i] == layer).all()
+
+
+@pytest.mark.parametrize("engine", ["direct"], indirect=True)
+def test_states_written_straight_into_the_cache_are_the_same(engine, monkeypatch):
+    from hsx_dist.connector import cache_writes
+
+    real, written = cache_writes.write_rows, []
+    monkeypatch.setattr(cache_writes, "write_rows", lambda *a: (written.append(len(a[1])), real(*a)))
+    engine.run(prompts(9, 1, 31, 33, 64, 100, 255))
+    engine.run(prompts(10, 33, 40), new_tokens=40)
+    assert sum(written) >= 484 + 73 + 2 * 39  # every token, by this way and no other

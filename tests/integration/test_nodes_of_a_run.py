@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from itertools import islice
 
 import numpy as np
+import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
@@ -136,15 +137,27 @@ def meddling(monkeypatch, meddle):
     return made
 
 
+def title_of(process):
+    try:
+        return " ".join(process.cmdline()).strip()
+    except psutil.Error:  # it has just ended
+        return ""
+
+
 @pytest.mark.slow
 def test_two_replicas_on_two_nodes_then_one_of_two_ranks(cluster, model, rows, tmp_path, monkeypatch):
     for _ in range(2):
         cluster.add_node(num_cpus=2, object_store_memory=MEMORY)
     cluster.wait_for_nodes()
     nodes: dict[int, str] = {}
-    made = meddling(
-        monkeypatch, lambda fleet, _: nodes.update({n: r.node for n, r in fleet._replicas.items() if r.node})
-    )
+    titles: set[str] = set()  # of the processes that are there when a task is done
+
+    def look(fleet, seen):
+        nodes.update({n: r.node for n, r in fleet._replicas.items() if r.node})
+        if not titles and any(isinstance(e, TaskDone) for e in seen):
+            titles.update(map(title_of, psutil.Process().children(recursive=True)))
+
+    made = meddling(monkeypatch, look)
     two = configured(model, rows, tmp_path / "two", min_replicas=2, max_replicas=2, replica={"num_cpus": 2}, limit=32)
     assert extracting.run_extract(two).exit_status == 0
     assert len(set(nodes.values())) == 2
@@ -154,11 +167,13 @@ def test_two_replicas_on_two_nodes_then_one_of_two_ranks(cluster, model, rows, t
     check(tmp_path / "two", model, dict(islice(rows[1].items(), 32)))
 
     made.clear()
+    titles.clear()
     ranks = configured(
         model, rows, tmp_path / "ranks", replica={"num_cpus": 2}, engine_kwargs={"tensor_parallel_size": 2}, limit=16
     )
     assert extracting.run_extract(ranks).exit_status == 0
     check(tmp_path / "ranks", model, dict(islice(rows[1].items(), 16)))
+    assert {"hsx replica 0::Worker_TP0", "hsx replica 0::Worker_TP1"} <= titles
 
 
 @pytest.mark.slow

@@ -33,8 +33,9 @@ from hsx_dist.testing.discard import Answer, DiscardServer, discard_server
 from hsx_dist.testing.processes import child, http_status
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.servers import seaweedfs
+from hsx_dist.writers.events import Counted, Lost
 from hsx_dist.writers.ray_pool import RaySender, WriterSpec, start_writer
-from hsx_dist.writers.sink import Counted, Lost, SinkOptions
+from hsx_dist.writers.sink import SinkOptions
 
 pytestmark = pytest.mark.integration
 

@@ -16,6 +16,8 @@ from hsx_dist.testing.servers import RayHead
 
 pytestmark = pytest.mark.integration
 
+ROOT = Path(__file__).parents[2]
+
 PROGRAM = """
 import sys
 import numpy as np, ray
@@ -45,11 +47,6 @@ else:
     raise AssertionError("expected a refusal")
 report = export(url, "vllm", out, shards=2)
 assert (report.written, report.finished) == (30, True), report
-from hsx_dist.cli import main
-try:
-    main(["export", url, out, "--to", "vllm", "--ray"])
-except SystemExit as e:
-    assert not e.code, e.code
 print("FINE")
 """
 
@@ -63,3 +60,10 @@ def test_a_run_is_read_and_exported_by_rays_tasks(ray_cluster: RayHead, tmp_path
     done = subprocess.run(argv, env={**os.environ, **ray_cluster.env}, capture_output=True, text=True, timeout=280)
     assert done.stdout.strip().endswith("FINE"), done.stderr[-4000:]
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 30
+    # The job's own entry point joins the cluster by itself, and finds all of it there.
+    again = [sys.executable, "ray_jobs/export.py", url, str(tmp_path / "out"), "--to"]
+    env = {**os.environ, **ray_cluster.env}
+    done = subprocess.run([*again, "vllm"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+    assert "0 files written, 30 were there; whole" in done.stdout, done.stdout + done.stderr[-4000:]
+    done = subprocess.run([*again, "nobody"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+    assert (done.returncode, "expected one of" in done.stderr) == (2, True), done.stderr

@@ -46,7 +46,7 @@ def read_all(data: bytes, told_size: bool = True) -> list[tuple[bytes, ...]]:
     part = Part.open(store, "p", size=len(data) if told_size else None)
     found = []
     for i, info in enumerate(part.segments):
-        states, ids = part.load(i)
+        states, ids, _ = part.load(i)
         attached = part.attached(i)
         said = repr((info, part.codec, sorted(part.about.items()), info.segment.meta, part.loss(i), list(attached)))
         found.append((states.tobytes(), ids.tobytes(), *(a.tobytes() for a in attached.values()), said.encode()))

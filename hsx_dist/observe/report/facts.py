@@ -37,7 +37,8 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Parts in the order of their receipts. ``seconds`` since the run began; the others belong to one part each."""
+    """Parts in the order of their receipts, and the times at which attempts had their first engine, with zeros: before
+    it nothing can become durable. ``seconds`` since the run began; the others belong to one of them each."""
 
     seconds: np.ndarray[Any, Any]  # float64 [P]
     attempts: np.ndarray[Any, Any]  # int64 [P]
@@ -68,8 +69,10 @@ class RunFacts:
     lengths: np.ndarray[Any, Any]  # int64 [samples]: tokens of each
     refused: list[tuple[str, int]]  # reason → rows, the most frequent first
     failed: list[tuple[str, int]]
+    poison: list[tuple[str, int]]
     layer_sizes: list[LayerSize]
     codecs: dict[str, int] = field(default_factory=dict)  # name → parts looked at
+    about: Mapping[str, Any] = field(default_factory=dict)  # what the newest of them says of where it comes from
 
     @property
     def meaning(self) -> Mapping[str, Any]:
@@ -90,13 +93,15 @@ def gather_facts(store: Store, run: Run) -> RunFacts:
     """
     samples = run.manifest.samples.values()
     names = sorted({part for s in samples for part, _ in s.segments})
-    sizes, codecs = _layer_sizes(store, run, names)
+    sizes, codecs, about = _layer_sizes(store, run, names)
     complete = read_complete(store)
+    newest = newest_attempt(store)
+    attempts = [_attempt(store, n, complete, newest) for n in range(1, newest + 1)]
     return RunFacts(
         url=run.url,
         complete=run.complete,
         info=run.info,
-        attempts=[_attempt(store, n, complete) for n in range(1, newest_attempt(store) + 1)],
+        attempts=attempts,
         counts={
             "samples": len(run),
             "tokens": sum(s.num_tokens for s in samples),
@@ -106,21 +111,25 @@ def gather_facts(store: Store, run: Run) -> RunFacts:
             "refused": len(run.refused),
             "failed": len(run.failed),
         },
-        timeline=_timeline(run),
+        timeline=_timeline(run, attempts),
         lengths=np.array([s.num_tokens for s in samples], np.int64),
         refused=_reasons(run.refused),
-        failed=_reasons(run.failed),
+        failed=_reasons({key: fate for key, fate in run.failed.items() if fate.fate != "poison"}),
+        poison=_reasons({key: fate for key, fate in run.failed.items() if fate.fate == "poison"}),
         layer_sizes=sizes,
         codecs=codecs,
+        about=about,
     )
 
 
-def _attempt(store: Store, number: int, complete: Mapping[str, Any] | None) -> Attempt:
+def _attempt(store: Store, number: int, complete: Mapping[str, Any] | None, newest: int) -> Attempt:
     about, beat = read_attempt(store, number) or {}, read_heartbeat(store, number) or {}
     progress = beat.get("progress")
     state = str(beat.get("state", "no heartbeat"))
     if complete is not None and complete["attempt"] == number:
         state = "complete"
+    elif state == "running" and number < newest:
+        state = "vanished"  # it never said that it ended, and another one took over
     return Attempt(
         number,
         str(about.get("created", "?")),
@@ -130,14 +139,19 @@ def _attempt(store: Store, number: int, complete: Mapping[str, Any] | None) -> A
     )
 
 
-def _timeline(run: Run) -> Timeline:
-    rows = []
+def _timeline(run: Run, attempts: list[Attempt]) -> Timeline:
+    rows: list[tuple[float, int, int, int, int]] = []
     for receipt in run.manifest.parts.values():
         at = _time(receipt.created)
         if at is None:
             continue  # its time is for people only; a receipt without a readable one counts everywhere else
         tokens = sum(p.segment.stop - p.segment.start for p in receipt.segments)
         rows.append((at, receipt.attempt, tokens, receipt.raw_bytes, receipt.size))
+    for attempt in attempts if rows else ():
+        ready = attempt.progress.get("engines_timestamp")
+        at = float(ready) if isinstance(ready, (int, float)) and 0 < ready < 1e11 else _time(attempt.created)
+        if at is not None:
+            rows.append((at, attempt.number, 0, 0, 0))
     table = np.array(sorted(rows), np.float64).reshape(len(rows), 5)
     began = _time(str(run.info.get("created", "")))
     # Clocks of several machines: no receipt came before the run was made.
@@ -150,7 +164,7 @@ def _time(text: str) -> float | None:
     """Unix time of ISO 8601; None for anything else."""
     try:
         return datetime.fromisoformat(text).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
 
 
@@ -164,17 +178,19 @@ def _kind(reason: str) -> str:
     return " ".join(words)[:160]
 
 
-def _layer_sizes(store: Store, run: Run, names: list[str]) -> tuple[list[LayerSize], dict[str, int]]:
+def _layer_sizes(store: Store, run: Run, names: list[str]) -> tuple[list[LayerSize], dict[str, int], dict[str, Any]]:
     step = max(len(names) // PARTS_LOOKED_AT, 1)
     raw: Counter[int] = Counter()
     stored: Counter[int] = Counter()
     codecs: Counter[str] = Counter()
+    about: dict[str, Any] = {}
     for name in names[::step]:
         receipt = run.manifest.parts[name]
         part = Part.open(store, name, header_bytes=receipt.header_bytes, size=receipt.size)
+        about = part.about
         codecs[str(part.codec.to_dict().get("name", "?"))] += 1
         for i, info in enumerate(part.segments):
             for layer, nbytes in part.layer_bytes(i).items():
                 raw[layer] += info.segment.num_tokens * info.row_bytes
                 stored[layer] += nbytes
-    return [LayerSize(layer, raw[layer], stored[layer]) for layer in sorted(raw)], dict(codecs)
+    return [LayerSize(layer, raw[layer], stored[layer]) for layer in sorted(raw)], dict(codecs), about

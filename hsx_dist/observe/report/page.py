@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from hsx_dist.observe.report.facts import RunFacts, gather_facts
 from hsx_dist.observe.report.plots import Canvas
 from hsx_dist.observe.report.states import StateNumbers, TokenNorms, gather_states, spread
+from hsx_dist.observe.units import bytes_text
 from hsx_dist.reading import Run
 from hsx_dist.store import Store
 
@@ -39,10 +41,12 @@ p.note { color: #5b6570; margin: 2px 0 12px; max-width: 76ch; }
 .state { display: inline-block; border-radius: 10px; padding: 1px 10px; font-size: 13px; background: #e3e7eb; }
 .state.good { background: #d8eedd; } .state.bad { background: #f6d9d6; }
 .pair { display: flex; flex-wrap: wrap; gap: 18px; } .pair > div { flex: 1 1 420px; min-width: 0; }
-svg { max-width: 100%; height: auto; }
+svg { width: 100%; height: auto; display: block; }
 table { border-collapse: collapse; width: 100%; }
 td, th { text-align: left; padding: 3px 14px 3px 0; vertical-align: top; }
-th { color: #5b6570; font-weight: 500; } td.n, th.n { text-align: right; } tr + tr td { border-top: 1px solid #edf0f2; }
+th { color: #5b6570; font-weight: 500; } td.n, th.n { text-align: right; }
+tr + tr > * { border-top: 1px solid #edf0f2; }
+td.n:last-child, th.n:last-child { padding-right: 0; }
 td { overflow-wrap: anywhere; }
 details { margin-top: 8px; } summary { cursor: pointer; color: #3465a4; }
 pre { background: #f4f6f8; padding: 10px; overflow: auto; font-size: 12.5px; }
@@ -115,22 +119,26 @@ def _what_ran(facts: RunFacts) -> str:
         (f"{c['samples']:,}", "samples"),
         (f"{c['tokens']:,}", "tokens"),
         (f"{c['refused']:,} / {c['failed']:,}", "refused / failed"),
-        (_bytes(c["raw_bytes"]), "raw"),
-        (_bytes(c["stored_bytes"]), f"stored ({ratio:.1%})"),
+        (bytes_text(c["raw_bytes"]), "raw"),
+        (bytes_text(c["stored_bytes"]), f"stored ({ratio:.1%})"),
         (f"{c['parts']:,}", "parts"),
     ]
     if seconds > 0:
         computed = sum(float(a.progress.get("tokens") or 0) for a in facts.attempts)
         numbers.append((f"{computed / seconds:,.0f}", "tokens a second"))
     layers = facts.meaning.get("layers", [])
+    deepest = facts.about.get("num_hidden_layers")
+    of = f" of 0…{deepest}" if deepest is not None else ""
     rows = [
         ("model", facts.meaning.get("model", "?")),
-        ("layers", ", ".join(str(x) for x in layers) if isinstance(layers, list) else layers),
+        ("layers", (", ".join(str(x) for x in layers) if isinstance(layers, list) else str(layers)) + of),
+        ("engine", _engine(facts)),
         ("codec", ", ".join(sorted(facts.codecs)) or "none yet"),
-        ("created", facts.info.get("created", "?")),
+        ("software", _software(facts) or "?"),
+        ("created", _when(str(facts.info.get("created", "?")))),
     ]
     attempts = "".join(
-        f"<tr><td>{a.number}</td><td>{escape(a.created)}</td><td>{escape(a.host)}</td><td>{escape(a.state)}</td>"
+        f"<tr><td>{a.number}</td><td>{escape(_when(a.created))}</td><td>{escape(a.host)}</td><td>{escape(a.state)}</td>"
         f'<td class="n">{float(a.progress.get("seconds") or 0):,.1f}</td></tr>'
         for a in facts.attempts
     )
@@ -148,7 +156,9 @@ def _time(facts: RunFacts, canvas: Canvas) -> str:
     if len(facts.timeline.seconds):
         parts.append(
             "<h2>Throughput</h2><p class=note>What became durable, by the receipts' times, spread over the time since "
-            "the receipt before. Engines load first. Dotted lines: another attempt.</p>"
+            "the receipt before. Engines load first."
+            + (" Dotted lines: another attempt takes over." if len(facts.attempts) > 1 else "")
+            + "</p>"
             + canvas.throughput(facts.timeline)
         )
     if any(a.counted("engine_seconds") for a in facts.attempts):
@@ -177,13 +187,13 @@ def _stored(facts: RunFacts, canvas: Canvas) -> str:
 def _failures(facts: RunFacts) -> str:
     rows = [
         f'<tr><td>{what}</td><td class="n">{n:,}</td><td>{escape(reason)}</td></tr>'
-        for what, reasons in (("refused", facts.refused), ("failed", facts.failed))
+        for what, reasons in (("refused", facts.refused), ("failed", facts.failed), ("poison", facts.poison))
         for reason, n in reasons[:20]
     ]
     body = (
         f'<table><tr><th>fate</th><th class="n">rows</th><th>reason (numbers left out)</th></tr>{"".join(rows)}</table>'
         if rows
-        else "<p class=note>Every row has its sample.</p>"
+        else f"<p class=note>{'Every row has its sample' if facts.complete else 'None so far'}.</p>"
     )
     return f'<section id="failures"><h2>Rows without a sample</h2>{body}</section>'
 
@@ -256,9 +266,25 @@ def _table(rows: Iterable[tuple[str, Any]]) -> str:
     return f"<table>{''.join(f'<tr><th>{escape(n)}</th><td>{escape(str(v))}</td></tr>' for n, v in rows)}</table>"
 
 
-def _bytes(n: float) -> str:
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if n < 1000 or unit == "TB":
-            return f"{n:,.0f} {unit}" if unit == "B" or n >= 100 else f"{n:,.1f} {unit}"
-        n /= 1000
-    raise AssertionError
+def _when(text: str) -> str:
+    """ISO 8601 as people read it, in UTC; anything else as it is."""
+    try:
+        return datetime.fromisoformat(text).astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError):
+        return text
+
+
+def _engine(facts: RunFacts) -> str:
+    settings = facts.settings
+    kwargs = settings.get("engine_kwargs")
+    words = [f"{name}={value}" for name, value in kwargs.items()] if isinstance(kwargs, dict) else []
+    if settings.get("pool") == "ray":
+        most = settings.get("max_replicas", "?")
+        words.insert(0, "1 replica" if most == 1 else f"up to {most} replicas")
+    return ", ".join(words) or "vLLM's defaults"
+
+
+def _software(facts: RunFacts) -> str:
+    """Versions, as the newest part that was looked at tells them."""
+    names = ("hsx", "vllm", "ray")
+    return ", ".join(f"{'hsx_dist' if n == 'hsx' else n} {facts.about[n]}" for n in names if n in facts.about)

@@ -30,6 +30,7 @@ _STYLE: dict[str, Any] = {
     "axes.labelcolor": "#333a42",
     "axes.titlesize": 11,
     "axes.titlelocation": "left",
+    "axes.titlecolor": "#333a42",
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": "#e6e9ec",
@@ -37,6 +38,9 @@ _STYLE: dict[str, Any] = {
     "ytick.color": "#555d66",
     "legend.frameon": False,
 }
+
+#: Ticks of logarithmic axes: 1, 2, 5, 10, …
+_ROUND = [digit * 10**power for power in range(8) for digit in (1, 2, 5)]
 
 
 class Canvas:
@@ -130,16 +134,20 @@ class Canvas:
                 left = 0.0
                 whole = max(sum(seconds for _, seconds, _ in pieces), 1e-9)
                 for what, seconds, color in pieces:
-                    label = f"{what}: {seconds:,.1f} s ({seconds / whole:.0%})"
+                    label = f"{what}: {seconds:,.1f} s ({_share(seconds / whole)})"
                     axes.barh([0], [seconds], left=left, color=color, height=0.7, label=label)
                     left += seconds
                 axes.set_yticks([0], [name])
                 axes.set_xlim(0, whole)
                 axes.grid(visible=False)
                 axes.set_ylim(-0.4, 0.4)
-                axes.legend(loc="upper left", bbox_to_anchor=(0, -0.35), ncols=4, fontsize=9, columnspacing=1.4)
+                # The labels say the seconds; an axis of each bar's own would only invite comparing the two.
+                axes.set_xticks([])
+                axes.spines[["left", "bottom"]].set_visible(False)
+                axes.tick_params(left=False)
+                axes.legend(loc="upper left", bbox_to_anchor=(-0.01, 0), ncols=4, fontsize=9, columnspacing=1.4)
 
-        return self._draw(fill, 9.6, 2.5, "Where time went")
+        return self._draw(fill, 9.6, 1.9, "Where time went")
 
     # -- what is stored ------------------------------------------------------------------------------------------
 
@@ -153,7 +161,7 @@ class Canvas:
             axes.bar(at, shares, color=BLUE, width=0.75)
             if len(sizes) <= 12:
                 for x, share in enumerate(shares):
-                    axes.text(x, float(share), f"{share:.1f} %", ha="center", va="bottom", fontsize=9)
+                    axes.text(x, float(share), f"{share:.1f}%", ha="center", va="bottom", fontsize=9)
             axes.axhline(100, color=GREY, linewidth=1)
             _name_layers(axes, [s.layer for s in sizes])
             axes.set_ylabel("% of the raw bytes")
@@ -168,15 +176,19 @@ class Canvas:
         def fill(figure: Figure) -> None:
             axes = figure.subplots()
             most = int(lengths.max())
-            wide = most > 50 * max(np.median(lengths), 1)
+            wide = most > 10 * max(np.median(lengths), 1)
             low = max(int(lengths.min()), 1)
             bins = np.geomspace(low, most + 1, 41) if wide else np.linspace(0, most + 1, min(most + 1, 40) + 1)
             axes.hist(lengths, bins=list(bins), color=GREEN, alpha=0.85)
             if wide:
                 axes.set_xscale("log")
-            for q, style in ((50, "-"), (99, ":")):
+                axes.set_xticks([t for t in _ROUND if low <= t <= most], minor=False)
+                axes.minorticks_off()
+            axes.xaxis.set_major_formatter("{x:,.0f}")
+            axes.yaxis.set_major_formatter("{x:,.0f}")
+            for name, q, style in (("median", 50, "-"), ("99th percentile", 99, ":")):
                 value = np.percentile(lengths, q)
-                axes.axvline(value, color="#333a42", linestyle=style, linewidth=1, label=f"{q} %: {value:,.0f}")
+                axes.axvline(value, color="#333a42", linestyle=style, linewidth=1, label=f"{name}: {value:,.0f}")
             axes.legend(fontsize=9)
             axes.set_xlabel("tokens of a sample")
             axes.set_ylabel("samples")
@@ -192,7 +204,7 @@ class Canvas:
             axes = figure.subplots()
             at = np.arange(len(numbers.layer_ids))
             low, first, median, third, high = numbers.norms
-            axes.fill_between(at, low, high, color=BLUE, alpha=0.15, linewidth=0, label="1 % to 99 % of tokens")
+            axes.fill_between(at, low, high, color=BLUE, alpha=0.15, linewidth=0, label="1% to 99% of tokens")
             axes.fill_between(at, first, third, color=BLUE, alpha=0.35, linewidth=0, label="middle half")
             axes.plot(at, median, color=BLUE, marker="o", markersize=3, label="median")
             axes.plot(at, numbers.first_token, color=RED, marker="s", markersize=3, linestyle="--", label="first token")
@@ -215,8 +227,9 @@ class Canvas:
             axes.set_ylabel("channel")
             axes.grid(visible=False)
             bar = figure.colorbar(image, ax=axes, fraction=0.05)
-            ticks = [t for t in range(5) if t <= log.max()] or [0]
-            bar.set_ticks(ticks, labels=[f"{10**t:,}x" for t in ticks])
+            ticks = [t for t in _ROUND if t <= 10 ** max(float(log.max()), 1.0)]
+            bar.set_ticks([float(np.log10(t)) for t in ticks], labels=[f"{t:,}\u00d7" for t in ticks])
+            bar.ax.minorticks_off()
 
         return self._draw(fill, 4.8, 3.8, "Channels that stand out")
 
@@ -250,3 +263,8 @@ def _name_layers(axes: Axes, layers: Sequence[int], *, vertical: bool = False) -
 
 def _time_unit(seconds: float) -> tuple[float, str]:
     return (3600.0, "hours") if seconds > 3 * 3600 else (60.0, "minutes") if seconds > 300 else (1.0, "seconds")
+
+
+def _share(part: float) -> str:
+    """Percent; a part that rounds to nothing, or to all, is not called that."""
+    return "<1%" if 0 < part < 0.005 else ">99%" if 0.995 <= part < 1 else f"{part:.0%}"

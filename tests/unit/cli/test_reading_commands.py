@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from hsx_dist import open_run
 from hsx_dist.cli import main
 from hsx_dist.format.runs import beat, take_attempt
-from hsx_dist.reading.garbage import require_dead
+from hsx_dist.reading.liveness import require_dead
 from hsx_dist.store import Store, open_store
 from hsx_dist.testing.runs import store_run
 from hsx_dist.testing.samples import RandomSample, random_sample
@@ -47,7 +47,7 @@ def test_cat_writes_what_was_asked_for(store: Store, tmp_path: Path) -> None:
     assert np.array_equal(got["hidden_states"], expected.view(np.float32))
     assert got["layer_ids"].tolist() == [30, 2]
     assert np.array_equal(got["token_ids"], SAMPLES[3].token_ids[1:-2])
-    assert got["loss_mask"].shape == (12,)
+    assert np.array_equal(got["loss_mask"], mask_of(SAMPLES[3])["loss_mask"][1:-2])
     out = tmp_path / "a.safetensors"
     assert hsx("cat", store.url, "s3", "-o", str(out)) == 0
     tensors = load_file(out)
@@ -56,7 +56,12 @@ def test_cat_writes_what_was_asked_for(store: Store, tmp_path: Path) -> None:
     out = tmp_path / "a.npy"
     assert hsx("cat", store.url, "s3", "-o", str(out), "--tokens=-1:") == 0
     assert np.load(out).shape == (1, 3, 24)
-    for wrong in (["-o", "x.txt"], ["-o", str(out), "--tokens", "3"], ["-o", str(out), "--layers", "a"]):
+    for wrong in (
+        ["-o", "x.txt"],
+        ["-o", str(tmp_path / "no" / "x.npz")],
+        ["-o", str(out), "--tokens", "3"],
+        ["-o", str(out), "--layers", "a"],
+    ):
         assert hsx("cat", store.url, "s3", *wrong) == 2
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hsx_dist.config import CODEC_NAMES, load_config, resolve_paths
+from hsx_dist.config import CODEC_NAMES, load_config, refuse_in_job, resolve_paths
 from hsx_dist.errors import ConfigError
 
 
@@ -102,3 +102,12 @@ def test_what_is_compared_must_be_whole() -> None:
     assert make(select="all", check_samples=3).check_samples == 3
     with pytest.raises(ConfigError, match="check_samples: expected 0 with select=mean, came 3"):
         make(select="mean", check_samples=3)
+
+
+def test_a_job_is_told_of_paths_that_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_in_job("output", "runs/here")  # no job
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    for fine in ("/runs/here", "s3://bucket/run"):
+        refuse_in_job("output", fine)
+    with pytest.raises(ConfigError, match=r"DEST: expected an absolute path or a URL.*\$PWD/out"):
+        refuse_in_job("DEST", "out")

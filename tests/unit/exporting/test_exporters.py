@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -103,9 +105,14 @@ def test_specforge_dflash_takes_any_layers_and_the_last_if_asked(run: Run, model
         assert torch.equal(got["target_last_hidden_states"][0], model[1].model.norm(states(SAMPLES[3])[:, 3]))
 
 
-def test_teacher_logprobs_are_the_models_own(run: Run, model: Any, tmp_path: Path) -> None:
+def test_teacher_logprobs_are_the_models_own(
+    run: Run, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr("hsx_dist.exporting.weights.avoid_broken_amx", lambda: asked.append(True))
     options = ExportOptions(top_k=7, samples_per_file=2)
     assert export_run(run, "topk-logprobs", tmp_path, options).written == 3
+    assert asked  # before the first product, which in bf16 may end the process
     assert sorted(p.name for p in tmp_path.glob("*.parquet")) == [f"data-{i:06d}.parquet" for i in range(3)]
     rows = [row for p in sorted(tmp_path.glob("*.parquet")) for row in pq.read_table(p).to_pylist()]
     for row, sample in zip(rows, SAMPLES, strict=True):
@@ -161,6 +168,32 @@ def test_an_export_goes_on_and_refuses_another_in_its_place(run: Run, tmp_path: 
         export_run(run, "vllm", tmp_path, ExportOptions(aux_layers=(2,)))
 
 
+def test_what_an_exporter_leaves_comes_into_no_other_file(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class First:
+        per_file, layers = 2, (2,)
+
+        def __init__(self, run: Run, options: ExportOptions) -> None: ...
+
+        def file(self, first: int) -> str:
+            return f"{first}.txt"
+
+        def write(self, items: Iterable[dict[str, Any]], path: Path) -> None:
+            path.write_text(next(iter(items))["key"])
+
+        def finish(self, run: Run, dest: Path) -> None: ...
+
+        def statement(self) -> dict[str, Any]:
+            return {}
+
+    monkeypatch.setattr("hsx_dist.exporting.export.EXPORTERS", {"first": First})
+    export_run(run, "first", tmp_path)
+    assert {p.name: p.read_text() for p in tmp_path.glob("*.txt")} == {
+        f"{i}.txt": SAMPLES[i].key for i in range(0, len(SAMPLES), 2)
+    }
+
+
 def test_samples_without_a_mask_can_be_refused(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "run"))
     store_run(store, SAMPLES[:1], about={"num_hidden_layers": N})
@@ -171,7 +204,8 @@ def test_samples_without_a_mask_can_be_refused(tmp_path: Path) -> None:
 def test_the_exporter_that_the_documentation_writes(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (Path(__file__).parents[3] / "docs" / "extending.md").read_text()
     code = text.split("```python\n")[1].split("```")[0]
-    monkeypatch.setattr("hsx_dist.exporting.export.EXPORTERS", dict(EXPORTERS))
+    known = dict(EXPORTERS)
+    monkeypatch.setattr("hsx_dist.exporting.export.EXPORTERS", known)
     exec(compile(code, "extending.md", "exec"), {"__name__": "modelopt_exporter"})
     export_run(run, "modelopt", tmp_path)
     for sample in SAMPLES:
@@ -181,5 +215,14 @@ def test_the_exporter_that_the_documentation_writes(run: Run, tmp_path: Path, mo
         assert got["hidden_states_prenorm"] is True
         assert got["loss_mask"].tolist() == mask_of(sample)["loss_mask"].tolist()
         assert got["input_ids"].tolist() == sample.token_ids.tolist()
+    exporter = known.pop("modelopt")
+    named = SimpleNamespace(load=lambda: exporter)
+    monkeypatch.setattr(
+        "hsx_dist.exporting.export.entry_points",
+        lambda group, name: [named] if (group, name) == ("hsx_dist.exporters", "modelopt") else [],
+    )
+    assert export_run(run, "modelopt", tmp_path).there == len(SAMPLES)
+    with pytest.raises(ConfigError, match="expected one of"):
+        export_run(run, "nobodys", tmp_path)
     with pytest.raises(ConfigError, match="taken"):
         register_exporter("vllm", object)  # type: ignore[arg-type]

@@ -49,7 +49,7 @@ def test_what_is_read_is_what_was_computed(name: str) -> None:
         s = info.segment
         seed = {"a": 1, "conversation/é-2": 2, "c": 3, "one": 5 if "attached" in name else 4}[s.key]
         made = sample(s.key, s.total, info.dtype, seed)
-        states, ids = part.load(i)
+        states, ids, _ = part.load(i)
         expected = made.states[s.start : s.stop, : info.num_layers]
         assert np.array_equal(ids, made.token_ids[s.start : s.stop])
         if part.codec.lossy:
@@ -101,7 +101,7 @@ def test_the_pages_reader_reads_it(name: str) -> None:
     assert len(found) == len(part.segments)
     for i, (key, span, ids, layer_ids, values) in enumerate(found):
         info = part.segments[i]
-        states, own_ids = part.load(i)
+        states, own_ids, _ = part.load(i)
         assert (key, span) == (info.segment.key, (info.segment.start, info.segment.stop))
         assert tuple(layer_ids) == info.layer_ids
         assert np.array_equal(ids, own_ids)

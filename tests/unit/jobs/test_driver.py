@@ -21,7 +21,7 @@ from hsx_dist.jobs.tasks import TaskResult
 from hsx_dist.observe.progress import Progress
 from hsx_dist.page import Segment
 from hsx_dist.store.local import LocalStore
-from hsx_dist.writers.sink import Lost
+from hsx_dist.writers.events import Lost
 
 
 class LossyFleet:
@@ -330,8 +330,10 @@ def test_max_rows_ends_the_run_with_exactly_so_many(ledger):
     assert len(ledger._manifest.samples) == 13
     assert driver.ended.startswith("max_rows")
     assert driver.counts["under_way"] == 0
-    again = run(LossyFleet(), rows(100), ledger, limits=Limits(max_rows=13))
+    idle = LossyFleet()
+    again = run(idle, rows(100), ledger, limits=Limits(max_rows=13))
     assert again.ended.startswith("max_rows")
+    assert not idle.events, "no replica was started"
 
 
 def test_max_rows_of_an_input_that_has_fewer_ends_it_as_usual(ledger):
@@ -354,10 +356,19 @@ def test_the_deadline_stores_what_is_computed(ledger):
     assert 0 < len(ledger._manifest.samples) < 100
 
 
-def test_a_full_store_pauses_the_run_until_consumers_have_deleted(ledger):
+def test_a_full_store_pauses_the_run_until_consumers_have_deleted(ledger, monkeypatch):
     """Every part that was shown is deleted at the next look: the run never ends, and never holds more than a little."""
     deleted = [0]
     most = [0]
+
+    told = []
+    real = Progress.show
+
+    def show(self, running):
+        told.append(self.line())
+        real(self, running)
+
+    monkeypatch.setattr(Progress, "show", show)
 
     def held():
         now = ledger._manifest.stored_bytes - deleted[0]
@@ -372,6 +383,8 @@ def test_a_full_store_pauses_the_run_until_consumers_have_deleted(ledger):
     assert len(ledger._manifest.samples) == 60
     assert deleted[0] > 100
     assert most[0] <= 200
+    assert any("paused by max_stored_bytes: data/ holds" in line for line in told)
+    assert "paused" not in told[-1]
 
 
 def test_a_cluster_that_gets_no_room_in_time_ends_the_run(ledger):

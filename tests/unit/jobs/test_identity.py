@@ -9,7 +9,7 @@ import pytest
 
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import RunMismatch
-from hsx_dist.jobs.identity import FIRST_ROWS, check_same_input, first_rows, run_seed
+from hsx_dist.jobs.identity import FIRST_ROWS, check_same_input, differences, first_rows, run_seed
 from hsx_dist.jobs.replica import row_seed
 from hsx_dist.jobs.rows import rows_from
 
@@ -64,3 +64,14 @@ def test_seeds_are_the_runs_and_the_rows_own() -> None:
     assert len({row_seed(run, "a"), row_seed(run, "b"), row_seed(run_seed({"id": "abd"}, {}), "a")}) == 3
     assert run_seed({"id": "abc"}, {"seed": 3}) == run_seed({"id": "abd"}, {"seed": 3}) != run_seed({}, {"seed": 4})
     assert all(0 <= row_seed(run, str(i)) < 1 << 63 for i in range(1000))
+
+
+def test_settings_that_differ_are_named_down_to_the_field() -> None:
+    before = {"input": {"text": "text", "id": "id"}, "layers": [1], "engine_kwargs": {"dtype": "float32"}}
+    now = {"input": {"text": "body", "id": "id"}, "layers": [1], "engine_kwargs": {}, "select": "last"}
+    assert differences(before, now) == [
+        ("engine_kwargs.dtype", "float32", None),
+        ("input.text", "text", "body"),
+        ("select", None, "last"),
+    ]
+    assert differences(before, before) == []

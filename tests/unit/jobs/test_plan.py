@@ -120,12 +120,17 @@ def test_the_command(tiny_model_path: Path, tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(r) + "\n" for r in ROWS))
     (tmp_path / "c.yaml").write_text(f"model: {tiny_model_path}\noutput: {tmp_path}/run\nlayers: [1]\npool: threads\n")
     arguments = ["plan", "--config", str(tmp_path / "c.yaml"), f"input.path={tmp_path}/in.jsonl"]
-    for extra in ([], ["--json"]):
+    alone = ["plan", f"model={tiny_model_path}", "layers=1", f"output={tmp_path}/run", arguments[-1]]
+    for line in (arguments, [*alone, "--tokens-per-second", "5000", "--json"]):
         with pytest.raises(SystemExit) as e:
-            main([*arguments, *extra])
+            main(line)
         assert e.value.code == 0
     text, _, document = capsys.readouterr().out.partition("{")
     assert "60" in text
     assert "split" in text
+    assert "1 replica of 10,000 tokens/s (a guess" in text
     assert json.loads("{" + document)["tokens"] == 60
     assert not (tmp_path / "run").exists()
+    with pytest.raises(SystemExit):
+        main(["plan"])
+    assert "--config FILE" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 
-from hsx_dist.observe.logs import OFTEN, WINDOW_S, NotSoOften, Structured
+from hsx_dist.observe.logs import OFTEN, WINDOW_S, NotSoOften, Structured, shown_elsewhere
 
 
 def record(message: str = "part of %d segments", *args: object, **extra: object) -> logging.LogRecord:
@@ -17,6 +17,8 @@ def record(message: str = "part of %d segments", *args: object, **extra: object)
 def test_a_line_says_what_it_is_about():
     line = Structured({"run": "s3://b/r", "writer": "n0w0"}).format(record("lost %d", 3, part="data/p 1"))
     assert line.endswith('Z WARNING hsx_dist.x lost 3 run=s3://b/r writer=n0w0 part="data/p 1"')
+    line = Structured({"run": "s3://b/r", "replica": "0", "rank": "1"}).format(record("copied", key="k"))
+    assert line.endswith("Z WARNING hsx_dist.x copied run=s3://b/r replica=0 rank=1 key=k")
 
 
 def test_a_clients_key_makes_no_second_line_and_no_other_field():
@@ -46,3 +48,17 @@ def test_what_comes_again_and_again_is_counted():
     assert often.filter(again)
     assert f"lost 1 (and {1000 - OFTEN} more like it were left out)" in Structured().format(again)
     assert sum(often.filter(record("lost %d", i)) for i in range(1000)) == OFTEN - 1
+
+
+def test_what_a_library_shows_itself_is_not_shown_again():
+    library, quiet = logging.getLogger("hsx_test_library"), logging.getLogger("hsx_test_quiet")
+    own = logging.StreamHandler()
+    library.addHandler(own)
+    quiet.addHandler(logging.NullHandler())
+    try:
+        for name, elsewhere in (("hsx_test_library.http", True), ("hsx_test_quiet.http", False), ("hsx_dist.x", False)):
+            made = record()
+            made.name = name
+            assert shown_elsewhere(made) is elsewhere
+    finally:
+        library.removeHandler(own)

@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from hsx_dist.observe import progress as module
-from hsx_dist.observe.progress import Progress, duration
+from hsx_dist.observe.progress import Progress
+from hsx_dist.observe.units import duration
 
 
 @pytest.fixture

@@ -91,6 +91,20 @@ def test_a_run_without_samples_gives_a_page_too(tmp_path: Path):
     assert "no heartbeat" in write_report(store)
 
 
+def test_an_attempt_that_never_said_that_it_ended_has_vanished(tmp_path: Path):
+    from hsx_dist.format.runs import beat, take_attempt, write_run
+
+    store = open_store(str(tmp_path / "new"))
+    write_run(store, {"meaning": {"model": "m", "layers": [1]}, "settings": {"pool": "ray", "max_replicas": 1}})
+    for number in (1, 2):
+        take_attempt(store, {})
+        beat(store, number, 1, "running")
+    assert [a.state for a in gather_facts(store, Run(store)).attempts] == ["vanished", "running"]
+    page = write_report(store)
+    assert "None so far" in page
+    assert "1 replica<" in page
+
+
 def test_a_sample_that_is_not_there_is_told(small_run: Store):
     with pytest.raises(SampleNotFound, match="no-such"):
         write_report(small_run, chosen=["no-such"])

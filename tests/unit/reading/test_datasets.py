@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from hsx_dist import HiddenStatesDataset, HiddenStatesMapDataset, MixedDataset, 
 from hsx_dist.errors import ConfigError, FormatError, NotFound
 from hsx_dist.reading.collate import pack, pad
 from hsx_dist.reading.order import Dealt, Progress, canonical_order
-from hsx_dist.store import open_store
+from hsx_dist.store import Store, open_store
 from hsx_dist.testing.runs import store_run
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
@@ -40,6 +43,21 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = str(tmp_path_factory.mktemp("run") / "run")
     store_run(open_store(path), SAMPLES, per_part=4, attached=mask_of)
     return path
+
+
+class Asked:
+    """A store that notes which ranges it was asked for."""
+
+    def __init__(self, inner: Store):
+        self._inner = inner
+        self.calls: list[Sequence[tuple[int, int]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        self.calls.append(ranges)
+        return self._inner.get_ranges(name, ranges)
 
 
 def bits(x: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -84,6 +102,92 @@ def test_only_the_layers_and_tokens_wanted_are_fetched() -> None:
     store.reset()
     list(HiddenStatesDataset(run, layers=[7], tokens=(0, 64), loss_mask="off"))
     assert store.bytes_read - 8 * 512 <= one / 6
+
+
+def test_a_run_read_through_another_store_keeps_its_own(url: str) -> None:
+    run = open_run(url)
+    assert run.with_store(lambda store: store).store is run.store
+
+
+def test_a_forked_process_reads_through_no_part_of_its_parent(url: str) -> None:
+    run = open_run(url)
+    name = run.index.parts[0].part or ""
+    part = run.open_part(name)
+    assert run.open_part(name) is part
+    run._pid = -1  # as a child finds it
+    assert run.open_part(name) is not part
+
+
+def test_a_part_is_opened_once_and_a_sample_is_one_request() -> None:
+    store = MemoryStore()
+    store_run(store, SAMPLES[:12], per_part=6, attached=mask_of)
+    from hsx_dist.reading import Run
+
+    asked = Asked(store)
+    run = Run(store).with_store(lambda _: asked)
+    masked = {i["key"]: i for i in HiddenStatesDataset(run)}
+    assert len(asked.calls) == 2 + 12
+    assert {k: i["loss_mask"].tolist() for k, i in masked.items()} == {
+        s.key: (mask_of(s)["loss_mask"] != 0).tolist() for s in SAMPLES[:12]
+    }
+    asked.calls.clear()
+    list(HiddenStatesDataset(run, layers=[15], loss_mask="off"))
+    assert [len(ranges) for ranges in asked.calls] == [1] * 12
+
+
+def test_threads_that_wait_for_one_part_get_its_error_and_later_ones_try_again() -> None:
+    store = MemoryStore()
+    store_run(store, SAMPLES[:6], per_part=6)
+    from hsx_dist.reading import Run
+
+    waiting, go = threading.Barrier(4), threading.Event()
+
+    class Refusing(Asked):
+        def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+            views = super().get_ranges(name, ranges)
+            if len(self.calls) > 1:
+                return views
+            go.wait(30)
+            raise FormatError("the first time")
+
+    refusing = Refusing(store)
+    run = Run(store).with_store(lambda _: refusing)
+    name = run.index.parts[0].part or ""
+
+    def look() -> str:
+        waiting.wait(30)
+        try:
+            return run.open_part(name).name
+        except FormatError as e:
+            return str(e)
+
+    with ThreadPoolExecutor(4) as pool:
+        found = [pool.submit(look) for _ in range(4)]
+        while not refusing.calls:
+            time.sleep(0.001)
+        go.set()
+        said = [f.result() for f in found]
+    assert all("the first time" in s or s == name for s in said)
+    assert sum("the first time" in s for s in said) >= 1
+    assert run.open_part(name).name == name
+    assert len(refusing.calls) == 2
+
+
+def test_memory_is_used_again_and_what_is_kept_stays_as_it_was(url: str) -> None:
+    kept = {i["key"]: i["hidden_states"] for i in HiddenStatesDataset(url, prefetch_bytes=1 << 20, threads=3)}
+    for sample in SAMPLES:
+        assert np.array_equal(bits(kept[sample.key]), sample.states)
+    large = [random_sample(f"l{i}", 600, hidden_size=64, seed=i, odd=False) for i in range(8)]
+    store = MemoryStore()
+    store_run(store, large)
+    from hsx_dist.reading import Run
+
+    places = set()
+    for item, sample in zip(HiddenStatesDataset(Run(store), threads=1), large, strict=True):
+        places.add(item["hidden_states"].data_ptr())
+        assert np.array_equal(bits(item["hidden_states"]), sample.states)
+        del item
+    assert len(places) < len(large)
 
 
 def test_random_windows_follow_from_seed_epoch_and_key(url: str) -> None:
@@ -236,6 +340,8 @@ def test_wrong_arguments_are_told(url: str) -> None:
     ):
         with pytest.raises(ConfigError):
             HiddenStatesDataset(url, **options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="selection"):
+        HiddenStatesDataset(open_run(url).select(min_tokens=5), follow=True)
     with pytest.raises(ConfigError, match="no attached 'label'"):
         list(HiddenStatesDataset(url, rename={"label": "label"}))
     with pytest.raises(ConfigError, match="step"):
@@ -289,6 +395,37 @@ def test_runs_are_mixed_by_weight(url: str, tmp_path: Path) -> None:
     assert before + [i["key"] for i in second] == keys
     with pytest.raises(ConfigError, match="weights"):
         MixedDataset([HiddenStatesDataset(url)], [0])
+    with pytest.raises(ConfigError, match="MixedDataset"):
+        second.load_state_dict({"taken": [1, 2]})
+
+
+def test_a_mixture_goes_on_at_another_world_size(url: str, tmp_path: Path) -> None:
+    other = str(tmp_path / "other")
+    store_run(open_store(other), [random_sample(f"o{i}", 4, seed=i) for i in range(40)])
+
+    def mixed(rank: int, world: int) -> MixedDataset:
+        return MixedDataset(
+            [HiddenStatesDataset(u, rank=rank, world_size=world, shuffle=True) for u in (url, other)],
+            [1, 3],
+            stop="all",
+        )
+
+    seen, states = [], []
+    for rank in range(3):
+        dataset = mixed(rank, 3)
+        source = iter(dataset)
+        seen += [next(source)["key"] for _ in range(8)]
+        states.append(dataset.state_dict())
+    merged = json.loads(json.dumps(merge_states({"ranks": states})))
+    for rank in range(2):
+        dataset = mixed(rank, 2)
+        dataset.load_state_dict(merged)
+        keys = [i["key"] for i in dataset]
+        assert sum(k.startswith("s") for k in keys[:8]) == 2
+        seen += keys
+    assert sorted(seen) == sorted([s.key for s in SAMPLES] + [f"o{i}" for i in range(40)])
+    with pytest.raises(ConfigError, match="number"):
+        merge_states([states[0], {**states[1], "datasets": states[1]["datasets"][:1]}])
 
 
 @pytest.mark.slow
@@ -315,6 +452,9 @@ def test_token_batches_hold_every_token_once_and_resume(url: str, only_loss: boo
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
         rest = list(second)
         assert [b["input_ids"].tolist() for b in rest] == [b["input_ids"].tolist() for b in whole[after:]]
+    third = batches()
+    third.load_state_dict(merge_states([first.state_dict()]))
+    assert sum(len(b["input_ids"]) for b in third) <= sum(len(b["input_ids"]) for b in whole)
     loaded = list(DataLoader(batches(), batch_size=None, num_workers=1))
     assert [b["input_ids"].tolist() for b in loaded] == [b["input_ids"].tolist() for b in whole]
 

@@ -199,6 +199,21 @@ def test_a_part_that_holds_half_a_sample_stays_until_the_run_is_over() -> None:
     assert not list(store.list("data/"))
 
 
+def test_what_was_read_of_the_manifest_is_not_read_again_for_a_new_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    write_run(store, {})
+    writer = RunWriter(store)
+    retention = Retention(store)
+    read: list[str] = []
+    get = store.get
+    monkeypatch.setattr(store, "get", lambda name: read.append(name) or get(name))
+    for sample in SAMPLES:
+        writer.put([whole(sample)])
+        retention.ack(sample.key)
+    assert not list(store.list("data/"))
+    assert len([name for name in read if name.startswith("manifest/")]) == len(SAMPLES)
+
+
 def test_the_masks_of_attached_arrays_follow_too(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "run"))
     store_run(store, SAMPLES[:3], attached=lambda s: {"loss_mask": np.arange(len(s.token_ids)) > 1})

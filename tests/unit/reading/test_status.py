@@ -11,6 +11,7 @@ from hsx_dist.errors import RunError
 from hsx_dist.format.manifest import Manifest, RowFate
 from hsx_dist.format.runs import beat, load_manifest, take_attempt, write_complete, write_run
 from hsx_dist.jobs.ledger import RowLedger
+from hsx_dist.observe.progress import Progress
 from hsx_dist.reading.status import run_status
 from hsx_dist.store.local import LocalStore
 
@@ -29,14 +30,18 @@ def store(tmp_path):
     return store
 
 
-def test_every_row_is_accounted_for_while_a_driver_lives(store):
-    beat(store, 1, 1, "running", {"rows": 100, "replicas": 2})
-    status = run_status(store, sleep=lambda _: beat(store, 1, 2, "running", {"rows": 100, "replicas": 2}))
+def test_every_row_is_accounted_for_while_a_driver_lives(store, capsys, monkeypatch):
+    told = {**Progress(100).snapshot(), "replicas": 2, "under_way": 64, "paused": "max_x"}  # as a driver does
+    beat(store, 1, 1, "running", told)
+    status = run_status(store, sleep=lambda _: beat(store, 1, 2, "running", told))
     assert status.state == "running"
     assert status.rows == {"total": 100, "stored": 0, "refused": 30, "failed": 1, "poison": 1, "open": 68}
     assert status.reasons["refused"] == {"expected at most ### tokens, came ####": 30}
     assert status.progress["replicas"] == 2
     assert not status.ok
+    monkeypatch.setattr("hsx_dist.cli.watch.run_status", lambda _: status)
+    assert print_status(store.url, (), as_json=False) == 1
+    assert "2 replicas ready, 64 rows under way, 0 tokens/s, paused by max_x" in capsys.readouterr().out
 
 
 def test_a_driver_whose_heart_stands_still_is_silent_and_one_that_ends_meanwhile_says_so(store):

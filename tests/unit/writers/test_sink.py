@@ -15,7 +15,8 @@ from hsx_dist.format.runs import load_manifest, take_attempt, write_run
 from hsx_dist.page import Page, Segment
 from hsx_dist.reading import Run
 from hsx_dist.store.local import LocalStore
-from hsx_dist.writers.sink import Lost, PartSink, SinkOptions, Stored
+from hsx_dist.writers.events import Lost, Stored
+from hsx_dist.writers.sink import PartSink, SinkOptions
 from hsx_dist.writers.threads import ThreadSender
 from tests.unit.writers.small_samples import check_readable, options, pages
 

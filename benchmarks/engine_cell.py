@@ -1,0 +1,357 @@
+"""One cell of ``benchmarks.engine``, in a process of its own: an engine, a load, and what both took.
+
+    python -m benchmarks.engine_cell CELL.json RESULT.json
+
+The load is a closed loop: so many requests are under way at any time, for so many seconds; then the last answers are
+awaited, and then the last sample. All times are of ``time.monotonic``, which the parent shares.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from hsx_dist.page import Page
+
+#: What the connector's ring has; a bare connector gives it half of ``in_flight_bytes``.
+RING_BYTES = 128 << 20
+
+Sink = Literal["none", "null", "null-sink", "store", "vllm"]
+
+
+@dataclass(frozen=True)
+class CellSpec:
+    """What one process measures.
+
+    ``sink``: no extraction, a connector that does nothing, ours with a sender that drops pages, ours storing at
+    ``output``, or vLLM's own storing there. ``engine_core``, ``other_core``: where the engine's thread and all others
+    run; None leaves both to vLLM and the kernel.
+    """
+
+    model: str
+    layers: tuple[int, ...]
+    hidden: int
+    vocab: int
+    prompt_tokens: int
+    output_tokens: int
+    concurrency: int
+    seconds: float
+    sink: Sink
+    output: str = ""
+    storage_options: dict[str, Any] | None = None
+    codec: str = "none"
+    hsx: dict[str, Any] | None = None
+    engine_core: int | None = None
+    other_core: int | None = None
+    profile: str = ""
+
+    @property
+    def sample_tokens(self) -> int:
+        """Tokens of one sample: the last one that is generated is never an input."""
+        return self.prompt_tokens + max(self.output_tokens - 1, 0)
+
+    @property
+    def sample_bytes(self) -> int:
+        return self.sample_tokens * len(self.layers) * self.hidden * 2
+
+
+class NullSender:
+    """Drops pages: the engine's side of shipping without anybody behind it."""
+
+    def send(self, pages: Sequence[Page], release: Callable[[Page], None]) -> None:
+        for page in pages:
+            release(page)
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def engine_arguments(spec: CellSpec) -> dict[str, Any]:
+    """For vLLM's ``LLM``."""
+    arguments: dict[str, Any] = {
+        "model": spec.model,
+        "dtype": "bfloat16",
+        "skip_tokenizer_init": True,
+        "max_model_len": spec.prompt_tokens + spec.output_tokens + 8,
+        "max_num_batched_tokens": 2048,
+        "max_num_seqs": spec.concurrency,
+        "enable_prefix_caching": False,  # or nothing would be computed
+        "enforce_eager": True,
+        "distributed_executor_backend": "uni",
+        "disable_log_stats": True,
+    }
+    if spec.sink == "none":
+        return arguments
+    arguments["speculative_config"] = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(spec.layers)}},
+    }
+    connector: dict[str, Any] = {"kv_role": "kv_producer"}
+    if spec.sink in ("null", "vllm"):
+        connector["kv_connector"] = "NullConnector" if spec.sink == "null" else "ReferenceConnector"
+        connector["kv_connector_module_path"] = "benchmarks.engine_connectors"
+        connector["kv_connector_extra_config"] = {"shared_storage_path": spec.output} if spec.output else {}
+    else:
+        hsx = {"output": spec.output or "nowhere", "codec": spec.codec, "in_flight_bytes": 2 * RING_BYTES}
+        if spec.sink == "null-sink":
+            hsx |= {"via": "process", "address": "null-sink"}
+        if spec.storage_options:
+            hsx["storage_options"] = spec.storage_options
+        connector["kv_connector"] = "HiddenStatesConnector"
+        connector["kv_connector_extra_config"] = {"hsx": hsx | (spec.hsx or {})}
+    arguments["kv_transfer_config"] = connector
+    return arguments
+
+
+class Cell:
+    """The engine of a cell, and the load on it."""
+
+    def __init__(self, spec: CellSpec):
+        self.spec = spec
+        self._rng = np.random.default_rng(7)
+        self._sent = 0
+        self._due: dict[str, float] = {}  # when each request that has no answer yet was sent
+        self.first: list[tuple[float, float]] = []  # (when, seconds) of first tokens
+        self.finished = 0
+        self.held_peak = 0
+        if spec.sink == "null-sink":
+            from hsx_dist.connector import outlet
+
+            outlet.register("null-sink", outlet.LocalOutlet(NullSender(), RING_BYTES))
+        from vllm import LLM, SamplingParams
+
+        from benchmarks.cpu_norms import use_cpu_norms
+
+        self.llm = LLM(**engine_arguments(spec), ir_op_priority=use_cpu_norms())
+        self.engine = self.llm.llm_engine
+        self.scheduler = self.engine.engine_core.engine_core.scheduler
+        extra = {"kv_transfer_params": {"include_output_tokens": True}} if spec.output_tokens > 1 else None
+        self._params = SamplingParams(
+            max_tokens=spec.output_tokens, temperature=0.0, ignore_eos=True, detokenize=False, extra_args=extra
+        )
+
+    def send(self) -> None:
+        """One more request, of random tokens."""
+        request_id = str(self._sent)
+        self._sent += 1
+        ids = self._rng.integers(3, self.spec.vocab, self.spec.prompt_tokens).tolist()
+        self._due[request_id] = time.monotonic()
+        self.engine.add_request(request_id, {"prompt_token_ids": ids}, self._params)
+
+    def step(self) -> int:
+        """One step of the engine; how many answers it ended."""
+        done = 0
+        outputs = self.engine.step()
+        now = time.monotonic()
+        for output in outputs:
+            sent = self._due.pop(output.request_id, None)
+            if sent is not None:
+                self.first.append((now, now - sent))
+            done += output.finished
+        s = self.scheduler
+        held = len(s.requests) - len(s.running) - len(s.waiting)
+        self.held_peak = max(self.held_peak, held)
+        self.finished += done
+        return done
+
+    def load(self, seconds: float) -> None:
+        """The closed loop, and the answers to what it sent."""
+        under_way = 0
+        end = time.monotonic() + seconds
+        while under_way or time.monotonic() < end:
+            while under_way < self.spec.concurrency and time.monotonic() < end:
+                self.send()
+                under_way += 1
+            under_way -= self.step()
+
+    def flush(self) -> None:
+        """Until everything that was computed is stored."""
+        if self.spec.sink in ("null-sink", "store"):
+            from hsx_dist.connector.flush import flush
+
+            flush(self.llm, 600)
+        elif self.spec.sink == "vllm":
+            from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+            while self.scheduler.connector.pending or self.scheduler.requests:
+                self.engine.step()
+            while get_kv_transfer_group().pending:
+                time.sleep(0.001)
+
+    def check(self) -> None:
+        """Every request that was sent is stored: what is lost would be fast.
+
+        Raises:
+            RuntimeError: it is not.
+        """
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        if self.spec.sink == "vllm":
+            stored = sum(1 for _ in Path(self.spec.output).glob("*.safetensors"))
+        elif self.spec.sink in ("store", "null-sink"):
+            counted = get_kv_transfer_group()._outlet.meter.sums()
+            stored = int(counted.get(("stored" if self.spec.sink == "store" else "samples", ""), 0))
+        else:
+            return
+        if stored != self._sent:
+            raise RuntimeError(
+                f"expected {self._sent} samples, found {stored}: what was measured is not what it claims"
+            )
+
+    def blocks_per_request(self) -> int:
+        group = self.scheduler.kv_cache_config.kv_cache_groups[-1]
+        return -(-self.spec.sample_tokens // group.kv_cache_spec.block_size)
+
+
+def pin(engine: int, others: int, stop: threading.Event) -> None:
+    """Keep this process's first thread on one core, and every other one, also those that come later, on another."""
+    os.sched_setaffinity(os.getpid(), {engine})
+    while not stop.is_set():
+        for task in os.listdir("/proc/self/task"):  # noqa: PTH208 - every half second, beside the engine
+            if int(task) != os.getpid():
+                try:
+                    os.sched_setaffinity(int(task), {others})
+                except ProcessLookupError:
+                    continue
+        stop.wait(0.5)
+
+
+def cpu_seconds(compute: set[int]) -> dict[str, float]:
+    """CPU seconds of this process: the threads in ``compute``, each of Python's other ones by its name without its
+    number, and the rest, among it threads that have ended."""
+    names = {t.native_id: t.name.rstrip("-_0123456789") for t in threading.enumerate()}
+    of: dict[str, float] = {}
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            fields = (task / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        thread = int(task.name)
+        name = "engine" if thread in compute else names.get(thread, "rest")
+        of[name] = of.get(name, 0.0) + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    of["rest"] = time.process_time() - sum(v for k, v in of.items() if k != "rest")
+    return of
+
+
+def run(spec: CellSpec) -> dict[str, Any]:
+    """Build, warm up, measure."""
+    # As many as the machine has: a parent that keeps to one core has given us that one alone.
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
+    stop = threading.Event()
+    if spec.engine_core is not None:
+        os.environ["OMP_NUM_THREADS"] = "1"
+    from hsx_dist.connector.isa import avoid_broken_amx
+
+    avoid_broken_amx()
+    import torch
+
+    if spec.engine_core is not None:
+        torch.set_num_threads(1)
+    cell = Cell(spec)
+    python = {t.native_id for t in threading.enumerate() if t is not threading.main_thread()}
+    name = Path("/proc/self/comm").read_text()
+    compute = {  # the engine's thread and, where it has several cores, OpenMP's
+        int(task.name)
+        for task in Path("/proc/self/task").iterdir()
+        if int(task.name) not in python and (task / "comm").read_text() == name
+    }
+    if spec.engine_core is not None and spec.other_core is not None:
+        pins = threading.Thread(target=pin, args=(spec.engine_core, spec.other_core, stop), daemon=True)
+        pins.start()
+        compute = {os.getpid()}
+    cell.load(2.0)
+    cell.flush()
+    cell.finished, cell.held_peak = 0, 0
+    cell.first.clear()
+    before = cpu_seconds(compute)
+    profiled = profiler(spec.profile) if spec.profile else None
+    start = time.monotonic()
+    cell.load(spec.seconds)
+    answered = time.monotonic()
+    if profiled is not None:
+        profiled()
+    cell.flush()
+    durable = time.monotonic()
+    after = cpu_seconds(compute)
+    os.sync()
+    synced = time.monotonic()
+    stop.set()
+    cell.check()
+    # Requests sent at once wait for one another: the first round of them is not what a request sees.
+    waits = sorted(s for _, s in cell.first[spec.concurrency :])
+    tokens = cell.finished * spec.sample_tokens
+    stored = 0 if spec.sink in ("none", "null") else cell.finished * spec.sample_bytes
+    result = {
+        "start": start,
+        "answered": answered,
+        "durable": durable,
+        "requests": cell.finished,
+        "tokens": tokens,
+        "tokens_per_s": tokens / (answered - start),
+        "tokens_per_cpu_s": tokens / (after["engine"] - before["engine"]),
+        "durable_tokens_per_s": tokens / (durable - start),
+        "synced_tokens_per_s": tokens / (synced - start),
+        "durable_bytes_per_s": stored / (durable - start),
+        "seconds_after_last_answer": durable - answered,
+        "ttft_median": statistics.median(waits),
+        "ttft_p90": waits[int(len(waits) * 0.9)],
+        "held_requests_peak": cell.held_peak,
+        "held_blocks_peak": cell.held_peak * cell.blocks_per_request(),
+        "cpu_s": {name: spent for name, s in after.items() if (spent := round(s - before.get(name, 0.0), 2)) > 0.02},
+    }
+    cell.engine.engine_core.shutdown()
+    return result
+
+
+def profiler(path: str) -> Callable[[], None]:
+    """Profile the engine's thread from now on; what is returned writes the functions by their own time to ``path``."""
+    import cProfile
+    import pstats
+
+    running = cProfile.Profile()
+    running.enable()
+
+    def end() -> None:
+        running.disable()
+        with Path(path).open("w") as out:
+            stats = pstats.Stats(running, stream=out)
+            stats.sort_stats("tottime").print_stats(60)
+            stats.sort_stats("cumtime").print_stats("hsx_dist|connector")
+
+    return end
+
+
+def main() -> None:
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    spec["layers"] = tuple(spec["layers"])
+    result = run(CellSpec(**spec))
+    Path(sys.argv[2]).write_text(json.dumps(result) + "\n")
+    sys.stdout.flush()
+    # vLLM's threads have nothing to say any more, and some take seconds to end.
+    os._exit(0)
+
+
+def as_json(spec: CellSpec) -> str:
+    return json.dumps(asdict(spec))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""What ours is measured against, for ``kv_connector_module_path``: a connector that does nothing, and vLLM's own."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector as example
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
+from vllm.platforms import current_platform
+
+from hsx_dist.connector.undrafted import never_draft
+
+
+class _Undrafted:
+    """As ours on the CPU build: else every decoded token is computed twice there, which is no connector's doing."""
+
+    def on_new_request(self, request: Any) -> None:
+        if current_platform.is_cpu():
+            never_draft(request)
+
+
+class NullConnector(_Undrafted, KVConnectorBase_V1, SupportsHMA):
+    """Takes nothing out of the cache: what is left is vLLM's own cost of putting states there."""
+
+    def start_load_kv(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        pass
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:  # noqa: ARG002
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        pass
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:  # noqa: ARG002
+        return KVConnectorMetadata()
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:  # noqa: ARG002
+        return False, None
+
+
+class _Event:
+    """A ``torch.cuda.Event`` where every copy is done when it returns."""
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class _Stream:
+    def wait_event(self, event: Any) -> None:
+        pass
+
+
+class _CpuCuda:
+    Event = _Event
+    Stream = _Stream
+
+    @staticmethod
+    def stream(_: Any) -> Any:
+        return nullcontext()
+
+
+class _CpuTorch:
+    """torch as vLLM's connector sees it on a CPU: without pinned memory, and without streams."""
+
+    cuda = _CpuCuda
+
+    @staticmethod
+    def empty_like(tensor: torch.Tensor, *, device: str, pin_memory: bool) -> torch.Tensor:  # noqa: ARG004
+        return torch.empty_like(tensor, device=device)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+class ReferenceConnector(_Undrafted, example.ExampleHiddenStatesConnector):
+    """vLLM's own. On a CPU its module sees ``_CpuTorch``, and takes the only cache layout that there is."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        if current_platform.is_cpu():
+            example.torch = _CpuTorch()
+        super().__init__(*args, **kwargs)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        return None if current_platform.is_cpu() else super().get_required_kvcache_layout(vllm_config)
+
+    @property
+    def pending(self) -> int:
+        """Of either half: requests whose file is not written."""
+        return len(self._pending_saves) + len(self._req_futures) + len(self._req_copy_events)

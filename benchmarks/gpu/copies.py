@@ -1,0 +1,205 @@
+"""Finished requests' states from a GPU's cache to the host: ours, the reference connector's way, and the bus's limit.
+
+    python -m benchmarks.gpu.copies [--rounds 5] [--results FOLDER]
+
+Needs a CUDA device and torch. The ways take turns; figures are medians of ratios within a round. Beside them: how much
+a running matrix product slows, and what each way takes of the device's memory beyond the cache. Without a CUDA device
+it says so in its result, and measures nothing. Writes benchmarks/results/gpu.{md,json}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.ways import BLOCK, Cache, Shape, Ways
+from benchmarks.provenance import provenance
+
+RESULTS = Path(__file__).parents[1] / "results"
+#: (model, states, hidden size, tensor parallel, tokens of a request): 65,536 is a long one.
+MODELS = (
+    ("Qwen3-4B", 37, 2560, 1, (512, 8192)),
+    ("Llama-8B", 33, 4096, 1, (512, 8192)),
+    ("Llama-8B, 4 layers", 4, 4096, 1, (512, 8192, 65536)),
+    ("Llama-70B", 81, 8192, 8, (512, 4096)),
+    ("Llama-70B, 4 layers", 4, 8192, 8, (512, 8192, 65536)),
+)
+RING_BYTES = 128 << 20
+#: Copied in one measurement, at least.
+LEAST_BYTES = 2 << 30
+MIB = 1 << 20
+#: (figure, goal, whether more is better)
+GOALS = (
+    ("of_limit", 0.9, True),
+    ("over_reference", 2.0, True),
+    ("product_slowed", 0.03, False),
+    ("device_mib", 64, False),
+)
+
+
+def shapes() -> list[Shape]:
+    return [
+        Shape(model, layers, hidden, tokens, order, tp)
+        for model, layers, hidden, tp, lengths in MODELS
+        for tokens in lengths
+        for order in ("LTH", "TLH")  # type: ignore[misc]
+    ]
+
+
+def measure(shape: Shape, device: torch.device, rounds: int, least_bytes: int = LEAST_BYTES) -> dict[str, Any]:
+    """One shape: seconds of each way, by rounds, and what follows from them."""
+    torch.manual_seed(0)
+    cache = Cache(shape, max(shape.blocks + shape.blocks // 4, 512 * MIB // shape.block_bytes + 1), device)
+    ways = Ways(cache, RING_BYTES)
+    count = max(1, -(-least_bytes // shape.request_bytes))
+    nbytes = count * shape.request_bytes
+    names: dict[str, Callable[[list[torch.Tensor]], Any]] = {
+        "ours": ways.ours,
+        "reference": ways.reference,
+        "limit": lambda _: ways.limit(nbytes),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    memory: dict[str, float] = {}
+    for turn in range(rounds + 1):
+        for name, way in names.items():
+            requests = list(cache.requests(count))
+            base = reset_peak(device)
+            before = time.perf_counter()
+            way(requests)
+            if turn:  # the first round warms up
+                seconds[name].append(time.perf_counter() - before)
+            memory[name] = max(memory.get(name, 0.0), peak(device) - base)
+
+    def ratios(a: str, b: str) -> list[float]:
+        return [x / y for x, y in zip(seconds[a], seconds[b], strict=True)]
+
+    found: dict[str, Any] = {
+        "model": shape.model,
+        "layers": shape.layers,
+        "hidden": shape.hidden,
+        "tp": shape.tp,
+        "tokens": shape.tokens,
+        "order": shape.order,
+        "block": BLOCK,
+        "gb_per_s": {name: nbytes / statistics.median(s) / 1e9 for name, s in seconds.items()},
+        "of_limit": statistics.median(ratios("limit", "ours")),
+        "over_reference": statistics.median(ratios("reference", "ours")),
+        "device_mib": memory["ours"] / MIB,
+        "reference_device_mib": memory["reference"] / MIB,
+    }
+    if device.type == "cuda":
+        found["product_slowed"] = slowed(ways, cache, rounds)
+    return found
+
+
+def reset_peak(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def peak(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def slowed(ways: Ways, cache: Cache, rounds: int, side: int = 8192, repeats: int = 300) -> float:
+    """By which share a row of matrix products takes longer while requests are copied all the time; the median."""
+    a = torch.randn(side, side, dtype=torch.bfloat16, device=cache.device)
+    out = torch.empty_like(a)
+
+    def products() -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(repeats):
+            torch.matmul(a, a, out=out)
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
+    products()
+    found = []
+    for _ in range(rounds):
+        alone = products()
+        stop = threading.Event()
+
+        def copy(stop: threading.Event = stop) -> None:
+            while not stop.is_set():
+                ways.ours(list(cache.requests(1)))
+
+        copying = threading.Thread(target=copy)
+        copying.start()
+        found.append(products() / alone - 1)
+        stop.set()
+        copying.join()
+    return statistics.median(found)
+
+
+def table(report: dict[str, Any]) -> str:
+    """As Markdown."""
+    a = report["about"]
+    head = ["# From a GPU's cache to the host", ""]
+    where = (
+        f"{a['cpu']}; torch {a['versions']['torch']}; commit {a['commit']}. Made by `python -m benchmarks.gpu.copies`."
+    )
+    if not report["results"]:
+        said = "**Not measured on a GPU**: no CUDA device was at hand. In the tests this code runs on a CPU."
+        return "\n".join([*head, where, "", said, ""])
+    lines = [
+        *head,
+        f"{report['device']}; {where}",
+        "",
+        "Goals: ≥ 0.9 of the pinned copy's limit, ≥ 2 times the reference's way, a matrix product slowed by ≤ 3 %, "
+        "≤ 64 MiB of device memory beyond the cache.",
+        "",
+        "| model | TP | states | tokens | cache | ours, GB/s | of the limit | × reference | product slowed "
+        "| device MiB (reference's) |",
+        "|---|---:|---:|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {r['model']} | {r['tp']} | {r['layers']} × {r['hidden']} | {r['tokens']:,} "
+        f"| {'layer' if r['order'] == 'LTH' else 'token'}-major | {r['gb_per_s']['ours']:.1f} | {r['of_limit']:.2f} "
+        f"| {r['over_reference']:.2f} | {r['product_slowed']:.1%} "
+        f"| {r['device_mib']:.0f} ({r['reference_device_mib']:,.0f}) |"
+        for r in report["results"]
+    ]
+    lines.append("")
+    for figure, goal, more in GOALS:
+        values = [r[figure] for r in report["results"]]
+        met = min(values) >= goal if more else max(values) <= goal
+        lines.append(f"- {figure}: {min(values):.3g} to {max(values):.3g}, goal {goal}: {'met' if met else 'missed'}.")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
+    args = parser.parse_args()
+    report: dict[str, Any] = {"about": provenance("torch"), "rounds": args.rounds, "device": None, "results": []}
+    if torch.cuda.is_available():
+        device = torch.device("cuda")
+        report["device"] = torch.cuda.get_device_name(device)
+        with torch.inference_mode():
+            for shape in shapes():
+                report["results"].append(measure(shape, device, args.rounds))
+                torch.cuda.empty_cache()
+                print(json.dumps(report["results"][-1]), flush=True)
+    args.results.mkdir(parents=True, exist_ok=True)
+    (args.results / "gpu.json").write_text(json.dumps(report, indent=1) + "\n")
+    text = table(report)
+    (args.results / "gpu.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

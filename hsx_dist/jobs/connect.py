@@ -1,0 +1,31 @@
+"""Into the Ray cluster that this process belongs to."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from hsx_dist.errors import ConfigError
+
+
+def connect_ray(run: str = "") -> None:
+    """Join the cluster of ``RAY_ADDRESS`` (in a submitted job: its own), or start one of this machine alone.
+
+    The job's metadata on Ray's dashboard say which ``run`` it makes, if any.
+    """
+    import ray
+
+    if ray.is_initialized():
+        return
+    address = os.environ.get("RAY_ADDRESS")
+    try:
+        ray.init(
+            address=address or "local",
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            job_config=ray.job_config.JobConfig(metadata={"hsx_run": run} if run else {}),
+        )
+    except ConnectionError as e:
+        raise ConfigError(
+            f"RAY_ADDRESS: expected a Ray cluster at {address!r}, came: {e}; start one, or unset it"
+        ) from e

@@ -1,0 +1,155 @@
+"""How one part becomes durable.
+
+The order that makes a sample exist: the part is stored whole under a name that nobody else uses; then the attempt is
+checked to be the newest; then the receipt is stored. Only after that is anybody told.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from hsx_dist.errors import AlreadyExists, Fenced, SampleConflict
+from hsx_dist.format.container import EncodedPart, EncodedSegment, Part, same_sample
+from hsx_dist.format.manifest import Receipt, SegmentProof, part_name, receipt_name, token_hash
+from hsx_dist.format.runs import is_fenced
+from hsx_dist.observe.metrics import Meter
+from hsx_dist.observe.units import bytes_text
+from hsx_dist.page import object_name
+from hsx_dist.store import Store
+from hsx_dist.writers.events import Stored
+from hsx_dist.writers.turns import Turns
+
+log = logging.getLogger(__name__)
+
+
+class PartCommitter:
+    """Stores the parts of one writer's one life, several at once.
+
+    ``writer``: a name that no other life of any writer has. ``attempt`` 0: there is no run, and no receipt. ``alone``:
+    each part is one sample, named after its key, or as its request says. ``about``: what parts say of the run.
+    """
+
+    def __init__(self, store: Store, writer: str, *, attempt: int, alone: bool, about: Mapping[str, Any], meter: Meter):
+        self._store = store
+        self._writer = writer
+        self._attempt = attempt
+        self._alone = alone
+        self._about = about
+        self._meter = meter
+        self._turns = Turns()
+        self._receipt_lock = threading.Lock()
+        self._next_receipt = 1
+
+    def commit(
+        self, segments: Sequence[EncodedSegment], part: EncodedPart, number: int, arrival: int
+    ) -> Receipt | Stored:
+        """Store ``part``, made of ``segments``, and say what proves it. It returns when that is durable.
+
+        ``number``: the part's, of this writer. ``arrival``: of the request that a sample alone was of; where several
+        name one path the latest one's object stays.
+
+        Raises:
+            Fenced: a newer attempt has taken over.
+            SampleConflict: a sample alone, and its key stands for something else.
+            StoreError: as the store says.
+        """
+        name = self._name(segments[0], number)
+        before = time.monotonic()
+        try:
+            if self._attempt:
+                self._store.put(name, part.buffers)
+            elif segments[0].segment.name:
+                with self._turns.take(name, arrival) as newest:
+                    # Else a later request of this path has stored its own, as this one would be replaced.
+                    if newest:
+                        self._store.put(name, part.buffers)
+            else:
+                self._put_new(name, part.buffers, segments[0])
+        finally:
+            self._meter.put_took(time.monotonic() - before)
+        if not self._attempt:
+            return Stored(tuple(s.segment for s in segments), name)
+        receipt = self._prove(self._receipt(segments, part, name))
+        log.info("stored %d segments, %s", len(segments), bytes_text(part.size), extra={"part": name})
+        return receipt
+
+    def _name(self, first: EncodedSegment, number: int) -> str:
+        if not self._alone:
+            return part_name(self._attempt, self._writer, number)
+        folder = "data/" if self._attempt else ""
+        return f"{folder}{first.segment.name or object_name(first.segment.key) + '.safetensors'}"
+
+    def _put_new(self, name: str, buffers: Sequence[Any], segment: EncodedSegment) -> None:
+        """Store an object whose name follows from its key. Where there is one already it must be the same sample; it is
+        stored again only to live longer.
+
+        Raises:
+            SampleConflict: the key stands for something else.
+        """
+        try:
+            self._store.put_if_absent(name, buffers)
+        except AlreadyExists:
+            there = Part.open(self._store, name)
+            if not same_sample(there, segment, self._about):
+                raise SampleConflict(
+                    f"{self._store.url}/{name}: expected a key that is used once, or again for the same tokens, layers "
+                    "and model; there is another sample of that key. Choose another key"
+                ) from None
+            if there.segments[0].segment.meta.get("expires") != segment.segment.meta.get("expires"):
+                self._store.put(name, buffers)
+
+    def _receipt(self, segments: Sequence[EncodedSegment], part: EncodedPart, name: str) -> Receipt:
+        """Of a stored part, without its number."""
+        proofs = tuple(
+            SegmentProof(
+                segment=replace(s.segment, meta={}),  # as it is read back: a driver keeps millions of them
+                slot=slot,
+                token_hash=token_hash(s.token_ids),
+                raw_bytes=s.raw_nbytes,
+                stored_bytes=s.nbytes,
+                row=s.segment.row,
+                sample_hash=s.segment.sample_hash,
+            )
+            for slot, s in enumerate(segments)
+        )
+        return Receipt(
+            attempt=self._attempt,
+            writer=self._writer,
+            seq=0,
+            part=name,
+            size=part.size,
+            crc32c=part.crc32c,
+            header_bytes=part.header_bytes,
+            raw_bytes=part.raw_bytes,
+            segments=proofs,
+            rows=(),
+            created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        )
+
+    def _prove(self, receipt: Receipt) -> Receipt:
+        """Store the receipt under the writer's next number: numbers have no gaps, as only this lock hands them out."""
+        with self._receipt_lock:
+            if is_fenced(self._store, self._attempt):
+                raise Fenced(
+                    f"attempt {self._attempt} of {self._store.url} is no longer the newest: another driver took "
+                    "over; this one stores nothing more"
+                )
+            while True:
+                receipt = replace(receipt, seq=self._next_receipt)
+                name, body = receipt_name(receipt.attempt, receipt.writer, receipt.seq), receipt.to_json()
+                try:
+                    self._store.put_if_absent(name, body)
+                    found = body
+                except AlreadyExists:
+                    # The names are ours alone: a put of ours went through though its answer said otherwise, this one
+                    # or an earlier part's, which then is proven after all.
+                    found = self._store.get(name)
+                self._next_receipt += 1
+                if found == body:
+                    return receipt

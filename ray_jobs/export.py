@@ -1,0 +1,9 @@
+"""Write a run in a trainer's own files, as tasks of the cluster; takes what ``hsx export`` does:
+
+ray job submit --working-dir . -- python ray_jobs/export.py s3://bucket/run /shared/states --to speculators
+"""
+
+from hsx_dist.cli.export import job_main
+
+if __name__ == "__main__":
+    job_main()

@@ -1,0 +1,76 @@
+"""What the benchmarks make of their cells, and what the one table makes of their results."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import bench, engine
+
+RESULTS = Path(bench.__file__).parent / "results"
+
+
+def cell(sink: str, turn: int, tokens_per_s: float, **more) -> dict:
+    return {
+        "load": "thin/5/prefill/pinned", "sink": sink, "round": turn, "start": 0.0, "answered": 20.0, "durable": 21.0,
+        "tokens_per_s": tokens_per_s, "durable_tokens_per_s": tokens_per_s / 1.05, "synced_tokens_per_s": 1.0,
+        "tokens_per_cpu_s": tokens_per_s,
+        "durable_bytes_per_s": 1e8, "ttft_median": 0.1, "held_blocks_peak": 3, "memory_peak": 1 << 30,
+        "memory_growth": 0, "server_cpu_s": 1.0, "cpu_s": {"engine": 20.0, "hsx-encode": 5.0}, **more,
+    }  # fmt: skip
+
+
+def test_ratios_are_medians_within_rounds():
+    cells = [cell("null", t, 100.0 * t) for t in (1, 2, 3)] + [cell("null-sink", t, 100.0 * t * t) for t in (1, 2, 3)]
+    (found,) = [r for r in engine.ratios(cells) if "null sink ÷ null" in r["what"]]
+    assert (found["median"], found["range"], found["rounds"]) == (2.0, [1.0, 3.0], 3)
+
+
+def test_what_the_table_of_an_engine_says():
+    about = {"cpu": "c", "cores": 2, "load_average": 0, "system": "s", "python": "3", "versions": {}, "commit": "abc"}
+    cells = [cell("null", 1, 1000.0), cell("null-sink", 1, 970.0, ttft_median=0.102)]
+    text = engine.table({"about": about, "cells": cells, "ratios": engine.ratios(cells)})
+    assert "| null-sink | 970 | 970 | 924 | 102 | 3 | 1,024 (+0) | 20.0, 5.0, 1.0 | 29% | 100 |" in text
+    assert "| time to first token ÷ null's, median | null-sink | 1.020 (1.020–1.020) | 1 | ≤ 1.03 |" in text
+
+
+@pytest.mark.parametrize(
+    ("row", "met"),
+    [
+        (bench.Row("a", 0.98, "≥ 0.97"), True),
+        (bench.Row("a", 0.96, "≥ 0.97"), False),
+        (bench.Row("a", 1.02, "≤ 1.03"), True),
+        (bench.Row("a", 1.02), None),
+    ],
+)
+def test_goals(row, met):
+    assert row.met is met
+
+
+@pytest.mark.parametrize("name", sorted(bench.BENCHMARKS))
+def test_every_result_that_is_kept_can_be_told(name):
+    file = RESULTS / f"{name}.json"
+    rows = list(bench.BENCHMARKS[name][3](json.loads(file.read_text()))) if file.exists() else []
+    assert all(row.what and isinstance(row.measured, float | int) for row in rows)
+    if file.exists() and name != "gpu":
+        assert rows
+
+
+def test_every_benchmark_is_a_module_with_help():
+    for module, *_ in bench.BENCHMARKS.values():
+        assert Path(*module.split(".")).with_suffix(".py").exists(), module
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.engine", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "--choice" in done.stdout
+
+
+def test_the_loads_and_sinks_that_a_choice_names_exist():
+    for pattern, sinks, rounds in (*engine.SHORT, *engine.FULL):
+        assert set(sinks) <= set(engine.SINKS)
+        assert rounds >= 1
+        assert pattern == "*" or pattern in engine.LOADS

@@ -1,0 +1,55 @@
+"""Whether anybody works on a run: every way in which an attempt lives, ends, or falls silent."""
+
+from __future__ import annotations
+
+import pytest
+
+from hsx_dist.errors import RunError
+from hsx_dist.format.runs import beat, load_manifest, take_attempt, write_complete, write_run
+from hsx_dist.reading.liveness import observe, require_dead
+from hsx_dist.testing.stores import MemoryStore
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    made = MemoryStore()
+    write_run(made, {})
+    return made
+
+
+def never(_: float) -> None:
+    pytest.fail("nothing is to be waited for")
+
+
+def test_a_run_that_nobody_took_or_that_is_over_is_known_at_once(store: MemoryStore) -> None:
+    assert (observe(store, 9, sleep=never).state, require_dead(store, sleep=never)) == ("new", 0)
+    take_attempt(store, {})
+    beat(store, 1, 3, "stopped: signal")
+    assert (observe(store, 9, sleep=never).state, require_dead(store, sleep=never)) == ("stopped: signal", 1)
+    write_complete(store, 1, load_manifest(store), {"rows": 0})
+    found = observe(store, 9, sleep=never)
+    assert (found.state, found.complete is not None) == ("complete", True)
+
+
+def test_a_driver_that_ends_while_it_is_watched_is_not_called_alive(store: MemoryStore) -> None:
+    take_attempt(store, {})
+    beat(store, 1, 1, "running")
+    assert require_dead(store, sleep=lambda _: beat(store, 1, 2, "finished")) == 1
+
+
+def test_a_beat_a_first_one_or_a_newer_attempt_is_life(store: MemoryStore) -> None:
+    take_attempt(store, {})
+    assert observe(store, 9, sleep=lambda _: beat(store, 1, 1, "running")).state == "running"
+    with pytest.raises(RunError, match="attempt 1 is alive"):
+        require_dead(store, sleep=lambda _: beat(store, 1, 2, "running"))
+    with pytest.raises(RunError, match="attempt 2 is alive"):
+        require_dead(store, sleep=lambda _: take_attempt(store, {}))
+
+
+def test_silence_is_death_after_as_long_as_asked(store: MemoryStore) -> None:
+    take_attempt(store, {})
+    beat(store, 1, 1, "running")
+    slept: list[float] = []
+    assert require_dead(store, watch_seconds=3, sleep=slept.append) == 1
+    assert sum(slept) == 3
+    assert observe(store, 0, sleep=never).state == "silent"

@@ -1,0 +1,104 @@
+"""Files written past the page cache: the same bytes, whatever the file system says to it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hsx_dist.errors import StoreError
+from hsx_dist.store import direct
+from hsx_dist.store.local import LocalStore
+
+
+def _views(*sizes: int) -> list[bytes]:
+    rng = np.random.default_rng(3)
+    return [rng.bytes(n) for n in sizes]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (direct.LEAST_BYTES,),
+        (direct.LEAST_BYTES - 1,),
+        (123, 0, direct.LEAST_BYTES, 1),  # as a part: a header of any length, then chunks
+        (3 * direct.LEAST_BYTES + 4097,),
+    ],
+)
+def test_any_lengths(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    views = _views(*sizes)
+    LocalStore(tmp_path).put("a", views)
+    assert (tmp_path / "a").read_bytes() == b"".join(views)
+
+
+def test_large_objects_go_past_the_cache_and_small_ones_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    real = os.write
+
+    def write(fd: int, data: Any) -> int:
+        seen.append(bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT))
+        return real(fd, data)
+
+    monkeypatch.setattr(direct.os, "write", write)
+    store = LocalStore(tmp_path)
+    store.put("small", _views(1000))
+    assert seen == []
+    store.put("large", _views(direct.LEAST_BYTES + 1))
+    assert seen
+    assert all(seen)
+
+
+@pytest.mark.parametrize("answer", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_that_refuses_is_written_to_as_usual(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: int
+) -> None:
+    def refuse(*_: Any) -> int:
+        raise OSError(answer, os.strerror(answer))
+
+    monkeypatch.setattr(direct.os, "write", refuse)
+    (view,) = views = _views(direct.LEAST_BYTES + 5)
+    LocalStore(tmp_path).put("a", views)
+    assert (tmp_path / "a").read_bytes() == view
+
+
+def test_writes_that_are_cut_short_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.write
+    calls = 0
+
+    def short(fd: int, data: Any) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            return real(fd, data[:4096])
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)  # as the kernel may end anywhere, and a test may not
+        written = real(fd, data[: len(data) // 2 + 1])
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+        return written
+
+    monkeypatch.setattr(direct.os, "write", short)
+    (view,) = views = _views(direct.LEAST_BYTES + 5)
+    LocalStore(tmp_path).put("a", views)
+    assert (tmp_path / "a").read_bytes() == view
+
+
+def test_a_disk_that_is_full_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.write
+    calls = 0
+
+    def full(fd: int, data: Any) -> int:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(fd, data)
+
+    monkeypatch.setattr(direct.os, "write", full)
+    with pytest.raises(StoreError, match="No space left on device"):
+        LocalStore(tmp_path).put("a", _views(3 * direct.LEAST_BYTES))
+    assert list(tmp_path.iterdir()) == []
