@@ -34,7 +34,7 @@ test: $(READY)  ## all tests, with real vLLM, Ray, S3 and GCS servers
 	$(BIN)/pytest -q -n 2 tests/unit $(STORES)
 	$(BIN)/pytest -m "not pages" tests/integration $(addprefix --ignore=,$(STORES))
 
-bench: $(READY)  ## every benchmark, a short choice of each, in less than half an hour: benchmarks/results/bench.md
+bench: $(READY)  ## every benchmark, a short choice of each: benchmarks/results/bench.md
 	$(BIN)/python -m benchmarks.bench
 
 bench-full: $(READY)  ## all of every benchmark (hours); each writes its own table too

@@ -2,9 +2,10 @@
 
     .venv/bin/python -m benchmarks.bench [--full] [--only A,B]
 
-Short choices by default, in less than half an hour; ``--full`` gives each what its own results were made with, which
-takes hours. Full tables are each benchmark's own, in benchmarks/results/; with ``--full`` they are written there too.
-Writes benchmarks/results/bench.{md,json}. A benchmark that fails is told in the table, and ends this one with status 1.
+Short choices by default, meant for less than half an hour; ``--full`` gives each what its own results were made with,
+which takes hours. Full tables are each benchmark's own, in benchmarks/results/; with ``--full`` they are written there
+too. Writes benchmarks/results/bench.{md,json}. A benchmark that fails is told in the table, and ends this one with
+status 1.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ Steps only ever call ``allocate`` and ``submit``, which take no lock that a writ
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 import time
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from hsx_dist.connector import huge_pages
-from hsx_dist.connector.cores import CORES
+from hsx_dist.connector.cores import any_core
 from hsx_dist.connector.ring import Ring
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import CARRIER, Page, Segment
@@ -135,7 +134,8 @@ class ShippingThread:
         self._queue: queue.SimpleQueue[tuple[PageRef, Callable[[], None] | None] | Shipped | None] = queue.SimpleQueue()
         self._submitted = self._delivered = 0  # each written by one thread alone
         self._thread = threading.Thread(target=self._run, name="hsx-ship", daemon=True)
-        self._thread.start()
+        with any_core():
+            self._thread.start()
 
     def put(self, item: tuple[PageRef, Callable[[], None] | None] | Shipped) -> None:
         self._submitted += 1
@@ -167,9 +167,6 @@ class ShippingThread:
                 self._idle()
 
     def _run(self) -> None:
-        # The thread may be born of one that vLLM has pinned to the engine's cores; shipping belongs on any of ours.
-        if CORES:
-            os.sched_setaffinity(0, CORES)
         ended = False
         while not ended:
             item = self._next()

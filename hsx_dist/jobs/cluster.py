@@ -10,22 +10,18 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hsx_dist.config import ExtractConfig
-from hsx_dist.errors import HsxError
-from hsx_dist.jobs.cores import CoreClaim, omp_binding
 from hsx_dist.jobs.fleet import Draining, FleetEvent, NodeGone, ReplicaDied, ReplicaLeaving, ReplicaReady, TaskDone
 from hsx_dist.jobs.nodes import Nodes, look
 from hsx_dist.jobs.placement import Placement, place, placed_spec
+from hsx_dist.jobs.ray_errors import reason_of, went_with_its_node
+from hsx_dist.jobs.replica_actor import ReplicaActor
 from hsx_dist.jobs.room import affordable_credit, check_output, check_room, has_room_for_writers
-from hsx_dist.jobs.tasks import EngineSpec, Task, TaskResult
-from hsx_dist.observe.logs import configure_logging
-from hsx_dist.observe.metrics import Meter
-from hsx_dist.observe.ray_metrics import RayExport
-from hsx_dist.writers.events import Lost
-from hsx_dist.writers.ray_pool import RaySender, WriterSpec, start_writer
+from hsx_dist.jobs.tasks import EngineSpec, Task
+from hsx_dist.writers.ray_pool import WriterSpec, start_writer
 from hsx_dist.writers.sink import SinkOptions
 
 log = logging.getLogger(__name__)
@@ -41,78 +37,6 @@ CREDENTIAL_PREFIXES = ("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR_HOST", "GC
 def credential_environment() -> dict[str, str]:
     """The driver's variables that a store may need. They travel as actor arguments, which Ray shows nowhere."""
     return {k: v for k, v in os.environ.items() if k.startswith(CREDENTIAL_PREFIXES)}
-
-
-class ReplicaActor:
-    """A ``Replica`` in a Ray actor. Its constructor starts the engine."""
-
-    def __init__(
-        self,
-        spec: EngineSpec,
-        writers: list[tuple[str, Any]],
-        environment: Mapping[str, str],
-        num_cpus: float,
-        tags: Mapping[str, str],
-    ):
-        os.environ.update(environment)
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        # Ranks that vLLM starts as processes are then `hsx replica 0::Worker_TP1` to ps, top and py-spy.
-        os.environ.setdefault("VLLM_PROCESS_NAME_PREFIX", f"hsx replica {tags['replica']}")
-        self._claim = prepare_cpu(spec.ranks, num_cpus)
-        from hsx_dist.jobs.replica import Replica
-
-        self._tags = dict(tags)
-        configure_logging(logging.INFO, **tags)
-        self._writers = writers
-        self._senders: list[RaySender] = []
-        self._meter = Meter()
-        self._export = RayExport(self._meter, "replica", tags)
-        before = time.monotonic()
-        self._replica = Replica(spec, self._sender, self._meter, name=tags["replica"])
-        log.info("the engine is ready after %.1f s, ranks: %d", time.monotonic() - before, spec.ranks)
-
-    def __repr__(self) -> str:
-        # What Ray's log lines and its dashboard call this process.
-        return f"hsx replica {self._tags['replica']}"
-
-    def _sender(self) -> RaySender:
-        self._senders.append(RaySender(self._writers, self._on_lost, meter=self._meter))
-        return self._senders[-1]
-
-    def ready(self) -> str:
-        """The node's id, once the engine is up."""
-        return str(ray.get_runtime_context().get_node_id())
-
-    def run(self, task: Task) -> TaskResult:
-        return self._replica.submit(task).result()
-
-    def flush(self) -> None:
-        self._replica.flush()
-
-    def set_writers(self, writers: list[tuple[str, Any]]) -> None:
-        """The pool has changed: nodes came, or went."""
-        self._writers = writers
-        for sender in self._senders:
-            sender.update(writers)
-
-    def stop(self) -> None:
-        self._replica.close()
-        self._export.close()
-
-    def _on_lost(self, lost: Lost) -> None:
-        # The driver learns it from the receipts that are missing; this line is for whoever reads the actor's log.
-        log.warning("pages of %d segments were not taken by their writer: %s", len(lost.segments), lost.reason)
-
-
-def prepare_cpu(ranks: int, num_cpus: float) -> CoreClaim | None:
-    """On a machine without an accelerator: bind the engine to cores of its own."""
-    import torch
-
-    if torch.cuda.is_available() or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
-        return None
-    claim = CoreClaim(max(int(num_cpus), 1))
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = omp_binding(claim.cores, ranks, max(int(num_cpus), 1))
-    return claim
 
 
 @dataclass(frozen=True)
@@ -445,23 +369,6 @@ class RayFleet:
                 ray.util.remove_placement_group(replica.group)
         for actor in (*self._coming, *self._going, *(actor for _, actor in self._writers)):
             ray.kill(actor)
-
-
-def went_with_its_node(error: RayError) -> bool:
-    """Whether an actor's death is its node's, by what Ray says of it."""
-    return bool(getattr(error, "preempted", False)) or "node has died" in str(error) or "node was drained" in str(error)
-
-
-def reason_of(error: RayError) -> str:
-    """A line that says why an actor or its task failed: our own error where one of ours is the cause."""
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, HsxError):
-        return str(cause)
-    if isinstance(error, RayActorError):
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        ours = [line for line in lines if line.startswith("hsx_dist.errors.")]
-        return ours[-1].partition(": ")[2] if ours else lines[0]
-    return str(error).strip().splitlines()[-1]
 
 
 def ray_fleet(config: ExtractConfig, spec: EngineSpec, options: Callable[[str], SinkOptions], *, name: str) -> RayFleet:

@@ -46,3 +46,14 @@ def omp_binding(cores: list[int], ranks: int, wanted: int) -> str:
         return "nobind"
     share = len(cores) // ranks
     return "|".join(",".join(map(str, cores[r * share : (r + 1) * share])) for r in range(ranks))
+
+
+def prepare_cpu(ranks: int, num_cpus: float) -> CoreClaim | None:
+    """On a machine without an accelerator: bind the engine to cores of its own."""
+    import torch
+
+    if torch.cuda.is_available() or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
+        return None
+    claim = CoreClaim(max(int(num_cpus), 1))
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = omp_binding(claim.cores, ranks, max(int(num_cpus), 1))
+    return claim

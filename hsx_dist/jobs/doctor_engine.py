@@ -87,7 +87,7 @@ def _on_cluster(config: ExtractConfig) -> Agreement:
     import ray
     from ray.exceptions import RayError
 
-    from hsx_dist.jobs.cluster import reason_of
+    from hsx_dist.jobs.ray_errors import reason_of
 
     connect_ray()
     ranks = int(config.engine_kwargs.get("tensor_parallel_size", 1))
@@ -104,7 +104,7 @@ def _on_cluster(config: ExtractConfig) -> Agreement:
 
 
 def _measure_there(config: ExtractConfig, environment: dict[str, str]) -> Agreement:
-    from hsx_dist.jobs.cluster import prepare_cpu
+    from hsx_dist.jobs.cores import prepare_cpu
 
     os.environ.update(environment)
     claim = prepare_cpu(int(config.engine_kwargs.get("tensor_parallel_size", 1)), config.replica.num_cpus)

@@ -15,11 +15,12 @@ import hsx_dist
 from hsx_dist.config import ExtractConfig
 from hsx_dist.errors import ConfigError, HsxError
 from hsx_dist.jobs import preflight
-from hsx_dist.jobs.cluster import credential_environment, reason_of
+from hsx_dist.jobs.cluster import credential_environment
 from hsx_dist.jobs.connect import connect_ray
 from hsx_dist.jobs.doctor import Check, machine_limits, probe_store
 from hsx_dist.jobs.extract import engine_spec
 from hsx_dist.jobs.placement import place
+from hsx_dist.jobs.ray_errors import reason_of
 from hsx_dist.jobs.room import affordable_credit, check_output, check_room
 
 #: How long a node has to answer: its worker process starts, and imports what it needs.

@@ -1,6 +1,6 @@
 """``zstd``: plain zstd frames, for those who want only a stock tool; and what other codecs need of zstd.
 
-Two bindings of one libzstd. Python's own (``compression.zstd``, before 3.14 its backport) encodes: it takes parameters
+Two bindings of libzstd. Python's own (``compression.zstd``, before 3.14 its backport) encodes: it takes parameters
 that ``zstandard`` does not name. ``zstandard`` decodes: it fills memory that is used again.
 """
 
