@@ -142,9 +142,9 @@ def speeds(states: Array, rounds: int) -> dict[str, Any]:
     chunks = chunks_of(states)
     nbytes = sum(x.nbytes for x in chunks)
     token_major = chunks_of(np.ascontiguousarray(states.transpose(1, 0, 2)).reshape(1, -1, states.shape[2]))
-    inputs = {BASELINE: (ZstdCodec(1), token_major[: len(chunks)])}
+    inputs: dict[str, tuple[Codec, list[Array]]] = {BASELINE: (ZstdCodec(1), token_major[: len(chunks)])}
     inputs |= {name: (codec, chunks) for name, codec in CODECS.items()}
-    works = {"memcpy": (lambda i: np.copyto(_out(chunks[i]), chunks[i]),) * 2}
+    works: dict[str, tuple[Work, Work]] = {"memcpy": (lambda i: np.copyto(_out(chunks[i]), chunks[i]),) * 2}
     works |= {name: _works(codec, of) for name, (codec, of) in inputs.items()}
     works[BASELINE] = _plain_zstd(inputs[BASELINE][1])
     jobs = [(name, step, n) for name in works for step in (0, 1) for n in (1, 2)]

@@ -65,10 +65,9 @@ class Load:
         return f"{self.model}/{len(self.layers)}/{self.phase}/{'pinned' if self.pinned else 'unpinned'}"
 
     @property
-    def requests(self) -> dict[str, int]:
-        if self.phase == "prefill":
-            return {"prompt_tokens": 512, "output_tokens": 1, "concurrency": 8}
-        return {"prompt_tokens": 64, "output_tokens": 128, "concurrency": 16}
+    def requests(self) -> tuple[int, int, int]:
+        """Prompt tokens, output tokens, and how many at once."""
+        return (512, 1, 8) if self.phase == "prefill" else (64, 128, 16)
 
 
 LOADS = {
@@ -147,12 +146,15 @@ def run_cell(name: str, sink: str, folder: str, args: argparse.Namespace) -> dic
     os.sched_setaffinity(0, {others} if others is not None else ALL_CORES)
     model = str(smollm2()) if load.model == "smollm2" else str(thin_model.thin_model(Path(folder) / "thin"))
     with tempfile.TemporaryDirectory(dir=folder) as place, target(sink, Path(place)) as (output, options, server):
+        prompt_tokens, output_tokens, concurrency = load.requests
         spec = CellSpec(
             model=model,
             layers=load.layers,
             hidden=load.hidden,
             vocab=load.vocab,
-            **load.requests,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            concurrency=concurrency,
             seconds=args.seconds,
             sink="store" if sink in STORING else sink,  # type: ignore[arg-type]
             output=output,

@@ -258,7 +258,7 @@ def run(spec: CellSpec) -> dict[str, Any]:
     stop = threading.Event()
     if spec.engine_core is not None:
         os.environ["OMP_NUM_THREADS"] = "1"
-    from hsx_dist.connector.isa import avoid_broken_amx
+    from hsx_dist.isa import avoid_broken_amx
 
     avoid_broken_amx()
     import torch

@@ -95,7 +95,7 @@ class Bench:
     def __init__(self, core: int):
         bind(core)
 
-    def _timed(self, nbytes: int, work: Callable[[], None]) -> tuple[float, float]:
+    def _timed(self, nbytes: int, work: Callable[[], object]) -> tuple[float, float]:
         cpu, wall = cpu_seconds(), time.perf_counter()
         work()
         wall, cpu = time.perf_counter() - wall, cpu_seconds() - cpu
@@ -138,7 +138,7 @@ class Bench:
         store.put("warm", [data[:1]])
         with ThreadPoolExecutor(at_once) as pool:
             return self._timed(
-                size * count, lambda: list(pool.map(lambda i: store.put(f"{size}/{i}", [data]), range(count))) and None
+                size * count, lambda: list(pool.map(lambda i: store.put(f"{size}/{i}", [data]), range(count)))
             )
 
     def own_puts(self, size: int, count: int, at_once: int, endpoint: str) -> tuple[float, float]:
@@ -397,7 +397,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder to write to")
     args = parser.parse_args()
     args.results = args.results.resolve()  # what follows runs in a folder of its own
-    found = {"machine": machine()}
+    found: dict[str, Any] = {"machine": machine()}
     with tempfile.TemporaryDirectory(prefix="hsx-bench-") as folder:
         os.chdir(folder)
         found.update(measure(args.gib, args.rounds, args.long_gib))

@@ -241,8 +241,13 @@ def million(rounds: int) -> dict[str, Any]:
         for p in range(1_000_000 // per_part):
             proofs = tuple(
                 SegmentProof(
-                    *(Segment(f"row:{p * per_part + i:08d}", 0, 0, 800, 800), i, f"{p * per_part + i:016x}"),
-                    *(3_686_400, 2_400_000, p * per_part + i, f"{p * per_part + i:016x}"),
+                    segment=Segment(f"row:{p * per_part + i:08d}", 0, 0, 800, 800),
+                    slot=i,
+                    token_hash=f"{p * per_part + i:016x}",
+                    raw_bytes=3_686_400,
+                    stored_bytes=2_400_000,
+                    row=p * per_part + i,
+                    sample_hash=f"{p * per_part + i:016x}",
                 )
                 for i in range(per_part)
             )

@@ -97,7 +97,8 @@ class Ways:
         views on the ring (whole only where the ring holds a request)."""
         order, shape = cache_order(self.cache.view), self.cache.shape
         done: deque[Any] = deque()
-        used, pages = 0, []
+        used = 0
+        pages: list[torch.Tensor] = []
         with self.on_side():
             for ids in requests:
                 places, pages = to_device(ids, self.cache.device), []
