@@ -13,11 +13,11 @@ PROVIDER = "cpu_kernel"
 
 
 def use_cpu_norms() -> dict[str, list[str]]:
-    """Register them; the engine's ``ir_op_priority`` that takes them."""
+    """Register them, the fused one in place as on a GPU; the engine's ``ir_op_priority`` that takes them."""
     current_platform.import_kernels()
     # Llama's layers give a weight of the states' own dtype, and no ``variance_size``: what the kernels want.
     ir.ops.rms_norm.register_impl(PROVIDER)(_norm)
-    ir.ops.fused_add_rms_norm.register_impl(PROVIDER)(_add_norm)
+    ir.ops.fused_add_rms_norm.register_impl(PROVIDER, inplace=True)(_add_norm)
     return {"rms_norm": [PROVIDER], "fused_add_rms_norm": [PROVIDER]}
 
 
@@ -39,6 +39,5 @@ def _add_norm(
     epsilon: float,
     variance_size: int | None = None,  # noqa: ARG001
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, residual = x.clone(), x_residual.clone()  # the kernel works in place, and a captured state must stay
-    torch.ops._C.fused_add_rms_norm(out, residual, weight, epsilon)
-    return out, residual
+    torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
+    return x, x_residual

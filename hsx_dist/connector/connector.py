@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 
 from hsx_dist.connector import huge_pages
 from hsx_dist.connector.cache_writes import take_over
+from hsx_dist.connector.captures import keep_captures
 from hsx_dist.connector.metadata import StepMetadata
 from hsx_dist.connector.outlet import Outlet, registered
 from hsx_dist.connector.scheduler import SchedulerHalf
@@ -133,6 +134,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
         from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
 
+        keep_captures()
         layers = get_layers_from_vllm_config(self._vllm_config, CacheOnlyAttentionLayer, list(kv_caches))
         if len(layers) != 1:
             raise ConfigError(f"expected one hidden-state cache layer, found {len(layers)}: {sorted(layers)}")

@@ -16,6 +16,7 @@ import hsx_dist
 from hsx_dist.connector.flush import flush
 from hsx_dist.errors import SampleFailed
 from hsx_dist.isa import avoid_broken_amx
+from tests.integration.inplace_norm import use_inplace_norm
 from tests.integration.oracle import Oracle
 
 LAYERS = (0, 2, 4)
@@ -65,7 +66,8 @@ def llm(tiny_model_path, output):
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         from vllm import LLM
 
-        engine = LLM(**engine_arguments(tiny_model_path, output))
+        # As with eager execution on a GPU: what the model captured must not change under it.
+        engine = LLM(**engine_arguments(tiny_model_path, output), ir_op_priority=use_inplace_norm())
     yield engine
     engine.llm_engine.engine_core.shutdown()
 

@@ -1,0 +1,31 @@
+"""Captured states that the model does not write to any more.
+
+vLLM (0.31, 0.32) captures the embeddings, layer 0, as the tensor itself: there is no residual yet that they would be
+added to. The first layer's fused norm then adds to that very tensor where its kernel works in place, which on GPUs is
+the one of ``enforce_eager``: what is cached as layer 0 is a later stream. All other layers are sums of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+
+def keep_captures() -> None:
+    """Have vLLM's models capture copies where they would capture a tensor of theirs. More than once is once."""
+    from vllm.model_executor.models.interfaces import EagleModelMixin
+
+    theirs = EagleModelMixin._maybe_add_hidden_state
+    if getattr(theirs, "hsx", False):
+        return
+
+    @functools.wraps(theirs)
+    def add(self: Any, captured: list[Any], layer_idx: int, hidden_states: Any, residual: Any) -> list[Any]:
+        before = len(captured)
+        found = theirs(self, captured, layer_idx, hidden_states, residual)
+        if len(found) > before and found[-1] is hidden_states:
+            found[-1] = hidden_states.clone()
+        return found
+
+    add.hsx = True  # type: ignore[attr-defined]
+    EagleModelMixin._maybe_add_hidden_state = add

@@ -1,0 +1,23 @@
+"""The benchmark of an engine runs: one short round of what is compared most."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from benchmarks.provenance import ROOT
+
+LOAD = "thin/5/prefill/pinned"
+
+
+def test_a_short_round_of_ours_and_of_vllms_own(tmp_path):
+    argv = ["--loads", LOAD, "--sinks", "direct,vllm", "--rounds", "1", "--seconds", "1", "--results", str(tmp_path)]
+    argv = [sys.executable, "-m", "benchmarks.engine", *argv]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads((tmp_path / "engine.json").read_text())
+    assert [(c["load"], c["sink"]) for c in found["cells"]] == [(LOAD, "vllm"), (LOAD, "direct")]
+    assert all(c["requests"] > 0 and c["tokens_per_s"] > 0 for c in found["cells"])  # a cell proves what it stored
+    assert {r["what"] for r in found["ratios"]} >= {"durable ÷ vLLM's own, tokens/s until all is written"}
+    assert LOAD in (tmp_path / "engine.md").read_text()
