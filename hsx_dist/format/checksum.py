@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 import crc32c as _crc32c
 
@@ -26,6 +27,46 @@ def crc32c_all(buffers: Iterable[Buffer], value: int = 0) -> int:
     for data in buffers:
         value = crc32c(data, value)
     return value
+
+
+def crc32c_join(value: int, following: int, nbytes: int) -> int:
+    """CRC-32C of what has crc ``value`` and, behind it, ``nbytes`` bytes that have crc ``following`` of their own.
+
+    None of the bytes is read. The method is that of zlib's ``crc32_combine`` (Mark Adler): to append ``n`` zero bytes
+    is to multiply with x^(8n) modulo the polynomial.
+    """
+    return _product(_zeros(nbytes), value) ^ following
+
+
+_POLYNOMIAL = 0x82F63B78  # bits reversed, as all of these numbers: the highest bit is x^0
+
+
+def _product(a: int, b: int) -> int:
+    """``a * b`` modulo the polynomial."""
+    found = 0
+    while a:
+        if a & 0x80000000:
+            found ^= b
+        a = a << 1 & 0xFFFFFFFF
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _zeros(nbytes: int) -> int:
+    """x^(8 * nbytes) modulo the polynomial."""
+    found, power = 0x80000000, 0x00800000
+    while nbytes:
+        if nbytes & 1:
+            found = _product(power, found)
+        power = _squared(power)
+        nbytes >>= 1
+    return found
+
+
+@lru_cache(maxsize=128)
+def _squared(power: int) -> int:
+    return _product(power, power)
 
 
 def crc32c_hex(value: int) -> str:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from hsx_dist.format.checksum import crc32c, crc32c_all, crc32c_hex
+from hsx_dist.format.checksum import crc32c, crc32c_hex, crc32c_join
 from hsx_dist.format.codecs import Codec, NoneCodec
-from hsx_dist.format.codecs.base import flat
+from hsx_dist.format.codecs.base import Allocate, allocate, encode_into, flat
 from hsx_dist.format.description import (
     ATTACHMENT_DTYPE,
     ATTACHMENT_NAME,
@@ -27,12 +27,7 @@ from hsx_dist.format.description import (
 from hsx_dist.format.header import build_header
 from hsx_dist.format.loss import Loss, Squares, combine, measure
 from hsx_dist.page import CARRIER, Page, Segment
-from hsx_dist.store.base import Buffer, as_bytes_view
-
-
-def _allocate(nbytes: int) -> np.ndarray[Any, Any]:
-    return np.empty(nbytes, np.uint8)
-
+from hsx_dist.store.base import Buffer
 
 _ATTACHED_AS = {np.dtype(v): k for k, v in ATTACHMENT_DTYPE.items()}
 
@@ -104,9 +99,7 @@ class SegmentEncoder:
     object of its own; a whole sample is then laid out as vLLM's schema wants it at once, and never copied again.
     """
 
-    def __init__(
-        self, codec: Codec, allocate: Callable[[int], np.ndarray[Any, Any]] = _allocate, *, alone: bool = False
-    ):
+    def __init__(self, codec: Codec, allocate: Allocate = allocate, *, alone: bool = False):
         self._codec = codec
         self._allocate = allocate
         self._alone = alone
@@ -131,7 +124,9 @@ class SegmentEncoder:
             if self._is_plain(info.segment):
                 layers: tuple[np.ndarray[Any, Any], ...] = (self._rows(page, info),)
             else:
-                layers = tuple(self._encode(page.layer(k), page.dtype) for k in range(info.num_layers))
+                layers = tuple(
+                    encode_into(self._codec, page.layer(k), page.dtype, self._allocate) for k in range(info.num_layers)
+                )
             lossy = range(info.num_layers) if self._codec.lossy else ()
             chunk = _Chunk(
                 np.array(page.token_ids, dtype="<i8"),
@@ -146,15 +141,6 @@ class SegmentEncoder:
         with self._lock:
             self._done[page.chunk] = chunk
         return chunk.token_ids.nbytes + sum(data.nbytes for data in layers)
-
-    def _encode(self, x: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
-        # Copied while it is in the cache: what the codec allocates is freed at once, and the next layer gets it again.
-        views = list(map(as_bytes_view, self._codec.encode(x, dtype)))
-        data, at = self._allocate(sum(v.nbytes for v in views)), 0
-        for view in views:
-            data[at : at + view.nbytes] = view
-            at += view.nbytes
-        return data
 
     def _is_plain(self, segment: Segment) -> bool:
         return self._alone and isinstance(self._codec, NoneCodec) and _is_whole(segment)
@@ -247,13 +233,31 @@ def build_part(segments: Sequence[EncodedSegment], codec: Codec, about: Mapping[
     else:
         description, data = _segments_schema(segments, codec, about)
     header = build_header(description)
-    buffers = [header, *data]
+    buffers = [header, *(buffer for buffer, _ in data)]
     size = len(header) + description.data_bytes
     actual = sum(_nbytes(b) for b in buffers)
     if actual != size:
         raise ValueError(f"expected {size} bytes, got {actual}: {codec} made chunks of a wrong size")
-    crc = crc32c_hex(crc32c_all(buffers))
+    crc = crc32c_hex(_crc32c_of([(header, None), *data]))
     return EncodedPart(header, buffers, size, crc, len(header), sum(s.raw_nbytes for s in segments))
+
+
+#: Of what is going to be stored: a buffer and, where it is known, its crc32c.
+_Piece = tuple[Buffer, int | None]
+#: Reading fewer bytes than this costs less than joining their crc to another.
+_WORTH_JOINING = 512 << 10
+
+
+def _crc32c_of(pieces: Iterable[_Piece]) -> int:
+    """Of the whole, by what is known of its pieces: chunks are read once, when they are encoded, and what happens to
+    them afterwards does not go into the crc that a reader compares with."""
+    value = 0
+    for buffer, known in pieces:
+        if known is not None and (nbytes := _nbytes(buffer)) >= _WORTH_JOINING:
+            value = crc32c_join(value, known, nbytes)
+        else:
+            value = crc32c(buffer, value)
+    return value
 
 
 def _is_whole(s: Segment) -> bool:
@@ -267,24 +271,28 @@ def _record(s: EncodedSegment, sizes: tuple[tuple[int, ...], ...], crcs: tuple[t
 
 def _segments_schema(
     segments: Sequence[EncodedSegment], codec: Codec, about: Mapping[str, Any]
-) -> tuple[Description, list[Buffer]]:
-    content: dict[str, Sequence[Buffer]] = {}
+) -> tuple[Description, list[_Piece]]:
+    content: dict[str, Iterable[_Piece]] = {}
     records = []
     for i, s in enumerate(segments):
-        content |= {f"{i}.token_ids": [s.token_ids], **{f"{i}.attached.{n}": [a] for n, a in s.attached.items()}}
-        content |= {f"{i}.{k}": layer for k, layer in enumerate(s.chunks)}
+        content |= _small(s, f"{i}.")
+        content |= {f"{i}.{k}": zip(layer, s.crcs[k], strict=True) for k, layer in enumerate(s.chunks)}
         sizes = tuple(tuple(chunk.nbytes for chunk in layer) for layer in s.chunks)
         records.append(_record(s, () if isinstance(codec, NoneCodec) else sizes, s.crcs))
     description = Description(codec, about, "segments", tuple(records))
-    return description, [buffer for name in description.tensors for buffer in content[name]]
+    return description, [piece for name in description.tensors for piece in content[name]]
 
 
-def _vllm_schema(s: EncodedSegment, codec: Codec, about: Mapping[str, Any]) -> tuple[Description, list[Buffer]]:
+def _small(s: EncodedSegment, prefix: str) -> dict[str, Iterable[_Piece]]:
+    found: dict[str, Iterable[_Piece]] = {f"{prefix}token_ids": [(s.token_ids, None)]}
+    return found | {f"{prefix}attached.{name}": [(a, None)] for name, a in s.attached.items()}
+
+
+def _vllm_schema(s: EncodedSegment, codec: Codec, about: Mapping[str, Any]) -> tuple[Description, list[_Piece]]:
     states, crcs = (s.chunks[0], s.crcs[0]) if s.plain else _transposed(s)
     description = Description(codec, about, "vllm", (_record(s, (), (crcs,)),))
-    content: dict[str, Sequence[Buffer]] = {"token_ids": [s.token_ids], "hidden_states": states}
-    content |= {f"attached.{name}": [a] for name, a in s.attached.items()}
-    return description, [buffer for name in description.tensors for buffer in content[name]]
+    content = {**_small(s, ""), "hidden_states": zip(states, crcs, strict=True)}
+    return description, [piece for name in description.tensors for piece in content[name]]
 
 
 def _transposed(s: EncodedSegment) -> tuple[Sequence[np.ndarray[Any, Any]], tuple[int, ...]]:

@@ -1,7 +1,8 @@
 """Looks for states that cannot be right: non-finite rows, and layers that are zero throughout.
 
 Trainers have been fed all-zero layers for weeks while their losses looked good, so every page is looked at before it is
-encoded. Two maximum reductions over the bit patterns are enough, and make no temporaries of the page's size.
+encoded. Two maximum reductions over the bit patterns are enough, and make no temporaries of the page's size; a block at
+a time, so that the second one reads from the processor's cache.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from hsx_dist.page import Page
 
 #: dtype → bits of positive infinity: magnitudes from here on are not finite.
 _INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F80_0000}
+
+
+#: Bytes of rows that are looked at together.
+_BLOCK = 512 << 10
 
 
 @dataclass(slots=True)
@@ -32,17 +37,23 @@ class Scan:
         """Look at one page."""
         infinity = _INFINITY[page.dtype]
         for i in range(len(page.layer_ids)):
-            rows = page.layer(i)
-            # As unsigned numbers, negative values lie above all positive ones, by magnitude; as signed ones, below.
-            sign = 1 << (8 * rows.itemsize - 1)
-            signed = rows.view(f"i{rows.itemsize}")
-            if rows.max() < sign + infinity and 0 < signed.max() < infinity:
-                self.zero[i] = False  # as almost always: the whole layer at once takes a third of row by row
-                continue
-            largest, positive = rows.max(axis=1), signed.max(axis=1)
-            self.nonfinite[i] += np.count_nonzero((largest >= sign + infinity) | (positive >= infinity))
-            if self.zero[i]:
-                self.zero[i] = bool(((positive <= 0) & ((largest == 0) | (largest == sign))).all())
+            layer = page.layer(i)
+            step = max(_BLOCK // max(layer[0].nbytes, 1), 1)
+            for start in range(0, len(layer), step):
+                self._look(i, layer[start : start + step], infinity)
+
+    def _look(self, i: int, rows: np.ndarray[Any, Any], infinity: int) -> None:
+        """At some rows of layer ``i``."""
+        # As unsigned numbers, negative values lie above all positive ones, by magnitude; as signed ones, below.
+        sign = 1 << (8 * rows.itemsize - 1)
+        signed = rows.view(f"i{rows.itemsize}")
+        if rows.max() < sign + infinity and 0 < signed.max() < infinity:
+            self.zero[i] = False  # as almost always: all rows at once take a third of row by row
+            return
+        largest, positive = rows.max(axis=1), signed.max(axis=1)
+        self.nonfinite[i] += np.count_nonzero((largest >= sign + infinity) | (positive >= infinity))
+        if self.zero[i]:
+            self.zero[i] = bool(((positive <= 0) & ((largest == 0) | (largest == sign))).all())
 
     def join(self, other: Scan) -> None:
         """Add what was seen of other pages of the same segment."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
 from hsx_dist.errors import FormatError
 from hsx_dist.page import CARRIER
-from hsx_dist.store.base import Buffer
+from hsx_dist.store.base import Buffer, as_bytes_view
 
 
 @runtime_checkable
@@ -40,6 +41,34 @@ class Codec(Protocol):
 
     def to_dict(self) -> dict[str, Any]:
         """``{"name": …}`` and the parameters, JSON types only; ``codec_from_dict`` makes an equal codec of it."""
+
+
+#: Gives memory for encoded bytes: uint8 ``[n]``, its content arbitrary.
+Allocate = Callable[[int], np.ndarray[Any, Any]]
+
+
+def allocate(nbytes: int) -> np.ndarray[Any, Any]:
+    """Memory of its own, uint8 ``[nbytes]``."""
+    return np.empty(nbytes, np.uint8)
+
+
+def encode_into(
+    codec: Codec, x: np.ndarray[Any, Any], dtype: str, allocate: Allocate = allocate
+) -> np.ndarray[Any, Any]:
+    """What ``codec.encode(x, dtype)`` gives, as one array uint8 ``[n]`` of what ``allocate`` gives.
+
+    A codec that can write there itself has a method ``encode_into(x, dtype, allocate)``, which is called instead.
+    """
+    own = getattr(codec, "encode_into", None)
+    if own is not None:
+        return own(x, dtype, allocate)  # type: ignore[no-any-return]
+    # Copied while it is in the cache: what the codec allocates is freed at once, and the next call gets it again.
+    views = list(map(as_bytes_view, codec.encode(x, dtype)))
+    data, at = allocate(sum(v.nbytes for v in views)), 0
+    for view in views:
+        data[at : at + view.nbytes] = view
+        at += view.nbytes
+    return data
 
 
 def raw_array(data: memoryview, itemsize: int, shape: tuple[int, ...], what: str) -> np.ndarray[Any, Any]:

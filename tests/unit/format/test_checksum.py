@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hsx_dist.format.checksum import crc32c, crc32c_all, crc32c_hex
+from hsx_dist.format.checksum import crc32c, crc32c_all, crc32c_hex, crc32c_join
 
 
 def test_the_check_value_of_the_standard() -> None:
@@ -37,6 +37,18 @@ def test_strided_arrays_are_refused() -> None:
 @given(st.lists(st.binary(max_size=50), max_size=10))
 def test_pieces_are_the_whole(pieces: list[bytes]) -> None:
     assert crc32c_all(pieces) == crc32c(b"".join(pieces))
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200), st.binary(max_size=300))
+def test_joined_without_being_read(first: bytes, second: bytes) -> None:
+    assert crc32c_join(crc32c(first), crc32c(second), len(second)) == crc32c(first + second)
+
+
+@pytest.mark.parametrize("nbytes", [1 << 20, (5 << 20) + 3])
+def test_long_ones_joined(nbytes: int) -> None:
+    second = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
+    assert crc32c_join(crc32c(b"first"), crc32c(second), nbytes) == crc32c(second, crc32c(b"first"))
 
 
 def test_hex_has_eight_digits() -> None:
