@@ -400,8 +400,8 @@ def report(found: dict[str, Any]) -> str:
         "(1 GiB here), though nothing lives in them any more.",
         "",
         f"(d) asks for two free cores. Here server, sender and Ray took {found['cores_of_others']:.2f} of the "
-        f"{m['cores']}, so that by wall clock no more than {m['cores'] - found['cores_of_others']:.2f} could be had; by "
-        "CPU time, what two writers take for the same bytes is compared.",
+        f"{m['cores']}, so that by wall clock no more than {m['cores'] - found['cores_of_others']:.2f} could be had; "
+        "by CPU time, what two writers take for the same bytes is compared.",
         "",
         f"(e) over {long['gib']:g} GiB: private peak {long['private_peak'] >> 20} MiB, shared (object store) peak "
         f"{long['shared_peak'] >> 20} MiB, bound {long['bound'] >> 20} MiB; private mean of the second third "

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -108,8 +108,10 @@ class SegmentEncoder:
         self._taken: set[int] = set()
         self._done: dict[int, _Chunk] = {}
 
-    def add(self, page: Page) -> int:
+    def add(self, page: Page, look: Callable[[int, np.ndarray[Any, Any]], None] = lambda *_: None) -> int:
         """Encode one page; how many bytes that made, token ids included: all pages' sum is the segment's ``nbytes``.
+
+        ``look`` is shown a layer's position and rows of it, until it has seen every row of each.
 
         Raises:
             ValueError: the page is no page of this segment, does not begin and end where a chunk does, or came before.
@@ -122,10 +124,11 @@ class SegmentEncoder:
             self._taken.add(page.chunk)
         try:
             if self._is_plain(info.segment):
-                layers: tuple[np.ndarray[Any, Any], ...] = (self._rows(page, info),)
+                layers: tuple[np.ndarray[Any, Any], ...] = (self._rows(page, info, look),)
             else:
                 layers = tuple(
-                    encode_into(self._codec, page.layer(k), page.dtype, self._allocate) for k in range(info.num_layers)
+                    encode_into(self._codec, page.layer(k), page.dtype, self._allocate, partial(look, k))
+                    for k in range(info.num_layers)
                 )
             lossy = range(info.num_layers) if self._codec.lossy else ()
             chunk = _Chunk(
@@ -145,10 +148,11 @@ class SegmentEncoder:
     def _is_plain(self, segment: Segment) -> bool:
         return self._alone and isinstance(self._codec, NoneCodec) and _is_whole(segment)
 
-    def _rows(self, page: Page, info: SegmentInfo) -> np.ndarray[Any, Any]:
+    def _rows(self, page: Page, info: SegmentInfo, look: Callable[..., None]) -> np.ndarray[Any, Any]:
         data = self._allocate(page.num_tokens * info.num_layers * info.row_bytes)
         rows = data.view(CARRIER[info.dtype]).reshape(page.num_tokens, info.num_layers, info.hidden_size)
         for k in range(info.num_layers):
+            look(k, page.layer(k))
             rows[:, k] = page.layer(k)
         return data
 

@@ -21,6 +21,7 @@ import pytest
 
 from hsx_dist.errors import FormatError
 from hsx_dist.format.codecs import Codec, codec_from_dict
+from hsx_dist.format.codecs.base import encode_into
 from hsx_dist.format.container import EncodedPart, Part, SegmentEncoder, build_part
 from hsx_dist.format.loss import measure
 from hsx_dist.page import CARRIER
@@ -118,6 +119,19 @@ class CodecSuite:
         codec.encode(np.zeros_like(x), dtype)
         assert b"".join(map(as_bytes_view, buffers)) == data
         assert np.array_equal(x, before)
+
+    @every_dtype
+    def test_written_into_given_memory_it_is_the_same_and_every_row_is_shown(self, codec: Codec, dtype: str) -> None:
+        for x in (_layer(300, 576, dtype), _layer(1, 4, dtype), np.zeros((700, 64), CARRIER[dtype])):
+            shown = np.empty((0, x.shape[1]), x.dtype)
+
+            def look(rows: np.ndarray[Any, Any]) -> None:
+                nonlocal shown
+                shown = np.concatenate([shown, rows])
+
+            data = encode_into(codec, x, dtype, lambda n: np.full(n, 0xA5, np.uint8), look)
+            assert data.tobytes() == encoded(codec, x, dtype)
+            assert np.array_equal(shown, x)
 
     def test_two_threads_give_the_same_bytes(self, codec: Codec) -> None:
         xs = [random_sample(tokens=300, hidden_size=64, seed=s).states[:, 0] for s in range(8)]

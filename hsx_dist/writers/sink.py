@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from hsx_dist.errors import Fenced, HsxError, SampleConflict, Unavailable
@@ -142,8 +143,7 @@ class PartSink:
             if filling.lost:
                 return
             scan = Scan.empty(len(page.layer_ids))
-            scan.add(page)
-            size = filling.encoder.add(page)
+            size = filling.encoder.add(page, partial(scan.look, page.dtype))
             with self._lock:
                 filling.scan.join(scan)
                 # Of several threads that add to one segment exactly one sees it complete *and* still there.

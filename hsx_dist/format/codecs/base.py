@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
@@ -45,6 +45,8 @@ class Codec(Protocol):
 
 #: Gives memory for encoded bytes: uint8 ``[n]``, its content arbitrary.
 Allocate = Callable[[int], np.ndarray[Any, Any]]
+#: Is shown the rows that are encoded, some at a time, while they are in the processor's cache.
+Look = Callable[[np.ndarray[Any, Any]], None]
 
 
 def allocate(nbytes: int) -> np.ndarray[Any, Any]:
@@ -53,15 +55,18 @@ def allocate(nbytes: int) -> np.ndarray[Any, Any]:
 
 
 def encode_into(
-    codec: Codec, x: np.ndarray[Any, Any], dtype: str, allocate: Allocate = allocate
+    codec: Codec, x: np.ndarray[Any, Any], dtype: str, allocate: Allocate = allocate, look: Look = lambda _: None
 ) -> np.ndarray[Any, Any]:
-    """What ``codec.encode(x, dtype)`` gives, as one array uint8 ``[n]`` of what ``allocate`` gives.
+    """What ``codec.encode(x, dtype)`` gives, as one array uint8 ``[n]`` of what ``allocate`` gives; ``look`` is shown
+    every row of ``x`` once.
 
-    A codec that can write there itself has a method ``encode_into(x, dtype, allocate)``, which is called instead.
+    A codec that can write there itself has a method ``encode_into(x, dtype, allocate, look)``, which is called instead.
     """
     own = getattr(codec, "encode_into", None)
     if own is not None:
-        return own(x, dtype, allocate)  # type: ignore[no-any-return]
+        return own(x, dtype, allocate, look)  # type: ignore[no-any-return]
+    for rows in blocks(x):
+        look(rows)
     # Copied while it is in the cache: what the codec allocates is freed at once, and the next call gets it again.
     views = list(map(as_bytes_view, codec.encode(x, dtype)))
     data, at = allocate(sum(v.nbytes for v in views)), 0
@@ -87,6 +92,19 @@ def flat(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def itemsize(dtype: str) -> int:
     """Bytes of one element of ``dtype``."""
     return np.dtype(CARRIER[dtype]).itemsize
+
+
+#: Elements that are worked on at once: what comes of them fits the processor's cache beside them.
+_BLOCK = 1 << 17
+
+
+def blocks(*arrays: np.ndarray[Any, Any]) -> Iterator[Any]:
+    """Arrays of as many rows, some rows of each at a time: what is read from memory once is still in the cache when it
+    is read again. One array's are given alone, several's as tuples."""
+    first = arrays[0]
+    step = max(1, _BLOCK // max(1, first[0].size)) if len(first) else 1
+    for a in range(0, len(first), step):
+        yield arrays[0][a : a + step] if len(arrays) == 1 else tuple(x[a : a + step] for x in arrays)
 
 
 _local = threading.local()

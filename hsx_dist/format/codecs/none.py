@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hsx_dist.format.codecs.base import flat, itemsize, raw_array
+from hsx_dist.format.codecs.base import Allocate, Look, blocks, flat, itemsize, raw_array
 from hsx_dist.store.base import Buffer
 
 
@@ -20,6 +20,20 @@ class NoneCodec:
 
     def encode(self, x: np.ndarray[Any, Any], dtype: str) -> tuple[Buffer, ...]:  # noqa: ARG002
         return (flat(np.ascontiguousarray(x)),)
+
+    def encode_into(
+        self,
+        x: np.ndarray[Any, Any],
+        dtype: str,  # noqa: ARG002
+        allocate: Allocate,
+        look: Look,
+    ) -> np.ndarray[Any, Any]:
+        """As ``encode``, into one array that ``allocate`` gives."""
+        data = allocate(x.nbytes)
+        for rows, place in blocks(x, data.view(x.dtype).reshape(x.shape)):
+            look(rows)
+            np.copyto(place, rows)
+        return data
 
     def decode(self, data: memoryview, out: np.ndarray[Any, Any], dtype: str) -> None:
         out[:] = raw_array(data, itemsize(dtype), out.shape, "values")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from hsx_dist.errors import FormatError
-from hsx_dist.format.codecs.base import Allocate, allocate, itemsize, raw_array, scratch
+from hsx_dist.format.codecs.base import Allocate, Look, allocate, blocks, itemsize, raw_array, scratch
 from hsx_dist.format.codecs.zstd import check_expansion, compress_huffman, decompress_into
 from hsx_dist.store.base import Buffer
 
-#: Elements that are split at once.
-_BLOCK = 1 << 17
+_local = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,30 +28,33 @@ class SplitCodec:
     lossy: ClassVar[bool] = False
 
     def encode(self, x: np.ndarray[Any, Any], dtype: str) -> tuple[Buffer, ...]:
-        return (self.encode_into(x, dtype, allocate),)
+        return (self.encode_into(x, dtype),)
 
-    def encode_into(self, x: np.ndarray[Any, Any], dtype: str, allocate: Allocate) -> np.ndarray[Any, Any]:
+    def encode_into(
+        self, x: np.ndarray[Any, Any], dtype: str, allocate: Allocate = allocate, look: Look = lambda _: None
+    ) -> np.ndarray[Any, Any]:
         """As ``encode``, into one array that ``allocate`` gives."""
-        # Casts run at memory speed; slicing bytes out with a stride of two is five times slower.
-        width, rows = itemsize(dtype), _block_rows(x)
+        width = itemsize(dtype)
+        raw, half = x.size * (width - 1), x.size * (width // 2)
+        # The raw planes go where they stay, so room for the frame is taken before there is one: by the last one's size.
+        data = allocate(raw + int(x.size * getattr(_local, "room", 0.5)) + 1024)
         high = scratch("high", x.size).reshape(x.shape)
-        for a in range(0, len(x), rows):
-            _high_bytes(x[a : a + rows], high[a : a + rows])
-        frame = compress_huffman(high)
-        # Only now it is known how much room is needed. Reading the values twice costs less than planes that are put
-        # somewhere else first.
-        raw = x.size * (width - 1)
-        data = allocate(raw + len(frame))
-        half = x.size * (width // 2)
         low = data[:half].view(f"<u{width // 2}").reshape(x.shape)
-        third = data[half:raw].reshape(x.shape) if width == 4 else None
-        for a in range(0, len(x), rows):
-            block = x[a : a + rows]
-            np.copyto(low[a : a + rows], block, casting="unsafe")
-            if third is not None:
-                np.right_shift(block, 16, out=third[a : a + rows], casting="unsafe")
-        data[raw:] = np.frombuffer(frame, np.uint8)
-        return data
+        third = data[half:raw].reshape(x.shape) if width == 4 else low
+        for rows, above, below, between in blocks(x, high, low, third):
+            # Casts run at memory speed; slicing bytes out with a stride of two is five times slower.
+            look(rows)
+            _high_bytes(rows, above)
+            np.copyto(below, rows, casting="unsafe")
+            if width == 4:
+                np.right_shift(rows, 16, out=between, casting="unsafe")
+        frame = compress_huffman(high)
+        _local.room = 1.03 * len(frame) / x.size
+        if raw + len(frame) > data.nbytes:
+            data, planes = allocate(raw + len(frame)), data
+            data[:raw] = planes[:raw]
+        data[raw : raw + len(frame)] = np.frombuffer(frame, np.uint8)
+        return data[: raw + len(frame)]
 
     def decode(self, data: memoryview, out: np.ndarray[Any, Any], dtype: str) -> None:
         size, width = out.size, itemsize(dtype)
@@ -74,10 +77,6 @@ class SplitCodec:
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name}
-
-
-def _block_rows(x: np.ndarray[Any, Any]) -> int:
-    return max(1, min(len(x), _BLOCK // max(1, x.shape[1])))
 
 
 def _high_bytes(x: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> None:

@@ -119,10 +119,10 @@ def test_a_page_that_cannot_be_encoded_costs_its_sample_alone_and_leaves_nothing
     sink = PartSink(store, options(attempt=0, layout="sample"), told.append)
     real = SegmentEncoder.add
 
-    def add(self, page):
+    def add(self, page, look):
         if page.segment.key.startswith("bad") and page.chunk == int(page.segment.key[-1]):
             raise MemoryError("no room")
-        return real(self, page)
+        return real(self, page, look)
 
     monkeypatch.setattr(SegmentEncoder, "add", add)
     for key in ("bad0", "good0", "bad1", "bad2", "good1"):
