@@ -26,6 +26,7 @@ import zstandard
 from benchmarks.provenance import provenance
 from benchmarks.states import LAYERS, smollm2_states
 from hsx_dist.format.codecs import Codec, Fp8TokenCodec, NoneCodec, SplitCodec, ZstdCodec
+from hsx_dist.format.codecs.base import encode_into
 from hsx_dist.format.loss import combine, measure
 from hsx_dist.page import CARRIER
 from hsx_dist.store.base import as_bytes_view
@@ -183,7 +184,7 @@ def _own_room(nbytes: int) -> Array:
     """uint8 of this thread's own, a little more than ``nbytes``."""
     found: Array | None = getattr(_own, "room", None)
     if found is None:
-        found = _own.room = np.empty(nbytes + nbytes // 8, np.uint8)
+        found = _own.room = np.empty(2 * nbytes, np.uint8)
     return found
 
 
@@ -192,11 +193,9 @@ def _works(codec: Codec, chunks: Sequence[Array]) -> tuple[Work, Work]:
     stored = [memoryview(b"".join(map(as_bytes_view, codec.encode(x, dtype)))) for x in chunks]
 
     def encode(i: int) -> None:
-        """As a segment is encoded: what the codec made is copied into memory that is used again."""
-        at, room = 0, _own_room(chunks[i].nbytes)
-        for view in map(as_bytes_view, codec.encode(chunks[i], dtype)):
-            room[at : at + view.nbytes] = view
-            at += view.nbytes
+        """As a segment is encoded: into memory that is used again."""
+        room = _own_room(chunks[i].nbytes)
+        encode_into(codec, chunks[i], dtype, lambda n: room[:n])
 
     return (
         encode,

@@ -83,7 +83,8 @@ LOADS = {
 #: What ``make bench`` runs: (loads, sinks, rounds).
 SHORT: tuple[tuple[str, tuple[str, ...], int], ...] = (
     ("thin/5/prefill/pinned", ("none", "null", "null-sink", "file", "direct", "discard", "seaweedfs", "vllm"), 2),
-    ("thin/5/prefill/unpinned", ("null", "file", "vllm"), 1),
+    ("thin/5/prefill/unpinned", ("null", "null-sink", "file", "vllm"), 1),
+    ("thin/5/decode/pinned", ("null", "null-sink", "file"), 1),
 )
 FULL: tuple[tuple[str, tuple[str, ...], int], ...] = (("*", SINKS, 3),)
 

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -31,6 +32,7 @@ import numpy as np
 import psutil
 import ray
 
+from hsx_dist.format.blocks import BlockPool
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.codecs.base import encode_into
 from hsx_dist.format.manifest import Receipt
@@ -117,12 +119,15 @@ class Bench:
 
     def codec(self, states: np.ndarray[Any, Any], name: str, pages: int) -> tuple[float, float]:
         codec = resolve_codec(name)
-        room = np.empty(2 * states[0, 0].nbytes, np.uint8)  # used again, as a writer's is
+        # Into memory as a writer's, and kept as long as a part is: what is thrown away at once never leaves the cache.
+        pool, kept = BlockPool(2 * PART), deque[np.ndarray[Any, Any]]()
 
         def work() -> None:
             for i in range(pages):
                 for layer in states[i % len(states)]:
-                    encode_into(codec, layer, "bfloat16", lambda n: room[:n])
+                    kept.append(encode_into(codec, layer, "bfloat16", pool.take))
+                    if sum(data.nbytes for data in kept) > PART:
+                        kept.popleft()
 
         return self._timed(pages * PAGE_BYTES, work)
 

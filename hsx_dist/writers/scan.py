@@ -40,7 +40,8 @@ class Scan:
         # As unsigned numbers, negative values lie above all positive ones, by magnitude; as signed ones, below.
         sign = 1 << (8 * rows.itemsize - 1)
         signed = rows.view(f"i{rows.itemsize}")
-        if rows.max() < sign + infinity and 0 < signed.max() < infinity:
+        largest_of_all, positive_of_all = np.maximum.reduce(rows, axis=None), np.maximum.reduce(signed, axis=None)
+        if largest_of_all < sign + infinity and 0 < positive_of_all < infinity:
             self.zero[i] = False  # as almost always: all rows at once take a third of row by row
             return
         largest, positive = rows.max(axis=1), signed.max(axis=1)

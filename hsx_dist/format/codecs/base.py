@@ -95,7 +95,7 @@ def itemsize(dtype: str) -> int:
 
 
 #: Elements that are worked on at once: what comes of them fits the processor's cache beside them.
-_BLOCK = 1 << 17
+_BLOCK = 1 << 18
 
 
 def blocks(*arrays: np.ndarray[Any, Any]) -> Iterator[Any]:
