@@ -1,8 +1,9 @@
 """Captured states that the model does not write to any more.
 
 vLLM (0.31, 0.32) captures the embeddings, layer 0, as the tensor itself: there is no residual yet that they would be
-added to. The first layer's fused norm then adds to that very tensor where its kernel works in place, which on GPUs is
-the one of ``enforce_eager``: what is cached as layer 0 is a later stream. All other layers are sums of their own.
+added to. The first layer's fused norm then adds to that very tensor where its kernel works in place, as that of GPUs
+does with ``enforce_eager``: what is cached as layer 0 is a later stream. Compiled, a norm owns its inputs too, and may
+use their memory again. All other layers are sums of their own.
 """
 
 from __future__ import annotations

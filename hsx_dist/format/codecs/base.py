@@ -17,6 +17,8 @@ from hsx_dist.store.base import Buffer, as_bytes_view
 class Codec(Protocol):
     """A frozen value that serialises itself. It may be used from several threads at once.
 
+    A codec may have one method more, ``encode_into(x, dtype, allocate, look)``: see the function of that name.
+
     ``name`` is what objects call it; ``lossy`` whether ``decode`` may give back other bits than ``encode`` got. Prove
     one of your own with ``hsx_dist.testing.codec_suite``.
     """
