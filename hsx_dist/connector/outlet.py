@@ -182,12 +182,14 @@ class ShippingThread:
                     told.append(item)
                 else:
                     ref, ready = item
-                    if ready is not None:
-                        ready()
-                    refs.append(ref)
-                    nbytes += ref.nbytes
-                    if ref.last:
-                        told.append(Shipped(ref.segment.key))
+                    if failed := _failure(ready):
+                        # Never shipped as if it were its states. The engine meets the same error at its next step.
+                        told.append(Shipped(ref.segment.key, f"its states were not copied: {failed}"))
+                    else:
+                        refs.append(ref)
+                        nbytes += ref.nbytes
+                        if ref.last:
+                            told.append(Shipped(ref.segment.key))
                 if nbytes >= COALESCE_BYTES:
                     break
                 try:
@@ -204,6 +206,17 @@ class ShippingThread:
                 self._since.popleft()
             if self._idle is None:
                 count_shipped(self._meter, refs, told, time.monotonic() - before)
+
+
+def _failure(ready: Callable[[], None] | None) -> str:
+    """Wait for a page's copy; how it failed, empty when it did not."""
+    try:
+        if ready is not None:
+            ready()
+    except Exception as e:
+        log.exception("a page was not copied")
+        return f"{type(e).__name__}: {e}"
+    return ""
 
 
 def count_shipped(meter: Meter, refs: list[PageRef], told: list[Shipped], seconds: float) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from uuid import uuid4
 
 import torch
@@ -14,6 +13,7 @@ import torch
 from hsx_dist.connector.gather import Order, cache_order, gather, gather_rows, mean_rows, page_shape, to_device
 from hsx_dist.connector.metadata import Save, StepMetadata
 from hsx_dist.connector.outlet import Outlet, PageRef
+from hsx_dist.connector.side import Event, side_of
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.receipt import token_hash
 from hsx_dist.page import Segment
@@ -62,7 +62,7 @@ class _Copy:
     sample_hash: str
     source: str
     next: int = 0
-    event: torch.cuda.Event | None = None
+    event: Event | None = None
 
 
 class WorkerHalf:
@@ -101,11 +101,11 @@ class WorkerHalf:
                 f"{layers} layers), came a ring of {outlet.ring.capacity}; raise in_flight_bytes or lower page_bytes"
             )
         self._memory = torch.from_numpy(outlet.memory)
-        self._stream = torch.cuda.Stream(cache.device) if cache.is_cuda else None
+        self._side = side_of(cache)
         if cache.is_cuda and not self._memory.is_pinned():
             pin(self._memory)
         self._waiting: deque[_Copy] = deque()  # not all pages copied, oldest first
-        self._copied: list[_Copy] = []  # all copies queued on the device, not all done
+        self._copied: list[_Copy] = []  # all copies started, not all done
         self._meter = outlet.meter
         self._meter.watch("blocks_held", lambda: self.blocks_held)
 
@@ -120,12 +120,12 @@ class WorkerHalf:
                 self._outlet.skip(skip)
         mine = [save for save in meta.saves if save.owner == self._rank]
         if not mine and not self._waiting:
+            if self._copied and meta.idle:
+                self._side.wait(IDLE_WAIT_S)
             return
         before = time.monotonic()
-        if self._stream is not None:
-            # The side stream must see what the model's stream has written; the model's stream waits for nothing.
-            self._stream.wait_stream(torch.cuda.current_stream(self._cache.device))
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+        self._side.follow()
+        with self._side.here():
             self._waiting.extend(map(self._plan_copy, mine))
             self._pump()
         copied = time.monotonic()
@@ -207,16 +207,12 @@ class WorkerHalf:
             return False
         out = self._memory[offset : offset + nbytes].view(dtype).view(shape)
         if copy.save.mean_of:
-            out.copy_(mean_rows(self._cache, copy.places, layers or ()), non_blocking=True)
+            work = partial(_copy_mean, self._cache, copy.places, layers or (), out)
         elif layers is None:
-            gather(self._cache, places, out, order)
+            work = partial(gather, self._cache, places, out, order)
         else:
-            gather_rows(self._cache, places, layers, out)
-        ready: Callable[[], None] | None = None
-        if self._stream is not None:
-            copy.event = torch.cuda.Event()
-            copy.event.record(self._stream)
-            ready = copy.event.synchronize
+            work = partial(gather_rows, self._cache, places, layers, out)
+        copy.event = self._side.start(work)
         self._outlet.submit(
             PageRef(
                 offset=offset,
@@ -242,10 +238,14 @@ class WorkerHalf:
                 order=order,
                 token_ids=tokens[start:stop],
             ),
-            ready,
+            copy.event.synchronize,
         )
         copy.next = stop
         return True
+
+
+def _copy_mean(cache: torch.Tensor, slots: torch.Tensor, layers: tuple[int, ...], out: torch.Tensor) -> None:
+    out.copy_(mean_rows(cache, slots, layers), non_blocking=True)
 
 
 def pin(memory: torch.Tensor) -> None:

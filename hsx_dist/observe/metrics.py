@@ -72,7 +72,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("page_bytes", "counter", "replica", "Bytes of hidden states copied out of the cache."),
     Metric("engine_seconds", "counter", "replica", "Seconds in which the engine's thread worked or waited.", "", False),
     Metric("idle_seconds", "counter", "replica", "Seconds in which the engine had no task.", "", False),
-    Metric("copy_seconds", "counter", "replica", "Seconds of steps that went into copies (on a GPU: starting them)."),
+    Metric("copy_seconds", "counter", "replica", "Seconds of steps that went into starting copies."),
     Metric(
         "store_wait_seconds",
         "counter",

@@ -29,7 +29,7 @@ class KeepingOutlet:
         self.expected: list[Expect] = []
 
     def submit(self, ref, ready):
-        assert ready is None
+        ready()  # as the shipping thread does before it looks at the page
         self.refs.append(ref)
 
     def expect(self, expected):

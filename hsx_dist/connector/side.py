@@ -1,0 +1,116 @@
+"""Copies beside the engine's steps: on a CUDA stream of their own, or on a thread where the cache is host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from hsx_dist.connector.cores import any_core
+from hsx_dist.writers.daemon import DaemonPool
+
+
+class Event(Protocol):
+    """A copy that was started."""
+
+    def query(self) -> bool:
+        """Whether it is done, and all before it. Raises what any of them raised: an engine must not go on with it."""
+
+    def synchronize(self) -> None:
+        """Wait until it is done. Raises what it raised."""
+
+
+class Side(Protocol):
+    """Where copies run, one after another, in the order in which they are started."""
+
+    def follow(self) -> None:
+        """What is started from now on sees what the model has written until now."""
+
+    def here(self) -> AbstractContextManager[Any]:
+        """Device work that prepares copies is queued with them."""
+
+    def start(self, copy: Callable[[], None]) -> Event:
+        """Have ``copy`` run."""
+
+    def wait(self, seconds: float) -> None:
+        """Give the copies at most so long, for an engine that has nothing else to do."""
+
+
+def side_of(cache: torch.Tensor) -> Side:
+    """For copies out of ``cache``."""
+    return CudaSide(cache.device) if cache.is_cuda else HostSide()
+
+
+class CudaSide:
+    """A CUDA stream."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def follow(self) -> None:
+        # The model's stream waits for nothing.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def here(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream)
+
+    def start(self, copy: Callable[[], None]) -> Event:
+        copy()
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def wait(self, seconds: float) -> None:
+        pass
+
+
+class HostSide:
+    """A thread, on any core but those to which the engine binds its own. What the model has written it sees at once."""
+
+    def __init__(self) -> None:
+        with any_core():
+            self._thread = DaemonPool(1, "hsx-copy")
+        self._last: Future[None] | None = None
+        self._failed: list[Future[None]] = []
+
+    def follow(self) -> None:
+        pass
+
+    def here(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def start(self, copy: Callable[[], None]) -> Event:
+        self._last = self._thread.submit(_without_gradients, copy)
+        self._last.add_done_callback(self._keep_failure)
+        return _HostEvent(self._last, self._failed)
+
+    def wait(self, seconds: float) -> None:
+        if self._last is not None:
+            wait([self._last], seconds)
+
+    def _keep_failure(self, done: Future[None]) -> None:
+        if done.exception() is not None:
+            self._failed.append(done)
+
+
+def _without_gradients(copy: Callable[[], None]) -> None:
+    with torch.inference_mode():  # as the engine's thread is: a mode is a thread's own
+        copy()
+
+
+class _HostEvent:
+    def __init__(self, future: Future[None], failed: list[Future[None]]):
+        self._future = future
+        self._failed = failed
+
+    def query(self) -> bool:
+        for future in self._failed:
+            future.result()
+        return self._future.done()
+
+    def synchronize(self) -> None:
+        self._future.result()
