@@ -36,7 +36,16 @@ def outlet_on(tmp_path, *, store=None, markers=None, locks=True, **settings) -> 
 
 
 def submit(
-    outlet: StoreOutlet, key: str, states: np.ndarray, ids=None, *, name="", chosen=True, meta=None, request=""
+    outlet: StoreOutlet,
+    key: str,
+    states: np.ndarray,
+    ids=None,
+    *,
+    name="",
+    chosen=True,
+    meta=None,
+    request="",
+    ready=None,
 ) -> None:
     """``states``: float32 ``[L, T, H]``, as one page."""
     n = states.shape[1]
@@ -46,7 +55,7 @@ def submit(
     outlet.memory[offset : offset + states.nbytes] = states.reshape(-1).view(np.uint8)
     segment = Segment(key, 0, 0, n, n, name=name, meta=meta or {}, source=f"{request or key}:0")
     ids = np.arange(n, dtype=np.int64) if ids is None else np.asarray(ids, np.int64)
-    outlet.submit(PageRef(offset, states.shape, segment, 0, n, n, LAYERS, "float32", "LTH", ids), None)
+    outlet.submit(PageRef(offset, states.shape, segment, 0, n, n, LAYERS, "float32", "LTH", ids), ready)
 
 
 def some(n=5, seed=0):
@@ -309,3 +318,27 @@ def test_what_a_sender_could_not_pass_on_is_told_and_its_room_comes_free():
     assert [s.key for s in told] == ["a", "b"]
     assert all("object store is full" in s.reason for s in told)
     assert outlet.ring.used_bytes == 0
+
+
+def test_a_page_that_was_not_copied_is_never_shipped():
+    from hsx_dist.connector.outlet import LocalOutlet
+
+    class KeepingSender:
+        def send(self, pages, release):
+            sent.extend(p.segment.key for p in pages)
+            for page in pages:
+                release(page)
+
+        def flush(self): ...
+        def close(self): ...
+
+    def broken():
+        raise RuntimeError("an illegal memory access was encountered")
+
+    told, sent = [], []
+    outlet = LocalOutlet(KeepingSender(), 1 << 20, told.append)
+    submit(outlet, "a", some(), ready=broken)
+    submit(outlet, "b", some(), ready=lambda: None)
+    outlet.close()
+    assert sent == ["b"]
+    assert {s.key: "illegal memory access" in (s.reason or "") for s in told} == {"a": True, "b": False}
