@@ -176,7 +176,9 @@ def table(report: dict[str, Any]) -> str:
             lines.append(f"| {name} | not measured on a GPU: no CUDA device was at hand | | | |")
         for r in b["rows"]:
             row = Row(**r)
-            low_high = f" ({row.spread[0]:.3g}–{row.spread[1]:.3g})" if row.spread else ""
+            low_high = (
+                f" ({row.spread[0]:.3g}–{row.spread[1]:.3g})" if row.spread and row.spread[0] < row.spread[1] else ""
+            )
             verdict = {None: "", True: "met", False: "missed"}[row.met]
             lines.append(f"| {name} | {row.what} | {row.measured:.3g}{low_high} | {row.goal} | {verdict} |")
     took = ", ".join(f"{name} {b['seconds']} s" for name, b in report["benchmarks"].items())

@@ -54,7 +54,9 @@ class SocketOutlet:
         self.meter.watch("ring_bytes", lambda: self.ring.used_bytes)
         self._increments = Increments(self.meter)
         self._told: dict[Series, float] = {}  # gauges as they were last sent
-        self._thread = ShippingThread(self._deliver, self.meter, idle=self._tell)
+        self._thread = ShippingThread(
+            self._deliver, self.meter, drop=lambda ref: self.ring.free(ref.offset), idle=self._tell
+        )
         threading.Thread(target=self._take_back, name="hsx-free", daemon=True).start()
 
     def submit(self, ref: PageRef, ready: Callable[[], None] | None) -> None:

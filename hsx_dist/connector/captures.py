@@ -3,7 +3,8 @@
 vLLM (0.31, 0.32) captures the embeddings, layer 0, as the tensor itself: there is no residual yet that they would be
 added to. The first layer's fused norm then adds to that very tensor where its kernel works in place, as that of GPUs
 does with ``enforce_eager``: what is cached as layer 0 is a later stream. Compiled, a norm owns its inputs too, and may
-use their memory again. All other layers are sums of their own.
+use their memory again. All other layers are sums of their own. Taken in every engine of a process that has this plugin:
+what an engine without our connector captures, for a drafter, must stay as well.
 """
 
 from __future__ import annotations

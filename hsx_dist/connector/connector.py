@@ -217,6 +217,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             return
         end = time.monotonic() + self._settings.drain_seconds
         left = self._worker.drain(self._settings.drain_seconds)
+        self._worker.close()
         if left:
             log.error(
                 "the engine ends with %d requests whose hidden states were not copied within %g s (drain_seconds)",

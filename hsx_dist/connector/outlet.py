@@ -123,10 +123,14 @@ class ShippingThread:
         deliver: Callable[[list[PageRef], list[Shipped]], None],
         meter: Meter,
         *,
+        drop: Callable[[PageRef], None],
         idle: Callable[[], None] | None = None,
     ):
-        """``idle``: called every second without anything to ship. With it, pages are counted where they arrive."""
+        """``drop``: takes the room of a page back that is not delivered. ``idle``: called every second without anything
+        to ship. With it, pages are counted where they arrive."""
         self._deliver = deliver
+        self._drop = drop
+        self._failed: set[tuple[str, str]] = set()  # samples of which a page was not copied
         self._meter = meter
         self._idle = idle
         self._since: deque[float] = deque()  # when each item that is not delivered was put
@@ -166,6 +170,25 @@ class ShippingThread:
                 assert self._idle is not None
                 self._idle()
 
+    def _is_copied(self, ref: PageRef, ready: Callable[[], None] | None, told: list[Shipped]) -> bool:
+        """Wait for a page's copy. One that fails costs its sample, which is told once: nothing else of it is shipped,
+        and never what lies in the ring instead. The engine meets the same error at its next step."""
+        sample = (ref.segment.key, ref.segment.source)
+        try:
+            if ready is not None:
+                ready()
+        except Exception as e:
+            log.exception("a page of %s was not copied", ref.segment.key)
+            if sample not in self._failed:
+                self._failed.add(sample)
+                told.append(Shipped(ref.segment.key, f"its states were not copied: {type(e).__name__}: {e}"))
+        copied = sample not in self._failed
+        if not copied:
+            self._drop(ref)
+            if ref.last:
+                self._failed.discard(sample)
+        return copied
+
     def _run(self) -> None:
         ended = False
         while not ended:
@@ -182,10 +205,7 @@ class ShippingThread:
                     told.append(item)
                 else:
                     ref, ready = item
-                    if failed := _failure(ready):
-                        # Never shipped as if it were its states. The engine meets the same error at its next step.
-                        told.append(Shipped(ref.segment.key, f"its states were not copied: {failed}"))
-                    else:
+                    if self._is_copied(ref, ready, told):
                         refs.append(ref)
                         nbytes += ref.nbytes
                         if ref.last:
@@ -206,17 +226,6 @@ class ShippingThread:
                 self._since.popleft()
             if self._idle is None:
                 count_shipped(self._meter, refs, told, time.monotonic() - before)
-
-
-def _failure(ready: Callable[[], None] | None) -> str:
-    """Wait for a page's copy; how it failed, empty when it did not."""
-    try:
-        if ready is not None:
-            ready()
-    except Exception as e:
-        log.exception("a page was not copied")
-        return f"{type(e).__name__}: {e}"
-    return ""
 
 
 def count_shipped(meter: Meter, refs: list[PageRef], told: list[Shipped], seconds: float) -> None:
@@ -251,7 +260,7 @@ class LocalOutlet:
         self.memory = huge_pages.zeroed(self.ring.capacity)
         self._sender = sender
         self._on_shipped = on_shipped
-        self._thread = ShippingThread(self._ship, self.meter)
+        self._thread = ShippingThread(self._ship, self.meter, drop=lambda ref: self.ring.free(ref.offset))
 
     def submit(self, ref: PageRef, ready: Callable[[], None] | None) -> None:
         self._thread.put((ref, ready))

@@ -38,6 +38,9 @@ class Side(Protocol):
     def wait(self, seconds: float) -> None:
         """Give the copies at most so long, for an engine that has nothing else to do."""
 
+    def close(self) -> None:
+        """No more copies; those that were started are done."""
+
 
 def side_of(cache: torch.Tensor) -> Side:
     """For copies out of ``cache``."""
@@ -67,6 +70,9 @@ class CudaSide:
     def wait(self, seconds: float) -> None:
         pass
 
+    def close(self) -> None:
+        self._stream.synchronize()
+
 
 class HostSide:
     """A thread, on any core but those to which the engine binds its own. What the model has written it sees at once."""
@@ -91,6 +97,9 @@ class HostSide:
     def wait(self, seconds: float) -> None:
         if self._last is not None:
             wait([self._last], seconds)
+
+    def close(self) -> None:
+        self._thread.close()
 
     def _keep_failure(self, done: Future[None]) -> None:
         if done.exception() is not None:

@@ -156,6 +156,10 @@ class WorkerHalf:
             self.step(StepMetadata(idle=True))
         return len(self._waiting)
 
+    def close(self) -> None:
+        """Wait for the copies that were started; there will be no more."""
+        self._side.close()
+
     def finished(self) -> set[str]:
         """Requests whose last copy is done since the last call: their blocks may be reused. Each is named once."""
         done = {c.save.request_id for c in self._copied if c.event is None or c.event.query()}

@@ -195,7 +195,10 @@ class Part:
     # -- what to fetch ---------------------------------------------------------------------------------------------
 
     def _record(self, i: int) -> SegmentRecord:
-        return self._header.description.segments[i]
+        segments = self._header.description.segments
+        if not 0 <= i < len(segments):
+            raise ConfigError(f"expected a segment from 0 to {len(segments) - 1}, got {i}")
+        return segments[i]
 
     def _begin(self, name: str) -> int:
         return self._header.tensors[name][2][0]

@@ -198,6 +198,8 @@ class Description:
                 records.append(_record(common | _typed(item, dict, "a segment"), codec, schema))
             except FormatError as e:
                 raise type(e)(f"segment {i}: {e}") from e
+        if len({(r.info.segment.key, r.info.segment.index) for r in records}) != len(records):
+            raise FormatError("segments: expected each key and index once, got one twice")
         return cls(codec, about, "vllm" if schema == "vllm" else "segments", tuple(records))
 
 
@@ -277,7 +279,10 @@ def _record(d: dict[str, Any], codec: Codec, schema: str) -> SegmentRecord:
     start = _int(d, "start", 0, total - 1)
     index, stop = _int(d, "index", 0, total - 1), _int(d, "stop", start + 1, total)
     meta = _get(d, "meta", dict) if "meta" in d else {}
-    segment = Segment(_get(d, "key", str), index, start, stop, total, meta=meta)
+    key = _get(d, "key", str)
+    if not key:
+        raise FormatError("key: expected a non-empty string, got ''")
+    segment = Segment(key, index, start, stop, total, meta=meta)
     dtype = _get(d, "dtype", str)
     if dtype not in CARRIER:
         raise FormatError(f"dtype: expected one of {', '.join(CARRIER)}, got {dtype[:40]!r}")

@@ -103,6 +103,12 @@ def _check_plain(description: Description, table: Mapping[str, Tensor], data_byt
         got = table.get(name)
         if got is None or got[:2] != (dtype, shape) or got[2][1] - got[2][0] != end - begin:
             raise FormatError(f"tensor {name!r}: expected {dtype} {list(shape)} in {end - begin} bytes, got {got}")
-    last = max(end for _, _, (_, end) in table.values())
+    last = 0
+    for name, (_, _, (begin, end)) in sorted(table.items(), key=lambda item: item[1][2]):
+        if begin != last:
+            raise FormatError(
+                f"tensor {name[:80]!r}: expected to begin at {last}, where the one before ends, got {begin}"
+            )
+        last = end
     if data_bytes is not None and last != data_bytes:
         raise FormatError(f"expected {last} bytes of data, the object has {data_bytes}: cut short?")

@@ -57,7 +57,10 @@ class Answer:
 
 
 class Credits:
-    """A writer's ``total`` bytes in equal shares among the senders that were heard of lately."""
+    """A writer's ``total`` bytes in equal shares among the senders that were heard of lately.
+
+    A sender's share shrinks when it is heard of again: until then a newcomer gets what the others' leave.
+    """
 
     #: Seconds of silence after which a sender's share goes to the others.
     LATELY = 60.0
@@ -66,6 +69,7 @@ class Credits:
         self._total = total
         self._clock = clock
         self._heard: dict[str, float] = {}
+        self._granted: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def share(self, sender: str) -> int:
@@ -73,7 +77,10 @@ class Credits:
         with self._lock:
             now = self._heard[sender] = self._clock()
             self._heard = {s: at for s, at in self._heard.items() if now - at < self.LATELY}
-            return self._total // len(self._heard)
+            others = sum(granted for s, granted in self._granted.items() if s in self._heard and s != sender)
+            share = max(min(self._total // len(self._heard), self._total - others), 0)
+            self._granted = {s: self._granted.get(s, 0) for s in self._heard} | {sender: share}
+            return share
 
 
 class WriterActor:
@@ -187,12 +194,9 @@ class _Writer:
 class RaySender:
     """Sends from one replica to the writers of its own node, and to others' while those are gone or full.
 
-    It never has more than a writer's credit unanswered there. All pages of a segment go to one writer; when that one
-    dies in between, the rest of the segment is dropped, as nothing could ever complete it.
+    It never has more than a writer's credit unanswered there, but for one page at a time. All pages of a segment go to
+    one writer; when that one dies in between, the rest of the segment is dropped, as nothing could ever complete it.
     """
-
-    #: Unanswered bytes at a writer that has not granted any yet.
-    FIRST_CREDIT = 16 << 20
 
     def __init__(
         self,
@@ -219,7 +223,8 @@ class RaySender:
         """The pool has changed: nodes came, or went."""
         with self._lock:
             known = {w.actor: w for w in self._writers}
-            self._writers = [known.get(a) or _Writer(n, a, self.FIRST_CREDIT) for n, a in writers]
+            # Without a credit one page is under way: what a writer can hold it says with its first answer.
+            self._writers = [known.get(a) or _Writer(n, a, credit=0) for n, a in writers]
             for gone in (w for w in known.values() if w not in self._writers):
                 self._settle(gone, 0)
                 self._abandon(gone)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
-from hsx_dist.errors import Fenced, HsxError, SampleConflict, Unavailable
+from hsx_dist.errors import Fenced, HsxError, SampleConflict, StoreError, Unavailable
 from hsx_dist.format.blocks import BlockPool
 from hsx_dist.format.codecs import Codec
 from hsx_dist.format.container import EncodedPart, EncodedSegment, SegmentEncoder, build_part
@@ -318,9 +318,11 @@ class PartSink:
         return max(time.monotonic() - min(since), 0.0) if since else 0.0
 
     def _fail(self, segments: Sequence[EncodedSegment], error: Exception) -> None:
-        # What may work for the next part (a time-out) costs this part alone; a refusal would be met by each of them.
-        # Without a run there is no driver to give up: each sample stands for itself.
-        fatal = not isinstance(error, Unavailable) and self._opt.attempt > 0
+        # What may work for the next part (a time-out) costs this part alone, and so does what is wrong with this part;
+        # a refusal would be met by each of them. Without a run there is no driver to give up: each sample stands for
+        # itself.
+        refused = isinstance(error, Fenced | StoreError) and not isinstance(error, Unavailable)
+        fatal = refused and self._opt.attempt > 0
         self.meter.add("failed_parts", 1, type(error).__name__)
         if fatal:
             with self._lock:

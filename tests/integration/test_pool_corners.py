@@ -99,7 +99,10 @@ def test_shares_of_a_writers_credit():
     now = [0.0]
     credit = Credits(100, lambda: now[0])
     assert credit.share("a") == 100
-    assert credit.share("b") == 50
+    assert credit.share("b") == 0  # "a" may have all of it under way until it is heard of again
     assert credit.share("a") == 50
+    assert credit.share("b") == 50
+    assert credit.share("c") == 0
+    assert [credit.share(s) for s in "abc"] == [33, 33, 33]
     now[0] = Credits.LATELY
     assert credit.share("b") == 100

@@ -74,3 +74,21 @@ def test_the_loads_and_sinks_that_a_choice_names_exist():
         assert set(sinks) <= set(engine.SINKS)
         assert rounds >= 1
         assert pattern == "*" or pattern in engine.LOADS
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "either --choice or --loads"),
+        (["--choice", "short", "--loads", "thin*"], "either --choice or --loads"),
+        (["--choice", "full", "--sinks", "file"], "expected with --loads"),
+        (["--loads", "thin*", "--sinks", "nope"], "came nope"),
+        (["--loads", "thin*", "--rounds", "0"], "at least 1"),
+        (["--loads", "nope"], "came 'nope'"),
+    ],
+)
+def test_the_engines_benchmark_refuses_what_it_would_not_do(argv, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["engine", *argv])
+    with pytest.raises(SystemExit):
+        engine.main()
+    assert said in capsys.readouterr().err

@@ -339,6 +339,18 @@ def test_a_page_that_was_not_copied_is_never_shipped():
     outlet = LocalOutlet(KeepingSender(), 1 << 20, told.append)
     submit(outlet, "a", some(), ready=broken)
     submit(outlet, "b", some(), ready=lambda: None)
+    submit(outlet, "a", some(), request="again", ready=lambda: None)
+    # Of two pages the first is not copied: the second is of no use.
+    n, layers = 6, some(6)
+    segment = Segment("c", 0, 0, n, n, source="c:0")
+    for start, ready in ((0, broken), (3, lambda: None)):
+        page = layers[:, start : start + 3]
+        offset = outlet.ring.allocate(page.nbytes)
+        ids = np.arange(3, dtype=np.int64)
+        outlet.submit(PageRef(offset, page.shape, segment, start, start + 3, 3, LAYERS, "float32", "LTH", ids), ready)
     outlet.close()
-    assert sent == ["b"]
-    assert {s.key: "illegal memory access" in (s.reason or "") for s in told} == {"a": True, "b": False}
+    assert sent == ["b", "a"]
+    assert [(s.key, "illegal memory access" in (s.reason or "")) for s in told] == [
+        ("a", True), ("b", False), ("a", False), ("c", True)
+    ]  # fmt: skip
+    assert outlet.ring.used_bytes == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -9,6 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hsx_dist.errors import FormatError
+from hsx_dist.format.codecs import SplitCodec
+from hsx_dist.format.container import SegmentEncoder, build_part
+from hsx_dist.format.description import Description
+from hsx_dist.format.header import parse_header
+from hsx_dist.testing.samples import random_sample
 from tests.soak.mutations import FILES, KINDS, golden, mutate, outcome, read_all, truth
 
 
@@ -63,3 +69,44 @@ def test_damaged_metadata_does_not_make_a_part_one_without_checksums() -> None:
         whole = whole.replace(old, new)
     bad = whole[:-1] + bytes([whole[-1] ^ 1])
     assert outcome("one-none-float16.safetensors", bad, False, True) == "FormatError"
+
+
+@pytest.mark.parametrize(
+    ("states", "ids", "more"),
+    [
+        ([0, 16], [0, 16], {}),  # the same bytes twice
+        ([0, 16], [8, 24], {}),
+        ([0, 16], [24, 40], {}),  # a hole
+        ([8, 24], [24, 40], {}),
+        ([0, 16], [16, 32], {"mine": {"dtype": "I64", "shape": [1], "data_offsets": [100, 108]}}),
+    ],
+)
+def test_a_plain_file_whose_tensors_overlap_or_leave_holes(states: list[int], ids: list[int], more: dict) -> None:
+    table = {
+        "hidden_states": {"dtype": "BF16", "shape": [2, 1, 4], "data_offsets": states},
+        "token_ids": {"dtype": "I64", "shape": [2], "data_offsets": ids},
+        **more,
+    }
+    body = json.dumps(table).encode()
+    with pytest.raises(FormatError, match="expected to begin at"):
+        parse_header(body, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda rows: rows[0].update(key=""), "key: expected a non-empty string"),
+        (lambda rows: rows.append(rows[0]), "each key and index once"),
+    ],
+)
+def test_keys_that_no_writer_writes(change, said: str) -> None:
+    encoder = SegmentEncoder(SplitCodec())
+    for page in random_sample(tokens=20).pages():
+        encoder.add(page)
+    part = build_part([encoder.finish()], SplitCodec(), {})
+    header = json.loads(part.header[8:])
+    body = json.loads(header["__metadata__"]["hsx"])
+    body["segments"] = [body["common"] | row for row in body["segments"]]
+    change(body["segments"])
+    with pytest.raises(FormatError, match=said):
+        Description.from_json(json.dumps(body))
