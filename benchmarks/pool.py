@@ -1,7 +1,7 @@
 """What the writer pool costs: pages of real states from Ray's object store to an S3 server that discards them.
 
-    python benchmarks/pool.py                  # every goal; writes benchmarks/results/pool.{md,json}
-    python benchmarks/pool.py --gib 1 --dry    # quickly, and writes nothing
+    .venv/bin/python -m benchmarks.pool                  # every goal; writes benchmarks/results/pool.{md,json}
+    .venv/bin/python -m benchmarks.pool --gib 1 --dry    # quickly, and writes nothing
 
 Everything that is compared runs in processes bound to one core, the server on another one, in one run, the sides taking
 turns. Besides wall clock the processes' own CPU time is told: on a machine that does other things too it holds better.
@@ -390,7 +390,7 @@ def report(found: dict[str, Any]) -> str:
     m, long = found["machine"], found["long"]
     lines = [
         "# The writer pool", "",
-        f"`python benchmarks/pool.py` at commit {m['commit'][:12]}, on {m['cores']} cores ({m['cpu']}), "
+        f"`python -m benchmarks.pool` at commit {m['commit'][:12]}, on {m['cores']} cores ({m['cpu']}), "
         f"{m['memory_gib']} GiB, load before the start {m['load_before']:.1f}; "
         + ", ".join(f"{k} {v}" for k, v in m["versions"].items()) + f", Python {m['python']}.",
         f"Pages of {PAGE_BYTES} bytes: SmolLM2-135M's layers {list(LAYERS)}, bf16, tiled. Server, sender and Ray on "
@@ -435,6 +435,7 @@ def main() -> None:
     found["goals"] = goals(found)
     print(report(found))
     if not args.dry:
+        args.results.mkdir(parents=True, exist_ok=True)
         (args.results / "pool.json").write_text(json.dumps(found, indent=1) + "\n")
         (args.results / "pool.md").write_text(report(found))
 
