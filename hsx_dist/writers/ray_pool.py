@@ -183,7 +183,8 @@ class _Writer:
 
     node: str
     actor: Any
-    credit: int
+    credit: int = 0
+    asked: bool = False  # it has answered, and said what its credit is
     unanswered: dict[Any, tuple[int, tuple[Segment, ...]]] = field(default_factory=dict)
     nbytes: int = 0  # of what is unanswered
     epoch: int = 0  # how often it was found dead
@@ -197,6 +198,9 @@ class RaySender:
     It never has more than a writer's credit unanswered there, but for one page at a time. All pages of a segment go to
     one writer; when that one dies in between, the rest of the segment is dropped, as nothing could ever complete it.
     """
+
+    #: A writer says what it can hold with its first answer; until then one call is under way, of at most so many bytes.
+    FIRST_CALL = 8 << 20
 
     def __init__(
         self,
@@ -223,8 +227,7 @@ class RaySender:
         """The pool has changed: nodes came, or went."""
         with self._lock:
             known = {w.actor: w for w in self._writers}
-            # Without a credit one page is under way: what a writer can hold it says with its first answer.
-            self._writers = [known.get(a) or _Writer(n, a, credit=0) for n, a in writers]
+            self._writers = [known.get(a) or _Writer(n, a) for n, a in writers]
             for gone in (w for w in known.values() if w not in self._writers):
                 self._settle(gone, 0)
                 self._abandon(gone)
@@ -293,7 +296,8 @@ class RaySender:
         while at < len(pages):
             nbytes = pages[at].nbytes
             end = at + 1
-            while end < len(pages) and nbytes + pages[end].nbytes <= writer.credit:
+            limit = writer.credit if writer.asked else self.FIRST_CALL
+            while end < len(pages) and nbytes + pages[end].nbytes <= limit:
                 nbytes += pages[end].nbytes
                 end += 1
             epoch = writer.epoch
@@ -340,7 +344,7 @@ class RaySender:
             self._abandon(writer)
             return
         writer.deaths = 0
-        writer.credit = answer.credit
+        writer.credit, writer.asked = answer.credit, True
         if answer.refused is not None:
             self._on_lost(Lost(segments, answer.refused))
 
