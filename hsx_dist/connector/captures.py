@@ -15,11 +15,12 @@ from typing import Any
 
 def keep_captures() -> None:
     """Have vLLM's models capture copies where they would capture a tensor of theirs. More than once is once."""
-    from vllm.model_executor.models.interfaces import EagleModelMixin
+    from vllm.model_executor.models import interfaces
 
-    theirs = EagleModelMixin._maybe_add_hidden_state
-    if getattr(theirs, "hsx", False):
-        return
+    mixin = getattr(interfaces, "EagleModelMixin", None)
+    theirs = getattr(mixin, "_maybe_add_hidden_state", None)
+    if mixin is None or theirs is None or getattr(theirs, "hsx", False):
+        return  # a vLLM whose models capture in another way, or done already
 
     @functools.wraps(theirs)
     def add(self: Any, captured: list[Any], layer_idx: int, hidden_states: Any, residual: Any) -> list[Any]:
@@ -30,4 +31,4 @@ def keep_captures() -> None:
         return found
 
     add.hsx = True  # type: ignore[attr-defined]
-    EagleModelMixin._maybe_add_hidden_state = add
+    mixin._maybe_add_hidden_state = add
