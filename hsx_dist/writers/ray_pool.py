@@ -340,6 +340,7 @@ class RaySender:
                 writer.epoch += 1
                 writer.deaths += 1
                 writer.down_until = time.monotonic() + min(2.0**writer.deaths / 2, 30.0)
+                writer.credit, writer.asked = 0, False  # its next life counts what it grants from nothing
             self._on_lost(Lost(segments, f"writer died: {type(e).__name__}"))
             self._abandon(writer)
             return
