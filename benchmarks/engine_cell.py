@@ -14,15 +14,14 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from hsx_dist.page import Page
+from benchmarks.null_sender import NullSender
 
 #: What the connector's ring has; a bare connector gives it half of ``in_flight_bytes``.
 RING_BYTES = 128 << 20
@@ -64,20 +63,6 @@ class CellSpec:
     @property
     def sample_bytes(self) -> int:
         return self.sample_tokens * len(self.layers) * self.hidden * 2
-
-
-class NullSender:
-    """Drops pages: the engine's side of shipping without anybody behind it."""
-
-    def send(self, pages: Sequence[Page], release: Callable[[Page], None]) -> None:
-        for page in pages:
-            release(page)
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def engine_arguments(spec: CellSpec) -> dict[str, Any]:

@@ -62,6 +62,12 @@ def sample_key(key: str, *, prompt: int = 0, choice: int = 0) -> str:
     return f"{key}{f'-p{prompt}' if prompt else ''}{f'-n{choice}' if choice else ''}"
 
 
+def token_hash(token_ids: np.ndarray[Any, Any]) -> str:
+    """16 hex digits of BLAKE2b over the ids as little-endian int64; ``token_ids``: integers ``[n]``."""
+    ids = np.ascontiguousarray(token_ids, dtype="<i8")
+    return hashlib.blake2b(ids.data, digest_size=8).hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Tokens ``[start, stop)`` of the ``total`` tokens of sample ``key``; segments of a sample count from 0.

@@ -14,7 +14,9 @@ import json
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,12 @@ def measure(shape: Shape, device: torch.device, rounds: int, least_bytes: int = 
     """One shape: seconds of each way, by rounds, and what follows from them."""
     torch.manual_seed(0)
     cache = Cache(shape, max(shape.blocks + shape.blocks // 4, 512 * MIB // shape.block_bytes + 1), device)
-    ways = Ways(cache, RING_BYTES)
+    with closing(Ways(cache, RING_BYTES)) as ways:
+        return _measure(ways, rounds, least_bytes)
+
+
+def _measure(ways: Ways, rounds: int, least_bytes: int) -> dict[str, Any]:
+    cache, shape, device = ways.cache, ways.cache.shape, ways.cache.device
     count = max(1, -(-least_bytes // shape.request_bytes))
     nbytes = count * shape.request_bytes
     names: dict[str, Callable[[list[torch.Tensor]], Any]] = {
@@ -130,18 +137,30 @@ def slowed(ways: Ways, cache: Cache, rounds: int, side: int = 8192, repeats: int
     found = []
     for _ in range(rounds):
         alone = products()
-        stop = threading.Event()
-
-        def copy(stop: threading.Event = stop) -> None:
-            while not stop.is_set():
-                ways.ours(list(cache.requests(1)))
-
-        copying = threading.Thread(target=copy)
-        copying.start()
-        found.append(products() / alone - 1)
-        stop.set()
-        copying.join()
+        with copying(ways):
+            found.append(products() / alone - 1)
     return statistics.median(found)
+
+
+@contextmanager
+def copying(ways: Ways) -> Iterator[None]:
+    """Requests are copied all the time, on a thread of their own; what it raises is raised here."""
+    stop = threading.Event()
+
+    def copy() -> None:
+        with torch.inference_mode():  # as in an engine; a mode is a thread's own
+            while True:
+                ways.ours(list(ways.cache.requests(1)))
+                if stop.is_set():
+                    return
+
+    with ThreadPoolExecutor(1) as pool:
+        copies = pool.submit(copy)
+        try:
+            yield
+        finally:
+            stop.set()
+        copies.result()
 
 
 def table(report: dict[str, Any]) -> str:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections import deque
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from hsx_dist.connector.gather import Order, cache_order, gather, page_shape, to_device
+from benchmarks.null_sender import NullSender
+from hsx_dist.connector.gather import Order
+from hsx_dist.connector.outlet import LocalOutlet
+from hsx_dist.connector.step import Save, Step
+from hsx_dist.connector.worker import WorkerHalf
+from hsx_dist.writers.base import Sender
 
 DTYPE = torch.bfloat16
 BLOCK = 16
-#: As ``connector/worker.py`` has it: a page, and the most of one layer in it.
+#: The connector's own defaults (``ConnectorSettings``, which needs more than a bare machine has).
 PAGE_BYTES = 8 << 20
-LAYER_BYTES = 1 << 20
+SEGMENT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -46,10 +52,6 @@ class Shape:
     def request_bytes(self) -> int:
         return self.blocks * self.block_bytes
 
-    @property
-    def page_blocks(self) -> int:
-        return max(1, min(PAGE_BYTES // self.block_bytes, LAYER_BYTES // (BLOCK * self.hidden * DTYPE.itemsize)))
-
 
 class Cache:
     """A cache of ``blocks`` blocks, ``[blocks, layers, BLOCK, hidden]`` in the shape's memory order."""
@@ -70,50 +72,48 @@ class Cache:
 
 
 class Ways:
-    """The copies that are compared, with the buffers that they reuse."""
+    """The copies that are compared. ``sender`` is what our pages end in."""
 
-    def __init__(self, cache: Cache, ring_bytes: int):
+    def __init__(self, cache: Cache, ring_bytes: int, sender: Sender | None = None):
         self.cache = cache
         self.cuda = cache.device.type == "cuda"
         self.stream = torch.cuda.Stream(cache.device) if self.cuda else None
-        self.page_elements = cache.shape.page_blocks * cache.shape.block_bytes // DTYPE.itemsize
-        self.ring = [
-            torch.zeros(self.page_elements, dtype=DTYPE, pin_memory=self.cuda)
-            for _ in range(max(2, ring_bytes // (self.page_elements * DTYPE.itemsize)))
-        ]
+        self._outlet = LocalOutlet(sender or NullSender(), ring_bytes)
+        self._worker = WorkerHalf(
+            cache.view,
+            self._outlet,
+            rank=0,
+            layer_ids=tuple(range(cache.shape.layers)),
+            page_bytes=PAGE_BYTES,
+            segment_bytes=SEGMENT_BYTES,
+        )
+        #: Of our pages, in elements.
+        self.page = self._worker.plan.page_tokens * cache.shape.layers * cache.shape.hidden
+        self._host = torch.from_numpy(self._outlet.memory).view(DTYPE)
+        self._ids = np.arange(cache.shape.tokens, dtype=np.int64)
+
+    def close(self) -> None:
+        """Give the pinned memory back."""
+        self._worker.close()
+        self._outlet.close()
 
     def on_side(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
 
-    def event(self) -> Any:
-        if self.stream is None:
-            return None
-        event = torch.cuda.Event()
-        event.record(self.stream)
-        return event
-
-    def ours(self, requests: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Page by page into the ring; a slot is used again once its last copy is done. The last request's pages, as
-        views on the ring (whole only where the ring holds a request)."""
-        order, shape = cache_order(self.cache.view), self.cache.shape
-        done: deque[Any] = deque()
-        used = 0
-        pages: list[torch.Tensor] = []
-        with self.on_side():
-            for ids in requests:
-                places, pages = to_device(ids, self.cache.device), []
-                for start in range(0, len(ids), shape.page_blocks):
-                    if len(done) == len(self.ring) and (copied := done.popleft()) is not None:
-                        copied.synchronize()  # the shipping thread's wait
-                    some = places[start : start + shape.page_blocks]
-                    dims = page_shape(self.cache.view, len(some), order)
-                    page = self.ring[used % len(self.ring)][: dims[0] * dims[1] * dims[2]].view(dims)
-                    gather(self.cache.view, some, page, order)
-                    done.append(self.event())
-                    pages.append(page)
-                    used += 1
-        self.synchronize()
-        return pages
+    def ours(self, requests: Sequence[torch.Tensor]) -> None:
+        """The connector's worker half, whose steps follow one another at once: page by page into the ring, which a
+        thread empties. It is over when every request's blocks may be used again, and the ring is empty."""
+        saves = [
+            Save(request_id=str(i), key=str(i), token_ids=self._ids, block_ids=ids.numpy(), owner=0)
+            for i, ids in enumerate(requests)
+        ]
+        self._worker.step(Step(saves=saves, idle=True))
+        self._worker.finished()
+        while self._worker.pending:
+            self._worker.step(Step(idle=True))
+            self._worker.finished()
+        while self._outlet.pending:
+            time.sleep(1e-4)
 
     def reference(self, requests: Sequence[torch.Tensor]) -> torch.Tensor:
         """As vLLM's ExampleHiddenStatesConnector does: fancy indexing of a whole request on the device, and a fresh
@@ -132,15 +132,16 @@ class Ways:
         return host
 
     def limit(self, nbytes: int) -> None:
-        """As many bytes of one contiguous run after another into pinned memory: what the bus gives."""
+        """As many bytes of one contiguous run after another into the same pinned memory: what the bus gives."""
+        memory, slots = self.cache.memory, self._host.numel() // self.page
         with self.on_side():
             at, left = 0, nbytes // DTYPE.itemsize
             while left > 0:
-                n = min(left, self.page_elements)
-                if at + n > self.cache.memory.numel():
+                n = min(left, self.page)
+                if at + n > memory.numel():
                     at = 0
-                slot = self.ring[(left // self.page_elements) % len(self.ring)]
-                slot[:n].copy_(self.cache.memory[at : at + n], non_blocking=True)
+                slot = (left // self.page) % slots * self.page
+                self._host[slot : slot + n].copy_(memory[at : at + n], non_blocking=True)
                 at, left = at + n, left - n
         self.synchronize()
 

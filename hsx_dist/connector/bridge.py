@@ -19,18 +19,16 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hsx_dist.connector.outlet import PageRef, Shipped, ShippingThread, count_shipped
 from hsx_dist.connector.ring import Ring
+from hsx_dist.connector.step import Expect, Skip
 from hsx_dist.observe.metrics import Increments, Meter, Series
 from hsx_dist.page import Page
 from hsx_dist.writers.base import Sender
-
-if TYPE_CHECKING:  # importing it imports vLLM
-    from hsx_dist.connector.metadata import Expect, Skip
 
 log = logging.getLogger(__name__)
 

@@ -1,63 +1,14 @@
-"""What the scheduler half tells the worker halves, once a step."""
+"""What vLLM carries from the scheduler half to the worker halves, once a step."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-
-@dataclass(slots=True)
-class Save:
-    """One finished request whose states lie in ``block_ids``, held until its owner has copied them."""
-
-    request_id: str
-    key: str
-    token_ids: np.ndarray[Any, Any]  # int64 [T]: the tokens to store
-    block_ids: np.ndarray[Any, Any]  # int64: the cache blocks of the request, from its first
-    owner: int  # the tensor-parallel rank that copies, ships and reports
-    row: int | None = None  # the input row, as the driver counts
-    #: Where the tokens stand in the request: a range, or int64 ``[T]``; None: all from the first.
-    positions: range | np.ndarray[Any, Any] | None = None
-    layers: tuple[int, ...] | None = None  # which entries of the cache's layer axis, in this order; None: all
-    meta: dict[str, Any] = field(default_factory=dict)  # ``Segment.meta``
-    name: str = ""  # ``Segment.name``: the object's, where the client chose a path
-    attached: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)  # ``Segment.attached``
-    #: Over so many tokens, from the request's first, the mean is stored as one float32 row; 0: the tokens' own rows.
-    mean_of: int = 0
-
-
-@dataclass(slots=True, frozen=True)
-class Expect:
-    """A request that was scheduled for the first time: where its sample will lie, and which rank will store it."""
-
-    request_id: str
-    name: str
-    owner: int
-    chosen: bool = False  # the client chose the name, and may use it again
-
-
-@dataclass(slots=True, frozen=True)
-class Skip:
-    """A finished request of which nothing is stored."""
-
-    request_id: str
-    key: str
-    name: str
-    owner: int
-    reason: str
-    #: The client did not ask for it, or it is not the first time: no failure to tell.
-    quiet: bool = False
-    #: Its key stands for another sample already.
-    conflict: bool = False
+from hsx_dist.connector.step import Step
 
 
 @dataclass(slots=True)
-class StepMetadata(KVConnectorMetadata):
-    saves: list[Save] = field(default_factory=list)
-    skipped: list[Skip] = field(default_factory=list)
-    expected: list[Expect] = field(default_factory=list)
-    #: The step schedules no tokens: a worker may wait a moment for the ring instead of letting the engine spin.
-    idle: bool = False
+class StepMetadata(Step, KVConnectorMetadata):
+    """A step as vLLM wants it, which takes any subclass of its own."""

@@ -12,19 +12,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from hsx_dist.connector import huge_pages
 from hsx_dist.connector.cores import any_core
 from hsx_dist.connector.ring import Ring
+from hsx_dist.connector.step import Expect, Skip
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import CARRIER, Page, Segment
 from hsx_dist.writers.base import Sender
-
-if TYPE_CHECKING:  # importing it imports vLLM
-    from hsx_dist.connector.metadata import Expect, Skip
 
 log = logging.getLogger(__name__)
 

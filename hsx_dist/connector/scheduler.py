@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.v1.request import RequestStatus
 
-from hsx_dist.connector.metadata import Expect, Save, Skip, StepMetadata
+from hsx_dist.connector.metadata import StepMetadata
 from hsx_dist.connector.options import OURS, RequestOptions, read_options
 from hsx_dist.connector.selection import Chosen, choose
 from hsx_dist.connector.settings import ConnectorSettings
-from hsx_dist.format.receipt import token_hash
+from hsx_dist.connector.step import Expect, Save, Skip
+from hsx_dist.page import token_hash
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

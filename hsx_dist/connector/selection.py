@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hsx_dist.connector.options import RequestOptions
-from hsx_dist.format.receipt import token_hash
+from hsx_dist.page import token_hash
 
 #: What stands in a mean's ``token_ids``: it is no token's state.
 NO_TOKEN = -1

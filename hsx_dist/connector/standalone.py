@@ -13,6 +13,7 @@ from hsx_dist.connector.locks import CompanionLocks
 from hsx_dist.connector.markers import Markers
 from hsx_dist.connector.outlet import LocalOutlet, PageRef
 from hsx_dist.connector.settings import ConnectorSettings
+from hsx_dist.connector.step import Expect, Skip
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.companions import OBJECT
 from hsx_dist.format.receipt import Receipt
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm.config import VllmConfig
-
-    from hsx_dist.connector.metadata import Expect, Skip
 
 log = logging.getLogger(__name__)
 

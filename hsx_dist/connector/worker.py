@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -11,12 +12,13 @@ from uuid import uuid4
 import torch
 
 from hsx_dist.connector.gather import Order, cache_order, gather, gather_rows, mean_rows, page_shape, to_device
-from hsx_dist.connector.metadata import Save, StepMetadata
 from hsx_dist.connector.outlet import Outlet, PageRef
 from hsx_dist.connector.side import Event, side_of
+from hsx_dist.connector.step import Save, Step
 from hsx_dist.errors import ConfigError
-from hsx_dist.format.receipt import token_hash
-from hsx_dist.page import Segment
+from hsx_dist.page import Segment, token_hash
+
+log = logging.getLogger(__name__)
 
 #: How long a step without tokens waits for the ring, so that an engine that has nothing to do does not spin.
 IDLE_WAIT_S = 0.002
@@ -102,14 +104,15 @@ class WorkerHalf:
             )
         self._memory = torch.from_numpy(outlet.memory)
         self._side = side_of(cache)
-        if cache.is_cuda and not self._memory.is_pinned():
+        self._pinned = cache.is_cuda and not self._memory.is_pinned()
+        if self._pinned:
             pin(self._memory)
         self._waiting: deque[_Copy] = deque()  # not all pages copied, oldest first
         self._copied: list[_Copy] = []  # all copies started, not all done
         self._meter = outlet.meter
         self._meter.watch("blocks_held", lambda: self.blocks_held)
 
-    def step(self, meta: StepMetadata) -> None:
+    def step(self, meta: Step) -> None:
         """Take what finished since the last step, and copy what there is room for. Depends on no order of vLLM's calls:
         the states of a finished request were written in an earlier step."""
         for expected in meta.expected:
@@ -153,12 +156,15 @@ class WorkerHalf:
         """At the end of the engine: copy what still waits, for at most ``seconds``; how many requests were left."""
         end = time.monotonic() + seconds
         while self._waiting and time.monotonic() < end:
-            self.step(StepMetadata(idle=True))
+            self.step(Step(idle=True))
         return len(self._waiting)
 
     def close(self) -> None:
         """Wait for the copies that were started; there will be no more."""
         self._side.close()
+        if self._pinned:  # else an engine that comes after this one, in the same process, could not pin its own
+            unpin(self._memory)
+            self._pinned = False
 
     def finished(self) -> set[str]:
         """Requests whose last copy is done since the last call: their blocks may be reused. Each is named once."""
@@ -264,3 +270,10 @@ def pin(memory: torch.Tensor) -> None:
             f"cudaHostRegister of {memory.numel()} bytes failed with error {code}: lower in_flight_bytes or raise the "
             "limit of locked memory (ulimit -l)"
         )
+
+
+def unpin(memory: torch.Tensor) -> None:
+    """Undo ``pin``. Host memory that is given back while it is registered stays so, for whoever gets its addresses."""
+    code = int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+    if code != 0:
+        log.warning("cudaHostUnregister of %d bytes failed with error %d", memory.numel(), code)

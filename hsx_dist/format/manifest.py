@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hsx_dist.format.key_index import KeyIndex
-from hsx_dist.format.receipt import Receipt, RowFate, SegmentProof, token_hash
+from hsx_dist.format.receipt import Receipt, RowFate, SegmentProof
 from hsx_dist.format.segments import SegmentTable
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
     "parse_receipt_name",
     "part_name",
     "receipt_name",
-    "token_hash",
 ]
 
 RUN = "run.json"

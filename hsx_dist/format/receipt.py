@@ -6,7 +6,6 @@ of the body are for later versions, and ignored.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from hsx_dist.errors import FormatError, IntegrityError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.segments import SegmentProof, SegmentTable
 
-__all__ = ["Receipt", "RowFate", "SegmentProof", "token_hash"]
+__all__ = ["Receipt", "RowFate", "SegmentProof"]
 
 _FORMAT = "hsx-receipt/1"
 _BEFORE_CRC, _AFTER_CRC = b'{"crc32c":"', b'","receipt":'
@@ -124,12 +123,6 @@ class Receipt:
         except (KeyError, TypeError, ValueError) as e:
             what = f"no member {e}" if isinstance(e, KeyError) else str(e)
             raise FormatError(f"{where}: not a receipt: {what}. It was not written by hsx_dist, or is damaged") from e
-
-
-def token_hash(token_ids: np.ndarray[Any, Any]) -> str:
-    """16 hex digits of BLAKE2b over the ids as little-endian int64; ``token_ids``: integers ``[n]``."""
-    ids = np.ascontiguousarray(token_ids, dtype="<i8")
-    return hashlib.blake2b(ids.data, digest_size=8).hexdigest()
 
 
 def _open(data: bytes, where: str) -> _Json:

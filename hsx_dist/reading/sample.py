@@ -12,8 +12,7 @@ from hsx_dist.errors import ConfigError, FormatError, IntegrityError
 from hsx_dist.format.container import Part, SegmentInfo
 from hsx_dist.format.container_read import Empty, new_states
 from hsx_dist.format.loss import Loss
-from hsx_dist.format.manifest import token_hash
-from hsx_dist.page import Segment
+from hsx_dist.page import Segment, token_hash
 from hsx_dist.reading.arrays import Framework, to_ids, to_states
 
 #: Name of the attached array that says which tokens count in training.

@@ -13,8 +13,9 @@ import numpy as np
 from hsx_dist.errors import ConfigError, FormatError, HsxError, NotFound, StoreError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.container import Part, SegmentInfo
-from hsx_dist.format.manifest import Manifest, Receipt, SegmentProof, token_hash
+from hsx_dist.format.manifest import Manifest, Receipt, SegmentProof
 from hsx_dist.format.runs import check_receipts, count, load_manifest, read_complete, read_run
+from hsx_dist.page import token_hash
 from hsx_dist.reading.run import CONSUMED
 from hsx_dist.reading.select import key_hash
 from hsx_dist.store import Store

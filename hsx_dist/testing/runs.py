@@ -9,9 +9,9 @@ import numpy as np
 
 from hsx_dist.format.codecs import Codec, SplitCodec
 from hsx_dist.format.container import SegmentEncoder, build_part
-from hsx_dist.format.manifest import Receipt, RowFate, SegmentProof, part_name, receipt_name, token_hash
+from hsx_dist.format.manifest import Receipt, RowFate, SegmentProof, part_name, receipt_name
 from hsx_dist.format.runs import load_manifest, take_attempt, write_complete, write_run
-from hsx_dist.page import Segment
+from hsx_dist.page import Segment, token_hash
 from hsx_dist.store import Store
 from hsx_dist.testing.samples import RandomSample
 

@@ -16,11 +16,11 @@ from typing import Any
 
 from hsx_dist.errors import AlreadyExists, Fenced, SampleConflict
 from hsx_dist.format.container import EncodedPart, EncodedSegment, Part, same_sample
-from hsx_dist.format.manifest import Receipt, SegmentProof, part_name, receipt_name, token_hash
+from hsx_dist.format.manifest import Receipt, SegmentProof, part_name, receipt_name
 from hsx_dist.format.runs import is_fenced
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.observe.units import bytes_text
-from hsx_dist.page import object_name
+from hsx_dist.page import object_name, token_hash
 from hsx_dist.store import Store
 from hsx_dist.writers.events import Stored
 from hsx_dist.writers.turns import Turns

@@ -3,40 +3,93 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu import copies
+from benchmarks.gpu import copies, ways
 from benchmarks.gpu.ways import BLOCK, Cache, Shape, Ways
+from benchmarks.null_sender import NullSender
+from benchmarks.provenance import ROOT
+from hsx_dist.connector.settings import ConnectorSettings
 
 CPU = torch.device("cpu")
 
 
+class Keeping(NullSender):
+    """Copies of what it is sent, by request and first token."""
+
+    def __init__(self) -> None:
+        self.pages: dict[str, dict[int, np.ndarray]] = {}
+
+    def send(self, pages, release):
+        for page in pages:
+            axis = 1 if page.order == "LTH" else 0
+            tokens = page.data[:, : page.num_tokens] if axis else page.data[: page.num_tokens].swapaxes(0, 1)
+            self.pages.setdefault(page.segment.key, {})[page.start] = tokens.copy()
+        super().send(pages, release)
+
+    def states(self, key: str) -> np.ndarray:
+        """``[tokens, layers, hidden]``."""
+        return np.concatenate([page for _, page in sorted(self.pages[key].items())], axis=1).swapaxes(0, 1)
+
+
 @pytest.mark.parametrize("order", ["LTH", "TLH"])
-def test_both_ways_copy_the_same(order):
-    shape = Shape("tiny", 3, 256, 10 * BLOCK, order)
-    cache = Cache(shape, 24, CPU)
-    ways = Ways(cache, 1 << 20)
-    requests = list(cache.requests(4))
-    reference = ways.reference(requests)
-    assert reference.shape == (shape.tokens, 3, 256)
-    pages = ways.ours(requests)
-    axis = 1 if order == "LTH" else 0
-    whole = torch.cat(pages, dim=axis)
-    assert torch.equal(
-        (whole.transpose(0, 1) if order == "LTH" else whole).view(torch.int16), reference.view(torch.int16)
-    )
+@pytest.mark.parametrize("ring_bytes", [1 << 22, 1 << 17])
+def test_both_ways_copy_the_same(order: str, ring_bytes: int, monkeypatch: pytest.MonkeyPatch):
+    """Also where the ring holds but two pages, and must go round."""
+    monkeypatch.setattr(ways, "PAGE_BYTES", 1 << 16)
+    shape = Shape("tiny", 3, 256, 10 * BLOCK - 5, order)
+    kept = Keeping()
+    with closing(Ways(Cache(shape, 24, CPU), ring_bytes, kept)) as both:
+        requests = list(both.cache.requests(4))
+        both.ours(requests)
+        both.limit(shape.request_bytes)
+        for i, ids in enumerate(requests):
+            reference = both.reference([ids]).view(torch.uint16).numpy()
+            assert reference.shape == (shape.tokens, 3, 256)
+            assert np.array_equal(kept.states(str(i)), reference)
+    assert len(kept.pages["0"]) > 2
 
 
-def test_a_ring_smaller_than_a_request_goes_round():
-    shape = Shape("tiny", 4, 4096, 40 * BLOCK, "TLH")
-    ways = Ways(Cache(shape, 50, CPU), 1)
-    assert len(ways.ring) == 2
-    pages = ways.ours(list(ways.cache.requests(2)))
-    assert len(pages) == -(-shape.blocks // shape.page_blocks) > len(ways.ring)
+def test_the_pages_are_the_connectors():
+    settings = ConnectorSettings(output="anywhere")
+    assert (settings.page_bytes, settings.segment_bytes) == (ways.PAGE_BYTES, ways.SEGMENT_BYTES)
+
+
+def test_it_needs_torch_and_numpy_alone():
+    """A machine that has a GPU need not have vLLM, nor anything else of ours."""
+    code = """
+import sys
+import benchmarks.gpu.copies
+found = {name.split(".")[0] for name in sys.modules}
+print(*sorted(found & {"vllm", "ray", "transformers", "pydantic", "yaml", "zstandard", "crc32c", "obstore", "fsspec"}))
+"""
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True, cwd=ROOT)
+    assert done.stdout.split() == []
+
+
+def test_copies_beside_a_product_are_copies():
+    """In the mode in which all of it runs, and with what fails there told: no copies would slow nothing."""
+    shape = Shape("tiny", 2, 256, 100, "LTH")
+    kept = Keeping()
+    with torch.inference_mode(), closing(Ways(Cache(shape, 12, CPU), 1 << 22, kept)) as both:
+        with copies.copying(both):
+            pass
+        assert kept.states("0").shape == (100, 2, 256)
+
+        def fail(requests):
+            raise RuntimeError("no copies")
+
+        both.ours = fail
+        with pytest.raises(RuntimeError, match="no copies"), copies.copying(both):
+            pass
 
 
 def test_measuring():

@@ -11,10 +11,10 @@ import pytest
 
 import hsx_dist
 from hsx_dist.connector.locks import CompanionLocks
-from hsx_dist.connector.metadata import Expect, Skip
 from hsx_dist.connector.outlet import PageRef
 from hsx_dist.connector.settings import read_settings
 from hsx_dist.connector.standalone import StoreOutlet
+from hsx_dist.connector.step import Expect, Skip
 from hsx_dist.errors import Denied, NotFound, SampleFailed
 from hsx_dist.page import Segment
 from hsx_dist.store import open_store

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from hsx_dist.connector.metadata import Expect, Save, Skip, StepMetadata
 from hsx_dist.connector.outlet import PageRef
 from hsx_dist.connector.ring import Ring
-from hsx_dist.connector.worker import IDLE_WAIT_S, Plan, WorkerHalf
+from hsx_dist.connector.step import Expect, Save, Skip, Step
+from hsx_dist.connector.worker import IDLE_WAIT_S, Plan, WorkerHalf, pin, unpin
 from hsx_dist.errors import ConfigError
 from hsx_dist.observe.metrics import Meter
 
@@ -68,7 +68,7 @@ def test_pages_hold_exactly_the_tokens_of_the_request(n):
     outlet = KeepingOutlet(1 << 20)
     cache, worker = half(outlet)
     s = save(n)
-    worker.step(StepMetadata(saves=[s]))
+    worker.step(Step(saves=[s]))
     assert worker.finished() == {"req-k"}
     assert worker.finished() == set()  # named exactly once
     expected = cache[torch.from_numpy(s.block_ids)].permute(1, 0, 2, 3).reshape(LAYERS, -1, HIDDEN)[:, :n].numpy()
@@ -89,13 +89,13 @@ def test_a_request_longer_than_the_ring_goes_through_page_by_page():
     outlet = KeepingOutlet(2 * 2 * BLOCK * ROW)  # two pages
     _, worker = half(outlet)
     n = 50
-    worker.step(StepMetadata(saves=[save(n)]))
+    worker.step(Step(saves=[save(n)]))
     assert worker.finished() == set()
     assert worker.pending == 1
     tokens = sum(p.num_tokens for p, _ in outlet.take())
     steps = 0
     while not worker.finished():
-        worker.step(StepMetadata())
+        worker.step(Step())
         tokens += sum(p.num_tokens for p, _ in outlet.take())
         steps += 1
         assert steps < 100
@@ -105,13 +105,13 @@ def test_a_request_longer_than_the_ring_goes_through_page_by_page():
 def test_while_the_ring_is_full_blocks_are_held_and_nothing_else_overtakes():
     outlet = KeepingOutlet(2 * BLOCK * ROW)
     _, worker = half(outlet)
-    worker.step(StepMetadata(saves=[save(8, key="a"), save(8, key="b")]))
+    worker.step(Step(saves=[save(8, key="a"), save(8, key="b")]))
     assert worker.finished() == {"req-a"}
     for _ in range(3):
-        worker.step(StepMetadata(idle=True))
+        worker.step(Step(idle=True))
         assert worker.finished() == set()
     outlet.take()
-    worker.step(StepMetadata())
+    worker.step(Step())
     assert worker.finished() == {"req-b"}
 
 
@@ -120,14 +120,14 @@ def test_an_engine_with_nothing_to_do_waits_for_the_ring_instead_of_spinning(mon
     _, worker = half(outlet)
     waits: list[float] = []
     monkeypatch.setattr(outlet.ring, "wait", waits.append)
-    worker.step(StepMetadata(saves=[save(8, key="a"), save(8, key="b")]))
+    worker.step(Step(saves=[save(8, key="a"), save(8, key="b")]))
     assert waits == []  # there was something to do
     for _ in range(3):
-        worker.step(StepMetadata(idle=True))
+        worker.step(Step(idle=True))
     assert waits == [IDLE_WAIT_S] * 3
     assert {n: v for (n, _), v in outlet.meter.sums().items()}["store_wait_seconds"] > 0
     outlet.take()
-    worker.step(StepMetadata(idle=True))
+    worker.step(Step(idle=True))
     assert len(waits) == 3  # nothing waits for room
 
 
@@ -135,7 +135,7 @@ def test_pages_say_whose_they_are_and_two_copies_are_told_apart():
     outlet = KeepingOutlet(1 << 20)
     _, worker = half(outlet)
     for _ in range(2):
-        worker.step(StepMetadata(saves=[save(8)]))
+        worker.step(Step(saves=[save(8)]))
     sources = {p.segment.source for p, _ in outlet.take()}
     assert len(sources) == 2
     assert {source.rpartition(":")[0] for source in sources} == {"req-k"}
@@ -145,7 +145,7 @@ def test_only_the_owner_copies_and_reports():
     outlet = KeepingOutlet(1 << 20)
     _, worker = half(outlet, rank=1)
     told = {"skipped": [Skip("r", "c", "c.safetensors", 0, "why")], "expected": [Expect("s", "s.safetensors", 0)]}
-    worker.step(StepMetadata(saves=[save(8, key="a", owner=0), save(8, key="b", owner=1)], **told))
+    worker.step(Step(saves=[save(8, key="a", owner=0), save(8, key="b", owner=1)], **told))
     assert worker.finished() == {"req-b"}
     assert {p.segment.key for p, _ in outlet.take()} == {"b"}
     assert outlet.skipped == outlet.expected == []  # rank 0's
@@ -177,7 +177,7 @@ def test_only_what_a_request_wants_is_copied(order, positions, layers):
     at = positions if positions is not None else range(n)
     s.positions, s.layers = positions, layers
     s.token_ids = s.token_ids[at.start : at.stop : at.step]
-    worker.step(StepMetadata(saves=[s]))
+    worker.step(Step(saves=[s]))
     assert worker.finished() == {"req-k"}
     whole = cache[torch.from_numpy(s.block_ids)].permute(1, 0, 2, 3).reshape(LAYERS, -1, HIDDEN).numpy()
     expected = whole[list(layers or range(LAYERS))][:, list(at)]
@@ -196,7 +196,7 @@ def test_a_ring_smaller_than_a_page_is_refused_at_the_start():
 def test_at_the_end_what_waits_is_still_copied_and_what_could_not_be_is_counted():
     outlet = KeepingOutlet(2 * BLOCK * ROW)
     _, worker = half(outlet)
-    worker.step(StepMetadata(saves=[save(8, key="a"), save(8, key="b")]))
+    worker.step(Step(saves=[save(8, key="a"), save(8, key="b")]))
     assert worker.drain(0.01) == 1
     outlet.take()
     assert worker.drain(10) == 0
@@ -217,7 +217,7 @@ def test_a_mean_is_one_float32_row_over_all_tokens(n, dtype, token_major, monkey
     s = dataclasses.replace(
         s, token_ids=np.array([-1]), mean_of=n, attached={"request_token_ids": ids}, layers=(2, 0) if n == 9 else None
     )
-    worker.step(StepMetadata(saves=[s]))
+    worker.step(Step(saves=[s]))
     ((page, data),) = outlet.take()
     assert (page.dtype, page.token_ids.tolist(), page.segment.total) == ("float32", [-1], 1)
     assert page.layer_ids == ((3, 1) if n == 9 else (1, 2, 3))
@@ -226,7 +226,7 @@ def test_a_mean_is_one_float32_row_over_all_tokens(n, dtype, token_major, monkey
     expected = rows[list(s.layers or (0, 1, 2))].mean(dim=1).numpy()
     np.testing.assert_allclose(data.view(np.float32)[:, 0], expected, rtol=1e-5, atol=1e-6)
     other = KeepingOutlet(1 << 20)
-    half(other)[1].step(StepMetadata(saves=[dataclasses.replace(s, attached={"request_token_ids": ids + 1})]))
+    half(other)[1].step(Step(saves=[dataclasses.replace(s, attached={"request_token_ids": ids + 1})]))
     assert other.take()[0][0].segment.sample_hash != page.segment.sample_hash
 
 
@@ -237,10 +237,38 @@ def test_any_positions_and_what_is_attached_to_the_first_segment_alone():
     at = np.flatnonzero(np.arange(70) % 3)
     mask = np.ones(len(at), np.uint8)
     s = dataclasses.replace(s, token_ids=s.token_ids[at], positions=at, attached={"loss_mask": mask})
-    worker.step(StepMetadata(saves=[s]))
+    worker.step(Step(saves=[s]))
     whole = cache[torch.from_numpy(s.block_ids)].permute(1, 0, 2, 3).reshape(LAYERS, -1, HIDDEN).numpy()
     pages = outlet.take()
     for page, data in pages:
         np.testing.assert_array_equal(data.view(np.float32), whole[:, at[page.start : page.stop]])
         assert set(page.segment.attached) == ({"loss_mask"} if page.segment.index == 0 else set())
     assert pages[-1][0].segment.index > 0
+
+
+def test_pinned_memory_is_registered_and_given_back(monkeypatch, caplog):
+    """Without a GPU: the calls alone."""
+    calls = []
+
+    class Runtime:
+        code = 0
+
+        def cudaHostRegister(self, pointer, nbytes, flags):  # noqa: N802
+            calls.append(("register", pointer, nbytes, flags))
+            return self.code
+
+        def cudaHostUnregister(self, pointer):  # noqa: N802
+            calls.append(("unregister", pointer))
+            return self.code
+
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    memory = torch.zeros(64, dtype=torch.uint8)
+    pin(memory)
+    unpin(memory)
+    assert calls == [("register", memory.data_ptr(), 64, 0), ("unregister", memory.data_ptr())]
+    runtime.code = 2
+    with pytest.raises(RuntimeError, match="64 bytes failed with error 2: lower in_flight_bytes"):
+        pin(memory)
+    unpin(memory)
+    assert "cudaHostUnregister of 64 bytes failed with error 2" in caplog.text

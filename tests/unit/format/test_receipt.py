@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hsx_dist.errors import FormatError, IntegrityError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
-from hsx_dist.format.receipt import Receipt, RowFate, SegmentProof, token_hash
-from hsx_dist.page import Segment
+from hsx_dist.format.receipt import Receipt, RowFate, SegmentProof
+from hsx_dist.page import Segment, token_hash
 
 _COUNT = st.integers(0, 2**62 - 1)
 
