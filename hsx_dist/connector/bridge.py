@@ -28,9 +28,12 @@ from hsx_dist.connector.ring import Ring
 from hsx_dist.connector.step import Expect, Skip
 from hsx_dist.observe.metrics import Increments, Meter, Series
 from hsx_dist.page import Page
-from hsx_dist.writers.base import Sender
+from hsx_dist.writers.base import CALL_BYTES, Sender
 
 log = logging.getLogger(__name__)
+
+#: A page that would be a small call by itself waits so long for others: about a step of an engine.
+LINGER_S = 0.02
 
 
 def _map(fd: int, nbytes: int) -> np.ndarray[Any, Any]:
@@ -53,7 +56,12 @@ class SocketOutlet:
         self._increments = Increments(self.meter)
         self._told: dict[Series, float] = {}  # gauges as they were last sent
         self._thread = ShippingThread(
-            self._deliver, self.meter, drop=lambda ref: self.ring.free(ref.offset), idle=self._tell
+            self._deliver,
+            self.meter,
+            drop=lambda ref: self.ring.free(ref.offset),
+            idle=self._tell,
+            least_bytes=min(CALL_BYTES, self.ring.capacity // 4),
+            linger_s=LINGER_S,
         )
         threading.Thread(target=self._take_back, name="hsx-free", daemon=True).start()
 

@@ -123,14 +123,18 @@ class ShippingThread:
         *,
         drop: Callable[[PageRef], None],
         idle: Callable[[], None] | None = None,
+        least_bytes: int = 0,
+        linger_s: float = 0.0,
     ):
         """``drop``: takes the room of a page back that is not delivered. ``idle``: called every second without anything
-        to ship. With it, pages are counted where they arrive."""
+        to ship. With it, pages are counted where they arrive. ``least_bytes``: fewer wait up to ``linger_s`` seconds
+        for more, so that what delivers them need not be called for each."""
         self._deliver = deliver
         self._drop = drop
         self._failed: set[tuple[str, str]] = set()  # samples of which a page was not copied
         self._meter = meter
         self._idle = idle
+        self._least, self._linger = least_bytes, linger_s
         self._since: deque[float] = deque()  # when each item that is not delivered was put
         meter.watch("oldest_page_seconds", self._oldest)
         self._queue: queue.SimpleQueue[tuple[PageRef, Callable[[], None] | None] | Shipped | None] = queue.SimpleQueue()
@@ -194,6 +198,7 @@ class ShippingThread:
             refs: list[PageRef] = []
             told: list[Shipped] = []
             taken = nbytes = 0
+            end = time.monotonic() + self._linger
             while True:
                 if item is None:
                     ended = True
@@ -210,8 +215,9 @@ class ShippingThread:
                             told.append(Shipped(ref.segment.key))
                 if nbytes >= COALESCE_BYTES:
                     break
+                wait = end - time.monotonic() if 0 < nbytes < self._least else 0.0
                 try:
-                    item = self._queue.get_nowait()
+                    item = self._queue.get(timeout=wait) if wait > 0 else self._queue.get_nowait()
                 except queue.Empty:
                     break
             before = time.monotonic()

@@ -7,6 +7,9 @@ from typing import Protocol
 
 from hsx_dist.page import Page
 
+#: What a call to a writer should carry at least: a call costs about as much as a few hundred KiB in it.
+CALL_BYTES = 1 << 20
+
 
 class Sender(Protocol):
     """Hands pages to writers. Used by one thread."""

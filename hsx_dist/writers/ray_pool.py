@@ -22,6 +22,7 @@ from hsx_dist.observe.ray_metrics import RayExport
 from hsx_dist.page import Page, Segment
 from hsx_dist.store import open_store
 from hsx_dist.store.opening import Backend
+from hsx_dist.writers.base import CALL_BYTES
 from hsx_dist.writers.events import Counted, Event, Lost
 from hsx_dist.writers.sink import PartSink, SinkOptions
 
@@ -287,7 +288,9 @@ class RaySender:
         for candidates in (here, up):
             free = [w for w in candidates if held(w) + nbytes <= w.credit or not held(w)]
             if free:
-                return min(free, key=held)
+                # A call that is still small is filled first; else many writers were many small calls.
+                small = [w for w in free if 0 < planned.get(id(w), 0) < CALL_BYTES]
+                return min(small or free, key=held)
         # All are full: wait for one here. All are down: the one that is back first gets it; Ray keeps the call for it.
         return min(here or up, key=held, default=None) or min(self._writers, key=lambda w: w.down_until)
 

@@ -19,6 +19,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: Pages whose blocks a test of their own runs, or that show what needs a server or a cluster which that test has.
 RUN_BY = {
     "docs/format.md": "tests/unit/format/test_golden.py",
+    "docs/receipts.md": "tests/unit/format/test_receipts_page.py",
     "docs/guides/serving.md": "tests/integration/test_serving.py",
     "docs/extending.md": "tests/unit/exporting/test_exporters.py",
     "docs/guides/training.md": "tests/unit/test_guides.py",

@@ -1,0 +1,73 @@
+"""What the shipping thread puts together, and that it waits for more no longer than it is worth."""
+
+from __future__ import annotations
+
+import queue
+
+import numpy as np
+import pytest
+
+from hsx_dist.connector.outlet import COALESCE_BYTES, PageRef, Shipped, ShippingThread
+from hsx_dist.observe.metrics import Meter
+from hsx_dist.page import Segment
+
+FOREVER = 600.0
+
+
+def page(i: int, nbytes: int) -> tuple[PageRef, None]:
+    tokens = nbytes // 4
+    segment = Segment(f"k{i}", 0, 0, tokens, tokens)
+    ids = np.zeros(tokens, np.int64)
+    return PageRef(0, (1, tokens, 1), segment, 0, tokens, tokens, (0,), "float32", "LTH", ids), None
+
+
+class Thread:
+    def __init__(self, **options):
+        self.calls: queue.Queue[list[str]] = queue.Queue()
+        self.thread = ShippingThread(self._deliver, Meter(), drop=print, **options)
+
+    def _deliver(self, refs: list[PageRef], told: list[Shipped]) -> None:
+        self.calls.put([ref.segment.key for ref in refs] or [shipped.key for shipped in told])
+
+
+def test_small_pages_wait_for_one_another():
+    thread = Thread(least_bytes=100, linger_s=FOREVER)
+    for i in range(3):
+        thread.thread.put(page(i, 40))
+    assert thread.calls.get(timeout=60) == ["k0", "k1", "k2"]
+
+
+def test_what_is_large_enough_waits_for_nothing():
+    thread = Thread(least_bytes=100, linger_s=FOREVER)
+    thread.thread.put(page(0, 100))
+    assert thread.calls.get(timeout=60) == ["k0"]
+
+
+def test_a_lone_small_page_goes_after_a_while():
+    thread = Thread(least_bytes=100, linger_s=0.01)
+    thread.thread.put(page(0, 40))
+    assert thread.calls.get(timeout=60) == ["k0"]
+
+
+def test_news_without_pages_wait_for_nothing():
+    thread = Thread(least_bytes=100, linger_s=FOREVER)
+    thread.thread.put(Shipped("skipped", "too short"))
+    assert thread.calls.get(timeout=60) == ["skipped"]
+
+
+def test_the_end_waits_for_nothing():
+    thread = Thread(least_bytes=100, linger_s=FOREVER)
+    thread.thread.put(page(0, 40))
+    assert thread.thread.close(60)
+    assert thread.calls.get(timeout=60) == ["k0"]
+
+
+@pytest.mark.parametrize("linger_s", [0.0, FOREVER])
+def test_a_call_has_a_limit(linger_s: float):
+    thread = Thread(least_bytes=100, linger_s=linger_s)
+    for i in range(4):
+        thread.thread.put(page(i, COALESCE_BYTES // 2))
+    calls = [thread.calls.get(timeout=60)]
+    while sum(map(len, calls)) < 4:
+        calls.append(thread.calls.get(timeout=60))
+    assert max(map(len, calls)) <= 2

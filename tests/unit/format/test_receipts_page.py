@@ -1,0 +1,67 @@
+"""``docs/receipts.md``: its reader finds what ours finds, and the page names what receipts hold."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import hsx_dist
+from hsx_dist.format.manifest import Receipt, RowFate
+from hsx_dist.format.receipt import Fate
+from hsx_dist.format.runs import load_manifest, write_run
+from hsx_dist.store import open_store
+from hsx_dist.testing.runs import RunWriter, store_run, whole
+from hsx_dist.testing.samples import random_sample
+
+PAGE = (Path(hsx_dist.__file__).parents[1] / "docs" / "receipts.md").read_text()
+
+
+def read_run(folder: Path) -> dict[str, tuple[int | None, list[tuple[Any, ...]]]]:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)
+    return namespace["read_run"](folder)
+
+
+def ours(folder: Path) -> dict[str, tuple[int | None, list[tuple[Any, ...]]]]:
+    samples = load_manifest(open_store(str(folder))).samples
+    return {
+        key: (s.row, [(part, p.slot, p.segment.start, p.segment.stop) for part, p in s.segments])
+        for key, s in samples.items()
+    }
+
+
+def test_a_run_of_whole_samples(tmp_path: Path):
+    store_run(open_store(str(tmp_path)), [random_sample(f"k{i}", 10 + i) for i in range(9)])
+    found = read_run(tmp_path)
+    assert len(found) == 9
+    assert found == ours(tmp_path)
+
+
+def test_segments_in_several_parts_and_attempts(tmp_path: Path):
+    store = open_store(str(tmp_path))
+    write_run(store, {"meaning": {}, "settings": {}})
+    long, other, half, late = (
+        random_sample(key, 64, seed=i) for i, key in enumerate(("long", "other", "half", "late"))
+    )
+    one, two, three = long.segments(16, 48)
+    first = RunWriter(store)
+    first.put([(long, two, 0), whole(other, 1), (half, half.segments(32)[0], 2)])
+    first.put([(long, three, 0)])
+    first.put([(long, one, 0), (long, two, 0)], [RowFate("none", 7, "refused", "too long", 1)])
+    second = RunWriter(store, name="v")
+    second.put([whole(other, 1), (late, late.segments(32)[1], 3)])
+    second.put([(late, late.segments(32)[0], 3)])
+    found = read_run(tmp_path)
+    assert set(found) == {"long", "other", "late"}
+    assert found == ours(tmp_path)
+    assert [len(places) for _, places in found.values()] == [3, 1, 2]
+
+
+def test_the_page_names_every_member_column_and_fate():
+    body = json.loads(Receipt(1, "w", 1, None, 0, "00000000", 0, 0, (), (), "now").to_json())["receipt"]
+    names = [*body, *body["segment_columns"], *body["row_columns"], *get_args(Fate)]
+    assert [name for name in names if f"`{name}`" not in PAGE] == []
+    assert f"`{body['format']}`" in PAGE
