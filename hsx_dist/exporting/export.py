@@ -94,7 +94,13 @@ def exporter_of(name: str) -> type[Exporter]:
     found = EXPORTERS.get(name)
     if found is None:
         for point in entry_points(group=_ENTRY_POINTS, name=name):
-            found = EXPORTERS[name] = point.load()
+            try:
+                found = EXPORTERS[name] = point.load()
+            except Exception as e:  # somebody else's module: anything may come of it
+                raise ConfigError(
+                    f"exporter {name!r}: an installed package has it at {point.value}, and it cannot be had: "
+                    f"{type(e).__name__}: {e}; mend or update that package"
+                ) from e
     if found is None:
         raise ConfigError(f"exporter: expected one of {', '.join(sorted(EXPORTERS))}, came {name!r}")
     if not isinstance(found, str):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import index
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -243,7 +244,7 @@ class Part:
     ) -> tuple[np.ndarray[Any, Any], list[memoryview]]:
         info = self._record(i).info
         picks = _positions(info, layers)
-        start, stop = tokens if tokens is not None else (0, info.segment.num_tokens)
+        start, stop = (0, info.segment.num_tokens) if tokens is None else _span(tokens)
         if not 0 <= start <= stop <= info.segment.num_tokens:
             raise ConfigError(f"expected tokens within [0, {info.segment.num_tokens}), got [{start}, {stop})")
         plain = self._header.description.schema == "vllm"
@@ -329,9 +330,20 @@ def new_states(shape: tuple[int, int, int], dtype: str) -> np.ndarray[Any, Any]:
         raise FormatError(f"claims {shape[0]} tokens of {shape[1]} layers: more than this machine can hold") from e
 
 
+def _span(tokens: Any) -> tuple[int, int]:
+    try:
+        start, stop = map(index, tokens)
+    except (TypeError, ValueError) as e:
+        raise ConfigError(f"tokens: expected (start, stop), two whole numbers, came {tokens!r}") from e
+    return start, stop
+
+
 def _positions(info: SegmentInfo, layers: Sequence[int] | None) -> list[int]:
     if layers is None:
         return list(range(info.num_layers))
+    if not isinstance(layers, Iterable) or isinstance(layers, str | bytes):
+        raise ConfigError(f"layers: expected a sequence of layer ids, came {layers!r}; pass [{layers!r}]")
+    layers = list(layers)
     unknown = [layer for layer in layers if layer not in info.layer_ids]
     if unknown:
         stored = ", ".join(map(str, info.layer_ids)) or "(it does not say: read it with layers=None)"

@@ -42,12 +42,22 @@ def register_codec(codec: _C) -> _C:
     as an entry point of the group ``hsx_dist.codecs``.
 
     Raises:
-        ValueError: the name is not of lower-case letters, digits, ``.``, ``_`` and ``-``, or another codec's.
+        ConfigError: it is no codec's class; its name is not of lower-case letters, digits, ``.``, ``_`` and ``-``, or
+            another codec's.
     """
+    missing = [name for name in ("encode", "decode", "to_dict") if not callable(getattr(codec, name, None))]
+    missing += [name for name in ("name", "lossy") if not hasattr(codec, name)]
+    if missing or not isinstance(codec, type):
+        lacks = f"; it lacks {', '.join(missing)}" if missing else ""
+        raise ConfigError(f"expected a class that is a hsx_dist.format.codecs.Codec, came {codec!r}{lacks}")
     if not isinstance(codec.name, str) or not _NAME.fullmatch(codec.name):
-        raise ValueError(f"expected a name of lower-case letters, digits, '.', '_', '-', got {codec.name!r}: rename it")
+        raise ConfigError(
+            f"expected a name of lower-case letters, digits, '.', '_', '-', got {codec.name!r}: rename it"
+        )
+    if type(codec.lossy) is not bool:
+        raise ConfigError(f"codec {codec.name!r}: expected lossy to be True or False, came {codec.lossy!r}")
     if CODECS.setdefault(codec.name, codec) is not codec:
-        raise ValueError(f"codec {codec.name!r}: expected a name of its own, {CODECS[codec.name]} has it: rename it")
+        raise ConfigError(f"codec {codec.name!r}: expected a name of its own, {CODECS[codec.name]} has it: rename it")
     CODEC_NAMES.add(codec.name)
     return codec
 
@@ -76,18 +86,25 @@ def resolve_codec(value: str | Mapping[str, Any]) -> Codec:
     """The codec that a user asked for: ``"split"`` or ``{"name": "zstd", "level": 3}``. ``ConfigError`` otherwise."""
     d: Mapping[str, Any] = {"name": value} if isinstance(value, str) else value
     name = d.get("name")
-    if not isinstance(name, str) or _find(name) is None:
-        near = difflib.get_close_matches(str(name), CODECS, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"codec: expected one of {', '.join(sorted(CODECS))}, got {name!r}{hint}")
     try:
+        if not isinstance(name, str) or _find(name) is None:
+            near = difflib.get_close_matches(str(name), CODECS, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"codec: expected one of {', '.join(sorted(CODECS))}, got {name!r}{hint}")
         return codec_from_dict(d)
     except FormatError as e:
         raise ConfigError(f"codec: {e}") from e
 
 
 def _find(name: str) -> type[Codec] | None:
+    """The class of that name, where there is one. ``UnknownCodec`` where a package names one that cannot be had."""
     if name not in CODECS:
         for found in entry_points(group=CODEC_ENTRY_POINTS, name=name):
-            register_codec(found.load())
+            try:
+                register_codec(found.load())
+            except Exception as e:  # somebody else's module: anything may come of it
+                raise UnknownCodec(
+                    f"codec {name!r}: an installed package has it at {found.value}, and it cannot be had: "
+                    f"{type(e).__name__}: {e}; mend or update that package"
+                ) from e
     return CODECS.get(name)

@@ -1,9 +1,14 @@
 from __future__ import annotations
 
 import itertools
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -33,6 +38,8 @@ from hsx_dist.page import CARRIER
 from hsx_dist.store.base import Buffer
 from hsx_dist.testing.codec_suite import CodecSuite, decoded, encoded
 from hsx_dist.testing.samples import random_sample
+
+ROOT = Path(__file__).parents[3]
 
 
 class TestNone(CodecSuite):
@@ -110,8 +117,42 @@ def test_registering(inverted: Codec) -> None:
     with pytest.raises(ValueError, match=r"'inverted'.*name of its own"):
         register_codec(Other)
     Other.name = "Not A Name"
-    with pytest.raises(ValueError, match="lower-case"):
+    with pytest.raises(ConfigError, match="lower-case"):
         register_codec(Other)
+    Other.name, Other.lossy = "other", "no"
+    with pytest.raises(ConfigError, match="lossy to be True or False, came 'no'"):
+        register_codec(Other)
+
+    class Half:
+        name = "half"
+
+        def encode(self) -> None: ...
+
+    with pytest.raises(ConfigError, match="it lacks decode, to_dict, lossy"):
+        register_codec(Half)  # type: ignore[type-var]
+    with pytest.raises(ConfigError, match="expected a class"):
+        register_codec(Inverted(1))  # type: ignore[type-var]
+    assert "half" not in CODECS
+    assert "other" not in CODECS
+
+
+def test_a_codec_whose_package_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = EntryPoint("squeeze", "a_package_that_is_not_there:Squeeze", "hsx_dist.codecs")
+    monkeypatch.setattr("hsx_dist.format.codecs.entry_points", lambda group, name: [broken])  # noqa: ARG005
+    with pytest.raises(UnknownCodec, match=r"at a_package_that_is_not_there:Squeeze.*ModuleNotFoundError"):
+        codec_from_dict({"name": "squeeze"})
+    with pytest.raises(ConfigError, match=r"codec: codec 'squeeze'.*ModuleNotFoundError"):
+        resolve_codec("squeeze")
+
+
+def test_the_codec_that_the_documentation_writes(tmp_path: Path) -> None:
+    _, code, proof = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
+    (tmp_path / "deflate.py").write_text(code)
+    (tmp_path / "test_deflate.py").write_text(proof)
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_deflate.py"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"[1-9]\d passed", done.stdout)
 
 
 def test_a_codec_of_an_installed_package_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -348,6 +348,13 @@ def test_wrong_requests_are_told() -> None:
     for tokens in ((-1, 3), (3, 2), (0, 38)):
         with pytest.raises(ConfigError, match=r"\[0, 37\)"):
             part.read(0, tokens=tokens)
+    for strange in (15, "15"):
+        with pytest.raises(ConfigError, match="layers: expected a sequence"):
+            part.read(0, layers=strange)  # type: ignore[arg-type]
+    for odd in ((0.5, 2), (1, 2, 3), 4, ("a", "b")):
+        with pytest.raises(ConfigError, match="two whole numbers"):
+            part.read(0, tokens=odd)  # type: ignore[arg-type]
+    assert part.read(0, layers=(layer for layer in (15, 2)), tokens=np.array([1, 3])).shape[:2] == (2, 2)
     with pytest.raises(NotFound):
         Part.open(MemoryStore(), "p")
 
