@@ -21,7 +21,7 @@ from typing import Any
 import zstandard
 
 from benchmarks.provenance import provenance
-from tests.soak.mutations import FILES, KINDS, mutate, outcome
+from tests.soak.mutations import FILES, KINDS, PLAIN, mutate, outcome
 
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "soak-format.md"
 PROCESSES = 2
@@ -80,9 +80,11 @@ def as_markdown(tally: Tally, slowest: float, gained: int, about: dict[str, Any]
     lines = [
         "# Mutated parts",
         "",
-        f"`make soak`: {sum(tally.values())} objects made of {len(FILES)} golden parts, seed {seed}; every one ended "
+        f"`make soak`: {sum(tally.values())} objects made of {len(FILES) - len(PLAIN)} golden parts and {len(PLAIN)} "
+        f"plain files (vLLM's own, without checksums), seed {seed}; every one ended "
         "in a typed error that names the object, or in the numbers that were stored (or, where the mutation came with "
-        "checksums of its own, in the numbers that it meant). No other error, none out of time or memory.",
+        "checksums of its own, or the file had none, in the numbers that it meant). No other error, "
+        "none out of time or memory.",
         "",
         f"The slowest took {slowest:.2f} s of CPU; a process of {sum(tally.values()) // PROCESSES} objects grew by "
         f"{gained / 2**20:.0f} MiB at most, in an address space limited to {MEMORY >> 20} MiB more than at its start.",
