@@ -6,24 +6,19 @@ touch is a fault. Advice: where the system does not take it, nothing changes.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 
 import numpy as np
 
+from hsx_dist import madvise
+
 _HUGE = 2 << 20
-_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
 def advise(address: int, nbytes: int) -> bool:
     """Ask for huge pages under the whole ones of ``nbytes`` at ``address``; whether the system takes the advice. What
     was touched before keeps its small pages."""
-    start = -(-address // _HUGE) * _HUGE
-    length = (address + nbytes - start) // _HUGE * _HUGE
-    if _ADVICE is None or length <= 0:
-        return False
-    libc = ctypes.CDLL(None, use_errno=True)
-    return libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(_ADVICE)) == 0
+    return madvise.advise(address, nbytes, "MADV_HUGEPAGE", grain=_HUGE)
 
 
 def zeroed(nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

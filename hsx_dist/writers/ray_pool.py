@@ -24,6 +24,7 @@ from hsx_dist.store import open_store
 from hsx_dist.store.opening import Backend
 from hsx_dist.writers.base import CALL_BYTES
 from hsx_dist.writers.events import Counted, Event, Lost
+from hsx_dist.writers.mapped import Mapped
 from hsx_dist.writers.sink import PartSink, SinkOptions
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ class WriterActor:
         configure_logging(logging.INFO, **spec.tags)
         self._events: queue.SimpleQueue[Event | Counted] = queue.SimpleQueue()
         self._credits = Credits(spec.credit_bytes)
+        self._mapped = Mapped()
         self._sink: PartSink | None = None
         self._broken = ""
         self._tags = dict(spec.tags)
@@ -125,7 +127,9 @@ class WriterActor:
         refused = None
         try:
             for page in pages:
+                self._mapped.bring(page.data)
                 self._sink.add(page)
+                self._mapped.let_go(page.data)
         except (HsxError, ValueError) as e:
             refused = f"{type(e).__name__}: {e}"
         return Answer(self._credits.share(sender), refused)
