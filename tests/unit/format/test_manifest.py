@@ -19,9 +19,8 @@ from hsx_dist.format.manifest import (
     parse_receipt_name,
     part_name,
     receipt_name,
-    token_hash,
 )
-from hsx_dist.page import Segment
+from hsx_dist.page import Segment, token_hash
 
 
 def _receipt(

@@ -18,9 +18,8 @@ from hsx_dist.format.manifest import (
     attempt_name,
     part_name,
     receipt_name,
-    token_hash,
 )
-from hsx_dist.page import Segment
+from hsx_dist.page import Segment, token_hash
 from hsx_dist.store.local import LocalStore
 
 
