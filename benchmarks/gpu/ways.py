@@ -100,6 +100,11 @@ class Ways:
     def on_side(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
 
+    def apart(self) -> AbstractContextManager[Any]:
+        """The thread's current stream is one on which nothing waits: what an engine has queued is no copy's to wait
+        for, but for the model's own steps."""
+        return torch.cuda.stream(torch.cuda.Stream(self.cache.device)) if self.cuda else nullcontext()
+
     def ours(self, requests: Sequence[torch.Tensor]) -> None:
         """The connector's worker half, whose steps follow one another at once: page by page into the ring, which a
         thread empties. It is over when every request's blocks may be used again, and the ring is empty."""

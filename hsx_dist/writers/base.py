@@ -7,7 +7,7 @@ from typing import Protocol
 
 from hsx_dist.page import Page
 
-#: What a call to a writer should carry at least: a call costs about as much as a few hundred KiB in it.
+#: What a call to a writer should carry at least: a call by itself costs a writer as much time as a MiB in it.
 CALL_BYTES = 1 << 20
 
 
