@@ -73,7 +73,9 @@ def read_rows(found: dict[str, Any]) -> Iterator[Row]:
 def scan_rows(found: dict[str, Any]) -> Iterator[Row]:
     for r in found["rows"]:
         low, high = r["quartiles"]
-        yield Row(f"looking for bad rows ÷ encoding, {r['dtype']}, {r['codec']}", r["share"], "", (low, high))
+        yield Row(
+            f"what looking for bad rows adds to encoding, {r['dtype']}, {r['codec']}", r["share"], "", (low, high)
+        )
 
 
 def scale_rows(found: dict[str, Any]) -> Iterator[Row]:

@@ -13,7 +13,8 @@ from hsx_dist.config.secrets import public_url
 from hsx_dist.errors import AlreadyExists, HsxError, NotFound, StoreError, Unavailable
 from hsx_dist.store.base import Buffer, ObjectInfo, as_buffers, as_bytes_view, check_name, check_ranges, coalesce, cut
 from hsx_dist.store.faults import Redactor, expired, past_the_end, redirected, translate
-from hsx_dist.store.obstore_options import Connection, NotTranslated, connect
+from hsx_dist.store.obstore_connection import Connection, NotTranslated
+from hsx_dist.store.obstore_options import connect
 
 T = TypeVar("T")
 

@@ -74,7 +74,7 @@ def _open(url: str, options: Mapping[str, Any] | None, backend: Backend) -> Stor
 def _open_obstore(url: str, options: Mapping[str, Any] | None, *, must: bool) -> Store | None:
     """None, and a line in the log, when fsspec must do it."""
     from hsx_dist.store.obstore import ObstoreStore
-    from hsx_dist.store.obstore_options import NotTranslated
+    from hsx_dist.store.obstore_connection import NotTranslated
 
     try:
         return ObstoreStore(url, options)

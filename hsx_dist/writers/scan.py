@@ -1,6 +1,6 @@
 """Looks for states that cannot be right: non-finite rows, and layers that are zero throughout.
 
-Trainers have been fed all-zero layers for weeks while their losses looked good, so every page is looked at before it is
+Trainers have been fed all-zero layers for weeks while their losses looked good, so every page is looked at while it is
 encoded. Two maximum reductions over the bit patterns are enough, and make no temporaries of the page's size.
 """
 
@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-from hsx_dist.page import Page
 
 #: dtype → bits of positive infinity: magnitudes from here on are not finite.
 _INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F80_0000}
@@ -27,11 +25,6 @@ class Scan:
     @classmethod
     def empty(cls, layers: int) -> Scan:
         return cls(np.zeros(layers, np.int64), np.ones(layers, bool))
-
-    def add(self, page: Page) -> None:
-        """Look at one page."""
-        for i in range(len(page.layer_ids)):
-            self.look(page.dtype, i, page.layer(i))
 
     def look(self, dtype: str, i: int, rows: np.ndarray[Any, Any]) -> None:
         """Look at some rows of the ``i``-th layer, carriers of ``dtype``: fastest while they are in the processor's

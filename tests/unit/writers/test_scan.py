@@ -39,7 +39,8 @@ def page_of(values: torch.Tensor, order: str = "LTH") -> Page:
 def scan(*pages: Page):
     found = Scan.empty(len(pages[0].layer_ids))
     for page in pages:
-        found.add(page)
+        for i in range(len(page.layer_ids)):
+            found.look(page.dtype, i, page.layer(i))
     return found.findings(pages[0].layer_ids)
 
 
