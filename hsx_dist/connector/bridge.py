@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from hsx_dist.connector.outlet import PageRef, Shipped, ShippingThread, count_shipped
+from hsx_dist.connector.outlet import LINGER_S, PageRef, Shipped, ShippingThread, count_shipped
 from hsx_dist.connector.ring import Ring
 from hsx_dist.connector.step import Expect, Skip
 from hsx_dist.observe.metrics import Increments, Meter, Series
@@ -31,9 +31,6 @@ from hsx_dist.page import Page
 from hsx_dist.writers.base import CALL_BYTES, Sender
 
 log = logging.getLogger(__name__)
-
-#: A page that would be a small call by itself waits so long for others: about a step of an engine.
-LINGER_S = 0.02
 
 
 def _map(fd: int, nbytes: int) -> np.ndarray[Any, Any]:
@@ -58,7 +55,7 @@ class SocketOutlet:
         self._thread = ShippingThread(
             self._deliver,
             self.meter,
-            drop=lambda ref: self.ring.free(ref.offset),
+            drop=lambda ref, _: self.ring.free(ref.offset),
             idle=self._tell,
             least_bytes=min(CALL_BYTES, self.ring.capacity // 4),
             linger_s=LINGER_S,

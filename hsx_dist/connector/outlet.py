@@ -108,6 +108,8 @@ class Outlet(Protocol):
 
 #: How many bytes of pages travel in one call to a writer, at most (a single page may be larger).
 COALESCE_BYTES = 8 << 20
+#: A page that would be a small call by itself waits so long for others: about a step of an engine.
+LINGER_S = 0.02
 
 
 class ShippingThread:
@@ -121,17 +123,17 @@ class ShippingThread:
         deliver: Callable[[list[PageRef], list[Shipped]], None],
         meter: Meter,
         *,
-        drop: Callable[[PageRef], None],
+        drop: Callable[[PageRef, str], None],
         idle: Callable[[], None] | None = None,
         least_bytes: int = 0,
         linger_s: float = 0.0,
     ):
-        """``drop``: takes the room of a page back that is not delivered. ``idle``: called every second without anything
-        to ship. With it, pages are counted where they arrive. ``least_bytes``: fewer wait up to ``linger_s`` seconds
-        for more, so that what delivers them need not be called for each."""
+        """``drop``: takes the room of a page back that is not delivered, and is told why. ``idle``: called every second
+        without anything to ship. With it, pages are counted where they arrive. ``least_bytes``: fewer wait up to
+        ``linger_s`` seconds for more, so that what delivers them need not be called for each."""
         self._deliver = deliver
         self._drop = drop
-        self._failed: set[tuple[str, str]] = set()  # samples of which a page was not copied
+        self._failed: dict[tuple[str, str], str] = {}  # samples of which a page was not copied, and why
         self._meter = meter
         self._idle = idle
         self._least, self._linger = least_bytes, linger_s
@@ -182,14 +184,14 @@ class ShippingThread:
         except Exception as e:
             log.exception("a page of %s was not copied", ref.segment.key)
             if sample not in self._failed:
-                self._failed.add(sample)
-                told.append(Shipped(ref.segment.key, f"its states were not copied: {type(e).__name__}: {e}"))
-        copied = sample not in self._failed
-        if not copied:
-            self._drop(ref)
+                self._failed[sample] = f"its states were not copied: {type(e).__name__}: {e}"
+                told.append(Shipped(ref.segment.key, self._failed[sample]))
+        reason = self._failed.get(sample)
+        if reason is not None:
+            self._drop(ref, reason)
             if ref.last:
-                self._failed.discard(sample)
-        return copied
+                del self._failed[sample]
+        return reason is None
 
     def _run(self) -> None:
         ended = False
@@ -256,7 +258,9 @@ class LocalOutlet:
         on_shipped: Callable[[Shipped], None] = lambda _: None,
         *,
         meter: Meter | None = None,
+        least_bytes: int = 0,
     ):
+        """``least_bytes``: fewer wait a moment for more, where ``sender`` calls somebody."""
         self.meter = Meter() if meter is None else meter
         self.ring = Ring(in_flight_bytes)
         self.meter.watch("ring_bytes", lambda: self.ring.used_bytes)
@@ -264,7 +268,13 @@ class LocalOutlet:
         self.memory = huge_pages.zeroed(self.ring.capacity)
         self._sender = sender
         self._on_shipped = on_shipped
-        self._thread = ShippingThread(self._ship, self.meter, drop=lambda ref: self.ring.free(ref.offset))
+        self._thread = ShippingThread(
+            self._ship,
+            self.meter,
+            drop=self._drop,
+            least_bytes=min(least_bytes, self.ring.capacity // 4),
+            linger_s=LINGER_S,
+        )
 
     def submit(self, ref: PageRef, ready: Callable[[], None] | None) -> None:
         self._thread.put((ref, ready))
@@ -278,6 +288,13 @@ class LocalOutlet:
     @property
     def pending(self) -> int:
         return self._thread.pending
+
+    def _drop(self, ref: PageRef, reason: str) -> None:
+        self.ring.free(ref.offset)
+        self._lost(ref.segment, reason)
+
+    def _lost(self, segment: Segment, reason: str) -> None:
+        """A page of ``segment`` was not shipped."""
 
     def _ship(self, refs: list[PageRef], told: list[Shipped]) -> None:
         if refs:
@@ -296,6 +313,8 @@ class LocalOutlet:
                     self.ring.free(offset)
                 reason = f"its pages were not shipped: {type(e).__name__}: {e}"
                 told = [Shipped(s.key, s.reason or reason) for s in told]
+                for page in pages:
+                    self._lost(page.segment, reason)
         for shipped in told:
             self._on_shipped(shipped)
 

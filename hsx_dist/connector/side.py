@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
@@ -53,6 +54,7 @@ class CudaSide:
     def __init__(self, device: torch.device):
         self._device = device
         self._stream = torch.cuda.Stream(device)
+        self._last: torch.cuda.Event | None = None
 
     def follow(self) -> None:
         # The model's stream waits for nothing.
@@ -63,19 +65,22 @@ class CudaSide:
 
     def start(self, copy: Callable[[], None]) -> Event:
         copy()
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event
+        # Blocking: the thread that waits for it sleeps meanwhile.
+        self._last = torch.cuda.Event(blocking=True)
+        self._last.record(self._stream)
+        return self._last
 
     def wait(self, seconds: float) -> None:
-        pass
+        end = time.monotonic() + seconds
+        while self._last is not None and not self._last.query() and time.monotonic() < end:
+            time.sleep(1e-4)
 
     def close(self) -> None:
         self._stream.synchronize()
 
 
 class HostSide:
-    """A thread, on any core but those to which the engine binds its own. What the model has written it sees at once."""
+    """A thread, on any core that the process was given. What the model has written it sees at once."""
 
     def __init__(self) -> None:
         with any_core():
@@ -117,9 +122,11 @@ class _HostEvent:
         self._failed = failed
 
     def query(self) -> bool:
-        for future in self._failed:
+        # In this order: what failed is listed just after it is done, but before the next copy is.
+        done = self._future.done()
+        for future in (*self._failed, *([self._future] if done else [])):
             future.result()
-        return self._future.done()
+        return done
 
     def synchronize(self) -> None:
         self._future.result()

@@ -126,6 +126,11 @@ class StoreOutlet(LocalOutlet):
         except Exception as e:  # noqa: BLE001 - an engine must not die of a name that its file system does not take
             log.warning("no lock file for %r: %s", name, e)
 
+    # -- told by the shipping thread ------------------------------------------------------------------------------
+
+    def _lost(self, segment: Segment, reason: str) -> None:
+        self._settle(segment, reason, conflict=False)
+
     # -- told by the sink -----------------------------------------------------------------------------------------
 
     def _on_event(self, event: Event) -> None:

@@ -91,7 +91,7 @@ class RayFleet:
         self._looked = 0.0
         self._served: list[str] = []  # every node that ever had writers; a node that comes back has another id
         self._writers: list[tuple[str, Any]] = []
-        self._coming: dict[Any, str] = {}  # writers of nodes that came later, until they are heard of
+        self._coming: dict[Any, str] = {}  # writers until they are heard of, and their nodes
         self._going: dict[Any, str] = {}  # writers of nodes that drain: they store what they have, and get no more
         self._listening: dict[Any, Any] = {}  # ref of a writer's events() → the writer
         self._replicas: dict[int, _Replica] = {}
@@ -106,8 +106,9 @@ class RayFleet:
         self._here = str(ray.get_runtime_context().get_node_id())
         self._nodes, self._looked = self._look(), time.monotonic()
         for node in self._nodes_for_writers():
-            # Before any replica, which could take their CPUs.
-            self._writers += [(node, actor) for actor in self._start_writers(node)]
+            # Before any replica, which could take their CPUs. Another job may have them already: then a writer waits,
+            # and nothing is sent to it, nor waits for it, before it lives.
+            self._coming |= dict.fromkeys(self._start_writers(node), node)
         for _ in range(self._shape.replicas):
             self._start_replica()
 
@@ -337,7 +338,7 @@ class RayFleet:
         # What the flush stored is told by the call that listens now, or by the next one. Where time is short, those
         # that have nothing to tell are not waited for.
         for _ in range(2 if end is None else 1):
-            refs = list(self._listening)
+            refs = [ref for ref, actor in self._listening.items() if actor not in self._coming]
             patience = None if end is None else min(left() or 0.0, 1.0)
             done, _ = ray.wait(refs, num_returns=len(refs), timeout=patience) if refs else ([], [])
             for ref in done:

@@ -23,7 +23,7 @@ from hsx_dist.jobs.encode import Encoded, RowEncoder, TooLong, load_tokenizer
 from hsx_dist.jobs.rows import Row
 from hsx_dist.jobs.tasks import EngineSpec, Task, TaskResult
 from hsx_dist.observe.metrics import Increments, Meter
-from hsx_dist.writers.base import Sender
+from hsx_dist.writers.base import CALL_BYTES, Sender
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,13 @@ class Replica:
 
     def _open_outlet(self) -> tuple[str, str]:
         if self._in_process:
-            self._outlet = LocalOutlet(self._sender(), self._spec.in_flight_bytes, self._on_shipped, meter=self.meter)
+            self._outlet = LocalOutlet(
+                self._sender(),
+                self._spec.in_flight_bytes,
+                self._on_shipped,
+                meter=self.meter,
+                least_bytes=CALL_BYTES,
+            )
             address = f"replica-{id(self)}"
             outlets.register(address, self._outlet)
             return "process", address

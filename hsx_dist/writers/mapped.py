@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from hsx_dist.madvise import advise
 
-#: Less is not worth the look: Ray sends it inside the call, in memory of this process's own.
+#: Smaller arrays are let go of together: all that a call brings lies in one place.
 LEAST_BYTES = 128 << 10
 
 
@@ -32,16 +33,28 @@ class Mapped:
         """
         return self._is_shared_array(data) and advise(data.ctypes.data, data.nbytes, "MADV_DONTNEED")
 
+    def let_go_between(self, arrays: Sequence[np.ndarray[Any, Any]]) -> bool:
+        """``let_go`` of all that lies between the first and the last of ``arrays``. They came with one call, and so lie
+        in one object of Ray's store, with nothing of others between them."""
+        starts = [data.ctypes.data for data in arrays]
+        stops = [start + data.nbytes for start, data in zip(starts, arrays, strict=True)]
+        if not starts or max(stops) - min(starts) < LEAST_BYTES or not self._shares(min(starts), max(stops)):
+            return False
+        return advise(min(starts), max(stops) - min(starts), "MADV_DONTNEED")
+
     def _is_shared_array(self, data: np.ndarray[Any, Any]) -> bool:
         if data.nbytes < LEAST_BYTES or not data.flags.c_contiguous:
             return False
-        if not self._is_within(data):
-            self._shared = shared_mappings()
-        return self._is_within(data)
+        return self._shares(data.ctypes.data, data.ctypes.data + data.nbytes)
 
-    def _is_within(self, data: np.ndarray[Any, Any]) -> bool:
-        start = data.ctypes.data
-        return any(a <= start and start + data.nbytes <= b for a, b in self._shared)
+    def _shares(self, start: int, stop: int) -> bool:
+        """Whether all of it lies in one mapping that is shared."""
+        if not self._is_within(start, stop):
+            self._shared = shared_mappings()
+        return self._is_within(start, stop)
+
+    def _is_within(self, start: int, stop: int) -> bool:
+        return any(a <= start and stop <= b for a, b in self._shared)
 
 
 def shared_mappings() -> list[tuple[int, int]]:

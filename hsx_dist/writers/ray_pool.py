@@ -130,8 +130,13 @@ class WriterActor:
                 self._mapped.bring(page.data)
                 self._sink.add(page)
                 self._mapped.let_go(page.data)
-        except (HsxError, ValueError) as e:
+        except Exception as e:
+            # Any: what is raised here a sender takes for the writer's death, and drops what others have begun.
+            if not isinstance(e, HsxError | ValueError):
+                log.exception("pages of %s were not taken", pages[0].segment.key)
             refused = f"{type(e).__name__}: {e}"
+        finally:
+            self._mapped.let_go_between([page.data for page in pages])
         return Answer(self._credits.share(sender), refused)
 
     @ray.method(concurrency_group="control")
@@ -190,6 +195,7 @@ class _Writer:
     actor: Any
     credit: int = 0
     asked: bool = False  # it has answered, and said what its credit is
+    answered: float = 0.0  # when it last did
     unanswered: dict[Any, tuple[int, tuple[Segment, ...]]] = field(default_factory=dict)
     nbytes: int = 0  # of what is unanswered
     epoch: int = 0  # how often it was found dead
@@ -290,7 +296,7 @@ class RaySender:
         up = [w for w in self._writers if w.down_until <= now]
         here = [w for w in up if w.node == self._node]
         for candidates in (here, up):
-            free = [w for w in candidates if held(w) + nbytes <= w.credit or not held(w)]
+            free = [w for w in candidates if held(w) + nbytes <= self._limit(w) or not held(w)]
             if free:
                 # A call that is still small is filled first; else many writers were many small calls.
                 small = [w for w in free if 0 < planned.get(id(w), 0) < CALL_BYTES]
@@ -303,13 +309,13 @@ class RaySender:
         while at < len(pages):
             nbytes = pages[at].nbytes
             end = at + 1
-            limit = writer.credit if writer.asked else self.FIRST_CALL
+            limit = self._limit(writer)
             while end < len(pages) and nbytes + pages[end].nbytes <= limit:
                 nbytes += pages[end].nbytes
                 end += 1
             epoch = writer.epoch
             before = time.monotonic()
-            self._settle(writer, writer.credit - nbytes)
+            self._settle(writer, limit - nbytes)
             self._meter.add("credit_wait_seconds", time.monotonic() - before)
             batch = pages[at:end]
             at = end
@@ -323,6 +329,12 @@ class RaySender:
             ref = writer.actor.add_pages.remote(self._name, batch)
             writer.unanswered[ref] = (nbytes, segments)
             writer.nbytes += nbytes
+
+    def _limit(self, writer: _Writer) -> int:
+        """Bytes that may be unanswered there: what it granted, unless it may have given that to others meanwhile."""
+        if writer.asked and time.monotonic() - writer.answered < Credits.LATELY / 2:
+            return writer.credit
+        return min(self.FIRST_CALL, writer.credit or self.FIRST_CALL)
 
     # -- what comes back -----------------------------------------------------------------------------------------
 
@@ -352,7 +364,7 @@ class RaySender:
             self._abandon(writer)
             return
         writer.deaths = 0
-        writer.credit, writer.asked = answer.credit, True
+        writer.credit, writer.asked, writer.answered = answer.credit, True, time.monotonic()
         if answer.refused is not None:
             self._on_lost(Lost(segments, answer.refused))
 

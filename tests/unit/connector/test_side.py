@@ -1,5 +1,6 @@
 """Copies beside the engine's steps, on a host."""
 
+import sys
 import threading
 
 import pytest
@@ -38,3 +39,22 @@ def test_a_copy_that_fails_is_met_by_whoever_asks_and_by_every_later_step():
     later.synchronize()
     with pytest.raises(ZeroDivisionError):
         later.query()
+
+
+def test_a_copy_that_fails_is_never_said_to_be_done():
+    def ended(event) -> bool:
+        while not event.query():
+            pass
+        return True
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # the gap between what is done and what is listed as failed is a short one
+    try:
+        for _ in range(500):
+            side = HostSide()
+            failed = side.start(lambda: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                ended(failed)
+            side.close()
+    finally:
+        sys.setswitchinterval(before)

@@ -354,3 +354,21 @@ def test_a_page_that_was_not_copied_is_never_shipped():
         ("a", True), ("b", False), ("a", False), ("c", True)
     ]  # fmt: skip
     assert outlet.ring.used_bytes == 0
+
+
+def test_a_page_that_was_not_copied_is_told_to_whoever_waits(tmp_path):
+    outlet = outlet_on(tmp_path)
+
+    def fail() -> None:
+        raise RuntimeError("device lost")
+
+    submit(outlet, "a", some(), ready=fail)
+    submit(outlet, "b", some())
+    outlet.close(60)
+    assert outlet.pending == 0
+    assert outlet.meter.sums()["failed", ""] == 1
+    assert {p.name for p in tmp_path.iterdir()} >= {"a.error.json", "b.safetensors"}
+    assert not (tmp_path / "a.safetensors").exists()
+    with pytest.raises(SampleFailed, match="device lost"):
+        hsx_dist.load_hidden_states(str(tmp_path / "a.safetensors"), wait=60)
+    assert outlet.ring.used_bytes == 0

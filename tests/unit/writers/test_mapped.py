@@ -58,6 +58,23 @@ def test_what_else_lies_on_a_page_of_memory_stays(shared: np.ndarray):
     assert resident(shared) == NBYTES - LEAST_BYTES + mmap.PAGESIZE
 
 
+def test_small_arrays_of_one_call_are_dropped_together(shared: np.ndarray):
+    mapped = Mapped()
+    small = [shared[i : i + 50_000] for i in range(1000, NBYTES - 60_000, 60_000)]
+    assert not any(map(mapped.let_go, small))
+    assert mapped.let_go_between(small)
+    assert resident(shared) <= 4 * mmap.PAGESIZE + 60_000
+    assert np.array_equal(shared, np.arange(NBYTES, dtype=np.uint8))
+    assert not mapped.let_go_between([])
+    assert not mapped.let_go_between(small[:1])
+
+
+def test_arrays_of_several_mappings_are_left_alone(shared: np.ndarray):
+    own = np.arange(NBYTES, dtype=np.uint8)
+    assert not Mapped().let_go_between([shared, own])
+    assert resident(shared) == NBYTES
+
+
 @pytest.mark.parametrize("nbytes", [100, NBYTES])
 def test_own_memory_is_left_alone(nbytes: int):
     own = np.arange(nbytes, dtype=np.uint8)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from hsx_dist.page import Page, Segment
 from hsx_dist.writers.base import CALL_BYTES
-from hsx_dist.writers.ray_pool import RaySender
+from hsx_dist.writers.ray_pool import Credits, RaySender
 
 
 def pages(count: int, nbytes: int) -> list[Page]:
@@ -23,12 +25,29 @@ def calls(count: int, nbytes: int) -> list[int]:
     """Bytes for each of four writers that have room for all."""
     sender = RaySender([("here", f"writer {i}") for i in range(4)], print, node="here")
     for writer in sender._writers:
-        writer.credit, writer.asked = 1 << 30, True
+        writer.credit, writer.asked, writer.answered = 1 << 30, True, time.monotonic()
     return [sum(p.nbytes for p in batch) for _, batch in sender._routed(pages(count, nbytes))]
 
 
 def test_small_pages_fill_a_call_before_the_next_writer_gets_one():
     assert calls(8, CALL_BYTES // 4) == [CALL_BYTES] * 2
+
+
+def test_a_writer_that_was_never_heard_of_here_is_preferred_to_others_elsewhere():
+    sender = RaySender([("here", "mine"), *(("there", f"writer {i}") for i in range(3))], print, node="here")
+    routed = sender._routed(pages(8, CALL_BYTES // 4))
+    assert [(writer.actor, len(batch)) for writer, batch in routed] == [("mine", 8)]
+
+
+def test_credit_that_is_old_is_no_longer_believed(monkeypatch):
+    sender = RaySender([("here", "mine")], print, node="here")
+    (writer,) = sender._writers
+    writer.credit, writer.asked, writer.answered = 1 << 30, True, time.monotonic()
+    assert sender._limit(writer) == 1 << 30
+    writer.answered -= Credits.LATELY
+    assert sender._limit(writer) == RaySender.FIRST_CALL
+    writer.credit = 1000
+    assert sender._limit(writer) == 1000
 
 
 def test_large_pages_are_spread():
