@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from hsx_dist.config.secrets import looks_secret
@@ -102,6 +102,12 @@ class Redactor:
         values = {*_secret_values(options), *(v for k, v in environ.items() if looks_secret(k) and len(v) >= 8)}
         # The longest first: one secret may be a part of another.
         self._secrets = sorted((v for v in values if len(v) >= 4), key=len, reverse=True)
+
+    def learn(self, secrets: Collection[str]) -> None:
+        """Remove these too: credentials that were found while a store was used."""
+        values = {*self._secrets, *(v for v in tuple(secrets) if len(v) >= 4)}
+        if len(values) > len(self._secrets):
+            self._secrets = sorted(values, key=len, reverse=True)
 
     def __call__(self, text: str) -> str:
         for secret in self._secrets:

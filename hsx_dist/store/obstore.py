@@ -207,6 +207,7 @@ class ObstoreStore:
         except Exception as e:  # noqa: BLE001 - obstore's, and those of whoever looks for credentials
             if past_end is not None and past_the_end(e):
                 return past_end
+            self._redact.learn(connection.secrets)
             told = translate(e, f"{verb} {self.url}/{name}", self._bucket, self._redact)
             if verb != "put-if-absent" and isinstance(told, AlreadyExists):
                 told = StoreError(f"{verb} {self.url}/{name}: {self._redact(str(e).splitlines()[0])}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -44,6 +44,7 @@ class Connection:
 
     ``make(client_options, retry_config)`` gives obstore's own store for the whole bucket. ``renewable``: credentials
     that ran out may be there anew when they are looked up again. ``region()``: where the service says the bucket lies.
+    ``secrets``: what was handed out of credentials that were found elsewhere than in options, and no text may show.
     """
 
     make: Callable[[dict[str, Any], dict[str, Any]], Any]
@@ -54,6 +55,7 @@ class Connection:
     max_retries: int = 2
     sorts: bool = False
     region: Callable[[], str | None] = lambda: None
+    secrets: Collection[str] = ()
 
 
 def only(options: Mapping[str, Any], known: frozenset[str], where: str) -> None:

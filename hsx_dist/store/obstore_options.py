@@ -46,9 +46,11 @@ class GcsfsCredentials:
 
     def __init__(self, credentials: Any):
         self._credentials = credentials
+        self.secrets: set[str] = set()  # all that were handed out
 
     def __call__(self) -> dict[str, Any]:
         self._credentials.maybe_refresh()
+        self.secrets.add(self._credentials.credentials.token)
         return {"token": self._credentials.credentials.token, "expires_at": datetime.now(UTC) + KEEP}
 
 
@@ -80,7 +82,8 @@ def _gcs(bucket: str, options: Mapping[str, Any]) -> Connection:
             credential_provider=provider,
         )
 
-    return Connection(make=make, renewable="token" not in options, sorts=True)
+    secrets = provider.secrets if provider is not None else ()
+    return Connection(make=make, secrets=secrets, renewable="token" not in options, sorts=True)
 
 
 # -- Azure ---------------------------------------------------------------------------------------------------------

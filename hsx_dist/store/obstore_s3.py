@@ -94,6 +94,7 @@ class BotocoreCredentials:
 
     def __init__(self, credentials: Any):
         self._credentials = credentials
+        self.secrets: set[str] = set()  # all that were handed out
 
     def __call__(self) -> dict[str, Any]:
         if self._credentials is None:
@@ -102,6 +103,7 @@ class BotocoreCredentials:
 
             raise NoCredentialsError
         frozen = self._credentials.get_frozen_credentials()
+        self.secrets |= {secret for secret in (frozen.secret_key, frozen.token) if secret}
         return {
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
@@ -178,6 +180,7 @@ def s3_connection(bucket: str, options: Mapping[str, Any], region: str | None) -
     storage_class = put_kwargs.get("StorageClass")
     return Connection(
         make=make,
+        secrets=provider.secrets if provider is not None else (),
         renewable=not any(options.get(name) for name in ("token", "anon")) and "aws_session_token" not in client_kwargs,
         client_options=client_options,
         attributes={"Storage-Class": str(storage_class)} if storage_class else None,

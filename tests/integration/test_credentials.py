@@ -12,7 +12,7 @@ from threading import Thread
 
 import pytest
 
-from hsx_dist.errors import ConfigError, Denied
+from hsx_dist.errors import ConfigError, Denied, StoreError
 from hsx_dist.store import open_store
 from hsx_dist.testing.discard import Answer, discard_server
 
@@ -263,8 +263,6 @@ def test_a_bucket_in_another_region_is_found(clean):
 
     with discard_server(elsewhere) as server:
         store = open_store("s3://b/run", server.storage_options(), backend="obstore", retry_seconds=0)
-        from hsx_dist.errors import StoreError
-
         with pytest.raises(StoreError, match="region"):
             store.put("a", [b"x"])
         right = server.storage_options(client_kwargs={"region_name": "eu-north-1"})
@@ -283,3 +281,26 @@ def test_no_secret_is_in_the_stores_repr_or_its_errors(clean):
                 store.put("a", [b"x"])
             for text in (repr(store), str(told.value), repr(told.value.__cause__)):
                 assert "very-secret" not in text
+
+
+@pytest.mark.parametrize("backend", ["fsspec", "obstore"])
+@pytest.mark.parametrize(("status", "code"), [(400, "InvalidToken"), (403, "AccessDenied"), (400, "ExpiredToken")])
+@pytest.mark.usefixtures("clean")
+def test_no_secret_of_a_profile_is_in_an_error(backend, status, code, tmp_path):
+    """As AWS repeats a token in its answer, the server here does."""
+    token = "profile-token-" + "0123456789" * 40
+
+    def refuse(request):
+        body = f"<Error><Code>{code}</Code><Message>no</Message><Token-0>{token}</Token-0></Error>"
+        return Answer(status, body.encode())
+
+    with discard_server(refuse) as server:
+        profiles(server, tmp_path)
+        text = (tmp_path / "credentials").read_text()
+        assert "my-token" in text
+        (tmp_path / "credentials").write_text(text.replace("my-token", token))
+        store = open_store("s3://b/run", {"profile": "mine"}, backend=backend, retry_seconds=0)
+        with pytest.raises(StoreError) as told:
+            store.put("a", [b"x"])
+        for text in (repr(store), str(told.value), repr(told.value.__cause__)):
+            assert "0123456789" not in text
