@@ -103,3 +103,42 @@ def test_a_node_that_dies_takes_no_sample_with_it(cluster):
         sender.update(fleet._writers)
         assert doomed.node_id not in {w.node for w in sender._writers}
         fleet.close()
+
+
+def test_a_writer_that_waits_for_its_cpu_is_waited_for_by_nobody(cluster):
+    """Another job has the CPU of its node, for ever: the run goes on, and ends, with the writers that live."""
+    busy = cluster.add_node(num_cpus=1, resources={"busy": 1}, object_store_memory=100 << 20)
+    cluster.wait_for_nodes()
+
+    class Holder:
+        def hold(self) -> None:
+            pass
+
+    holder = ray.remote(num_cpus=1, resources={"busy": 1})(Holder).remote()
+    ray.get(holder.hold.remote())
+    with discard_server() as server:
+        options = server.storage_options()
+        store = open_store("s3://b/run", options)
+        write_run(store, {})
+        attempt = take_attempt(store, {})
+
+        def spec(name: str) -> WriterSpec:
+            sink = SinkOptions(resolve_codec("split"), {}, name, attempt, part_bytes=1 << 20)
+            return WriterSpec("s3://b/run", options, "auto", 30.0, {}, sink, 1 << 20)
+
+        shape = ClusterShape(0, 0, 0, {}, {}, writers_per_node=1, writer_cpus=1, writer_threads=1)
+        fleet = RayFleet(None, spec, shape, name="t")  # type: ignore[arg-type]  # no replica, no engine
+        fleet.start()
+        while not fleet._writers:  # ends: the other node has room for its own
+            fleet.poll(0.5)
+        assert [node for node, _ in fleet._writers] != [busy.node_id]
+        assert list(fleet._coming.values()) == [busy.node_id]
+        lost = []
+        sender = RaySender(fleet._writers, lost.append)
+        for sample in SAMPLES.values():
+            sender.send(list(sample.pages(sample.segments()[0])), lambda _: None)
+        sender.flush()
+        fleet.flush()
+        assert set(load_manifest(store).samples) == set(SAMPLES)
+        assert lost == []
+        fleet.close()
