@@ -361,9 +361,10 @@ class RayFleet:
     def close(self, *, quickly: bool = False) -> None:
         if not quickly:
             self._wait([r.actor.stop.remote() for r in self._replicas.values() if r.state != "starting"], CLOSE_S)
-            for actor in self._listening.values():
+            here = {ref: actor for ref, actor in self._listening.items() if actor not in self._coming}
+            for actor in here.values():
                 actor.hang_up.remote()
-            self._wait(list(self._listening), CLOSE_S)
+            self._wait(list(here), CLOSE_S)
         for replica in self._replicas.values():
             ray.kill(replica.actor)
             if replica.group is not None:
