@@ -4,14 +4,15 @@
 
 Short choices by default, meant for less than half an hour; ``--full`` gives each what its own results were made with,
 which takes hours. Full tables are each benchmark's own, in benchmarks/results/; with ``--full`` they are written there
-too. Writes benchmarks/results/bench.{md,json}. A benchmark that fails is told in the table, and ends this one with
-status 1.
+too, and without into benchmarks/results/short/. Writes benchmarks/results/bench.{md,json}. A benchmark that fails is
+told in the table, and ends this one with status 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -164,6 +165,11 @@ def run(name: str, full: bool, results: Path) -> dict[str, Any]:
             found = list(rows(json.loads(file.read_text())))
         elif not failed:
             failed = f"wrote no {file.name}"
+        if not full:
+            # The figures behind the ratios; results proper are of longer runs.
+            (results / "short").mkdir(exist_ok=True)
+            for kept in place.glob(f"{name}.*"):
+                shutil.copy(kept, results / "short" / kept.name)
         if failed:
             print(f"{name} {failed}:\n{out[-2000:]}", file=sys.stderr)
         return {"seconds": round(time.monotonic() - before), "failed": failed, "rows": [asdict(r) for r in found]}
