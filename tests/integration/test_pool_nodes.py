@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import ray
@@ -13,7 +15,7 @@ from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.runs import load_manifest, take_attempt, write_run
 from hsx_dist.jobs.cluster import ClusterShape, RayFleet
 from hsx_dist.reading.verify import verify_run
-from hsx_dist.store import open_store
+from hsx_dist.store import Store, open_store
 from hsx_dist.testing.discard import discard_server
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.writers.ray_pool import RaySender, WriterSpec
@@ -46,10 +48,9 @@ def cluster():
     made.shutdown()
 
 
-def test_a_node_that_dies_takes_no_sample_with_it(cluster):
-    """Pages meant for its writer go to another node's; the fleet forgets the writer, and starts one on a node that
-    comes."""
-    doomed = cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
+@contextmanager
+def writers(*, writer_cpus: float) -> Iterator[tuple[RayFleet, Store]]:
+    """One on every node, and the run that they store."""
     with discard_server() as server:
         options = server.storage_options()
         store = open_store("s3://b/run", options)
@@ -60,9 +61,18 @@ def test_a_node_that_dies_takes_no_sample_with_it(cluster):
             sink = SinkOptions(resolve_codec("split"), {}, name, attempt, part_bytes=1 << 20)
             return WriterSpec("s3://b/run", options, "auto", 30.0, {}, sink, 1 << 20)
 
-        shape = ClusterShape(0, 0, 0, {}, {}, writers_per_node=1, writer_cpus=0, writer_threads=1)
+        shape = ClusterShape(0, 0, 0, {}, {}, writers_per_node=1, writer_cpus=writer_cpus, writer_threads=1)
         fleet = RayFleet(None, spec, shape, name="t")  # type: ignore[arg-type]  # no replica, no engine
         fleet.start()
+        yield fleet, store
+        fleet.close()
+
+
+def test_a_node_that_dies_takes_no_sample_with_it(cluster):
+    """Pages meant for its writer go to another node's; the fleet forgets the writer, and starts one on a node that
+    comes."""
+    doomed = cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
+    with writers(writer_cpus=0) as (fleet, store):
         while len(fleet._writers) < 2:  # ends: both nodes have room for theirs
             fleet.poll(1.0)
         lost = []
@@ -102,7 +112,6 @@ def test_a_node_that_dies_takes_no_sample_with_it(cluster):
             fleet.poll(0.5)
         sender.update(fleet._writers)
         assert doomed.node_id not in {w.node for w in sender._writers}
-        fleet.close()
 
 
 def test_a_writer_that_waits_for_its_cpu_is_waited_for_by_nobody(cluster):
@@ -116,19 +125,7 @@ def test_a_writer_that_waits_for_its_cpu_is_waited_for_by_nobody(cluster):
 
     holder = ray.remote(num_cpus=1, resources={"busy": 1})(Holder).remote()
     ray.get(holder.hold.remote())
-    with discard_server() as server:
-        options = server.storage_options()
-        store = open_store("s3://b/run", options)
-        write_run(store, {})
-        attempt = take_attempt(store, {})
-
-        def spec(name: str) -> WriterSpec:
-            sink = SinkOptions(resolve_codec("split"), {}, name, attempt, part_bytes=1 << 20)
-            return WriterSpec("s3://b/run", options, "auto", 30.0, {}, sink, 1 << 20)
-
-        shape = ClusterShape(0, 0, 0, {}, {}, writers_per_node=1, writer_cpus=1, writer_threads=1)
-        fleet = RayFleet(None, spec, shape, name="t")  # type: ignore[arg-type]  # no replica, no engine
-        fleet.start()
+    with writers(writer_cpus=1) as (fleet, store):
         while not fleet._writers:  # ends: the other node has room for its own
             fleet.poll(0.5)
         assert [node for node, _ in fleet._writers] != [busy.node_id]
@@ -141,4 +138,3 @@ def test_a_writer_that_waits_for_its_cpu_is_waited_for_by_nobody(cluster):
         fleet.flush()
         assert set(load_manifest(store).samples) == set(SAMPLES)
         assert lost == []
-        fleet.close()
