@@ -11,9 +11,12 @@ from hsx_dist.format.manifest import RUN
 from hsx_dist.format.runs import count, load_manifest, read_run
 from hsx_dist.observe.units import bytes_text
 from hsx_dist.reading.expiry import expired, remove
-from hsx_dist.reading.garbage import remove_run, unproven
+from hsx_dist.reading.garbage import remove_run, unfinished, unproven
 from hsx_dist.reading.liveness import require_dead
-from hsx_dist.store import Store, open_store
+from hsx_dist.store import ObjectInfo, Store, open_store
+
+#: A server may be writing; a put that has not changed for so long was one of a process that is gone.
+_LONGEST_PUT_S = 86_400.0
 
 
 def run_gc(path: str, options: Sequence[str], *, delete: bool, watch: float, as_json: bool) -> None:
@@ -31,10 +34,30 @@ def run_gc(path: str, options: Sequence[str], *, delete: bool, watch: float, as_
             remove(store, name)
         if not as_json:
             print(f"{'removed' if delete else 'expired'} {name}", flush=True)
+    left = _unfinished(store, delete=delete, as_json=as_json, older_than=_LONGEST_PUT_S)
     if as_json:
-        print_json({"path": path, "deleted": delete, "expired": names})
+        print_json({"path": path, "deleted": delete, "expired": names, "unfinished": [info.name for info in left]})
         return
     print(f"{len(names):,} objects and markers {'removed' if delete else 'have expired; --delete removes them'}")
+    _tell_unfinished(left, delete=delete)
+
+
+def _unfinished(store: Store, *, delete: bool, as_json: bool, older_than: float = 0.0) -> list[ObjectInfo]:
+    """What puts left that never ended; removed if ``delete``."""
+    found = []
+    for info in unfinished(store, older_than):
+        found.append(info)
+        if delete:
+            store.delete(info.name)
+        if not as_json:
+            print(f"{'removed' if delete else 'never finished'} {info.name}", flush=True)
+    return found
+
+
+def _tell_unfinished(left: Sequence[ObjectInfo], *, delete: bool) -> None:
+    if left:
+        done = "removed" if delete else "can go; --delete removes them"
+        print(f"{len(left):,} files that were never finished, {bytes_text(sum(info.size for info in left))}, {done}")
 
 
 def _gc_run(store: Store, path: str, *, delete: bool, watch: float, as_json: bool) -> None:
@@ -46,12 +69,16 @@ def _gc_run(store: Store, path: str, *, delete: bool, watch: float, as_json: boo
             store.delete(info.name)
         if not as_json:
             print(f"{'removed' if delete else 'no receipt names'} {info.name}", flush=True)
+    left = _unfinished(store, delete=delete, as_json=as_json)
     size = sum(info.size for info in found)
     if as_json:
-        print_json({"path": path, "deleted": delete, "garbage": [info.name for info in found], "bytes": size})
+        garbage = [info.name for info in found]
+        unfinished_names = [info.name for info in left]
+        print_json({"path": path, "deleted": delete, "garbage": garbage, "bytes": size, "unfinished": unfinished_names})
         return
     done = "removed" if delete else "can go; --delete removes them"
     print(f"{len(found):,} parts without a receipt, {bytes_text(size)}, {done}")
+    _tell_unfinished(left, delete=delete)
 
 
 def run_rm(path: str, options: Sequence[str], *, yes: bool, watch: float) -> None:

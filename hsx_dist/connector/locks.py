@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hsx_dist.format.companions import lock_name
+from hsx_dist.store.local import UNFINISHED
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ class CompanionLocks:
         except BlockingIOError:
             return fd  # another process is writing this very object: readers wait for that one
         # Readers of what lies there have it. They may finish; whoever comes from now on meets another file, and waits.
-        new = path.parent / f".hsx-unfinished-{uuid.uuid4().hex}"  # a name that no store lists
+        new = path.parent / f"{UNFINISHED}{uuid.uuid4().hex}"  # a name that no store lists
         renewed = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
         try:
             fcntl.flock(renewed, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -17,6 +17,7 @@ import numpy as np
 
 from hsx_dist.format.companions import OBJECT, RESERVED
 from hsx_dist.page import object_name, sample_key
+from hsx_dist.store.local import UNFINISHED
 
 PREFIX = "hidden_states_"
 PARAMS = "kv_transfer_params"
@@ -27,8 +28,6 @@ OURS = {PARAMS, "include_output_tokens", *(PREFIX + name for name in KNOWN)}
 MAX_METADATA_BYTES = 64 << 10
 #: A file name may have 255 bytes, and an object's companions add to its own.
 MAX_COMPONENT_BYTES = 240
-#: What a local store calls objects that it is writing.
-_UNFINISHED = ".hsx-unfinished-"
 
 #: vLLM's OpenAI server names the i-th prompt of a completion ``cmpl-ID-i``, and the engine adds 8 random digits.
 _BATCH = re.compile(r"cmpl-.*-(\d{1,9})-[0-9a-f]{8}")
@@ -192,9 +191,9 @@ def custom_name(value: Any, output: str, allowed: bool, prompt: int = 0, choice:
     stem, suffix = posixpath.splitext(name)
     name = sample_key(stem, prompt=prompt, choice=choice) + suffix
     for part in name.split("/"):
-        if part.startswith(_UNFINISHED) or len(part.encode()) > MAX_COMPONENT_BYTES:
+        if part.startswith(UNFINISHED) or len(part.encode()) > MAX_COMPONENT_BYTES:
             raise ValueError(
-                f"expected names of at most {MAX_COMPONENT_BYTES} bytes that do not begin with {_UNFINISHED}, came "
+                f"expected names of at most {MAX_COMPONENT_BYTES} bytes that do not begin with {UNFINISHED}, came "
                 f"{_shown(value)}"
             )
     return name

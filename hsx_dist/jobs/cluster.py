@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import ray
@@ -19,7 +19,7 @@ from hsx_dist.jobs.nodes import Nodes, look
 from hsx_dist.jobs.placement import Placement, place, placed_spec
 from hsx_dist.jobs.ray_errors import reason_of, went_with_its_node
 from hsx_dist.jobs.replica_actor import ReplicaActor
-from hsx_dist.jobs.room import affordable_credit, check_output, check_room, has_room_for_writers
+from hsx_dist.jobs.room import affordable_abroad, affordable_credit, check_output, check_room, has_room_for_writers
 from hsx_dist.jobs.tasks import EngineSpec, Task
 from hsx_dist.writers.ray_pool import WriterSpec, start_writer
 from hsx_dist.writers.sink import SinkOptions
@@ -79,8 +79,8 @@ class RayFleet:
         max_failures: int = 3,
         nodes: Callable[[], Nodes] = look,
     ):
-        """``writer(name)`` gives a writer's spec. ``name`` prefixes the actors' names on Ray's dashboard. A replica
-        that dies is started again, up to ``max_failures`` times in a row."""
+        """``writer(name)`` gives a writer's spec. ``name`` is the actors' namespace, and prefixes their names, as Ray's
+        dashboard lists them. A replica that dies is started again, up to ``max_failures`` times in a row."""
         self._spec = spec
         self._writer = writer
         self._shape = shape
@@ -173,6 +173,7 @@ class RayFleet:
                 num_cpus=self._shape.writer_cpus,
                 threads=self._shape.writer_threads,
                 name=f"{self._name}/writer/{name}",
+                namespace=self._name,
             )
             started.append(actor)
             self._listen(actor)
@@ -198,6 +199,7 @@ class RayFleet:
             ray.remote(ReplicaActor)
             .options(
                 name=name,
+                namespace=self._name,
                 num_cpus=shape.replica_cpus,
                 num_gpus=placement.actor_gpus,
                 resources=dict(shape.replica_resources) or None,
@@ -411,4 +413,6 @@ def ray_fleet(config: ExtractConfig, spec: EngineSpec, options: Callable[[str], 
             tags={"run": spec.output, "writer": writer_name},
         )
 
-    return RayFleet(placed_spec(spec, placement), writer, shape, name=name)
+    placed = placed_spec(spec, placement)
+    placed = replace(placed, abroad_bytes=affordable_abroad(config, placed, placement, nodes))
+    return RayFleet(placed, writer, shape, name=name)

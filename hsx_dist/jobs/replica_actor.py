@@ -42,6 +42,7 @@ class ReplicaActor:
         self._tags = dict(tags)
         configure_logging(logging.INFO, **tags)
         self._writers = writers
+        self._abroad_bytes = spec.abroad_bytes
         self._senders: list[RaySender] = []
         self._meter = Meter()
         self._export = RayExport(self._meter, "replica", tags)
@@ -54,7 +55,9 @@ class ReplicaActor:
         return f"hsx replica {self._tags['replica']}"
 
     def _sender(self) -> RaySender:
-        self._senders.append(RaySender(self._writers, self._on_lost, meter=self._meter))
+        self._senders.append(
+            RaySender(self._writers, self._on_lost, meter=self._meter, abroad_bytes=self._abroad_bytes)
+        )
         return self._senders[-1]
 
     def ready(self) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from hsx_dist.config import ExtractConfig
 from hsx_dist.errors import ConfigError
 from hsx_dist.jobs.placement import Placement
+from hsx_dist.jobs.tasks import EngineSpec
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,25 @@ def affordable_credit(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]])
     return min(wanted, most)
 
 
+def affordable_abroad(
+    config: ExtractConfig, spec: EngineSpec, placement: Placement, nodes: Sequence[Mapping[str, Any]]
+) -> int:
+    """Bytes that one sender may have at other nodes' writers: they lie in its own node's object store as well, of which
+    a quarter is for all senders that fit on a node. The credits of that node's writers have a half."""
+    resources = [n["Resources"] for n in nodes]
+    smallest = min(int(have.get("object_store_memory", 0)) for have in resources)
+    most = config.max_replicas
+    if placement.total and not placement.spans_nodes:
+        most = min(most, max(fitting(have, placement.total) for have in resources))
+    senders = spec.ranks if spec.owners is None else spec.owners
+    return smallest // 4 // max(most * senders, 1)
+
+
+def fitting(node: Mapping[str, float], wanted: Mapping[str, float]) -> int:
+    """How many replicas, of which each takes ``wanted`` (not empty), a node of these resources holds."""
+    return min(int(node.get(name, 0) / amount + 1e-9) for name, amount in wanted.items())
+
+
 def has_room_for_writers(node: Mapping[str, float], cpus: float) -> bool:
     """Whether writers are made on a node. A head that gives its CPUs to nobody (``--num-cpus=0``) gets none."""
     return node.get("CPU", 0) >= cpus
@@ -72,8 +92,7 @@ def check_room(config: ExtractConfig, placement: Placement, nodes: Sequence[Mapp
     for node in nodes:
         taken = writers if has_room_for_writers(node, writers) else 0
         free = {**node, "CPU": node.get("CPU", 0) - taken}
-        fits = [int(free.get(name, 0) / amount + 1e-9) for name, amount in wanted.items()]
-        room += min(fits, default=config.min_replicas)
+        room += fitting(free, wanted) if wanted else config.min_replicas
     if room < config.min_replicas:
         have = ", ".join(
             "{" + ", ".join(f"{name}: {node.get(name, 0):g}" for name in sorted(wanted)) + "}" for node in nodes

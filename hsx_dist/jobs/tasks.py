@@ -10,6 +10,7 @@ from hsx_dist.format.manifest import RowFate
 from hsx_dist.jobs.encode import RowRules
 from hsx_dist.jobs.rows import Row
 from hsx_dist.observe.metrics import Series
+from hsx_dist.writers.base import ABROAD_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,8 @@ class EngineSpec:
     in_flight_bytes: int
     #: Ranks that ship, from 0; None: all of them, in turn.
     owners: int | None = None
+    #: What each of them may have at other nodes' writers at once.
+    abroad_bytes: int = ABROAD_BYTES
     rules: RowRules = field(default_factory=RowRules)
     #: What seeds are made of, with a row's key: the same for every attempt of a run. Empty: vLLM's own choice.
     seed: str = ""

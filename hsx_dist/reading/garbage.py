@@ -1,4 +1,4 @@
-"""What of a run nobody needs: parts that no receipt names; and the run as a whole."""
+"""What of a run nobody needs: parts that no receipt names, files that were never finished; and the run as a whole."""
 
 from __future__ import annotations
 
@@ -28,6 +28,13 @@ def unproven(store: Store, attempt: int) -> Iterator[ObjectInfo]:
     return (info for info in found if info.name not in named)
 
 
+def unfinished(store: Store, older_than: float = 0.0) -> Iterator[ObjectInfo]:
+    """What puts left of which the process was killed, where the store is a folder: of everything below it, unless it
+    changed within ``older_than`` seconds."""
+    find = getattr(store, "unfinished", None)
+    return iter(()) if find is None else find(older_than)
+
+
 def remove_run(store: Store, *, on_object: Callable[[str], None] = lambda _: None) -> int:
     """Remove the run: how many objects. What is not a run's own stays. The first to go is ``run.json``, so that nobody
     reads a run of which half is gone; called again it goes on.
@@ -44,6 +51,11 @@ def remove_run(store: Store, *, on_object: Callable[[str], None] = lambda _: Non
         removed += 1
     for folder in _FOLDERS:
         for info in store.list(folder):
+            store.delete(info.name)
+            on_object(info.name)
+            removed += 1
+    for info in unfinished(store):
+        if "/" not in info.name or info.name.startswith(_FOLDERS):
             store.delete(info.name)
             on_object(info.name)
             removed += 1

@@ -79,10 +79,14 @@ _CONNECTION = frozenset(
 _TRANSIENT = frozenset(
     {errno.EIO, errno.EBUSY, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.EPIPE, errno.EREMOTEIO}
 )
+#: No room is left, or not for so large a file.
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _REGION_CODES = frozenset({"301", "307", "AuthorizationHeaderMalformed", "PermanentRedirect"})
 # obstore tells status, code and cause in the text of its errors only, and adds a page of Rust's own.
 _IN_TEXT = re.compile(r"(?:status code: |HTTP status )(?P<status>[1-5]\d\d)")
 _CODE_IN_TEXT = re.compile(r"<Code>(\w+)</Code>|\(code: (\w+)\)")
+_ERRNO_IN_TEXT = re.compile(r"\(os error (\d+)\)")
+_INVALID_RANGE = "Requested range was invalid"
 _RUST = "\n\nDebug source:"
 _NO_ANSWER = ("HTTP error:", "error sending request", "operation timed out", "without LOCATION")
 _DETAIL = 300
@@ -140,14 +144,18 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
         return Denied(f"{where}: not allowed: {came}. {_CREDENTIALS_HINT}")
     if names & _NO_CREDENTIALS:
         return Denied(f"{where}: no usable credentials: {came}. {_CREDENTIALS_HINT}")
-    if status == 404 or code in ("NoSuchKey", "404") or isinstance(error, (FileNotFoundError, IsADirectoryError)):
+    number = _errno(error)
+    if number == errno.ENOTDIR and where.startswith("put"):
+        return StoreError(f"{where}: {came}. An object and a folder cannot share a name: choose another output")
+    missing = isinstance(error, FileNotFoundError) or number in (errno.EISDIR, errno.ENOTDIR)
+    if status == 404 or code in ("NoSuchKey", "404") or missing:
         return NotFound(f"{where}: there is no such object")
     if names & _CONNECTION or isinstance(error, (TimeoutError, ConnectionError)) or _unanswered(chain, status):
         return Unavailable(f"{where}: no answer: {came}. {_ENDPOINT_HINT}")
     # A known 4xx is a wrong request whatever errno the library chose for it.
-    if status is None and isinstance(error, OSError) and error.errno in _TRANSIENT:
+    if status is None and number in _TRANSIENT:
         return Unavailable(f"{where}: {came}. {_ENDPOINT_HINT}")
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if number in FULL:
         return StoreError(f"{where}: {came}. Free some space, or choose another output")
     return StoreError(f"{where}: {came}")
 
@@ -166,11 +174,19 @@ def redirected(error: BaseException) -> bool:
 def past_the_end(error: BaseException) -> bool:
     """Whether a range was asked that begins behind the object's last byte."""
     code, status = _code(list(_chain(error)))
-    return code in ("InvalidRange", "416") or status == 416
+    of_a_file = _of_obstore(error) and _INVALID_RANGE in str(error)
+    return code in ("InvalidRange", "416") or status == 416 or of_a_file
 
 
 def _unanswered(chain: list[BaseException], status: int | None) -> bool:
     return status is None and any(_of_obstore(e) and any(t in str(e) for t in _NO_ANSWER) for e in chain)
+
+
+def _errno(error: BaseException) -> int | None:
+    if isinstance(error, OSError):
+        return error.errno
+    found = _ERRNO_IN_TEXT.search(str(error).partition(_RUST)[0]) if _of_obstore(error) else None
+    return int(found[1]) if found else None
 
 
 def _of_obstore(error: BaseException) -> bool:

@@ -1,12 +1,13 @@
-"""Objects through fsspec: any scheme it speaks; S3, GCS and memory are tested."""
+"""Objects through fsspec: any scheme it speaks; S3, GCS, files and memory are tested."""
 
 from __future__ import annotations
 
 import inspect
 import os
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -17,6 +18,7 @@ from hsx_dist.config.secrets import public_url
 from hsx_dist.errors import AlreadyExists, ConfigError, HsxError, NotFound, StoreError, Unavailable
 from hsx_dist.store.base import Buffer, ObjectInfo, as_bytes_view, check_name, check_ranges, coalesce, cut
 from hsx_dist.store.faults import Redactor, expired, past_the_end, translate
+from hsx_dist.store.local import UNFINISHED
 
 T = TypeVar("T")
 
@@ -83,7 +85,7 @@ class FsspecStore:
         data = data if isinstance(data, bytes) else b"".join(map(as_bytes_view, data))
         # In one request: s3fs and gcsfs cut larger ones, and gcsfs's are then not create-only.
         whole = {"chunksize": len(data) + 1} if self._s3 or self._scheme in ("gs", "gcs") else {}
-        if not self._can_create():
+        if self._scheme != "file" and not self._can_create():
             raise StoreError(
                 f"put {self.url}/{name}: expected a back end with create-only writes, and fsspec's "
                 f"{type(self._fs).__name__} has none. Use file, s3 or gs"
@@ -103,14 +105,19 @@ class FsspecStore:
         spans = coalesce(ranges)
         contents: list[bytes] = []
         limit = self._limit(min(sum(stop - start for start, stop in spans), _LARGEST_OBJECT))
+        asked = spans
+        if self._scheme == "file" and spans:
+            # fsspec allocates what is asked for, and a range may come from an object that lies.
+            size = self._call("get", name, lambda: self._fs.size(path))
+            asked = [(min(start, size), min(stop, size)) for start, stop in spans]
         if len(spans) == 1:
-            start, stop = spans[0]
+            start, stop = asked[0]
             contents = [
                 self._call("get", name, lambda: self._fs.cat_file(path, start=start, end=stop, **limit), past_end=b"")
             ]
         elif spans:
             found = self._call("get", name, lambda: self._fs.cat_ranges(
-                [path] * len(spans), [s for s, _ in spans], [s for _, s in spans], on_error="return", **limit
+                [path] * len(asked), [s for s, _ in asked], [s for _, s in asked], on_error="return", **limit
             ))  # fmt: skip
             for answer in found:
                 # fsspec's default hands exceptions out as if they were contents.
@@ -175,6 +182,8 @@ class FsspecStore:
         defaults: dict[str, Any] = {"use_listings_cache": False}
         if self._scheme != "memory":
             defaults["skip_instance_cache"] = True
+        if self._scheme == "file":
+            defaults["auto_mkdir"] = True
         if self._scheme in ("s3", "s3a"):
             # Few and quick: the patient repetition with a time limit is RetryStore's.
             quick = {"retries": {"total_max_attempts": 3, "mode": "standard"}}
@@ -188,8 +197,20 @@ class FsspecStore:
         if self._scheme == "memory":
             with _MEMORY_LOCK:  # fsspec's looks first and stores then
                 self._fs.pipe_file(path, data, **how)
+        elif self._scheme == "file":
+            self._pipe_beside(path, data, **how)
         else:
             self._fs.pipe_file(path, data, **how, **self._limit(len(data)))
+
+    def _pipe_beside(self, path: str, data: bytes, mode: str = "overwrite") -> None:
+        """A file that appears whole: fsspec writes it in place, where readers would see its beginning."""
+        unfinished = f"{path.rpartition('/')[0]}/{UNFINISHED}{uuid.uuid4().hex}"
+        try:
+            self._fs.pipe_file(unfinished, data)
+            (self._fs.link if mode == "create" else self._fs.mv)(unfinished, path)
+        finally:
+            with suppress(FileNotFoundError):
+                self._fs.rm_file(unfinished)
 
     def _limit(self, nbytes: int = 0, patience: float | None = None) -> dict[str, float]:
         """The argument that ends an overlong call, where the file system takes one."""
@@ -242,7 +263,8 @@ class FsspecStore:
         skip = len(self._root) + 1
         names = [(str(path)[skip:], info) for path, info in found.items() if str(path).startswith(f"{self._root}/")]
         for name, info in sorted(names, key=lambda item: item[0]):
-            if info["type"] == "file" and not name.endswith("/"):
+            hidden = self._scheme == "file" and name.rpartition("/")[2].startswith(UNFINISHED)
+            if info["type"] == "file" and not name.endswith("/") and not hidden:
                 yield ObjectInfo(name, int(info["size"]))
 
     @contextmanager
@@ -257,7 +279,7 @@ class FsspecStore:
             told = translate(e, f"{verb} {self.url}/{name}", self._bucket, self._redact)
             if verb != "put-if-absent" and isinstance(told, AlreadyExists):
                 told = StoreError(f"{verb} {self.url}/{name}: {self._redact(str(e))}")
-            if expired(e) and "token" not in self._options and self._renew(fs):
+            if expired(e) and not self._given_token() and self._renew(fs):
                 told = Unavailable(str(told))
             raise told from self._shown(e)
 
@@ -269,6 +291,11 @@ class FsspecStore:
                 if past_end is not None and past_the_end(e):
                     return past_end
                 raise
+
+    def _given_token(self) -> bool:
+        """Whether the options hold a temporary token: nothing would give another one."""
+        more = self._options.get("client_kwargs") or {}
+        return bool(self._options.get("token") or more.get("aws_session_token"))
 
     def _renew(self, fs: Any) -> bool:
         """Look for credentials anew, as those that a profile or the environment gave ran out."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,12 +15,12 @@ import numpy as np
 from hsx_dist.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
 from hsx_dist.store.base import Buffer, ObjectInfo, as_buffers, as_bytes_view, check_name, check_ranges, coalesce, cut
 from hsx_dist.store.direct import write_direct
+from hsx_dist.store.faults import FULL
 
-# Unfinished objects lie beside their final name, as a rename must stay within one file system.
-_UNFINISHED = ".hsx-unfinished-"
+#: Unfinished objects lie beside their final name, as a rename must stay within one file system.
+UNFINISHED = ".hsx-unfinished-"
 _IOV_MAX = 512
 _TRANSIENT = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EINTR})
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
 
 
@@ -27,7 +28,7 @@ class LocalStore:
     """A ``Store`` over a folder: an object is written beside its name, synced, and renamed when it is whole.
 
     The folder is made by the first put. Names ending in a component that begins with ``.hsx-unfinished-`` are refused,
-    and such files, which a killed process leaves, are not listed.
+    and such files, which a killed process leaves, are not listed (but by ``unfinished``).
     """
 
     def __init__(self, root: str | os.PathLike[str]):
@@ -91,11 +92,21 @@ class LocalStore:
 
     def delete(self, name: str) -> None:
         with self._telling("delete", name), suppress(FileNotFoundError, NotADirectoryError):
-            self._path(name).unlink()
+            (self._root / check_name(name)).unlink()
+
+    def unfinished(self, older_than: float = 0.0) -> Iterator[ObjectInfo]:
+        """What processes that were killed left of puts, unless it changed within ``older_than`` seconds: no ``list``
+        shows it, ``delete`` removes it. Some of it may be being written."""
+        with self._telling("list", UNFINISHED):
+            for path in sorted(self._root.rglob(f"{UNFINISHED}*")):
+                with suppress(FileNotFoundError):  # finished meanwhile
+                    found = path.stat()
+                    if time.time() - found.st_mtime >= older_than:
+                        yield ObjectInfo(path.relative_to(self._root).as_posix(), found.st_size)
 
     def _path(self, name: str) -> Path:
-        if check_name(name).rpartition("/")[2].startswith(_UNFINISHED):
-            raise ValueError(f"{name!r}: names beginning with {_UNFINISHED!r} are kept for objects being written")
+        if check_name(name).rpartition("/")[2].startswith(UNFINISHED):
+            raise ValueError(f"{name!r}: names beginning with {UNFINISHED!r} are kept for objects being written")
         return self._root / name
 
     def _walk(self, folder: str, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
@@ -111,7 +122,7 @@ class LocalStore:
                 if matches and (after is None or name > after or after.startswith(name)):
                     yield from self._walk(name, prefix, after)
             elif name.startswith(prefix) and (after is None or name > after):
-                if entry.name.startswith(_UNFINISHED):
+                if entry.name.startswith(UNFINISHED):
                     continue
                 with suppress(FileNotFoundError):  # deleted meanwhile
                     yield ObjectInfo(name, entry.stat().st_size)
@@ -134,7 +145,7 @@ class LocalStore:
         except PermissionError as e:
             raise Denied(f"{where}: {e.strerror}. Check the folder's owner and mode, or choose another output") from e
         except OSError as e:
-            if e.errno in _FULL:
+            if e.errno in FULL:
                 raise StoreError(f"{where}: {e.strerror}. Free some space, or choose another output") from e
             if isinstance(e, FileExistsError):
                 raise StoreError(f"{where}: expected a folder, and there is a file of that name in its path") from e
@@ -145,7 +156,7 @@ class LocalStore:
 @contextmanager
 def _unfinished(path: Path, views: Sequence[memoryview]) -> Iterator[Path]:
     """A whole and synced file beside ``path``; gone when the context ends, whatever happened."""
-    temporary = path.parent / f"{_UNFINISHED}{uuid.uuid4().hex}"
+    temporary = path.parent / f"{UNFINISHED}{uuid.uuid4().hex}"
     _make_folder(path.parent)
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)

@@ -29,7 +29,7 @@ _SLOWEST = 1024 * 1024
 
 
 class ObstoreStore:
-    """A ``Store`` over obstore, for ``s3``, ``gs`` and ``az``.
+    """A ``Store`` over obstore, for ``s3``, ``gs``, ``az`` and ``file``.
 
     ``options`` are those of fsspec's file system for the scheme: credentials, endpoint and region are resolved as it
     would. A request that lasts longer than ``patience`` seconds (ten times that where sizes are unknown), and a second
@@ -44,7 +44,9 @@ class ObstoreStore:
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, patience: float = _PATIENCE):
         self._scheme = url.partition("://")[0]
         self._url = public_url(url).rstrip("/")
-        self._bucket, _, root = self._url.partition("://")[2].partition("/")
+        place = self._url.partition("://")[2]
+        # A folder is the whole of obstore's store for files; it is made by the first put.
+        self._bucket, _, root = (place, "", "") if self._scheme == "file" else place.partition("/")
         self._root = f"{root}/" if root else ""
         self._options = dict(options or {})
         self._patience = patience

@@ -33,7 +33,19 @@ def connect(scheme: str, bucket: str, options: Mapping[str, Any], region: str | 
         return _gcs(bucket, options)
     if scheme in ("az", "abfs", "abfss"):
         return _azure(bucket, options)
-    raise NotTranslated(f"obstore speaks s3, gs and az here, not {scheme}")
+    if scheme == "file":
+        return _files(bucket, options)
+    raise NotTranslated(f"obstore speaks s3, gs, az and file here, not {scheme}")
+
+
+# -- files ---------------------------------------------------------------------------------------------------------
+
+
+def _files(folder: str, options: Mapping[str, Any]) -> Connection:
+    from obstore.store import LocalStore
+
+    only(options, frozenset(["auto_mkdir"]), "storage_options")
+    return Connection(make=lambda *_: LocalStore(folder, mkdir=True), renewable=False)
 
 
 # -- GCS -----------------------------------------------------------------------------------------------------------

@@ -99,6 +99,11 @@ class RetryStore:
     def delete(self, name: str) -> None:
         self._repeat(lambda: self._inner.delete(name))
 
+    def unfinished(self, older_than: float = 0.0) -> Iterator[ObjectInfo]:
+        """As ``LocalStore.unfinished``; nothing where a store is no folder."""
+        find = getattr(self._inner, "unfinished", None)
+        return iter(()) if find is None else find(older_than)
+
     def _holds(self, name: str, data: bytes | Sequence[Buffer]) -> bool:
         try:
             return self._inner.get(name) == (data if isinstance(data, bytes) else b"".join(map(as_bytes_view, data)))

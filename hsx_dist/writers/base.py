@@ -9,6 +9,9 @@ from hsx_dist.page import Page
 
 #: What a call to a writer should carry at least: a call by itself costs a writer as much time as a MiB in it.
 CALL_BYTES = 1 << 20
+#: What a sender may have at other nodes' writers, where nobody says: their credits are of their nodes' object stores,
+#: and pages lie in the sender's as well until they are answered.
+ABROAD_BYTES = 64 << 20
 
 
 class Sender(Protocol):

@@ -22,7 +22,7 @@ from hsx_dist.observe.ray_metrics import RayExport
 from hsx_dist.page import Page, Segment
 from hsx_dist.store import open_store
 from hsx_dist.store.opening import Backend
-from hsx_dist.writers.base import CALL_BYTES
+from hsx_dist.writers.base import ABROAD_BYTES, CALL_BYTES
 from hsx_dist.writers.events import Counted, Event, Lost
 from hsx_dist.writers.mapped import Mapped
 from hsx_dist.writers.sink import PartSink, SinkOptions
@@ -170,14 +170,18 @@ class WriterActor:
         return f"hsx writer {self._tags.get('writer', '')}"
 
 
-def start_writer(spec: WriterSpec, *, node_id: str, num_cpus: float, threads: int, name: str) -> Any:
-    """An actor pinned to a node, restarted for ever; ``threads`` calls encode at once."""
+def start_writer(
+    spec: WriterSpec, *, node_id: str, num_cpus: float, threads: int, name: str, namespace: str | None = None
+) -> Any:
+    """An actor pinned to a node, restarted for ever; ``threads`` calls encode at once. ``namespace``: Ray's, in which
+    it is named, by default the job's own."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return (
         ray.remote(concurrency_groups={"control": 4})(WriterActor)
         .options(
             name=name,
+            namespace=namespace,
             num_cpus=num_cpus,
             max_restarts=-1,
             max_concurrency=threads,
@@ -206,8 +210,9 @@ class _Writer:
 class RaySender:
     """Sends from one replica to the writers of its own node, and to others' while those are gone or full.
 
-    It never has more than a writer's credit unanswered there, but for one page at a time. All pages of a segment go to
-    one writer; when that one dies in between, the rest of the segment is dropped, as nothing could ever complete it.
+    It never has more than a writer's credit unanswered there, and no more than ``abroad_bytes`` at other nodes' writers
+    together, but for one page at a time. All pages of a segment go to one writer; when that one dies in between, the
+    rest of the segment is dropped, as nothing could ever complete it.
     """
 
     #: A writer says what it can hold with its first answer; until then one call is under way, of at most so many bytes.
@@ -220,8 +225,10 @@ class RaySender:
         *,
         node: str | None = None,
         meter: Meter | None = None,
+        abroad_bytes: int = ABROAD_BYTES,
     ):
         """``writers``: (node id, actor handle). ``node``: where this sender is, by default where it is called."""
+        self._abroad_bytes = abroad_bytes
         self._node = ray.get_runtime_context().get_node_id() if node is None else node
         self._name = uuid.uuid4().hex
         self._on_lost = on_lost
@@ -240,7 +247,7 @@ class RaySender:
             known = {w.actor: w for w in self._writers}
             self._writers = [known.get(a) or _Writer(n, a) for n, a in writers]
             for gone in (w for w in known.values() if w not in self._writers):
-                self._settle(gone, 0)
+                self._settle([gone], 0)
                 self._abandon(gone)
 
     def send(self, pages: Sequence[Page], release: Callable[[Page], None]) -> None:
@@ -254,8 +261,7 @@ class RaySender:
 
     def flush(self) -> None:
         with self._lock:
-            for writer in self._writers:
-                self._settle(writer, 0)
+            self._settle(self._writers, 0)
 
     def close(self) -> None:
         self.flush()
@@ -291,12 +297,17 @@ class RaySender:
         def held(w: _Writer) -> int:
             return w.nbytes + planned.get(id(w), 0)
 
-        for w in self._writers:
-            self._settle(w, None)
+        def has_room(w: _Writer) -> bool:
+            if w.node != self._node and away and away + nbytes > self._abroad_bytes:
+                return False
+            return held(w) + nbytes <= self._limit(w) or not held(w)
+
+        self._settle(self._writers, None)
+        away = sum(map(held, self._abroad()))
         up = [w for w in self._writers if w.down_until <= now]
         here = [w for w in up if w.node == self._node]
         for candidates in (here, up):
-            free = [w for w in candidates if held(w) + nbytes <= self._limit(w) or not held(w)]
+            free = [w for w in candidates if has_room(w)]
             if free:
                 # A call that is still small is filled first; else many writers were many small calls.
                 small = [w for w in free if 0 < planned.get(id(w), 0) < CALL_BYTES]
@@ -309,13 +320,17 @@ class RaySender:
         while at < len(pages):
             nbytes = pages[at].nbytes
             end = at + 1
-            limit = self._limit(writer)
+            limit, abroad = self._limit(writer), writer.node != self._node
+            if abroad:
+                limit = min(limit, self._abroad_bytes)
             while end < len(pages) and nbytes + pages[end].nbytes <= limit:
                 nbytes += pages[end].nbytes
                 end += 1
             epoch = writer.epoch
             before = time.monotonic()
-            self._settle(writer, limit - nbytes)
+            self._settle([writer], limit - nbytes)
+            if abroad:
+                self._settle(self._abroad(), self._abroad_bytes - nbytes)
             self._meter.add("credit_wait_seconds", time.monotonic() - before)
             batch = pages[at:end]
             at = end
@@ -330,6 +345,10 @@ class RaySender:
             writer.unanswered[ref] = (nbytes, segments)
             writer.nbytes += nbytes
 
+    def _abroad(self) -> list[_Writer]:
+        """The other nodes' writers."""
+        return [w for w in self._writers if w.node != self._node]
+
     def _limit(self, writer: _Writer) -> int:
         """Bytes that may be unanswered there: what it granted, unless it may have given that to others meanwhile."""
         if writer.asked and time.monotonic() - writer.answered < Credits.LATELY / 2:
@@ -338,15 +357,18 @@ class RaySender:
 
     # -- what comes back -----------------------------------------------------------------------------------------
 
-    def _settle(self, writer: _Writer, room: int | None) -> None:
-        """Take answers until at most ``room`` bytes are unanswered (or none: one batch may exceed the credit); without
-        ``room`` those that are there."""
-        while writer.unanswered and (room is None or writer.nbytes > max(room, 0)):
-            refs = list(writer.unanswered)
-            done, _ = ray.wait(refs, num_returns=1, timeout=0 if room is None else None)
+    def _settle(self, writers: Sequence[_Writer], room: int | None) -> None:
+        """Take answers until at most ``room`` bytes are unanswered at all of them (or none: one batch may exceed the
+        credit); without ``room`` those that are there."""
+        while room is None or sum(w.nbytes for w in writers) > max(room, 0):
+            asked = {ref: w for w in writers for ref in w.unanswered}
+            if not asked:
+                return
+            done, _ = ray.wait(list(asked), num_returns=1, timeout=0 if room is None else None)
             if not done:
                 return
             for ref in done:
+                writer = asked[ref]
                 nbytes, segments = writer.unanswered.pop(ref)
                 writer.nbytes -= nbytes
                 self._answered(writer, ref, segments)

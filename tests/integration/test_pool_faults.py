@@ -1,17 +1,17 @@
 """What dies around the writers, on real processes: no sample that was proven is lost, none is half visible, none twice.
 
-Real Ray actors take pages and store parts on a real S3 protocol; no engine runs, as it would add nothing but time. The
-server is scripted where a fault must strike at one exact moment, and SeaweedFS where a real one must die.
+Real Ray actors take pages and store parts in SeaweedFS, through a relay where a fault must strike at one exact moment;
+no engine runs, as it would add nothing but time. The server is scripted where it has to say what SeaweedFS never says.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -29,13 +29,14 @@ from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import Store, open_store
 from hsx_dist.store.fsspec import FsspecStore
 from hsx_dist.store.obstore import ObstoreStore
-from hsx_dist.testing.discard import Answer, DiscardServer, discard_server
+from hsx_dist.testing.discard import Answer, discard_server
 from hsx_dist.testing.processes import child, http_status
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.servers import seaweedfs
 from hsx_dist.writers.events import Counted, Lost
 from hsx_dist.writers.ray_pool import RaySender, WriterSpec, start_writer
 from hsx_dist.writers.sink import SinkOptions
+from tests.integration.relay import Strike, relay
 
 pytestmark = pytest.mark.integration
 
@@ -140,60 +141,81 @@ def pool():
         p.close()
 
 
-def on(server: DiscardServer, hook: str, prefix: str, strike: Callable[[], None], *, at: int = 1) -> threading.Event:
-    """Strike once, at the ``at``-th request for an object below ``prefix``, before (``answer``) or after (``stored``)
-    it is carried out."""
-    struck = threading.Event()
-    seen = [0]
+@pytest.fixture(scope="module")
+def weed(tmp_path_factory):
+    """A real S3 server."""
+    with seaweedfs(tmp_path_factory.mktemp("weed")) as server:
+        yield server
 
-    def watch(request):
-        if request.path.startswith(f"b/run/{prefix}") and not struck.is_set():
-            seen[0] += 1
-            if seen[0] == at:
-                struck.set()
-                strike()
 
-    setattr(server, hook, watch)
-    return struck
+@pytest.fixture
+def gate(weed, request):
+    """A relay before it, options that lead through it, and a url of the test's own."""
+    with relay(weed.endpoint_url) as made:
+        name = re.sub(r"\W+", "-", request.node.name)
+        yield made, f"{weed.url}/{name}", {**weed.storage_options, "endpoint_url": made.endpoint_url}
 
 
 @pytest.mark.parametrize(
-    ("hook", "prefix"),
+    ("when", "verb", "prefix"),
     [
-        ("answer", "data/"),  # in mid upload: the part was sent, and is not stored
-        ("answer", "attempts/0002"),  # the part is stored; whether a newer attempt exists is about to be asked
-        ("answer", "manifest/"),  # the receipt was sent, and is not stored
-        ("stored", "manifest/"),  # the receipt is stored, and nobody was told
+        ("halfway", "PUT", "data/"),  # in mid upload
+        ("after", "PUT", "data/"),  # the part is stored, and its receipt is not begun
+        ("before", "HEAD", "attempts/0002"),  # whether a newer attempt exists is about to be asked
+        ("before", "PUT", "manifest/"),  # between part and receipt
+        ("after", "PUT", "manifest/"),  # the receipt is stored, and nobody was told
     ],
 )
-def test_a_writer_killed_while_it_stores_costs_no_sample(hook, prefix, pool):
-    with discard_server() as server:
-        store = open_store("s3://b/run", server.storage_options())
-        new_run(store)
-        p = pool("s3://b/run", server.storage_options()).start()
-        pid = p.pid()
-        struck = on(server, hook, prefix, lambda: os.kill(pid, signal.SIGKILL), at=3)
-        turns = p.until_proven(store)
-        assert struck.is_set()
-        assert turns > 1 or hook == "stored"
-        check_whole(store)
+def test_a_writer_killed_while_it_stores_costs_no_sample(when, verb, prefix, pool, gate, weed):
+    """Before SeaweedFS, which keeps what it was given and forgets the rest."""
+    between, url, options = gate
+    store = open_store(url, weed.storage_options)
+    new_run(store)
+    p = pool(url, options).start()
+    pid = p.pid()
+    line = f"{verb} {url.removeprefix('s3:/')}/{prefix}".encode()
+    between.strike = Strike(line, when, lambda: os.kill(pid, signal.SIGKILL), at=3)
+    turns = p.until_proven(store)
+    assert between.strike.struck.is_set()
+    assert turns > 1 or (when, prefix) == ("after", "manifest/")
+    check_whole(store)
 
 
-def test_a_writer_killed_while_it_encodes_costs_no_sample(pool):
-    with discard_server() as server:
-        store = open_store("s3://b/run", server.storage_options())
-        new_run(store)
-        p = pool("s3://b/run", server.storage_options()).start()
-        half = random_sample("long", tokens=4000, hidden_size=256)
-        pages = list(half.pages())
-        p.sender.send(pages[: len(pages) // 2], lambda _: None)
-        p.kill()
-        p.sender.flush()
-        assert [lost.segments[0].key for lost in p.lost][:1] in ([], ["long"])
-        p.sender.send(pages[len(pages) // 2 :], lambda _: None)  # the rest of what can no longer become whole
-        p.until_proven(store)
-        check_whole(store)
-        assert "long" not in load_manifest(store).samples
+def test_a_writer_killed_while_it_encodes_costs_no_sample(pool, gate, tmp_path):
+    _, url, options = gate
+    store = open_store(url, options)
+    new_run(store)
+    p = pool(url, options).start()
+    begun = tmp_path / "begun"
+
+    def halt(_, marker):
+        """From now on the second layer of a page is never done with."""
+        from hsx_dist.format.codecs import SplitCodec
+
+        real, layers = SplitCodec.encode_into, []
+
+        def encode_into(*args):
+            layers.append(args)
+            if len(layers) == 2:
+                marker.touch()
+                threading.Event().wait()
+            return real(*args)
+
+        SplitCodec.encode_into = encode_into
+
+    ray.get(p.writers[0][1].__ray_call__.remote(halt, begun))
+    half = random_sample("long", tokens=4000, hidden_size=256)
+    pages = list(half.pages())
+    p.sender.send(pages[: len(pages) // 2], lambda _: None)
+    while not begun.exists():  # ends: the writer has them
+        time.sleep(0.01)
+    p.kill()
+    p.sender.flush()
+    assert [lost.segments[0].key for lost in p.lost] == ["long"]
+    p.sender.send(pages[len(pages) // 2 :], lambda _: None)  # the rest of what can no longer become whole
+    p.until_proven(store)
+    check_whole(store)
+    assert "long" not in load_manifest(store).samples
 
 
 def test_a_writer_that_cannot_open_its_store_says_so(pool):
@@ -207,26 +229,26 @@ def test_a_writer_that_cannot_open_its_store_says_so(pool):
     assert [lost.segments[0].key for lost in p.lost] == ["k00"]
 
 
-def test_a_second_driver_fences_the_first_off(pool):
-    with discard_server() as server:
-        store = open_store("s3://b/run", server.storage_options())
-        new_run(store)
-        first = pool("s3://b/run", server.storage_options()).start("first")
-        keys = sorted(SAMPLES)
-        first.send([SAMPLES[k] for k in keys[:8]])
-        first.flush()
-        proven = {r.id for r in load_manifest(store).receipts}
-        assert proven
-        assert take_attempt(store, {}) == 2
-        second = pool("s3://b/run", server.storage_options(), attempt=2).start("second")
-        first.send([SAMPLES[k] for k in keys[8:]])
-        first.flush()
-        assert any(isinstance(e, Lost) and e.fenced for e in first.events)
-        assert any("Fenced" in lost.reason for lost in first.lost) or first.events[-1].fenced
-        assert {r.id for r in load_manifest(store).receipts if r.attempt == 1} == proven
-        second.until_proven(store)
-        check_whole(store)
-        assert {r.id for r in load_manifest(store).receipts if r.attempt == 1} == proven
+def test_a_second_driver_fences_the_first_off(pool, gate):
+    _, url, options = gate
+    store = open_store(url, options)
+    new_run(store)
+    first = pool(url, options).start("first")
+    keys = sorted(SAMPLES)
+    first.send([SAMPLES[k] for k in keys[:8]])
+    first.flush()
+    proven = {r.id for r in load_manifest(store).receipts}
+    assert proven
+    assert take_attempt(store, {}) == 2
+    second = pool(url, options, attempt=2).start("second")
+    first.send([SAMPLES[k] for k in keys[8:]])
+    first.flush()
+    assert any(isinstance(e, Lost) and e.fenced for e in first.events)
+    assert any("Fenced" in lost.reason for lost in first.lost) or first.events[-1].fenced
+    assert {r.id for r in load_manifest(store).receipts if r.attempt == 1} == proven
+    second.until_proven(store)
+    check_whole(store)
+    assert {r.id for r in load_manifest(store).receipts if r.attempt == 1} == proven
 
 
 def test_a_server_that_says_503_for_long_is_waited_for(pool):
@@ -283,35 +305,30 @@ def test_a_server_that_answers_a_byte_a_second_is_given_up(made):
                 call()
 
 
-def test_credentials_that_stop_working_end_the_writer_and_say_so(pool):
-    allowed = [True]
-
-    def refuse(request):
-        return None if allowed[0] else Answer(403, b"<Error><Code>AccessDenied</Code></Error>")
-
-    with discard_server(refuse) as server:
-        store = open_store("s3://b/run", server.storage_options())
-        new_run(store)
-        p = pool("s3://b/run", server.storage_options()).start()
-        keys = sorted(SAMPLES)
-        p.send([SAMPLES[k] for k in keys[:12]])
-        p.flush()
-        proven = load_manifest(store).samples.keys()
-        assert proven == set(keys[:12])
-        allowed[0] = False
-        p.send([SAMPLES[k] for k in keys[12:]])
-        p.flush()
-        fatal = [e for e in p.events if isinstance(e, Lost) and e.fatal]
-        assert fatal
-        assert "AccessDenied" in fatal[0].reason
-        assert {s.key for e in [*p.events, *p.lost] if isinstance(e, Lost) for s in e.segments} == set(keys[12:])
-        with pytest.raises(Denied):
-            store.put("x", [b"1"])
-        allowed[0] = True
-        assert load_manifest(store).samples.keys() == proven
-        again = pool("s3://b/run", server.storage_options(), attempt=take_attempt(store, {})).start("again")
-        again.until_proven(store)
-        check_whole(store)
+def test_credentials_that_stop_working_end_the_writer_and_say_so(pool, gate, weed):
+    """From one moment on the server finds every signature wrong: it has another secret for that key."""
+    between, url, options = gate
+    store = open_store(url, weed.storage_options)
+    new_run(store)
+    p = pool(url, options).start()
+    keys = sorted(SAMPLES)
+    p.send([SAMPLES[k] for k in keys[:12]])
+    p.flush()
+    proven = load_manifest(store).samples.keys()
+    assert proven == set(keys[:12])
+    between.alter = lambda data: re.sub(rb"Signature=[0-9a-f]{8}", b"Signature=00000000", data)
+    p.send([SAMPLES[k] for k in keys[12:]])
+    p.flush()
+    fatal = [e for e in p.events if isinstance(e, Lost) and e.fatal]
+    assert fatal
+    assert "SignatureDoesNotMatch" in fatal[0].reason
+    assert {s.key for e in [*p.events, *p.lost] if isinstance(e, Lost) for s in e.segments} == set(keys[12:])
+    with pytest.raises(Denied):
+        open_store(url, options).put("x", [b"1"])
+    assert load_manifest(store).samples.keys() == proven
+    again = pool(url, weed.storage_options, attempt=take_attempt(store, {})).start("again")
+    again.until_proven(store)
+    check_whole(store)
 
 
 def test_credentials_that_expire_are_looked_up_anew_in_the_writer(pool, tmp_path):

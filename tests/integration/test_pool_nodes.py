@@ -138,3 +138,21 @@ def test_a_writer_that_waits_for_its_cpu_is_waited_for_by_nobody(cluster):
         fleet.flush()
         assert set(load_manifest(store).samples) == set(SAMPLES)
         assert lost == []
+
+
+def test_what_goes_to_other_nodes_stays_within_its_bound(cluster):
+    """Writers' credits are of their own node's object store; pages lie in the sender's as well until they are taken."""
+    with writers(writer_cpus=0) as (fleet, store):
+        while not fleet._writers:  # ends: the node has room for its own
+            fleet.poll(0.5)
+        lost, unanswered = [], []
+        abroad = 2 * max(page.nbytes for sample in SAMPLES.values() for page in sample.pages())
+        sender = RaySender(fleet._writers, lost.append, node="another", abroad_bytes=abroad)
+        for _ in range(3):
+            for sample in SAMPLES.values():
+                sender.send(list(sample.pages()), lambda _: unanswered.append(sum(w.nbytes for w in sender._writers)))
+        sender.flush()
+        fleet.flush()
+        assert set(load_manifest(store).samples) == set(SAMPLES)
+        assert lost == []
+        assert 0 < max(unanswered) <= abroad

@@ -115,6 +115,7 @@ def test_gc_removes_what_no_receipt_names_and_nothing_else(store: Store, capsys:
         "deleted": False,
         "garbage": [garbage],
         "bytes": 100,
+        "unfinished": [],
     }
     assert hsx("gc", store.url, "--delete") == 0
     left = {i.name for i in store.list()} - set(before)
@@ -151,13 +152,29 @@ def test_a_silent_attempt_is_dead_after_a_while(store: Store) -> None:
     assert "data/part-0002-dead-000001.safetensors" not in {i.name for i in store.list()}
 
 
+def test_gc_removes_files_that_were_never_finished(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    left = [f"{folder}.hsx-unfinished-0123" for folder in ("", "data/", "manifest/")]
+    for name in left:
+        Path(store.url, name).write_bytes(b"half")
+    assert hsx("gc", store.url) == 0
+    said = capsys.readouterr().out
+    assert "never finished data/.hsx-unfinished-0123" in said
+    assert "3 files that were never finished, 12 B, can go" in said
+    assert hsx("gc", store.url, "--delete", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["unfinished"] == left
+    assert not any(Path(store.url, name).exists() for name in left)
+    assert hsx("verify", store.url) == 0
+
+
 def test_rm_removes_the_run_and_nothing_else(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     store.put("mine.txt", [b"x"])
+    Path(store.url, "data/.hsx-unfinished-0123").write_bytes(b"half")
     assert hsx("rm", store.url) == 0
     assert "6 samples in 3 parts" in capsys.readouterr().out
     assert len(open_run(store.url)) == 6
     assert hsx("rm", store.url, "--yes") == 0
     assert [i.name for i in store.list()] == ["mine.txt"]
+    assert not Path(store.url, "data/.hsx-unfinished-0123").exists()
     assert "mine.txt" in capsys.readouterr().out
     assert hsx("rm", store.url, "--yes") == 2
 

@@ -12,7 +12,7 @@ from hsx_dist.jobs.extract import engine_spec
 from hsx_dist.jobs.placement import place, placed_spec
 from hsx_dist.jobs.preflight import Model
 from hsx_dist.jobs.replica import engine_arguments
-from hsx_dist.jobs.room import check_output
+from hsx_dist.jobs.room import affordable_abroad, affordable_credit, check_output
 from hsx_dist.jobs.room import check_room as room_for
 
 
@@ -93,6 +93,28 @@ def test_replicas_that_no_node_has_room_for_are_refused_instead_of_waited_for():
     check_room(config(), 1, [{"CPU": 0.0}, {"CPU": 16.0, "GPU": 1.0}])  # a head without CPUs
     with pytest.raises(ConfigError, match="writers"):
         check_room(config(), 0, [{"CPU": 0.0}])
+
+
+def test_a_nodes_object_store_holds_all_that_senders_and_writers_may_have_in_it():
+    """Of a quarter of the smallest store all senders that fit on a node have their share, writers of a half."""
+    store = 8 << 30
+    nodes = [
+        {"Resources": {"CPU": 64.0, "GPU": 8.0, "object_store_memory": store}},
+        {"Resources": {"CPU": 64.0, "GPU": 4.0, "object_store_memory": 4 * store}},
+    ]
+    resources = [n["Resources"] for n in nodes]
+    settings = config(engine_kwargs={"tensor_parallel_size": 2}, max_replicas=100)
+    placement = place(settings.replica, spec(settings), resources)
+    placed = placed_spec(spec(settings), placement)
+    assert affordable_abroad(settings, placed, placement, nodes) == store // 4 // (4 * 2)
+    few = config(engine_kwargs={"tensor_parallel_size": 2}, max_replicas=1)
+    assert affordable_abroad(few, placed, placement, nodes) == store // 4 // 2
+    assert affordable_credit(settings, nodes) * settings.writers.per_node <= store // 2
+    wide = config(engine_kwargs={"tensor_parallel_size": 16}, max_replicas=3)
+    placement = place(wide.replica, spec(wide), resources)
+    placed = placed_spec(spec(wide), placement)
+    assert placement.spans_nodes
+    assert affordable_abroad(wide, placed, placement, nodes) == store // 4 // 3  # rank 0 ships alone
 
 
 def tp(size, **more):

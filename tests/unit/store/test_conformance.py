@@ -26,6 +26,22 @@ class TestOpenedFile(StoreSuite):
         return open_store(f"file://{tmp_path}/run")
 
 
+class TestFileThroughFsspec(StoreSuite):
+    racers = 16
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return open_store(f"file://{tmp_path}/made/by the first put", backend="fsspec")
+
+
+class TestFileThroughObstore(StoreSuite):
+    racers = 16
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return open_store(f"{tmp_path}/made/by the first put", backend="obstore")
+
+
 class TestMemory(StoreSuite):
     racers = 16
 

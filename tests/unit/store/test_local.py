@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hsx_dist.errors import Denied, NotFound, StoreError, Unavailable
+from hsx_dist.store import RetryStore
 from hsx_dist.store.local import LocalStore
 
 
@@ -47,6 +48,10 @@ def test_what_a_killed_process_left_is_not_an_object(tmp_path: Path) -> None:
     assert [o.name for o in store.list()] == ["d/a"]
     with pytest.raises(ValueError, match="being written"):
         store.get("d/.hsx-unfinished-0123")
+    assert [o.name for o in RetryStore(store).unfinished()] == ["d/.hsx-unfinished-0123"]
+    assert list(store.unfinished(older_than=3600)) == []  # it may be being written
+    store.delete("d/.hsx-unfinished-0123")
+    assert list(store.unfinished()) == []
 
 
 @pytest.mark.parametrize(

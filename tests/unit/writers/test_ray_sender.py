@@ -52,3 +52,24 @@ def test_credit_that_is_old_is_no_longer_believed(monkeypatch):
 
 def test_large_pages_are_spread():
     assert calls(8, CALL_BYTES) == [2 * CALL_BYTES] * 4
+
+
+def test_pages_for_other_nodes_lie_in_this_ones_object_store_within_their_bound():
+    """Of two full writers elsewhere and one here that is full, none gets more than the bound in all."""
+    sender = RaySender(
+        [("here", "mine"), ("there", "a"), ("elsewhere", "b")], print, node="here", abroad_bytes=2 * CALL_BYTES
+    )
+    for writer in sender._writers:
+        credit = CALL_BYTES if writer.node == "here" else 1 << 30
+        writer.credit, writer.asked, writer.answered = credit, True, time.monotonic()
+    routed = {w.actor: sum(p.nbytes for p in batch) for w, batch in sender._routed(pages(16, CALL_BYTES // 4))}
+    assert routed["a"] + routed["b"] == 2 * CALL_BYTES
+    assert routed["mine"] == 2 * CALL_BYTES  # what is left waits for the writer here
+
+
+def test_a_page_larger_than_the_bound_goes_alone():
+    sender = RaySender([("there", "a"), ("elsewhere", "b")], print, node="here", abroad_bytes=CALL_BYTES)
+    for writer in sender._writers:
+        writer.credit, writer.asked, writer.answered = 1 << 30, True, time.monotonic()
+    (page,) = pages(1, 2 * CALL_BYTES)
+    assert [len(batch) for _, batch in sender._routed([page])] == [1]
