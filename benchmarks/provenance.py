@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def provenance(*packages: str) -> dict[str, Any]:
-    """JSON types. ``commit`` ends in ``+`` where the checkout has changes that are not committed."""
+    """JSON types; of ``packages`` those that are installed. ``commit`` ends in ``+`` where the checkout has changes
+    that are not committed."""
     commit = _git("rev-parse", "--short=12", "HEAD")
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", "hsx_dist", "benchmarks/*.py")
     return {
@@ -22,9 +23,16 @@ def provenance(*packages: str) -> dict[str, Any]:
         "load_average": round(os.getloadavg()[0], 1),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in packages},
+        "versions": {name: found for name in packages if (found := _version(name))},
         "commit": commit + ("+" if changed else ""),
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def _cpu() -> str:

@@ -3,7 +3,7 @@
 It checks no signature. What it was sent stands in ``requests``; ``answer`` may refuse or starve any of them, and
 ``stored`` is told of each that was carried out, before it is answered. Objects of up to a MiB can be read back.
 
-    python -m hsx_dist.testing.discard    # prints its port, serves until its standard input ends
+    python -m hsx_dist.testing.discard [BYTES_PER_SECOND]    # prints its port, serves until its standard input ends
 """
 
 from __future__ import annotations
@@ -52,12 +52,15 @@ class DiscardServer:
     stored: Callable[[Request], None] = lambda _: None
     requests: list[Request] = field(default_factory=list)
     received_bytes: int = 0
+    #: Bytes of bodies that are taken in a second, of all connections together; 0: as many as come.
+    rate: float = 0.0
 
     def __post_init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self._lock = threading.Lock()
         self._objects: dict[str, tuple[int, bytes]] = {}
         self._open: set[socket.socket] = set()
+        self._free = 0.0  # when what was taken so far is done with, at ``rate``
         threading.Thread(target=self._accept, name="s3-discard", daemon=True).start()
 
     @property
@@ -126,6 +129,7 @@ class DiscardServer:
             if kept is not None:
                 kept += view[:n]
             seen += n
+            self._pace(n)
         with self._lock:
             self.requests.append(request)
             self.received_bytes += length
@@ -135,6 +139,14 @@ class DiscardServer:
             self.stored(request)
         _send(connection, request, told)
         return True
+
+    def _pace(self, nbytes: int) -> None:
+        if not self.rate:
+            return
+        with self._lock:
+            self._free = max(self._free, time.monotonic()) + nbytes / self.rate
+            pause = self._free - time.monotonic()
+        time.sleep(max(pause, 0.0))
 
     def _usual(self, request: Request, length: int, body: bytes) -> Answer:
         if request.method == "POST" and "uploads" in request.query:
@@ -218,7 +230,7 @@ def _send(connection: socket.socket, request: Request, answer: Answer) -> None:
 
 
 def main() -> None:
-    server = DiscardServer()
+    server = DiscardServer(rate=float(sys.argv[1]) if len(sys.argv) > 1 else 0.0)
     print(server.endpoint_url.rpartition(":")[2], flush=True)
     sys.stdin.read()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench, engine
+from benchmarks import bench, engine, engine_report
 
 RESULTS = Path(bench.__file__).parent / "results"
 
@@ -26,15 +26,19 @@ def cell(sink: str, turn: int, tokens_per_s: float, **more) -> dict:
 
 def test_ratios_are_medians_within_rounds():
     cells = [cell("null", t, 100.0 * t) for t in (1, 2, 3)] + [cell("null-sink", t, 100.0 * t * t) for t in (1, 2, 3)]
-    (found,) = [r for r in engine.ratios(cells) if "null sink ÷ null" in r["what"]]
+    (found,) = [r for r in engine_report.ratios(cells) if "null sink ÷ null" in r["what"]]
     assert (found["median"], found["range"], found["rounds"]) == (2.0, [1.0, 3.0], 3)
 
 
 def test_what_the_table_of_an_engine_says():
     about = {"cpu": "c", "cores": 2, "load_average": 0, "system": "s", "python": "3", "versions": {}, "commit": "abc"}
     cells = [cell("null", 1, 1000.0), cell("null-sink", 1, 970.0, ttft_median=0.102)]
-    text = engine.table({"about": about, "cells": cells, "ratios": engine.ratios(cells)})
-    assert "| null-sink | 970 | 970 | 924 | 102 | 3 | 1,024 (+0) | 20.0, 5.0, 1.0 | 29% | 100 |" in text
+    cells.append(cell("slow", 1, 200.0, rate_share=0.98, growth_share=0.01))
+    abouts = {"thin/5/prefill/pinned": about}
+    text = engine_report.table({"about": abouts, "cells": cells, "ratios": engine_report.ratios(cells)})
+    assert "| null-sink | 970 | 970 | 924 | 102 | 3 | 1,024 (+0) | 20.0, 5.0, 1.0 | 29% | – |" in text
+    assert "commit abc. Windows of 20 s." in text
+    assert "| a store of 60 MB/s: durable bytes a second ÷ its own | slow | 0.980 (0.980–0.980) | 1 | ≥ 0.95 |" in text
     assert "| time to first token ÷ null's, median | null-sink | 1.020 (1.020–1.020) | 1 | ≤ 1.03 |" in text
 
 

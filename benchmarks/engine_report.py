@@ -1,0 +1,141 @@
+"""What ``benchmarks.engine`` found: ratios within rounds, and tables."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.engine_loads import DIRECT, FILES, KINDS, LOADS, SINKS, STORING
+
+#: (what, figure, of which sinks, against what, goal); against nothing the figure itself is told. Goals are for engines
+#: that have a core of their own, and stores that keep up; against vLLM's own for the thin model alone, whose bytes a
+#: second are those on a GPU. Where a store does not keep up, throughput is its own, and nothing may grow but what fills
+#: the ring. The engine's CPU time leaves out what others of the machine take from it, what its thread waits (for the
+#: interpreter's lock, or for the store), and copies, which run on a thread of their own.
+RATIOS: tuple[tuple[str, str, tuple[str, ...], str, str], ...] = (
+    ("vLLM's own path: null ÷ none, tokens/s", "tokens_per_s", ("null",), "none", ""),
+    ("the same by the engine's CPU time", "tokens_per_cpu_s", ("null",), "none", ""),
+    ("ours: null sink ÷ null, tokens/s", "tokens_per_s", ("null-sink",), "null", "≥ 0.97"),
+    ("the same by the engine's CPU time", "tokens_per_cpu_s", ("null-sink",), "null", ""),
+    ("ours with cache_writes: direct, null sink ÷ null, tokens/s", "tokens_per_s", ("direct-sink",), "null", "≥ 0.97"),
+    ("the same by the engine's CPU time", "tokens_per_cpu_s", ("direct-sink",), "null", ""),
+    ("durable ÷ null sink, tokens/s", "tokens_per_s", STORING, "null-sink", "≥ 0.97"),
+    ("the same by the engine's CPU time", "tokens_per_cpu_s", STORING, "null-sink", ""),
+    ("with cache_writes: direct, durable ÷ null sink, tokens/s", "tokens_per_s", ("direct",), "direct-sink", "≥ 0.97"),
+    ("the same by the engine's CPU time", "tokens_per_cpu_s", ("direct",), "direct-sink", ""),
+    ("SeaweedFS on the writers' core ÷ null sink, tokens/s", "tokens_per_s", ("seaweedfs",), "null-sink", ""),
+    ("a store of 60 MB/s: durable bytes a second ÷ its own", "rate_share", ("slow",), "", "≥ 0.95"),
+    ("its memory: growth ÷ bytes that may be in flight", "growth_share", ("slow",), "", "≤ 0.1"),
+    ("durable ÷ vLLM's own, tokens/s until all is written", "durable_tokens_per_s", FILES, "vllm", "≥ 1.3"),
+    ("the same until all is on the disk", "synced_tokens_per_s", FILES, "vllm", ""),
+    ("time to first token ÷ null's, median", "ttft_median", ("null-sink", *STORING, *DIRECT), "null", "≤ 1.03"),
+    ("vLLM's own: time to first token ÷ null's, median", "ttft_median", ("vllm",), "null", ""),
+)
+
+
+def ratios(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of every load, the medians of the ratios within a round."""
+    by = {(c["load"], c["sink"], c["round"]): c for c in cells}
+    found = []
+    for load in dict.fromkeys(c["load"] for c in cells):
+        turns = sorted({c["round"] for c in cells if c["load"] == load})
+        for what, figure, sinks, against, goal in RATIOS:
+            for sink in sinks:
+                pairs = [(by.get((load, sink, t)), by.get((load, against, t))) for t in turns]
+                values = [a[figure] / b[figure] for a, b in pairs if a and b]
+                if not against:
+                    values = [a[figure] for a, _ in pairs if a and figure in a]
+                if values:
+                    found.append(
+                        {
+                            "load": load,
+                            "what": what,
+                            "sink": sink,
+                            "goal": goal if LOADS[load].pinned and (against != "vllm" or LOADS[load].gpu_like) else "",
+                            "median": statistics.median(values),
+                            "range": [min(values), max(values)],
+                            "rounds": len(values),
+                        }
+                    )
+    return found
+
+
+def busy(cell: dict[str, Any]) -> float:
+    """The share of one core that everything beside the engine's own threads took."""
+    others = sum(s for name, s in cell["cpu_s"].items() if name != "engine") + cell["server_cpu_s"]
+    return float(others / (cell["durable"] - cell["start"]))
+
+
+def line(cell: dict[str, Any]) -> str:
+    return (
+        f"{cell['load']} {cell['sink']} round {cell['round']}: {cell['tokens_per_s']:,.0f} tokens/s, until durable "
+        f"{cell['durable_tokens_per_s']:,.0f}, first token {cell['ttft_median'] * 1e3:.0f} ms, "
+        f"{cell['durable_bytes_per_s'] / 1e6:.0f} MB/s, others' core {busy(cell):.0%}"
+    )
+
+
+def spread(values: Sequence[float], form: str = ",.0f") -> str:
+    middle = format(statistics.median(values), form)
+    return middle if len(values) == 1 else f"{middle} ({format(min(values), form)}–{format(max(values), form)})"
+
+
+def stored(sink: str, rows: Sequence[dict[str, Any]]) -> str:
+    """MB/s that are durable, of sinks that store."""
+    return spread([r["durable_bytes_per_s"] / 1e6 for r in rows]) if KINDS.get(sink) in (None, "vllm") else "–"
+
+
+def table(found: dict[str, Any]) -> str:
+    """As Markdown."""
+    cells = found["cells"]
+    lines = [
+        "# What extraction costs an engine",
+        "",
+        "Made by `python -m benchmarks.engine`, which says what the sinks are. Medians (least–most) of rounds that "
+        "took turns. What a model computes on a CPU is no measure of a GPU; ratios within a load are.",
+        "",
+    ]
+    for load in dict.fromkeys(c["load"] for c in cells):
+        a = found["about"][load]
+        windows = ", ".join(f"{w:g}" for w in sorted({c.get("window_s", 20) for c in cells if c["load"] == load}))
+        lines += [
+            f"## {load}",
+            "",
+            f"{a['cpu']}, {a['cores']} cores, load before {a['load_average']}; {a['system']}, Python {a['python']}; "
+            + ", ".join(f"{k} {v}" for k, v in a["versions"].items())
+            + f"; commit {a['commit']}. Windows of {windows} s.",
+            "",
+            "| sink | tokens/s until the last answer | by the engine's CPU s | until the last sample is durable "
+            "| first token, ms "
+            "| blocks held, most | host memory, most (growth), MiB | CPU s: engine, writers, server | others' core "
+            "| durable MB/s |",
+            "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        ]
+        for sink in SINKS:
+            rows = [c for c in cells if c["load"] == load and c["sink"] == sink]
+            if not rows:
+                continue
+            mib = 1 << 20
+            writers = [sum(s for n, s in r["cpu_s"].items() if n != "engine") for r in rows]
+            lines.append(
+                f"| {sink} | {spread([r['tokens_per_s'] for r in rows])} "
+                f"| {spread([r['tokens_per_cpu_s'] for r in rows])} "
+                f"| {spread([r['durable_tokens_per_s'] for r in rows])} "
+                f"| {spread([r['ttft_median'] * 1e3 for r in rows])} "
+                f"| {max(r['held_blocks_peak'] for r in rows)} "
+                f"| {max(r['memory_peak'] for r in rows) / mib:,.0f} "
+                f"({max(r['memory_growth'] for r in rows) / mib:+,.0f}) "
+                f"| {statistics.median(r['cpu_s']['engine'] for r in rows):.1f}, {statistics.median(writers):.1f}, "
+                f"{statistics.median(r['server_cpu_s'] for r in rows):.1f} "
+                f"| {statistics.median(busy(r) for r in rows):.0%} "
+                f"| {stored(sink, rows)} |"
+            )
+        lines += ["", "| ratio | sink | median (range) | rounds | goal |", "|---|---|---|---:|---|"]
+        lines += [
+            f"| {r['what']} | {r['sink']} | {r['median']:.3f} ({r['range'][0]:.3f}–{r['range'][1]:.3f}) "
+            f"| {r['rounds']} | {r['goal']} |"
+            for r in found["ratios"]
+            if r["load"] == load
+        ]
+        lines.append("")
+    return "\n".join(lines)
