@@ -1,7 +1,8 @@
-"""What may be a credential, by its name, and how settings are shown without any."""
+"""What may be a credential, by its name, how settings are shown without any, and how they reach other processes."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -155,3 +156,12 @@ def hide_secrets(value: Any, name: str = "") -> Any:
     if isinstance(value, (list, tuple)):
         return [hide_secrets(v, name) for v in value]
     return public_url(value) if isinstance(value, str) else value
+
+
+#: Environment variables that hold or lead to credentials: taken from the driver to every process that opens the store.
+CREDENTIAL_PREFIXES = ("AWS_", "GOOGLE_", "CLOUDSDK_CONFIG", "AZURE_", "STORAGE_EMULATOR_HOST", "GCSFS_", "FSSPEC_")
+
+
+def credential_environment() -> dict[str, str]:
+    """The driver's variables that a store may need. They travel as actor arguments, which Ray shows nowhere."""
+    return {k: v for k, v in os.environ.items() if k.startswith(CREDENTIAL_PREFIXES)}

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hsx_dist.config import ExtractConfig
+from hsx_dist.config.secrets import credential_environment
 from hsx_dist.jobs.fleet import Draining, FleetEvent, NodeGone, ReplicaDied, ReplicaLeaving, ReplicaReady, TaskDone
 from hsx_dist.jobs.nodes import Nodes, look
-from hsx_dist.jobs.placement import Placement, place, placed_spec
+from hsx_dist.jobs.placement import Placement
 from hsx_dist.jobs.ray_errors import reason_of, went_with_its_node
 from hsx_dist.jobs.replica_actor import ReplicaActor
-from hsx_dist.jobs.room import affordable_abroad, affordable_credit, check_output, check_room, has_room_for_writers
+from hsx_dist.jobs.room import has_room_for_writers
 from hsx_dist.jobs.tasks import EngineSpec, Task
 from hsx_dist.writers.ray_pool import WriterSpec, start_writer
-from hsx_dist.writers.sink import SinkOptions
 
 log = logging.getLogger(__name__)
 
@@ -30,13 +28,6 @@ log = logging.getLogger(__name__)
 NODES_EVERY_S = 5.0
 #: How long engines may take to end by themselves before they are killed: everything of theirs is stored by then.
 CLOSE_S = 30.0
-#: Environment variables that hold or lead to credentials: taken from the driver to every process that opens the store.
-CREDENTIAL_PREFIXES = ("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR_HOST", "GCSFS_", "FSSPEC_")
-
-
-def credential_environment() -> dict[str, str]:
-    """The driver's variables that a store may need. They travel as actor arguments, which Ray shows nowhere."""
-    return {k: v for k, v in os.environ.items() if k.startswith(CREDENTIAL_PREFIXES)}
 
 
 @dataclass(frozen=True)
@@ -93,6 +84,7 @@ class RayFleet:
         self._writers: list[tuple[str, Any]] = []
         self._coming: dict[Any, str] = {}  # writers until they are heard of, and their nodes
         self._going: dict[Any, str] = {}  # writers of nodes that drain: they store what they have, and get no more
+        self._flushing: dict[Any, Any] = {}  # writers that are going → ref of the last flush()
         self._listening: dict[Any, Any] = {}  # ref of a writer's events() → the writer
         self._replicas: dict[int, _Replica] = {}
         self._numbers = 0
@@ -130,13 +122,18 @@ class RayFleet:
         gone: list[FleetEvent] = [NodeGone(node) for node in sorted(had) if not self._nodes.is_alive(node)]
         self._coming = {actor: node for actor, node in self._coming.items() if node in wanted}
         self._going = {actor: node for actor, node in self._going.items() if self._nodes.is_alive(node)}
+        self._flushing = {actor: ref for actor, ref in self._flushing.items() if actor in self._going}
         left = [(node, actor) for node, actor in self._writers if node in wanted]
         if len(left) < len(self._writers):
             self._going |= {actor: node for node, actor in self._writers if node in self._nodes.draining}
             self._writers = left
             self._tell_replicas()
         for actor in self._going:
-            actor.flush.remote()  # again and again until the node is gone: pages may have been under way
+            # Again and again until the node is gone, as pages may have been under way; one call at a time, as a store
+            # that is slow would have them fill the writer's threads, and nothing would be heard of it.
+            last = self._flushing.get(actor)
+            if last is None or ray.wait([last], timeout=0)[0]:
+                self._flushing[actor] = actor.flush.remote()
         known = {*self._coming, *self._going, *(actor for _, actor in left)}
         self._listening = {ref: actor for ref, actor in self._listening.items() if actor in known}
         return gone + self._take_leave()
@@ -373,46 +370,3 @@ class RayFleet:
                 ray.util.remove_placement_group(replica.group)
         for actor in (*self._coming, *self._going, *(actor for _, actor in self._writers)):
             ray.kill(actor)
-
-
-def ray_fleet(config: ExtractConfig, spec: EngineSpec, options: Callable[[str], SinkOptions], *, name: str) -> RayFleet:
-    """The fleet that a configuration asks for, on the cluster that this driver is connected to.
-
-    Raises:
-        ConfigError: the output is a disk of one node's own, or no node can ever hold a replica.
-    """
-    nodes = [n for n in ray.nodes() if n["Alive"]]
-    resources = [n["Resources"] for n in nodes]
-    if not config.store.shared:
-        check_output(config.output, len(nodes))
-    placement = place(config.replica, spec, resources)
-    if not config.wait_seconds:
-        check_room(config, placement, resources)
-    shape = ClusterShape(
-        replicas=config.max_replicas,
-        placement=placement,
-        replica_cpus=config.replica.num_cpus,
-        replica_resources=config.replica.resources,
-        replica_env=config.replica.env,
-        writers_per_node=config.writers.per_node,
-        writer_cpus=config.writers.num_cpus,
-        writer_threads=config.writers.threads,
-    )
-    credit = affordable_credit(config, nodes)
-    environment = credential_environment()
-
-    def writer(writer_name: str) -> WriterSpec:
-        return WriterSpec(
-            output=config.output,
-            storage_options=config.store.storage_options,
-            backend=config.store.backend,
-            retry_seconds=config.store.retry_seconds,
-            environment=environment,
-            options=options(writer_name),
-            credit_bytes=credit,
-            tags={"run": spec.output, "writer": writer_name},
-        )
-
-    placed = placed_spec(spec, placement)
-    placed = replace(placed, abroad_bytes=affordable_abroad(config, placed, placement, nodes))
-    return RayFleet(placed, writer, shape, name=name)

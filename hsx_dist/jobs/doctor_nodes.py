@@ -13,9 +13,9 @@ from ray.exceptions import GetTimeoutError, RayError
 
 import hsx_dist
 from hsx_dist.config import ExtractConfig
+from hsx_dist.config.secrets import credential_environment
 from hsx_dist.errors import ConfigError, HsxError
 from hsx_dist.jobs import preflight
-from hsx_dist.jobs.cluster import credential_environment
 from hsx_dist.jobs.connect import connect_ray
 from hsx_dist.jobs.doctor import Check, machine_limits, probe_store
 from hsx_dist.jobs.extract import engine_spec

@@ -335,7 +335,7 @@ def make_fleet(config: ExtractConfig, store: Store, spec: EngineSpec, about: dic
 
     if config.pool == "threads":
         return LocalFleet(spec, store, options("local"), config.writers.threads)
-    from hsx_dist.jobs.cluster import ray_fleet
+    from hsx_dist.jobs.ray_fleet import ray_fleet
 
     return ray_fleet(config, spec, options, name=f"hsx-{uuid.uuid4().hex[:6]}")
 

@@ -88,7 +88,9 @@ _CODE_IN_TEXT = re.compile(r"<Code>(\w+)</Code>|\(code: (\w+)\)")
 _ERRNO_IN_TEXT = re.compile(r"\(os error (\d+)\)")
 _INVALID_RANGE = "Requested range was invalid"
 _RUST = "\n\nDebug source:"
-_NO_ANSWER = ("HTTP error:", "error sending request", "operation timed out", "without LOCATION")
+_NO_ANSWER = ("HTTP error:", "error sending request", "operation timed out")
+#: How obstore tells S3's 301, which names the right endpoint in its body alone.
+_REDIRECT = "redirect without LOCATION"
 _DETAIL = 300
 # gcsfs takes these words as `token`: they are no secrets, and cutting them out would garble messages.
 _WHERE_TO_LOOK = frozenset({"anon", "browser", "cache", "cloud", "google_default"})
@@ -216,6 +218,8 @@ def _code(chain: list[BaseException]) -> tuple[str, int | None]:
                 return "", status
         if _of_obstore(e):
             text = str(e).partition(_RUST)[0]
+            if _REDIRECT in text:
+                return "PermanentRedirect", 301
             found, named = _IN_TEXT.search(text), _CODE_IN_TEXT.search(text)
             if found or named:
                 return (named[1] or named[2]) if named else "", int(found["status"]) if found else None

@@ -169,9 +169,12 @@ def s3_connection(bucket: str, options: Mapping[str, Any], region: str | None) -
         )
 
     def true_region() -> str | None:
-        # botocore follows the redirect by itself, and is told.
-        found = client.head_bucket(Bucket=bucket)
-        headers = found["ResponseMetadata"]["HTTPHeaders"]
+        # botocore follows the redirect by itself, and is told; also by an answer that it may not look at the bucket.
+        try:
+            found = client.head_bucket(Bucket=bucket)
+        except Exception as e:  # noqa: BLE001 - of whatever kind: the first error is the one to tell
+            found = getattr(e, "response", None) or {}
+        headers = found.get("ResponseMetadata", {}).get("HTTPHeaders", {})
         told = found.get("BucketRegion") or headers.get("x-amz-bucket-region")
         return str(told) if told and told != config["region"] else None
 

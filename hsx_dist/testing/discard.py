@@ -42,6 +42,7 @@ class Answer:
     body: bytes = b""
     slowly: float = 0.0
     content_range: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -218,6 +219,7 @@ def _send(connection: socket.socket, request: Request, answer: Answer) -> None:
         'ETag: "x"',
         "Last-Modified: Thu, 01 Jan 2026 00:00:00 GMT",
         *([f"Content-Range: {answer.content_range}"] if answer.content_range else []),
+        *(f"{name}: {value}" for name, value in answer.headers.items()),
     ]
     head = "\r\n".join([*lines, "", ""])
     data = head.encode() + (b"" if request.method == "HEAD" else answer.body)

@@ -253,9 +253,24 @@ def test_what_obstore_cannot_be_told_is_left_to_fsspec_and_said(given, says, ser
     assert f"is reached by fsspec, the slower way: storage_options.{next(iter(given))}" in caplog.text
 
 
-def test_a_bucket_in_another_region_is_found(clean):
+@pytest.mark.parametrize("backend", ["fsspec", "obstore"])
+@pytest.mark.usefixtures("clean")
+def test_a_bucket_in_another_region_is_found(backend):
     """As botocore does: the service is asked where the bucket lies, and the call goes there."""
 
+    def elsewhere(request):
+        region = {"x-amz-bucket-region": "eu-north-1"}
+        if "/eu-north-1/" in request.headers.get("authorization", ""):
+            return Answer(200, headers=region) if request.method == "HEAD" and request.path == "b" else None
+        return Answer(301, b"<Error><Code>PermanentRedirect</Code></Error>", headers=region)
+
+    with discard_server(elsewhere) as server:
+        store = open_store("s3://b/run", server.storage_options(), backend=backend, retry_seconds=30)
+        store.put("a", [b"x"])
+        assert store.get("a") == b"x"
+
+
+def test_a_bucket_in_a_region_that_nobody_tells_is_said_to_be_elsewhere(clean):
     def elsewhere(request):
         if "/eu-north-1/" in request.headers.get("authorization", ""):
             return None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hsx_dist.config import load_config
+from hsx_dist.config.secrets import credential_environment
 from hsx_dist.errors import ConfigError
-from hsx_dist.jobs.cluster import credential_environment
 from hsx_dist.jobs.cores import CoreClaim, omp_binding
 from hsx_dist.jobs.extract import engine_spec
 from hsx_dist.jobs.placement import place, placed_spec
