@@ -45,7 +45,7 @@ pages: $(READY)  ## README's and the pages' commands and snippets, run in order 
 
 soak: $(READY)  ## two hundred thousand hostile parts (a minute or two), and an hour of writers killed at random (MINUTES=60)
 	$(BIN)/python -m tests.soak.run
-	$(BIN)/python scripts/soak_pool.py --minutes $(or $(MINUTES),60) --tally benchmarks/results/soak-pool.json
+	$(BIN)/python -m scripts.soak_pool --minutes $(or $(MINUTES),60) --tally benchmarks/results/soak-pool.json
 
 matrix: $(READY)  ## the connector's tests on every vLLM that it names as tested; the table goes to docs/
 	$(BIN)/python scripts/matrix.py

@@ -1,10 +1,11 @@
 """Kills writers at random, for as long as it is told, and checks after each run that nothing proven was lost.
 
-    python scripts/soak_pool.py --minutes 60 [--tally benchmarks/results/soak-pool.json]
+    python -m scripts.soak_pool --minutes 60 [--tally benchmarks/results/soak-pool.json]
 
 Each round is a run of its own: samples are sent to real Ray writers and stored on a real S3 server (SeaweedFS) while a
 thread sends SIGKILL to a random writer at random moments. What has no receipt is sent again until everything is proven;
-then every sample is compared with what was sent.
+then every sample is compared with what was sent. The tally is written after each round; a sample that was proven and is
+not any more counts as lost, one that is not what was sent as wrong, and either ends this with status 1.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import random
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -26,6 +28,7 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
+from benchmarks.provenance import provenance
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.container import Part
 from hsx_dist.format.runs import load_manifest, take_attempt, write_run
@@ -61,16 +64,32 @@ class Killer:
         self._thread.join()
 
 
-def check(store: Store, samples: dict[str, RandomSample]) -> None:
+#: What the tally says, whether or not there is any.
+COUNTED = (
+    "rounds",
+    "turns",
+    "kills",
+    "samples",
+    "parts",
+    "losses told",
+    "samples lost",
+    "samples wrong",
+    "runs damaged",
+)
+
+
+def wrong(store: Store, samples: dict[str, RandomSample]) -> Counter[str]:
+    """Of a run of which all is proven: samples that are missing, those that are not what was sent."""
     manifest = load_manifest(store)
-    assert manifest.samples.keys() == samples.keys(), sorted(manifest.samples.keys() ^ samples.keys())
+    found = Counter({"samples lost": len(samples.keys() - manifest.samples.keys())})
     for key, record in manifest.samples.items():
-        found = [
+        states = [
             Part.open(store, name, header_bytes=manifest.parts[name].header_bytes).read(proof.slot)
             for name, proof in record.segments
         ]
-        np.testing.assert_array_equal(np.concatenate(found), samples[key].states, err_msg=key)
-    assert verify_run(store).ok
+        found["samples wrong"] += key not in samples or not np.array_equal(np.concatenate(states), samples[key].states)
+    found["runs damaged"] += not verify_run(store).ok
+    return found
 
 
 def one_round(server: S3Server, number: int, chance: random.Random) -> Counter[str]:
@@ -97,8 +116,11 @@ def one_round(server: S3Server, number: int, chance: random.Random) -> Counter[s
     sender = RaySender([(ray.get_runtime_context().get_node_id(), a) for a in actors], lost.append)
     killer = Killer(actors, chance, longest=chance.choice([0.3, 1.0, 2.5]))
     tally: Counter[str] = Counter(rounds=1)
+    proven: set[str] = set()
     try:
-        while missing := sorted(samples.keys() - load_manifest(store).samples.keys()):
+        while missing := sorted(samples.keys() - (now := load_manifest(store).samples.keys())):
+            tally["samples lost"] += len(proven - now)
+            proven |= now
             tally["turns"] += 1
             if tally["turns"] == 12:
                 killer.stop()  # a round must end
@@ -112,7 +134,7 @@ def one_round(server: S3Server, number: int, chance: random.Random) -> Counter[s
                     ray.get(actor.flush.remote())
     finally:
         killer.stop()
-    check(store, samples)
+    tally += wrong(store, samples)
     tally["kills"] += killer.kills
     tally["samples"] += len(samples)
     tally["parts"] += len(load_manifest(store).parts)
@@ -122,7 +144,7 @@ def one_round(server: S3Server, number: int, chance: random.Random) -> Counter[s
     return tally
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
@@ -130,6 +152,7 @@ def main() -> None:
     args = parser.parse_args()
     chance = random.Random(args.seed)  # noqa: S311
     tally: Counter[str] = Counter()
+    found: dict[str, Any] = {"about": provenance("ray", "obstore", "zstandard", "numpy"), "seed": args.seed}
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hsx-soak-") as folder, seaweedfs(Path(folder)) as server:
         ray.init(
@@ -139,13 +162,14 @@ def main() -> None:
         while time.monotonic() - start < 60 * args.minutes:
             tally += one_round(server, number, chance)
             number += 1
-            print(f"{(time.monotonic() - start) / 60:.1f} min: {dict(tally)}", flush=True)
+            found["minutes"] = round((time.monotonic() - start) / 60, 1)
+            found |= {name: tally[name] for name in COUNTED}
+            print(json.dumps({k: v for k, v in found.items() if k != "about"}), flush=True)
+            if args.tally:
+                args.tally.write_text(json.dumps(found, indent=1) + "\n")
         ray.shutdown()
-    found = {"minutes": round((time.monotonic() - start) / 60, 1), "seed": args.seed, **tally, "samples lost": 0}
-    print(json.dumps(found))
-    if args.tally:
-        args.tally.write_text(json.dumps(found, indent=1) + "\n")
+    return 1 if tally["samples lost"] or tally["samples wrong"] or tally["runs damaged"] else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

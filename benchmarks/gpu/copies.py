@@ -224,6 +224,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error(f"--rounds: expected at least 1, came {args.rounds}")
     report: dict[str, Any] = {"about": provenance("torch"), "rounds": args.rounds, "device": None, "results": []}
     if torch.cuda.is_available():
         device = torch.device("cuda")
@@ -233,11 +235,15 @@ def main() -> None:
                 report["results"].append(measure(shape, device, args.rounds))
                 torch.cuda.empty_cache()
                 print(json.dumps(report["results"][-1]), flush=True)
-    args.results.mkdir(parents=True, exist_ok=True)
-    (args.results / "gpu.json").write_text(json.dumps(report, indent=1) + "\n")
-    text = table(report)
-    (args.results / "gpu.md").write_text(text)
-    print(text)
+                write(args.results, report)  # what is measured is not lost to what comes
+    write(args.results, report)
+    print(table(report))
+
+
+def write(results: Path, report: dict[str, Any]) -> None:
+    results.mkdir(parents=True, exist_ok=True)
+    (results / "gpu.json").write_text(json.dumps(report, indent=1) + "\n")
+    (results / "gpu.md").write_text(table(report))
 
 
 if __name__ == "__main__":
