@@ -3,10 +3,10 @@
     .venv/bin/python -m benchmarks.engine --choice short|full
     .venv/bin/python -m benchmarks.engine --loads PATTERN [--sinks A,B] [--rounds N] [--add]
 
-Every cell is a process of its own (``benchmarks.engine_cell``) under a closed loop of requests for 20 s; the cells of a
-load take turns, and ratios are medians of those within a round. A pinned load has the engine on one core, and the
-writers, the store's server and this process on another; an unpinned one leaves all of it to the kernel. Writes
-benchmarks/results/engine.{md,json}; ``--add`` goes on with what stands there, of this commit for the same load.
+Every cell is a process of its own (``benchmarks.engine_cell``) under a closed loop of requests for 20 s, in windows
+that the cells of a round take in turns; ratios are medians of those within a round. A pinned load has the engine on one
+core, and the writers, the store's server and this process on another; an unpinned one leaves all of it to the kernel.
+Writes benchmarks/results/engine.{md,json}; ``--add`` goes on with what stands there, of this commit for the same load.
 
 Sinks: ``none`` (no extraction), ``null`` (vLLM's own path into a connector that does nothing), ``null-sink`` (ours,
 pages dropped once they are in host memory), ``file``, ``discard`` (an S3 server that throws bytes away), ``split`` (the
@@ -26,15 +26,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from benchmarks import thin_model
-from benchmarks.engine_cell import RING_BYTES, CellSpec, as_json
+from benchmarks.engine_cell import RING_BYTES, CellSpec, as_json, together
 from benchmarks.engine_loads import DIRECT, KINDS, LOADS, SINKS, SLOW_RATE
 from benchmarks.engine_report import line, ratios, table
 from benchmarks.provenance import ROOT, provenance
@@ -59,7 +61,12 @@ SHORT: tuple[tuple[str, tuple[str, ...], int], ...] = (
     ("thin/5/prefill/unpinned", ("null", "null-sink", "file", "vllm"), 1),
     ("thin/5/decode/pinned", ("null", "null-sink", "file"), 1),
 )
-FULL: tuple[tuple[str, tuple[str, ...], int], ...] = (("*", SINKS, 3),)
+#: The same in groups whose engines the memory of a machine of 24 GiB holds at once.
+FULL: tuple[tuple[str, tuple[str, ...], int], ...] = (
+    ("*", ("none", "null", "null-sink", "file", "discard", "split", "vllm"), 3),
+    ("*", ("null", "null-sink", "direct-sink", "direct", "vllm"), 3),
+    ("*", ("null-sink", "seaweedfs", "slow"), 3),
+)
 
 
 def main() -> None:
@@ -68,7 +75,7 @@ def main() -> None:
     parser.add_argument("--loads", help="pattern of loads instead of a choice: " + ", ".join(LOADS))
     parser.add_argument("--sinks", help="with --loads, by default all: " + ",".join(SINKS))
     parser.add_argument("--rounds", type=int, help="with --loads, by default 3")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each cell's window")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each cell's windows together")
     parser.add_argument("--add", action="store_true", help="go on with the cells that results already has")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     args = parser.parse_args()
@@ -86,9 +93,8 @@ def main() -> None:
             for name in fnmatch.filter(LOADS, pattern):
                 first = 1 + max((c["round"] for c in cells if c["load"] == name), default=0)
                 for turn in range(first, first + rounds):
-                    shift = turn % len(sinks)
-                    for sink in sinks[shift:] + sinks[:shift]:
-                        cells.append({"load": name, "sink": sink, "round": turn, **run_cell(name, sink, folder, args)})
+                    for cell in run_round(name, sinks, folder, args.seconds, turn):
+                        cells.append(cell)
                         print(line(cells[-1]), flush=True)
                         write(args.results, report)
     print((args.results / "engine.md").read_text())
@@ -122,52 +128,101 @@ def write(results: Path, report: dict[str, Any]) -> None:
     (results / "engine.md").write_text(table(found))
 
 
-# -- one cell --------------------------------------------------------------------------------------------------------
+# -- one round -------------------------------------------------------------------------------------------------------
 
 
-def run_cell(name: str, sink: str, folder: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Start what the cell needs, run it, watch it."""
-    load = LOADS[name]
-    cores = sorted(ALL_CORES)
-    engine, others = (cores[0], cores[-1]) if load.pinned else (None, None)
-    # Servers inherit it; the cell frees itself of it.
-    os.sched_setaffinity(0, {others} if others is not None else ALL_CORES)
-    model = str(smollm2()) if load.model == "smollm2" else str(thin_model.thin_model(Path(folder) / "thin"))
-    with tempfile.TemporaryDirectory(dir=folder) as place, target(sink, Path(place)) as (output, options, server):
-        prompt_tokens, output_tokens, concurrency = load.requests
-        spec = CellSpec(
-            model=model,
-            layers=load.layers,
-            hidden=load.hidden,
-            vocab=load.vocab,
-            prompt_tokens=prompt_tokens,
-            output_tokens=output_tokens,
-            concurrency=concurrency,
-            seconds=args.seconds,
-            sink=KINDS.get(sink, "store"),
-            output=output,
-            storage_options=options,
-            codec="split" if sink == "split" else "none",
-            hsx={"cache_writes": "direct"} if sink in DIRECT else None,
-            engine_core=engine,
-            other_core=others,
-        )
-        given, result = Path(place, "cell.json"), Path(place, "result.json")
-        given.write_text(as_json(spec))
-        os.sync()  # what the cell before left to the disk is not this one's to wait for
-        argv = [sys.executable, "-m", "benchmarks.engine_cell", str(given), str(result)]
-        with child(argv, log=Path(place, "log"), env={**MALLOC, "PYTHONPATH": str(ROOT)}) as running:
-            watch = Watch(running.process.pid, server)
-            status = running.process.wait(args.seconds * 10 + 300)
-        watch.stop()
-        if status or not result.exists():
-            raise SystemExit(f"{name} {sink} ended with status {status}:\n{Path(place, 'log').read_text()[-4000:]}")
-        found: dict[str, Any] = json.loads(result.read_text())
-    watched = watch.between(found["start"], found["durable"])
-    if sink == "slow":
-        found["rate_share"] = found["durable_bytes_per_s"] / SLOW_RATE
-        found["growth_share"] = max(watched["memory_growth"], 0) / (2 * RING_BYTES)
-    return {**found, **watched}
+def run_round(name: str, sinks: Sequence[str], folder: str, seconds: float, turn: int) -> Iterator[dict[str, Any]]:
+    """Start a cell for each sink, and let them measure in turns: what the machine's neighbours do to one of them in
+    these seconds they do to the next one, too."""
+    with ExitStack() as stack:
+        cells = [stack.enter_context(Running.started(name, sink, folder, seconds)) for sink in sinks]
+        for i in range(LOADS[name].windows):
+            shift = (turn + i) % len(cells)
+            for cell in cells[shift:] + cells[:shift]:
+                cell.measure()
+        for cell in cells:
+            yield {"load": name, "sink": cell.sink, "round": turn, **cell.end()}
+
+
+class Running:
+    """A cell's process, from outside: asleep but for its windows."""
+
+    def __init__(self, name: str, sink: str, spec: CellSpec, parent: Connection, watch: Watch, log: Path):
+        self.sink = sink
+        self._name = name
+        self._spec = spec
+        self._parent = parent
+        self._watch = watch
+        self._log = log
+        self._windows: list[dict[str, Any]] = []
+        self._hear()
+
+    @classmethod
+    @contextmanager
+    def started(cls, name: str, sink: str, folder: str, seconds: float) -> Iterator[Running]:
+        """Start what the cell needs, and wait until it has warmed up."""
+        load = LOADS[name]
+        cores = sorted(ALL_CORES)
+        engine, others = (cores[0], cores[-1]) if load.pinned else (None, None)
+        # Servers inherit it; the cell frees itself of it.
+        os.sched_setaffinity(0, {others} if others is not None else ALL_CORES)
+        model = str(smollm2()) if load.model == "smollm2" else str(thin_model.thin_model(Path(folder) / "thin"))
+        with tempfile.TemporaryDirectory(dir=folder) as place, target(sink, Path(place)) as (output, options, server):
+            prompt_tokens, output_tokens, concurrency = load.requests
+            spec = CellSpec(
+                model=model,
+                layers=load.layers,
+                hidden=load.hidden,
+                vocab=load.vocab,
+                prompt_tokens=prompt_tokens,
+                output_tokens=output_tokens,
+                concurrency=concurrency,
+                seconds=seconds,
+                sink=KINDS.get(sink, "store"),
+                output=output,
+                storage_options=options,
+                codec="split" if sink == "split" else "none",
+                hsx={"cache_writes": "direct"} if sink in DIRECT else None,
+                engine_core=engine,
+                other_core=others,
+            )
+            given, log = Path(place, "cell.json"), Path(place, "log")
+            given.write_text(as_json(spec))
+            ours, theirs = Pipe()
+            argv = [sys.executable, "-m", "benchmarks.engine_cell", str(given), str(theirs.fileno())]
+            environment = {**MALLOC, "PYTHONPATH": str(ROOT)}
+            with ours, child(argv, log=log, env=environment, pass_fds=[theirs.fileno()]) as running:
+                theirs.close()
+                watch = Watch(running.process.pid, server)
+                try:
+                    yield cls(name, sink, spec, ours, watch, log)
+                finally:
+                    watch.stop()
+
+    def measure(self) -> None:
+        """One window. It begins with nothing under way, and ends when all is on the disk."""
+        self._parent.send(self._spec.seconds / LOADS[self._name].windows)
+        self._windows.append(self._hear())
+
+    def end(self) -> dict[str, Any]:
+        """What all windows say, once the cell has found that it stored what it claims."""
+        self._parent.send(None)
+        self._hear()
+        spans = [(w["start"], w["durable"]) for w in self._windows]
+        found = {**together(self._spec, self._windows), **self._watch.within(spans)}
+        if self.sink == "slow":
+            found["rate_share"] = found["durable_bytes_per_s"] / SLOW_RATE
+            found["growth_share"] = max(found["memory_growth"], 0) / (2 * RING_BYTES)
+        return found
+
+    def _hear(self) -> Any:
+        try:
+            if self._parent.poll(self._spec.seconds * 10 + 300):
+                return self._parent.recv()
+            what = "did not answer in time"
+        except EOFError:
+            what = "ended"
+        raise SystemExit(f"{self._name} {self.sink} {what}:\n{self._log.read_text()[-4000:]}")
 
 
 ALL_CORES = os.sched_getaffinity(0)
@@ -228,15 +283,16 @@ class Watch:
         self._ended.set()
         self._thread.join()
 
-    def between(self, start: float, stop: float) -> dict[str, float]:
-        seen = [s for s in self._seen if start <= s[0] <= stop]
-        half = [m for t, m, _ in seen if t >= (start + stop) / 2]
+    def within(self, spans: Sequence[tuple[float, float]]) -> dict[str, float]:
+        """Of these times alone, in order."""
+        seen = [[s for s in self._seen if start <= s[0] <= stop] for start, stop in spans]
+        peaks = [max(m for _, m, _ in window) for window in seen if window] or [self._seen[-1][1]]
+        half = (len(peaks) + 1) // 2
         return {
-            "memory_start": seen[0][1],
-            "memory_peak": max(m for _, m, _ in seen),
+            "memory_peak": max(peaks),
             # What grows goes on growing: the second half's peak over the first half's.
-            "memory_growth": max(half) - max(m for _, m, _ in seen[: -len(half)]),
-            "server_cpu_s": round(seen[-1][2] - seen[0][2], 2),
+            "memory_growth": max(peaks[half:], default=peaks[-1]) - max(peaks[:half]),
+            "server_cpu_s": round(sum(window[-1][2] - window[0][2] for window in seen if window), 2),
         }
 
 

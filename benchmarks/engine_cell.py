@@ -1,9 +1,9 @@
 """One cell of ``benchmarks.engine``, in a process of its own: an engine, a load, and what both took.
 
-    python -m benchmarks.engine_cell CELL.json RESULT.json
+    python -m benchmarks.engine_cell CELL.json FD    # of a multiprocessing.connection to who started it
 
 The load is a closed loop: so many requests are under way at any time, for so many seconds; then the last answers are
-awaited, and then the last sample. All times are of ``time.monotonic``, which the parent shares.
+awaited, then the last sample, then the disk. All times are of ``time.monotonic``, which the parent shares.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,9 +34,9 @@ Sink = Literal["none", "null", "null-sink", "store", "vllm"]
 class CellSpec:
     """What one process measures.
 
-    ``sink``: no extraction, a connector that does nothing, ours with a sender that drops pages, ours storing at
-    ``output``, or vLLM's own storing there. ``engine_core``, ``other_core``: where the engine's thread and all others
-    run; None leaves both to vLLM and the kernel.
+    ``seconds``: of all windows together. ``sink``: no extraction, a connector that does nothing, ours with a sender
+    that drops pages, ours storing at ``output``, or vLLM's own storing there. ``engine_core``, ``other_core``: where
+    the engine's thread and all others run; None leaves both to vLLM and the kernel.
     """
 
     model: str
@@ -207,17 +208,17 @@ class Cell:
         return -(-self.spec.sample_tokens // group.kv_cache_spec.block_size)
 
 
-def pin(engine: int, others: int, stop: threading.Event) -> None:
+def pin(engine: int, others: int) -> None:
     """Keep this process's first thread on one core, and every other one, also those that come later, on another."""
     os.sched_setaffinity(os.getpid(), {engine})
-    while not stop.is_set():
+    while True:
         for task in os.listdir("/proc/self/task"):  # noqa: PTH208 - every half second, beside the engine
             if int(task) != os.getpid():
                 try:
                     os.sched_setaffinity(int(task), {others})
                 except ProcessLookupError:
                     continue
-        stop.wait(0.5)
+        time.sleep(0.5)
 
 
 def cpu_seconds(compute: set[int]) -> dict[str, float]:
@@ -237,14 +238,14 @@ def cpu_seconds(compute: set[int]) -> dict[str, float]:
     return of
 
 
-def run(spec: CellSpec) -> dict[str, Any]:
-    """Build, warm up, measure."""
+def run(spec: CellSpec, parent: Connection) -> None:
+    """Build, warm up, and measure windows of so many seconds as they are asked for, until None is; the cell then checks
+    what it stored."""
     # As many as the machine has: a parent that keeps to one core has given us that one alone.
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
-    stop = threading.Event()
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     if spec.engine_core is not None:
         os.environ["OMP_NUM_THREADS"] = "1"
     from hsx_dist.isa import avoid_broken_amx
@@ -263,54 +264,81 @@ def run(spec: CellSpec) -> dict[str, Any]:
         if int(task.name) not in python and (task / "comm").read_text() == name
     }
     if spec.engine_core is not None and spec.other_core is not None:
-        pins = threading.Thread(target=pin, args=(spec.engine_core, spec.other_core, stop), daemon=True)
+        pins = threading.Thread(target=pin, args=(spec.engine_core, spec.other_core), daemon=True)
         pins.start()
         compute = {os.getpid()}
     cell.load(2.0)
     cell.flush()
+    profiled = profiler(spec.profile) if spec.profile else None
+    parent.send("ready")
+    while (seconds := parent.recv()) is not None:
+        parent.send(window(cell, seconds, compute))
+    if profiled is not None:
+        profiled()
+    cell.check()
+    cell.engine.engine_core.shutdown()
+    parent.send("checked")
+
+
+def window(cell: Cell, seconds: float, compute: set[int]) -> dict[str, Any]:
+    """Times, and what was done and spent, from the first request until all is on the disk."""
     cell.finished, cell.held_peak = 0, 0
     cell.first.clear()
     before = cpu_seconds(compute)
-    profiled = profiler(spec.profile) if spec.profile else None
     start = time.monotonic()
-    cell.load(spec.seconds)
+    cell.load(seconds)
     answered = time.monotonic()
-    if profiled is not None:
-        profiled()
     cell.flush()
     durable = time.monotonic()
     after = cpu_seconds(compute)
     os.sync()
-    synced = time.monotonic()
-    stop.set()
-    cell.check()
-    # Requests sent at once wait for one another: the first round of them is not what a request sees.
-    waits = sorted(s for _, s in cell.first[spec.concurrency :] or cell.first)
-    if not waits:
-        raise RuntimeError(f"expected answers within {spec.seconds:g} s, came none: take a longer window")
-    tokens = cell.finished * spec.sample_tokens
-    stored = 0 if spec.sink in ("none", "null") else cell.finished * spec.sample_bytes
-    result = {
-        "window_s": spec.seconds,
+    return {
         "start": start,
         "answered": answered,
         "durable": durable,
+        "synced": time.monotonic(),
         "requests": cell.finished,
-        "tokens": tokens,
-        "tokens_per_s": tokens / (answered - start),
-        "tokens_per_cpu_s": tokens / (after["engine"] - before["engine"]),
-        "durable_tokens_per_s": tokens / (durable - start),
-        "synced_tokens_per_s": tokens / (synced - start),
-        "durable_bytes_per_s": stored / (durable - start),
-        "seconds_after_last_answer": durable - answered,
-        "ttft_median": statistics.median(waits),
-        "ttft_p90": waits[int(len(waits) * 0.9)],
+        # Requests sent at once wait for one another: the first round of them is not what a request sees.
+        "waits": [s for _, s in cell.first[cell.spec.concurrency :]],
         "held_requests_peak": cell.held_peak,
         "held_blocks_peak": cell.held_peak * cell.blocks_per_request(),
-        "cpu_s": {name: spent for name, s in after.items() if (spent := round(s - before.get(name, 0.0), 2)) > 0.02},
+        "cpu_s": {name: s - before.get(name, 0.0) for name, s in after.items()},
     }
-    cell.engine.engine_core.shutdown()
-    return result
+
+
+def together(spec: CellSpec, windows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all windows of a cell say.
+
+    Raises:
+        ValueError: no window was long enough for an answer that did not wait for others.
+    """
+    waits = sorted(wait for w in windows for wait in w["waits"])
+    if not waits:
+        raise ValueError(f"expected answers within {spec.seconds:g} s, came none: take longer windows")
+    took = {name: sum(w[name] - w["start"] for w in windows) for name in ("answered", "durable", "synced")}
+    names = dict.fromkeys(name for w in windows for name in w["cpu_s"])
+    spent = {name: sum(w["cpu_s"].get(name, 0.0) for w in windows) for name in names}
+    requests = sum(w["requests"] for w in windows)
+    tokens = requests * spec.sample_tokens
+    stored = 0 if spec.sink in ("none", "null") else requests * spec.sample_bytes
+    return {
+        "window_s": spec.seconds,
+        "windows": len(windows),
+        "requests": requests,
+        "tokens": tokens,
+        "tokens_per_s": tokens / took["answered"],
+        "tokens_per_cpu_s": tokens / spent["engine"],
+        "durable_s": took["durable"],
+        "durable_tokens_per_s": tokens / took["durable"],
+        "synced_tokens_per_s": tokens / took["synced"],
+        "durable_bytes_per_s": stored / took["durable"],
+        "seconds_after_last_answer": took["durable"] - took["answered"],
+        "ttft_median": statistics.median(waits),
+        "ttft_p90": waits[int(len(waits) * 0.9)],
+        "held_requests_peak": max(w["held_requests_peak"] for w in windows),
+        "held_blocks_peak": max(w["held_blocks_peak"] for w in windows),
+        "cpu_s": {name: round(s, 2) for name, s in spent.items() if s > 0.02},
+    }
 
 
 def profiler(path: str) -> Callable[[], None]:
@@ -334,8 +362,7 @@ def profiler(path: str) -> Callable[[], None]:
 def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text())
     spec["layers"] = tuple(spec["layers"])
-    result = run(CellSpec(**spec))
-    Path(sys.argv[2]).write_text(json.dumps(result) + "\n")
+    run(CellSpec(**spec), Connection(int(sys.argv[2])))
     sys.stdout.flush()
     # vLLM's threads have nothing to say any more, and some take seconds to end.
     os._exit(0)

@@ -64,7 +64,7 @@ def ratios(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def busy(cell: dict[str, Any]) -> float:
     """The share of one core that everything beside the engine's own threads took."""
     others = sum(s for name, s in cell["cpu_s"].items() if name != "engine") + cell["server_cpu_s"]
-    return float(others / (cell["durable"] - cell["start"]))
+    return float(others / cell["durable_s"])
 
 
 def line(cell: dict[str, Any]) -> str:
@@ -97,13 +97,14 @@ def table(found: dict[str, Any]) -> str:
     ]
     for load in dict.fromkeys(c["load"] for c in cells):
         a = found["about"][load]
-        windows = ", ".join(f"{w:g}" for w in sorted({c.get("window_s", 20) for c in cells if c["load"] == load}))
+        spans = {(c["windows"], c["window_s"]) for c in cells if c["load"] == load}
+        windows = " or ".join(f"{span:g} s in {count}" for count, span in sorted(spans))
         lines += [
             f"## {load}",
             "",
             f"{a['cpu']}, {a['cores']} cores, load before {a['load_average']}; {a['system']}, Python {a['python']}; "
             + ", ".join(f"{k} {v}" for k, v in a["versions"].items())
-            + f"; commit {a['commit']}. Windows of {windows} s.",
+            + f"; commit {a['commit']}. A cell: {windows} windows.",
             "",
             "| sink | tokens/s until the last answer | by the engine's CPU s | until the last sample is durable "
             "| first token, ms "

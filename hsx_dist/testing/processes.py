@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,10 +108,12 @@ class Child:
 
 
 @contextmanager
-def child(argv: Sequence[str], *, log: Path, env: Mapping[str, str | None] | None = None) -> Iterator[Child]:
+def child(
+    argv: Sequence[str], *, log: Path, env: Mapping[str, str | None] | None = None, pass_fds: Collection[int] = ()
+) -> Iterator[Child]:
     """Run ``argv`` in a process group of its own, both outputs into ``log``; its group is gone at the end.
 
-    ``env`` goes over this process's environment; None takes a variable away.
+    ``env`` goes over this process's environment; None takes a variable away. ``pass_fds``: as ``subprocess.Popen``'s.
     """
     variables = {**os.environ, **(env or {})}
     with log.open("ab") as out:
@@ -122,6 +124,7 @@ def child(argv: Sequence[str], *, log: Path, env: Mapping[str, str | None] | Non
             stderr=subprocess.STDOUT,
             env={k: v for k, v in variables.items() if v is not None},
             start_new_session=True,
+            pass_fds=tuple(pass_fds),
         )
     running = Child(process, log)
     try:

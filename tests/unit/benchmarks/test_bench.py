@@ -16,7 +16,7 @@ RESULTS = Path(bench.__file__).parent / "results"
 
 def cell(sink: str, turn: int, tokens_per_s: float, **more) -> dict:
     return {
-        "load": "thin/5/prefill/pinned", "sink": sink, "round": turn, "start": 0.0, "answered": 20.0, "durable": 21.0,
+        "load": "thin/5/prefill/pinned", "sink": sink, "round": turn, "windows": 4, "window_s": 20.0, "durable_s": 21.0,
         "tokens_per_s": tokens_per_s, "durable_tokens_per_s": tokens_per_s / 1.05, "synced_tokens_per_s": 1.0,
         "tokens_per_cpu_s": tokens_per_s,
         "durable_bytes_per_s": 1e8, "ttft_median": 0.1, "held_blocks_peak": 3, "memory_peak": 1 << 30,
@@ -37,7 +37,7 @@ def test_what_the_table_of_an_engine_says():
     abouts = {"thin/5/prefill/pinned": about}
     text = engine_report.table({"about": abouts, "cells": cells, "ratios": engine_report.ratios(cells)})
     assert "| null-sink | 970 | 970 | 924 | 102 | 3 | 1,024 (+0) | 20.0, 5.0, 1.0 | 29% | – |" in text
-    assert "commit abc. Windows of 20 s." in text
+    assert "commit abc. A cell: 20 s in 4 windows." in text
     assert "| a store of 60 MB/s: durable bytes a second ÷ its own | slow | 0.980 (0.980–0.980) | 1 | ≥ 0.95 |" in text
     assert "| time to first token ÷ null's, median | null-sink | 1.020 (1.020–1.020) | 1 | ≤ 1.03 |" in text
 
