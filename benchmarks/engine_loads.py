@@ -14,6 +14,8 @@ FILES = ("file", "direct")
 #: With vLLM's own writes into its cache, and with ours.
 STORING = ("file", "discard", "split")
 DIRECT = ("direct-sink", "direct")
+#: Stores that do not keep up.
+SLOW = ("seaweedfs", "slow")
 #: Bytes that the server of ``slow`` takes in a second: a fifth of what the thin model makes.
 SLOW_RATE = 60e6
 #: What of a sink ``engine_cell`` knows; the others store.
