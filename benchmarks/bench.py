@@ -39,7 +39,7 @@ class Row:
     measured: float
     goal: str = ""
     spread: tuple[float, float] | None = None
-    rounds: int | None = None
+    pairs: int | None = None
 
     @property
     def met(self) -> bool | None:
@@ -90,7 +90,7 @@ def scale_rows(found: dict[str, Any]) -> Iterator[Row]:
 
 def engine_rows(found: dict[str, Any]) -> Iterator[Row]:
     for r in found["ratios"]:
-        yield Row(f"{r['load']}: {r['what']} ({r['sink']})", r["median"], r["goal"], tuple(r["range"]), r["rounds"])
+        yield Row(f"{r['load']}: {r['what']} ({r['sink']})", r["median"], r["goal"], tuple(r["range"]), r["pairs"])
 
 
 def gpu_rows(found: dict[str, Any]) -> Iterator[Row]:
@@ -200,8 +200,8 @@ def table(report: dict[str, Any]) -> str:
             row = Row(**r)
             low_high = ""
             if row.spread and row.spread[0] < row.spread[1]:
-                rounds = f"; {row.rounds} rounds" if row.rounds else ""
-                low_high = f" ({row.spread[0]:.3g}–{row.spread[1]:.3g}{rounds})"
+                pairs = f"; {row.pairs} pairs" if row.pairs else ""
+                low_high = f" ({row.spread[0]:.3g}–{row.spread[1]:.3g}{pairs})"
             verdict = {None: "", True: "met", False: "missed"}[row.met]
             lines.append(f"| {name} | {row.what} | {row.measured:.3g}{low_high} | {row.goal} | {verdict} |")
     took = ", ".join(f"{name} {b['seconds']} s" for name, b in report["benchmarks"].items())

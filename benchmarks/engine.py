@@ -4,9 +4,10 @@
     .venv/bin/python -m benchmarks.engine --loads PATTERN [--sinks A,B] [--rounds N] [--add]
 
 Every cell is a process of its own (``benchmarks.engine_cell``) under a closed loop of requests for 20 s, in windows
-that the cells of a round take in turns; ratios are medians of those within a round. A pinned load has the engine on one
-core, and the writers, the store's server and this process on another; an unpinned one leaves all of it to the kernel.
-Writes benchmarks/results/engine.{md,json}; ``--add`` goes on with what stands there, of this commit for the same load.
+that the cells of a round take in turns; ratios are medians of those of neighbouring windows. A pinned load has the
+engine on one core, and the writers, the store's server and this process on another; an unpinned one leaves all of it to
+the kernel. Writes benchmarks/results/engine.{md,json}; ``--add`` goes on with what stands there, of this commit for the
+same load.
 
 Sinks: ``none`` (no extraction), ``null`` (vLLM's own path into a connector that does nothing), ``null-sink`` (ours,
 pages dropped once they are in host memory), ``file``, ``discard`` (an S3 server that throws bytes away), ``split`` (the
@@ -50,22 +51,25 @@ RESULTS = Path(__file__).parent / "results"
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(16 << 30)}
 
 
-#: What ``make bench`` runs: (loads, sinks, rounds).
-SHORT: tuple[tuple[str, tuple[str, ...], int], ...] = (
+#: (loads, sinks, rounds, seconds of a cell).
+Choice = tuple[tuple[str, tuple[str, ...], int, float], ...]
+#: What ``make bench`` runs.
+SHORT: Choice = (
     (
         "thin/5/prefill/pinned",
         ("none", "null", "null-sink", "file", "discard", "direct-sink", "direct", "vllm"),
-        2,
+        1,
+        40.0,
     ),
-    ("thin/5/prefill/pinned", ("null-sink", "seaweedfs", "slow"), 1),
-    ("thin/5/prefill/unpinned", ("null", "null-sink", "file", "vllm"), 1),
-    ("thin/5/decode/pinned", ("null", "null-sink", "file"), 1),
+    ("thin/5/prefill/pinned", ("null-sink", "seaweedfs", "slow"), 1, 20.0),
+    ("thin/5/prefill/unpinned", ("null", "null-sink", "file", "vllm"), 1, 20.0),
+    ("thin/5/decode/pinned", ("null", "null-sink", "file"), 1, 20.0),
 )
 #: The same in groups whose engines the memory of a machine of 24 GiB holds at once.
-FULL: tuple[tuple[str, tuple[str, ...], int], ...] = (
-    ("*", ("none", "null", "null-sink", "file", "discard", "split", "vllm"), 3),
-    ("*", ("null", "null-sink", "direct-sink", "direct", "vllm"), 3),
-    ("*", ("null-sink", "seaweedfs", "slow"), 3),
+FULL: Choice = (
+    ("*", ("none", "null", "null-sink", "file", "discard", "split", "vllm"), 3, 20.0),
+    ("*", ("null", "null-sink", "direct-sink", "direct", "vllm"), 3, 20.0),
+    ("*", ("null-sink", "seaweedfs", "slow"), 3, 20.0),
 )
 
 
@@ -75,7 +79,7 @@ def main() -> None:
     parser.add_argument("--loads", help="pattern of loads instead of a choice: " + ", ".join(LOADS))
     parser.add_argument("--sinks", help="with --loads, by default all: " + ",".join(SINKS))
     parser.add_argument("--rounds", type=int, help="with --loads, by default 3")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each cell's windows together")
+    parser.add_argument("--seconds", type=float, help="with --loads, of each cell's windows together, by default 20")
     parser.add_argument("--add", action="store_true", help="go on with the cells that results already has")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     args = parser.parse_args()
@@ -85,40 +89,41 @@ def main() -> None:
     if args.add and (file := args.results / "engine.json").exists():
         report = json.loads(file.read_text())
     cells = report["cells"]
-    for name in {name for pattern, _, _ in choice for name in fnmatch.filter(LOADS, pattern)}:
+    for name in {name for pattern, *_ in choice for name in fnmatch.filter(LOADS, pattern)}:
         if (there := report["about"].setdefault(name, about))["commit"] != about["commit"]:
             parser.error(f"--add: {name} is there of commit {there['commit']}, this is {about['commit']}")
     with tempfile.TemporaryDirectory(prefix="hsx-engine-") as folder:
-        for pattern, sinks, rounds in choice:
+        for pattern, sinks, rounds, seconds in choice:
             for name in fnmatch.filter(LOADS, pattern):
                 first = 1 + max((c["round"] for c in cells if c["load"] == name), default=0)
                 for turn in range(first, first + rounds):
-                    for cell in run_round(name, sinks, folder, args.seconds, turn):
+                    for cell in run_round(name, sinks, folder, seconds, turn):
                         cells.append(cell)
                         print(line(cells[-1]), flush=True)
                         write(args.results, report)
     print((args.results / "engine.md").read_text())
 
 
-def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[tuple[str, tuple[str, ...], int], ...]:
+def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Choice:
     """What to run; hours must be asked for, and nothing that was asked for is left out silently."""
     if (args.choice is None) == (args.loads is None):
         parser.error("expected either --choice or --loads")
     if args.choice:
-        if args.sinks is not None or args.rounds is not None:
-            parser.error("--sinks and --rounds: expected with --loads, a choice has its own")
+        if any(given is not None for given in (args.sinks, args.rounds, args.seconds)):
+            parser.error("--sinks, --rounds and --seconds: expected with --loads, a choice has its own")
         return SHORT if args.choice == "short" else FULL
     sinks = SINKS if args.sinks is None else tuple(args.sinks.split(","))
     rounds = 3 if args.rounds is None else args.rounds
+    seconds = 20.0 if args.seconds is None else args.seconds
     if unknown := set(sinks) - set(SINKS):
         parser.error(f"--sinks: expected some of {', '.join(SINKS)}, came {', '.join(sorted(unknown))}")
     if rounds < 1:
         parser.error(f"--rounds: expected at least 1, came {rounds}")
-    if args.seconds < 1:
-        parser.error(f"--seconds: expected at least 1, came {args.seconds:g}")
+    if seconds < 1:
+        parser.error(f"--seconds: expected at least 1, came {seconds:g}")
     if not fnmatch.filter(LOADS, args.loads):
         parser.error(f"--loads: expected a pattern of {', '.join(LOADS)}, came {args.loads!r}")
-    return ((args.loads, sinks, rounds),)
+    return ((args.loads, sinks, rounds, seconds),)
 
 
 def write(results: Path, report: dict[str, Any]) -> None:
@@ -136,7 +141,7 @@ def run_round(name: str, sinks: Sequence[str], folder: str, seconds: float, turn
     these seconds they do to the next one, too."""
     with ExitStack() as stack:
         cells = [stack.enter_context(Running.started(name, sink, folder, seconds)) for sink in sinks]
-        for i in range(LOADS[name].windows):
+        for i in range(max(cell.windows for cell in cells)):
             shift = (turn + i) % len(cells)
             for cell in cells[shift:] + cells[:shift]:
                 if i < cell.windows:
@@ -151,7 +156,7 @@ class Running:
     def __init__(self, name: str, sink: str, spec: CellSpec, parent: Connection, watch: Watch, log: Path):
         self.sink = sink
         #: A store that is too slow needs seconds until all is full that can be.
-        self.windows = 1 if sink in SLOW else LOADS[name].windows
+        self.windows = 1 if sink in SLOW else max(round(spec.seconds / LOADS[name].window_s), 1)
         self._name = name
         self._spec = spec
         self._parent = parent

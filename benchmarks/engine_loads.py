@@ -45,9 +45,9 @@ class Load:
         return self.model == "thin"
 
     @property
-    def windows(self) -> int:
-        """In how many windows a cell measures: fewer where a step takes seconds."""
-        return 4 if self.gpu_like else 2
+    def window_s(self) -> float:
+        """Seconds of one window: more where a step takes seconds."""
+        return 5.0 if self.gpu_like else 10.0
 
     @property
     def requests(self) -> tuple[int, int, int]:

@@ -35,7 +35,7 @@ RATIOS: tuple[tuple[str, str, tuple[str, ...], str, str], ...] = (
 
 
 def ratios(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of every load, the medians of the ratios within a round."""
+    """Of every load, the medians of the ratios of windows that followed one another."""
     by = {(c["load"], c["sink"], c["round"]): c for c in cells}
     found = []
     for load in dict.fromkeys(c["load"] for c in cells):
@@ -43,7 +43,7 @@ def ratios(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         for what, figure, sinks, against, goal in RATIOS:
             for sink in sinks:
                 pairs = [(by.get((load, sink, t)), by.get((load, against, t))) for t in turns]
-                values = [a[figure] / b[figure] for a, b in pairs if a and b]
+                values = [v for a, b in pairs if a and b for v in compared(a, b, figure)]
                 if not against:
                     values = [a[figure] for a, _ in pairs if a and figure in a]
                 if values:
@@ -55,10 +55,18 @@ def ratios(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                             "goal": goal if LOADS[load].pinned and (against != "vllm" or LOADS[load].gpu_like) else "",
                             "median": statistics.median(values),
                             "range": [min(values), max(values)],
-                            "rounds": len(values),
+                            "pairs": len(values),
                         }
                     )
     return found
+
+
+def compared(cell: dict[str, Any], against: dict[str, Any], figure: str) -> list[float]:
+    """Of two cells of a round: window by window where both have as many, else of all of them together."""
+    ours, theirs = cell.get("each", ()), against.get("each", ())
+    if not ours or len(ours) != len(theirs):
+        return [cell[figure] / against[figure]]
+    return [a[figure] / b[figure] for a, b in zip(ours, theirs, strict=True)]
 
 
 def busy(cell: dict[str, Any]) -> float:
@@ -91,8 +99,9 @@ def table(found: dict[str, Any]) -> str:
     lines = [
         "# What extraction costs an engine",
         "",
-        "Made by `python -m benchmarks.engine`, which says what the sinks are. Medians (least–most) of rounds that "
-        "took turns. What a model computes on a CPU is no measure of a GPU; ratios within a load are.",
+        "Made by `python -m benchmarks.engine`, which says what the sinks are. Figures are medians (least–most) of "
+        "rounds, ratios of pairs of windows that took turns. What a model computes on a CPU is no measure of a GPU; "
+        "ratios within a load are.",
         "",
     ]
     for load in dict.fromkeys(c["load"] for c in cells):
@@ -131,10 +140,10 @@ def table(found: dict[str, Any]) -> str:
                 f"| {statistics.median(busy(r) for r in rows):.0%} "
                 f"| {stored(sink, rows)} |"
             )
-        lines += ["", "| ratio | sink | median (range) | rounds | goal |", "|---|---|---|---:|---|"]
+        lines += ["", "| ratio | sink | median (range) | pairs | goal |", "|---|---|---|---:|---|"]
         lines += [
             f"| {r['what']} | {r['sink']} | {r['median']:.3f} ({r['range'][0]:.3f}–{r['range'][1]:.3f}) "
-            f"| {r['rounds']} | {r['goal']} |"
+            f"| {r['pairs']} | {r['goal']} |"
             for r in found["ratios"]
             if r["load"] == load
         ]

@@ -24,10 +24,26 @@ def cell(sink: str, turn: int, tokens_per_s: float, **more) -> dict:
     }  # fmt: skip
 
 
+def test_ratios_are_of_windows_that_followed_one_another():
+    def windows(*figures: float) -> dict:
+        names = ("tokens_per_s", "tokens_per_cpu_s", "durable_tokens_per_s", "synced_tokens_per_s", "ttft_median")
+        return {"each": [dict.fromkeys(names, f) for f in figures]}
+
+    cells = [
+        cell("null-sink", 1, 1.0, **windows(90, 100, 110)),
+        cell("file", 1, 1.0, **windows(90, 50, 55)),
+        cell("null-sink", 2, 100.0, **windows(90, 110)),
+        cell("seaweedfs", 2, 20.0, **windows(20)),
+    ]
+    found = {r["sink"]: r for r in engine_report.ratios(cells) if "÷ null sink, tokens/s" in r["what"]}
+    assert (found["file"]["median"], found["file"]["range"], found["file"]["pairs"]) == (0.5, [0.5, 1.0], 3)
+    assert (found["seaweedfs"]["median"], found["seaweedfs"]["pairs"]) == (0.2, 1)  # not as many: all together
+
+
 def test_ratios_are_medians_within_rounds():
     cells = [cell("null", t, 100.0 * t) for t in (1, 2, 3)] + [cell("null-sink", t, 100.0 * t * t) for t in (1, 2, 3)]
     (found,) = [r for r in engine_report.ratios(cells) if "null sink ÷ null" in r["what"]]
-    assert (found["median"], found["range"], found["rounds"]) == (2.0, [1.0, 3.0], 3)
+    assert (found["median"], found["range"], found["pairs"]) == (2.0, [1.0, 3.0], 3)
 
 
 def test_what_the_table_of_an_engine_says():
@@ -74,7 +90,8 @@ def test_every_benchmark_is_a_module_with_help():
 
 
 def test_the_loads_and_sinks_that_a_choice_names_exist():
-    for pattern, sinks, rounds in (*engine.SHORT, *engine.FULL):
+    for pattern, sinks, rounds, seconds in (*engine.SHORT, *engine.FULL):
+        assert seconds >= 20
         assert set(sinks) <= set(engine.SINKS)
         assert rounds >= 1
         assert pattern == "*" or pattern in engine.LOADS
