@@ -298,8 +298,9 @@ def window(cell: Cell, seconds: float, compute: set[int]) -> dict[str, Any]:
         "durable": durable,
         "synced": time.monotonic(),
         "requests": cell.finished,
-        # Requests sent at once wait for one another: the first round of them is not what a request sees.
-        "waits": [s for _, s in cell.first[cell.spec.concurrency :]],
+        # Requests sent at once wait for one another: the first round of them is not what a request sees, unless the
+        # window is too short for others.
+        "waits": [s for _, s in cell.first[cell.spec.concurrency :] or cell.first],
         "held_requests_peak": cell.held_peak,
         "held_blocks_peak": cell.held_peak * cell.blocks_per_request(),
         "cpu_s": {name: s - before.get(name, 0.0) for name, s in after.items()},
@@ -310,7 +311,7 @@ def together(spec: CellSpec, windows: Sequence[Mapping[str, Any]]) -> dict[str, 
     """What all windows of a cell say, and what each does.
 
     Raises:
-        ValueError: a window was too short for an answer that did not wait for others.
+        ValueError: a window was too short for any answer.
     """
     waits = sorted(wait for w in windows for wait in w["waits"])
     if not all(w["waits"] for w in windows):
