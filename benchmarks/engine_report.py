@@ -1,4 +1,4 @@
-"""What ``benchmarks.engine`` found: ratios within rounds, and tables."""
+"""What ``benchmarks.engine`` found: ratios of neighbouring windows, and tables."""
 
 from __future__ import annotations
 

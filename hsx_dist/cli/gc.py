@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hsx_dist.cli.tables import print_json
 from hsx_dist.config import parse_storage_options
@@ -34,7 +34,7 @@ def run_gc(path: str, options: Sequence[str], *, delete: bool, watch: float, as_
             remove(store, name)
         if not as_json:
             print(f"{'removed' if delete else 'expired'} {name}", flush=True)
-    left = _unfinished(store, delete=delete, as_json=as_json, older_than=_LONGEST_PUT_S)
+    left = _collect(store, unfinished(store, _LONGEST_PUT_S), "never finished", delete=delete, as_json=as_json)
     if as_json:
         print_json({"path": path, "deleted": delete, "expired": names, "unfinished": [info.name for info in left]})
         return
@@ -42,15 +42,15 @@ def run_gc(path: str, options: Sequence[str], *, delete: bool, watch: float, as_
     _tell_unfinished(left, delete=delete)
 
 
-def _unfinished(store: Store, *, delete: bool, as_json: bool, older_than: float = 0.0) -> list[ObjectInfo]:
-    """What puts left that never ended; removed if ``delete``."""
+def _collect(store: Store, garbage: Iterable[ObjectInfo], why: str, *, delete: bool, as_json: bool) -> list[ObjectInfo]:
+    """All of ``garbage``, told one by one with ``why``; removed if ``delete``."""
     found = []
-    for info in unfinished(store, older_than):
+    for info in garbage:
         found.append(info)
         if delete:
             store.delete(info.name)
         if not as_json:
-            print(f"{'removed' if delete else 'never finished'} {info.name}", flush=True)
+            print(f"{'removed' if delete else why} {info.name}", flush=True)
     return found
 
 
@@ -62,14 +62,8 @@ def _tell_unfinished(left: Sequence[ObjectInfo], *, delete: bool) -> None:
 
 def _gc_run(store: Store, path: str, *, delete: bool, watch: float, as_json: bool) -> None:
     attempt = require_dead(store, watch_seconds=watch)
-    found = []
-    for info in unproven(store, attempt):
-        found.append(info)
-        if delete:
-            store.delete(info.name)
-        if not as_json:
-            print(f"{'removed' if delete else 'no receipt names'} {info.name}", flush=True)
-    left = _unfinished(store, delete=delete, as_json=as_json)
+    found = _collect(store, unproven(store, attempt), "no receipt names", delete=delete, as_json=as_json)
+    left = _collect(store, unfinished(store), "never finished", delete=delete, as_json=as_json)
     size = sum(info.size for info in found)
     if as_json:
         garbage = [info.name for info in found]
