@@ -10,10 +10,11 @@ the kernel. Writes benchmarks/results/engine.{md,json}; ``--add`` goes on with w
 same load.
 
 Sinks: ``none`` (no extraction), ``null`` (vLLM's own path into a connector that does nothing), ``null-sink`` (ours,
-pages dropped once they are in host memory), ``file``, ``discard`` (an S3 server that throws bytes away), ``split`` (the
-same with the lossless codec), ``slow`` (that server takes 60 MB in a second), ``seaweedfs``, and ``vllm`` (vLLM's own
-connector, writing files beside ours). ``direct-sink`` and ``direct`` are ``null-sink`` and ``file`` with
-``cache_writes: direct``.
+pages dropped once they are in host memory), ``busy`` (the same, while a stranger on the writers' core copies memory
+half of the time: what a busy core costs the one beside it, whoever keeps it busy), ``file``, ``threads`` (the same with
+``writers: threads``), ``discard`` (an S3 server that throws bytes away), ``split`` (the same with the lossless codec),
+``slow`` (that server takes 60 MB in a second), ``seaweedfs``, and ``vllm`` (vLLM's own connector, writing files beside
+ours). ``direct-sink`` and ``direct`` are ``null-sink`` and ``file`` with ``cache_writes: direct``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,7 +39,7 @@ import psutil
 
 from benchmarks import thin_model
 from benchmarks.engine_cell import RING_BYTES, CellSpec, as_json, together
-from benchmarks.engine_loads import DIRECT, KINDS, LOADS, SINKS, SLOW, SLOW_RATE
+from benchmarks.engine_loads import KINDS, LOADS, SETTINGS, SINKS, SLOW, SLOW_RATE
 from benchmarks.engine_report import line, ratios, table
 from benchmarks.provenance import ROOT, provenance
 from hsx_dist.testing.models import smollm2
@@ -193,7 +194,7 @@ class Running:
                 output=output,
                 storage_options=options,
                 codec="split" if sink == "split" else "none",
-                hsx={"cache_writes": "direct"} if sink in DIRECT else None,
+                hsx=SETTINGS.get(sink),
                 engine_core=engine,
                 other_core=others,
             )
@@ -212,8 +213,9 @@ class Running:
 
     def measure(self) -> None:
         """One window. It begins with nothing under way, and ends when all is on the disk."""
-        self._parent.send(self._spec.seconds / self.windows)
-        self._windows.append(self._hear())
+        with busy_core() if self.sink == "busy" else nullcontext():
+            self._parent.send(self._spec.seconds / self.windows)
+            self._windows.append(self._hear())
 
     def end(self) -> dict[str, Any]:
         """What all windows say, once the cell has found that it stored what it claims."""
@@ -233,6 +235,17 @@ class Running:
         except EOFError:
             what = "ended"
         raise SystemExit(f"{self._name} {self.sink} {what}:\n{self._log.read_text()[-4000:]}")
+
+
+@contextmanager
+def busy_core() -> Iterator[None]:
+    """``benchmarks.busy`` meanwhile, on this process's cores."""
+    stranger = subprocess.Popen([sys.executable, "-m", "benchmarks.busy"], cwd=ROOT)
+    try:
+        yield
+    finally:
+        stranger.kill()
+        stranger.wait()
 
 
 ALL_CORES = os.sched_getaffinity(0)
@@ -261,11 +274,11 @@ def target(sink: str, place: Path) -> Iterator[tuple[str, dict[str, Any] | None,
             yield f"{s3.url}/run", s3.storage_options, s3.process.process.pid
     else:
         (place / "out").mkdir()
-        yield str(place / "out") if sink in ("file", "direct", "vllm") else "", None, None
+        yield str(place / "out") if sink in ("file", "threads", "direct", "vllm") else "", None, None
 
 
 class Watch:
-    """Host memory of a process, and the CPU seconds of the server beside it, from outside."""
+    """Host memory of a process and those that it started, and the CPU seconds of the server beside it, from outside."""
 
     def __init__(self, pid: int, server: int | None):
         self._process = psutil.Process(pid)
@@ -278,8 +291,9 @@ class Watch:
     def _run(self) -> None:
         while not self._ended.wait(0.25):
             try:
-                memory = self._process.memory_info()
-                self._seen.append((time.monotonic(), memory.rss - memory.shared, self._cpu()))
+                all_of_it = [self._process, *self._process.children(recursive=True)]
+                memory = sum(m.rss - m.shared for m in (p.memory_info() for p in all_of_it))
+                self._seen.append((time.monotonic(), memory, self._cpu()))
             except psutil.Error:
                 return
 

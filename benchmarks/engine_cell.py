@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import psutil
 
 from benchmarks.null_sender import NullSender
 
@@ -209,9 +210,16 @@ class Cell:
 
 
 def pin(engine: int, others: int) -> None:
-    """Keep this process's first thread on one core, and every other one, also those that come later, on another."""
+    """Keep this process's first thread on one core, and every other one, also those that come later and those of the
+    processes that it starts, on another."""
     os.sched_setaffinity(os.getpid(), {engine})
+    children: set[int] = set()
     while True:
+        for child in writer_processes():
+            if child.pid not in children:
+                children.add(child.pid)
+                for thread in child.threads():
+                    os.sched_setaffinity(thread.id, {others})
         for task in os.listdir("/proc/self/task"):  # noqa: PTH208 - every half second, beside the engine
             if int(task) != os.getpid():
                 try:
@@ -219,6 +227,11 @@ def pin(engine: int, others: int) -> None:
                 except ProcessLookupError:
                     continue
         time.sleep(0.5)
+
+
+def writer_processes() -> list[psutil.Process]:
+    """The processes that this one started."""
+    return psutil.Process().children(recursive=True)
 
 
 def cpu_seconds(compute: set[int]) -> dict[str, float]:
@@ -235,6 +248,9 @@ def cpu_seconds(compute: set[int]) -> dict[str, float]:
         name = "engine" if thread in compute else names.get(thread, "rest")
         of[name] = of.get(name, 0.0) + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     of["rest"] = time.process_time() - sum(v for k, v in of.items() if k != "rest")
+    for child in writer_processes():
+        times = child.cpu_times()
+        of["writer process"] = of.get("writer process", 0.0) + times.user + times.system
     return of
 
 

@@ -8,19 +8,27 @@ from benchmarks import thin_model
 from benchmarks.engine_cell import Sink
 
 SINKS = (
-    "none", "null", "null-sink", "file", "discard", "split", "seaweedfs", "slow", "direct-sink", "direct", "vllm",
+    "none", "null", "null-sink", "busy", "file", "threads", "discard", "split", "seaweedfs", "slow", "direct-sink",
+    "direct", "vllm",
 )  # fmt: skip
 FILES = ("file", "direct")
 #: With vLLM's own writes into its cache, and with ours.
-STORING = ("file", "discard", "split")
+STORING = ("file", "nice", "threads", "discard", "split")
 DIRECT = ("direct-sink", "direct")
 #: Stores that do not keep up.
 SLOW = ("seaweedfs", "slow")
 #: Bytes that the server of ``slow`` takes in a second: a fifth of what the thin model makes.
 SLOW_RATE = 60e6
+#: What the connector is told beside where to store.
+SETTINGS: dict[str, dict[str, str]] = {
+    "direct-sink": {"cache_writes": "direct"},
+    "direct": {"cache_writes": "direct"},
+    "threads": {"writers": "threads"},
+}
 #: What of a sink ``engine_cell`` knows; the others store.
 KINDS: dict[str, Sink] = {
-    "none": "none", "null": "null", "null-sink": "null-sink", "direct-sink": "null-sink", "vllm": "vllm",
+    "none": "none", "null": "null", "null-sink": "null-sink", "busy": "null-sink", "direct-sink": "null-sink",
+    "vllm": "vllm",
 }  # fmt: skip
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import os
 import shutil
 import tempfile
@@ -25,6 +24,7 @@ import numpy as np
 
 from hsx_dist.connector.outlet import LINGER_S, PageRef, Shipped, ShippingThread, count_shipped
 from hsx_dist.connector.ring import Ring
+from hsx_dist.connector.shared_memory import mapped, reserve
 from hsx_dist.connector.step import Expect, Skip
 from hsx_dist.observe.metrics import Increments, Meter, Series
 from hsx_dist.page import Page
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 def _map(fd: int, nbytes: int) -> np.ndarray[Any, Any]:
     try:
-        return np.frombuffer(mmap.mmap(fd, nbytes), dtype=np.uint8)
+        return mapped(fd, nbytes)
     finally:
         os.close(fd)
 
@@ -138,10 +138,7 @@ class BridgeServer:
 
     def _serve(self, connection: Connection) -> None:
         pid, nbytes = connection.recv()
-        fd = os.memfd_create("hsx-ring")
-        os.ftruncate(fd, nbytes)
-        # Reserve the pages now: too little memory must be an error here, not a SIGBUS in the engine.
-        os.posix_fallocate(fd, 0, nbytes)
+        fd = reserve(nbytes)
         send_handle(connection, fd, pid)
         memory = _map(fd, nbytes)
         sender = self._make_sender()

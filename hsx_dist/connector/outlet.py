@@ -259,13 +259,15 @@ class LocalOutlet:
         *,
         meter: Meter | None = None,
         least_bytes: int = 0,
+        memory: np.ndarray[Any, Any] | None = None,
     ):
-        """``least_bytes``: fewer wait a moment for more, where ``sender`` calls somebody."""
+        """``least_bytes``: fewer wait a moment for more, where ``sender`` calls somebody. ``memory``: where the ring
+        lies, uint8 of ``in_flight_bytes``, where somebody else is to see it; else this makes it."""
         self.meter = Meter() if meter is None else meter
         self.ring = Ring(in_flight_bytes)
         self.meter.watch("ring_bytes", lambda: self.ring.used_bytes)
         # Touched here: page faults in the step path cost three times the copy.
-        self.memory = huge_pages.zeroed(self.ring.capacity)
+        self.memory = huge_pages.zeroed(self.ring.capacity) if memory is None else memory
         self._sender = sender
         self._on_shipped = on_shipped
         self._thread = ShippingThread(

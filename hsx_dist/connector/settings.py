@@ -26,7 +26,7 @@ class ConnectorSettings(BaseModel):
     """The ``hsx`` table of ``kv_connector_extra_config``; vLLM's own keys stand beside it (``VLLM_KEYS``).
 
     ``via`` says where pages go: ``process`` to a sender registered in this process (``outlet.register``), ``socket`` to
-    the process that listens at ``address``, ``store`` to writer threads of the worker's own that store under
+    the process that listens at ``address``, ``store`` to writers of the worker's own that store under
     ``output`` (one sample an object, no run: what a bare connector does).
     """
 
@@ -42,6 +42,11 @@ class ConnectorSettings(BaseModel):
     page_bytes: int = Field(8 << 20, gt=0)
     in_flight_bytes: int = Field(256 << 20, gt=0)
     writer_threads: int = Field(2, ge=1, le=256)
+    writers: Literal["process", "threads"] = Field(
+        "process",
+        description="where a bare connector encodes and stores: in a process of its own, which does not share the "
+        "engine's interpreter lock, or on threads of the worker's (stores and codecs that only it knows)",
+    )
     include_output_tokens: bool = False
     aborted_outputs: Literal["store", "drop"] = Field(
         "store",

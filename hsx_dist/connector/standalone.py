@@ -1,12 +1,15 @@
-"""A connector by itself (vLLM's server, somebody's own ``LLM``): writer threads in the worker, one sample an object."""
+"""A connector by itself (vLLM's server, somebody's own ``LLM``): writers of the worker's own, one sample an object."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from hsx_dist.connector.cores import any_core
 from hsx_dist.connector.locks import CompanionLocks
@@ -14,6 +17,7 @@ from hsx_dist.connector.markers import Markers
 from hsx_dist.connector.outlet import LocalOutlet, PageRef
 from hsx_dist.connector.settings import ConnectorSettings
 from hsx_dist.connector.step import Expect, Skip
+from hsx_dist.connector.writer_process import ProcessSender, WriterSpec
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.companions import OBJECT
 from hsx_dist.format.receipt import Receipt
@@ -21,13 +25,12 @@ from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import Segment, object_name
 from hsx_dist.store import Store, open_store
 from hsx_dist.tokenizers import tokenizer_hash
+from hsx_dist.writers.base import Sender
 from hsx_dist.writers.events import Event, Lost
 from hsx_dist.writers.sink import PartSink, SinkOptions
 from hsx_dist.writers.threads import ThreadSender
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from vllm.config import VllmConfig
 
 log = logging.getLogger(__name__)
@@ -52,8 +55,23 @@ class _Name:
     failure: tuple[str, str] | None = None  # key, reason
 
 
+class Writers(Sender, Protocol):
+    """A sender that stores, and tells what became of what it was sent."""
+
+    #: Where pages must lie, uint8; None: anywhere.
+    memory: np.ndarray[Any, Any] | None
+
+    def abandon(self) -> None:
+        """End without storing what is left."""
+        ...
+
+
+#: (how parts are made, who is told, who counts, bytes of the ring) → writers.
+MakeWriters = Callable[[SinkOptions, Callable[[Event], None], Meter, int], Writers]
+
+
 class StoreOutlet(LocalOutlet):
-    """A local outlet with writer threads of its own. A failure leaves ``KEY.error.json`` for whoever waits.
+    """A local outlet with writers of its own. A failure leaves ``KEY.error.json`` for whoever waits.
 
     The host memory of ``in_flight_bytes`` is shared: half for the ring, two fifths for what is encoded and not yet
     stored, and the rest for what the store's client holds of what it sends.
@@ -61,16 +79,16 @@ class StoreOutlet(LocalOutlet):
 
     def __init__(
         self,
-        store: Store,
+        make_writers: MakeWriters,
         settings: ConnectorSettings,
         about: dict[str, Any],
         *,
-        markers: Store | None = None,
+        markers: Store,
         locks: CompanionLocks | None = None,
         meter: Meter | None = None,
     ):
         self._locks = locks
-        self._markers = Markers(markers or store, settings.ttl_seconds)
+        self._markers = Markers(markers, settings.ttl_seconds)
         self._requests: dict[str, _Request] = {}  # by request id
         self._names: dict[str, _Name] = {}
         self._submitted: dict[str, str] = {}  # request id → name, of what is neither stored nor failed
@@ -86,9 +104,8 @@ class StoreOutlet(LocalOutlet):
             on_bad_rows=settings.on_bad_rows,
         )
         meter = Meter() if meter is None else meter
-        self._sink = PartSink(store, options, self._on_event, meter)
-        self._threads = ThreadSender(self._sink, settings.writer_threads)
-        super().__init__(self._threads, half, meter=meter)
+        self._writers = make_writers(options, self._on_event, meter, half)
+        super().__init__(self._writers, half, meter=meter, memory=self._writers.memory)
 
     # -- called by steps: no store, no lock that a writer holds ---------------------------------------------------
 
@@ -197,7 +214,7 @@ class StoreOutlet(LocalOutlet):
         while self.pending and (end is None or time.monotonic() < end):
             time.sleep(0.01)
         if super().pending or self._submitted:
-            # Threads that wait for the store cannot be ended; they die with the process.
+            self._writers.abandon()
             log.error(
                 "hidden states of %d requests were not stored in time, %s; raise drain_seconds",
                 len(self._submitted),
@@ -205,12 +222,50 @@ class StoreOutlet(LocalOutlet):
             )
         else:
             super().close()
-            self._threads.close()
-            self._sink.close()
+            self._writers.close()
         if untold := self._markers.close():
             log.error("what became of %d requests could not be told in time, %s", len(untold), _some(untold))
         if self._locks is not None:
             self._locks.release_all()
+
+
+class ThreadWriters(ThreadSender):
+    """Threads of this process, and the sink into which they encode."""
+
+    memory: np.ndarray[Any, Any] | None = None
+
+    def close(self) -> None:
+        super().close()
+        self.sink.close()
+
+    def abandon(self) -> None:
+        pass  # threads that wait for a store cannot be ended: they die with the process
+
+
+def thread_writers(store: Store, threads: int) -> MakeWriters:
+    """Writers on so many threads of this process."""
+
+    def make(options: SinkOptions, on_event: Callable[[Event], None], meter: Meter, _: int) -> Writers:
+        return ThreadWriters(PartSink(store, options, on_event, meter), threads)
+
+    return make
+
+
+def process_writers(settings: ConnectorSettings) -> MakeWriters:
+    """Writers in a process of their own."""
+
+    def make(options: SinkOptions, on_event: Callable[[Event], None], meter: Meter, ring_bytes: int) -> Writers:
+        spec = WriterSpec(
+            url=settings.output,
+            storage_options=settings.storage_options,
+            options=options,
+            threads=settings.writer_threads,
+            ring_bytes=ring_bytes,
+            drain_seconds=settings.drain_seconds,
+        )
+        return ProcessSender(spec, on_event, meter)
+
+    return make
 
 
 def request_of(segment: Segment) -> str:
@@ -262,9 +317,12 @@ def store_outlet(settings: ConnectorSettings, vllm_config: VllmConfig) -> StoreO
     local = "://" not in settings.output or settings.output.startswith(("file://", "local://"))
     meter = Meter()
     with any_core():  # encoding and storing are not to take the engine's time
+        # Opened here too: what is wrong with it is the engine's to say.
         store = open_store(settings.output, settings.storage_options, on_retry=meter.retried)
+        # What is in memory is in one process's.
+        apart = settings.writers == "process" and not settings.output.startswith("memory:")
         return StoreOutlet(
-            store,
+            process_writers(settings) if apart else thread_writers(store, settings.writer_threads),
             settings,
             about,
             markers=open_store(settings.output, settings.storage_options, retry_seconds=MARKER_SECONDS),

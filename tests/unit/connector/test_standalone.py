@@ -10,56 +10,14 @@ import numpy as np
 import pytest
 
 import hsx_dist
-from hsx_dist.connector.locks import CompanionLocks
 from hsx_dist.connector.outlet import PageRef
-from hsx_dist.connector.settings import read_settings
-from hsx_dist.connector.standalone import StoreOutlet
 from hsx_dist.connector.step import Expect, Skip
 from hsx_dist.errors import Denied, NotFound, SampleFailed
 from hsx_dist.page import Segment
 from hsx_dist.store import open_store
 from hsx_dist.testing.faulty_stores import PUTS, CountingStore, FailingStore, HangingStore, Strike
 from hsx_dist.testing.stores import MemoryStore
-
-HIDDEN, LAYERS = 8, (1, 2)
-
-
-def outlet_on(tmp_path, *, store=None, markers=None, locks=True, **settings) -> StoreOutlet:
-    extra = {"hsx": {"output": str(tmp_path), "in_flight_bytes": 1 << 20, "segment_bytes": 1 << 18, **settings}}
-    return StoreOutlet(
-        store or open_store(str(tmp_path)),
-        read_settings(extra),
-        {"model": "m", "revision": None, "norm": "pre"},
-        markers=markers or open_store(str(tmp_path)),
-        locks=CompanionLocks(tmp_path) if locks else None,
-    )
-
-
-def submit(
-    outlet: StoreOutlet,
-    key: str,
-    states: np.ndarray,
-    ids=None,
-    *,
-    name="",
-    chosen=True,
-    meta=None,
-    request="",
-    ready=None,
-) -> None:
-    """``states``: float32 ``[L, T, H]``, as one page."""
-    n = states.shape[1]
-    outlet.expect(Expect(request or key, name or f"{key}.safetensors", 0, chosen))
-    offset = outlet.ring.allocate(states.nbytes)
-    assert offset is not None
-    outlet.memory[offset : offset + states.nbytes] = states.reshape(-1).view(np.uint8)
-    segment = Segment(key, 0, 0, n, n, name=name, meta=meta or {}, source=f"{request or key}:0")
-    ids = np.arange(n, dtype=np.int64) if ids is None else np.asarray(ids, np.int64)
-    outlet.submit(PageRef(offset, states.shape, segment, 0, n, n, LAYERS, "float32", "LTH", ids), ready)
-
-
-def some(n=5, seed=0):
-    return np.random.default_rng(seed).standard_normal((len(LAYERS), n, HIDDEN)).astype(np.float32)
+from tests.unit.connector.small_outlet import HIDDEN, LAYERS, outlet_on, some, submit
 
 
 def test_stored_in_vllms_schema_with_its_own_loader(tmp_path):

@@ -1,0 +1,30 @@
+"""Host memory that two processes map: where a ring lies that one of them fills and the other one empties."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import Any
+
+import numpy as np
+
+
+def reserve(nbytes: int) -> int:
+    """A file descriptor of ``nbytes`` of memory, zeros.
+
+    Raises:
+        OSError: there is not so much. Without the reservation it would be a SIGBUS, later, in the engine.
+    """
+    fd = os.memfd_create("hsx-ring")
+    try:
+        os.ftruncate(fd, nbytes)
+        os.posix_fallocate(fd, 0, nbytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def mapped(fd: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The memory behind ``fd``, uint8 ``[nbytes]``. The descriptor is no longer needed then."""
+    return np.frombuffer(mmap.mmap(fd, nbytes), dtype=np.uint8)

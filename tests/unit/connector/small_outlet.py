@@ -1,0 +1,55 @@
+"""Outlets of a bare connector, and samples for them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hsx_dist.connector.locks import CompanionLocks
+from hsx_dist.connector.outlet import PageRef
+from hsx_dist.connector.settings import read_settings
+from hsx_dist.connector.standalone import StoreOutlet, process_writers, thread_writers
+from hsx_dist.connector.step import Expect
+from hsx_dist.page import Segment
+from hsx_dist.store import open_store
+
+HIDDEN, LAYERS = 8, (1, 2)
+
+
+def outlet_on(tmp_path, *, store=None, markers=None, locks=True, apart=False, **settings) -> StoreOutlet:
+    """``apart``: writers in a process of their own, instead of threads that store into ``store``."""
+    extra = {"hsx": {"output": str(tmp_path), "in_flight_bytes": 1 << 20, "segment_bytes": 1 << 18, **settings}}
+    given = read_settings(extra)
+    return StoreOutlet(
+        process_writers(given) if apart else thread_writers(store or open_store(str(tmp_path)), given.writer_threads),
+        given,
+        {"model": "m", "revision": None, "norm": "pre"},
+        markers=markers or open_store(str(tmp_path)),
+        locks=CompanionLocks(tmp_path) if locks else None,
+    )
+
+
+def submit(
+    outlet: StoreOutlet,
+    key: str,
+    states: np.ndarray,
+    ids=None,
+    *,
+    name="",
+    chosen=True,
+    meta=None,
+    request="",
+    ready=None,
+) -> None:
+    """``states``: float32 ``[L, T, H]``, as one page."""
+    n = states.shape[1]
+    outlet.expect(Expect(request or key, name or f"{key}.safetensors", 0, chosen))
+    offset = outlet.ring.allocate(states.nbytes)
+    assert offset is not None
+    outlet.memory[offset : offset + states.nbytes] = states.reshape(-1).view(np.uint8)
+    segment = Segment(key, 0, 0, n, n, name=name, meta=meta or {}, source=f"{request or key}:0")
+    ids = np.arange(n, dtype=np.int64) if ids is None else np.asarray(ids, np.int64)
+    outlet.submit(PageRef(offset, states.shape, segment, 0, n, n, LAYERS, "float32", "LTH", ids), ready)
+
+
+def some(n=5, seed=0):
+    return np.random.default_rng(seed).standard_normal((len(LAYERS), n, HIDDEN)).astype(np.float32)

@@ -1,0 +1,267 @@
+"""A bare connector's writers in a process of their own: whatever dies, each sample is stored or told as lost."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+import hsx_dist
+from hsx_dist.connector.outlet import PageRef
+from hsx_dist.connector.settings import read_settings
+from hsx_dist.connector.standalone import StoreOutlet, ThreadWriters, store_outlet
+from hsx_dist.connector.writer_process import ProcessSender, WriterSpec
+from hsx_dist.errors import ConfigError, EngineError, SampleFailed
+from hsx_dist.format.codecs import resolve_codec
+from hsx_dist.observe.metrics import Meter
+from hsx_dist.page import Segment
+from hsx_dist.writers.sink import SinkOptions
+from tests.unit.connector.small_outlet import LAYERS, outlet_on, some, submit
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def outlet(tmp_path):
+    made = outlet_on(tmp_path, apart=True)
+    yield made
+    made.close(10)
+
+
+def settle(outlet: StoreOutlet) -> None:
+    end = time.monotonic() + 60
+    while outlet.pending:
+        assert time.monotonic() < end, "neither stored nor told as lost"
+        time.sleep(0.005)
+
+
+def states_of(tmp_path, key: str) -> np.ndarray:
+    found = hsx_dist.load_hidden_states(str(tmp_path / f"{key}.safetensors"), framework="numpy")
+    return found["hidden_states"].transpose(1, 0, 2)
+
+
+def pid_of(outlet: StoreOutlet) -> int:
+    writers = outlet._writers
+    assert isinstance(writers, ProcessSender)
+    assert writers.pid is not None
+    return writers.pid
+
+
+def test_what_is_stored_is_what_was_sent_and_the_ring_goes_round(outlet, tmp_path):
+    sent = {f"k{i}": some(seed=i) for i in range(200)}  # three times the ring
+    for key, states in sent.items():
+        while outlet.ring.used_bytes > outlet.ring.capacity // 2:
+            time.sleep(0.001)
+        submit(outlet, key, states)
+    settle(outlet)
+    assert outlet.ring.used_bytes == 0
+    for key, states in sent.items():
+        np.testing.assert_array_equal(states_of(tmp_path, key), states)
+    counted = {name: value for (name, _), value in outlet.meter.sums().items()}
+    assert counted["stored"] == counted["parts"] == counted["samples"] == 200
+    assert counted["raw_bytes"] == sum(s.nbytes for s in sent.values())
+    pid = pid_of(outlet)
+    outlet.close(10)
+    assert not psutil.pid_exists(pid)
+
+
+def test_the_process_is_no_engines_equal_where_they_share_cores(outlet):
+    assert psutil.Process(pid_of(outlet)).nice() > psutil.Process().nice()
+
+
+def test_when_it_is_killed_its_samples_are_told_and_the_next_are_stored(outlet, tmp_path, caplog):
+    pid = pid_of(outlet)
+    os.kill(pid, signal.SIGSTOP)
+    for i in range(3):
+        submit(outlet, f"lost{i}", some(seed=i))
+    while outlet.ring.used_bytes and outlet._thread.pending:  # handed over
+        time.sleep(0.001)
+    os.kill(pid, signal.SIGKILL)
+    settle(outlet)
+    assert outlet.ring.used_bytes == 0
+    for i in range(3):
+        with pytest.raises(SampleFailed, match="exit code -9"):
+            states_of(tmp_path, f"lost{i}")
+    assert "ended with exit code -9 and 3 samples" in caplog.text
+    submit(outlet, "next", some(seed=9))
+    settle(outlet)
+    np.testing.assert_array_equal(states_of(tmp_path, "next"), some(seed=9))
+    assert pid_of(outlet) != pid
+    # The same request once more, as its client will try it.
+    submit(outlet, "lost0", some(seed=0), request="again")
+    settle(outlet)
+    np.testing.assert_array_equal(states_of(tmp_path, "lost0"), some(seed=0))
+
+
+def test_what_still_comes_of_a_sample_that_was_lost_joins_nothing(outlet, tmp_path):
+    states = np.concatenate([some(4), some(4, seed=1)], axis=1)
+    segment = Segment("a", 0, 0, 8, 8, source="r:0")
+
+    def page(start: int) -> None:
+        rows = np.ascontiguousarray(states[:, start : start + 4])
+        offset = outlet.ring.allocate(rows.nbytes)
+        outlet.memory[offset : offset + rows.nbytes] = rows.reshape(-1).view(np.uint8)
+        ids = np.arange(start, start + 4, dtype=np.int64)
+        outlet.submit(PageRef(offset, rows.shape, segment, start, start + 4, 4, LAYERS, "float32", "LTH", ids), None)
+
+    page(0)
+    while outlet.ring.used_bytes:  # taken, and half of a segment
+        time.sleep(0.001)
+    assert outlet.pending
+    os.kill(pid_of(outlet), signal.SIGKILL)
+    settle(outlet)
+    page(4)
+    submit(outlet, "b", some())
+    settle(outlet)
+    assert outlet.ring.used_bytes == 0
+    np.testing.assert_array_equal(states_of(tmp_path, "b"), some())
+    with pytest.raises(SampleFailed, match="exit code -9"):
+        states_of(tmp_path, "a")
+    assert not outlet._writers._broken
+
+
+def test_while_it_cannot_be_started_samples_fail_at_once(outlet, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    os.kill(pid_of(outlet), signal.SIGKILL)
+    for i in range(2):
+        submit(outlet, f"k{i}", some())
+        settle(outlet)
+        with pytest.raises(SampleFailed, match=r"exit code -9|does not run"):
+            states_of(tmp_path, f"k{i}")
+    monkeypatch.undo()
+    outlet._writers._failed_at = None  # some seconds later
+    submit(outlet, "c", some())
+    settle(outlet)
+    np.testing.assert_array_equal(states_of(tmp_path, "c"), some())
+
+
+def test_signals_to_the_servers_process_group_do_not_end_it_before_its_engine(outlet, tmp_path):
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(pid_of(outlet), number)
+    submit(outlet, "a", some())
+    settle(outlet)
+    np.testing.assert_array_equal(states_of(tmp_path, "a"), some())
+
+
+DYING = """
+import os, signal, sys, time
+from pathlib import Path
+from tests.unit.connector.small_outlet import outlet_on, some, submit
+if __name__ == "__main__":
+    outlet = outlet_on(Path(sys.argv[1]), apart=True, drain_seconds=30)
+    pid = outlet._writers.pid
+    os.kill(pid, signal.SIGSTOP)
+    for i in range(3):
+        submit(outlet, f"k{i}", some(seed=i))
+    while outlet._thread.pending:
+        time.sleep(0.001)
+    os.kill(pid, signal.SIGCONT)
+    print(pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_it_stores_what_it_has_when_the_engine_is_killed_and_ends(tmp_path):
+    script = [sys.executable, "-c", DYING, str(tmp_path)]
+    ended = subprocess.run(script, cwd=ROOT, stdout=subprocess.PIPE, timeout=60, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    pid = int(ended.stdout)
+    end = time.monotonic() + 60
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end, "it outlives its engine"
+        time.sleep(0.02)
+    for i in range(3):
+        np.testing.assert_array_equal(states_of(tmp_path, f"k{i}"), some(seed=i))
+
+
+def test_the_end_is_not_waited_for_longer_than_asked(tmp_path, caplog):
+    with socket.create_server(("127.0.0.1", 0), backlog=16) as silent:
+        outlet = outlet_on(
+            tmp_path,
+            apart=True,
+            output="s3://bucket/run",
+            storage_options={
+                "key": "any",
+                "secret": "not-to-be-seen",
+                "endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}",
+                "client_kwargs": {"region_name": "us-east-1"},
+            },
+        )
+        pid = pid_of(outlet)
+        assert "not-to-be-seen" not in " ".join(psutil.Process(pid).cmdline())
+        assert "not-to-be-seen" not in str(psutil.Process(pid).environ())
+        submit(outlet, "a", some())
+        outlet.close(0.3)
+    assert "1 requests were not stored in time" in caplog.text
+    assert not psutil.pid_exists(pid)
+
+
+def test_its_log_lines_are_the_engines(outlet, caplog):
+    states = some()
+    states[0, 1, 1] = np.nan
+    with caplog.at_level(logging.WARNING):
+        submit(outlet, "strange", states)
+        settle(outlet)
+    [line] = [r for r in caplog.records if "look wrong" in r.getMessage()]
+    assert line.name == "hsx_dist.writers.sink"
+    assert line.key == "strange"
+
+
+def spec(tmp_path, **changes) -> WriterSpec:
+    options = SinkOptions(resolve_codec("none"), {"model": "m"}, "worker", layout="sample")
+    return replace(WriterSpec(str(tmp_path), {}, options, 1, 1 << 20, 4.0), **changes)
+
+
+def test_what_keeps_it_from_starting_is_an_error_that_says_it(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="without a password"):
+        ProcessSender(spec(tmp_path, url="s3://user:word@bucket/x"), print, Meter())
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(EngineError, match=r"exit code 1; set hsx.writers to 'threads'"):
+        ProcessSender(spec(tmp_path), print, Meter())
+
+
+class _Config:
+    """Of vLLM's, what an outlet asks."""
+
+    class model_config:  # noqa: N801
+        model, revision, skip_tokenizer_init, hf_text_config = "m", None, True, None
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, ProcessSender), ({"writers": "threads"}, ThreadWriters), ({"output": "memory://hsx-apart"}, ThreadWriters)],
+)
+def test_which_writers_a_bare_connector_has(tmp_path, given, expected):
+    settings = read_settings({"hsx": {"output": str(tmp_path), "in_flight_bytes": 1 << 20, **given}})
+    outlet = store_outlet(settings, _Config)
+    try:
+        assert type(outlet._writers) is expected
+    finally:
+        outlet.close(10)
+
+
+def test_it_runs_where_its_starter_was_allowed_to_run_not_where_the_engine_is(tmp_path, monkeypatch):
+    """vLLM pins the engine's thread to cores of its choice, and what is started from it inherits them."""
+    allowed = os.sched_getaffinity(0)
+    if len(allowed) < 2:
+        pytest.skip("one core")
+    monkeypatch.setattr("hsx_dist.connector.cores.CORES", frozenset(allowed))
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        outlet = outlet_on(tmp_path, apart=True)
+        try:
+            assert os.sched_getaffinity(pid_of(outlet)) == allowed
+        finally:
+            outlet.close(10)
+    finally:
+        os.sched_setaffinity(0, allowed)
