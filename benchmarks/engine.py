@@ -39,7 +39,7 @@ import psutil
 
 from benchmarks import thin_model
 from benchmarks.engine_cell import RING_BYTES, CellSpec, as_json, together
-from benchmarks.engine_loads import KINDS, LOADS, SETTINGS, SINKS, SLOW, SLOW_RATE
+from benchmarks.engine_loads import KINDS, LOADS, LONG, SETTINGS, SINKS, SLOW_RATE
 from benchmarks.engine_report import line, ratios, table
 from benchmarks.provenance import ROOT, provenance
 from hsx_dist.testing.models import smollm2
@@ -159,8 +159,7 @@ class Running:
 
     def __init__(self, name: str, sink: str, spec: CellSpec, parent: Connection, watch: Watch, log: Path):
         self.sink = sink
-        #: A store that is too slow needs seconds until all is full that can be.
-        self.windows = 1 if sink in SLOW else max(round(spec.seconds / LOADS[name].window_s), 1)
+        self.windows = 1 if sink in LONG else max(round(spec.seconds / LOADS[name].window_s), 1)
         self._name = name
         self._spec = spec
         self._parent = parent

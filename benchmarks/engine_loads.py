@@ -15,8 +15,9 @@ FILES = ("file", "direct")
 #: With vLLM's own writes into its cache, and with ours.
 STORING = ("file", "nice", "threads", "discard", "split")
 DIRECT = ("direct-sink", "direct")
-#: Stores that do not keep up.
-SLOW = ("seaweedfs", "slow")
+#: Sinks of one long window. Stores that do not keep up need seconds until all is full that can be; and what vLLM's own
+#: connector writes in some seconds fits the page cache, which the next cell's window does not have to wait for.
+LONG = ("seaweedfs", "slow", "vllm")
 #: Bytes that the server of ``slow`` takes in a second: a fifth of what the thin model makes.
 SLOW_RATE = 60e6
 #: What the connector is told beside where to store.

@@ -184,9 +184,10 @@ def wait_until(condition, seconds: float = 60) -> None:
 
 
 def rss(pid: int) -> int:
-    """Resident memory in bytes of the server's engine, which runs in processes of its own, without shared pages."""
+    """Resident memory in bytes of the server's engine and of its writers, processes of their own; what several share,
+    as they do the ring, counts once."""
     processes = psutil.Process(pid).children(recursive=True)
-    return sum(p.memory_full_info().uss for p in processes)
+    return sum(p.memory_full_info().pss for p in processes)
 
 
 def settle(state, seconds: float = 120):
