@@ -1,4 +1,5 @@
 """Two hundred thousand mutated parts: each ends in a typed error that names it, or in the numbers that were stored.
+And as many zstd frames for the compiled decoder: each is decoded as libzstd does, or left to it.
 
     .venv/bin/python -m tests.soak.run [--objects 200000] [--seed 0]
 
@@ -21,6 +22,7 @@ from typing import Any
 import zstandard
 
 from benchmarks.provenance import provenance
+from tests.soak.frames import OF_EACH, compare
 from tests.soak.mutations import FILES, KINDS, PLAIN, mutate, outcome
 
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "soak-format.md"
@@ -58,23 +60,32 @@ def work(job: tuple[int, int]) -> tuple[Tally, float, int]:
     return tally, slowest, gained
 
 
+def frames(job: tuple[int, int]) -> Counter[str]:
+    """Of ``(seed, count)``: what became of how many frames."""
+    seed, count = job
+    return sum((compare(random.Random(f"{seed}/{number}")) for number in range(-(-count // OF_EACH))), Counter())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--objects", type=int, default=200_000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    about = provenance("numpy", "zstandard", "safetensors")
+    about = provenance("numpy", "numba", "zstandard", "safetensors")
     begin = time.monotonic()
     jobs = [(args.seed * PROCESSES + p, -(-args.objects // PROCESSES)) for p in range(PROCESSES)]
     with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
         done = pool.map(work, jobs)
+        decoded = sum(pool.map(frames, jobs), Counter())
     tally: Tally = sum((t for t, _, _ in done), Counter())
-    page = as_markdown(tally, max(s for _, s, _ in done), max(g for _, _, g in done), about, args.seed)
+    page = as_markdown(tally, max(s for _, s, _ in done), max(g for _, _, g in done), decoded, about, args.seed)
     print(page, f"{time.monotonic() - begin:.0f} s", sep="\n")
     RESULT.write_text(page)
 
 
-def as_markdown(tally: Tally, slowest: float, gained: int, about: dict[str, Any], seed: int) -> str:
+def as_markdown(
+    tally: Tally, slowest: float, gained: int, decoded: Counter[str], about: dict[str, Any], seed: int
+) -> str:
     versions = ", ".join(f"{k} {v}" for k, v in about["versions"].items())
     results = sorted({result for _, result in tally})
     lines = [
@@ -100,6 +111,12 @@ def as_markdown(tally: Tally, slowest: float, gained: int, about: dict[str, Any]
         lines.append(f"| {kind} | {' | '.join(map(str, counts))} | {sum(counts)} |")
     totals = [sum(tally[kind, result] for kind in KINDS) for result in results]
     lines.append(f"| all | {' | '.join(map(str, totals))} | {sum(totals)} |")
+    lines += [
+        "",
+        f"{sum(decoded.values())} mutated zstd frames of high bytes for the compiled decoder (numba): "
+        + ", ".join(f"{count} {what}" for what, count in sorted(decoded.items()))
+        + "; none decoded to anything else than by libzstd, none that libzstd refuses.",
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hsx_dist.errors import FormatError
+from hsx_dist.format.codecs import planes
 from hsx_dist.format.codecs.base import Allocate, Look, allocate, blocks, itemsize, raw_array, scratch
 from hsx_dist.format.codecs.zstd import check_expansion, compress_huffman, decompress_into
 from hsx_dist.store.base import Buffer
@@ -62,15 +63,17 @@ class SplitCodec:
         if data.nbytes < raw:
             raise FormatError(f"codec split: expected at least {raw} bytes of raw planes, got {data.nbytes}")
         check_expansion(data.nbytes - raw, size)
-        planes = [raw_array(data[: size * (width // 2)], width // 2, out.shape, "low part")]
+        low = [raw_array(data[: size * (width // 2)], width // 2, out.shape, "low part")]
         if width == 4:
-            planes.insert(0, raw_array(data[2 * size : raw], 1, out.shape, "third bytes"))
+            low.insert(0, raw_array(data[2 * size : raw], 1, out.shape, "third bytes"))
+        if width == 2 and planes.join(data[raw:], low[0], out):
+            return
         high = scratch("high", size)
         decompress_into(data[raw:], high)
         # In numpy a product is faster than a shift. Each operation widens its bytes a buffer at a time, in the first
         # level of the cache: faster than a cast of the plane beforehand.
         above = high.reshape(out.shape)
-        for plane in planes:
+        for plane in low:
             np.multiply(above, 1 << 8 * plane.itemsize, out=out, dtype=out.dtype, casting="unsafe")
             np.bitwise_or(out, plane, out=out, dtype=out.dtype, casting="unsafe")
             above = out

@@ -26,7 +26,8 @@ else:
 # A frame is decoded in one go into memory of a size that is known beforehand: its window is never allocated.
 _MAX_WINDOW = 1 << 27
 # RFC 8878: a block of at most 128 KiB takes a header of 3 bytes and one byte of content.
-_MOST_EXPANSION = (128 << 10) // 4
+_MAX_BLOCK = 128 << 10
+_MOST_EXPANSION = _MAX_BLOCK // 4
 _RLE_BLOCK, _RESERVED_BLOCK = 1, 3
 
 # A zstandard context serves one thread at a time, and is dear to make.
@@ -40,8 +41,8 @@ def _compressor(level: int) -> zstd.ZstdCompressor:
     return made[level]
 
 
-# With the fast strategy a target length is the step of the match search: this one skips nearly all of a plane, on
-# which matches only displace Huffman codes and cost time.
+# With the fast strategy a target length is the step of the match search: this one, the largest, skips a whole block. On
+# planes matches only displace Huffman codes, cost time, and keep the compiled decoder from a frame.
 _HUFFMAN: dict[int, int] = {
     zstd.CompressionParameter.compression_level: 1,
     zstd.CompressionParameter.strategy: zstd.Strategy.fast,
@@ -50,7 +51,7 @@ _HUFFMAN: dict[int, int] = {
     zstd.CompressionParameter.chain_log: 6,
     zstd.CompressionParameter.search_log: 1,
     zstd.CompressionParameter.min_match: 7,
-    zstd.CompressionParameter.target_length: 4096,
+    zstd.CompressionParameter.target_length: 128 << 10,
 }
 # A step turns Huffman coding off, unless one asks for it: ZSTD_c_literalCompressionMode, which libzstd has under this
 # number since 1.3.8 and calls experimental. Where it is refused we do without the step.
@@ -79,7 +80,7 @@ def decompress_into(frame: memoryview, out: np.ndarray[Any, Any]) -> None:
     """
     expected = out.nbytes
     try:
-        _check_frame(frame, expected)
+        walk(frame, expected)
         decompressor: zstandard.ZstdDecompressor | None = getattr(_local, "decompressor", None)
         if decompressor is None:
             decompressor = _local.decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
@@ -98,14 +99,23 @@ def check_expansion(frame_bytes: int, expected: int) -> None:
         raise FormatError(f"expected {expected} bytes, which no zstd frame of {frame_bytes} bytes can hold")
 
 
-def _check_frame(frame: memoryview, expected: int) -> None:
-    """Walk over the blocks' headers: what is cut short, or has something behind it, is seen before it is decoded."""
-    parameters = zstandard.get_frame_parameters(frame)
+def walk(frame: memoryview, expected: int) -> tuple[int, int]:
+    """Where the first block of a zstd frame begins, and how many bytes a block may hold at most. Walks over the blocks'
+    headers: what is cut short, or has something behind it, is seen before it is decoded.
+
+    Raises:
+        FormatError: ``frame`` is not one whole frame that says to hold ``expected`` bytes.
+    """
+    try:
+        parameters = zstandard.get_frame_parameters(frame)
+    except zstandard.ZstdError as e:
+        raise FormatError(f"expected one zstd frame of {expected} bytes: {e}") from e
     if parameters.content_size != expected:
         raise FormatError(f"expected a zstd frame of {expected} bytes, it says {parameters.content_size}")
     if parameters.dict_id:
         raise FormatError(f"expected a zstd frame without a dictionary, it wants number {parameters.dict_id}")
-    at, last = zstandard.frame_header_size(frame), False
+    first = at = zstandard.frame_header_size(frame)
+    last = False
     while not last:
         header = int.from_bytes(frame[at : at + 3], "little")
         last, kind, size = bool(header & 1), header >> 1 & 3, header >> 3
@@ -115,6 +125,7 @@ def _check_frame(frame: memoryview, expected: int) -> None:
     at += 4 if parameters.has_checksum else 0
     if at != frame.nbytes:
         raise FormatError(f"expected a zstd frame of {at} bytes, got {frame.nbytes}")
+    return first, min(parameters.window_size, _MAX_BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
