@@ -58,7 +58,7 @@ Choice = tuple[tuple[str, tuple[str, ...], int, float], ...]
 SHORT: Choice = (
     (
         "thin/5/prefill/pinned",
-        ("none", "null", "null-sink", "file", "discard", "direct-sink", "direct", "vllm"),
+        ("none", "null", "null-sink", "busy", "file", "discard", "direct-sink", "direct", "vllm"),
         1,
         40.0,
     ),
@@ -68,7 +68,8 @@ SHORT: Choice = (
 )
 #: The same in groups whose engines the memory of a machine of 24 GiB holds at once.
 FULL: Choice = (
-    ("*", ("none", "null", "null-sink", "file", "discard", "split", "vllm"), 3, 20.0),
+    ("*", ("none", "null", "null-sink", "busy", "file", "discard", "split", "vllm"), 3, 20.0),
+    ("thin/*", ("null-sink", "file", "threads"), 3, 20.0),
     ("*", ("null", "null-sink", "direct-sink", "direct", "vllm"), 3, 20.0),
     ("*", ("null-sink", "seaweedfs", "slow"), 3, 20.0),
 )
