@@ -113,7 +113,7 @@ def as_markdown(
     lines.append(f"| all | {' | '.join(map(str, totals))} | {sum(totals)} |")
     lines += [
         "",
-        f"{sum(decoded.values())} mutated zstd frames of high bytes for the compiled decoder (numba): "
+        f"{sum(decoded.values())} damaged and forged zstd frames of high bytes for the compiled decoder (numba): "
         + ", ".join(f"{count} {what}" for what, count in sorted(decoded.items()))
         + "; none decoded to anything else than by libzstd, none that libzstd refuses.",
     ]

@@ -15,11 +15,12 @@ whatever ``frame`` holds: the comments say why where an address is used without 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import int64, njit, types, uint8, uint16, uint64
+from numba import config, int64, njit, types, uint8, uint16, uint64
 from numba.extending import intrinsic
 
 #: Bits of a look-up: zstd's literals have codes of at most so many.
@@ -71,8 +72,24 @@ def _trailing_zeros(_: Any, value: Any) -> Any:  # noqa: ARG001
     return types.uint64(types.uint64), code
 
 
-_compiled = njit(nogil=True, cache=True)
-_inlined = njit(nogil=True, cache=True, inline="always")
+if config.DISABLE_JIT:
+    raise ImportError("NUMBA_DISABLE_JIT is set, and what follows works on addresses")
+
+
+def _jit(*signature: Any, **options: Any) -> Callable[[Any], Any]:
+    """numba's ``njit``, that releases the interpreter's lock, and keeps what is compiled where there is a place."""
+
+    def compiled(function: Any) -> Any:
+        try:
+            return njit(*signature, nogil=True, cache=True, **options)(function)
+        except RuntimeError:  # no folder that may be written: compiled anew in each process
+            return njit(*signature, nogil=True, **options)(function)
+
+    return compiled
+
+
+_compiled = _jit()
+_inlined = _jit(inline="always")
 
 
 @_inlined
@@ -261,6 +278,11 @@ def _tables(weights, count, single, several):  # type: ignore[no-untyped-def]
     if total == 0 or log > _WIDTH or left & (left - 1):
         return False
     weights[count] = _highest_bit(left) + 1
+    longest = 0
+    for i in range(count + 1):
+        longest += weights[i] == 1
+    if longest < 2:
+        return False  # the tree is deeper than its codes, which libzstd refuses
     # All of them together now fill the table exactly.
     at = 0
     for weight in range(1, log + 1):
@@ -441,7 +463,7 @@ _READ = types.Array(uint8, 1, "C", readonly=True)
 _WRITTEN = types.Array(uint16, 1, "C")
 
 
-@njit(types.boolean(_READ, int64, int64, _READ, _WRITTEN, int64, int64), nogil=True, cache=True)
+@_jit(types.boolean(_READ, int64, int64, _READ, _WRITTEN, int64, int64))
 def join_planes(frame, at, largest, low, out, width, pitch):  # type: ignore[no-untyped-def]
     """Fill rows with ``low``, uint8 ``[n]``, and above it the high bytes in ``frame``, a zstd frame whose first block
     begins at ``at``, and whose blocks hold ``largest`` bytes at most.

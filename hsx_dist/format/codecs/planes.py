@@ -22,7 +22,7 @@ from hsx_dist.format.codecs.zstd import walk
 log = logging.getLogger(__name__)
 
 VARIABLE = "HSX_COMPILED_DECODE"
-#: Starting takes a second, of which two thirds are numba's import; a GiB is decoded in 0.2 s less.
+#: Starting takes a second, where somebody has compiled it before; a GiB is decoded in 0.2 s less.
 WORTH_BYTES = 4 << 30
 #: A chunk of fewer values is not worth the tables.
 _LEAST = 32 << 10
@@ -47,7 +47,7 @@ class Planes:
         Raises:
             ConfigError: something else than ``auto``, ``always`` or ``never``.
         """
-        said = os.environ.get(VARIABLE, "auto")
+        said = os.environ.get(VARIABLE) or "auto"
         worth = {"auto": WORTH_BYTES, "always": 0, "never": math.inf}.get(said)
         if worth is None:
             raise ConfigError(f"{VARIABLE}: expected auto, always or never, came {said!r}; correct it")

@@ -50,7 +50,7 @@ class SplitCodec:
             if width == 4:
                 np.right_shift(rows, 16, out=between, casting="unsafe")
         frame = compress_huffman(high)
-        _local.room = 1.03 * len(frame) / x.size
+        _local.room = 1.03 * len(frame) / max(x.size, 1)
         if raw + len(frame) > data.nbytes:
             data, planes = allocate(raw + len(frame)), data
             data[:raw] = planes[:raw]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import random
+import subprocess
 import sys
 import threading
 from collections import Counter
@@ -19,7 +21,7 @@ from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.codecs import SplitCodec, planes
 from hsx_dist.format.codecs.huffman import join_planes
 from hsx_dist.format.codecs.zstd import compress_huffman, walk
-from tests.soak.frames import compare, expected, high_bytes, joined
+from tests.soak.frames import compare, expected, forged, high_bytes, joined
 
 
 @pytest.mark.parametrize("spread", [0.8, 2.0, 6.0, 12.0])
@@ -192,3 +194,56 @@ def test_what_is_damaged_is_libzstds_to_refuse(monkeypatch):
     else:
         SplitCodec().decode(memoryview(broken), out, "bfloat16")
         np.testing.assert_array_equal(out, want)
+
+
+def test_a_tree_deeper_than_its_codes_is_refused_as_libzstd_does():
+    """Weights 2 and 2: the codes use up all bits, but none is as long as the tree is deep."""
+    low = np.zeros(40, np.uint8)
+    wrong = 0
+    for seed in range(300):
+        frame = forged(random.Random(seed), low.size)
+        try:
+            expected(frame, low)
+        except FormatError:
+            wrong += 1
+            try:
+                assert joined(frame, low) is None
+            except FormatError:
+                continue
+    assert wrong > 20
+
+
+SCRIPT = """
+import numpy as np
+from hsx_dist.format.codecs import SplitCodec, planes
+x = np.random.default_rng(0).normal(size=(300, 576)).astype(np.float32).view(np.uint16)
+out = np.empty_like(x)
+SplitCodec().decode(memoryview(bytes(SplitCodec().encode_into(x, "bfloat16"))), out, "bfloat16")
+assert (out == x).all()
+print(planes.current._join)
+"""
+
+
+def run(script: str, **environment: str) -> str:
+    argv = [sys.executable, "-c", script]
+    environment = {**os.environ, planes.VARIABLE: "always", **environment}
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_where_numba_compiles_nothing_libzstd_does_it():
+    assert run(SCRIPT, NUMBA_DISABLE_JIT="1") == "None"
+
+
+@pytest.mark.slow
+def test_without_a_folder_to_keep_it_in_it_is_compiled_all_the_same():
+    """numba says so by a RuntimeError where neither the package's folder nor a user's may be written."""
+    nowhere = "from numba.core import caching\ncaching.CacheImpl._locator_classes = []\n"
+    assert "join_planes" in run(nowhere + SCRIPT)
+
+
+def test_no_rows_at_all():
+    x = np.empty((0, 576), np.uint16)
+    data = memoryview(bytes(SplitCodec().encode_into(x, "bfloat16")))
+    SplitCodec().decode(data, np.empty_like(x), "bfloat16")
