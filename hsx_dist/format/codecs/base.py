@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -80,7 +81,7 @@ def encode_into(
 
 def raw_array(data: memoryview, itemsize: int, shape: tuple[int, ...], what: str) -> np.ndarray[Any, Any]:
     """``data`` as unsigned little-endian integers of ``itemsize`` bytes, a view of ``shape``, or ``FormatError``."""
-    expected = int(np.prod(shape, dtype=object)) * itemsize
+    expected = math.prod(shape) * itemsize
     if data.nbytes != expected:
         raise FormatError(f"{what}: expected {expected} bytes for {list(shape)}, got {data.nbytes}")
     return np.frombuffer(data, dtype=f"<u{itemsize}").reshape(shape)

@@ -38,6 +38,7 @@ _MAX_WEIGHTS = 256
 
 # An entry of a table: the bits of its codes in byte 0, up to four symbols in bytes 2 to 5, their number in byte 7.
 _SYMBOLS = 0xFFFFFFFF << 16
+_WORD = (1 << 64) - 1
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -254,13 +255,15 @@ def _states(data, at, end, symbols, bits, states):  # type: ignore[no-untyped-de
 
 
 @_inlined
+def _fits(a, b):  # type: ignore[no-untyped-def]
+    """``b`` where the codes of both entries are not more bits than a look-up has; else none."""
+    return b if (a & uint64(255)) + (b & uint64(255)) <= uint64(_WIDTH) else uint64(0)
+
+
+@_inlined
 def _join(a, b):  # type: ignore[no-untyped-def]
-    """The symbols of two entries, one behind the other; those of ``a`` alone where the bits are not enough."""
-    bits = (a & uint64(255)) + (b & uint64(255))
-    count = a >> uint64(56)
-    symbols = (a | (b & uint64(_SYMBOLS)) << (count << uint64(3))) & uint64(_SYMBOLS)
-    joined = bits | symbols | (count + (b >> uint64(56))) << uint64(56)
-    return joined if bits <= uint64(_WIDTH) else a
+    """The symbols of two entries, one behind the other."""
+    return a + (b & uint64(~_SYMBOLS & _WORD)) + ((b & uint64(_SYMBOLS)) << (a >> uint64(56) << uint64(3)))
 
 
 @_compiled
@@ -278,29 +281,34 @@ def _tables(weights, count, single, several):  # type: ignore[no-untyped-def]
     if total == 0 or log > _WIDTH or left & (left - 1):
         return False
     weights[count] = _highest_bit(left) + 1
-    longest = 0
+    # All of them together fill the table exactly: the longest codes first, of as many bits the symbols in order.
+    places = np.zeros(_WIDTH + 2, np.int64)
     for i in range(count + 1):
-        longest += weights[i] == 1
-    if longest < 2:
+        places[weights[i]] += 1
+    if places[1] < 2:
         return False  # the tree is deeper than its codes, which libzstd refuses
-    # All of them together now fill the table exactly.
     at = 0
     for weight in range(1, log + 1):
-        for s in range(count + 1):
-            if weights[s] == weight:
-                entry = uint64(log + 1 - weight) | uint64(s) << uint64(16) | uint64(1) << uint64(56)
-                for _ in range(1 << (weight - 1 + _WIDTH - log)):
-                    single[at] = entry
-                    at += 1
+        many = places[weight]
+        places[weight] = at
+        at += many << (weight - 1 + _WIDTH - log)
+    for s in range(count + 1):
+        weight = weights[s]
+        if weight > 0:
+            entry = uint64(log + 1 - weight) | uint64(s) << uint64(16) | uint64(1) << uint64(56)
+            at = places[weight]
+            places[weight] = at + (1 << (weight - 1 + _WIDTH - log))
+            single[at : places[weight]] = entry
     pairs = np.empty(_ENTRIES, np.uint64)
     mask = uint64(_ENTRIES - 1)
     for i in range(_ENTRIES):
-        pairs[i] = _join(single[i], single[(uint64(i) << (single[i] & uint64(63))) & mask])
+        first = single[i]
+        pairs[i] = _join(first, _fits(first, single[uint64(i) << (first & uint64(63)) & mask]))
     for i in range(_ENTRIES):
         first = pairs[i]
-        rest = (uint64(i) << (first & uint64(63))) & mask
-        both = _join(first, pairs[rest])
-        several[i] = _join(first, single[rest]) if both == first else both
+        rest = uint64(i) << (first & uint64(63)) & mask
+        second = _fits(first, pairs[rest])
+        several[i] = _join(first, second if second else _fits(first, single[rest]))
     return True
 
 

@@ -71,7 +71,10 @@ class Planes:
             or pitch < width
         ):
             return False
-        span = np.lib.stride_tricks.as_strided(out, ((rows - 1) * pitch + width,), (2,))
+        if pitch == width:
+            span = out.reshape(-1)
+        else:
+            span = np.lib.stride_tricks.as_strided(out, ((rows - 1) * pitch + width,), (2,))
         at, largest = walk(frame, out.size)
         return join(np.frombuffer(frame, np.uint8), at, largest, low.reshape(-1), span, width, pitch)
 
