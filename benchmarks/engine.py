@@ -69,7 +69,7 @@ SHORT: Choice = (
 #: The same in groups whose engines the memory of a machine of 24 GiB holds at once.
 FULL: Choice = (
     ("*", ("none", "null", "null-sink", "busy", "file", "discard", "split", "vllm"), 3, 20.0),
-    ("thin/*", ("null-sink", "file", "threads"), 3, 20.0),
+    ("*", ("null-sink", "file", "threads"), 3, 20.0),
     ("*", ("null", "null-sink", "direct-sink", "direct", "vllm"), 3, 20.0),
     ("*", ("null-sink", "seaweedfs", "slow"), 3, 20.0),
 )
@@ -277,6 +277,16 @@ def target(sink: str, place: Path) -> Iterator[tuple[str, dict[str, Any] | None,
         yield str(place / "out") if sink in ("file", "threads", "direct", "vllm") else "", None, None
 
 
+def memory(pids: Sequence[int]) -> int:
+    """Bytes of host memory that these processes have for themselves, and of what they share, their ring, once."""
+    own, shared = 0, [0]
+    for pid in pids:
+        found = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        own += int(found["RssAnon"].split()[0]) << 10
+        shared.append(int(found["RssShmem"].split()[0]) << 10)
+    return own + max(shared)
+
+
 class Watch:
     """Host memory of a process and those that it started, and the CPU seconds of the server beside it, from outside."""
 
@@ -291,10 +301,9 @@ class Watch:
     def _run(self) -> None:
         while not self._ended.wait(0.25):
             try:
-                all_of_it = [self._process, *self._process.children(recursive=True)]
-                memory = sum(m.rss - m.shared for m in (p.memory_info() for p in all_of_it))
-                self._seen.append((time.monotonic(), memory, self._cpu()))
-            except psutil.Error:
+                pids = [p.pid for p in (self._process, *self._process.children(recursive=True))]
+                self._seen.append((time.monotonic(), memory(pids), self._cpu()))
+            except (psutil.Error, OSError):
                 return
 
     def _cpu(self) -> float:

@@ -13,7 +13,7 @@ SINKS = (
 )  # fmt: skip
 FILES = ("file", "direct")
 #: With vLLM's own writes into its cache, and with ours.
-STORING = ("file", "nice", "threads", "discard", "split")
+STORING = ("file", "threads", "discard", "split")
 DIRECT = ("direct-sink", "direct")
 #: Sinks of one long window. Stores that do not keep up need seconds until all is full that can be; and what vLLM's own
 #: connector writes in some seconds fits the page cache, which the next cell's window does not have to wait for.

@@ -262,6 +262,7 @@ def process_writers(settings: ConnectorSettings) -> MakeWriters:
             threads=settings.writer_threads,
             ring_bytes=ring_bytes,
             drain_seconds=settings.drain_seconds,
+            log_level=log.getEffectiveLevel(),
         )
         return ProcessSender(spec, on_event, meter)
 

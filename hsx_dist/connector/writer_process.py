@@ -12,17 +12,18 @@ import contextlib
 import logging
 import logging.handlers
 import os
-import pickle
+import queue
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ TELL_S = 1.0
 START_S = 120.0
 #: Where the engine's threads share a core with the process, they go first: one of them may have the interpreter's lock.
 NICE = 10
+#: How long a process that says nothing more may take to end.
+_END_S = 5.0
 #: What the engine's meter calls them.
 SOURCE = "writers"
 
@@ -64,6 +67,7 @@ class WriterSpec:
     threads: int
     ring_bytes: int
     drain_seconds: float
+    log_level: int = logging.WARNING
 
 
 @dataclass(slots=True)
@@ -84,20 +88,21 @@ class _Child:
         """
         ours, theirs = Pipe()
         self.connection: Connection = ours
-        # The package may lie where only this process looks for it.
-        paths = [str(Path(hsx_dist.__file__).parents[1]), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
+        self._wire = threading.Lock()
+        # The package may lie where only this process looks for it; in the folder that it was started in nobody does.
+        place = str(Path(hsx_dist.__file__).parents[1])
+        start = f"import sys; sys.path.insert(0, {place!r}); from {__name__} import main; main()"
         with theirs, any_core():
             self.process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno()), str(ring)],
+                [sys.executable, "-P", "-c", start, str(theirs.fileno()), str(ring)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno(), ring],
-                env={**os.environ, "PYTHONPATH": ":".join(paths)},
             )
         try:
             ours.send(spec)
             came = ours.recv() if ours.poll(START_S) else f"no answer within {START_S:g} s"
-        except (EOFError, OSError):
-            came = f"it ended with exit code {self.process.wait(10)}"
+        except Exception as e:  # noqa: BLE001 - whatever is wrong with what it said
+            came = f"it ended with exit code {self.code()} ({type(e).__name__})"
         if came is not None:
             self.kill()
             if isinstance(came, HsxError):
@@ -107,10 +112,25 @@ class _Child:
                 "from the engine's own process"
             )
 
+    def send(self, data: bytes | memoryview) -> None:
+        """To a process that is gone it is nothing: who reads from it settles what it had."""
+        with self._wire, contextlib.suppress(OSError):
+            if not self.connection.closed:
+                self.connection.send_bytes(data)
+
+    def code(self) -> int:
+        """The exit code, once it has ended; it has, or it will not by itself."""
+        try:
+            return self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
-        self.connection.close()
+        with self._wire:
+            self.connection.close()
 
 
 class ProcessSender:
@@ -138,7 +158,11 @@ class ProcessSender:
         self._failed_at: float | None = None
         self._child: _Child | None = None
         self._reader: threading.Thread | None = None
-        self._start()
+        try:
+            self._start()
+        except BaseException:
+            os.close(self._ring)
+            raise
 
     @property
     def pid(self) -> int | None:
@@ -160,11 +184,14 @@ class ProcessSender:
 
     def send(self, pages: Sequence[Page], release: Callable[[Page], None]) -> None:
         child = self._living()
-        refs, dropped, lost = [], [], []
+        refs = [self._ref(page) for page in pages]
+        # Before anything is written down: what cannot be pickled is the caller's.
+        data = [ForkingPickler.dumps(ref) for ref in refs]
+        sent, dropped, lost = [], [], []
         with self._state:
             if child is not self._child:
                 child = None  # it died just now
-            for page in pages:
+            for page, ref, message in zip(pages, refs, data, strict=True):
                 source, whole = page.segment.source, page.stop == page.segment.stop
                 if source in self._broken:
                     dropped.append(page)
@@ -177,8 +204,7 @@ class ProcessSender:
                     if not whole:
                         self._broken.add(source)
                 else:
-                    ref = self._ref(page)
-                    refs.append(ref)
+                    sent.append(message)
                     self._held[ref.offset] = partial(release, page)
                     copy = self._copies.setdefault(source, _Copy(page.segment))
                     copy.whole = whole
@@ -188,17 +214,18 @@ class ProcessSender:
             release(page)
         if lost:
             self._on_event(Lost(tuple(lost), "the process that stores hidden states does not run"))
-        if child is not None and refs:
-            # One that is gone is met by who reads from it, and settles what was just written down.
-            with contextlib.suppress(OSError):
-                child.connection.send(refs)
+        if child is not None:
+            for message in sent:
+                child.send(message)
 
     def _ref(self, page: Page) -> PageRef:
         a, b, c = page.data.shape
+        first = page.start == page.segment.start
         return PageRef(
             offset=page.data.ctypes.data - self._base,
             shape=(a, b, c),
-            segment=page.segment,
+            # What a client said of its sample, a loss mask for instance, may be as long as the sample: once is enough.
+            segment=page.segment if first else replace(page.segment, meta={}, attached={}),
             start=page.start,
             stop=page.stop,
             chunk_tokens=page.chunk_tokens,
@@ -229,23 +256,33 @@ class ProcessSender:
     # -- what comes back ------------------------------------------------------------------------------------------
 
     def _read(self, child: _Child) -> None:
-        try:
-            while True:
+        while True:
+            try:
                 kind, what = child.connection.recv()
-                if kind == "free":
-                    with self._state:
-                        give_back = self._held.pop(what, None)
-                        self._state.notify_all()
-                    if give_back is not None:
-                        give_back()
-                elif kind == "numbers":
-                    self._meter.merge(SOURCE, what)
-                elif kind == "log":
-                    logging.getLogger(what.name).handle(what)
-                else:
-                    self._settle(what)
-        except (EOFError, OSError, pickle.UnpicklingError):
-            self._ended(child)
+            except Exception:  # noqa: BLE001 - it has ended, or says what nobody understands
+                break
+            try:
+                self._take(kind, what)
+            except Exception:
+                with contextlib.suppress(Exception):  # a log handler's may be what came
+                    log.exception("what the process that stores said (%s) could not be taken", kind)
+        self._ended(child)
+
+    def _take(self, kind: str, what: Any) -> None:
+        if kind == "free":
+            with self._state:
+                give_back = self._held.pop(what, None)
+                self._state.notify_all()
+            if give_back is not None:
+                give_back()
+        elif kind == "numbers":
+            self._meter.merge(SOURCE, what)
+        elif kind == "log":
+            logger = logging.getLogger(what.name)
+            if logger.isEnabledFor(what.levelno):
+                logger.handle(what)
+        else:
+            self._settle(what)
 
     def _settle(self, event: Event) -> None:
         assert not isinstance(event, Receipt)  # there is no run
@@ -260,48 +297,55 @@ class ProcessSender:
 
     def _ended(self, child: _Child) -> None:
         """It is gone, and with it what it had."""
-        code = child.process.wait()
+        code = child.code()
+        child.kill()
         with self._state:
             self._child = None
             held, self._held = list(self._held.values()), {}
             copies, self._copies = self._copies, {}
             self._broken |= {source for source, copy in copies.items() if not copy.whole}
             self._state.notify_all()
-        child.connection.close()
         self._meter.forget(SOURCE)
         for give_back in held:
             give_back()
         if self._closing:
             return
         lost = tuple(copy.segment for copy in copies.values() if not copy.told)
-        log.error(
-            "the process that stores hidden states ended with exit code %d and %d samples; it is started again",
-            code,
-            len(lost),
-        )
-        if lost:
-            self._on_event(Lost(lost, f"the process that stores hidden states ended with exit code {code}"))
+        with contextlib.suppress(Exception):
+            log.error(
+                "the process that stores hidden states ended with exit code %d and %d samples; it is started again",
+                code,
+                len(lost),
+            )
+        for segment in lost:
+            try:
+                self._on_event(Lost((segment,), f"the process that stores hidden states ended with exit code {code}"))
+            except Exception:
+                with contextlib.suppress(Exception):
+                    log.exception("that %s is lost could not be told", segment.key)
 
     # -- the end --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the process, once all that it has is stored."""
-        self._end(lambda child: child.connection.send(None))
+        """End the process, once all that it has is stored; within ``drain_seconds``."""
+        self._end(lambda child: child.send(ForkingPickler.dumps(None)), self._spec.drain_seconds + 1.0)
 
     def abandon(self) -> None:
         """End the process, and what it has."""
-        self._end(lambda child: child.process.kill())
+        self._end(lambda child: child.process.kill(), 1.0)
 
-    def _end(self, how: Callable[[_Child], None]) -> None:
+    def _end(self, how: Callable[[_Child], None], seconds: float) -> None:
         with self._state:
             if self._closing:
                 return
             self._closing = True
             child, reader = self._child, self._reader
         if child is not None and reader is not None:
-            with contextlib.suppress(OSError):
-                how(child)
-            reader.join()
+            how(child)
+            reader.join(seconds)
+            if reader.is_alive():  # the process hangs, or whom it tells does
+                child.process.kill()
+                child.process.wait()
         os.close(self._ring)
 
 
@@ -309,32 +353,42 @@ class ProcessSender:
 
 
 class _Teller:
-    """Messages to the engine, from any thread, each with what was counted until then."""
+    """Messages to the engine, from any thread, sent by one: whoever tells never waits, nor for a lock that it has."""
 
     def __init__(self, connection: Connection, meter: Meter):
         self._connection = connection
-        self._lock = threading.Lock()
         self._increments = Increments(meter)
+        self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="hsx-tell", daemon=True)
+        self._thread.start()
 
     def free(self, offset: int) -> None:
-        self._send("free", offset)
+        self._queue.put(("free", offset))
 
     def event(self, event: Event) -> None:
         self.numbers()  # whoever sees the end of a sample finds it counted
-        self._send("event", event)
+        self._queue.put(("event", event))
 
     def numbers(self) -> None:
-        with self._lock:
-            numbers = self._increments.take()
-        self._send("numbers", numbers)
+        """What was counted until this is sent."""
+        self._queue.put(("numbers", None))
 
     def put_nowait(self, record: logging.LogRecord) -> None:
         """As a queue, for ``logging.handlers.QueueHandler``."""
-        self._send("log", record)
+        self._queue.put(("log", record))
 
-    def _send(self, kind: str, what: object) -> None:
-        with self._lock, contextlib.suppress(OSError):  # the engine is gone: what it handed over is stored all the same
-            self._connection.send((kind, what))
+    def close(self) -> None:
+        """Send what is left."""
+        self.numbers()
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (message := self._queue.get()) is not None:
+            kind, what = message
+            # The engine may be gone: what it handed over is stored all the same.
+            with contextlib.suppress(OSError):
+                self._connection.send((kind, self._increments.take() if kind == "numbers" else what))
 
 
 def serve(connection: Connection, ring: int) -> None:
@@ -342,7 +396,6 @@ def serve(connection: Connection, ring: int) -> None:
     parent = os.getppid()
     os.nice(NICE)
     meter = Meter()
-    teller = _Teller(connection, meter)
     try:
         spec: WriterSpec = connection.recv()
         memory = mapped(ring, spec.ring_bytes)
@@ -350,20 +403,27 @@ def serve(connection: Connection, ring: int) -> None:
     except Exception as e:  # noqa: BLE001 - the engine says it to whoever started it
         connection.send(e if isinstance(e, HsxError) else f"{type(e).__name__}: {e}")
         return
-    logging.getLogger().addHandler(logging.handlers.QueueHandler(teller))  # type: ignore[arg-type]
     connection.send(None)
+    teller = _Teller(connection, meter)
+    logging.getLogger().addHandler(logging.handlers.QueueHandler(teller))  # type: ignore[arg-type]
+    logging.getLogger("hsx_dist").setLevel(spec.log_level)
     sink = PartSink(store, spec.options, teller.event, meter)
     sender = ThreadSender(sink, spec.threads)
     threading.Thread(target=_outlive, args=(parent, spec.drain_seconds), daemon=True).start()
+    segments: dict[str, Segment] = {}  # by source, as their first pages told them
     told = time.monotonic()
     with contextlib.suppress(EOFError, OSError):
         while True:
             if connection.poll(TELL_S):
-                refs: list[PageRef] | None = connection.recv()
-                if refs is None:
+                ref: PageRef | None = connection.recv()
+                if ref is None:
                     break
-                for ref in refs:
-                    sender.send([ref.page(memory)], partial(_free, teller, ref.offset))
+                if ref.start == ref.segment.start:
+                    segments[ref.segment.source] = ref.segment
+                whole = ref.stop == ref.segment.stop
+                segment = (segments.pop if whole else segments.__getitem__)(ref.segment.source)
+                page = replace(ref, segment=segment).page(memory)
+                sender.send([page], partial(_free, teller, ref.offset))
             elif os.getppid() != parent:
                 break  # another process has the engine's end of the connection
             if time.monotonic() - told >= TELL_S:
@@ -371,7 +431,7 @@ def serve(connection: Connection, ring: int) -> None:
                 teller.numbers()
     sender.close()
     sink.close()
-    teller.numbers()
+    teller.close()
 
 
 def _free(teller: _Teller, offset: int, _: Page) -> None:
@@ -392,7 +452,3 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     with Connection(int(sys.argv[1])) as connection:
         serve(connection, int(sys.argv[2]))
-
-
-if __name__ == "__main__":
-    main()

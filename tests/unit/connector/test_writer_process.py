@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ import hsx_dist
 from hsx_dist.connector.outlet import PageRef
 from hsx_dist.connector.settings import read_settings
 from hsx_dist.connector.standalone import StoreOutlet, ThreadWriters, store_outlet
+from hsx_dist.connector.step import Expect
 from hsx_dist.connector.writer_process import ProcessSender, WriterSpec
 from hsx_dist.errors import ConfigError, EngineError, SampleFailed
 from hsx_dist.format.codecs import resolve_codec
@@ -145,6 +147,91 @@ def test_while_it_cannot_be_started_samples_fail_at_once(outlet, tmp_path, monke
     np.testing.assert_array_equal(states_of(tmp_path, "c"), some())
 
 
+@pytest.mark.parametrize("error", [OSError("stale"), ValueError("no")])
+def test_whom_it_tells_may_fail_and_the_rest_is_told(outlet, tmp_path, monkeypatch, caplog, error):
+    tell = outlet._writers._on_event
+
+    def fail_once(event) -> None:
+        if event.segments[0].key == "a":
+            raise error
+        tell(event)
+
+    monkeypatch.setattr(outlet._writers, "_on_event", fail_once)
+    submit(outlet, "a", some())
+    for i in range(100):  # more than the ring
+        while outlet.ring.used_bytes > outlet.ring.capacity // 2:
+            time.sleep(0.001)
+        submit(outlet, f"k{i}", some(seed=i))
+    end = time.monotonic() + 60
+    while outlet.pending > 1:
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    assert outlet.ring.used_bytes == 0
+    np.testing.assert_array_equal(states_of(tmp_path, "k99"), some(seed=99))
+    assert "could not be taken" in caplog.text
+    outlet._submitted.clear()
+
+
+class _Raising(logging.Handler):
+    def emit(self, _: logging.LogRecord) -> None:
+        raise OSError("disk full")
+
+
+def test_a_log_handler_that_raises_costs_its_line(outlet, tmp_path):
+    handler = _Raising(logging.WARNING)
+    logging.getLogger().addHandler(handler)
+    try:
+        bad = some()
+        bad[0, 0, 0] = np.inf
+        submit(outlet, "a", bad)
+        submit(outlet, "b", some())
+        settle(outlet)
+    finally:
+        logging.getLogger().removeHandler(handler)
+    np.testing.assert_array_equal(states_of(tmp_path, "b"), some())
+
+
+def test_what_a_client_said_of_a_sample_of_several_pages_is_stored_with_it(outlet, tmp_path):
+    states = np.concatenate([some(4), some(4, seed=1), some(2, seed=2)], axis=1)
+    said = {"meta": {"user": {"id": 7}}, "attached": {"loss_mask": np.arange(10, dtype=np.int64) % 2}}
+    segment = Segment("a", 0, 0, 10, 10, source="r:0", **said)
+    outlet.expect(Expect("r", "a.safetensors", 0, True))
+    for start, stop in ((0, 4), (4, 8), (8, 10)):
+        rows = np.ascontiguousarray(states[:, start:stop])
+        offset = outlet.ring.allocate(rows.nbytes)
+        outlet.memory[offset : offset + rows.nbytes] = rows.reshape(-1).view(np.uint8)
+        ids = np.arange(start, stop, dtype=np.int64)
+        outlet.submit(PageRef(offset, rows.shape, segment, start, stop, 4, LAYERS, "float32", "LTH", ids), None)
+    settle(outlet)
+    np.testing.assert_array_equal(states_of(tmp_path, "a"), states)
+    found = hsx_dist.load_hidden_states(str(tmp_path / "a.safetensors"), framework="numpy")
+    assert found["meta"]["user"] == {"id": 7}
+    assert found["loss_mask"].tolist() == [0, 1] * 5
+
+
+def test_it_runs_nothing_of_the_folder_that_its_engine_was_started_in(tmp_path, monkeypatch):
+    (tmp_path / "uuid.py").write_text("raise RuntimeError('not to be run')")
+    monkeypatch.chdir(tmp_path)
+    outlet = outlet_on(tmp_path, apart=True)
+    submit(outlet, "a", some())
+    settle(outlet)
+    outlet.close(10)
+    np.testing.assert_array_equal(states_of(tmp_path, "a"), some())
+
+
+def test_what_is_told_slowly_does_not_keep_the_end(tmp_path):
+    outlet = outlet_on(tmp_path, apart=True, drain_seconds=0.2)
+    go = threading.Event()
+    outlet._writers._on_event = lambda _: go.wait(60)
+    submit(outlet, "a", some())
+    pid = pid_of(outlet)
+    began = time.monotonic()
+    outlet.close(0.2)
+    assert time.monotonic() - began < 30  # not the minute that whom it tells takes
+    assert not psutil.pid_exists(pid)
+    go.set()
+
+
 def test_signals_to_the_servers_process_group_do_not_end_it_before_its_engine(outlet, tmp_path):
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(pid_of(outlet), number)
@@ -217,6 +304,11 @@ def test_its_log_lines_are_the_engines(outlet, caplog):
     assert line.key == "strange"
 
 
+def rings() -> int:
+    """Descriptors of rings that this process has open."""
+    return sum("hsx-ring" in os.readlink(entry) for entry in os.scandir("/proc/self/fd") if os.path.lexists(entry))  # noqa: PTH115
+
+
 def spec(tmp_path, **changes) -> WriterSpec:
     options = SinkOptions(resolve_codec("none"), {"model": "m"}, "worker", layout="sample")
     return replace(WriterSpec(str(tmp_path), {}, options, 1, 1 << 20, 4.0), **changes)
@@ -226,8 +318,10 @@ def test_what_keeps_it_from_starting_is_an_error_that_says_it(tmp_path, monkeypa
     with pytest.raises(ConfigError, match="without a password"):
         ProcessSender(spec(tmp_path, url="s3://user:word@bucket/x"), print, Meter())
     monkeypatch.setattr("sys.executable", "/bin/false")
-    with pytest.raises(EngineError, match=r"exit code 1; set hsx.writers to 'threads'"):
+    before = rings()
+    with pytest.raises(EngineError, match=r"exit code 1 .*; set hsx.writers to 'threads'"):
         ProcessSender(spec(tmp_path), print, Meter())
+    assert rings() == before
 
 
 class _Config:
