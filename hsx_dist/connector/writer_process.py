@@ -307,7 +307,8 @@ class ProcessSender:
             self._state.notify_all()
         self._meter.forget(SOURCE)
         for give_back in held:
-            give_back()
+            with contextlib.suppress(Exception):  # what follows must be told
+                give_back()
         if self._closing:
             return
         lost = tuple(copy.segment for copy in copies.values() if not copy.told)
