@@ -15,9 +15,10 @@ from hsx_dist.connector.cores import any_core
 from hsx_dist.connector.locks import CompanionLocks
 from hsx_dist.connector.markers import Markers
 from hsx_dist.connector.outlet import LocalOutlet, PageRef
+from hsx_dist.connector.process_sender import ProcessSender
 from hsx_dist.connector.settings import ConnectorSettings
 from hsx_dist.connector.step import Expect, Skip
-from hsx_dist.connector.writer_process import ProcessSender, WriterSpec
+from hsx_dist.connector.writer_process import WriterSpec
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.companions import OBJECT
 from hsx_dist.format.receipt import Receipt

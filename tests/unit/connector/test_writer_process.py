@@ -19,10 +19,11 @@ import pytest
 
 import hsx_dist
 from hsx_dist.connector.outlet import PageRef
+from hsx_dist.connector.process_sender import ProcessSender
 from hsx_dist.connector.settings import read_settings
 from hsx_dist.connector.standalone import StoreOutlet, ThreadWriters, store_outlet
 from hsx_dist.connector.step import Expect
-from hsx_dist.connector.writer_process import ProcessSender, WriterSpec
+from hsx_dist.connector.writer_process import WriterSpec
 from hsx_dist.errors import ConfigError, EngineError, SampleFailed
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.observe.metrics import Meter
