@@ -1,23 +1,29 @@
-"""A stranger that keeps its core busy half of the time, as writers do, and has nothing to do with the engine.
+"""A stranger that keeps its core busy, as writers do, and has nothing to do with the engine.
 
-python -m benchmarks.busy    # until it is ended
+python -m benchmarks.busy copy     # copies memory half of the time, until it is ended
+python -m benchmarks.busy traffic  # sends 350 MB in a second to a server of its own that throws them away
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 import numpy as np
 
 from hsx_dist.connector.writer_process import NICE
+from hsx_dist.store import open_store
+from hsx_dist.testing.discard import DiscardServer
 
 _TURN_S = 0.005
+#: What the thin model makes on a fast machine.
+_RATE = 350e6
+_OBJECT = 8 << 20
 
 
-def main() -> None:
-    os.nice(NICE)
-    memory = np.ones((16, 8 << 20), np.uint8)
+def copy() -> None:
+    memory = np.ones((16, _OBJECT), np.uint8)
     turn = 0
     while True:
         end = time.perf_counter() + _TURN_S
@@ -27,5 +33,18 @@ def main() -> None:
         time.sleep(_TURN_S)
 
 
+def traffic() -> None:
+    server = DiscardServer()
+    options = server.storage_options(config_kwargs={"s3": {"payload_signing_enabled": False}})
+    store = open_store("s3://stranger/x", options)
+    memory = np.ones((8, _OBJECT), np.uint8)
+    began, turn = time.perf_counter(), 0
+    while True:
+        store.put(f"{turn}", [memory[turn % 8].data])
+        turn += 1
+        time.sleep(max(began + turn * _OBJECT / _RATE - time.perf_counter(), 0))
+
+
 if __name__ == "__main__":
-    main()
+    os.nice(NICE)
+    {"copy": copy, "traffic": traffic}[sys.argv[1]]()

@@ -11,7 +11,8 @@ same load.
 
 Sinks: ``none`` (no extraction), ``null`` (vLLM's own path into a connector that does nothing), ``null-sink`` (ours,
 pages dropped once they are in host memory), ``busy`` (the same, while a stranger on the writers' core copies memory
-half of the time: what a busy core costs the one beside it, whoever keeps it busy), ``file``, ``threads`` (the same with
+half of the time: what a busy core costs the one beside it, whoever keeps it busy), ``traffic`` (the same, while a
+stranger sends 350 MB in a second to a discarding server of its own there), ``file``, ``threads`` (the same with
 ``writers: threads``), ``discard`` (an S3 server that throws bytes away), ``split`` (the same with the lossless codec),
 ``slow`` (that server takes 60 MB in a second), ``seaweedfs``, and ``vllm`` (vLLM's own connector, writing files beside
 ours). ``direct-sink`` and ``direct`` are ``null-sink`` and ``file`` with ``cache_writes: direct``.
@@ -39,7 +40,7 @@ import psutil
 
 from benchmarks import thin_model
 from benchmarks.engine_cell import RING_BYTES, CellSpec, as_json, together
-from benchmarks.engine_loads import KINDS, LOADS, LONG, SETTINGS, SINKS, SLOW_RATE
+from benchmarks.engine_loads import KINDS, LOADS, LONG, SETTINGS, SINKS, SLOW_RATE, STRANGERS
 from benchmarks.engine_report import line, ratios, table
 from benchmarks.provenance import ROOT, provenance
 from hsx_dist.testing.models import smollm2
@@ -213,7 +214,7 @@ class Running:
 
     def measure(self) -> None:
         """One window. It begins with nothing under way, and ends when all is on the disk."""
-        with busy_core() if self.sink == "busy" else nullcontext():
+        with stranger(STRANGERS[self.sink]) if self.sink in STRANGERS else nullcontext():
             self._parent.send(self._spec.seconds / self.windows)
             self._windows.append(self._hear())
 
@@ -238,14 +239,14 @@ class Running:
 
 
 @contextmanager
-def busy_core() -> Iterator[None]:
+def stranger(kind: str) -> Iterator[None]:
     """``benchmarks.busy`` meanwhile, on this process's cores."""
-    stranger = subprocess.Popen([sys.executable, "-m", "benchmarks.busy"], cwd=ROOT)
+    process = subprocess.Popen([sys.executable, "-m", "benchmarks.busy", kind], cwd=ROOT)
     try:
         yield
     finally:
-        stranger.kill()
-        stranger.wait()
+        process.kill()
+        process.wait()
 
 
 ALL_CORES = os.sched_getaffinity(0)

@@ -8,8 +8,8 @@ from benchmarks import thin_model
 from benchmarks.engine_cell import Sink
 
 SINKS = (
-    "none", "null", "null-sink", "busy", "file", "threads", "discard", "split", "seaweedfs", "slow", "direct-sink",
-    "direct", "vllm",
+    "none", "null", "null-sink", "busy", "traffic", "file", "threads", "discard", "split", "seaweedfs", "slow",
+    "direct-sink", "direct", "vllm",
 )  # fmt: skip
 FILES = ("file", "direct")
 #: With vLLM's own writes into its cache, and with ours.
@@ -26,10 +26,12 @@ SETTINGS: dict[str, dict[str, str]] = {
     "direct": {"cache_writes": "direct"},
     "threads": {"writers": "threads"},
 }
+#: Null sinks beside a process that has nothing to do with them: what it does.
+STRANGERS = {"busy": "copy", "traffic": "traffic"}
 #: What of a sink ``engine_cell`` knows; the others store.
 KINDS: dict[str, Sink] = {
-    "none": "none", "null": "null", "null-sink": "null-sink", "busy": "null-sink", "direct-sink": "null-sink",
-    "vllm": "vllm",
+    "none": "none", "null": "null", "null-sink": "null-sink", "busy": "null-sink", "traffic": "null-sink",
+    "direct-sink": "null-sink", "vllm": "vllm",
 }  # fmt: skip
 
 
