@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import psutil
@@ -56,12 +57,15 @@ def test_one_that_writes_nothing(made):
 
 @pytest.mark.slow
 def test_one_that_takes_too_long_ends_with_all_that_it_started(made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bench, "LIMIT_S", 5)
+    monkeypatch.setattr(bench, "LIMIT_S", 10)
     found = made(
         'child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)\n'
         f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n"
         "time.sleep(600)\n"
     )
-    assert found["failed"] == "took more than 5 s"
+    assert found["failed"] == "took more than 10 s"
     pid = int((tmp_path / "pid").read_text())
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    end = time.monotonic() + 30
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end, "it is still there"
+        time.sleep(0.05)
