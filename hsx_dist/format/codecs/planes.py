@@ -33,10 +33,9 @@ Join = Callable[[np.ndarray[Any, Any], int, int, np.ndarray[Any, Any], np.ndarra
 class Planes:
     """What one process has decoded, and by what it goes on."""
 
-    def __init__(self, worth_bytes: float, least: int = _LEAST):
-        """``worth_bytes``: so many are decoded by libzstd first; ``least``: chunks of fewer values always are."""
+    def __init__(self, worth_bytes: float):
+        """``worth_bytes``: so many are decoded by libzstd first."""
         self._left = worth_bytes
-        self._least = least
         self._join: Join | None = None
         self._starting = threading.Lock()
 
@@ -63,13 +62,7 @@ class Planes:
         join = self._join or self._due(out.nbytes)
         rows, width = out.shape
         pitch = out.strides[0] // 2
-        if (
-            join is None
-            or out.size < self._least
-            or out.strides[1] != 2
-            or out.strides[0] != 2 * pitch
-            or pitch < width
-        ):
+        if join is None or out.size < _LEAST or out.strides[1] != 2 or out.strides[0] != 2 * pitch or pitch < width:
             return False
         if pitch == width:
             span = out.reshape(-1)
