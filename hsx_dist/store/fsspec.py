@@ -276,12 +276,16 @@ class FsspecStore:
         except HsxError:
             raise
         except Exception as e:  # noqa: BLE001 - every library has its own
-            told = translate(e, f"{verb} {self.url}/{name}", self._bucket, self._redact)
-            if verb != "put-if-absent" and isinstance(told, AlreadyExists):
-                told = StoreError(f"{verb} {self.url}/{name}: {self._redact(str(e))}")
-            if expired(e) and not self._given_token() and self._renew(fs):
-                told = Unavailable(str(told))
-            raise told from self._shown(e)
+            # Kept in no variable: an error that its own frame refers to lives until the garbage collector comes by.
+            raise self._told(e, verb, name, fs) from self._shown(e)
+
+    def _told(self, error: Exception, verb: str, name: str, fs: Any) -> HsxError:
+        """An error of the back end's as the store's own. ``fs``: which met it."""
+        told = translate(error, f"{verb} {self.url}/{name}", self._bucket, self._redact)
+        if verb != "put-if-absent" and isinstance(told, AlreadyExists):
+            told = StoreError(f"{verb} {self.url}/{name}: {self._redact(str(error))}")
+        renewed = expired(error) and not self._given_token() and self._renew(fs)
+        return Unavailable(str(told)) if renewed else told
 
     def _call(self, verb: str, name: str, call: Callable[[], T], past_end: T | None = None) -> T:
         with self._telling(verb, name):

@@ -210,12 +210,16 @@ class ObstoreStore:
             if past_end is not None and past_the_end(e):
                 return past_end
             self._redact.learn(connection.secrets)
-            told = translate(e, f"{verb} {self.url}/{name}", self._bucket, self._redact)
-            if verb != "put-if-absent" and isinstance(told, AlreadyExists):
-                told = StoreError(f"{verb} {self.url}/{name}: {self._redact(str(e).splitlines()[0])}")
-            if self._mended(e, connection):
-                told = Unavailable(str(told))
-            raise told from self._shown(e)
+            # Kept in no variable: an error that its own frame refers to lives until the garbage collector comes by,
+            # and with it all that was to be stored.
+            raise self._told(e, verb, name, connection) from self._shown(e)
+
+    def _told(self, error: Exception, verb: str, name: str, connection: Connection) -> HsxError:
+        """An error of the back end's as the store's own."""
+        told = translate(error, f"{verb} {self.url}/{name}", self._bucket, self._redact)
+        if verb != "put-if-absent" and isinstance(told, AlreadyExists):
+            told = StoreError(f"{verb} {self.url}/{name}: {self._redact(str(error).splitlines()[0])}")
+        return Unavailable(str(told)) if self._mended(error, connection) else told
 
     def _mended(self, error: BaseException, failed: Connection) -> bool:
         """Whether the same call may go through with credentials, or a region, that are looked up anew."""

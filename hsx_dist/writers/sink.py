@@ -7,7 +7,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -19,6 +18,7 @@ from hsx_dist.format.container import EncodedPart, EncodedSegment, SegmentEncode
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import Page, Segment
 from hsx_dist.store import Store
+from hsx_dist.store.base import Buffer
 from hsx_dist.writers.committer import PartCommitter
 from hsx_dist.writers.daemon import DaemonPool
 from hsx_dist.writers.events import Event, Lost
@@ -110,7 +110,7 @@ class PartSink:
         self._filling: dict[tuple[str, int, str], _Filling] = {}
         self._open = _OpenPart()
         self._held = 0
-        self._storing: set[Future[None]] = set()
+        self._storing = 0  # parts
         self._dead: HsxError | None = None
         self._next_part = 1
         self._arrivals = 0
@@ -270,15 +270,8 @@ class PartSink:
         part, self._open = self._open, _OpenPart()
         number = self._next_part
         self._next_part += 1
-        future = self._uploads.submit(self._store_part, part.segments, number, part.arrival)
-        self._storing.add(future)
-        future.add_done_callback(lambda f: self._stored(f, part.nbytes))
-
-    def _stored(self, future: Future[None], nbytes: int) -> None:
-        with self._lock:
-            self._storing.discard(future)
-            self._held -= nbytes
-            self._lock.notify_all()
+        self._storing += 1
+        self._uploads.submit(self._store_part, part, number)
 
     def _seal_by_age(self) -> None:
         while not self._closed.wait(min(1.0, self._opt.part_seconds / 4)):
@@ -293,14 +286,32 @@ class PartSink:
                         self._held -= filling.nbytes
                         self._lock.notify_all()
 
-    def _store_part(self, segments: Sequence[EncodedSegment], number: int, arrival: int) -> None:
+    def _store_part(self, part: _OpenPart, number: int) -> None:
+        nbytes = part.nbytes
         try:
-            part = build_part(segments, self._opt.codec, self._opt.about)
-            event = self._committer.commit(segments, part, number, arrival)
-            self._count(part)
+            self._commit(part, number)
+        finally:
+            # Its memory is free before its bytes count as free: else whoever waits for them takes fresh memory beside.
+            part.segments.clear()
+            with self._lock:
+                self._storing -= 1
+                self._held -= nbytes
+                self._lock.notify_all()
+
+    def _commit(self, part: _OpenPart, number: int) -> None:
+        buffers: list[Buffer] = []
+        try:
+            encoded = build_part(part.segments, self._opt.codec, self._opt.about)
+            buffers = encoded.buffers
+            event = self._committer.commit(part.segments, encoded, number, part.arrival)
+            self._count(encoded)
             self._on_event(event)
         except Exception as e:  # noqa: BLE001 - whatever it is, the segments must be told as lost
-            self._fail(segments, e)
+            self._fail(part.segments, e)
+        finally:
+            # Some libraries' errors refer to themselves by their tracebacks, and those to this frame, until Python's
+            # garbage collector comes by; a store's "there is no newer attempt" is such an error.
+            buffers.clear()
 
     def _count(self, part: EncodedPart) -> None:
         self.meter.add("parts")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from pathlib import Path
+
 import pytest
 from obstore.exceptions import AlreadyExistsError, GenericError, PermissionDeniedError, UnauthenticatedError
 
 from hsx_dist.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
+from hsx_dist.store import open_store
 from hsx_dist.store.faults import Redactor, expired, past_the_end, redirected, translate
 
 _RUST = "\n\nDebug source:\nGeneric {\n    store: 503 <Code>SlowDown</Code>,\n}"
@@ -47,3 +52,19 @@ def test_what_can_be_mended() -> None:
     assert redirected(GenericError(_said("301 Moved Permanently", "PermanentRedirect")))
     assert not redirected(GenericError(_said("503 Slow", "SlowDown")))
     assert past_the_end(GenericError(_said("416 Range Not Satisfiable", "InvalidRange")))
+
+
+def test_an_error_that_was_handled_is_gone_at_once(tmp_path: Path) -> None:
+    """It refers to the frames that it came through, and these to what was to be stored: no cycle may keep them until
+    Python's garbage collector comes by."""
+    store = open_store(f"file://{tmp_path}", backend="obstore")
+    seen = []
+    gc.disable()
+    try:
+        try:
+            store.head("nothing")
+        except NotFound as e:
+            seen.append(weakref.ref(e))
+        assert [ref() for ref in seen] == [None]
+    finally:
+        gc.enable()

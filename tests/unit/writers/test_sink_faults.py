@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import tracemalloc
 from contextlib import suppress
@@ -10,14 +11,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hsx_dist.errors import Denied, Unavailable
+from hsx_dist.errors import Denied, NotFound, Unavailable
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.container import Part, SegmentEncoder
 from hsx_dist.format.manifest import Receipt
 from hsx_dist.format.runs import load_manifest
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store.retry import RetryPolicy, RetryStore
-from hsx_dist.testing.faulty_stores import FailingStore, HangingStore, LyingStore, Strike, TearingStore
+from hsx_dist.testing.faulty_stores import FailingStore, HangingStore, LyingStore, Strike, TearingStore, WrappedStore
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.writers.events import Lost, Stored
 from hsx_dist.writers.sink import PartSink
@@ -187,6 +188,35 @@ def test_a_sample_alone_is_held_once_while_it_is_stored(store):
     sink.close()
     assert held < 1.1 * sample.states.nbytes
     np.testing.assert_array_equal(Part.open(store, "k.safetensors").read(0), sample.states)
+
+
+class ClingingStore(WrappedStore):
+    """Its errors refer to themselves by their tracebacks' frames, as some libraries' do."""
+
+    def head(self, name):
+        try:
+            return super().head(name)
+        except NotFound as e:
+            kept = e
+            raise kept from None
+
+
+def test_a_stored_parts_memory_is_free_at_once(store):
+    """And not when Python's garbage collector comes by, whatever the store's errors refer to; each part asks for a
+    newer attempt, and that there is none is an error."""
+    limit = 4 << 20
+    sink = PartSink(ClingingStore(store), options(part_bytes=1 << 20, max_bytes=limit), lambda _: None)
+    gc.disable()
+    try:
+        for i in range(16):
+            sample = random_sample(f"k{i}", 1024, hidden_size=512, layer_ids=range(2), chunk_tokens=256)
+            for page in sample.pages():
+                sink.add(page)
+        sink.flush()
+        assert sink._blocks.nbytes <= limit  # of 21 MiB in all
+    finally:
+        gc.enable()
+        sink.close()
 
 
 def test_the_same_sample_again_lives_as_long_as_its_last_answer_says(store):
