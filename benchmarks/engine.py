@@ -1,10 +1,10 @@
 """What extraction costs an engine: without it, into nothing, into stores, and with vLLM's own connector.
 
     .venv/bin/python -m benchmarks.engine --choice short|full
-    .venv/bin/python -m benchmarks.engine --loads PATTERN [--sinks A,B] [--rounds N] [--add]
+    .venv/bin/python -m benchmarks.engine --loads PATTERN [--sinks A,B] [--rounds N] [--windows N] [--add]
 
-Every cell is a process of its own (``benchmarks.engine_cell``) under a closed loop of requests for 20 s, in windows
-that the cells of a round take in turns; ratios are medians of those of neighbouring windows. A pinned load has the
+Every cell is a process of its own (``benchmarks.engine_cell``) under a closed loop of requests in windows of 20 s,
+which the cells of a round take in turns; ratios are medians of those of neighbouring windows. A pinned load has the
 engine on one core, and the writers, the store's server and this process on another; an unpinned one leaves all of it to
 the kernel. Writes benchmarks/results/engine.{md,json}; ``--add`` goes on with what stands there, of this commit for the
 same load.
@@ -40,7 +40,7 @@ import psutil
 
 from benchmarks import thin_model
 from benchmarks.engine_cell import RING_BYTES, CellSpec, as_json, together
-from benchmarks.engine_loads import KINDS, LOADS, LONG, SETTINGS, SINKS, SLOW_RATE, STRANGERS
+from benchmarks.engine_loads import KINDS, LOADS, SETTINGS, SINKS, SLOW_RATE, STRANGERS
 from benchmarks.engine_report import line, ratios, table
 from benchmarks.provenance import ROOT, provenance
 from hsx_dist.testing.models import smollm2
@@ -53,26 +53,23 @@ RESULTS = Path(__file__).parent / "results"
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(16 << 30)}
 
 
-#: (loads, sinks, rounds, seconds of a cell).
-Choice = tuple[tuple[str, tuple[str, ...], int, float], ...]
+#: Of one window.
+SECONDS = 20.0
+#: (loads, sinks, rounds, windows of each cell of a round).
+Choice = tuple[tuple[str, tuple[str, ...], int, int], ...]
 #: What ``make bench`` runs.
 SHORT: Choice = (
-    (
-        "thin/5/prefill/pinned",
-        ("none", "null", "null-sink", "busy", "file", "discard", "direct-sink", "direct", "vllm"),
-        1,
-        40.0,
-    ),
-    ("thin/5/prefill/pinned", ("null-sink", "seaweedfs", "slow"), 1, 20.0),
-    ("thin/5/prefill/unpinned", ("null", "null-sink", "file", "vllm"), 1, 20.0),
-    ("thin/5/decode/pinned", ("null", "null-sink", "file"), 1, 20.0),
+    ("thin/5/prefill/pinned", ("none", "null", "null-sink", "file", "discard", "direct-sink", "direct", "vllm"), 1, 3),
+    ("thin/5/prefill/pinned", ("null-sink", "seaweedfs", "slow"), 1, 1),
+    ("thin/5/prefill/unpinned", ("null", "null-sink", "file", "vllm"), 1, 1),
+    ("thin/5/decode/pinned", ("null", "null-sink", "file"), 1, 2),
 )
 #: The same in groups whose engines the memory of a machine of 24 GiB holds at once.
 FULL: Choice = (
-    ("*", ("none", "null", "null-sink", "busy", "file", "discard", "split", "vllm"), 3, 20.0),
-    ("*", ("null-sink", "file", "threads"), 3, 20.0),
-    ("*", ("null", "null-sink", "direct-sink", "direct", "vllm"), 3, 20.0),
-    ("*", ("null-sink", "seaweedfs", "slow"), 3, 20.0),
+    ("*", ("none", "null", "null-sink", "traffic", "file", "discard", "split", "vllm"), 3, 1),
+    ("*", ("null-sink", "busy", "file", "threads"), 3, 1),
+    ("*", ("null", "null-sink", "direct-sink", "direct", "vllm"), 3, 1),
+    ("*", ("null-sink", "seaweedfs", "slow"), 3, 1),
 )
 
 
@@ -83,8 +80,9 @@ def main() -> None:
     parser.add_argument(
         "--sinks", help=f"with --loads, some of {','.join(SINKS)}; by default the full choice's first group"
     )
-    parser.add_argument("--rounds", type=int, help="with --loads, by default 3")
-    parser.add_argument("--seconds", type=float, help="with --loads, of each cell's windows together, by default 20")
+    parser.add_argument("--rounds", type=int, help="with --loads, each of new processes; by default 1")
+    parser.add_argument("--windows", type=int, help="with --loads, of each cell of a round; by default 3")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of each window, by default %(default)g")
     parser.add_argument("--add", action="store_true", help="go on with the cells that results already has")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     args = parser.parse_args()
@@ -98,11 +96,11 @@ def main() -> None:
         if (there := report["about"].setdefault(name, about))["commit"] != about["commit"]:
             parser.error(f"--add: {name} is there of commit {there['commit']}, this is {about['commit']}")
     with tempfile.TemporaryDirectory(prefix="hsx-engine-") as folder:
-        for pattern, sinks, rounds, seconds in choice:
+        for pattern, sinks, rounds, windows in choice:
             for name in fnmatch.filter(LOADS, pattern):
                 first = 1 + max((c["round"] for c in cells if c["load"] == name), default=0)
                 for turn in range(first, first + rounds):
-                    for cell in run_round(name, sinks, folder, seconds, turn):
+                    for cell in run_round(name, sinks, folder, turn, windows, args.seconds):
                         cells.append(cell)
                         print(line(cells[-1]), flush=True)
                         write(args.results, report)
@@ -114,22 +112,21 @@ def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Choice:
     if (args.choice is None) == (args.loads is None):
         parser.error("expected either --choice or --loads")
     if args.choice:
-        if any(given is not None for given in (args.sinks, args.rounds, args.seconds)):
-            parser.error("--sinks, --rounds and --seconds: expected with --loads, a choice has its own")
+        if any(given is not None for given in (args.sinks, args.rounds, args.windows)):
+            parser.error("--sinks, --rounds and --windows: expected with --loads, a choice has its own")
         return SHORT if args.choice == "short" else FULL
     # All at once would be more engines than the memory of such a machine holds.
     sinks = FULL[0][1] if args.sinks is None else tuple(args.sinks.split(","))
-    rounds = 3 if args.rounds is None else args.rounds
-    seconds = 20.0 if args.seconds is None else args.seconds
+    rounds = 1 if args.rounds is None else args.rounds
+    windows = 3 if args.windows is None else args.windows
     if unknown := set(sinks) - set(SINKS):
         parser.error(f"--sinks: expected some of {', '.join(SINKS)}, came {', '.join(sorted(unknown))}")
-    if rounds < 1:
-        parser.error(f"--rounds: expected at least 1, came {rounds}")
-    if seconds < 1:
-        parser.error(f"--seconds: expected at least 1, came {seconds:g}")
+    for name, given in (("--rounds", rounds), ("--windows", windows), ("--seconds", args.seconds)):
+        if given < 1:
+            parser.error(f"{name}: expected at least 1, came {given:g}")
     if not fnmatch.filter(LOADS, args.loads):
         parser.error(f"--loads: expected a pattern of {', '.join(LOADS)}, came {args.loads!r}")
-    return ((args.loads, sinks, rounds, seconds),)
+    return ((args.loads, sinks, rounds, windows),)
 
 
 def write(results: Path, report: dict[str, Any]) -> None:
@@ -142,16 +139,17 @@ def write(results: Path, report: dict[str, Any]) -> None:
 # -- one round -------------------------------------------------------------------------------------------------------
 
 
-def run_round(name: str, sinks: Sequence[str], folder: str, seconds: float, turn: int) -> Iterator[dict[str, Any]]:
+def run_round(
+    name: str, sinks: Sequence[str], folder: str, turn: int, windows: int, seconds: float
+) -> Iterator[dict[str, Any]]:
     """Start a cell for each sink, and let them measure in turns: what the machine's neighbours do to one of them in
     these seconds they do to the next one, too."""
     with ExitStack() as stack:
         cells = [stack.enter_context(Running.started(name, sink, folder, seconds)) for sink in sinks]
-        for i in range(max(cell.windows for cell in cells)):
+        for i in range(windows):
             shift = (turn + i) % len(cells)
             for cell in cells[shift:] + cells[:shift]:
-                if i < cell.windows:
-                    cell.measure()
+                cell.measure()
         for cell in cells:
             yield {"load": name, "sink": cell.sink, "round": turn, **cell.end()}
 
@@ -161,7 +159,6 @@ class Running:
 
     def __init__(self, name: str, sink: str, spec: CellSpec, parent: Connection, watch: Watch, log: Path):
         self.sink = sink
-        self.windows = 1 if sink in LONG else max(round(spec.seconds / LOADS[name].window_s), 1)
         self._name = name
         self._spec = spec
         self._parent = parent
@@ -215,7 +212,7 @@ class Running:
     def measure(self) -> None:
         """One window. It begins with nothing under way, and ends when all is on the disk."""
         with stranger(STRANGERS[self.sink]) if self.sink in STRANGERS else nullcontext():
-            self._parent.send(self._spec.seconds / self.windows)
+            self._parent.send(self._spec.seconds)
             self._windows.append(self._hear())
 
     def end(self) -> dict[str, Any]:

@@ -15,9 +15,6 @@ FILES = ("file", "direct")
 #: With vLLM's own writes into its cache, and with ours.
 STORING = ("file", "threads", "discard", "split")
 DIRECT = ("direct-sink", "direct")
-#: Sinks of one long window. Stores that do not keep up need seconds until all is full that can be; and what vLLM's own
-#: connector writes in some seconds fits the page cache, which the next cell's window does not have to wait for.
-LONG = ("seaweedfs", "slow", "vllm")
 #: Bytes that the server of ``slow`` takes in a second: a fifth of what the thin model makes.
 SLOW_RATE = 60e6
 #: What the connector is told beside where to store.
@@ -54,11 +51,6 @@ class Load:
     def gpu_like(self) -> bool:
         """Whether its states' bytes per unit of compute are those of a model on a GPU."""
         return self.model == "thin"
-
-    @property
-    def window_s(self) -> float:
-        """Seconds of one window: more where a step takes seconds."""
-        return 5.0 if self.gpu_like else 10.0
 
     @property
     def requests(self) -> tuple[int, int, int]:

@@ -47,7 +47,8 @@ def ratios(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         for what, figure, sinks, against, goal in RATIOS:
             for sink in sinks:
                 pairs = [(by.get((load, sink, t)), by.get((load, against, t))) for t in turns]
-                values = [v for a, b in pairs if a and b for v in compared(a, b, figure)]
+                both = [w for a, b in pairs if a and b for w in zip(a["each"], b["each"], strict=True)]
+                values = [ours[figure] / theirs[figure] for ours, theirs in both]
                 if not against:
                     values = [a[figure] for a, _ in pairs if a and figure in a]
                 if values:
@@ -63,14 +64,6 @@ def ratios(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                         }
                     )
     return found
-
-
-def compared(cell: dict[str, Any], against: dict[str, Any], figure: str) -> list[float]:
-    """Of two cells of a round: window by window where both have as many, else of all of them together."""
-    ours, theirs = cell.get("each", ()), against.get("each", ())
-    if not ours or len(ours) != len(theirs):
-        return [cell[figure] / against[figure]]
-    return [a[figure] / b[figure] for a, b in zip(ours, theirs, strict=True)]
 
 
 def busy(cell: dict[str, Any]) -> float:
@@ -104,38 +97,39 @@ def table(found: dict[str, Any]) -> str:
         "# What extraction costs an engine",
         "",
         "Made by `python -m benchmarks.engine`, which says what the sinks are. Figures are medians (least–most) of "
-        "rounds, ratios of pairs of windows that took turns. What a model computes on a CPU is no measure of a GPU; "
+        "windows, ratios of pairs of windows that took turns. What a model computes on a CPU is no measure of a GPU; "
         "ratios within a load are.",
         "",
     ]
     for load in dict.fromkeys(c["load"] for c in cells):
         a = found["about"][load]
         spans = {(c["windows"], c["window_s"]) for c in cells if c["load"] == load}
-        windows = " or ".join(f"{span:g} s in {count}" for count, span in sorted(spans))
+        windows = " or ".join(f"{count} windows of {span:g} s" for count, span in sorted(spans))
         lines += [
             f"## {load}",
             "",
             f"{a['cpu']}, {a['cores']} cores, load before {a['load_average']}; {a['system']}, Python {a['python']}; "
             + ", ".join(f"{k} {v}" for k, v in a["versions"].items())
-            + f"; commit {a['commit']}. A cell: {windows} windows.",
+            + f"; commit {a['commit']}. A cell of a round: {windows}.",
             "",
-            "| sink | tokens/s until the last answer | by the engine's CPU s | until the last sample is durable "
-            "| first token, ms "
+            "| sink | windows | tokens/s until the last answer | by the engine's CPU s "
+            "| until the last sample is durable | first token, ms "
             "| blocks held, most | host memory, most (growth), MiB | CPU s: engine, writers, server | others' core "
             "| durable MB/s |",
-            "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+            "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
         ]
         for sink in SINKS:
             rows = [c for c in cells if c["load"] == load and c["sink"] == sink]
             if not rows:
                 continue
             mib = 1 << 20
+            each = [w for r in rows for w in r["each"]]
             writers = [sum(s for n, s in r["cpu_s"].items() if n != "engine") for r in rows]
             lines.append(
-                f"| {sink} | {spread([r['tokens_per_s'] for r in rows])} "
-                f"| {spread([r['tokens_per_cpu_s'] for r in rows])} "
-                f"| {spread([r['durable_tokens_per_s'] for r in rows])} "
-                f"| {spread([r['ttft_median'] * 1e3 for r in rows])} "
+                f"| {sink} | {len(each)} | {spread([w['tokens_per_s'] for w in each])} "
+                f"| {spread([w['tokens_per_cpu_s'] for w in each])} "
+                f"| {spread([w['durable_tokens_per_s'] for w in each])} "
+                f"| {spread([w['ttft_median'] * 1e3 for w in each])} "
                 f"| {max(r['held_blocks_peak'] for r in rows)} "
                 f"| {max(r['memory_peak'] for r in rows) / mib:,.0f} "
                 f"({max(r['memory_growth'] for r in rows) / mib:+,.0f}) "

@@ -12,7 +12,8 @@ LOAD = "thin/5/prefill/pinned"
 
 
 def test_a_short_round_of_ours_and_of_vllms_own(tmp_path):
-    argv = ["--loads", LOAD, "--sinks", "direct,vllm", "--rounds", "1", "--seconds", "1", "--results", str(tmp_path)]
+    short = ["--rounds", "1", "--windows", "2", "--seconds", "1"]
+    argv = ["--loads", LOAD, "--sinks", "direct,vllm", *short, "--results", str(tmp_path)]
     argv = [sys.executable, "-m", "benchmarks.engine", *argv]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
