@@ -49,6 +49,7 @@ class BlockPool:
         """Of all blocks, in use or free."""
         with self._lock:
             self._collect()
+            self._trim(0)
             return self._total
 
     def _fitting(self, nbytes: int) -> mmap.mmap:
@@ -56,10 +57,13 @@ class BlockPool:
         self._collect()
         at = bisect.bisect_left(self._free, (nbytes,))
         if at < len(self._free) and self._free[at][0] <= nbytes + nbytes // 4:
-            return self._free.pop(at)[2]
+            # Before any is given up: those in use may be more than the limit for a moment, and what came back just now
+            # would be unmapped, and mapped anew, each time.
+            block = self._free.pop(at)[2]
+            self._trim(0)
+            return block
         size = -(-nbytes // _GRAIN) * _GRAIN
-        while self._free and self._total + size > self._limit:
-            self._total -= self._free.pop()[0]  # unmapped with its last reference
+        self._trim(size)
         self._total += size
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
@@ -68,5 +72,8 @@ class BlockPool:
             block = self._returned.popleft()
             self._serial += 1
             bisect.insort(self._free, (len(block), self._serial, block))
-            if self._total > self._limit:
-                self._total -= self._free.pop()[0]
+
+    def _trim(self, more: int) -> None:
+        """Unmap free blocks until there is room for ``more`` bytes within the limit."""
+        while self._free and self._total + more > self._limit:
+            self._total -= self._free.pop()[0]  # unmapped with its last reference

@@ -275,16 +275,20 @@ class PartSink:
 
     def _seal_by_age(self) -> None:
         while not self._closed.wait(min(1.0, self._opt.part_seconds / 4)):
-            with self._lock:
-                now = time.monotonic()
-                if self._open.segments and now - self._open.since >= self._opt.part_seconds:
-                    self._seal_locked()
-                for key, filling in list(self._filling.items()):
-                    if self._opt.attempt and now - filling.touched >= self._opt.stale_seconds:
-                        # Its engine died, and its row was computed again elsewhere.
-                        del self._filling[key]
-                        self._held -= filling.nbytes
-                        self._lock.notify_all()
+            # A call of its own: what it looked at last must not be held while this waits.
+            self._seal_what_is_old()
+
+    def _seal_what_is_old(self) -> None:
+        with self._lock:
+            now = time.monotonic()
+            if self._open.segments and now - self._open.since >= self._opt.part_seconds:
+                self._seal_locked()
+            for key, filling in list(self._filling.items()):
+                if self._opt.attempt and now - filling.touched >= self._opt.stale_seconds:
+                    # Its engine died, and its row was computed again elsewhere.
+                    del self._filling[key]
+                    self._held -= filling.nbytes
+                    self._lock.notify_all()
 
     def _store_part(self, part: _OpenPart, number: int) -> None:
         nbytes = part.nbytes

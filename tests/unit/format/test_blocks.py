@@ -55,6 +55,17 @@ def test_what_is_in_use_may_exceed_the_limit_and_is_not_kept() -> None:
     assert pool.nbytes <= 2 * MIB
 
 
+def test_what_came_back_is_taken_again_before_anything_is_given_up() -> None:
+    pool = BlockPool(2 * MIB)
+    held = [pool.take(MIB) for _ in range(3)]
+    for i in range(3):
+        held[i][:] = 7
+    for _ in range(10):
+        held.pop(0)
+        held.append(pool.take(MIB))
+        assert held[-1][0] == 7, "fresh memory, which is zero"
+
+
 def test_a_free_block_is_taken_only_where_it_fits() -> None:
     pool = BlockPool(8 * MIB)
     for n in (4 * MIB, MIB):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import tracemalloc
+import weakref
 from contextlib import suppress
 from dataclasses import replace
 
@@ -217,6 +218,25 @@ def test_a_stored_parts_memory_is_free_at_once(store):
     finally:
         gc.enable()
         sink.close()
+
+
+def test_who_looks_for_old_segments_keeps_none(store):
+    sink = PartSink(store, options(part_seconds=0.04), lambda _: None)
+    first, *rest = pages("k", 20)
+    sink.add(first)
+    (filling,) = sink._filling.values()
+    kept = weakref.ref(filling.encoder)
+    del filling
+    looked = threading.Event()
+    look = sink._seal_what_is_old
+    sink._seal_what_is_old = lambda: (look(), looked.set())
+    assert looked.wait(30)
+    sink._seal_what_is_old = lambda: None  # it does not look again, which would hide what it keeps
+    for page in rest:
+        sink.add(page)
+    sink.flush()
+    assert kept() is None
+    sink.close()
 
 
 def test_the_same_sample_again_lives_as_long_as_its_last_answer_says(store):
