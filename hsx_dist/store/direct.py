@@ -2,7 +2,8 @@
 
 What is stored here is synced before it counts, and not read again soon. Through the page cache every byte first takes a
 fresh page, on virtual machines one that the host has to find as well: up to 7 CPU seconds a GB were measured there,
-where this takes 0.07 and one copy (``benchmarks/NOTES.md``). File systems that cannot do it are written to as usual.
+where this takes 0.07 (``benchmarks/NOTES.md``). What lies in memory as a disk wants it goes out from there, the rest
+through a buffer. File systems that cannot do it are written to as usual.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from typing import Any
 import numpy as np
 
 #: Less is written as usual: a small file is written in one go, and may well be read soon.
-LEAST_BYTES = 4 << 20
+LEAST_BYTES = 1 << 20
 #: What a thread that writes holds: memory, lengths and offsets must be multiples of a device's block, at most 4 KiB.
 _BUFFER_BYTES = 4 << 20
 _ALIGN = 4096
+#: Copying less than this costs less than a write of its own.
+_WORTH_WRITING = 256 << 10
 #: What file systems say that do not know it; Linux has the flag, and macOS has not.
 _UNKNOWN = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 _FLAG = getattr(os, "O_DIRECT", 0)
@@ -54,6 +57,11 @@ def _write(fd: int, views: Sequence[memoryview]) -> bool:
         data = np.frombuffer(view, np.uint8)
         total += len(data)
         while len(data):
+            if filled % _ALIGN == 0 and (n := _at_once(data)):
+                _write_all(fd, buffer[:filled])
+                _write_all(fd, data[:n])
+                data, filled = data[n:], 0
+                continue
             n = min(len(data), _BUFFER_BYTES - filled)
             buffer[filled : filled + n] = data[:n]  # numpy lets other threads run meanwhile
             data, filled = data[n:], filled + n
@@ -64,6 +72,12 @@ def _write(fd: int, views: Sequence[memoryview]) -> bool:
         _write_all(fd, buffer[: -(-filled // _ALIGN) * _ALIGN])
         os.ftruncate(fd, total)
     return True
+
+
+def _at_once(data: np.ndarray[Any, Any]) -> int:
+    """How many bytes of it can be written from where they are."""
+    n = len(data) // _ALIGN * _ALIGN
+    return n if n >= _WORTH_WRITING and data.ctypes.data % _ALIGN == 0 else 0
 
 
 def _write_all(fd: int, data: np.ndarray[Any, Any]) -> None:

@@ -63,6 +63,20 @@ def read_back(data: bytes) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, A
     return [part.load(i)[:2] for i in range(len(part.segments))]
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_largest_tensor_begins_where_a_disk_has_a_page(alone: bool) -> None:
+    """Also behind token ids that fill no page; objects are opened as ever."""
+    sample = random_sample("a", 191, layer_ids=range(5), hidden_size=2048, dtype="float16")
+    encoder = SegmentEncoder(NoneCodec(), alone=alone)
+    for page in sample.pages():
+        encoder.add(page)
+    part = build_part([encoder.finish()], NoneCodec(), ABOUT)
+    data = content(part)
+    largest = max(load_numpy(data).values(), key=lambda x: x.nbytes)
+    assert data.index(largest.tobytes()) % 4096 == 0
+    assert np.array_equal(Part.open(stored(part), "p", header_bytes=part.header_bytes).read(0), sample.states)
+
+
 @every_codec
 @every_dtype
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 32, 50])

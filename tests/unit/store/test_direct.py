@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,41 @@ def _views(*sizes: int) -> list[bytes]:
     return [rng.bytes(n) for n in sizes]
 
 
+def _aligned(nbytes: int) -> memoryview:
+    """Random bytes in memory of whole pages."""
+    block = mmap.mmap(-1, nbytes)
+    block[:] = np.random.default_rng(4).bytes(nbytes)
+    return memoryview(block)
+
+
+@pytest.mark.parametrize("before", [0, 4096, 100])
+@pytest.mark.parametrize("nbytes", [direct.LEAST_BYTES, 3 * direct.LEAST_BYTES + 4097])
+def test_what_lies_as_a_disk_wants_it_is_not_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, nbytes: int
+) -> None:
+    views = [*_views(before), _aligned(nbytes), *_views(1528)]
+    place = np.frombuffer(views[1], np.uint8).ctypes.data
+    from_there: list[int] = []
+    real = os.write
+
+    def write(fd: int, data: Any) -> int:
+        at = np.frombuffer(data, np.uint8).ctypes.data
+        from_there.append(len(data) if place <= at < place + nbytes else 0)
+        return real(fd, data)
+
+    monkeypatch.setattr(direct.os, "write", write)
+    LocalStore(tmp_path).put("a", views)
+    assert (tmp_path / "a").read_bytes() == b"".join(views)
+    assert sum(from_there) == (0 if before % 4096 else nbytes // 4096 * 4096)
+
+
 @pytest.mark.parametrize(
     "sizes",
     [
         (direct.LEAST_BYTES,),
         (direct.LEAST_BYTES - 1,),
         (123, 0, direct.LEAST_BYTES, 1),  # as a part: a header of any length, then chunks
-        (3 * direct.LEAST_BYTES + 4097,),
+        ((9 << 20) + 4097,),  # more than what is held of it
     ],
 )
 def test_any_lengths(tmp_path: Path, sizes: tuple[int, ...]) -> None:
@@ -100,5 +129,5 @@ def test_a_disk_that_is_full_is_told_and_leaves_nothing(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(direct.os, "write", full)
     with pytest.raises(StoreError, match="No space left on device"):
-        LocalStore(tmp_path).put("a", _views(3 * direct.LEAST_BYTES))
+        LocalStore(tmp_path).put("a", _views(9 << 20))
     assert list(tmp_path.iterdir()) == []
