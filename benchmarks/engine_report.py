@@ -114,8 +114,8 @@ def table(found: dict[str, Any]) -> str:
             "",
             "| sink | windows | tokens/s until the last answer | by the engine's CPU s "
             "| until the last sample is durable | first token, ms "
-            "| blocks held, most | host memory, most (growth), MiB | CPU s: engine, writers, server | others' core "
-            "| durable MB/s |",
+            "| blocks held, most | host memory, most (growth), MiB | CPU s a window: engine, writers, server "
+            "| others' core | durable MB/s |",
             "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
         ]
         for sink in SINKS:
@@ -124,7 +124,9 @@ def table(found: dict[str, Any]) -> str:
                 continue
             mib = 1 << 20
             each = [w for r in rows for w in r["each"]]
-            writers = [sum(s for n, s in r["cpu_s"].items() if n != "engine") for r in rows]
+            engine = [r["cpu_s"]["engine"] / r["windows"] for r in rows]
+            writers = [sum(s for n, s in r["cpu_s"].items() if n != "engine") / r["windows"] for r in rows]
+            server = [r["server_cpu_s"] / r["windows"] for r in rows]
             lines.append(
                 f"| {sink} | {len(each)} | {spread([w['tokens_per_s'] for w in each])} "
                 f"| {spread([w['tokens_per_cpu_s'] for w in each])} "
@@ -133,8 +135,7 @@ def table(found: dict[str, Any]) -> str:
                 f"| {max(r['held_blocks_peak'] for r in rows)} "
                 f"| {max(r['memory_peak'] for r in rows) / mib:,.0f} "
                 f"({max(r['memory_growth'] for r in rows) / mib:+,.0f}) "
-                f"| {statistics.median(r['cpu_s']['engine'] for r in rows):.1f}, {statistics.median(writers):.1f}, "
-                f"{statistics.median(r['server_cpu_s'] for r in rows):.1f} "
+                f"| {statistics.median(engine):.1f}, {statistics.median(writers):.1f}, {statistics.median(server):.1f} "
                 f"| {statistics.median(busy(r) for r in rows):.0%} "
                 f"| {stored(sink, rows)} |"
             )

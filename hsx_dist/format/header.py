@@ -23,7 +23,7 @@ class Header:
 
 
 #: The largest tensor begins at a multiple of it: memory and disks have pages, and data can go to a disk as it lies.
-PAGE_BYTES = 4096
+_PAGE_BYTES = 4096
 #: Of less data than this, a page is too large a share.
 _WORTH_A_PAGE = 1 << 20
 
@@ -50,7 +50,7 @@ def _padding(nbytes: int, description: Description) -> int:
     if description.data_bytes >= _WORTH_A_PAGE:
         begin, _ = max((place for _, _, place in description.tensors.values()), key=lambda place: place[1] - place[0])
         if begin % 8 == 0:
-            return -(nbytes + begin) % PAGE_BYTES
+            return -(nbytes + begin) % _PAGE_BYTES
     return -nbytes % 8
 
 

@@ -49,7 +49,7 @@ def test_what_the_table_of_an_engine_says():
     text = engine_report.table({"about": abouts, "cells": cells, "ratios": engine_report.ratios(cells)})
     three = " | ".join(["1,000 (900–1,100)"] * 3)
     assert (
-        f"| null-sink | 2 | {three} | 1,000,000 (900,000–1,100,000) | 3 | 1,024 (+0) | 20.0, 5.0, 1.0 | 29% | – |"
+        f"| null-sink | 2 | {three} | 1,000,000 (900,000–1,100,000) | 3 | 1,024 (+0) | 10.0, 2.5, 0.5 | 29% | – |"
         in text
     )
     assert "commit abc. A cell of a round: 2 windows of 20 s." in text
