@@ -173,9 +173,7 @@ class Running:
 
     @classmethod
     @contextmanager
-    def started(
-        cls, name: str, sink: str, folder: str, seconds: float, profiles: Path | None
-    ) -> Iterator[Running]:
+    def started(cls, name: str, sink: str, folder: str, seconds: float, profiles: Path | None) -> Iterator[Running]:
         """Start what the cell needs, and wait until it has warmed up."""
         load = LOADS[name]
         cores = sorted(ALL_CORES)
