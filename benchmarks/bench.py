@@ -188,6 +188,11 @@ def table(report: dict[str, Any]) -> str:
         + ", ".join(f"{k} {v}" for k, v in a["versions"].items())
         + f"; commit {a['commit']}. The {report['choice']} choice of `python -m benchmarks.bench`.",
         "",
+        "Of the engine: `null` is vLLM's extraction into a connector that does nothing, `null-sink` ours whose "
+        "pages are dropped once they are in host memory, `direct` ours with `cache_writes: direct`; "
+        "`benchmarks/engine.py` says the rest, and its own table (of the short choice in `results/short/`, which is"
+        " not kept) has tokens, first tokens, blocks, memory and CPU seconds behind these ratios.",
+        "",
         "| benchmark | what | measured (range) | goal | |",
         "|---|---|---:|---|---|",
     ]

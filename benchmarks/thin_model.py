@@ -6,7 +6,7 @@ published figure that we know (Qwen3-4B on an A100: 25,451 tokens/s of prefill, 
 there (8 GFLOP a token), and an 8B model (16 GFLOP) 12,700 tokens/s; four layers of 4096 bf16 are 32 KiB a token:
 0.42 GB a second of compute. A machine with eight such GPUs has 96 to 128 cores, of which two a GPU for writers are
 little: 0.21 GB/s a writer's core. The thin model's layers are so small that one core makes between the two of them
-(0.2 to 0.28 GB/s was seen); the benchmark reports what it really was.
+(0.2 to 0.45 GB/s was seen); the benchmark reports what it really was.
 """
 
 from __future__ import annotations

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks import bench, engine, engine_report
+from benchmarks import bench, engine, engine_cell, engine_report
 
 RESULTS = Path(bench.__file__).parent / "results"
 
@@ -27,7 +30,7 @@ def cell(sink: str, turn: int, *figures: float, **more) -> dict:
     }  # fmt: skip
 
 
-def test_ratios_are_of_windows_that_followed_one_another():
+def test_ratios_are_of_windows_of_one_turn():
     cells = [cell("null-sink", 1, 90, 100, 110), cell("file", 1, 90, 50, 55)]
     cells += [cell("null-sink", 2, 90), cell("seaweedfs", 2, 18), cell("file", 3, 1)]
     found = {r["sink"]: r for r in engine_report.ratios(cells) if "÷ null sink, tokens/s" in r["what"]}
@@ -39,6 +42,54 @@ def test_ratios_of_several_rounds_are_one_median():
     cells = [cell("null", t, 100.0 * t) for t in (1, 2, 3)] + [cell("null-sink", t, 100.0 * t * t) for t in (1, 2, 3)]
     (found,) = [r for r in engine_report.ratios(cells) if "null sink ÷ null" in r["what"]]
     assert (found["median"], found["range"], found["pairs"]) == (2.0, [1.0, 3.0], 3)
+
+
+def test_goals_are_for_loads_that_they_were_made_for():
+    loads = ("thin/5/prefill/pinned", "thin/5/decode/pinned", "thin/5/prefill/unpinned", "smollm2/4/prefill/pinned")
+    cells = [cell(sink, 1, 1.0, rate_share=0.1) | {"load": load} for load in loads for sink in ("slow", "file", "vllm")]
+    found = {(r["load"], r["sink"]): r["goal"] for r in engine_report.ratios(cells) if r["goal"]}
+    assert found == {
+        ("thin/5/prefill/pinned", "slow"): "≥ 0.95",
+        ("thin/5/prefill/pinned", "file"): "≥ 1.3",
+        ("thin/5/decode/pinned", "file"): "≥ 1.3",
+    }
+
+
+def test_what_is_seen_of_windows_is_of_them_alone():
+    watch = engine.Watch(os.getpid(), None)
+    watch._seen = [(t, m, t / 2) for t, m in ((0, 9), (1, 5), (2, 6), (3, 99), (4, 7), (5, 8), (6, 50), (7, 60))]
+    windows = [{"start": 1, "answered": 2, "durable": 2.5}, {"start": 4, "answered": 5, "durable": 6}]
+    assert watch.within(windows) == {"memory_peak": 50, "memory_growth": 2, "server_cpu_s": 1.5}
+    with pytest.raises(RuntimeError, match="none"):
+        watch.within([*windows, {"start": 10, "answered": 11, "durable": 12}])
+
+
+def test_a_process_that_ended_does_not_end_the_watch():
+    watch = engine.Watch(os.getpid(), None)
+    zombie = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked how
+    start = time.monotonic()
+    with watch.looking():
+        pass
+    now = time.monotonic()
+    zombie.wait()
+    assert watch.within([{"start": start, "answered": now, "durable": now}])["memory_peak"] > 1 << 20
+
+
+def test_figures_of_several_windows():
+    spec = engine_cell.CellSpec("m", (1, 2), 4, 10, 8, 1, 2, seconds=1, sink="vllm")
+    one = {"start": 10.0, "answered": 12.0, "durable": 13.0, "synced": 14.0, "requests": 10, "waits": [1.0, 3.0]}
+    one |= {"cpu_s": {"engine": 1.0, "x": 0.5}, "held_requests_peak": 1, "held_blocks_peak": 2}
+    two = one | {"start": 20.0, "answered": 22.0, "durable": 22.0, "synced": 22.0, "requests": 30, "waits": [2.0]}
+    found = engine_cell.together(spec, [one, two])
+    assert (found["tokens"], found["tokens_per_s"], found["tokens_per_cpu_s"]) == (320, 80.0, 160.0)
+    assert (found["durable_tokens_per_s"], found["synced_tokens_per_s"], found["ttft_median"]) == (64.0, 320 / 6, 2.0)
+    assert found["durable_bytes_per_s"] == 320 * 2 * 4 * 2 / 6  # vLLM's own: until it is on the disk
+    assert [w["tokens_per_s"] for w in found["each"]] == [40.0, 120.0]
+    for sink in ("none", "null", "null-sink"):
+        assert engine_cell.together(replace(spec, sink=sink), [one])["durable_bytes_per_s"] == 0
+    with pytest.raises(ValueError, match="take longer ones"):
+        engine_cell.together(spec, [one, two | {"waits": []}])
 
 
 def test_what_the_table_of_an_engine_says():
@@ -103,10 +154,13 @@ def test_the_loads_and_sinks_that_a_choice_names_exist():
         ([], "either --choice or --loads"),
         (["--choice", "short", "--loads", "thin*"], "either --choice or --loads"),
         (["--choice", "full", "--sinks", "file"], "expected with --loads"),
-        (["--loads", "thin*", "--sinks", "nope"], "came nope"),
-        (["--loads", "thin*", "--rounds", "0"], "at least 1"),
-        (["--loads", "thin*", "--windows", "0"], "at least 1"),
-        (["--loads", "nope"], "came 'nope'"),
+        (["--loads", "thin*", "--results", "x", "--sinks", "nope"], "came nope"),
+        (["--loads", "thin*", "--results", "x", "--rounds", "0"], "at least 1"),
+        (["--loads", "thin*", "--results", "x", "--windows", "0"], "at least 1"),
+        (["--choice", "short", "--seconds", "0"], "at least 1"),
+        (["--loads", "thin*"], "expected with --results"),
+        (["--choice", "short", "--profile", "x"], "expected with --results"),
+        (["--loads", "nope", "--results", "x"], "came 'nope'"),
     ],
 )
 def test_the_engines_benchmark_refuses_what_it_would_not_do(argv, said, monkeypatch, capsys):
