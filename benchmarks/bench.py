@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.goals import VERDICTS, is_met
 from benchmarks.provenance import ROOT, provenance
 
 RESULTS = Path(__file__).parent / "results"
@@ -44,10 +45,7 @@ class Row:
     @property
     def met(self) -> bool | None:
         """None where there is no goal."""
-        sign, _, number = self.goal.partition(" ")
-        if sign not in ("≥", "≤"):
-            return None
-        return self.measured >= float(number) if sign == "≥" else self.measured <= float(number)
+        return is_met(self.goal, self.measured)
 
 
 def codec_rows(found: dict[str, Any]) -> Iterator[Row]:
@@ -207,8 +205,8 @@ def table(report: dict[str, Any]) -> str:
             if row.spread and row.spread[0] < row.spread[1]:
                 pairs = f"; {row.pairs} pairs" if row.pairs else ""
                 low_high = f" ({row.spread[0]:.3g}–{row.spread[1]:.3g}{pairs})"
-            verdict = {None: "", True: "met", False: "missed"}[row.met]
-            lines.append(f"| {name} | {row.what} | {row.measured:.3g}{low_high} | {row.goal} | {verdict} |")
+            what, verdict = f"{row.what} | {row.measured:.3g}{low_high}", VERDICTS[row.met]
+            lines.append(f"| {name} | {what} | {row.goal} | {verdict} |")
     took = ", ".join(f"{name} {b['seconds']} s" for name, b in report["benchmarks"].items())
     return "\n".join([*lines, "", f"Taken: {took}.", ""])
 

@@ -1,13 +1,15 @@
 """A stranger that keeps its core busy, as writers do, and has nothing to do with the engine.
 
-python -m benchmarks.busy copy     # copies memory half of the time, until it is ended
-python -m benchmarks.busy traffic  # sends 350 MB in a second to a server of its own that throws them away
+python -m benchmarks.busy copy        # copies memory half of the time, until it is ended
+python -m benchmarks.busy traffic     # sends 450 MB in a second to a server of its own that throws them away
+python -m benchmarks.busy disk PLACE  # writes 450 MB in a second to files there, as writers do
 
 It says "ready" in a line once it is at it.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 import time
@@ -15,13 +17,15 @@ import time
 import numpy as np
 
 from hsx_dist.connector.writer_process import NICE
-from hsx_dist.store import open_store
+from hsx_dist.store import Store, open_store
 from hsx_dist.testing.discard import DiscardServer
 
 _TURN_S = 0.005
 #: What the thin model makes on a fast machine.
-_RATE = 350e6
+_RATE = 450e6
 _OBJECT = 8 << 20
+#: Of files that a stranger has at a time; the next one takes the oldest one's place.
+_FILES = 64
 
 
 def copy() -> None:
@@ -39,17 +43,25 @@ def copy() -> None:
 def traffic() -> None:
     server = DiscardServer()
     options = server.storage_options(config_kwargs={"s3": {"payload_signing_enabled": False}})
-    store = open_store("s3://stranger/x", options)
-    memory = np.ones((8, _OBJECT), np.uint8)
+    store_at_rate(open_store("s3://stranger/x", options))
+
+
+def disk(place: str) -> None:
+    store_at_rate(open_store(place))
+
+
+def store_at_rate(store: Store) -> None:
+    memory = np.frombuffer(mmap.mmap(-1, 16 * _OBJECT), np.uint8).reshape(16, -1)  # aligned, as writers' blocks are
+    memory.fill(1)
     store.put("first", [memory[0].data])
     print("ready", flush=True)
     began, turn = time.perf_counter(), 0
     while True:
-        store.put(f"{turn}", [memory[turn % 8].data])
+        store.put(f"{turn % _FILES}", [memory[turn % 16].data])
         turn += 1
         time.sleep(max(began + turn * _OBJECT / _RATE - time.perf_counter(), 0))
 
 
 if __name__ == "__main__":
     os.nice(NICE)
-    {"copy": copy, "traffic": traffic}[sys.argv[1]]()
+    {"copy": copy, "traffic": traffic, "disk": disk}[sys.argv[1]](*sys.argv[2:])

@@ -14,7 +14,8 @@ this commit for the same load.
 Sinks: ``none`` (no extraction), ``null`` (vLLM's own path into a connector that does nothing), ``null-sink`` (ours,
 pages dropped once they are in host memory), ``busy`` (the same, while a stranger on the writers' core copies memory
 half of the time: what a busy core costs the one beside it, whoever keeps it busy), ``traffic`` (the same, while a
-stranger sends 350 MB in a second to a discarding server of its own there), ``file``, ``threads`` (the same with
+stranger sends 450 MB in a second to a discarding server of its own there), ``disk`` (the same, while one writes as much
+to files), ``file``, ``threads`` (the same with
 ``writers: threads``), ``discard`` (an S3 server that throws bytes away), ``split`` (the same with the lossless codec),
 ``slow`` (that server takes 60 MB in a second), ``seaweedfs``, and ``vllm`` (vLLM's own connector, writing files beside
 ours). ``direct-sink`` and ``direct`` are ``null-sink`` and ``file`` with ``cache_writes: direct``.
@@ -68,7 +69,7 @@ SHORT: Choice = (
 )
 #: The same in groups whose engines the memory of a machine of 24 GiB holds at once.
 FULL: Choice = (
-    ("*", ("none", "null", "null-sink", "traffic", "file", "discard", "split", "vllm"), 3, 1),
+    ("*", ("none", "null", "null-sink", "traffic", "disk", "file", "discard", "split", "vllm"), 3, 1),
     ("*", ("null-sink", "busy", "file", "threads"), 3, 1),
     ("*", ("null", "null-sink", "direct-sink", "direct", "vllm"), 3, 1),
     ("*", ("null-sink", "seaweedfs", "slow"), 3, 1),
@@ -261,7 +262,14 @@ class Running:
 @contextmanager
 def stranger(kind: str) -> Iterator[None]:
     """``benchmarks.busy`` meanwhile, on this process's cores."""
-    argv = [sys.executable, "-m", "benchmarks.busy", kind]
+    with tempfile.TemporaryDirectory(prefix="hsx-stranger-") as place:
+        argv = [sys.executable, "-m", "benchmarks.busy", kind, *([place] if kind == "disk" else [])]
+        with stranger_process(argv, kind):
+            yield
+
+
+@contextmanager
+def stranger_process(argv: list[str], kind: str) -> Iterator[None]:
     process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:

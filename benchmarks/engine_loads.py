@@ -8,12 +8,14 @@ from benchmarks import thin_model
 from benchmarks.engine_cell import Sink
 
 SINKS = (
-    "none", "null", "null-sink", "busy", "traffic", "file", "threads", "discard", "split", "seaweedfs", "slow",
+    "none", "null", "null-sink", "busy", "traffic", "disk", "file", "threads", "discard", "split", "seaweedfs", "slow",
     "direct-sink", "direct", "vllm",
 )  # fmt: skip
 FILES = ("file", "direct")
+WRITTEN = ("file", "threads")
+SERVED = ("discard", "split")
 #: With vLLM's own writes into its cache, and with ours.
-STORING = ("file", "threads", "discard", "split")
+STORING = WRITTEN + SERVED
 DIRECT = ("direct-sink", "direct")
 #: Bytes that the server of ``slow`` takes in a second: a fifth of what the thin model makes.
 SLOW_RATE = 60e6
@@ -24,11 +26,11 @@ SETTINGS: dict[str, dict[str, str]] = {
     "threads": {"writers": "threads"},
 }
 #: Null sinks beside a process that has nothing to do with them: what it does.
-STRANGERS = {"busy": "copy", "traffic": "traffic"}
+STRANGERS = {"busy": "copy", "traffic": "traffic", "disk": "disk"}
 #: What of a sink ``engine_cell`` knows; the others store.
 KINDS: dict[str, Sink] = {
-    "none": "none", "null": "null", "null-sink": "null-sink", "busy": "null-sink", "traffic": "null-sink",
-    "direct-sink": "null-sink", "vllm": "vllm",
+    "none": "none", "null": "null", "vllm": "vllm",
+    "null-sink": "null-sink", "direct-sink": "null-sink", **dict.fromkeys(STRANGERS, "null-sink"),
 }  # fmt: skip
 
 

@@ -68,6 +68,9 @@ class SocketOutlet:
     def expect(self, expected: Expect) -> None:
         pass  # receipts tell
 
+    def prepared(self) -> None:
+        pass
+
     def skip(self, skip: Skip) -> None:
         self._thread.put(Shipped(skip.key, skip.reason))
 

@@ -164,6 +164,13 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             segment_bytes=self._settings.segment_bytes if self._settings.layout == "part" else sys.maxsize,
         )
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Called before the model runs; ``start_load_kv`` comes after it where nothing is to be loaded."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            assert isinstance(connector_metadata, StepMetadata)
+            self._worker.begin(connector_metadata)
+
     def start_load_kv(self, *args: Any, **kwargs: Any) -> None:
         pass
 

@@ -1,6 +1,9 @@
 """Companion locks, as vLLM's own connector has them: ``PATH.lock`` is held exclusively until the object is there.
 
 Its ``load_hidden_states`` takes the lock shared, and so does ours: both sleep until what became of a request is stored.
+
+Lock files are made by a thread, while the model runs: a file system may take half a millisecond for one (ext4, where
+many files were just deleted), and the engine's thread has better things to do.
 """
 
 from __future__ import annotations
@@ -9,11 +12,13 @@ import contextlib
 import fcntl
 import logging
 import os
+import queue
 import threading
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hsx_dist.connector.cores import any_core
 from hsx_dist.format.companions import lock_name
 from hsx_dist.store.local import UNFINISHED
 
@@ -34,7 +39,32 @@ class CompanionLocks:
         self._folder = Path(folder)
         self._held: dict[str, _Lock] = {}
         self._names: dict[str, str] = {}  # holder → name
-        self._mutex = threading.Lock()  # never held across the file system by ``release``: steps call ``hold``
+        self._mutex = threading.Lock()  # never held across the file system by ``release``: steps wait for ``hold``
+        self._asked: queue.Queue[tuple[str, str] | None] = queue.Queue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="hsx-lock", daemon=True)
+        with any_core():
+            self._thread.start()
+
+    def ask(self, name: str, holder: str) -> None:
+        """Have a thread ``hold`` the lock; ``wait`` returns once it does. Returns at once; does nothing at the end."""
+        if not self._closed:
+            self._asked.put((name, holder))
+
+    def wait(self) -> None:
+        """Until all that was asked for is held, or was found to be impossible (which is logged)."""
+        if self._asked.unfinished_tasks:
+            self._asked.join()
+
+    def _run(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            try:
+                self.hold(*asked)
+            except Exception as e:  # noqa: BLE001 - an engine must not die of a name that its file system does not take
+                log.warning("no lock file for %r: %s", asked[0], e)
+            finally:
+                self._asked.task_done()
+        self._asked.task_done()
 
     def hold(self, name: str, holder: str) -> None:
         """Make the lock file of an object and hold it, for one more ``holder`` (a request; once each). Never waits.
@@ -53,6 +83,7 @@ class CompanionLocks:
 
     def release(self, holder: str, *, stored: bool) -> None:
         """One holder less; the last one opens the lock. Where there is no object the lock file goes too."""
+        self.wait()  # else a lock that was asked for would be taken after it was given back, for ever
         with self._mutex:
             name = self._names.pop(holder, None)
             lock = self._held.get(name) if name is not None else None
@@ -98,6 +129,10 @@ class CompanionLocks:
 
     def release_all(self) -> None:
         """At the end: nobody waits for a process that is gone."""
+        if not self._closed:
+            self._closed = True
+            self._asked.put(None)
+        self._thread.join()
         with self._mutex:
             for lock in self._held.values():
                 os.close(lock.fd)
@@ -106,8 +141,11 @@ class CompanionLocks:
 
     def _open(self, name: str) -> int:
         path = self._path(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
+        try:
+            fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
+        except FileNotFoundError:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return fd

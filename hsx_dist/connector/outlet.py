@@ -89,7 +89,12 @@ class Outlet(Protocol):
         ...
 
     def expect(self, expected: Expect) -> None:
-        """A request of this rank's was scheduled for the first time. Returns at once."""
+        """A request of this rank's was scheduled for the first time, and its step begins. Returns at once."""
+        ...
+
+    def prepared(self) -> None:
+        """Wait until there is what a reader of an answer relies on, of all that was expected and skipped. Its step
+        is over then but for this."""
         ...
 
     def skip(self, skip: Skip) -> None:
@@ -283,6 +288,9 @@ class LocalOutlet:
 
     def expect(self, expected: Expect) -> None:
         pass  # whoever ships for a run asks receipts
+
+    def prepared(self) -> None:
+        pass
 
     def skip(self, skip: Skip) -> None:
         self._thread.put(Shipped(skip.key, skip.reason))

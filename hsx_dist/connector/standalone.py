@@ -115,7 +115,8 @@ class StoreOutlet(LocalOutlet):
         with self._state:
             self._requests[request_id] = _Request(name, expected.chosen)
             self._names.setdefault(name, _Name()).requests.add(request_id)
-        self._hold(name, request_id)
+        if self._locks is not None:
+            self._locks.ask(name, request_id)
         if expected.chosen and self._markers.failed(name):
             self._markers.clear(name)  # an earlier request's: it is not about this one
 
@@ -128,21 +129,17 @@ class StoreOutlet(LocalOutlet):
 
     def skip(self, skip: Skip) -> None:
         super().skip(skip)
-        if skip.conflict:
+        if skip.conflict and self._locks is not None:
             # It was never scheduled: whoever has its answer must not find the other sample before the marker is there.
-            self._hold(skip.name, skip.request_id)
+            self._locks.ask(skip.name, skip.request_id)
         if not skip.quiet:
             log.warning("hidden states of %s are not stored: %s", skip.key, skip.reason, extra={"key": skip.key})
         reason = None if skip.quiet else skip.reason
         self._end(skip.request_id, skip.key, skip.name, stored=False, reason=reason, conflict=skip.conflict)
 
-    def _hold(self, name: str, request_id: str) -> None:
-        if self._locks is None:
-            return
-        try:
-            self._locks.hold(name, request_id)
-        except Exception as e:  # noqa: BLE001 - an engine must not die of a name that its file system does not take
-            log.warning("no lock file for %r: %s", name, e)
+    def prepared(self) -> None:
+        if self._locks is not None:
+            self._locks.wait()
 
     # -- told by the shipping thread ------------------------------------------------------------------------------
 

@@ -112,15 +112,19 @@ class WorkerHalf:
         self._meter = outlet.meter
         self._meter.watch("blocks_held", lambda: self.blocks_held)
 
-    def step(self, meta: Step) -> None:
-        """Take what finished since the last step, and copy what there is room for. Depends on no order of vLLM's calls:
-        the states of a finished request were written in an earlier step."""
+    def begin(self, meta: Step) -> None:
+        """Before the model runs: say what is to come, so that it is prepared meanwhile."""
         for expected in meta.expected:
             if expected.owner == self._rank:
                 self._outlet.expect(expected)
+
+    def step(self, meta: Step) -> None:
+        """Take what finished since the last step, and copy what there is room for. Depends on no order of vLLM's calls
+        after ``begin``: the states of a finished request were written in an earlier step."""
         for skip in meta.skipped:
             if skip.owner == self._rank:
                 self._outlet.skip(skip)
+        self._outlet.prepared()  # the answers of this step are not out yet
         mine = [save for save in meta.saves if save.owner == self._rank]
         if not mine and not self._waiting:
             if self._copied and meta.idle:

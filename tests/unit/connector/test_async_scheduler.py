@@ -62,6 +62,7 @@ class MadeUpRunner:
     def execute(self, out):
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+        self.worker.begin(out.kv_connector_metadata)
         starts = {}
         for new in out.scheduled_new_reqs:
             self.tables[new.req_id] = list(new.block_ids[0])

@@ -49,6 +49,48 @@ def test_a_lock_of_nothing_is_removed_but_never_beside_an_object(tmp_path):
     assert not is_held(tmp_path / "b.safetensors.lock")
 
 
+def test_asked_for_it_is_held_by_a_thread_and_given_back_in_whatever_order(tmp_path, monkeypatch):
+    """Whoever asks does not wait for the file system; whoever gives back before it is held does not leave it held."""
+    inside, go = threading.Event(), threading.Event()
+    make = CompanionLocks._open
+
+    def waiting(self, name):
+        inside.set()
+        assert go.wait(30)
+        return make(self, name)
+
+    monkeypatch.setattr(CompanionLocks, "_open", waiting)
+    locks = CompanionLocks(tmp_path)
+    for name in "ab":
+        locks.ask(name, name)
+    assert inside.wait(30)
+    assert list(tmp_path.iterdir()) == []
+    giving_back = threading.Thread(target=locks.release, args=("b",), kwargs={"stored": False})
+    giving_back.start()
+    go.set()
+    locks.wait()
+    assert is_held(tmp_path / "a.lock")
+    giving_back.join(30)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.lock"]
+    locks.release_all()
+    locks.release_all()
+    assert not is_held(tmp_path / "a.lock")
+    locks.ask("c", "c")  # too late
+    locks.wait()
+    locks.release("c", stored=False)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.lock"]
+
+
+def test_a_lock_that_cannot_be_made_is_logged_and_nobody_waits_for_it(tmp_path, caplog):
+    locks = CompanionLocks(tmp_path)
+    locks.ask("x" * 300, "r")
+    locks.ask("a", "s")
+    locks.wait()
+    assert is_held(tmp_path / "a.lock")
+    assert "no lock file for 'xxx" in caplog.text
+    locks.release("r", stored=False)
+
+
 def test_another_process_writing_the_same_object_does_not_stop_a_step(tmp_path):
     first, second = CompanionLocks(tmp_path), CompanionLocks(tmp_path)
     first.hold("a.safetensors", "r")

@@ -165,6 +165,7 @@ def test_a_path_that_is_used_again_is_not_read_before_it_is_replaced(tmp_path):
     with (tmp_path / "x.safetensors.lock").open() as reader:
         fcntl.flock(reader, fcntl.LOCK_SH)  # somebody still reads the old one when the next request is scheduled
         outlet.expect(Expect("r1", "x.safetensors", 0, True))
+        outlet.prepared()
         with pytest.raises(NotFound, match="lock"):
             hsx_dist.load_hidden_states(path)
     states = some(seed=1)

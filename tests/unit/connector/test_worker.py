@@ -27,6 +27,7 @@ class KeepingOutlet:
         self.refs: list[PageRef] = []
         self.skipped: list[Skip] = []
         self.expected: list[Expect] = []
+        self.waited: list[int] = []  # how much was skipped when somebody waited
 
     def submit(self, ref, ready):
         ready()  # as the shipping thread does before it looks at the page
@@ -34,6 +35,9 @@ class KeepingOutlet:
 
     def expect(self, expected):
         self.expected.append(expected)
+
+    def prepared(self):
+        self.waited.append(len(self.skipped))
 
     def skip(self, skip):
         self.skipped.append(skip)
@@ -145,10 +149,24 @@ def test_only_the_owner_copies_and_reports():
     outlet = KeepingOutlet(1 << 20)
     _, worker = half(outlet, rank=1)
     told = {"skipped": [Skip("r", "c", "c.safetensors", 0, "why")], "expected": [Expect("s", "s.safetensors", 0)]}
-    worker.step(Step(saves=[save(8, key="a", owner=0), save(8, key="b", owner=1)], **told))
+    step = Step(saves=[save(8, key="a", owner=0), save(8, key="b", owner=1)], **told)
+    worker.begin(step)
+    worker.step(step)
     assert worker.finished() == {"req-b"}
     assert {p.segment.key for p, _ in outlet.take()} == {"b"}
     assert outlet.skipped == outlet.expected == []  # rank 0's
+
+
+def test_what_readers_rely_on_is_asked_for_before_the_model_runs_and_there_when_its_step_ends():
+    outlet = KeepingOutlet(1 << 20)
+    _, worker = half(outlet)
+    step = Step(skipped=[Skip("r", "c", "c.safetensors", 0, "why")], expected=[Expect("s", "s.safetensors", 0)])
+    worker.begin(step)
+    assert outlet.expected == step.expected
+    assert not outlet.waited
+    worker.step(step)
+    assert outlet.expected == step.expected  # once
+    assert outlet.waited == [1]  # after what is skipped, and without any sample to copy
 
 
 def test_plan_is_whole_blocks_within_page_frame_and_segment():
