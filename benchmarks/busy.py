@@ -13,6 +13,7 @@ import mmap
 import os
 import sys
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -64,4 +65,5 @@ def store_at_rate(store: Store) -> None:
 
 if __name__ == "__main__":
     os.nice(NICE)
-    {"copy": copy, "traffic": traffic, "disk": disk}[sys.argv[1]](*sys.argv[2:])
+    stranger: Callable[..., None] = {"copy": copy, "traffic": traffic, "disk": disk}[sys.argv[1]]
+    stranger(*sys.argv[2:])

@@ -43,6 +43,7 @@ def submit(
     """``states``: float32 ``[L, T, H]``, as one page."""
     n = states.shape[1]
     outlet.expect(Expect(request or key, name or f"{key}.safetensors", 0, chosen))
+    outlet.prepared()  # as the worker half does before its step ends
     offset = outlet.ring.allocate(states.nbytes)
     assert offset is not None
     outlet.memory[offset : offset + states.nbytes] = states.reshape(-1).view(np.uint8)

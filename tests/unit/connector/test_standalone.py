@@ -143,6 +143,7 @@ def test_whoever_reads_a_key_by_the_answer_of_its_second_use_is_told(tmp_path):
     path = str(tmp_path / "a.safetensors")
     assert hsx_dist.load_hidden_states(path, wait=30)["hidden_states"].shape == (5, 2, HIDDEN)
     outlet.skip(Skip("b", "a", "a.safetensors", 0, "the key 'a' was used before", conflict=True))
+    outlet.prepared()
     with pytest.raises(NotFound, match=r"a\.safetensors\.lock"):
         hsx_dist.load_hidden_states(path)
     assert outlet.pending
