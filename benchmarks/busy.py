@@ -65,5 +65,5 @@ def store_at_rate(store: Store) -> None:
 
 if __name__ == "__main__":
     os.nice(NICE)
-    stranger: Callable[..., None] = {"copy": copy, "traffic": traffic, "disk": disk}[sys.argv[1]]
-    stranger(*sys.argv[2:])
+    strangers: dict[str, Callable[..., None]] = {"copy": copy, "traffic": traffic, "disk": disk}
+    strangers[sys.argv[1]](*sys.argv[2:])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -33,8 +33,8 @@ class Side(Protocol):
     def here(self) -> AbstractContextManager[Any]:
         """Device work that prepares copies is queued with them."""
 
-    def start(self, copy: Callable[[], None]) -> Event:
-        """Have ``copy`` run."""
+    def start(self, copies: Sequence[Callable[[], None]]) -> list[Event]:
+        """Have them run."""
 
     def wait(self, seconds: float) -> None:
         """Give the copies at most so long, for an engine that has nothing else to do."""
@@ -63,12 +63,15 @@ class CudaSide:
     def here(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream)
 
-    def start(self, copy: Callable[[], None]) -> Event:
-        copy()
-        # Blocking: the thread that waits for it sleeps meanwhile.
-        self._last = torch.cuda.Event(blocking=True)
-        self._last.record(self._stream)
-        return self._last
+    def start(self, copies: Sequence[Callable[[], None]]) -> list[Event]:
+        events: list[Event] = []
+        for copy in copies:
+            copy()
+            # Blocking: the thread that waits for it sleeps meanwhile.
+            self._last = torch.cuda.Event(blocking=True)
+            self._last.record(self._stream)
+            events.append(self._last)
+        return events
 
     def wait(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -94,10 +97,14 @@ class HostSide:
     def here(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def start(self, copy: Callable[[], None]) -> Event:
-        self._last = self._thread.submit(_without_gradients, copy)
-        self._last.add_done_callback(self._keep_failure)
-        return _HostEvent(self._last, self._failed)
+    def start(self, copies: Sequence[Callable[[], None]]) -> list[Event]:
+        started: list[tuple[Callable[[], None], Future[None]]] = [(copy, Future()) for copy in copies]
+        for _, future in started:
+            future.add_done_callback(self._keep_failure)
+            self._last = future
+        # At one go: a thread that is woken for each would take the interpreter's lock from a step that is not done.
+        self._thread.submit(_run, started)
+        return [_HostEvent(future, self._failed) for _, future in started]
 
     def wait(self, seconds: float) -> None:
         if self._last is not None:
@@ -111,9 +118,15 @@ class HostSide:
             self._failed.append(done)
 
 
-def _without_gradients(copy: Callable[[], None]) -> None:
+def _run(started: list[tuple[Callable[[], None], Future[None]]]) -> None:
     with torch.inference_mode():  # as the engine's thread is: a mode is a thread's own
-        copy()
+        for copy, future in started:
+            try:
+                copy()
+            except BaseException as e:  # noqa: BLE001 - whoever asks for the event gets it
+                future.set_exception(e)
+            else:
+                future.set_result(None)
 
 
 class _HostEvent:

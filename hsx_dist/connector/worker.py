@@ -67,6 +67,15 @@ class _Copy:
     event: Event | None = None
 
 
+@dataclass(slots=True)
+class _Page:
+    """One that has its place in the ring, and is not copied yet."""
+
+    copy: _Copy
+    ref: PageRef
+    layers: tuple[int, ...]  # entries of the cache's layer axis
+
+
 class WorkerHalf:
     """State of the connector in one worker rank."""
 
@@ -187,79 +196,83 @@ class WorkerHalf:
         return sum(len(c.save.block_ids) for c in (*self._waiting, *self._copied))
 
     def _pump(self) -> None:
+        """Copy what there is room for. The blocks of the rest stay held, and vLLM's scheduler waits for them."""
+        pages: list[_Page] = []
         while self._waiting:
             copy = self._waiting[0]
-            while copy.next < len(copy.save.token_ids):
-                if not self._copy_page(copy):
-                    return  # no room: the blocks stay held, and vLLM's scheduler waits for them
+            while copy.next < len(copy.save.token_ids) and (page := self._place(copy)) is not None:
+                pages.append(page)
+            if copy.next < len(copy.save.token_ids):
+                break
             self._waiting.popleft()
             self._copied.append(copy)
+        if not pages:
+            return
+        for page, event in zip(pages, self._side.start([partial(self._copy, page) for page in pages]), strict=True):
+            page.copy.event = event
+            self._outlet.submit(page.ref, event.synchronize)
 
-    def _copy_page(self, copy: _Copy) -> bool:
+    def _place(self, copy: _Copy) -> _Page | None:
+        """The next page, with its place in the ring; None where there is no room now."""
         shape: tuple[int, int, int]
         order: Order
-        layers: tuple[int, ...] | None
         tokens = copy.save.token_ids
         total, start = len(tokens), copy.next
         index = start // self.plan.segment_tokens
         segment_start = index * self.plan.segment_tokens
         segment_stop = min(segment_start + self.plan.segment_tokens, total)
         stop = min(start + self.plan.page_tokens, segment_stop)
+        layers = copy.save.layers or tuple(range(len(self._layer_ids)))
         if copy.rows:
-            layers = copy.save.layers or tuple(range(len(self._layer_ids)))
-            places = copy.places[start:stop]
             shape, order = (len(layers), stop - start, self._cache.shape[3]), "LTH"
         else:
             # Page and segment lengths are whole blocks, so a page starts with a block.
-            layers = None
-            places = copy.places[start // self._block_size : -(-stop // self._block_size)]
-            shape, order = page_shape(self._cache, places.shape[0], self._order), self._order
+            blocks = -(-stop // self._block_size) - start // self._block_size
+            shape, order = page_shape(self._cache, blocks, self._order), self._order
         dtype = torch.float32 if copy.save.mean_of else self._cache.dtype
         nbytes = shape[0] * shape[1] * shape[2] * dtype.itemsize
         offset = self._outlet.ring.allocate(nbytes)
         if offset is None:
-            return False
-        out = self._memory[offset : offset + nbytes].view(dtype).view(shape)
-        if copy.save.mean_of:
-            work = partial(_copy_mean, self._cache, copy.places, layers or (), out)
-        elif layers is None:
-            work = partial(gather, self._cache, places, out, order)
-        else:
-            work = partial(gather_rows, self._cache, places, layers, out)
-        copy.event = self._side.start(work)
-        self._outlet.submit(
-            PageRef(
-                offset=offset,
-                shape=shape,
-                segment=Segment(
-                    key=copy.save.key,
-                    index=index,
-                    start=segment_start,
-                    stop=segment_stop,
-                    total=total,
-                    row=copy.save.row,
-                    sample_hash=copy.sample_hash,
-                    source=copy.source,
-                    meta=copy.save.meta,
-                    attached=copy.save.attached if index == 0 else {},
-                    name=copy.save.name,
-                ),
-                start=start,
-                stop=stop,
-                chunk_tokens=self.plan.page_tokens,
-                layer_ids=self._layer_ids if layers is None else tuple(self._layer_ids[i] for i in layers),
-                dtype=str(dtype).removeprefix("torch."),
-                order=order,
-                token_ids=tokens[start:stop],
+            return None
+        ref = PageRef(
+            offset=offset,
+            shape=shape,
+            segment=Segment(
+                key=copy.save.key,
+                index=index,
+                start=segment_start,
+                stop=segment_stop,
+                total=total,
+                row=copy.save.row,
+                sample_hash=copy.sample_hash,
+                source=copy.source,
+                meta=copy.save.meta,
+                attached=copy.save.attached if index == 0 else {},
+                name=copy.save.name,
             ),
-            copy.event.synchronize,
+            start=start,
+            stop=stop,
+            chunk_tokens=self.plan.page_tokens,
+            layer_ids=tuple(self._layer_ids[i] for i in layers),
+            dtype=str(dtype).removeprefix("torch."),
+            order=order,
+            token_ids=tokens[start:stop],
         )
         copy.next = stop
-        return True
+        return _Page(copy, ref, layers)
 
-
-def _copy_mean(cache: torch.Tensor, slots: torch.Tensor, layers: tuple[int, ...], out: torch.Tensor) -> None:
-    out.copy_(mean_rows(cache, slots, layers), non_blocking=True)
+    def _copy(self, page: _Page) -> None:
+        """Into its place, beside the steps: on their thread where the cache is on a device, else on another one."""
+        ref, copy = page.ref, page.copy
+        dtype = torch.float32 if copy.save.mean_of else self._cache.dtype
+        out = self._memory[ref.offset : ref.offset + ref.nbytes].view(dtype).view(ref.shape)
+        if copy.save.mean_of:
+            out.copy_(mean_rows(self._cache, copy.places, page.layers), non_blocking=True)
+        elif copy.rows:
+            gather_rows(self._cache, copy.places[ref.start : ref.stop], page.layers, out)
+        else:
+            places = copy.places[ref.start // self._block_size : -(-ref.stop // self._block_size)]
+            gather(self._cache, places, out, ref.order)
 
 
 def pin(memory: torch.Tensor) -> None:
