@@ -10,7 +10,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -75,6 +76,10 @@ class Shipped:
 
     key: str
     reason: str | None = None
+
+
+#: A page and what waits for its copy, or what there is to tell.
+Item = tuple[PageRef, Callable[[], None] | None] | Shipped
 
 
 class Outlet(Protocol):
@@ -144,13 +149,13 @@ class ShippingThread:
         self._least, self._linger = least_bytes, linger_s
         self._since: deque[float] = deque()  # when each item that is not delivered was put
         meter.watch("oldest_page_seconds", self._oldest)
-        self._queue: queue.SimpleQueue[tuple[PageRef, Callable[[], None] | None] | Shipped | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._submitted = self._delivered = 0  # each written by one thread alone
         self._thread = threading.Thread(target=self._run, name="hsx-ship", daemon=True)
         with any_core():
             self._thread.start()
 
-    def put(self, item: tuple[PageRef, Callable[[], None] | None] | Shipped) -> None:
+    def put(self, item: Item) -> None:
         self._submitted += 1
         self._since.append(time.monotonic())
         self._queue.put(item)
@@ -171,7 +176,7 @@ class ShippingThread:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _next(self) -> tuple[PageRef, Callable[[], None] | None] | Shipped | None:
+    def _next(self) -> Item | None:
         while True:
             try:
                 return self._queue.get(timeout=self.IDLE_S if self._idle is not None else None)
@@ -198,28 +203,37 @@ class ShippingThread:
                 del self._failed[sample]
         return reason is None
 
+    def _copied(self, items: Sequence[Item]) -> tuple[list[PageRef], list[Shipped]]:
+        """Pages in the ring, once they are there, and what there is to tell; in order."""
+        last = next((ready for item in reversed(items) if not isinstance(item, Shipped) and (ready := item[1])), None)
+        if last is not None:
+            with suppress(Exception):  # asked again below
+                last()  # the copies end in order: this thread wakes, and takes the interpreter's lock, once for all
+        refs: list[PageRef] = []
+        told: list[Shipped] = []
+        for item in items:
+            if isinstance(item, Shipped):
+                told.append(item)
+            elif self._is_copied(*item, told):
+                refs.append(item[0])
+                if item[0].last:
+                    told.append(Shipped(item[0].segment.key))
+        return refs, told
+
     def _run(self) -> None:
         ended = False
         while not ended:
             item = self._next()
-            refs: list[PageRef] = []
-            told: list[Shipped] = []
-            taken = nbytes = 0
+            items: list[Item] = []
+            nbytes = 0
             end = time.monotonic() + self._linger
             while True:
                 if item is None:
                     ended = True
                     break
-                taken += 1
-                if isinstance(item, Shipped):
-                    told.append(item)
-                else:
-                    ref, ready = item
-                    if self._is_copied(ref, ready, told):
-                        refs.append(ref)
-                        nbytes += ref.nbytes
-                        if ref.last:
-                            told.append(Shipped(ref.segment.key))
+                items.append(item)
+                if not isinstance(item, Shipped):
+                    nbytes += item[0].nbytes
                 if nbytes >= COALESCE_BYTES:
                     break
                 wait = end - time.monotonic() if 0 < nbytes < self._least else 0.0
@@ -227,13 +241,14 @@ class ShippingThread:
                     item = self._queue.get(timeout=wait) if wait > 0 else self._queue.get_nowait()
                 except queue.Empty:
                     break
+            refs, told = self._copied(items)
             before = time.monotonic()
             try:
                 self._deliver(refs, told)
             except Exception:
                 log.exception("%d pages were not shipped", len(refs))
-            self._delivered += taken
-            for _ in range(taken):
+            self._delivered += len(items)
+            for _ in items:
                 self._since.popleft()
             if self._idle is None:
                 count_shipped(self._meter, refs, told, time.monotonic() - before)

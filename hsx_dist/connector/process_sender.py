@@ -165,12 +165,12 @@ class ProcessSender:
         child = self._living()
         refs = [self._ref(page) for page in pages]
         # Before anything is written down: what cannot be pickled is the caller's.
-        data = [ForkingPickler.dumps(ref) for ref in refs]
+        message = ForkingPickler.dumps(refs)
         sent, dropped, lost = [], [], []
         with self._state:
             if child is not self._child:
                 child = None  # it died just now
-            for page, ref, message in zip(pages, refs, data, strict=True):
+            for page, ref in zip(pages, refs, strict=True):
                 source, whole = page.segment.source, page.stop == page.segment.stop
                 if source in self._broken:
                     dropped.append(page)
@@ -183,7 +183,7 @@ class ProcessSender:
                     if not whole:
                         self._broken.add(source)
                 else:
-                    sent.append(message)
+                    sent.append(ref)
                     self._held[ref.offset] = partial(release, page)
                     copy = self._copies.setdefault(source, _Copy(page.segment))
                     copy.whole = whole
@@ -193,9 +193,8 @@ class ProcessSender:
             release(page)
         if lost:
             self._on_event(Lost(tuple(lost), "the process that stores hidden states does not run"))
-        if child is not None:
-            for message in sent:
-                child.send(message)
+        if child is not None and sent:
+            child.send(message if not dropped else ForkingPickler.dumps(sent))
 
     def _ref(self, page: Page) -> PageRef:
         a, b, c = page.data.shape
@@ -237,14 +236,15 @@ class ProcessSender:
     def _read(self, child: _Child) -> None:
         while True:
             try:
-                kind, what = child.connection.recv()
+                messages: list[tuple[str, Any]] = child.connection.recv()
             except Exception:  # noqa: BLE001 - it has ended, or says what nobody understands
                 break
-            try:
-                self._take(kind, what)
-            except Exception:
-                with contextlib.suppress(Exception):  # a log handler's may be what came
-                    log.exception("what the process that stores said (%s) could not be taken", kind)
+            for kind, what in messages:
+                try:
+                    self._take(kind, what)
+                except Exception:
+                    with contextlib.suppress(Exception):  # a log handler's may be what came
+                        log.exception("what the process that stores said (%s) could not be taken", kind)
         self._ended(child)
 
     def _take(self, kind: str, what: Any) -> None:

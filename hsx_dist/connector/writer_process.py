@@ -29,6 +29,8 @@ from hsx_dist.writers.threads import ThreadSender
 
 #: How often the writers tell their numbers, and look whether their engine is still there.
 TELL_S = 1.0
+#: What the engine is told within so many seconds it is told at one go.
+LINGER_S = 0.005
 #: Where the engine's threads share a core with the process, they go first: one of them may have the interpreter's lock.
 NICE = 10
 
@@ -47,17 +49,27 @@ class WriterSpec:
 
 
 class _Teller:
-    """Messages to the engine, from any thread, sent by one: whoever tells never waits, nor for a lock that it has."""
+    """Messages to the engine, from any thread, sent by one: whoever tells never waits, nor for a lock that it has.
 
-    def __init__(self, connection: Connection, meter: Meter):
+    Those of a few milliseconds are sent together, as long as the ring has room: for each, a thread of the engine's
+    process would wake and take the interpreter's lock from its steps.
+    """
+
+    def __init__(self, connection: Connection, meter: Meter, ring_bytes: int):
         self._connection = connection
+        self._ring_bytes = ring_bytes
+        self._taken = self._freed = 0  # bytes of the ring; each counted by one thread alone
         self._increments = Increments(meter)
         self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="hsx-tell", daemon=True)
         self._thread.start()
 
-    def free(self, offset: int) -> None:
-        self._queue.put(("free", offset))
+    def took(self, nbytes: int) -> None:
+        """So much of the ring came; one thread says it."""
+        self._taken += nbytes
+
+    def free(self, offset: int, nbytes: int) -> None:
+        self._queue.put(("free", (offset, nbytes)))
 
     def event(self, event: Event) -> None:
         self.numbers()  # whoever sees the end of a sample finds it counted
@@ -78,11 +90,26 @@ class _Teller:
         self._thread.join()
 
     def _run(self) -> None:
-        while (message := self._queue.get()) is not None:
-            kind, what = message
+        ended = False
+        while not ended:
+            came = [self._queue.get()]
+            if self._taken - self._freed < self._ring_bytes // 2:
+                time.sleep(LINGER_S)
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    came.append(self._queue.get_nowait())
+            ended = None in came
+            messages = [message for message in came if message is not None and message[0] != "numbers"]
+            for i, (kind, what) in enumerate(messages):
+                if kind == "free":
+                    offset, nbytes = what
+                    self._freed += nbytes
+                    messages[i] = (kind, offset)
+            if len(messages) + ended < len(came):  # before all else: whoever sees an event finds it counted
+                messages.insert(0, ("numbers", self._increments.take()))
             # The engine may be gone: what it handed over is stored all the same.
             with contextlib.suppress(OSError):
-                self._connection.send((kind, self._increments.take() if kind == "numbers" else what))
+                self._connection.send(messages)
 
 
 def serve(connection: Connection, ring: int) -> None:
@@ -98,7 +125,7 @@ def serve(connection: Connection, ring: int) -> None:
         connection.send(e if isinstance(e, HsxError) else f"{type(e).__name__}: {e}")
         return
     connection.send(None)
-    teller = _Teller(connection, meter)
+    teller = _Teller(connection, meter, spec.ring_bytes)
     logging.getLogger().addHandler(logging.handlers.QueueHandler(teller))  # type: ignore[arg-type]
     logging.getLogger("hsx_dist").setLevel(spec.log_level)
     sink = PartSink(store, spec.options, teller.event, meter)
@@ -109,15 +136,17 @@ def serve(connection: Connection, ring: int) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             if connection.poll(TELL_S):
-                ref: PageRef | None = connection.recv()
-                if ref is None:
+                refs: list[PageRef] | None = connection.recv()
+                if refs is None:
                     break
-                if ref.start == ref.segment.start:
-                    segments[ref.segment.source] = ref.segment
-                whole = ref.stop == ref.segment.stop
-                segment = (segments.pop if whole else segments.__getitem__)(ref.segment.source)
-                page = replace(ref, segment=segment).page(memory)
-                sender.send([page], partial(_free, teller, ref.offset))
+                for ref in refs:
+                    teller.took(ref.nbytes)
+                    if ref.start == ref.segment.start:
+                        segments[ref.segment.source] = ref.segment
+                    whole = ref.stop == ref.segment.stop
+                    segment = (segments.pop if whole else segments.__getitem__)(ref.segment.source)
+                    page = replace(ref, segment=segment).page(memory)
+                    sender.send([page], partial(_free, teller, ref.offset))
             elif os.getppid() != parent:
                 break  # another process has the engine's end of the connection
             if time.monotonic() - told >= TELL_S:
@@ -128,8 +157,8 @@ def serve(connection: Connection, ring: int) -> None:
     teller.close()
 
 
-def _free(teller: _Teller, offset: int, _: Page) -> None:
-    teller.free(offset)
+def _free(teller: _Teller, offset: int, page: Page) -> None:
+    teller.free(offset, page.data.nbytes)
 
 
 def _outlive(parent: int, seconds: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from functools import partial
 
 import numpy as np
 import pytest
@@ -35,6 +36,20 @@ def test_small_pages_wait_for_one_another():
     for i in range(3):
         thread.thread.put(page(i, 40))
     assert thread.calls.get(timeout=60) == ["k0", "k1", "k2"]
+
+
+def test_of_copies_that_end_in_order_the_last_is_waited_for_first():
+    thread, asked = Thread(least_bytes=100, linger_s=FOREVER), []
+
+    def ready(name: str) -> None:
+        asked.append(name)
+        if name == "b":
+            raise ValueError("not copied")
+
+    for i, name in enumerate("abc"):
+        thread.thread.put((page(i, 40)[0], partial(ready, name)))
+    assert thread.calls.get(timeout=60) == ["k0", "k2"]
+    assert asked == ["c", "a", "b", "c"]
 
 
 def test_what_is_large_enough_waits_for_nothing():

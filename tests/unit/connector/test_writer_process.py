@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ import psutil
 import pytest
 
 import hsx_dist
+from hsx_dist.connector import writer_process
 from hsx_dist.connector.outlet import PageRef
 from hsx_dist.connector.process_sender import ProcessSender
 from hsx_dist.connector.settings import read_settings
@@ -58,6 +60,32 @@ def pid_of(outlet: StoreOutlet) -> int:
     assert isinstance(writers, ProcessSender)
     assert writers.pid is not None
     return writers.pid
+
+
+def test_what_is_to_be_told_is_told_at_one_go_with_the_numbers_first(monkeypatch):
+    monkeypatch.setattr(writer_process, "LINGER_S", 0.5)
+    ours, theirs = Pipe()
+    meter = Meter()
+    with ours, theirs:
+        teller = writer_process._Teller(theirs, meter, 100)
+        teller.took(10)
+        meter.add("parts", 1)
+        teller.free(7, 10)
+        teller.event("stored")
+        teller.close()
+        assert ours.recv() == [("numbers", {("parts", ""): 1}), ("free", 7), ("event", "stored")]
+        assert not ours.poll()
+
+
+def test_a_ring_that_is_half_full_gets_its_room_back_at_once(monkeypatch):
+    monkeypatch.setattr(writer_process, "LINGER_S", 600)
+    ours, theirs = Pipe()
+    with ours, theirs:
+        teller = writer_process._Teller(theirs, Meter(), 100)
+        teller.took(90)
+        teller.free(0, 20)
+        assert ours.poll(60)
+        assert ours.recv() == [("free", 0)]
 
 
 def test_what_is_stored_is_what_was_sent_and_the_ring_goes_round(outlet, tmp_path):
