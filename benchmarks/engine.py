@@ -4,7 +4,9 @@
     .venv/bin/python -m benchmarks.engine --loads PATTERN --results FOLDER [--sinks A,B] [--rounds N] [--windows N]
 
 Every cell is a process of its own (``benchmarks.engine_cell``) under a closed loop of requests in windows of 20 s,
-which the cells of a round take in turns, forwards and backwards; ratios are medians of those of windows of one turn. A
+which the cells of a round take in turns, forwards and backwards; ratios are medians of those of windows of one turn.
+Two processes that do the same differ by some percent as long as they live: several rounds of one window each, which
+are of new processes, say more than one round of several windows. A
 pinned load has the engine on one core, and the writers, the store's server and this process on another; an unpinned one
 leaves all of it to the kernel. Files go to the folder for temporary ones (``TMPDIR``), which must be on a disk: 8 GB
 for each cell, until its window ends. The engines of a round take some 2 GiB of memory each. Writes
@@ -58,11 +60,11 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(
 
 #: Of one window.
 SECONDS = 20.0
-#: (loads, sinks, rounds, windows of each cell of a round).
+#: (loads, sinks, rounds of new processes, windows of each cell of a round).
 Choice = tuple[tuple[str, tuple[str, ...], int, int], ...]
 #: What ``make bench`` runs.
 SHORT: Choice = (
-    ("thin/5/prefill/pinned", ("none", "null", "null-sink", "discard", "file", "vllm", "direct", "direct-sink"), 1, 3),
+    ("thin/5/prefill/pinned", ("none", "null", "null-sink", "discard", "file", "vllm", "direct", "direct-sink"), 3, 1),
     ("thin/5/prefill/pinned", ("null-sink", "seaweedfs", "slow"), 1, 1),
     ("thin/5/prefill/unpinned", ("null", "null-sink", "file", "vllm"), 1, 1),
     ("thin/5/decode/pinned", ("null", "null-sink", "file"), 1, 2),
@@ -172,6 +174,8 @@ def run_round(
     these seconds they do to the next one, too. Every other turn is backwards, so that none always comes first."""
     with ExitStack() as stack:
         cells = [stack.enter_context(Running.started(name, sink, folder, seconds, profiles)) for sink in sinks]
+        for cell in cells:
+            cell.warm()
         for i in range(windows):
             for cell in cells if (turn + i) % 2 else cells[::-1]:
                 cell.measure()
@@ -190,12 +194,11 @@ class Running:
         self._watch = watch
         self._log = log
         self._windows: list[dict[str, Any]] = []
-        self._hear()
 
     @classmethod
     @contextmanager
     def started(cls, name: str, sink: str, folder: str, seconds: float, profiles: Path | None) -> Iterator[Running]:
-        """Start what the cell needs, and wait until it has warmed up."""
+        """Start what the cell needs. Others may be started meanwhile; then ask ``warm``."""
         load = LOADS[name]
         cores = sorted(ALL_CORES)
         engine, others = (cores[0], cores[-1]) if load.pinned else (None, None)
@@ -231,6 +234,10 @@ class Running:
                 theirs.close()
                 watch = Watch(running.process.pid, server)
                 yield cls(name, sink, spec, ours, watch, log)
+
+    def warm(self) -> None:
+        """Wait until it has warmed up."""
+        self._hear()
 
     def measure(self) -> None:
         """One window. It begins with nothing under way, and ends when all is on the disk."""

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from hsx_dist.connector.outlet import LINGER_S, PageRef, Shipped, ShippingThread, count_shipped
+from hsx_dist.connector.outlet import LINGER_S, Copied, PageRef, Shipped, ShippingThread, count_shipped
 from hsx_dist.connector.ring import Ring
 from hsx_dist.connector.shared_memory import mapped, reserve
 from hsx_dist.connector.step import Expect, Skip
@@ -62,8 +62,8 @@ class SocketOutlet:
         )
         threading.Thread(target=self._take_back, name="hsx-free", daemon=True).start()
 
-    def submit(self, ref: PageRef, ready: Callable[[], None] | None) -> None:
-        self._thread.put((ref, ready))
+    def submit(self, *pages: Copied) -> None:
+        self._thread.put(*pages)
 
     def expect(self, expected: Expect) -> None:
         pass  # receipts tell

@@ -78,8 +78,10 @@ class Shipped:
     reason: str | None = None
 
 
-#: A page and what waits for its copy, or what there is to tell.
-Item = tuple[PageRef, Callable[[], None] | None] | Shipped
+#: A page, and what blocks until its copy into the ring is done.
+Copied = tuple[PageRef, Callable[[], None] | None]
+#: What is shipped, or what there is to tell.
+Item = Copied | Shipped
 
 
 class Outlet(Protocol):
@@ -89,8 +91,8 @@ class Outlet(Protocol):
     meter: Meter
     memory: np.ndarray[Any, Any]  # uint8 [ring.capacity]
 
-    def submit(self, ref: PageRef, ready: Callable[[], None] | None) -> None:
-        """Ship a page; ``ready`` blocks until its copy into the ring is done. Returns at once."""
+    def submit(self, *pages: Copied) -> None:
+        """Ship pages whose copies were started, in the order in which they end. Returns at once."""
         ...
 
     def expect(self, expected: Expect) -> None:
@@ -149,16 +151,18 @@ class ShippingThread:
         self._least, self._linger = least_bytes, linger_s
         self._since: deque[float] = deque()  # when each item that is not delivered was put
         meter.watch("oldest_page_seconds", self._oldest)
-        self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Sequence[Item] | None] = queue.SimpleQueue()
+        self._ahead: deque[Item | None] = deque()  # taken off the queue, and not looked at
         self._submitted = self._delivered = 0  # each written by one thread alone
         self._thread = threading.Thread(target=self._run, name="hsx-ship", daemon=True)
         with any_core():
             self._thread.start()
 
-    def put(self, item: Item) -> None:
-        self._submitted += 1
-        self._since.append(time.monotonic())
-        self._queue.put(item)
+    def put(self, *items: Item) -> None:
+        """At one go: a thread that is woken for each would take the interpreter's lock from a step that is not done."""
+        self._submitted += len(items)
+        self._since.extend([time.monotonic()] * len(items))
+        self._queue.put(items)
 
     @property
     def pending(self) -> int:
@@ -179,10 +183,21 @@ class ShippingThread:
     def _next(self) -> Item | None:
         while True:
             try:
-                return self._queue.get(timeout=self.IDLE_S if self._idle is not None else None)
+                return self._take(self.IDLE_S if self._idle is not None else None)
             except queue.Empty:
                 assert self._idle is not None
                 self._idle()
+
+    def _take(self, seconds: float | None) -> Item | None:
+        """The next item; None at the end.
+
+        Raises:
+            queue.Empty: none came within so many seconds (None: wait for ever).
+        """
+        while not self._ahead:
+            items = self._queue.get(timeout=seconds) if seconds is None or seconds > 0 else self._queue.get_nowait()
+            self._ahead.extend((None,) if items is None else items)
+        return self._ahead.popleft()
 
     def _is_copied(self, ref: PageRef, ready: Callable[[], None] | None, told: list[Shipped]) -> bool:
         """Wait for a page's copy. One that fails costs its sample, which is told once: nothing else of it is shipped,
@@ -238,7 +253,7 @@ class ShippingThread:
                     break
                 wait = end - time.monotonic() if 0 < nbytes < self._least else 0.0
                 try:
-                    item = self._queue.get(timeout=wait) if wait > 0 else self._queue.get_nowait()
+                    item = self._take(wait)
                 except queue.Empty:
                     break
             refs, told = self._copied(items)
@@ -298,8 +313,8 @@ class LocalOutlet:
             linger_s=LINGER_S,
         )
 
-    def submit(self, ref: PageRef, ready: Callable[[], None] | None) -> None:
-        self._thread.put((ref, ready))
+    def submit(self, *pages: Copied) -> None:
+        self._thread.put(*pages)
 
     def expect(self, expected: Expect) -> None:
         pass  # whoever ships for a run asks receipts

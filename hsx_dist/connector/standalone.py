@@ -14,7 +14,7 @@ import numpy as np
 from hsx_dist.connector.cores import any_core
 from hsx_dist.connector.locks import CompanionLocks
 from hsx_dist.connector.markers import Markers
-from hsx_dist.connector.outlet import LocalOutlet, PageRef
+from hsx_dist.connector.outlet import Copied, LocalOutlet
 from hsx_dist.connector.process_sender import ProcessSender
 from hsx_dist.connector.settings import ConnectorSettings
 from hsx_dist.connector.step import Expect, Skip
@@ -120,12 +120,13 @@ class StoreOutlet(LocalOutlet):
         if expected.chosen and self._markers.failed(name):
             self._markers.clear(name)  # an earlier request's: it is not about this one
 
-    def submit(self, ref: PageRef, ready: Callable[[], None] | None) -> None:
-        if ref.start == 0:
-            with self._state:
-                name = ref.segment.name or object_name(ref.segment.key) + OBJECT
-                self._submitted[request_of(ref.segment)] = name
-        super().submit(ref, ready)
+    def submit(self, *pages: Copied) -> None:
+        with self._state:
+            for ref, _ in pages:
+                if ref.start == 0:
+                    name = ref.segment.name or object_name(ref.segment.key) + OBJECT
+                    self._submitted[request_of(ref.segment)] = name
+        super().submit(*pages)
 
     def skip(self, skip: Skip) -> None:
         super().skip(skip)

@@ -208,9 +208,10 @@ class WorkerHalf:
             self._copied.append(copy)
         if not pages:
             return
-        for page, event in zip(pages, self._side.start([partial(self._copy, page) for page in pages]), strict=True):
+        events = self._side.start([partial(self._copy, page) for page in pages])
+        for page, event in zip(pages, events, strict=True):
             page.copy.event = event
-            self._outlet.submit(page.ref, event.synchronize)
+        self._outlet.submit(*[(page.ref, event.synchronize) for page, event in zip(pages, events, strict=True)])
 
     def _place(self, copy: _Copy) -> _Page | None:
         """The next page, with its place in the ring; None where there is no room now."""

@@ -49,7 +49,7 @@ def submit(
     outlet.memory[offset : offset + states.nbytes] = states.reshape(-1).view(np.uint8)
     segment = Segment(key, 0, 0, n, n, name=name, meta=meta or {}, source=f"{request or key}:0")
     ids = np.arange(n, dtype=np.int64) if ids is None else np.asarray(ids, np.int64)
-    outlet.submit(PageRef(offset, states.shape, segment, 0, n, n, LAYERS, "float32", "LTH", ids), ready)
+    outlet.submit((PageRef(offset, states.shape, segment, 0, n, n, LAYERS, "float32", "LTH", ids), ready))
 
 
 def some(n=5, seed=0):

@@ -33,8 +33,8 @@ class Thread:
 
 def test_small_pages_wait_for_one_another():
     thread = Thread(least_bytes=100, linger_s=FOREVER)
-    for i in range(3):
-        thread.thread.put(page(i, 40))
+    thread.thread.put(page(0, 40))
+    thread.thread.put(page(1, 40), page(2, 40))
     assert thread.calls.get(timeout=60) == ["k0", "k1", "k2"]
 
 
@@ -80,8 +80,7 @@ def test_the_end_waits_for_nothing():
 @pytest.mark.parametrize("linger_s", [0.0, FOREVER])
 def test_a_call_has_a_limit(linger_s: float):
     thread = Thread(least_bytes=100, linger_s=linger_s)
-    for i in range(4):
-        thread.thread.put(page(i, COALESCE_BYTES // 2))
+    thread.thread.put(*[page(i, COALESCE_BYTES // 2) for i in range(4)])
     calls = [thread.calls.get(timeout=60)]
     while sum(map(len, calls)) < 4:
         calls.append(thread.calls.get(timeout=60))

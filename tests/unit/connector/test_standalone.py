@@ -307,7 +307,7 @@ def test_a_page_that_was_not_copied_is_never_shipped():
         page = layers[:, start : start + 3]
         offset = outlet.ring.allocate(page.nbytes)
         ids = np.arange(3, dtype=np.int64)
-        outlet.submit(PageRef(offset, page.shape, segment, start, start + 3, 3, LAYERS, "float32", "LTH", ids), ready)
+        outlet.submit((PageRef(offset, page.shape, segment, start, start + 3, 3, LAYERS, "float32", "LTH", ids), ready))
     outlet.close()
     assert sent == ["b", "a"]
     assert [(s.key, "illegal memory access" in (s.reason or "")) for s in told] == [

@@ -29,9 +29,10 @@ class KeepingOutlet:
         self.expected: list[Expect] = []
         self.waited: list[int] = []  # how much was skipped when somebody waited
 
-    def submit(self, ref, ready):
-        ready()  # as the shipping thread does before it looks at the page
-        self.refs.append(ref)
+    def submit(self, *pages):
+        for ref, ready in pages:
+            ready()  # as the shipping thread does before it looks at the page
+            self.refs.append(ref)
 
     def expect(self, expected):
         self.expected.append(expected)

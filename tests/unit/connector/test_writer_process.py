@@ -143,7 +143,7 @@ def test_what_still_comes_of_a_sample_that_was_lost_joins_nothing(outlet, tmp_pa
         offset = outlet.ring.allocate(rows.nbytes)
         outlet.memory[offset : offset + rows.nbytes] = rows.reshape(-1).view(np.uint8)
         ids = np.arange(start, start + 4, dtype=np.int64)
-        outlet.submit(PageRef(offset, rows.shape, segment, start, start + 4, 4, LAYERS, "float32", "LTH", ids), None)
+        outlet.submit((PageRef(offset, rows.shape, segment, start, start + 4, 4, LAYERS, "float32", "LTH", ids), None))
 
     page(0)
     while outlet.ring.used_bytes:  # taken, and half of a segment
@@ -230,7 +230,7 @@ def test_what_a_client_said_of_a_sample_of_several_pages_is_stored_with_it(outle
         offset = outlet.ring.allocate(rows.nbytes)
         outlet.memory[offset : offset + rows.nbytes] = rows.reshape(-1).view(np.uint8)
         ids = np.arange(start, stop, dtype=np.int64)
-        outlet.submit(PageRef(offset, rows.shape, segment, start, stop, 4, LAYERS, "float32", "LTH", ids), None)
+        outlet.submit((PageRef(offset, rows.shape, segment, start, stop, 4, LAYERS, "float32", "LTH", ids), None))
     settle(outlet)
     np.testing.assert_array_equal(states_of(tmp_path, "a"), states)
     found = hsx_dist.load_hidden_states(str(tmp_path / "a.safetensors"), framework="numpy")
