@@ -6,21 +6,22 @@
 Every cell is a process of its own (``benchmarks.engine_cell``) under a closed loop of requests in windows of 20 s,
 which the cells of a round take in turns, forwards and backwards; ratios are medians of those of windows of one turn.
 Two processes that do the same differ by some percent as long as they live: several rounds of one window each, which
-are of new processes, say more than one round of several windows. A
-pinned load has the engine on one core, and the writers, the store's server and this process on another; an unpinned one
-leaves all of it to the kernel. Files go to the folder for temporary ones (``TMPDIR``), which must be on a disk: 8 GB
-for each cell, until its window ends. The engines of a round take some 2 GiB of memory each. Writes
+are of new processes, say more than one round of several windows.
+
+A pinned load has the engine on one core, and the writers, the store's server and this process on another; an unpinned
+one leaves all of it to the kernel. Files go to the folder for temporary ones (``TMPDIR``), which must be on a disk: 11
+GB for each cell, until its window ends. The engines of a round take some 2 GiB of memory each. Writes
 FOLDER/engine.{md,json}, by default and for a choice in benchmarks/results; ``--add`` goes on with what stands there, of
 this commit for the same load.
 
 Sinks: ``none`` (no extraction), ``null`` (vLLM's own path into a connector that does nothing), ``null-sink`` (ours,
-pages dropped once they are in host memory), ``busy`` (the same, while a stranger on the writers' core copies memory
-half of the time: what a busy core costs the one beside it, whoever keeps it busy), ``traffic`` (the same, while a
-stranger sends 450 MB in a second to a discarding server of its own there), ``disk`` (the same, while one writes as much
-to files), ``file``, ``threads`` (the same with
-``writers: threads``), ``discard`` (an S3 server that throws bytes away), ``split`` (the same with the lossless codec),
-``slow`` (that server takes 60 MB in a second), ``seaweedfs``, and ``vllm`` (vLLM's own connector, writing files beside
-ours). ``direct-sink`` and ``direct`` are ``null-sink`` and ``file`` with ``cache_writes: direct``.
+pages dropped once they are in host memory), ``file``, ``threads`` (the same with ``writers: threads``), ``discard`` (an
+S3 server that throws bytes away), ``split`` (the same with the lossless codec), ``slow`` (that server takes 60 MB in a
+second), ``seaweedfs``, and ``vllm`` (vLLM's own connector, writing files beside ours). ``direct-sink`` and ``direct``
+are ``null-sink`` and ``file`` with ``cache_writes: direct``. Beside a stranger on the writers' core, which has nothing
+to do with the engine, ``null-sink`` is ``busy`` (the stranger copies memory half of the time), ``traffic`` (it sends
+450 MB in a second to a discarding server of its own there) and ``disk`` (it writes as much to files): what those cost,
+whoever does them.
 """
 
 from __future__ import annotations
