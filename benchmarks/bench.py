@@ -187,8 +187,11 @@ def table(report: dict[str, Any]) -> str:
         + f"; commit {a['commit']}. The {report['choice']} choice of `python -m benchmarks.bench`.",
         "",
         "Of the engine: `null` is vLLM's extraction into a connector that does nothing, `null-sink` ours whose "
-        "pages are dropped once they are in host memory, `direct` ours with `cache_writes: direct`; "
-        "`benchmarks/engine.py` says the rest, and its own table (of the short choice in `results/short/`, which is"
+        "pages are dropped once they are in host memory, `file` ours into files, `discard` and `slow` into an S3 "
+        "server that throws bytes away, `slow` 60 MB in a second, `seaweedfs` into SeaweedFS, `vllm` vLLM's own "
+        "connector into files; `direct` and `direct-sink` are `file` and `null-sink` with `cache_writes: direct`. Durable ÷ null "
+        "sink is what storing costs. `benchmarks/engine.py` says the rest, and its own table (of the short choice in "
+        "`results/short/`, which is"
         " not kept) has tokens, first tokens, blocks, memory and CPU seconds behind these ratios.",
         "",
         "| benchmark | what | measured (range) | goal | |",
@@ -198,14 +201,15 @@ def table(report: dict[str, Any]) -> str:
         if b["failed"]:
             lines.append(f"| {name} | **{b['failed']}**; below, what it had measured by then | | | failed |")
         elif not b["rows"]:
-            lines.append(f"| {name} | not measured on a GPU: no CUDA device was at hand | | | |")
+            gpu = "not measured on a GPU: no CUDA device was at hand"
+            lines.append(f"| {name} | {gpu if name == 'gpu' else '**it has no figures**'} | | | |")
         for r in b["rows"]:
             row = Row(**r)
             low_high = ""
             if row.spread and row.spread[0] < row.spread[1]:
                 pairs = f"; {row.pairs} pairs" if row.pairs else ""
-                low_high = f" ({row.spread[0]:.3g}–{row.spread[1]:.3g}{pairs})"
-            what, verdict = f"{row.what} | {row.measured:.3g}{low_high}", VERDICTS[row.met]
+                low_high = f" ({row.spread[0]:.4g}–{row.spread[1]:.4g}{pairs})"
+            what, verdict = f"{row.what} | {row.measured:.4g}{low_high}", VERDICTS[row.met]
             lines.append(f"| {name} | {what} | {row.goal} | {verdict} |")
     took = ", ".join(f"{name} {b['seconds']} s" for name, b in report["benchmarks"].items())
     return "\n".join([*lines, "", f"Taken: {took}.", ""])

@@ -13,7 +13,6 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Callable
 
 import numpy as np
 
@@ -25,6 +24,8 @@ _TURN_S = 0.005
 #: What the thin model makes on a fast machine.
 _RATE = 450e6
 _OBJECT = 8 << 20
+#: A stranger that falls so far behind is not what it is said to be, and ends.
+_LATE_S = 2.0
 #: Of files that a stranger has at a time; the next one takes the oldest one's place.
 _FILES = 64
 
@@ -60,10 +61,20 @@ def store_at_rate(store: Store) -> None:
     while True:
         store.put(f"{turn % _FILES}", [memory[turn % 16].data])
         turn += 1
-        time.sleep(max(began + turn * _OBJECT / _RATE - time.perf_counter(), 0))
+        ahead = began + turn * _OBJECT / _RATE - time.perf_counter()
+        if ahead < -_LATE_S:
+            sys.exit(f"expected to store {_RATE / 1e6:.0f} MB in a second, fell {-ahead:.1f} s behind")
+        time.sleep(max(ahead, 0))
 
 
 if __name__ == "__main__":
     os.nice(NICE)
-    strangers: dict[str, Callable[..., None]] = {"copy": copy, "traffic": traffic, "disk": disk}
-    strangers[sys.argv[1]](*sys.argv[2:])
+    match sys.argv[1:]:
+        case ["copy"]:
+            copy()
+        case ["traffic"]:
+            traffic()
+        case ["disk", place]:
+            disk(place)
+        case other:
+            sys.exit(f"expected copy, traffic or disk PLACE, came {' '.join(other) or 'nothing'}")

@@ -72,7 +72,9 @@ SHORT: Choice = (
 )
 #: The same in groups whose engines the memory of a machine of 24 GiB holds at once.
 FULL: Choice = (
-    ("*", ("none", "null", "null-sink", "traffic", "disk", "file", "discard", "split", "vllm"), 3, 1),
+    ("*", ("none", "null", "null-sink", "file", "discard", "split", "vllm"), 3, 1),
+    # What others do is as much as the thin model makes.
+    ("thin/5/prefill/*", ("null-sink", "traffic", "discard", "disk", "file"), 3, 1),
     ("*", ("null-sink", "busy", "file", "threads"), 3, 1),
     ("*", ("null", "null-sink", "direct-sink", "direct", "vllm"), 3, 1),
     ("*", ("null-sink", "seaweedfs", "slow"), 3, 1),
@@ -81,7 +83,7 @@ FULL: Choice = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--choice", choices=["short", "full"], help="a quarter of an hour, or hours")
+    parser.add_argument("--choice", choices=["short", "full"], help="some twenty minutes, or hours")
     parser.add_argument("--loads", help="pattern of loads instead of a choice: " + ", ".join(LOADS))
     parser.add_argument(
         "--sinks", help=f"with --loads, some of {','.join(SINKS)}; by default the full choice's first group"
@@ -202,6 +204,8 @@ class Running:
         """Start what the cell needs. Others may be started meanwhile; then ask ``warm``."""
         load = LOADS[name]
         cores = sorted(ALL_CORES)
+        if load.pinned and len(cores) < 2:
+            raise SystemExit(f"{name}: expected two cores, one for the engine and one for the writers, came {cores}")
         engine, others = (cores[0], cores[-1]) if load.pinned else (None, None)
         # Servers inherit it; the cell frees itself of it.
         os.sched_setaffinity(0, {others} if others is not None else ALL_CORES)

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -227,15 +228,38 @@ def pin(engine: int, others: int) -> None:
         for child in writer_processes():
             if child.pid not in children:
                 children.add(child.pid)
-                for thread in child.threads():
-                    os.sched_setaffinity(thread.id, {others})
+                with suppress(psutil.Error, ProcessLookupError):  # it has ended
+                    for thread in child.threads():
+                        os.sched_setaffinity(thread.id, {others})
         for task in os.listdir("/proc/self/task"):  # noqa: PTH208 - every half second, beside the engine
             if int(task) != os.getpid():
-                try:
+                with suppress(ProcessLookupError):
                     os.sched_setaffinity(int(task), {others})
-                except ProcessLookupError:
-                    continue
         time.sleep(0.5)
+
+
+def strays(engine: int, others: int) -> set[int]:
+    """Threads of this process and of those that it started that may run elsewhere."""
+    found = set()
+    for pid in (os.getpid(), *(child.pid for child in writer_processes())):
+        with suppress(FileNotFoundError):  # it has ended
+            for task in map(int, os.listdir(f"/proc/{pid}/task")):  # noqa: PTH208 - numbers, as above
+                with suppress(ProcessLookupError):
+                    if os.sched_getaffinity(task) != {engine if task == os.getpid() else others}:
+                        found.add(task)
+    return found
+
+
+def check_pinned(engine: int, others: int) -> None:
+    """At a window's end.
+
+    Raises:
+        RuntimeError: a thread runs elsewhere, so that the window is not what it claims.
+    """
+    if found := strays(engine, others):
+        time.sleep(1.5)  # those that just began are pinned by then
+        if found := found & strays(engine, others):
+            raise RuntimeError(f"expected threads on cores {engine} and {others} alone, {sorted(found)} are not")
 
 
 def writer_processes() -> list[psutil.Process]:
@@ -298,6 +322,8 @@ def run(spec: CellSpec, parent: Connection) -> None:
     parent.send("ready")
     while (seconds := parent.recv()) is not None:
         found = window(cell, seconds, compute)
+        if spec.engine_core is not None and spec.other_core is not None:
+            check_pinned(spec.engine_core, spec.other_core)
         cell.clear()
         parent.send(found)
     if profiled is not None:

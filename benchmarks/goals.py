@@ -7,8 +7,14 @@ VERDICTS = {None: "", True: "met", False: "missed"}
 
 
 def is_met(goal: str, measured: float) -> bool | None:
-    """None where there is no goal."""
+    """None where there is no goal.
+
+    Raises:
+        ValueError: it is not written so.
+    """
+    if not goal:
+        return None
     sign, _, number = goal.partition(" ")
     if sign not in ("≥", "≤"):
-        return None
+        raise ValueError(f"expected a goal such as '≥ 0.97', or none, came {goal!r}")
     return measured >= float(number) if sign == "≥" else measured <= float(number)

@@ -24,12 +24,16 @@ from hsx_dist.store.local import UNFINISHED
 
 log = logging.getLogger(__name__)
 
+#: How long the end waits for lock files that are being made.
+END_S = 5.0
+
 
 @dataclass(slots=True)
 class _Lock:
     fd: int
     holders: set[str] = field(default_factory=set)
     going: bool = False  # the last holder's thread is looking whether the file goes too
+    stored: bool = False  # an object was stored under it: the file stays
 
 
 class CompanionLocks:
@@ -67,7 +71,8 @@ class CompanionLocks:
         self._asked.task_done()
 
     def hold(self, name: str, holder: str) -> None:
-        """Make the lock file of an object and hold it, for one more ``holder`` (a request; once each). Never waits.
+        """Make the lock file of an object and hold it, for one more ``holder`` (a request; once each). Waits for the
+        file system, but for nobody who has the lock.
 
         Raises:
             OSError: the file cannot be made.
@@ -90,15 +95,17 @@ class CompanionLocks:
             if name is None or lock is None:
                 return
             lock.holders.discard(holder)
+            lock.stored |= stored
             if lock.holders or lock.going:
                 return
             lock.going = True
         while True:
-            empty = not stored and not (self._folder / name).exists()
+            empty = not lock.stored and not self._is_there(name)
             with self._mutex:
                 if lock.holders:  # used again meanwhile: it goes on
                     lock.going = False
                     return
+                empty = empty and not lock.stored  # used, stored and given back meanwhile
             if empty:
                 with contextlib.suppress(OSError):
                     self._path(name).unlink(missing_ok=True)
@@ -114,7 +121,13 @@ class CompanionLocks:
                     return
             # Used again while its file went: they need another one.
             self._renew(name, lock)
-            stored = False
+
+    def _is_there(self, name: str) -> bool:
+        """Whether there is an object, or may be one: a file system that does not say keeps no lock from opening."""
+        try:
+            return (self._folder / name).exists()
+        except OSError:
+            return True
 
     def _renew(self, name: str, lock: _Lock) -> None:
         try:
@@ -132,7 +145,7 @@ class CompanionLocks:
         if not self._closed:
             self._closed = True
             self._asked.put(None)
-        self._thread.join()
+        self._thread.join(END_S)  # a file system that hangs keeps no process
         with self._mutex:
             for lock in self._held.values():
                 os.close(lock.fd)

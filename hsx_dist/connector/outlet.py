@@ -1,6 +1,7 @@
 """Where the worker half puts pages: an ``Outlet`` owns the ring and takes pages off it on a thread of its own.
 
-Steps only ever call ``allocate`` and ``submit``, which take no lock that a writer or the network holds.
+What steps call takes no lock that a writer or the network holds; ``prepared`` and, of what is not stored, ``skip`` may
+wait for a local file system.
 """
 
 from __future__ import annotations

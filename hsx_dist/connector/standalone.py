@@ -108,7 +108,7 @@ class StoreOutlet(LocalOutlet):
         self._writers = make_writers(options, self._on_event, meter, half)
         super().__init__(self._writers, half, meter=meter, memory=self._writers.memory)
 
-    # -- called by steps: no store, no lock that a writer holds ---------------------------------------------------
+    # -- called by steps: no store, no lock that a writer holds; locks' files are a local file system's ------------
 
     def expect(self, expected: Expect) -> None:
         name, request_id = expected.name, expected.request_id

@@ -198,20 +198,20 @@ class WorkerHalf:
     def _pump(self) -> None:
         """Copy what there is room for. The blocks of the rest stay held, and vLLM's scheduler waits for them."""
         pages: list[_Page] = []
+        whole: list[_Copy] = []
         while self._waiting:
             copy = self._waiting[0]
             while copy.next < len(copy.save.token_ids) and (page := self._place(copy)) is not None:
                 pages.append(page)
             if copy.next < len(copy.save.token_ids):
                 break
-            self._waiting.popleft()
-            self._copied.append(copy)
-        if not pages:
-            return
-        events = self._side.start([partial(self._copy, page) for page in pages])
+            whole.append(self._waiting.popleft())
+        events = self._side.start([partial(self._copy, page) for page in pages]) if pages else []
         for page, event in zip(pages, events, strict=True):
             page.copy.event = event
-        self._outlet.submit(*[(page.ref, event.synchronize) for page, event in zip(pages, events, strict=True)])
+        if pages:
+            self._outlet.submit(*[(page.ref, event.synchronize) for page, event in zip(pages, events, strict=True)])
+        self._copied += whole  # once they were started: what has no event would count as copied
 
     def _place(self, copy: _Copy) -> _Page | None:
         """The next page, with its place in the ring; None where there is no room now."""

@@ -12,9 +12,11 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from hsx_dist.connector.outlet import PageRef
@@ -23,7 +25,7 @@ from hsx_dist.errors import HsxError
 from hsx_dist.observe.metrics import Increments, Meter
 from hsx_dist.page import Page, Segment
 from hsx_dist.store import open_store
-from hsx_dist.writers.events import Event
+from hsx_dist.writers.events import Event, Lost
 from hsx_dist.writers.sink import PartSink, SinkOptions
 from hsx_dist.writers.threads import ThreadSender
 
@@ -81,6 +83,11 @@ class _Teller:
 
     def put_nowait(self, record: logging.LogRecord) -> None:
         """As a queue, for ``logging.handlers.QueueHandler``."""
+        try:
+            ForkingPickler.dumps(record)
+        except Exception:  # noqa: BLE001 - any library's: what it put beside its words may be anything
+            kept = ("name", "levelno", "levelname", "msg", "created", "pathname", "lineno", "funcName")
+            record = logging.makeLogRecord({name: getattr(record, name) for name in kept})
         self._queue.put(("log", record))
 
     def close(self) -> None:
@@ -90,6 +97,14 @@ class _Teller:
         self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._tell()
+        except BaseException:  # noqa: BLE001 - whatever it is
+            # Without it the engine would wait for ever; of a process that ends it knows what is lost with it.
+            traceback.print_exc()
+            os._exit(1)
+
+    def _tell(self) -> None:
         ended = False
         while not ended:
             came = [self._queue.get()]
@@ -143,8 +158,13 @@ def serve(connection: Connection, ring: int) -> None:
                     teller.took(ref.nbytes)
                     if ref.start == ref.segment.start:
                         segments[ref.segment.source] = ref.segment
-                    whole = ref.stop == ref.segment.stop
-                    segment = (segments.pop if whole else segments.__getitem__)(ref.segment.source)
+                    segment = segments.get(ref.segment.source)
+                    if segment is None:  # an earlier one of its pages could not be sent
+                        teller.free(ref.offset, ref.nbytes)
+                        teller.event(Lost((ref.segment,), "not all of its pages came"))
+                        continue
+                    if ref.stop == ref.segment.stop:
+                        del segments[ref.segment.source]
                     page = replace(ref, segment=segment).page(memory)
                     sender.send([page], partial(_free, teller, ref.offset))
             elif os.getppid() != parent:

@@ -91,6 +91,34 @@ def test_a_lock_that_cannot_be_made_is_logged_and_nobody_waits_for_it(tmp_path, 
     locks.release("r", stored=False)
 
 
+def test_a_file_system_that_does_not_say_what_is_there_keeps_no_lock_shut(tmp_path, monkeypatch):
+    locks = CompanionLocks(tmp_path)
+    locks.hold("a", "r")
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "exists", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        locks.release("r", stored=False)
+    assert not is_held(tmp_path / "a.lock")
+
+
+def test_a_lock_stays_beside_what_was_stored_while_another_release_looked(tmp_path, monkeypatch):
+    locks = CompanionLocks(tmp_path)
+    locks.hold("a", "r1")
+    looked = Path.exists
+
+    def meanwhile(path):
+        found = looked(path)
+        locks.hold("a", "r2")
+        (tmp_path / "a").write_bytes(b"x")
+        locks.release("r2", stored=True)
+        return found
+
+    monkeypatch.setattr(Path, "exists", meanwhile)
+    locks.release("r1", stored=False)
+    monkeypatch.undo()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "a.lock"]
+    assert not is_held(tmp_path / "a.lock")
+
+
 def test_another_process_writing_the_same_object_does_not_stop_a_step(tmp_path):
     first, second = CompanionLocks(tmp_path), CompanionLocks(tmp_path)
     first.hold("a.safetensors", "r")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import logging.handlers
 import os
 import signal
 import socket
@@ -75,6 +76,40 @@ def test_what_is_to_be_told_is_told_at_one_go_with_the_numbers_first(monkeypatch
         teller.close()
         assert ours.recv() == [("numbers", {("parts", ""): 1}), ("free", 7), ("event", "stored")]
         assert not ours.poll()
+
+
+def test_a_line_of_the_log_that_cannot_be_sent_is_sent_without_what_is_beside_its_words():
+    ours, theirs = Pipe()
+    with ours, theirs:
+        teller = writer_process._Teller(theirs, Meter(), 100)
+        handler = logging.handlers.QueueHandler(teller)
+        line = {"name": "library", "msg": "slow: %s", "args": ("x",), "its": threading.Lock()}
+        handler.handle(logging.makeLogRecord(line))
+        teller.free(7, 1)
+        messages = []
+        while ("free", 7) not in messages:
+            assert ours.poll(60)
+            messages += ours.recv()
+        (record,) = [what for kind, what in messages if kind == "log"]
+        assert (record.name, record.getMessage()) == ("library", "slow: x")
+
+
+def test_pages_whose_first_one_could_not_be_sent_cost_their_sample_alone(outlet, tmp_path):
+    rows = some(4)
+    offset = outlet.ring.allocate(rows.nbytes)
+    segment = Segment("a", 0, 0, 8, 8, name="a.safetensors", source="r:0")
+    ids = np.arange(4, dtype=np.int64)
+    late = PageRef(offset, rows.shape, segment, 4, 8, 4, LAYERS, "float32", "LTH", ids)
+    outlet.expect(Expect("r", "a.safetensors", 0, True))
+    with outlet._state:
+        outlet._submitted["r"] = "a.safetensors"  # its first page was submitted
+    outlet.submit((late, None))
+    submit(outlet, "b", some())
+    settle(outlet)
+    assert outlet.ring.used_bytes == 0
+    assert states_of(tmp_path, "b").shape == (2, 5, 8)
+    with pytest.raises(SampleFailed, match="not all of its pages came"):
+        hsx_dist.load_hidden_states(str(tmp_path / "a.safetensors"), wait=30)
 
 
 def test_a_ring_that_is_half_full_gets_its_room_back_at_once(monkeypatch):
