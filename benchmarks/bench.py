@@ -186,13 +186,13 @@ def table(report: dict[str, Any]) -> str:
         + ", ".join(f"{k} {v}" for k, v in a["versions"].items())
         + f"; commit {a['commit']}. The {report['choice']} choice of `python -m benchmarks.bench`.",
         "",
-        "Of the engine: `null` is vLLM's extraction into a connector that does nothing, `null-sink` ours whose "
-        "pages are dropped once they are in host memory, `file` ours into files, `discard` and `slow` into an S3 "
-        "server that throws bytes away, `slow` 60 MB in a second, `seaweedfs` into SeaweedFS, `vllm` vLLM's own "
-        "connector into files; `direct` and `direct-sink` are `file` and `null-sink` with `cache_writes: direct`. Durable ÷ null "
-        "sink is what storing costs. `benchmarks/engine.py` says the rest, and its own table (of the short choice in "
-        "`results/short/`, which is"
-        " not kept) has tokens, first tokens, blocks, memory and CPU seconds behind these ratios.",
+        "Of the engine: `null` is vLLM's extraction into a connector that does nothing, `null-sink` ours whose pages "
+        "are dropped once they are in host memory, `file` ours into files, `discard` and `slow` into an S3 server "
+        "that throws bytes away, `slow` 60 MB in a second, `seaweedfs` into SeaweedFS, `vllm` vLLM's own connector "
+        "into files; `direct` and `direct-sink` are `file` and `null-sink` with `cache_writes: direct`. Durable ÷ "
+        "null sink is what storing costs. `benchmarks/engine.py` says the rest, and its own table (of the short "
+        "choice in `results/short/`, which is not kept) has tokens, first tokens, blocks, memory and CPU seconds "
+        "behind these ratios.",
         "",
         "| benchmark | what | measured (range) | goal | |",
         "|---|---|---:|---|---|",
