@@ -80,7 +80,7 @@ def test_requests_longer_than_everything_go_through(corner, tmp_path):
         for refs in itertools.zip_longest(*pairs):
             for outlet, ref in zip(outlets, refs, strict=True):
                 if ref is not None:
-                    outlet.submit(ref, None)
+                    outlet.submit((ref, None))
     for outlet in outlets:
         outlet.close()
     ray.get(actor.flush.remote())
