@@ -145,7 +145,9 @@ class CompanionLocks:
         if not self._closed:
             self._closed = True
             self._asked.put(None)
-        self._thread.join(END_S)  # a file system that hangs keeps no process
+        self._thread.join(END_S)
+        if self._thread.is_alive():
+            return  # a file system that hangs keeps no process from ending, which opens them as well
         with self._mutex:
             for lock in self._held.values():
                 os.close(lock.fd)

@@ -81,6 +81,25 @@ def test_asked_for_it_is_held_by_a_thread_and_given_back_in_whatever_order(tmp_p
     assert [p.name for p in tmp_path.iterdir()] == ["a.lock"]
 
 
+def test_a_file_system_that_hangs_does_not_keep_a_process_from_ending(tmp_path, monkeypatch):
+    go = threading.Event()
+
+    def hanging(*_):
+        assert go.wait(60)
+        raise OSError("too late")
+
+    monkeypatch.setattr(CompanionLocks, "_open", hanging)
+    monkeypatch.setattr("hsx_dist.connector.locks.END_S", 0.05)
+    locks = CompanionLocks(tmp_path)
+    locks.ask("a", "a")
+    ending = threading.Thread(target=locks.release_all)
+    ending.start()
+    ending.join(30)
+    ended = not ending.is_alive()
+    go.set()
+    assert ended
+
+
 def test_a_lock_that_cannot_be_made_is_logged_and_nobody_waits_for_it(tmp_path, caplog):
     locks = CompanionLocks(tmp_path)
     locks.ask("x" * 300, "r")
