@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import tempfile
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from hsx_dist.reading.run import Run
 from hsx_dist.reading.select import Selection
 
 _STATEMENT = "export.json"
+#: How long a process that was seen to begin it may take to write it.
+_STATEMENT_S = 5.0
 _ENTRY_POINTS = "hsx_dist.exporters"
 #: Name → class, or where it is: a trainer's packages are loaded when it is exported for.
 EXPORTERS: dict[str, type[Exporter] | str] = {
@@ -119,13 +122,35 @@ def _claim(folder: Path, statement: dict[str, Any]) -> None:
         with path.open("x") as f:
             f.write(text)
     except FileExistsError:
-        there = json.loads(path.read_text())
+        there = _statement(path)
         differs = sorted(k for k in {*there, *statement} if there.get(k) != statement.get(k))
         if differs:
             raise ConfigError(
                 f"{path}: expected an empty folder, or the same export to go on with; it differs in {differs}. Choose "
                 "another destination, or remove it"
             ) from None
+
+
+def _statement(path: Path) -> dict[str, Any]:
+    """What another export, of another shard perhaps, says there, or is about to say.
+
+    Raises:
+        ConfigError: nothing comes of it.
+    """
+    end = time.monotonic() + _STATEMENT_S
+    while True:
+        try:
+            found = json.loads(path.read_text())
+        except ValueError:
+            found = None
+        if isinstance(found, dict):
+            return found
+        if time.monotonic() > end:
+            raise ConfigError(
+                f"{path}: expected what the folder holds, as an export says it; it is empty or damaged. Choose another "
+                "destination, or remove it"
+            )
+        time.sleep(0.05)
 
 
 def _batches(

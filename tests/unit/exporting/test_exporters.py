@@ -168,6 +168,25 @@ def test_an_export_goes_on_and_refuses_another_in_its_place(run: Run, tmp_path: 
         export_run(run, "vllm", tmp_path, ExportOptions(aux_layers=(2,)))
 
 
+def test_an_export_waits_for_another_one_to_say_what_the_folder_holds(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards begin together: one sees what another has made and not yet written."""
+    export_run(run, "vllm", tmp_path / "other", shard=0, shards=2)
+    statement = tmp_path / "export.json"
+    statement.touch()
+    monkeypatch.setattr(
+        "hsx_dist.exporting.export.time.sleep",
+        lambda _: statement.write_text((tmp_path / "other" / "export.json").read_text()),
+    )
+    assert export_run(run, "vllm", tmp_path, shard=0, shards=2).written == 3
+    statement.write_text("")
+    monkeypatch.undo()
+    monkeypatch.setattr("hsx_dist.exporting.export._STATEMENT_S", 0.1)
+    with pytest.raises(ConfigError, match="empty or damaged"):
+        export_run(run, "vllm", tmp_path)
+
+
 def test_what_an_exporter_leaves_comes_into_no_other_file(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
