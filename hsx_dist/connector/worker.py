@@ -206,11 +206,11 @@ class WorkerHalf:
             if copy.next < len(copy.save.token_ids):
                 break
             whole.append(self._waiting.popleft())
-        events = self._side.start([partial(self._copy, page) for page in pages]) if pages else []
-        for page, event in zip(pages, events, strict=True):
-            page.copy.event = event
         if pages:
-            self._outlet.submit(*[(page.ref, event.synchronize) for page, event in zip(pages, events, strict=True)])
+            started = list(zip(pages, self._side.start([partial(self._copy, page) for page in pages]), strict=True))
+            for page, event in started:
+                page.copy.event = event
+            self._outlet.submit(*[(page.ref, event.synchronize) for page, event in started])
         self._copied += whole  # once they were started: what has no event would count as copied
 
     def _place(self, copy: _Copy) -> _Page | None:
