@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.goals import VERDICTS, is_met
+from benchmarks.goals import verdict
 from benchmarks.provenance import ROOT, provenance
 
 RESULTS = Path(__file__).parent / "results"
@@ -41,11 +41,6 @@ class Row:
     goal: str = ""
     spread: tuple[float, float] | None = None
     pairs: int | None = None
-
-    @property
-    def met(self) -> bool | None:
-        """None where there is no goal."""
-        return is_met(self.goal, self.measured)
 
 
 def codec_rows(found: dict[str, Any]) -> Iterator[Row]:
@@ -209,8 +204,10 @@ def table(report: dict[str, Any]) -> str:
             if row.spread and row.spread[0] < row.spread[1]:
                 pairs = f"; {row.pairs} pairs" if row.pairs else ""
                 low_high = f" ({row.spread[0]:.4g}–{row.spread[1]:.4g}{pairs})"
-            what, verdict = f"{row.what} | {row.measured:.4g}{low_high}", VERDICTS[row.met]
-            lines.append(f"| {name} | {what} | {row.goal} | {verdict} |")
+            lines.append(
+                f"| {name} | {row.what} | {row.measured:.4g}{low_high} | {row.goal} "
+                f"| {verdict(row.goal, row.measured, row.pairs)} |"
+            )
     took = ", ".join(f"{name} {b['seconds']} s" for name, b in report["benchmarks"].items())
     return "\n".join([*lines, "", f"Taken: {took}.", ""])
 

@@ -48,6 +48,7 @@ from benchmarks import thin_model
 from benchmarks.engine_cell import RING_BYTES, CellSpec, as_json, together
 from benchmarks.engine_loads import KINDS, LOADS, SETTINGS, SINKS, SLOW_RATE, STRANGERS
 from benchmarks.engine_report import line, ratios, table
+from benchmarks.processes import descendants
 from benchmarks.provenance import ROOT, provenance
 from hsx_dist.testing.models import smollm2
 from hsx_dist.testing.processes import child, end_on_sigterm
@@ -59,6 +60,8 @@ RESULTS = Path(__file__).parent / "results"
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(16 << 30)}
 
 
+#: Of host memory an engine takes about so much, by ``memory_peak``; one that has waited for its turn no less.
+ENGINE_BYTES = 2 << 30
 #: Of one window.
 SECONDS = 20.0
 #: (loads, sinks, rounds of new processes, windows of each cell of a round).
@@ -175,6 +178,12 @@ def run_round(
 ) -> Iterator[dict[str, Any]]:
     """Start a cell for each sink, and let them measure in turns: what the machine's neighbours do to one of them in
     these seconds they do to the next one, too. Every other turn is backwards, so that none always comes first."""
+    needed, available = len(sinks) * ENGINE_BYTES, psutil.virtual_memory().available
+    if needed > available:
+        raise SystemExit(
+            f"expected {needed >> 30} GiB of free memory for {len(sinks)} engines at once, there are "
+            f"{available >> 30}: end what takes it, or measure fewer --sinks at a time"
+        )
     with ExitStack() as stack:
         cells = [stack.enter_context(Running.started(name, sink, folder, seconds, profiles)) for sink in sinks]
         for cell in cells:
@@ -346,7 +355,7 @@ class Watch:
     while a window lasts."""
 
     def __init__(self, pid: int, server: int | None):
-        self._process = psutil.Process(pid)
+        self._pid = pid
         self._server = psutil.Process(server) if server is not None else None
         self._seen: list[tuple[float, int, float]] = []  # (when, bytes, server's CPU seconds)
 
@@ -364,7 +373,7 @@ class Watch:
     def _look(self, ended: threading.Event) -> None:
         while True:
             with suppress(psutil.Error):  # one that ended meanwhile; the next look has the others
-                pids = [p.pid for p in (self._process, *self._process.children(recursive=True))]
+                pids = (self._pid, *descendants(self._pid))
                 self._seen.append((time.monotonic(), memory(pids), self._cpu()))
             if ended.wait(0.25):
                 return

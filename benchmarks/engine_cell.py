@@ -25,6 +25,7 @@ import numpy as np
 import psutil
 
 from benchmarks.null_sender import NullSender
+from benchmarks.processes import descendants
 
 #: What the connector's ring has; a bare connector gives it half of ``in_flight_bytes``.
 RING_BYTES = 128 << 20
@@ -223,30 +224,31 @@ def pin(engine: int, others: int) -> None:
     """Keep this process's first thread on one core, and every other one, also those that come later and those of the
     processes that it starts, on another."""
     os.sched_setaffinity(os.getpid(), {engine})
-    children: set[int] = set()
+    pinned = {os.getpid()}
     while True:
-        for child in writer_processes():
-            if child.pid not in children:
-                children.add(child.pid)
-                with suppress(psutil.Error, ProcessLookupError):  # it has ended
-                    for thread in child.threads():
-                        os.sched_setaffinity(thread.id, {others})
-        for task in os.listdir("/proc/self/task"):  # noqa: PTH208 - every half second, beside the engine
-            if int(task) != os.getpid():
-                with suppress(ProcessLookupError):
-                    os.sched_setaffinity(int(task), {others})
+        there = set().union(*(tasks(process) for process in (os.getpid(), *descendants(os.getpid()))))
+        for task in there - pinned:
+            with suppress(ProcessLookupError):  # it has ended
+                os.sched_setaffinity(task, {others})
+        pinned = there
         time.sleep(0.5)
+
+
+def tasks(process: int) -> set[int]:
+    """Its threads' ids; none once it has ended."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return set(map(int, os.listdir(f"/proc/{process}/task")))  # noqa: PTH208 - every half second, beside the engine
+    return set()
 
 
 def strays(engine: int, others: int) -> set[int]:
     """Threads of this process and of those that it started that may run elsewhere."""
     found = set()
-    for pid in (os.getpid(), *(child.pid for child in writer_processes())):
-        with suppress(FileNotFoundError):  # it has ended
-            for task in map(int, os.listdir(f"/proc/{pid}/task")):  # noqa: PTH208 - numbers, as above
-                with suppress(ProcessLookupError):
-                    if os.sched_getaffinity(task) != {engine if task == os.getpid() else others}:
-                        found.add(task)
+    for process in (os.getpid(), *descendants(os.getpid())):
+        for task in tasks(process):
+            with suppress(ProcessLookupError):
+                if os.sched_getaffinity(task) != {engine if task == os.getpid() else others}:
+                    found.add(task)
     return found
 
 
@@ -260,11 +262,6 @@ def check_pinned(engine: int, others: int) -> None:
         time.sleep(1.5)  # those that just began are pinned by then
         if found := found & strays(engine, others):
             raise RuntimeError(f"expected threads on cores {engine} and {others} alone, {sorted(found)} are not")
-
-
-def writer_processes() -> list[psutil.Process]:
-    """The processes that this one started."""
-    return psutil.Process().children(recursive=True)
 
 
 def cpu_seconds(compute: set[int]) -> dict[str, float]:
@@ -281,8 +278,8 @@ def cpu_seconds(compute: set[int]) -> dict[str, float]:
         name = "engine" if thread in compute else names.get(thread, "rest")
         of[name] = of.get(name, 0.0) + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     of["rest"] = time.process_time() - sum(v for k, v in of.items() if k != "rest")
-    for child in writer_processes():
-        times = child.cpu_times()
+    for child in descendants(os.getpid()):
+        times = psutil.Process(child).cpu_times()
         of["writer process"] = of.get("writer process", 0.0) + times.user + times.system
     return of
 

@@ -18,7 +18,7 @@ from benchmarks.engine_loads import (
     WRITTEN,
     Load,
 )
-from benchmarks.goals import VERDICTS, is_met
+from benchmarks.goals import verdict
 
 #: (what, figure, of which sinks, against what, goal); against nothing the figure itself is told. Goals are for engines
 #: that have a core of their own, and stores that keep up; against vLLM's own for the thin model alone, whose bytes a
@@ -173,7 +173,7 @@ def table(found: dict[str, Any]) -> str:
         lines += ["", "| ratio | sink | median (range) | pairs | goal | |", "|---|---|---|---:|---|---|"]
         lines += [
             f"| {r['what']} | {r['sink']} | {r['median']:.3f} ({r['range'][0]:.3f}–{r['range'][1]:.3f}) "
-            f"| {r['pairs']} | {r['goal']} | {VERDICTS[is_met(r['goal'], r['median'])]} |"
+            f"| {r['pairs']} | {r['goal']} | {verdict(r['goal'], r['median'], r['pairs'])} |"
             for r in found["ratios"]
             if r["load"] == load
         ]

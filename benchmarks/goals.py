@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-#: What a table says of them, by ``is_met``.
-VERDICTS = {None: "", True: "met", False: "missed"}
-
 
 def is_met(goal: str, measured: float) -> bool | None:
     """None where there is no goal.
@@ -18,3 +15,10 @@ def is_met(goal: str, measured: float) -> bool | None:
     if sign not in ("≥", "≤"):
         raise ValueError(f"expected a goal such as '≥ 0.97', or none, came {goal!r}")
     return measured >= float(number) if sign == "≥" else measured <= float(number)
+
+
+def verdict(goal: str, measured: float, windows: int | None = None) -> str:
+    """What a table says of it; empty where there is no goal. ``windows``: of which it was measured; of one alone it
+    says little, and so the table says that."""
+    met = is_met(goal, measured)
+    return "" if met is None else ("met" if met else "missed") + (", one window" if windows == 1 else "")

@@ -92,6 +92,11 @@ class Ways:
         self._host = torch.from_numpy(self._outlet.memory).view(DTYPE)
         self._ids = np.arange(cache.shape.tokens, dtype=np.int64)
 
+    @property
+    def copied_bytes(self) -> int:
+        """Of our pages that have left the ring, so far."""
+        return int(self._outlet.meter.sums().get(("page_bytes", ""), 0))
+
     def close(self) -> None:
         """Give the pinned memory back."""
         self._worker.close()

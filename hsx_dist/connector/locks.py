@@ -88,7 +88,10 @@ class CompanionLocks:
 
     def release(self, holder: str, *, stored: bool) -> None:
         """One holder less; the last one opens the lock. Where there is no object the lock file goes too."""
-        self.wait()  # else a lock that was asked for would be taken after it was given back, for ever
+        with self._mutex:
+            taken = holder in self._names
+        if not taken:
+            self.wait()  # else a lock that was asked for would be taken after it was given back, for ever
         with self._mutex:
             name = self._names.pop(holder, None)
             lock = self._held.get(name) if name is not None else None

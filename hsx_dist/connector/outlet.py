@@ -263,11 +263,11 @@ class ShippingThread:
                 self._deliver(refs, told)
             except Exception:
                 log.exception("%d pages were not shipped", len(refs))
+            if self._idle is None:  # first: whoever finds nothing pending finds all of it counted
+                count_shipped(self._meter, refs, told, time.monotonic() - before)
             self._delivered += len(items)
             for _ in items:
                 self._since.popleft()
-            if self._idle is None:
-                count_shipped(self._meter, refs, told, time.monotonic() - before)
 
 
 def count_shipped(meter: Meter, refs: list[PageRef], told: list[Shipped], seconds: float) -> None:

@@ -133,7 +133,7 @@ class ProcessSender:
         self._held: dict[int, Callable[[], None]] = {}  # offset → gives the page's room back
         self._copies: dict[str, _Copy] = {}  # by source, of what is neither stored nor lost
         self._broken: set[str] = set()  # sources that were told as lost while pages of them were still to come
-        self._closing = False
+        self._closing = self._starting = False
         self._failed_at: float | None = None
         self._child: _Child | None = None
         self._reader: threading.Thread | None = None
@@ -150,14 +150,24 @@ class ProcessSender:
         return child.process.pid if child is not None else None
 
     def _start(self) -> None:
-        child = _Child(self._spec, self._ring)
+        child: _Child | None = None
         with self._state:
-            if self._closing:
-                child.kill()
+            self._starting = not self._closing
+            if not self._starting:
                 return
-            self._child = child
-            self._reader = threading.Thread(target=self._read, args=(child,), name="hsx-told", daemon=True)
-            self._reader.start()
+        try:
+            child = _Child(self._spec, self._ring)
+        finally:
+            with self._state:
+                self._starting = False
+                if ended := self._closing:
+                    os.close(self._ring)  # the end left it to this: a child must not be handed what is no ring any more
+                elif child is not None:
+                    self._child = child
+                    self._reader = threading.Thread(target=self._read, args=(child,), name="hsx-told", daemon=True)
+                    self._reader.start()
+        if ended:
+            child.kill()
 
     # -- pages out ------------------------------------------------------------------------------------------------
 
@@ -320,10 +330,12 @@ class ProcessSender:
                 return
             self._closing = True
             child, reader = self._child, self._reader
+            starting = self._starting
         if child is not None and reader is not None:
             how(child)
             reader.join(seconds)
             if reader.is_alive():  # the process hangs, or whom it tells does
                 child.process.kill()
                 child.process.wait()
-        os.close(self._ring)
+        if not starting:
+            os.close(self._ring)

@@ -74,6 +74,7 @@ class _Page:
     copy: _Copy
     ref: PageRef
     layers: tuple[int, ...]  # entries of the cache's layer axis
+    dtype: torch.dtype
 
 
 class WorkerHalf:
@@ -260,13 +261,12 @@ class WorkerHalf:
             token_ids=tokens[start:stop],
         )
         copy.next = stop
-        return _Page(copy, ref, layers)
+        return _Page(copy, ref, layers, dtype)
 
     def _copy(self, page: _Page) -> None:
         """Into its place, beside the steps: on their thread where the cache is on a device, else on another one."""
         ref, copy = page.ref, page.copy
-        dtype = torch.float32 if copy.save.mean_of else self._cache.dtype
-        out = self._memory[ref.offset : ref.offset + ref.nbytes].view(dtype).view(ref.shape)
+        out = self._memory[ref.offset : ref.offset + ref.nbytes].view(page.dtype).view(ref.shape)
         if copy.save.mean_of:
             out.copy_(mean_rows(self._cache, copy.places, page.layers), non_blocking=True)
         elif copy.rows:

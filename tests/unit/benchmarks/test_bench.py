@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import bench, engine, engine_cell, engine_report
+from benchmarks.goals import verdict
+from benchmarks.processes import descendants
 
 RESULTS = Path(bench.__file__).parent / "results"
 
@@ -111,25 +113,49 @@ def test_what_the_table_of_an_engine_says():
         in text
     )
     assert "commit abc. A cell of a round: 2 windows of 20 s." in text
-    assert (
-        "| a store of 60 MB/s: durable bytes a second ÷ its own | slow | 0.980 (0.980–0.980) | 1 | ≥ 0.95 | met |"
-        in text
-    )
+    of_slow = "durable bytes a second ÷ its own | slow | 0.980 (0.980–0.980) | 1 | ≥ 0.95 | met, one window |"
+    assert f"| a store of 60 MB/s: {of_slow}" in text
     assert "| time to first token ÷ null's, median | null-sink | 0.950 (0.900–1.000) | 2 | ≤ 1.03 | met |" in text
     assert "| ours: null sink ÷ null, tokens/s | null-sink | 0.950 (0.900–1.000) | 2 | ≥ 0.97 | missed |" in text
 
 
 @pytest.mark.parametrize(
-    ("row", "met"),
+    ("goal", "measured", "windows", "said"),
     [
-        (bench.Row("a", 0.98, "≥ 0.97"), True),
-        (bench.Row("a", 0.96, "≥ 0.97"), False),
-        (bench.Row("a", 1.02, "≤ 1.03"), True),
-        (bench.Row("a", 1.02), None),
+        ("≥ 0.97", 0.98, None, "met"),
+        ("≥ 0.97", 0.96, 3, "missed"),
+        ("≤ 1.03", 1.02, 1, "met, one window"),
+        ("≤ 1.03", 1.04, 2, "missed"),
+        ("", 1.02, 1, ""),
     ],
 )
-def test_goals(row, met):
-    assert row.met is met
+def test_goals(goal, measured, windows, said):
+    assert verdict(goal, measured, windows) == said
+    with pytest.raises(ValueError, match="expected a goal such as"):
+        verdict("> 1", 2.0)
+
+
+def test_engines_that_memory_does_not_hold_are_not_started(monkeypatch):
+    monkeypatch.setattr(engine, "ENGINE_BYTES", 1 << 50)
+    with pytest.raises(SystemExit, match="GiB of free memory for 2 engines at once, there are"):
+        next(engine.run_round("thin/5/prefill/pinned", ("null", "file"), "/nonexistent", 1, 1, 1.0, None))
+
+
+@pytest.mark.parametrize("kernel", ["as it is", "without a list of children"])
+def test_processes_that_a_process_started(kernel, monkeypatch):
+    if kernel != "as it is":
+        exists = Path.exists
+        monkeypatch.setattr(Path, "exists", lambda path: path.name != "children" and exists(path))
+    script = "import subprocess, sys; subprocess.run(['sh', '-c', 'echo $$; read end']) and None"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as started:
+        inner = int(started.stdout.readline())
+        found = set(descendants(os.getpid()))
+        assert {started.pid, inner} <= found
+        assert inner in descendants(started.pid)
+        started.stdin.close()
+    assert descendants(started.pid) == []
 
 
 @pytest.mark.parametrize("name", sorted(bench.BENCHMARKS))

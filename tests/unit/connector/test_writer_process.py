@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 import hsx_dist
-from hsx_dist.connector import writer_process
+from hsx_dist.connector import process_sender, writer_process
 from hsx_dist.connector.outlet import PageRef
 from hsx_dist.connector.process_sender import ProcessSender
 from hsx_dist.connector.settings import read_settings
@@ -209,6 +209,35 @@ def test_while_it_cannot_be_started_samples_fail_at_once(outlet, tmp_path, monke
     submit(outlet, "c", some())
     settle(outlet)
     np.testing.assert_array_equal(states_of(tmp_path, "c"), some())
+
+
+def test_the_end_while_another_one_starts_leaves_it_the_ring_and_no_process(tmp_path, monkeypatch):
+    before = rings()
+    sender = ProcessSender(spec(tmp_path), print, Meter())
+    os.kill(sender.pid, signal.SIGKILL)
+    while sender.pid is not None:
+        time.sleep(0.005)
+    begun, go_on, made = threading.Event(), threading.Event(), []
+
+    class Slow(process_sender._Child):
+        def __init__(self, *args):
+            begun.set()
+            assert go_on.wait(60)
+            super().__init__(*args)  # maps the ring
+            made.append(self)
+
+    monkeypatch.setattr(process_sender, "_Child", Slow)
+    starting = threading.Thread(target=sender._living)
+    starting.start()
+    assert begun.wait(60)
+    sender.close()
+    assert rings() != before
+    go_on.set()
+    starting.join(60)
+    assert sender.pid is None
+    assert made[0].process.poll() is not None
+    sender.memory = None
+    assert rings() == before
 
 
 @pytest.mark.parametrize("error", [OSError("stale"), ValueError("no")])
