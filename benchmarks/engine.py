@@ -10,18 +10,19 @@ are of new processes, say more than one round of several windows.
 
 A pinned load has the engine on one core, and the writers, the store's server and this process on another; an unpinned
 one leaves all of it to the kernel. Files go to the folder for temporary ones (``TMPDIR``), which must be on a disk: 11
-GB for each cell, until its window ends. The engines of a round take some 2 GiB of memory each. Writes
+GB for each cell, until its window ends. The engines of a round take some 2 GiB of memory each; it was never run on a
+GPU, of which each would ask for vLLM's own share: one sink at a time there. Writes
 FOLDER/engine.{md,json}, by default and for a choice in benchmarks/results; ``--add`` goes on with what stands there, of
 this commit for the same load.
 
 Sinks: ``none`` (no extraction), ``null`` (vLLM's own path into a connector that does nothing), ``null-sink`` (ours,
 pages dropped once they are in host memory), ``file``, ``threads`` (the same with ``writers: threads``), ``discard`` (an
-S3 server that throws bytes away), ``split`` (the same with the lossless codec), ``slow`` (that server takes 60 MB in a
-second), ``seaweedfs``, and ``vllm`` (vLLM's own connector, writing files beside ours). ``direct-sink`` and ``direct``
-are ``null-sink`` and ``file`` with ``cache_writes: direct``. Beside a stranger on the writers' core, which has nothing
-to do with the engine, ``null-sink`` is ``busy`` (the stranger copies memory half of the time), ``traffic`` (it sends
-450 MB in a second to a discarding server of its own there) and ``disk`` (it writes as much to files): what those cost,
-whoever does them.
+S3 server that throws bytes away), ``split`` (the same with the lossless codec), ``zstd`` (with one that is more than
+the writers' core can do), ``slow`` (that server takes 60 MB in a second), ``seaweedfs``, and ``vllm`` (vLLM's own
+connector, writing files beside ours). ``direct-sink`` and ``direct`` are ``null-sink`` and ``file`` with
+``cache_writes: direct``. Beside a stranger on the writers' core, which has nothing to do with the engine, ``null-sink``
+is ``busy`` (the stranger copies memory half of the time), ``traffic`` (it sends 450 MB in a second to a discarding
+server of its own there) and ``disk`` (it writes as much to files): what those cost, whoever does them.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ import psutil
 
 from benchmarks import thin_model
 from benchmarks.engine_cell import RING_BYTES, CellSpec, as_json, together
-from benchmarks.engine_loads import KINDS, LOADS, SETTINGS, SINKS, SLOW_RATE, STRANGERS
-from benchmarks.engine_report import line, ratios, table
+from benchmarks.engine_loads import BOUND, KINDS, LOADS, SETTINGS, SINKS, SLOW_RATE, STRANGERS
+from benchmarks.engine_report import busy, line, ratios, table
 from benchmarks.processes import descendants
 from benchmarks.provenance import ROOT, provenance
 from hsx_dist.testing.models import smollm2
@@ -69,7 +70,7 @@ Choice = tuple[tuple[str, tuple[str, ...], int, int], ...]
 #: What ``make bench`` runs.
 SHORT: Choice = (
     ("thin/5/prefill/pinned", ("none", "null", "null-sink", "discard", "file", "vllm", "direct", "direct-sink"), 3, 1),
-    ("thin/5/prefill/pinned", ("null-sink", "seaweedfs", "slow"), 1, 1),
+    ("thin/5/prefill/pinned", ("null-sink", "seaweedfs", "slow", "zstd"), 1, 1),
     ("thin/5/prefill/unpinned", ("null", "null-sink", "file", "vllm"), 1, 1),
     ("thin/5/decode/pinned", ("null", "null-sink", "file"), 1, 2),
 )
@@ -80,7 +81,7 @@ FULL: Choice = (
     ("thin/5/prefill/*", ("null-sink", "traffic", "discard", "disk", "file"), 3, 1),
     ("*", ("null-sink", "busy", "file", "threads"), 3, 1),
     ("*", ("null", "null-sink", "direct-sink", "direct", "vllm"), 3, 1),
-    ("*", ("null-sink", "seaweedfs", "slow"), 3, 1),
+    ("*", ("null-sink", "seaweedfs", "slow", "zstd"), 3, 1),
 )
 
 
@@ -113,8 +114,13 @@ def main() -> None:
         report = json.loads(file.read_text())
     cells = report["cells"]
     for name in {name for pattern, *_ in choice for name in fnmatch.filter(LOADS, pattern)}:
-        if (there := report["about"].setdefault(name, about))["commit"] != about["commit"]:
-            parser.error(f"--add: {name} is there of commit {there['commit']}, this is {about['commit']}")
+        there = report["about"].setdefault(name, about)
+        if other := [what for what in about if what != "load_average" and there.get(what) != about[what]]:
+            was, now = ({what: of.get(what) for what in other} for of in (there, about))
+            parser.error(
+                f"--add: expected cells of one table to be of one machine and commit: {name} has {was}, now {now}"
+            )
+    enough_memory(max(len(sinks) for _, sinks, *_ in choice))
     with tempfile.TemporaryDirectory(prefix="hsx-engine-") as folder:
         for pattern, sinks, rounds, windows in choice:
             for name in fnmatch.filter(LOADS, pattern):
@@ -153,6 +159,18 @@ def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Choice:
     return ((args.loads, sinks, rounds, windows),)
 
 
+def enough_memory(engines: int) -> None:
+    """Raises:
+    SystemExit: it does not hold so many at once.
+    """
+    needed, available = engines * ENGINE_BYTES, psutil.virtual_memory().available
+    if needed > available:
+        raise SystemExit(
+            f"expected {needed >> 30} GiB of free memory for {engines} engines at once, there are {available >> 30}: "
+            "end what takes it, or measure some at a time (--loads, --sinks)"
+        )
+
+
 def disk(parser: argparse.ArgumentParser) -> str:
     """The file system on which files are stored."""
     place = Path(tempfile.gettempdir()).resolve()
@@ -178,16 +196,11 @@ def run_round(
 ) -> Iterator[dict[str, Any]]:
     """Start a cell for each sink, and let them measure in turns: what the machine's neighbours do to one of them in
     these seconds they do to the next one, too. Every other turn is backwards, so that none always comes first."""
-    needed, available = len(sinks) * ENGINE_BYTES, psutil.virtual_memory().available
-    if needed > available:
-        raise SystemExit(
-            f"expected {needed >> 30} GiB of free memory for {len(sinks)} engines at once, there are "
-            f"{available >> 30}: end what takes it, or measure fewer --sinks at a time"
-        )
     with ExitStack() as stack:
         cells = [stack.enter_context(Running.started(name, sink, folder, seconds, profiles)) for sink in sinks]
         for cell in cells:
             cell.warm()
+        os.sync()  # what warming up wrote is not the first window's to wait for
         for i in range(windows):
             for cell in cells if (turn + i) % 2 else cells[::-1]:
                 cell.measure()
@@ -259,6 +272,7 @@ class Running:
             self._parent.send(self._spec.seconds)
             with self._watch.looking():
                 self._windows.append(self._hear())
+        os.sync()  # files were removed, which the next cell's window is not to share with the disk
 
     def end(self) -> dict[str, Any]:
         """What all windows say, once the cell has found that it stored what it claims."""
@@ -267,6 +281,9 @@ class Running:
         found = {**together(self._spec, self._windows), **self._watch.within(self._windows)}
         if self.sink == "slow":
             found["rate_share"] = found["durable_bytes_per_s"] / SLOW_RATE
+        if self.sink == "zstd":
+            found["core_share"] = busy(found)
+        if self.sink in BOUND:
             found["growth_share"] = max(found["memory_growth"], 0) / (2 * RING_BYTES)
         return found
 
@@ -311,7 +328,7 @@ ALL_CORES = os.sched_getaffinity(0)
 @contextmanager
 def target(sink: str, place: Path) -> Iterator[tuple[str, dict[str, Any] | None, int | None]]:
     """Where a cell stores: URL, storage options, and the process id of the server that stands behind it."""
-    if sink in ("discard", "split", "slow"):
+    if sink in ("discard", "split", "slow", "zstd"):
         argv = [sys.executable, "-m", "hsx_dist.testing.discard", *([str(SLOW_RATE)] if sink == "slow" else [])]
         server = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         assert server.stdin is not None
@@ -350,13 +367,20 @@ def memory(pids: Sequence[int]) -> int:
     return own + max(shared)
 
 
+def growth(seen: Sequence[int]) -> int:
+    """The second half's peak over the first half's, of one window: what grows goes on growing. (What is only touched
+    for the first time, of vLLM's cache, or kept of a larger batch, is so at a window's begin.)"""
+    half = (len(seen) + 1) // 2
+    return max(seen[half:], default=seen[-1]) - max(seen[:half])
+
+
 class Watch:
     """Host memory of a process and those that it started, and the CPU seconds of the server beside it, from outside and
     while a window lasts."""
 
     def __init__(self, pid: int, server: int | None):
         self._pid = pid
-        self._server = psutil.Process(server) if server is not None else None
+        self._server = server
         self._seen: list[tuple[float, int, float]] = []  # (when, bytes, server's CPU seconds)
 
     @contextmanager
@@ -381,7 +405,7 @@ class Watch:
     def _cpu(self) -> float:
         if self._server is None:
             return 0.0
-        times = [p.cpu_times() for p in (self._server, *self._server.children(recursive=True))]
+        times = [psutil.Process(pid).cpu_times() for pid in (self._server, *descendants(self._server))]
         return sum(t.user + t.system for t in times)
 
     def within(self, windows: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -392,14 +416,12 @@ class Watch:
         """
         seen = [[s for s in self._seen if w["start"] <= s[0] <= w["durable"]] for w in windows]
         # Under load alone: what drains afterwards would hide what grows.
-        loaded = [m for t, m, _ in self._seen if any(w["start"] <= t <= w["answered"] for w in windows)]
-        if not all(seen) or not loaded:
+        loaded = [[m for t, m, _ in self._seen if w["start"] <= t <= w["answered"]] for w in windows]
+        if not all(seen) or not all(loaded):
             raise RuntimeError(f"expected looks at memory within each of {len(windows)} windows, there were none")
-        half = (len(loaded) + 1) // 2
         return {
             "memory_peak": max(m for window in seen for _, m, _ in window),
-            # What grows goes on growing: the second half's peak over the first half's.
-            "memory_growth": max(loaded[half:], default=loaded[-1]) - max(loaded[:half]),
+            "memory_growth": max(map(growth, loaded)),
             "server_cpu_s": round(sum(window[-1][2] - window[0][2] for window in seen), 2),
         }
 

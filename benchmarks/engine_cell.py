@@ -189,8 +189,14 @@ class Cell:
                 time.sleep(0.001)
 
     def clear(self) -> None:
-        """Files that were written make room for those of other cells' windows."""
+        """Files that were written make room for those of other cells' windows.
+
+        Raises:
+            RuntimeError: one is smaller than a sample's states: what is not stored would be fast.
+        """
         for file in Path(self.spec.output).glob("*.safetensors") if self.spec.output.startswith("/") else ():
+            if (size := file.stat().st_size) < self.spec.sample_bytes:
+                raise RuntimeError(f"{file.name}: expected at least {self.spec.sample_bytes} bytes, found {size}")
             file.unlink()
             self._files += 1
 
@@ -224,13 +230,12 @@ def pin(engine: int, others: int) -> None:
     """Keep this process's first thread on one core, and every other one, also those that come later and those of the
     processes that it starts, on another."""
     os.sched_setaffinity(os.getpid(), {engine})
-    pinned = {os.getpid()}
     while True:
-        there = set().union(*(tasks(process) for process in (os.getpid(), *descendants(os.getpid()))))
-        for task in there - pinned:
-            with suppress(ProcessLookupError):  # it has ended
-                os.sched_setaffinity(task, {others})
-        pinned = there
+        # Those that are pinned already, too: one that was just starting another one gives itself its old cores back.
+        for process in (os.getpid(), *descendants(os.getpid())):
+            for task in tasks(process) - {os.getpid()}:
+                with suppress(ProcessLookupError):  # it has ended
+                    os.sched_setaffinity(task, {others})
         time.sleep(0.5)
 
 
@@ -279,8 +284,9 @@ def cpu_seconds(compute: set[int]) -> dict[str, float]:
         of[name] = of.get(name, 0.0) + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     of["rest"] = time.process_time() - sum(v for k, v in of.items() if k != "rest")
     for child in descendants(os.getpid()):
-        times = psutil.Process(child).cpu_times()
-        of["writer process"] = of.get("writer process", 0.0) + times.user + times.system
+        with suppress(psutil.Error):  # it has ended
+            times = psutil.Process(child).cpu_times()
+            of["writer process"] = of.get("writer process", 0.0) + times.user + times.system
     return of
 
 

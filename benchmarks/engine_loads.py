@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks import thin_model
 from benchmarks.engine_cell import Sink
 
 SINKS = (
     "none", "null", "null-sink", "busy", "traffic", "disk", "file", "threads", "discard", "split", "seaweedfs", "slow",
+    "zstd",
     "direct-sink", "direct", "vllm",
 )  # fmt: skip
 FILES = ("file", "direct")
@@ -17,13 +19,17 @@ SERVED = ("discard", "split")
 #: With vLLM's own writes into its cache, and with ours.
 STORING = WRITTEN + SERVED
 DIRECT = ("direct-sink", "direct")
+#: The store, or the writers' core, is the limit.
+BOUND = ("slow", "zstd")
 #: Bytes that the server of ``slow`` takes in a second: a fifth of what the thin model makes.
 SLOW_RATE = 60e6
 #: What the connector is told beside where to store.
-SETTINGS: dict[str, dict[str, str]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "direct-sink": {"cache_writes": "direct"},
     "direct": {"cache_writes": "direct"},
     "threads": {"writers": "threads"},
+    # A fifth of what the thin model makes, or less, is what a core does.
+    "zstd": {"codec": {"name": "zstd", "level": 9}},
 }
 #: Null sinks beside a process that has nothing to do with them: what it does.
 STRANGERS = {"busy": "copy", "traffic": "traffic", "disk": "disk"}
