@@ -219,9 +219,10 @@ def main() -> None:
     if args.rounds < 1:
         parser.error(f"--rounds: expected at least 1, came {args.rounds}")
     report: dict[str, Any] = {"about": provenance("torch"), "rounds": args.rounds, "device": None, "results": []}
+    report["about"]["versions"]["torch"] = torch.__version__  # a build from source has no package's version
     if torch.cuda.is_available():
         device = torch.device("cuda")
-        report["device"] = torch.cuda.get_device_name(device)
+        report["device"] = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
         with torch.inference_mode():
             for shape in shapes():
                 report["results"].append(measure(shape, device, args.rounds))
