@@ -26,6 +26,7 @@ import psutil
 
 from benchmarks.goals import verdict
 from benchmarks.provenance import ROOT, provenance
+from hsx_dist.testing.processes import end_on_sigterm
 
 RESULTS = Path(__file__).parent / "results"
 #: No benchmark may keep the others from being told of.
@@ -100,7 +101,7 @@ BENCHMARKS: dict[str, tuple[str, list[str], list[str], Callable[[dict[str, Any]]
     "engine": ("benchmarks.engine", ["--choice", "short"], ["--choice", "full"], engine_rows),
     "codec": ("benchmarks.codec", ["--tokens", "6000", "--rounds", "7"], [], codec_rows),
     "gather": ("benchmarks.gather", ["--rounds", "20", "--write"], ["--write"], gather_rows),
-    "pool": ("benchmarks.pool", ["--gib", "1", "--rounds", "3", "--long-gib", "2"], [], pool_rows),
+    "pool": ("benchmarks.pool", ["--gib", "1", "--rounds", "2", "--long-gib", "2"], [], pool_rows),
     "read": ("benchmarks.read", ["--rounds", "2", "--samples", "32"], [], read_rows),
     "scan": ("benchmarks.scan", ["--tokens", "3000", "--rounds", "15"], [], scan_rows),
     "scale": ("benchmarks.scale", ["--rows", "100000"], [], scale_rows),
@@ -110,11 +111,12 @@ BENCHMARKS: dict[str, tuple[str, list[str], list[str], Callable[[dict[str, Any]]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    end_on_sigterm()  # else what it runs would go on without it
     parser.add_argument("--full", action="store_true", help="every cell and round")
     parser.add_argument("--only", help="names, by commas; with --results, as the table of all is of one run")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     args = parser.parse_args()
-    if args.only and args.results == RESULTS:
+    if args.only and args.results.resolve() == RESULTS.resolve():
         parser.error("--only: expected with --results FOLDER, or benchmarks/results/bench.md would lose the others")
     names = args.only.split(",") if args.only else list(BENCHMARKS)
     if unknown := set(names) - set(BENCHMARKS):
@@ -146,7 +148,7 @@ def run(name: str, full: bool, results: Path) -> dict[str, Any]:
             with subprocess.Popen(argv, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True) as process:
                 try:
                     out, _ = process.communicate(timeout=limit)
-                except subprocess.TimeoutExpired:
+                except BaseException:
                     # With what it started, which may have sessions of its own, and would go on beside the next one.
                     for started in (*psutil.Process(process.pid).children(recursive=True), process):
                         started.kill()
@@ -183,7 +185,8 @@ def table(report: dict[str, Any]) -> str:
         "",
         "Of the engine: `null` is vLLM's extraction into a connector that does nothing, `null-sink` ours whose pages "
         "are dropped once they are in host memory, `file` ours into files, `discard` and `slow` into an S3 server "
-        "that throws bytes away, `slow` 60 MB in a second, `seaweedfs` into SeaweedFS, `vllm` vLLM's own connector "
+        "that throws bytes away, `slow` 60 MB in a second, `zstd` with a codec that is more than the writers' core can "
+        "do, `seaweedfs` into SeaweedFS, `vllm` vLLM's own connector "
         "into files; `direct` and `direct-sink` are `file` and `null-sink` with `cache_writes: direct`. Durable ÷ "
         "null sink is what storing costs. `benchmarks/engine.py` says the rest, and its own table (of the short "
         "choice in `results/short/`, which is not kept) has tokens, first tokens, blocks, memory and CPU seconds "

@@ -10,8 +10,8 @@ are of new processes, say more than one round of several windows.
 
 A pinned load has the engine on one core, and the writers, the store's server and this process on another; an unpinned
 one leaves all of it to the kernel. Files go to the folder for temporary ones (``TMPDIR``), which must be on a disk: 11
-GB for each cell, until its window ends. The engines of a round take some 2 GiB of memory each; it was never run on a
-GPU, of which each would ask for vLLM's own share: one sink at a time there. Writes
+GB for each cell, until its window ends. The engines of a round take some 2 GiB of memory each. For vLLM's CPU build: on
+a GPU each engine of a round would ask for vLLM's own share of its memory. Writes
 FOLDER/engine.{md,json}, by default and for a choice in benchmarks/results; ``--add`` goes on with what stands there, of
 this commit for the same load.
 
@@ -69,7 +69,7 @@ SECONDS = 20.0
 Choice = tuple[tuple[str, tuple[str, ...], int, int], ...]
 #: What ``make bench`` runs.
 SHORT: Choice = (
-    ("thin/5/prefill/pinned", ("none", "null", "null-sink", "discard", "file", "vllm", "direct", "direct-sink"), 3, 1),
+    ("thin/5/prefill/pinned", ("none", "null", "direct-sink", "null-sink", "discard", "file", "direct", "vllm"), 3, 1),
     ("thin/5/prefill/pinned", ("null-sink", "seaweedfs", "slow", "zstd"), 1, 1),
     ("thin/5/prefill/unpinned", ("null", "null-sink", "file", "vllm"), 1, 1),
     ("thin/5/decode/pinned", ("null", "null-sink", "file"), 1, 2),
@@ -112,6 +112,10 @@ def main() -> None:
     report: dict[str, Any] = {"about": {}, "cells": []}
     if args.add and (file := args.results / "engine.json").exists():
         report = json.loads(file.read_text())
+    try:
+        args.results.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        parser.error(f"--results: expected a folder, or a place for one: {e}")
     cells = report["cells"]
     for name in {name for pattern, *_ in choice for name in fnmatch.filter(LOADS, pattern)}:
         there = report["about"].setdefault(name, about)
@@ -151,6 +155,8 @@ def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Choice:
     windows = 3 if args.windows is None else args.windows
     if unknown := set(sinks) - set(SINKS):
         parser.error(f"--sinks: expected some of {', '.join(SINKS)}, came {', '.join(sorted(unknown))}")
+    if len(set(sinks)) < len(sinks):
+        parser.error(f"--sinks: expected each once, came {','.join(sinks)}")
     for name, given in (("--rounds", rounds), ("--windows", windows)):
         if given < 1:
             parser.error(f"{name}: expected at least 1, came {given}")
@@ -197,7 +203,11 @@ def run_round(
     """Start a cell for each sink, and let them measure in turns: what the machine's neighbours do to one of them in
     these seconds they do to the next one, too. Every other turn is backwards, so that none always comes first."""
     with ExitStack() as stack:
-        cells = [stack.enter_context(Running.started(name, sink, folder, seconds, profiles)) for sink in sinks]
+        cells = [
+            # Where something is the limit, vLLM's cache must fill first.
+            stack.enter_context(Running.started(name, sink, folder, seconds * (1 + (sink in BOUND)), profiles))
+            for sink in sinks
+        ]
         for cell in cells:
             cell.warm()
         os.sync()  # what warming up wrote is not the first window's to wait for
@@ -281,11 +291,19 @@ class Running:
         found = {**together(self._spec, self._windows), **self._watch.within(self._windows)}
         if self.sink == "slow":
             found["rate_share"] = found["durable_bytes_per_s"] / SLOW_RATE
+            if made := [bytes_per_s for w in self._windows if (bytes_per_s := self._made(w)) is not None]:
+                found["answers_share"] = max(made) / SLOW_RATE
         if self.sink == "zstd":
             found["core_share"] = busy(found)
         if self.sink in BOUND:
             found["growth_share"] = max(found["memory_growth"], 0) / (2 * RING_BYTES)
         return found
+
+    def _made(self, window: Mapping[str, float]) -> float | None:
+        """Bytes a second of the samples whose requests ended while vLLM's cache was full, and more were sent; None if
+        that was too short to say."""
+        seconds = window["start"] + self._spec.seconds - window["full"]
+        return window["ended_since_full"] * self._spec.sample_bytes / seconds if seconds > 5 else None
 
     def _hear(self) -> Any:
         try:
@@ -368,10 +386,13 @@ def memory(pids: Sequence[int]) -> int:
 
 
 def growth(seen: Sequence[int]) -> int:
-    """The second half's peak over the first half's, of one window: what grows goes on growing. (What is only touched
-    for the first time, of vLLM's cache, or kept of a larger batch, is so at a window's begin.)"""
+    """The second half's peak over the first half's, of one window: what grows goes on growing."""
     half = (len(seen) + 1) // 2
     return max(seen[half:], default=seen[-1]) - max(seen[:half])
+
+
+#: Fewer looks at memory than this say nothing of growth.
+_LOOKS = 8
 
 
 class Watch:
@@ -416,7 +437,11 @@ class Watch:
         """
         seen = [[s for s in self._seen if w["start"] <= s[0] <= w["durable"]] for w in windows]
         # Under load alone: what drains afterwards would hide what grows.
-        loaded = [[m for t, m, _ in self._seen if w["start"] <= t <= w["answered"]] for w in windows]
+        # Nor before the cache is as full as it becomes: its memory is vLLM's, touched for the first time.
+        loaded = [[m for t, m, _ in self._seen if w["full"] <= t <= w["answered"]] for w in windows]
+        for i, w in enumerate(windows):
+            if len(loaded[i]) < _LOOKS:
+                loaded[i] = [m for t, m, _ in self._seen if w["start"] <= t <= w["answered"]]
         if not all(seen) or not all(loaded):
             raise RuntimeError(f"expected looks at memory within each of {len(windows)} windows, there were none")
         return {

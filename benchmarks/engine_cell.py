@@ -118,7 +118,8 @@ class Cell:
         self._due: dict[str, float] = {}  # when each request that has no answer yet was sent
         self.first: list[tuple[float, float]] = []  # (when, seconds) of first tokens
         self.finished = 0
-        self.held_peak = 0
+        self.held: list[tuple[float, int]] = []  # (when, requests whose blocks are held), by steps of a window
+        self.ended: list[float] = []  # when each request of a window ended
         self._files = 0  # of earlier windows
         if spec.sink == "null-sink":
             from hsx_dist.connector import outlet
@@ -160,8 +161,9 @@ class Cell:
             done += output.finished
         s = self.scheduler
         held = len(s.requests) - len(s.running) - len(s.waiting)
-        self.held_peak = max(self.held_peak, held)
+        self.held.append((now, held))
         self.finished += done
+        self.ended += [now] * done
         return done
 
     def load(self, seconds: float) -> None:
@@ -338,8 +340,10 @@ def run(spec: CellSpec, parent: Connection) -> None:
 
 def window(cell: Cell, seconds: float, compute: set[int]) -> dict[str, Any]:
     """Times, and what was done and spent, from the first request until all is on the disk."""
-    cell.finished, cell.held_peak = 0, 0
+    cell.finished = 0
+    cell.held.clear()
     cell.first.clear()
+    cell.ended.clear()
     before = cpu_seconds(compute)
     start = time.monotonic()
     cell.load(seconds)
@@ -348,19 +352,30 @@ def window(cell: Cell, seconds: float, compute: set[int]) -> dict[str, Any]:
     durable = time.monotonic()
     after = cpu_seconds(compute)
     os.sync()
+    most = max(held for _, held in cell.held)
+    full = full_since([(when, held) for when, held in cell.held if when <= start + seconds], start)
     return {
         "start": start,
         "answered": answered,
         "durable": durable,
         "synced": time.monotonic(),
         "requests": cell.finished,
+        "full": full,
+        "ended_since_full": sum(full < when <= start + seconds for when in cell.ended),
         # Requests sent at once wait for one another: the first round of them is not what a request sees, unless the
         # window is too short for others.
         "waits": [s for _, s in cell.first[cell.spec.concurrency :] or cell.first],
-        "held_requests_peak": cell.held_peak,
-        "held_blocks_peak": cell.held_peak * cell.blocks_per_request(),
+        "held_requests_peak": most,
+        "held_blocks_peak": most * cell.blocks_per_request(),
         "cpu_s": {name: s - before.get(name, 0.0) for name, s in after.items()},
     }
+
+
+def full_since(held: Sequence[tuple[float, int]], start: float) -> float:
+    """When vLLM's cache was, for the first time, as full (to a tenth) as it became: what (when, requests that are held)
+    say; ``start`` where they say nothing."""
+    most = max((count for _, count in held), default=0)
+    return next((when for when, count in held if count >= 0.9 * most > 0), start)
 
 
 def together(spec: CellSpec, windows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -53,6 +53,7 @@ RATIOS: tuple[tuple[str, str, tuple[str, ...], str, str], ...] = (
     ("SeaweedFS on the writers' core ÷ null sink, tokens/s", "tokens_per_s", ("seaweedfs",), "null-sink", ""),
     ("a store of 60 MB/s: durable bytes a second ÷ its own", "rate_share", ("slow",), "", "≥ 0.95"),
     ("a store of 60 MB/s: that it takes no more", "rate_share", ("slow",), "", "≤ 1.05"),
+    ("a store of 60 MB/s: answers, once the cache is full ÷ its own", "answers_share", ("slow",), "", "≤ 1.1"),
     ("more to encode than the writers' core can: its share of that core", "core_share", ("zstd",), "", "≥ 0.9"),
     ("store or core the limit: memory's growth ÷ bytes that may be in flight", "growth_share", BOUND, "", "≤ 0.1"),
     ("durable ÷ vLLM's own, until all is written", "durable_tokens_per_s", FILES, "vllm", "≥ 1.3"),

@@ -68,10 +68,15 @@ def test_each_ratio_has_a_name_of_its_own():
 def test_what_is_seen_of_windows_is_of_them_alone():
     watch = engine.Watch(os.getpid(), None)
     watch._seen = [(t, m, t / 2) for t, m in ((0, 9), (1, 5), (2, 6), (3, 99), (4, 7), (5, 8), (6, 50), (7, 60))]
-    windows = [{"start": 1, "answered": 2, "durable": 2.5}, {"start": 4, "answered": 5, "durable": 6}]
+    windows = [{"start": 1, "full": 1, "answered": 2, "durable": 2.5}]
+    windows.append({"start": 4, "full": 4, "answered": 5, "durable": 6})
     assert watch.within(windows) == {"memory_peak": 50, "memory_growth": 1, "server_cpu_s": 1.5}
     with pytest.raises(RuntimeError, match="none"):
-        watch.within([*windows, {"start": 10, "answered": 11, "durable": 12}])
+        watch.within([*windows, {"start": 10, "full": 10, "answered": 11, "durable": 12}])
+    # What grows until vLLM's cache is full does not count, where there are looks enough after it.
+    watch._seen = [(t, min(t, 30) * 100, 0.0) for t in range(60)]
+    assert watch.within([{"start": 0, "full": 31, "answered": 59, "durable": 59}])["memory_growth"] == 0
+    assert watch.within([{"start": 0, "full": 58, "answered": 59, "durable": 59}])["memory_growth"] == 100
 
 
 def test_a_process_that_ended_does_not_end_the_watch():
@@ -83,7 +88,14 @@ def test_a_process_that_ended_does_not_end_the_watch():
         pass
     now = time.monotonic()
     zombie.wait()
-    assert watch.within([{"start": start, "answered": now, "durable": now}])["memory_peak"] > 1 << 20
+    assert watch.within([{"start": start, "full": start, "answered": now, "durable": now}])["memory_peak"] > 1 << 20
+
+
+def test_since_when_the_cache_is_full():
+    held = [(1.0, 0), (2.0, 50), (3.0, 95), (4.0, 99), (5.0, 98)]
+    assert engine_cell.full_since(held, 0.5) == 3.0
+    assert engine_cell.full_since([(1.0, 0)], 0.5) == 0.5
+    assert engine_cell.full_since([], 0.5) == 0.5
 
 
 def test_figures_of_several_windows():
@@ -238,6 +250,8 @@ def test_the_loads_and_sinks_that_a_choice_names_exist():
         (["--loads", "thin*"], "expected with --results"),
         (["--choice", "short", "--profile", "x"], "expected with --results"),
         (["--loads", "nope", "--results", "x"], "came 'nope'"),
+        (["--loads", "thin*", "--results", "x", "--sinks", "file,file"], "each once"),
+        (["--loads", "thin*", "--results", __file__], "expected a folder"),
     ],
 )
 def test_the_engines_benchmark_refuses_what_it_would_not_do(argv, said, monkeypatch, capsys):
