@@ -117,7 +117,6 @@ class Cell:
         self._sent = 0
         self._due: dict[str, float] = {}  # when each request that has no answer yet was sent
         self.first: list[tuple[float, float]] = []  # (when, seconds) of first tokens
-        self.finished = 0
         self.held: list[tuple[float, int]] = []  # (when, requests whose blocks are held), by steps of a window
         self.ended: list[float] = []  # when each request of a window ended
         self._files = 0  # of earlier windows
@@ -162,7 +161,6 @@ class Cell:
         s = self.scheduler
         held = len(s.requests) - len(s.running) - len(s.waiting)
         self.held.append((now, held))
-        self.finished += done
         self.ended += [now] * done
         return done
 
@@ -340,7 +338,6 @@ def run(spec: CellSpec, parent: Connection) -> None:
 
 def window(cell: Cell, seconds: float, compute: set[int]) -> dict[str, Any]:
     """Times, and what was done and spent, from the first request until all is on the disk."""
-    cell.finished = 0
     cell.held.clear()
     cell.first.clear()
     cell.ended.clear()
@@ -359,7 +356,7 @@ def window(cell: Cell, seconds: float, compute: set[int]) -> dict[str, Any]:
         "answered": answered,
         "durable": durable,
         "synced": time.monotonic(),
-        "requests": cell.finished,
+        "requests": len(cell.ended),
         "full": full,
         "ended_since_full": sum(full < when <= start + seconds for when in cell.ended),
         # Requests sent at once wait for one another: the first round of them is not what a request sees, unless the

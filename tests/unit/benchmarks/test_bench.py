@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench, engine, engine_cell, engine_report
+from benchmarks import bench, engine, engine_cell, engine_report, processes
 from benchmarks.goals import verdict
 from benchmarks.processes import descendants
 from benchmarks.provenance import ROOT
@@ -193,11 +193,9 @@ def test_a_file_that_is_smaller_than_its_sample_ends_the_cell(tmp_path):
         cell.clear()
 
 
-@pytest.mark.parametrize("kernel", ["as it is", "without a list of children"])
-def test_processes_that_a_process_started(kernel, monkeypatch):
-    if kernel != "as it is":
-        exists = Path.exists
-        monkeypatch.setattr(Path, "exists", lambda path: path.name != "children" and exists(path))
+@pytest.mark.parametrize("listed", [processes.LISTED, False])
+def test_processes_that_a_process_started(listed, monkeypatch):
+    monkeypatch.setattr(processes, "LISTED", listed)
     script = "import subprocess, sys; subprocess.run(['sh', '-c', 'echo $$; read end']) and None"
     with subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
