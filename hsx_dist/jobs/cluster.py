@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import ray
-from ray.exceptions import RayError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.exceptions import ActorUnavailableError, RayError
 
-from hsx_dist.config.secrets import credential_environment
 from hsx_dist.jobs.fleet import Draining, FleetEvent, NodeGone, ReplicaDied, ReplicaLeaving, ReplicaReady, TaskDone
 from hsx_dist.jobs.nodes import Nodes, look
 from hsx_dist.jobs.placement import Placement
 from hsx_dist.jobs.ray_errors import reason_of, went_with_its_node
-from hsx_dist.jobs.replica_actor import ReplicaActor
+from hsx_dist.jobs.reach import Inquiry, wait_until_known
+from hsx_dist.jobs.replica_actor import start_replica
 from hsx_dist.jobs.room import has_room_for_writers
 from hsx_dist.jobs.tasks import EngineSpec, Task
 from hsx_dist.writers.ray_pool import WriterSpec, start_writer
@@ -89,6 +88,7 @@ class RayFleet:
         self._replicas: dict[int, _Replica] = {}
         self._numbers = 0
         self._starting: dict[Any, int] = {}
+        self._inquiry = Inquiry()  # replicas out of reach: what they died of says what becomes of their rows
         self._waiting: list[int] = []  # replicas that are up while there is no writer yet
         self._ever_ready = False
         self._told_draining = False
@@ -120,6 +120,9 @@ class RayFleet:
                 self._coming |= dict.fromkeys(self._start_writers(node), node)
         had = {*self._going.values(), *(node for node, _ in self._writers)}
         gone: list[FleetEvent] = [NodeGone(node) for node in sorted(had) if not self._nodes.is_alive(node)]
+        for number, replica in list(self._replicas.items()):
+            if replica.node and not self._nodes.is_alive(replica.node):
+                gone += self._lost(number, "its node is gone", with_node=True)
         self._coming = {actor: node for actor, node in self._coming.items() if node in wanted}
         self._going = {actor: node for actor, node in self._going.items() if self._nodes.is_alive(node)}
         self._flushing = {actor: ref for actor, ref in self._flushing.items() if actor in self._going}
@@ -178,38 +181,17 @@ class RayFleet:
         return started
 
     def _start_replica(self, failures: int = 0) -> None:
-        shape, placement = self._shape, self._shape.placement
         number, self._numbers = self._numbers, self._numbers + 1
-        name = f"{self._name}/replica/{number}"
-        group, scheduling = None, {}
-        if placement.total:  # Ray makes no group of nothing
-            group = ray.util.placement_group(list(placement.bundles), strategy=placement.strategy, name=name)
-            scheduling["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                group,
-                placement_group_bundle_index=0,
-                # The ranks of vLLM's Ray executor belong into the group as well.
-                placement_group_capture_child_tasks=len(placement.bundles) > 1,
-            )
-        # As an argument, not as a runtime_env: that one is shown on Ray's dashboard.
-        environment = {**credential_environment(), **shape.replica_env}
-        actor = (
-            ray.remote(ReplicaActor)
-            .options(
-                name=name,
-                namespace=self._name,
-                num_cpus=shape.replica_cpus,
-                num_gpus=placement.actor_gpus,
-                resources=dict(shape.replica_resources) or None,
-                max_concurrency=8,
-                **scheduling,
-            )
-            .remote(
-                self._spec,
-                self._writers,
-                environment,
-                shape.replica_cpus,
-                {"run": self._spec.output, "replica": str(number)},
-            )
+        actor, group = start_replica(
+            self._spec,
+            self._writers,
+            number,
+            placement=self._shape.placement,
+            num_cpus=self._shape.replica_cpus,
+            resources=self._shape.replica_resources,
+            environment=self._shape.replica_env,
+            name=f"{self._name}/replica/{number}",
+            namespace=self._name,
         )
         self._replicas[number] = _Replica(actor, group, failures)
         self._starting[actor.ready.remote()] = number
@@ -224,8 +206,9 @@ class RayFleet:
         events: list[FleetEvent] = []
         if time.monotonic() - self._looked > NODES_EVERY_S:
             events += self._watch_nodes()
-        running = {ref: number for number, replica in self._replicas.items() for ref in replica.tasks}
-        refs = [*self._starting, *running, *self._listening]
+        reached = {n: replica for n, replica in self._replicas.items() if n not in self._inquiry}
+        running = {ref: number for number, replica in reached.items() for ref in replica.tasks}
+        refs = [*self._starting, *running, *self._listening, *self._inquiry.refs]
         done, _ = ray.wait(refs, num_returns=1, timeout=0 if events else timeout) if refs else ([], [])
         if done:  # and whatever else is there by now, at no further wait
             done, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
@@ -234,6 +217,8 @@ class RayFleet:
                 events += self._heard(ref)
             elif ref in self._starting:
                 events += self._started(ref)
+            elif ref in self._inquiry.refs:
+                events += self._known(ref)
             elif ref in running and running[ref] in self._replicas:
                 events += self._task_done(ref, running[ref])
         return events
@@ -266,7 +251,7 @@ class RayFleet:
         try:
             replica.node = ray.get(ref)
         except RayError as e:
-            return self._died(number, e)
+            return self._failed(number, e)
         replica.actor.set_writers.remote(self._writers)  # the pool may have changed while it started
         replica.state = "ready"
         self._ever_ready = True
@@ -285,32 +270,58 @@ class RayFleet:
         try:
             result = ray.get(ref)
         except RayError as e:
-            return self._died(number, e)
+            return self._failed(number, e)
         del replica.tasks[ref]
         replica.failures = 0
         return [TaskDone(number, result), *self._take_leave()]
 
-    def _died(self, number: int, error: RayError) -> list[FleetEvent]:
+    def _failed(self, number: int, error: RayError) -> list[FleetEvent]:
+        """A call of a replica failed: it is dead, or out of reach."""
+        if not isinstance(error, ActorUnavailableError):
+            return self._died(number, error)
+        if number not in self._inquiry:
+            log.warning("replica %d is out of reach: %s", number, reason_of(error), extra={"replica": number})
+            self._inquiry.begin(number, self._replicas[number].actor)
+        return []
+
+    def _known(self, ref: Any) -> list[FleetEvent]:
+        known = self._inquiry.heard(ref)
+        if known is None:
+            return []
+        number, error = known
+        if error is None:
+            # Its calls are lost, and it may still be at them: another one is given their rows, and this one is ended.
+            return self._died(number, RayError("its connection broke, and what it answered is lost"), cut_off=True)
+        return self._died(number, error, cut_off=isinstance(error, ActorUnavailableError))
+
+    def _died(self, number: int, error: RayError, *, cut_off: bool = False) -> list[FleetEvent]:
+        """``cut_off``: it may be alive."""
+        events = self._watch_nodes()
+        if number in self._replicas:  # else it went with its node, or that drains and it was let go just now
+            node = self._replicas[number].node
+            with_node = went_with_its_node(error) or (node != "" and node not in self._nodes.resources)
+            events += self._lost(number, reason_of(error), with_node=with_node, cut_off=cut_off)
+        return events
+
+    def _lost(self, number: int, reason: str, *, with_node: bool, cut_off: bool = False) -> list[FleetEvent]:
         """One report a death: the refs of its other tasks are forgotten with it."""
         replica = self._replicas[number]
-        events = self._watch_nodes()
-        if number not in self._replicas:
-            return events  # its node drains, and it was let go just now
-        blameless = went_with_its_node(error) or (replica.node != "" and replica.node not in self._nodes.resources)
+        blameless = with_node or cut_off
         # A row that is alone with its engine is to blame, and not the engine.
-        alone = any(task.alone for task in replica.tasks.values())
-        failures = replica.failures + (not blameless and not alone)
+        alone = any(task.alone for task in replica.tasks.values()) and not cut_off
+        failures = replica.failures + (not with_node and not alone)
         hopeless = replica.state == "starting" and not blameless and not self._ever_ready
         again = not hopeless and failures <= self._max_failures and replica.state != "leaving"
         if again:
             self._start_replica(failures)
-        told = ReplicaDied(number, reason_of(error), fatal=not again and len(self._replicas) == 1, blameless=blameless)
-        return events + self._remove(number, told, flush=False)
+        told = ReplicaDied(number, reason, fatal=not again and len(self._replicas) == 1, blameless=blameless)
+        return self._remove(number, told, flush=False)
 
     def _remove(self, number: int, told: ReplicaDied, *, flush: bool) -> list[FleetEvent]:
         replica = self._replicas.pop(number)
+        self._inquiry.forget(number)
         if flush:
-            self._wait([replica.actor.flush.remote()], 5.0)
+            self._wait({replica.actor.flush.remote(): replica.actor}, 5.0)
         ray.kill(replica.actor, no_restart=True)
         if replica.group is not None:
             ray.util.remove_placement_group(replica.group)
@@ -324,16 +335,21 @@ class RayFleet:
         def left() -> float | None:
             return None if end is None else max(end - time.monotonic(), 0.0)
 
+        def flush_all(actors: list[Any]) -> list[Any]:
+            return self._wait({actor.flush.remote(): actor for actor in actors}, left())
+
+        replicas = self._started_replicas()
         writers = [*(actor for _, actor in self._writers), *self._going]
-        if end is not None:
-            # What writers hold is stored at once, beside what replicas still have to hand over.
-            early = [actor.flush.remote() for actor in writers]
-            self._wait([r.actor.flush.remote() for r in self._replicas.values() if r.state != "starting"], left())
-            self._wait(early, left())
-        else:
-            self._wait([r.actor.flush.remote() for r in self._replicas.values() if r.state != "starting"], None)
-        self._wait([actor.flush.remote() for actor in writers], left())
+        # Where time is short, what writers hold is stored at once, beside what replicas still have to hand over.
+        early = {actor.flush.remote(): actor for actor in writers} if end is not None else {}
+        unreached = flush_all(replicas)
+        self._wait(early, left())
+        unreached += flush_all(writers)
         events: list[FleetEvent] = []
+        if unreached and end is None:
+            # Whether their nodes are gone decides whether what they held counts as a try of its rows.
+            wait_until_known(unreached)
+            events += self._watch_nodes()
         # What the flush stored is told by the call that listens now, or by the next one. Where time is short, those
         # that have nothing to tell are not waited for.
         for _ in range(2 if end is None else 1):
@@ -344,26 +360,35 @@ class RayFleet:
                 events += self._heard(ref)
         return events
 
-    def _wait(self, refs: list[Any], timeout: float | None) -> None:
-        """Until all of ``refs`` are there, or time is up; what failed is run again."""
-        if not refs:
-            return
-        done, late = ray.wait(refs, num_returns=len(refs), timeout=timeout)
+    def _started_replicas(self) -> list[Any]:
+        return [r.actor for r in self._replicas.values() if r.state != "starting"]
+
+    def _wait(self, calls: dict[Any, Any], timeout: float | None) -> list[Any]:
+        """Until all calls (ref → its actor) are there, or time is up; what failed is run again. The actors that were
+        out of reach."""
+        if not calls:
+            return []
+        done, late = ray.wait(list(calls), num_returns=len(calls), timeout=timeout)
+        unreached = []
         for ref in done:
             try:
                 ray.get(ref)
             except RayError as e:
-                log.warning("flush: %s", type(e).__name__)
+                log.warning("no answer: %s", reason_of(e))
+                unreached += [calls[ref]] if isinstance(e, ActorUnavailableError) else []
         if late:
-            log.warning("%d of %d actors did not answer in time", len(late), len(refs))
+            log.warning("%d of %d actors did not answer in time", len(late), len(calls))
+        return unreached
 
     def close(self, *, quickly: bool = False) -> None:
         if not quickly:
-            self._wait([r.actor.stop.remote() for r in self._replicas.values() if r.state != "starting"], CLOSE_S)
+            self._wait(
+                {r.actor.stop.remote(): r.actor for r in self._replicas.values() if r.state != "starting"}, CLOSE_S
+            )
             here = {ref: actor for ref, actor in self._listening.items() if actor not in self._coming}
             for actor in here.values():
                 actor.hang_up.remote()
-            self._wait(list(here), CLOSE_S)
+            self._wait(here, CLOSE_S)
         for replica in self._replicas.values():
             ray.kill(replica.actor)
             if replica.group is not None:

@@ -80,7 +80,7 @@ class Driver:
         self._again: deque[Task] = deque()
         self._alone: deque[Task] = deque()
         self._shipped: dict[str, tuple[Row, int]] = {}  # key → row and tries: handed to writers, not proven yet
-        self._excused = False  # whether what is not proven may have gone with a node
+        self._excused = False  # whether what is not proven may have gone with a node, or a connection
         self._under_way = 0
         self._numbers = 0
         self._exhausted = False
@@ -317,6 +317,7 @@ class Driver:
         tasks = self._ready.pop(event.replica, [])
         self._leaving.discard(event.replica)
         self._progress.meter.add("replica_deaths")
+        self._excused |= event.blameless  # what it had shipped may not have reached a writer
         for task in tasks:
             self._given.pop(task.number, None)
         if event.fatal and not self._ready:

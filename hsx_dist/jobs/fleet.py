@@ -32,7 +32,7 @@ class ReplicaLeaving:
 @dataclass(frozen=True, slots=True)
 class ReplicaDied:
     """The replica is gone (or never came up), and with it whatever of its tasks has no receipt. ``fatal``: the engine
-    refused to start, and so would the next one. ``blameless``: it went with its node."""
+    refused to start, and so would the next one. ``blameless``: it went with its node, or its connection broke."""
 
     replica: int
     reason: str

@@ -9,8 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from hsx_dist.config.secrets import credential_environment
 from hsx_dist.jobs.cores import prepare_cpu
+from hsx_dist.jobs.placement import Placement
 from hsx_dist.jobs.tasks import EngineSpec, Task, TaskResult
 from hsx_dist.observe.logs import configure_logging
 from hsx_dist.observe.metrics import Meter
@@ -83,3 +86,48 @@ class ReplicaActor:
     def _on_lost(self, lost: Lost) -> None:
         # The driver learns it from the receipts that are missing; this line is for whoever reads the actor's log.
         log.warning("pages of %d segments were not taken by their writer: %s", len(lost.segments), lost.reason)
+
+
+def start_replica(
+    spec: EngineSpec,
+    writers: list[tuple[str, Any]],
+    number: int,
+    *,
+    placement: Placement,
+    num_cpus: float,
+    resources: Mapping[str, float],
+    environment: Mapping[str, str],
+    name: str,
+    namespace: str,
+) -> tuple[Any, Any]:
+    """A replica's actor and its placement group (None where it asks for nothing that Ray reserves)."""
+    group, scheduling = None, {}
+    if placement.total:  # Ray makes no group of nothing
+        group = ray.util.placement_group(list(placement.bundles), strategy=placement.strategy, name=name)
+        scheduling["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+            group,
+            placement_group_bundle_index=0,
+            # The ranks of vLLM's Ray executor belong into the group as well.
+            placement_group_capture_child_tasks=len(placement.bundles) > 1,
+        )
+    actor = (
+        ray.remote(ReplicaActor)
+        .options(
+            name=name,
+            namespace=namespace,
+            num_cpus=num_cpus,
+            num_gpus=placement.actor_gpus,
+            resources=dict(resources) or None,
+            max_concurrency=8,
+            **scheduling,
+        )
+        .remote(
+            spec,
+            writers,
+            # As an argument, not as a runtime_env: that one is shown on Ray's dashboard.
+            {**credential_environment(), **environment},
+            num_cpus,
+            {"run": spec.output, "replica": str(number)},
+        )
+    )
+    return actor, group

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from contextlib import contextmanager
 from itertools import islice
 
@@ -34,7 +35,8 @@ pytestmark = pytest.mark.integration
 
 QUICK = {
     "health_check_period_ms": 500,
-    "health_check_failure_threshold": 3,
+    # 10 s: as with Ray's defaults, calls fail (after 1 s) long before a node that vanished is known to be dead.
+    "health_check_failure_threshold": 20,
     "health_check_initial_delay_ms": 500,
 }
 MEMORY = 100 << 20
@@ -99,8 +101,8 @@ def check(output, model, wanted):
 
 
 class Meddling:
-    """A fleet that calls ``meddle(fleet, events)`` after every poll, keeps the events, and counts the rows that it
-    was given."""
+    """A fleet that calls ``meddle(fleet, events)`` before and after every poll, keeps the events, and counts the rows
+    that it was given."""
 
     def __init__(self, fleet, meddle):
         self.fleet = fleet
@@ -119,9 +121,15 @@ class Meddling:
         self.fleet.submit(replica, task)
 
     def poll(self, timeout):
+        self.meddle(self.fleet, self.seen)
         events = self.fleet.poll(timeout)
         self.seen += events
         self.meddle(self.fleet, self.seen)
+        return events
+
+    def flush(self, timeout=None):
+        events = self.fleet.flush(timeout)
+        self.seen += events
         return events
 
 
@@ -135,6 +143,20 @@ def meddling(monkeypatch, meddle):
 
     monkeypatch.setattr(extracting, "make_fleet", make_fleet)
     return made
+
+
+def process_of(actor):
+    return ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+
+
+def cut_connections(actor):
+    """Those of this process to the actor: it lives, and its answers are lost."""
+    to = {c.laddr.port for c in psutil.Process(process_of(actor)).net_connections("tcp") if c.status == "LISTEN"}
+    own = [c for c in psutil.Process().net_connections("tcp") if c.raddr and c.raddr.port in to]
+    assert own
+    for connection in own:
+        with socket.socket(fileno=os.dup(connection.fd)) as same:
+            same.shutdown(socket.SHUT_RDWR)
 
 
 def title_of(process):
@@ -196,7 +218,7 @@ def test_nodes_that_come_drain_and_vanish_cost_no_row(cluster, model, rows, tmp_
         if "vanished" not in nodes and done_by(seen, 2):  # in the place of the one that left
             assert fleet._replicas[2].node == nodes["third"].node_id
             nodes["vanished"] = True
-            pid = ray.get(fleet._replicas[1].actor.__ray_call__.remote(lambda _: os.getpid()))
+            pid = process_of(fleet._replicas[1].actor)
             cluster.remove_node(nodes["second"], allow_graceful=False)
             os.kill(pid, 9)  # a worker outlives its raylet for a moment, which a machine's death does not allow
 
@@ -223,3 +245,44 @@ def test_nodes_that_come_drain_and_vanish_cost_no_row(cluster, model, rows, tmp_
     assert {e.replica for e in died} >= {0, 1}
     assert all(e.blameless for e in died)
     check(tmp_path / "run", model, rows[1])
+
+
+@pytest.mark.slow
+def test_a_node_that_vanishes_before_the_flush_and_a_broken_connection_cost_no_row(
+    cluster, model, rows, tmp_path, monkeypatch
+):
+    """With max_tries 1 again, and nothing proven before the end: the vanished node's writer held all rows, and its node
+    counts as alive when they are missed."""
+    nodes = [cluster.add_node(num_cpus=1, object_store_memory=MEMORY) for _ in range(2)]
+    cluster.wait_for_nodes()
+    wanted = dict(islice(rows[1].items(), 16))
+    done = []
+
+    def vanish(node, actors):
+        pids = [process_of(actor) for actor in actors]
+        cluster.remove_node(node, allow_graceful=False)
+        for pid in pids:
+            os.kill(pid, 9)
+
+    def meddle(fleet, seen):
+        answers = [e for e in seen if isinstance(e, TaskDone)]
+        if not done and {key for e in answers for key in e.result.shipped} == wanted.keys():
+            replica = fleet._replicas[0]
+            [node] = [n for n in nodes if n.node_id == replica.node]
+            vanish(node, [replica.actor, *(actor for of, actor in fleet._writers if of == replica.node)])
+            done.append("vanished")
+        elif done == ["vanished"] and 1 in fleet._replicas and fleet._replicas[1].tasks:
+            cut_connections(fleet._replicas[1].actor)
+            done.append("cut")
+
+    made = meddling(monkeypatch, meddle)
+    config = configured(
+        model, rows, tmp_path / "run", max_replicas=1, max_tries=1, part_seconds=600, part_bytes="64MiB", limit=16
+    )
+    assert extracting.run_extract(config).exit_status == 0
+    assert done == ["vanished", "cut"]
+    died = [e for e in made[0].seen if isinstance(e, ReplicaDied)]
+    assert "node" in died[0].reason
+    assert "connection" in died[1].reason
+    assert all(e.blameless for e in died)
+    check(tmp_path / "run", model, wanted)
