@@ -11,11 +11,20 @@ from typing import Any, Literal
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
-from hsx_dist.jobs.fleet import Draining, FleetEvent, NodeGone, ReplicaDied, ReplicaLeaving, ReplicaReady, TaskDone
+from hsx_dist.jobs.fleet import (
+    Draining,
+    FleetEvent,
+    NodeGone,
+    ReplicaDied,
+    ReplicaLeaving,
+    ReplicaReady,
+    ReplicaUnreached,
+    TaskDone,
+)
 from hsx_dist.jobs.nodes import Nodes, look
 from hsx_dist.jobs.placement import Placement
 from hsx_dist.jobs.ray_errors import reason_of, went_with_its_node
-from hsx_dist.jobs.reach import Inquiry, wait_until_known
+from hsx_dist.jobs.reach import KNOWN_AFTER_S, Inquiry, failures, flush_until_known, flushing
 from hsx_dist.jobs.replica_actor import start_replica
 from hsx_dist.jobs.room import has_room_for_writers
 from hsx_dist.jobs.tasks import EngineSpec, Task
@@ -89,6 +98,7 @@ class RayFleet:
         self._numbers = 0
         self._starting: dict[Any, int] = {}
         self._inquiry = Inquiry()  # replicas out of reach: what they died of says what becomes of their rows
+        self._given_up: set[Any] = set()  # writers that were out of reach for too long, until they are heard of
         self._waiting: list[int] = []  # replicas that are up while there is no writer yet
         self._ever_ready = False
         self._told_draining = False
@@ -120,9 +130,6 @@ class RayFleet:
                 self._coming |= dict.fromkeys(self._start_writers(node), node)
         had = {*self._going.values(), *(node for node, _ in self._writers)}
         gone: list[FleetEvent] = [NodeGone(node) for node in sorted(had) if not self._nodes.is_alive(node)]
-        for number, replica in list(self._replicas.items()):
-            if replica.node and not self._nodes.is_alive(replica.node):
-                gone += self._lost(number, "its node is gone", with_node=True)
         self._coming = {actor: node for actor, node in self._coming.items() if node in wanted}
         self._going = {actor: node for actor, node in self._going.items() if self._nodes.is_alive(node)}
         self._flushing = {actor: ref for actor, ref in self._flushing.items() if actor in self._going}
@@ -131,6 +138,9 @@ class RayFleet:
             self._going |= {actor: node for node, actor in self._writers if node in self._nodes.draining}
             self._writers = left
             self._tell_replicas()
+        for number, replica in list(self._replicas.items()):
+            if replica.node and not self._nodes.is_alive(replica.node):
+                gone += self._lost(number, "its node is gone", with_node=True)
         for actor in self._going:
             # Again and again until the node is gone, as pages may have been under way; one call at a time, as a store
             # that is slow would have them fill the writer's threads, and nothing would be heard of it.
@@ -139,6 +149,7 @@ class RayFleet:
                 self._flushing[actor] = actor.flush.remote()
         known = {*self._coming, *self._going, *(actor for _, actor in left)}
         self._listening = {ref: actor for ref, actor in self._listening.items() if actor in known}
+        self._given_up &= known
         return gone + self._take_leave()
 
     def _take_leave(self) -> list[FleetEvent]:
@@ -212,6 +223,9 @@ class RayFleet:
         done, _ = ray.wait(refs, num_returns=1, timeout=0 if events else timeout) if refs else ([], [])
         if done:  # and whatever else is there by now, at no further wait
             done, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+        for number in self._inquiry.overdue():
+            late = RayError(f"it was out of reach for {KNOWN_AFTER_S:g} s")
+            events += self._died(number, late, cut_off=True)
         for ref in done:
             if ref in self._listening:
                 events += self._heard(ref)
@@ -233,13 +247,15 @@ class RayFleet:
         events: list[FleetEvent] = []
         try:
             events += ray.get(ref)
+            self._given_up.discard(actor)
             if actor in self._coming:
                 self._writers.append((self._coming.pop(actor), actor))
                 self._tell_replicas()
             events += self._announce()
         except RayError as e:
             # Ray restarts it while its node lives; what it held has no receipt and will be run again.
-            log.warning("a writer died: %s", type(e).__name__)
+            what = "is out of reach" if isinstance(e, ActorUnavailableError) else "died"
+            log.warning("a writer %s: %s", what, type(e).__name__)
             events += self._watch_nodes()
         if actor in self._coming or actor in self._going or any(actor == listed for _, listed in self._writers):
             self._listen(actor)
@@ -282,6 +298,7 @@ class RayFleet:
         if number not in self._inquiry:
             log.warning("replica %d is out of reach: %s", number, reason_of(error), extra={"replica": number})
             self._inquiry.begin(number, self._replicas[number].actor)
+            return [ReplicaUnreached(number)]
         return []
 
     def _known(self, ref: Any) -> list[FleetEvent]:
@@ -292,7 +309,7 @@ class RayFleet:
         if error is None:
             # Its calls are lost, and it may still be at them: another one is given their rows, and this one is ended.
             return self._died(number, RayError("its connection broke, and what it answered is lost"), cut_off=True)
-        return self._died(number, error, cut_off=isinstance(error, ActorUnavailableError))
+        return self._died(number, error)
 
     def _died(self, number: int, error: RayError, *, cut_off: bool = False) -> list[FleetEvent]:
         """``cut_off``: it may be alive."""
@@ -321,7 +338,7 @@ class RayFleet:
         replica = self._replicas.pop(number)
         self._inquiry.forget(number)
         if flush:
-            self._wait({replica.actor.flush.remote(): replica.actor}, 5.0)
+            failures(flushing([replica.actor]), 5.0)
         ray.kill(replica.actor, no_restart=True)
         if replica.group is not None:
             ray.util.remove_placement_group(replica.group)
@@ -331,64 +348,51 @@ class RayFleet:
 
     def flush(self, timeout: float | None = None) -> list[FleetEvent]:
         end = None if timeout is None else time.monotonic() + timeout
-
-        def left() -> float | None:
-            return None if end is None else max(end - time.monotonic(), 0.0)
-
-        def flush_all(actors: list[Any]) -> list[Any]:
-            return self._wait({actor.flush.remote(): actor for actor in actors}, left())
-
-        replicas = self._started_replicas()
-        writers = [*(actor for _, actor in self._writers), *self._going]
-        # Where time is short, what writers hold is stored at once, beside what replicas still have to hand over.
-        early = {actor.flush.remote(): actor for actor in writers} if end is not None else {}
-        unreached = flush_all(replicas)
-        self._wait(early, left())
-        unreached += flush_all(writers)
-        events: list[FleetEvent] = []
-        if unreached and end is None:
-            # Whether their nodes are gone decides whether what they held counts as a try of its rows.
-            wait_until_known(unreached)
-            events += self._watch_nodes()
+        events = self._flush_whatever_it_takes() if end is None else self._flush_by(end)
         # What the flush stored is told by the call that listens now, or by the next one. Where time is short, those
         # that have nothing to tell are not waited for.
         for _ in range(2 if end is None else 1):
             refs = [ref for ref, actor in self._listening.items() if actor not in self._coming]
-            patience = None if end is None else min(left() or 0.0, 1.0)
+            patience = None if end is None else min(max(end - time.monotonic(), 0.0), 1.0)
             done, _ = ray.wait(refs, num_returns=len(refs), timeout=patience) if refs else ([], [])
             for ref in done:
                 events += self._heard(ref)
         return events
 
-    def _started_replicas(self) -> list[Any]:
-        return [r.actor for r in self._replicas.values() if r.state != "starting"]
+    def _flush_by(self, end: float) -> list[FleetEvent]:
+        # What writers hold is stored at once, beside what replicas still have to hand over.
+        early = flushing(self._present_writers())
+        failures(flushing(self._started_replicas()), end - time.monotonic())
+        failures(early, end - time.monotonic())
+        failures(flushing(self._present_writers()), end - time.monotonic())
+        return []
 
-    def _wait(self, calls: dict[Any, Any], timeout: float | None) -> list[Any]:
-        """Until all calls (ref → its actor) are there, or time is up; what failed is run again. The actors that were
-        out of reach."""
-        if not calls:
-            return []
-        done, late = ray.wait(list(calls), num_returns=len(calls), timeout=timeout)
-        unreached = []
-        for ref in done:
-            try:
-                ray.get(ref)
-            except RayError as e:
-                log.warning("no answer: %s", reason_of(e))
-                unreached += [calls[ref]] if isinstance(e, ActorUnavailableError) else []
-        if late:
-            log.warning("%d of %d actors did not answer in time", len(late), len(calls))
-        return unreached
+    def _flush_whatever_it_takes(self) -> list[FleetEvent]:
+        events: list[FleetEvent] = []
+        replicas = self._started_replicas()
+        for actor, error in flush_until_known(replicas).items():
+            if replicas[actor] in self._replicas:
+                cut_off = isinstance(error, ActorUnavailableError)
+                events += self._died(replicas[actor], error, cut_off=cut_off)
+        unreached = flush_until_known(self._present_writers(), self._given_up)
+        self._given_up |= {actor for actor, e in unreached.items() if isinstance(e, ActorUnavailableError)}
+        # Whether a node is gone decides whether what was there counts as a try of its rows.
+        return events + self._watch_nodes()
+
+    def _present_writers(self) -> list[Any]:
+        return [*(actor for _, actor in self._writers), *self._going]
+
+    def _started_replicas(self) -> dict[Any, int]:
+        """Actor → number."""
+        return {r.actor: number for number, r in self._replicas.items() if r.state != "starting"}
 
     def close(self, *, quickly: bool = False) -> None:
         if not quickly:
-            self._wait(
-                {r.actor.stop.remote(): r.actor for r in self._replicas.values() if r.state != "starting"}, CLOSE_S
-            )
+            failures({actor.stop.remote(): actor for actor in self._started_replicas()}, CLOSE_S)
             here = {ref: actor for ref, actor in self._listening.items() if actor not in self._coming}
             for actor in here.values():
                 actor.hang_up.remote()
-            self._wait(here, CLOSE_S)
+            failures(here, CLOSE_S)
         for replica in self._replicas.values():
             ray.kill(replica.actor)
             if replica.group is not None:

@@ -20,6 +20,7 @@ from hsx_dist.jobs.fleet import (
     ReplicaDied,
     ReplicaLeaving,
     ReplicaReady,
+    ReplicaUnreached,
     TaskDone,
 )
 from hsx_dist.jobs.ledger import RowLedger
@@ -76,7 +77,7 @@ class Driver:
         self._stop_seconds = stop_seconds
         self._wait_seconds = wait_seconds
         self._ready: dict[int, list[Task]] = {}  # replica → its tasks, as far as they have not come back
-        self._leaving: set[int] = set()  # replicas that get no more tasks: their nodes drain
+        self._leaving: set[int] = set()  # replicas that get no more tasks: their nodes drain, or they are out of reach
         self._again: deque[Task] = deque()
         self._alone: deque[Task] = deque()
         self._shipped: dict[str, tuple[Row, int]] = {}  # key → row and tries: handed to writers, not proven yet
@@ -260,6 +261,9 @@ class Driver:
                 case ReplicaLeaving(replica):
                     self._leaving.add(replica)
                     self._progress.say(f"replica {replica} gets no more rows: its node drains")
+                case ReplicaUnreached(replica):
+                    self._leaving.add(replica)
+                    self._progress.say(f"replica {replica} is out of reach, and gets no more rows")
                 case ReplicaDied():
                     self._lost_replica(event)
                 case NodeGone():

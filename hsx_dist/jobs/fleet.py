@@ -30,6 +30,14 @@ class ReplicaLeaving:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaUnreached:
+    """The replica cannot be reached, and will be told as dead once it is known of what, if it is: it gets no more
+    tasks."""
+
+    replica: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaDied:
     """The replica is gone (or never came up), and with it whatever of its tasks has no receipt. ``fatal``: the engine
     refused to start, and so would the next one. ``blameless``: it went with its node, or its connection broke."""
@@ -58,7 +66,9 @@ class TaskDone:
     result: TaskResult
 
 
-FleetEvent = ReplicaReady | ReplicaLeaving | ReplicaDied | NodeGone | Draining | TaskDone | Event | Counted
+FleetEvent = (
+    ReplicaReady | ReplicaLeaving | ReplicaUnreached | ReplicaDied | NodeGone | Draining | TaskDone | Event | Counted
+)
 
 
 class Fleet(Protocol):

@@ -7,12 +7,17 @@ refused, 65 s where nothing answers. Whether an actor died, and of what, is not 
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
+
+from hsx_dist.jobs.ray_errors import reason_of
+
+log = logging.getLogger(__name__)
 
 #: How long Ray may take to know: then whoever cannot be reached is given up.
 KNOWN_AFTER_S = 90.0
@@ -40,6 +45,13 @@ class Inquiry:
     def forget(self, name: Hashable) -> None:
         self._actors.pop(name, None)
 
+    def overdue(self) -> list[Any]:
+        """Who was asked for too long, whether or not the last call has come back; each is told once."""
+        late = [name for name, (_, since) in self._actors.items() if time.monotonic() - since >= KNOWN_AFTER_S]
+        for name in late:
+            del self._actors[name]
+        return late
+
     def heard(self, ref: Any) -> tuple[Any, RayError | None] | None:
         """Of one of ``refs`` that is there: who it is, and what it died of (None: it lives). None while that is not
         known, and when nobody wants to know."""
@@ -49,11 +61,9 @@ class Inquiry:
         died: RayError | None = None
         try:
             ray.get(ref)
-        except ActorUnavailableError as e:
-            if time.monotonic() - self._actors[name][1] < KNOWN_AFTER_S:
-                self._ask(name)  # Ray takes a second to answer, and more where it waits for the connection
-                return None
-            died = e
+        except ActorUnavailableError:
+            self._ask(name)  # not at once: Ray takes a second or two for such an answer
+            return None
         except RayError as e:
             died = e
         del self._actors[name]
@@ -63,12 +73,42 @@ class Inquiry:
         self._asked[self._actors[name][0].__ray_ready__.remote()] = name
 
 
-def wait_until_known(actors: Sequence[Any]) -> None:
-    """Until each of ``actors`` lives, is dead, or was out of reach for too long."""
-    inquiry = Inquiry()
-    for number, actor in enumerate(actors):
-        inquiry.begin(number, actor)
+def flushing(actors: Iterable[Any]) -> dict[Any, Any]:
+    """Calls of their ``flush``: ref → actor."""
+    return {actor.flush.remote(): actor for actor in actors}
+
+
+def failures(calls: Mapping[Any, Any], timeout: float | None) -> dict[Any, RayError]:
+    """Wait until all ``calls`` (ref → actor) are there, or so many seconds have passed; the actors whose calls failed,
+    and why."""
+    if not calls:
+        return {}
+    done, late = ray.wait(list(calls), num_returns=len(calls), timeout=None if timeout is None else max(timeout, 0.0))
+    failed: dict[Any, RayError] = {}
+    for ref in done:
+        try:
+            ray.get(ref)
+        except RayError as e:
+            log.warning("no answer: %s", reason_of(e))
+            failed[calls[ref]] = e
+    if late:
+        log.warning("%d of %d actors did not answer in time", len(late), len(calls))
+    return failed
+
+
+def flush_until_known(actors: Iterable[Any], given_up: Collection[Any] = ()) -> dict[Any, RayError]:
+    """Flush ``actors``; those that could not be, and why.
+
+    Who is out of reach is flushed again until it says that it is, or it is known what became of it: it may live, and
+    be about to store what it has. Those in ``given_up`` are asked once.
+    """
     end = time.monotonic() + KNOWN_AFTER_S
-    while (refs := inquiry.refs) and (left := end - time.monotonic()) > 0:
-        for ref in ray.wait(refs, num_returns=1, timeout=left)[0]:
-            inquiry.heard(ref)
+    failed: dict[Any, RayError] = {}
+    left = list(actors)
+    while left:
+        failed |= failures(flushing(left), None)
+        late = time.monotonic() >= end
+        left = [a for a in left if isinstance(failed.get(a), ActorUnavailableError) and not late and a not in given_up]
+        for actor in left:
+            del failed[actor]
+    return failed

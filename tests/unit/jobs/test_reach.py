@@ -1,4 +1,4 @@
-"""How long actors are asked for. Real ones are out of reach in tests/integration/test_nodes_of_a_run.py."""
+"""Who is asked how often. Real actors are out of reach in tests/integration/test_nodes_of_a_run.py."""
 
 from __future__ import annotations
 
@@ -8,31 +8,42 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from hsx_dist.jobs import reach
 
 
-class Actor:
-    """Fails its first calls with ``answers``."""
+class Call:
+    """Fails the first times with ``answers``, then succeeds."""
 
-    def __init__(self, *answers):
+    def __init__(self, answers):
         self.answers = list(answers)
         self.calls = 0
-        self.__ray_ready__ = self
 
     def remote(self):
         self.calls += 1
         return (self, self.calls)
 
 
+class Actor:
+    def __init__(self, *answers):
+        self.__ray_ready__ = Call(answers)
+        self.flush = Call(answers)
+
+
 def get(ref):
-    actor, call = ref
-    if call <= len(actor.answers):
-        raise actor.answers[call - 1]
+    call, number = ref
+    if number <= len(call.answers):
+        raise call.answers[number - 1]
 
 
 @pytest.fixture
 def now(monkeypatch):
     clock = [0.0]
+
+    def wait(refs, num_returns, timeout):
+        assert num_returns == len(refs)
+        clock[0] += 2.0
+        return refs, []
+
     monkeypatch.setattr(reach.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(reach.ray, "get", get)
-    monkeypatch.setattr(reach.ray, "wait", lambda refs, **_: (refs[:1], refs[1:]))
+    monkeypatch.setattr(reach.ray, "wait", wait)
     return clock
 
 
@@ -47,8 +58,7 @@ def ask(actor):
 
 
 def test_an_actor_is_asked_again_while_ray_does_not_know(now):
-    died = ActorDiedError()
-    for last in (died, None):
+    for last in (ActorDiedError(), None):
         inquiry = ask(Actor(out_of_reach(), out_of_reach(), *([last] if last else [])))
         for _ in range(2):
             assert inquiry.heard(inquiry.refs[0]) is None
@@ -58,14 +68,13 @@ def test_an_actor_is_asked_again_while_ray_does_not_know(now):
         assert inquiry.refs == []
 
 
-def test_an_actor_that_stays_out_of_reach_is_given_up(now):
-    inquiry = ask(Actor(*[out_of_reach()] * 9))
-    assert inquiry.heard(inquiry.refs[0]) is None
+def test_an_actor_that_stays_out_of_reach_is_given_up_whether_or_not_it_answers(now):
+    inquiry = ask(Actor())
+    assert inquiry.overdue() == []
     now[0] = reach.KNOWN_AFTER_S
-    name, error = inquiry.heard(inquiry.refs[0])
-    assert name == 7
-    assert isinstance(error, ActorUnavailableError)
-    assert inquiry.refs == []
+    assert inquiry.overdue() == [7]
+    assert inquiry.overdue() == []
+    assert inquiry.heard(inquiry.refs[0]) is None
 
 
 def test_nobody_is_told_of_an_actor_that_was_forgotten(now):
@@ -75,7 +84,16 @@ def test_nobody_is_told_of_an_actor_that_was_forgotten(now):
     assert inquiry.heard(ref) is None
 
 
-def test_waiting_ends_when_all_are_known(now):
-    actors = [Actor(), Actor(out_of_reach(), ActorDiedError()), Actor(out_of_reach())]
-    reach.wait_until_known(actors)
-    assert [actor.calls for actor in actors] == [1, 2, 2]
+def test_who_is_out_of_reach_is_flushed_again_until_it_is_known_what_became_of_it(now):
+    alive, back, dead = Actor(), Actor(out_of_reach(), out_of_reach()), Actor(out_of_reach(), ActorDiedError())
+    assert reach.flush_until_known([alive, back, dead]) == {dead: dead.flush.answers[1]}
+    assert [actor.flush.calls for actor in (alive, back, dead)] == [1, 3, 2]
+
+
+def test_a_flush_gives_up_once_who_never_answers(now):
+    gone = Actor(*[out_of_reach()] * 1000)
+    assert isinstance(reach.flush_until_known([gone])[gone], ActorUnavailableError)
+    assert now[0] == pytest.approx(reach.KNOWN_AFTER_S, abs=2.0)
+    calls = gone.flush.calls
+    assert isinstance(reach.flush_until_known([gone], {gone})[gone], ActorUnavailableError)
+    assert gone.flush.calls == calls + 1
