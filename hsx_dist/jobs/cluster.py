@@ -326,11 +326,11 @@ class RayFleet:
         blameless = with_node or cut_off
         # A row that is alone with its engine is to blame, and not the engine.
         alone = any(task.alone for task in replica.tasks.values()) and not cut_off
-        failures = replica.failures + (not with_node and not alone)
+        in_a_row = replica.failures + (not with_node and not alone)
         hopeless = replica.state == "starting" and not blameless and not self._ever_ready
-        again = not hopeless and failures <= self._max_failures and replica.state != "leaving"
+        again = not hopeless and in_a_row <= self._max_failures and replica.state != "leaving"
         if again:
-            self._start_replica(failures)
+            self._start_replica(in_a_row)
         told = ReplicaDied(number, reason, fatal=not again and len(self._replicas) == 1, blameless=blameless)
         return self._remove(number, told, flush=False)
 

@@ -13,7 +13,15 @@ from hsx_dist.errors import EngineError, Fenced, StoreError
 from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SegmentProof, part_name
 from hsx_dist.format.runs import load_manifest, take_attempt
 from hsx_dist.jobs.driver import Driver
-from hsx_dist.jobs.fleet import Draining, NodeGone, ReplicaDied, ReplicaLeaving, ReplicaReady, TaskDone
+from hsx_dist.jobs.fleet import (
+    Draining,
+    NodeGone,
+    ReplicaDied,
+    ReplicaLeaving,
+    ReplicaReady,
+    ReplicaUnreached,
+    TaskDone,
+)
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.jobs.limits import Limits
 from hsx_dist.jobs.rows import Row
@@ -36,6 +44,7 @@ class LossyFleet:
         self.flushed: list[float | None] = []
         self.tasks = []
         self.dead: set[int] = set()
+        self.unreached: dict[int, int] = {}  # replica → polls until it is known that it is dead
         self.most_at_once = 0
         self.running = dict.fromkeys(range(replicas), 0)
 
@@ -45,6 +54,7 @@ class LossyFleet:
     def submit(self, replica, task):
         if replica in self.dead:
             return  # the driver does not know yet; no answer will come
+        assert replica not in self.unreached  # it has been told
         self.tasks.append(task)
         self.running[replica] += 1
         self.most_at_once = max(self.most_at_once, self.running[replica])
@@ -56,6 +66,9 @@ class LossyFleet:
             self.events = deque(e for e in self.events if not (isinstance(e, tuple) and e[0] == replica))
             gone = ReplicaDied(replica, "killed", blameless=outcome == "vanish")
             self.events += [gone, ReplicaReady(replica)]
+            return
+        if outcome == "unreach":
+            self.events.append(ReplicaUnreached(replica))
             return
         if outcome == "die for good":
             self.events.append(ReplicaDied(replica, "no engine", fatal=True))
@@ -73,10 +86,18 @@ class LossyFleet:
         self.events.append((replica, TaskDone(replica, result)))
 
     def poll(self, timeout):  # noqa: ARG002 - nothing here takes time
+        for replica, polls in list(self.unreached.items()):
+            self.unreached[replica] = polls - 1
+            if polls == 0:
+                del self.unreached[replica]
+                self.running[replica] = 0
+                self.events += [ReplicaDied(replica, "its node is gone", blameless=True), ReplicaReady(replica)]
         events, self.events = list(self.events), deque()
         self.dead.clear()
         found = []
         for event in events:
+            if isinstance(event, ReplicaUnreached):
+                self.unreached[event.replica] = 5
             if isinstance(event, tuple):
                 replica, event = event
                 self.running[replica] = max(self.running[replica] - 1, 0)
@@ -199,6 +220,14 @@ def test_what_goes_with_its_node_is_run_again_and_never_counted(ledger):
     fleet = LossyFleet(plan)
     manifest = drive(fleet, rows(8), ledger, max_tries=2)
     assert len(manifest.samples) == 8
+    assert manifest.failed == {}
+    assert {t.tries for t in fleet.tasks} == {0}
+
+
+def test_a_replica_out_of_reach_gets_no_more_rows_and_those_it_has_wait_for_what_became_of_it(ledger):
+    fleet = LossyFleet(lambda task: "unreach" if task.number == 4 else "fine")
+    manifest = drive(fleet, rows(40), ledger, max_tries=1)
+    assert len(manifest.samples) == 40
     assert manifest.failed == {}
     assert {t.tries for t in fleet.tasks} == {0}
 
