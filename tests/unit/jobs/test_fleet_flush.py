@@ -1,4 +1,4 @@
-"""What the fleet on Ray tells of those that a flush cannot reach (on real nodes: integration/test_nodes_of_a_run.py)."""
+"""What the fleet on Ray tells of those that a flush cannot reach; on real nodes: integration/test_nodes_of_a_run.py."""
 
 from __future__ import annotations
 
