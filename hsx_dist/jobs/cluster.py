@@ -348,7 +348,11 @@ class RayFleet:
 
     def flush(self, timeout: float | None = None) -> list[FleetEvent]:
         end = None if timeout is None else time.monotonic() + timeout
-        events = self._flush_whatever_it_takes() if end is None else self._flush_by(end)
+        events: list[FleetEvent] = []
+        if end is None:
+            events += self._flush_whatever_it_takes()
+        else:
+            self._flush_by(end)
         # What the flush stored is told by the call that listens now, or by the next one. Where time is short, those
         # that have nothing to tell are not waited for.
         for _ in range(2 if end is None else 1):
@@ -359,13 +363,12 @@ class RayFleet:
                 events += self._heard(ref)
         return events
 
-    def _flush_by(self, end: float) -> list[FleetEvent]:
+    def _flush_by(self, end: float) -> None:
         # What writers hold is stored at once, beside what replicas still have to hand over.
         early = flushing(self._present_writers())
         failures(flushing(self._started_replicas()), end - time.monotonic())
         failures(early, end - time.monotonic())
         failures(flushing(self._present_writers()), end - time.monotonic())
-        return []
 
     def _flush_whatever_it_takes(self) -> list[FleetEvent]:
         events: list[FleetEvent] = []
