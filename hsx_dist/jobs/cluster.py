@@ -375,8 +375,7 @@ class RayFleet:
         replicas = self._started_replicas()
         for actor, error in flush_until_known(replicas).items():
             if replicas[actor] in self._replicas:
-                cut_off = isinstance(error, ActorUnavailableError)
-                events += self._died(replicas[actor], error, cut_off=cut_off)
+                events += self._died(replicas[actor], error, cut_off=isinstance(error, ActorUnavailableError))
         unreached = flush_until_known(self._present_writers(), self._given_up)
         self._given_up |= {actor for actor, e in unreached.items() if isinstance(e, ActorUnavailableError)}
         # Whether a node is gone decides whether what was there counts as a try of its rows.
