@@ -103,7 +103,12 @@ class SimulatedFleet:
         self.seconds += time.process_time() - began
         return events
 
-    def flush(self, timeout: float | None = None) -> list[FleetEvent]:  # noqa: ARG002
+    def flush(
+        self,
+        timeout: float | None = None,  # noqa: ARG002
+        *,
+        hurry: Callable[[], bool] | None = None,  # noqa: ARG002
+    ) -> list[FleetEvent]:
         began = time.process_time()
         for node in self._nodes:
             self._seal(node)

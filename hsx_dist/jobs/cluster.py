@@ -24,7 +24,14 @@ from hsx_dist.jobs.fleet import (
 from hsx_dist.jobs.nodes import Nodes, look
 from hsx_dist.jobs.placement import Placement
 from hsx_dist.jobs.ray_errors import reason_of, went_with_its_node
-from hsx_dist.jobs.reach import KNOWN_AFTER_S, Inquiry, failures, flush_until_known, flushing
+from hsx_dist.jobs.reach import (
+    KNOWN_AFTER_S,
+    Inquiry,
+    failures,
+    flush_until_known,
+    flushing,
+    wait_for_all,
+)
 from hsx_dist.jobs.replica_actor import start_replica
 from hsx_dist.jobs.room import has_room_for_writers
 from hsx_dist.jobs.tasks import EngineSpec, Task
@@ -346,20 +353,19 @@ class RayFleet:
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def flush(self, timeout: float | None = None) -> list[FleetEvent]:
+    def flush(self, timeout: float | None = None, *, hurry: Callable[[], bool] | None = None) -> list[FleetEvent]:
         end = None if timeout is None else time.monotonic() + timeout
         events: list[FleetEvent] = []
         if end is None:
-            events += self._flush_whatever_it_takes()
+            events += self._flush_whatever_it_takes(hurry)
         else:
             self._flush_by(end)
         # What the flush stored is told by the call that listens now, or by the next one. Where time is short, those
         # that have nothing to tell are not waited for.
         for _ in range(2 if end is None else 1):
             refs = [ref for ref, actor in self._listening.items() if actor not in self._coming]
-            patience = None if end is None else min(max(end - time.monotonic(), 0.0), 1.0)
-            done, _ = ray.wait(refs, num_returns=len(refs), timeout=patience) if refs else ([], [])
-            for ref in done:
+            patience = None if end is None else min(end - time.monotonic(), 1.0)
+            for ref in wait_for_all(refs, patience, hurry)[0]:
                 events += self._heard(ref)
         return events
 
@@ -370,13 +376,13 @@ class RayFleet:
         failures(early, end - time.monotonic())
         failures(flushing(self._present_writers()), end - time.monotonic())
 
-    def _flush_whatever_it_takes(self) -> list[FleetEvent]:
+    def _flush_whatever_it_takes(self, hurry: Callable[[], bool] | None) -> list[FleetEvent]:
         events: list[FleetEvent] = []
         replicas = self._started_replicas()
-        for actor, error in flush_until_known(replicas).items():
+        for actor, error in flush_until_known(replicas, (), hurry).items():
             if replicas[actor] in self._replicas:
                 events += self._died(replicas[actor], error, cut_off=isinstance(error, ActorUnavailableError))
-        unreached = flush_until_known(self._present_writers(), self._given_up)
+        unreached = flush_until_known(self._present_writers(), self._given_up, hurry)
         self._given_up |= {actor for actor, e in unreached.items() if isinstance(e, ActorUnavailableError)}
         # Whether a node is gone decides whether what was there counts as a try of its rows.
         return events + self._watch_nodes()

@@ -138,10 +138,9 @@ class Driver:
             verdict = self._hand_out(rows)
             self._tell_pause(verdict)
             if self._is_idle() and (self._exhausted or verdict.room == 0) and not verdict.paused:
-                self._handle_all(self._fleet.flush())
-                self._try_unproven_again()
+                self._flush()
                 ended = "" if self._exhausted else self._verdict().ended
-                if not self._again and not self._alone and (self._exhausted or ended):
+                if self._is_idle() and not self._shipped and (self._exhausted or ended):
                     self.ended = ended  # whatever a signal said meanwhile: there was nothing left to stop
                     break
                 continue
@@ -218,8 +217,7 @@ class Driver:
             self._progress.say(f"paused by {verdict.paused}")
         if verdict.paused and self._is_idle() and self._shipped:
             # Consumers can only delete what they were shown.
-            self._handle_all(self._fleet.flush())
-            self._try_unproven_again()
+            self._flush()
         if self._paused and not verdict.paused:
             self._progress.say("there is room again: going on")
         self._paused = verdict.paused
@@ -343,6 +341,16 @@ class Driver:
             else:
                 # Whatever max_tries is: none of many rows is blamed before it was alone.
                 self._queue(rows, task.tries + 1)
+
+    def _is_to_end(self) -> bool:
+        return self._stop.is_set() or self._fenced.is_set() or self._limits.past_deadline()
+
+    def _flush(self) -> None:
+        """All that is shipped is proven, or queued again; neither where the run is to end meanwhile, and may have no
+        time to wait for a store, or for what becomes of a node."""
+        self._handle_all(self._fleet.flush(hurry=self._is_to_end))
+        if not self._is_to_end():
+            self._try_unproven_again()
 
     def _try_unproven_again(self) -> None:
         """After a flush everything shipped is proven, or was lost with its writer; a writer that died may have proven

@@ -84,9 +84,9 @@ class Fleet(Protocol):
         """What happened since the last call; waits up to ``timeout`` seconds for something."""
         ...
 
-    def flush(self, timeout: float | None = None) -> list[FleetEvent]:
-        """Make durable all that replicas have shipped; what happened by then. After ``timeout`` seconds what is not
-        durable yet is left to its fate."""
+    def flush(self, timeout: float | None = None, *, hurry: Callable[[], bool] | None = None) -> list[FleetEvent]:
+        """Make durable all that replicas have shipped; what happened by then. After ``timeout`` seconds, or when
+        ``hurry`` says so, what is not durable yet is left to its fate, which nothing is told of."""
         ...
 
     def close(self, *, quickly: bool = False) -> None:
@@ -130,7 +130,12 @@ class LocalFleet:
         numbers = self._increments.counters()
         return [*events, Counted(numbers)] if numbers else events
 
-    def flush(self, timeout: float | None = None) -> list[FleetEvent]:  # noqa: ARG002 - whoever stops us ends it
+    def flush(
+        self,
+        timeout: float | None = None,  # noqa: ARG002 - whoever stops us ends it
+        *,
+        hurry: Callable[[], bool] | None = None,  # noqa: ARG002
+    ) -> list[FleetEvent]:
         if self._replica is not None:
             self._replica.flush()
         self._sink.flush()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Any
 
 import ray
@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 #: How long Ray may take to know: then whoever cannot be reached is given up.
 KNOWN_AFTER_S = 90.0
+#: How often whoever waits for as long as it takes looks whether that is still wanted.
+LOOK_EVERY_S = 0.2
 
 
 class Inquiry:
@@ -79,12 +81,25 @@ def flushing(actors: Iterable[Any]) -> dict[Any, Any]:
     return {actor.flush.remote(): actor for actor in actors}
 
 
-def failures(calls: Mapping[Any, Any], timeout: float | None) -> dict[Any, RayError]:
-    """Wait until all ``calls`` (ref → actor) are there, or so many seconds have passed; the actors whose calls failed,
-    and why."""
-    if not calls:
-        return {}
-    done, late = ray.wait(list(calls), num_returns=len(calls), timeout=None if timeout is None else max(timeout, 0.0))
+def wait_for_all(
+    refs: Collection[Any], timeout: float | None, hurry: Callable[[], bool] | None = None
+) -> tuple[list[Any], list[Any]]:
+    """``ray.wait`` for all of them: (there, not yet). Ends after ``timeout`` seconds, or when ``hurry`` says so."""
+    if not refs:
+        return [], []
+    if timeout is not None or hurry is None:
+        return ray.wait(list(refs), num_returns=len(refs), timeout=None if timeout is None else max(timeout, 0.0))
+    while True:
+        there, late = ray.wait(list(refs), num_returns=len(refs), timeout=LOOK_EVERY_S)
+        if not late or hurry():
+            return there, late
+
+
+def failures(
+    calls: Mapping[Any, Any], timeout: float | None, hurry: Callable[[], bool] | None = None
+) -> dict[Any, RayError]:
+    """Wait (``wait_for_all``) for ``calls`` (ref → actor); the actors whose calls failed by then, and why."""
+    done, late = wait_for_all(calls, timeout, hurry)
     failed: dict[Any, RayError] = {}
     for ref in done:
         try:
@@ -97,19 +112,24 @@ def failures(calls: Mapping[Any, Any], timeout: float | None) -> dict[Any, RayEr
     return failed
 
 
-def flush_until_known(actors: Iterable[Any], given_up: Collection[Any] = ()) -> dict[Any, RayError]:
+def flush_until_known(
+    actors: Iterable[Any], given_up: Collection[Any] = (), hurry: Callable[[], bool] | None = None
+) -> dict[Any, RayError]:
     """Flush ``actors``; those that could not be, and why.
 
     Who is out of reach is flushed again until it says that it is, or it is known what became of it: it may live, and
-    be about to store what it has. Those in ``given_up`` are asked once.
+    be about to store what it has. Those in ``given_up`` are asked once. Where ``hurry`` says so, nobody is waited for,
+    and of those that are out of reach nothing is told.
     """
     end = time.monotonic() + KNOWN_AFTER_S
     failed: dict[Any, RayError] = {}
     left = list(actors)
     while left:
-        failed |= failures(flushing(left), None)
+        failed |= failures(flushing(left), None, hurry)
         late = time.monotonic() >= end
         left = [a for a in left if isinstance(failed.get(a), ActorUnavailableError) and not late and a not in given_up]
         for actor in left:
             del failed[actor]
+        if hurry is not None and hurry():
+            break
     return failed

@@ -127,8 +127,8 @@ class Meddling:
         self.meddle(self.fleet, self.seen)
         return events
 
-    def flush(self, timeout=None):
-        events = self.fleet.flush(timeout)
+    def flush(self, timeout=None, **more):
+        events = self.fleet.flush(timeout, **more)
         self.seen += events
         return events
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -12,12 +13,14 @@ import ray
 from ray.cluster_utils import Cluster
 
 from hsx_dist.format.codecs import resolve_codec
+from hsx_dist.format.manifest import Receipt
 from hsx_dist.format.runs import load_manifest, take_attempt, write_run
 from hsx_dist.jobs.cluster import ClusterShape, RayFleet
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import Store, open_store
-from hsx_dist.testing.discard import discard_server
+from hsx_dist.testing.discard import Answer, Request, discard_server
 from hsx_dist.testing.samples import random_sample
+from hsx_dist.writers.events import Counted
 from hsx_dist.writers.ray_pool import RaySender, WriterSpec
 from hsx_dist.writers.sink import SinkOptions
 
@@ -49,9 +52,11 @@ def cluster():
 
 
 @contextmanager
-def writers(*, writer_cpus: float) -> Iterator[tuple[RayFleet, Store]]:
+def writers(
+    *, writer_cpus: float, answer: Callable[[Request], Answer | None] = lambda _: None
+) -> Iterator[tuple[RayFleet, Store]]:
     """One on every node, and the run that they store."""
-    with discard_server() as server:
+    with discard_server(answer) as server:
         options = server.storage_options()
         store = open_store("s3://b/run", options)
         write_run(store, {})
@@ -156,3 +161,31 @@ def test_what_goes_to_other_nodes_stays_within_its_bound(cluster):
         assert set(load_manifest(store).samples) == set(SAMPLES)
         assert lost == []
         assert 0 < max(unanswered) <= abroad
+
+
+def test_a_flush_that_is_to_hurry_leaves_a_store_that_is_down_and_the_next_one_finds_everything(cluster):
+    """As when a run is stopped while it waits for its last part."""
+    refused: list[str] = []
+    up = threading.Event()
+
+    def answer(request: Request) -> Answer | None:
+        if up.is_set() or request.method != "PUT" or "/data/" not in request.path:
+            return None
+        refused.append(request.path)
+        return Answer(503)
+
+    with writers(writer_cpus=0, answer=answer) as (fleet, store):
+        while not fleet._writers:  # ends: the node has room for its own
+            fleet.poll(0.5)
+        sender = RaySender(fleet._writers, lambda _: None)
+        for sample in SAMPLES.values():
+            sender.send(list(sample.pages()), lambda _: None)
+        sender.flush()
+        told = fleet.flush(hurry=lambda: len(refused) > 1)
+        assert len(refused) > 1
+        assert [event for event in told if not isinstance(event, Counted)] == []
+        assert load_manifest(store).samples == {}
+        up.set()
+        told = fleet.flush()
+        assert [type(event) for event in told if not isinstance(event, Counted)] == [Receipt]
+        assert set(load_manifest(store).samples) == set(SAMPLES)

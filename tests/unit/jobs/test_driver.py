@@ -42,6 +42,7 @@ class LossyFleet:
         self.open: list[str] = []  # shipped, not stored
         self.seq = 0
         self.flushed: list[float | None] = []
+        self.while_flushing = lambda: None  # called in a flush of no time limit
         self.tasks = []
         self.dead: set[int] = set()
         self.unreached: dict[int, int] = {}  # replica → polls until it is known that it is dead
@@ -104,9 +105,13 @@ class LossyFleet:
             found.append(event)
         return found
 
-    def flush(self, timeout=None):
+    def flush(self, timeout=None, *, hurry=lambda: False):
         self.flushed.append(timeout)
         events = self.poll(0)
+        if timeout is None:
+            self.while_flushing()
+            if hurry():
+                return events
         if self.open:
             self.seq += 1
             events.append(receipt(self.seq, self.open))
@@ -342,6 +347,54 @@ def test_stop_hands_out_nothing_more_and_makes_durable_what_is_there_in_time(led
     assert driver.ended == ("signal" if how == "stop" else "its node drains")
     assert fleet.flushed == [7.0]
     assert len(ledger._manifest.samples) == 4 * len(fleet.tasks) < 100
+
+
+def test_a_stop_in_the_last_flush_leaves_it_only_as_much_time_as_there_is_and_blames_no_row(ledger):
+    fleet = LossyFleet()
+    progress = Progress(10, console=Console(file=io.StringIO()))
+    driver = Driver(fleet, ledger._manifest, ledger, progress, task_rows=4, max_tries=1, stop_seconds=7.0)
+    fleet.while_flushing = driver.stop
+    driver.run(iter(rows(10)))
+    assert driver.ended == "signal"
+    assert fleet.flushed == [None, 7.0]
+    assert len(ledger._manifest.samples) == 10
+    assert ledger._manifest.failed == {}
+
+
+def test_a_stop_after_all_is_stored_finds_nothing_to_stop(ledger):
+    fleet = LossyFleet()
+    progress = Progress(10, console=Console(file=io.StringIO()))
+    driver = Driver(fleet, ledger._manifest, ledger, progress, task_rows=4, max_tries=1)
+    real = fleet.flush
+
+    def flush(timeout=None, **more):
+        events = real(timeout, **more)
+        driver.stop()
+        return events
+
+    fleet.flush = flush
+    driver.run(iter(rows(10)))
+    assert (driver.ended, fleet.flushed) == ("", [None])
+
+
+def test_a_newer_attempt_does_not_wait_for_the_last_flush(ledger):
+    fleet = LossyFleet()
+    progress = Progress(10, console=Console(file=io.StringIO()))
+    driver = Driver(fleet, ledger._manifest, ledger, progress, task_rows=4, max_tries=1)
+    fleet.while_flushing = driver.fence
+    with pytest.raises(Fenced):
+        driver.run(iter(rows(10)))
+    assert fleet.flushed == [None]
+    assert ledger._manifest.failed == {}
+
+
+def test_the_deadline_ends_a_flush_as_a_stop_does(ledger):
+    clock = [0.0]
+    fleet = LossyFleet()
+    fleet.while_flushing = lambda: clock.__setitem__(0, 100.0)
+    driver = run(fleet, rows(10), ledger, limits=Limits(seconds=60, clock=lambda: clock[0]), stop_seconds=7.0)
+    assert (driver.ended, fleet.flushed) == ("deadline", [None, 7.0])
+    assert len(ledger._manifest.samples) == 10
 
 
 def test_a_newer_attempt_ends_a_driver_that_stores_nothing(ledger):

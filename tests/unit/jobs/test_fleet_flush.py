@@ -91,3 +91,12 @@ def test_a_writer_that_stays_out_of_reach_is_waited_for_once(fleet, monkeypatch)
     assert calls > 1
     fleet.flush()
     assert writer.flush.calls == calls + 1
+
+
+def test_a_flush_in_a_hurry_tells_nothing_of_those_it_did_not_hear(fleet, monkeypatch):
+    fleet._replicas[1].actor.flush.answers = [out_of_reach()] * 1000
+    fleet._writers[0][1].flush.answers = [out_of_reach()] * 1000
+    assert fleet.flush(hurry=lambda: True) == []
+    assert fleet.killed == []
+    assert fleet._given_up == set()
+    assert fleet._writers[0][1].flush.calls == 1

@@ -7,9 +7,11 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from hsx_dist.jobs import reach
 
+NEVER = ["no answer comes"]
+
 
 class Call:
-    """Fails the first times with ``answers``, then succeeds."""
+    """Fails the first times with ``answers``, then succeeds; or never answers."""
 
     def __init__(self, answers):
         self.answers = list(answers)
@@ -39,7 +41,9 @@ def now(monkeypatch):
     def wait(refs, num_returns, timeout):
         assert num_returns == len(refs)
         clock[0] += 2.0
-        return refs, []
+        there = [ref for ref in refs if ref[0].answers != NEVER]
+        assert timeout is not None or len(there) == len(refs), "waits for ever"
+        return there, [ref for ref in refs if ref not in there]
 
     monkeypatch.setattr(reach.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(reach.ray, "get", get)
@@ -97,3 +101,23 @@ def test_a_flush_gives_up_once_who_never_answers(now):
     calls = gone.flush.calls
     assert isinstance(reach.flush_until_known([gone], {gone})[gone], ActorUnavailableError)
     assert gone.flush.calls == calls + 1
+
+
+def test_who_hurries_waits_neither_for_those_that_do_not_answer_nor_for_what_becomes_of_others(now):
+    silent, gone, dead, alive = Actor(*NEVER), Actor(*[out_of_reach()] * 1000), Actor(ActorDiedError()), Actor()
+    hurry = iter([False, False, False, True, True])
+    failed = reach.flush_until_known([silent, gone, dead, alive], (), lambda: next(hurry))
+    assert failed == {dead: dead.flush.answers[0]}
+    assert [actor.flush.calls for actor in (silent, gone, dead, alive)] == [1, 1, 1, 1]
+    assert now[0] == 8.0  # four looks
+
+    hurry = iter([False, False, True])
+    assert reach.flush_until_known([gone, alive], (), lambda: next(hurry)) == {}
+    assert gone.flush.calls == 1 + 3
+
+
+def test_everything_that_is_there_is_not_looked_at_twice(now):
+    assert reach.wait_for_all([], None, lambda: False) == ([], [])
+    refs = [(Call([]), 1), (Call([]), 1)]
+    assert reach.wait_for_all(refs, None, lambda: False) == (refs, [])
+    assert now[0] == 2.0
