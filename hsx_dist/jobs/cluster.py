@@ -384,6 +384,8 @@ class RayFleet:
                 events += self._died(replicas[actor], error, cut_off=isinstance(error, ActorUnavailableError))
         unreached = flush_until_known(self._present_writers(), self._given_up, hurry)
         self._given_up |= {actor for actor, e in unreached.items() if isinstance(e, ActorUnavailableError)}
+        if hurry is not None and hurry():
+            return events
         # Whether a node is gone decides whether what was there counts as a try of its rows.
         return events + self._watch_nodes()
 

@@ -134,14 +134,15 @@ class Driver:
             if self._stop.is_set():
                 # Little time may be left: what is shipped is made durable, what is still computed is left to a resume.
                 self._handle_all(self._fleet.flush(self._stop_seconds))
+                self._is_complete()  # there may have been nothing left but to store it
                 break
             verdict = self._hand_out(rows)
             self._tell_pause(verdict)
+            if self._is_to_end():
+                continue
             if self._is_idle() and (self._exhausted or verdict.room == 0) and not verdict.paused:
                 self._flush()
-                ended = "" if self._exhausted else self._verdict().ended
-                if self._is_idle() and not self._shipped and (self._exhausted or ended):
-                    self.ended = ended  # whatever a signal said meanwhile: there was nothing left to stop
+                if self._is_complete():
                     break
                 continue
             self._handle_all(self._fleet.poll(0.5))
@@ -208,6 +209,15 @@ class Driver:
 
     def _is_idle(self) -> bool:
         return not any(self._ready.values()) and not self._again and not self._alone
+
+    def _is_complete(self) -> bool:
+        """Whether nothing is left to do, or a limit is reached; then ``ended`` says which, whatever a signal said
+        meanwhile: there was nothing left to stop."""
+        ended = "" if self._exhausted else self._verdict().ended
+        if not self._is_idle() or self._shipped or not (self._exhausted or ended):
+            return False
+        self.ended = ended
+        return True
 
     # -- telling -------------------------------------------------------------------------------------------------
 

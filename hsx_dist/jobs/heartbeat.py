@@ -14,6 +14,8 @@ from hsx_dist.store import Store
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 5.0
+#: How long the last value may take. A store that is down would hold up whoever stops, by all retries of a put.
+LAST_S = 10.0
 
 
 class Heartbeat:
@@ -39,20 +41,24 @@ class Heartbeat:
         self._every = every
         self._value = 0
         self._end = threading.Event()
+        self._last = ""
         self._beat("running")  # the first at once: a new attempt is not taken for a silent one
         self._thread = threading.Thread(target=self._loop, name="hsx-heartbeat", daemon=True)
         self._thread.start()
 
     def _loop(self) -> None:
+        fenced = False
         while not self._end.wait(self._every):
+            if fenced:
+                continue  # a newer attempt has the run: nobody asks for a sign of this one
             self._beat("running")
             try:
-                fenced = is_fenced(self._store, self._attempt)
+                fenced = not self._end.is_set() and is_fenced(self._store, self._attempt)
             except StoreError:
                 continue  # asked again soon; whoever stores a receipt asks too
             if fenced:
                 self._on_fenced()
-                return
+        self._beat(self._last)
 
     def _beat(self, state: str) -> None:
         self._value += 1
@@ -62,7 +68,10 @@ class Heartbeat:
             log.warning("heartbeat %d was not stored: %s", self._value, e)
 
     def stop(self, state: str) -> None:
-        """Last value: ``finished``, ``failed``, ``fenced``, or ``stopped`` and why."""
+        """Last value: ``finished``, ``failed``, ``fenced``, or ``stopped`` and why. Where the store does not take it in
+        time, it is left to the thread, and to the process's end."""
+        self._last = state
         self._end.set()
-        self._thread.join()
-        self._beat(state)
+        self._thread.join(LAST_S)
+        if self._thread.is_alive():
+            log.warning("the heartbeat's last value (%s) is not stored yet: the store does not answer", state)

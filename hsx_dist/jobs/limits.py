@@ -108,7 +108,7 @@ class HeldBytes:
 
     def close(self) -> None:
         self._end.set()
-        self._thread.join()
+        self._thread.join(1.0)  # not for as long as a listing may take: nobody needs it any more
 
 
 def seconds_left(config: ExtractConfig) -> float | None:

@@ -11,7 +11,7 @@ from hsx_dist.jobs import cluster, reach
 from hsx_dist.jobs.cluster import RayFleet, _Replica
 from hsx_dist.jobs.fleet import NodeGone, ReplicaDied
 from hsx_dist.jobs.nodes import Nodes
-from tests.unit.jobs.test_reach import Actor, get
+from tests.unit.jobs.test_reach import NEVER, Actor, Call, get
 
 
 class Shape:
@@ -94,9 +94,19 @@ def test_a_writer_that_stays_out_of_reach_is_waited_for_once(fleet, monkeypatch)
 
 
 def test_a_flush_in_a_hurry_tells_nothing_of_those_it_did_not_hear(fleet, monkeypatch):
-    fleet._replicas[1].actor.flush.answers = [out_of_reach()] * 1000
+    silent = fleet._replicas[1].actor
+    silent.flush.answers = [out_of_reach()] * 1000
     fleet._writers[0][1].flush.answers = [out_of_reach()] * 1000
+    fleet._listening = {(Call(NEVER), 1): fleet._writers[1][1]}
+
+    def wait(refs, num_returns, timeout):
+        assert timeout is not None, "for as long as it takes"
+        there = [ref for ref in refs if ref[0].answers != NEVER]
+        return there, [ref for ref in refs if ref not in there]
+
+    monkeypatch.setattr(reach.ray, "wait", wait)
+    fleet._look = lambda: pytest.fail("looked for nodes, which may take as long")
     assert fleet.flush(hurry=lambda: True) == []
     assert fleet.killed == []
     assert fleet._given_up == set()
-    assert fleet._writers[0][1].flush.calls == 1
+    assert [actor.flush.calls for actor in (silent, fleet._writers[0][1])] == [1, 1]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 
 from hsx_dist.format.runs import read_heartbeat, take_attempt
+from hsx_dist.jobs import heartbeat
 from hsx_dist.jobs.heartbeat import Heartbeat
 from hsx_dist.store.local import LocalStore
 
@@ -31,3 +32,26 @@ def test_it_tells_once_that_a_newer_attempt_was_taken(tmp_path):
     assert fenced.wait(30)
     heart.stop("fenced")
     assert read_heartbeat(store, 1)["state"] == "fenced"
+
+
+def test_a_store_that_does_not_answer_does_not_hold_up_who_stops(tmp_path, monkeypatch):
+    monkeypatch.setattr(heartbeat, "LAST_S", 0.2)
+    store = LocalStore(tmp_path)
+    take_attempt(store, {})
+    answers, asked = threading.Event(), threading.Event()
+    real = heartbeat.beat
+
+    def beat(store, attempt, value, state, progress):
+        if value > 1:
+            asked.set()
+            answers.wait(60)
+        real(store, attempt, value, state, progress)
+
+    monkeypatch.setattr(heartbeat, "beat", beat)
+    heart = Heartbeat(store, 1, every=0.01)
+    assert asked.wait(30)
+    heart.stop("stopped: signal")
+    assert read_heartbeat(store, 1)["state"] == "running"
+    answers.set()
+    heart._thread.join(60)
+    assert read_heartbeat(store, 1)["state"] == "stopped: signal"
