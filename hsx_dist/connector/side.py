@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -83,11 +84,17 @@ class CudaSide:
 
 
 class HostSide:
-    """A thread, on any core that the process was given. What the model has written it sees at once."""
+    """A thread, on any core that the process was given. What the model has written it sees at once.
+
+    It copies by itself. torch would share each copy among a team of threads of this thread's own, beside the engine's
+    team; and once a process has more such threads than cores, GNU's OpenMP lets those of every team sleep wherever they
+    wait for one another, which an engine's many small operations do all the time.
+    """
 
     def __init__(self) -> None:
         with any_core():
             self._thread = DaemonPool(1, "hsx-copy")
+        _set_num_threads(self._thread, 1)
         self._last: Future[None] | None = None
         self._failed: list[Future[None]] = []
 
@@ -116,6 +123,19 @@ class HostSide:
     def _keep_failure(self, done: Future[None]) -> None:
         if done.exception() is not None:
             self._failed.append(done)
+
+
+def _set_num_threads(pool: DaemonPool, threads: int) -> None:
+    """Of torch, for ``pool``'s only thread and no other."""
+    others = torch.get_num_threads()
+    # A thread takes the number that was set last, by whichever thread, when it first asks for it: hence asked for here,
+    # before, and set back there, after. Not by torch.set_num_threads, which vLLM's CPU worker makes a no-op for
+    # everybody once its own threads have their cores.
+    pool.submit(torch.get_num_threads).result()
+    pool.submit(torch._C.set_num_threads, threads).result()
+    setter = threading.Thread(target=torch._C.set_num_threads, args=(others,))
+    setter.start()
+    setter.join()
 
 
 def _run(started: list[tuple[Callable[[], None], Future[None]]]) -> None:

@@ -57,3 +57,24 @@ def test_a_copy_that_fails_is_never_said_to_be_done():
             side.close()
     finally:
         sys.setswitchinterval(before)
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_copy_takes_no_threads_of_its_own_and_every_other_thread_has_those_it_had(two_threads, monkeypatch):
+    # As vLLM's CPU worker has it.
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    found = []
+    side = HostSide()
+    (event,) = side.start([lambda: found.append(torch.get_num_threads())])
+    event.synchronize()
+    new = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    new.start()
+    new.join()
+    assert (*found, torch.get_num_threads()) == (1, 2, 2)
