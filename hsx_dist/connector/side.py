@@ -94,7 +94,7 @@ class HostSide:
     def __init__(self) -> None:
         with any_core():
             self._thread = DaemonPool(1, "hsx-copy")
-        _set_num_threads(self._thread, 1)
+        _share_nothing(self._thread)
         self._last: Future[None] | None = None
         self._failed: list[Future[None]] = []
 
@@ -125,14 +125,14 @@ class HostSide:
             self._failed.append(done)
 
 
-def _set_num_threads(pool: DaemonPool, threads: int) -> None:
-    """Of torch, for ``pool``'s only thread and no other."""
+def _share_nothing(pool: DaemonPool) -> None:
+    """One thread for torch in ``pool``'s only thread, and in no other."""
     others = torch.get_num_threads()
     # A thread takes the number that was set last, by whichever thread, when it first asks for it: hence asked for here,
     # before, and set back there, after. Not by torch.set_num_threads, which vLLM's CPU worker makes a no-op for
     # everybody once its own threads have their cores.
     pool.submit(torch.get_num_threads).result()
-    pool.submit(torch._C.set_num_threads, threads).result()
+    pool.submit(torch._C.set_num_threads, 1).result()
     setter = threading.Thread(target=torch._C.set_num_threads, args=(others,))
     setter.start()
     setter.join()

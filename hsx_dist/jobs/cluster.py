@@ -24,14 +24,7 @@ from hsx_dist.jobs.fleet import (
 from hsx_dist.jobs.nodes import Nodes, look
 from hsx_dist.jobs.placement import Placement
 from hsx_dist.jobs.ray_errors import reason_of, went_with_its_node
-from hsx_dist.jobs.reach import (
-    KNOWN_AFTER_S,
-    Inquiry,
-    failures,
-    flush_until_known,
-    flushing,
-    wait_for_all,
-)
+from hsx_dist.jobs.reach import KNOWN_AFTER_S, Inquiry, failures, flush_until_known, flushing, wait_for_all
 from hsx_dist.jobs.replica_actor import start_replica
 from hsx_dist.jobs.room import has_room_for_writers
 from hsx_dist.jobs.tasks import EngineSpec, Task
@@ -379,7 +372,7 @@ class RayFleet:
     def _flush_whatever_it_takes(self, hurry: Callable[[], bool] | None) -> list[FleetEvent]:
         events: list[FleetEvent] = []
         replicas = self._started_replicas()
-        for actor, error in flush_until_known(replicas, (), hurry).items():
+        for actor, error in flush_until_known(replicas, hurry=hurry).items():
             if replicas[actor] in self._replicas:
                 events += self._died(replicas[actor], error, cut_off=isinstance(error, ActorUnavailableError))
         unreached = flush_until_known(self._present_writers(), self._given_up, hurry)
