@@ -29,12 +29,12 @@ from benchmarks.provenance import provenance
 from benchmarks.states import smollm2_states
 from hsx_dist.format.codecs import SplitCodec, planes
 from hsx_dist.format.manifest import Manifest, Receipt, SegmentProof, part_name
-from hsx_dist.format.runs import take_attempt, write_complete, write_run
+from hsx_dist.format.runs import take_attempt, write_complete
 from hsx_dist.page import Segment
 from hsx_dist.reading import Run, open_run
 from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.store import Store, open_store
-from hsx_dist.testing.runs import store_run
+from hsx_dist.testing.runs import store_run, write_v1_run
 from hsx_dist.testing.samples import RandomSample
 from hsx_dist.testing.servers import S3Server, seaweedfs
 
@@ -236,7 +236,7 @@ def million(rounds: int) -> dict[str, Any]:
     """Seconds to open a run of a million samples whose manifest lies on disk."""
     with tempfile.TemporaryDirectory(prefix="hsx-read-") as folder:
         store = open_store(folder)
-        write_run(store, {"meaning": {"layers": list(EAGLE)}})
+        write_v1_run(store, {"meaning": {"layers": list(EAGLE)}})
         attempt = take_attempt(store, {})
         manifest = Manifest()
         per_part = 2000

@@ -30,7 +30,7 @@ from rich.console import Console
 
 from benchmarks.provenance import provenance
 from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SegmentProof, part_name, receipt_name
-from hsx_dist.format.runs import load_manifest, take_attempt, write_complete, write_run
+from hsx_dist.format.runs import load_manifest, take_attempt, write_complete
 from hsx_dist.jobs.driver import Driver
 from hsx_dist.jobs.extract import count_rows
 from hsx_dist.jobs.fleet import FleetEvent, ReplicaDied, ReplicaReady, TaskDone
@@ -41,6 +41,7 @@ from hsx_dist.observe.progress import Progress
 from hsx_dist.page import Segment
 from hsx_dist.reading import open_run
 from hsx_dist.store import Store, open_store
+from hsx_dist.testing.runs import write_v1_run
 from hsx_dist.writers.events import Lost
 
 RESULTS = Path(__file__).parent / "results"
@@ -229,7 +230,7 @@ class Watched(Progress):
 
 def drive(store: Store, n: int, replicas: int) -> dict[str, Any]:
     """A whole run by the real driver; then its completion."""
-    write_run(store, {})
+    write_v1_run(store, {})
     attempt = take_attempt(store, {})
     fleet, manifest, progress = SimulatedFleet(store, replicas), Manifest(), Watched(n)
     driver = Driver(fleet, manifest, RowLedger(store, attempt, manifest), progress, task_rows=64, max_tries=3)

@@ -31,9 +31,10 @@ from ray.exceptions import RayError
 from benchmarks.provenance import provenance
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.container import Part
-from hsx_dist.format.runs import load_manifest, take_attempt, write_run
+from hsx_dist.format.runs import load_manifest, take_attempt
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import Store, open_store
+from hsx_dist.testing.runs import write_v1_run
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.servers import S3Server, seaweedfs
 from hsx_dist.writers.ray_pool import RaySender, WriterSpec, start_writer
@@ -95,7 +96,7 @@ def wrong(store: Store, samples: dict[str, RandomSample]) -> Counter[str]:
 def one_round(server: S3Server, number: int, chance: random.Random) -> Counter[str]:
     url = f"{server.url}/round-{number}"
     store = open_store(url, server.storage_options)
-    write_run(store, {})
+    write_v1_run(store, {})
     attempt = take_attempt(store, {})
     samples = {f"k{i}": random_sample(f"k{i}", chance.randint(1, 800), seed=i) for i in range(200)}
     actors = []

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from hsx_dist.cli.tables import print_json
 from hsx_dist.config import parse_storage_options
 from hsx_dist.errors import NotFound
-from hsx_dist.format.manifest import RUN
-from hsx_dist.format.runs import count, load_manifest, read_run
+from hsx_dist.format.place import Place, find_place, is_description, leftovers
+from hsx_dist.format.runs import count, load_manifest, require_conditional_puts
 from hsx_dist.observe.units import bytes_text
 from hsx_dist.reading.expiry import expired, remove
-from hsx_dist.reading.garbage import remove_run, unfinished, unproven
+from hsx_dist.reading.garbage import left_behind, remove_run, unfinished, unproven
 from hsx_dist.reading.liveness import require_dead
 from hsx_dist.store import ObjectInfo, Store, open_store
 
@@ -22,8 +22,9 @@ _LONGEST_PUT_S = 86_400.0
 def run_gc(path: str, options: Sequence[str], *, delete: bool, watch: float, as_json: bool) -> None:
     """Garbage of a run, or what has expired of a server's: list it, and remove it if ``delete``."""
     store = open_store(path, parse_storage_options(options))
-    if _is_run(store):
-        _gc_run(store, path, delete=delete, watch=watch, as_json=as_json)
+    place = find_place(store)
+    if place is not None:
+        _gc_run(place, path, delete=delete, watch=watch, as_json=as_json)
         return
     if next(iter(store.list()), None) is None:
         raise NotFound(f"{path}: expected a run, or where a server stores, and nothing is stored there; check the path")
@@ -60,41 +61,51 @@ def _tell_unfinished(left: Sequence[ObjectInfo], *, delete: bool) -> None:
         print(f"{len(left):,} files that were never finished, {bytes_text(sum(info.size for info in left))}, {done}")
 
 
-def _gc_run(store: Store, path: str, *, delete: bool, watch: float, as_json: bool) -> None:
-    attempt = require_dead(store, watch_seconds=watch)
-    found = _collect(store, unproven(store, attempt), "no receipt names", delete=delete, as_json=as_json)
-    left = _collect(store, unfinished(store), "never finished", delete=delete, as_json=as_json)
+def _gc_run(place: Place, path: str, *, delete: bool, watch: float, as_json: bool) -> None:
+    require_dead(place.store, watch_seconds=watch)
+    if delete:
+        require_conditional_puts(place.store)
+    found = _collect(place.store, unproven(place, seal=delete), "no receipt names", delete=delete, as_json=as_json)
+    earlier = _collect(place.root, left_behind(place.root), "of a removed run:", delete=delete, as_json=as_json)
+    left = _collect(place.root, unfinished(place.root), "never finished", delete=delete, as_json=as_json)
     size = sum(info.size for info in found)
     if as_json:
-        garbage = [info.name for info in found]
-        unfinished_names = [info.name for info in left]
-        print_json({"path": path, "deleted": delete, "garbage": garbage, "bytes": size, "unfinished": unfinished_names})
+        print_json(
+            {
+                "path": path,
+                "deleted": delete,
+                "garbage": [info.name for info in found],
+                "bytes": size,
+                "removed_runs": [info.name for info in earlier],
+                "unfinished": [info.name for info in left],
+            }
+        )
         return
     done = "removed" if delete else "can go; --delete removes them"
     print(f"{len(found):,} parts without a receipt, {bytes_text(size)}, {done}")
+    if earlier:
+        print(f"{len(earlier):,} objects of runs that were removed here, {done}")
     _tell_unfinished(left, delete=delete)
 
 
 def run_rm(path: str, options: Sequence[str], *, yes: bool, watch: float) -> None:
     """Remove the run at ``path``; without ``yes`` only say what that would be."""
-    store = open_store(path, parse_storage_options(options))
-    if not yes:
-        read_run(store)
-        counts = count(load_manifest(store))
+    root = open_store(path, parse_storage_options(options))
+    place = find_place(root)
+    if not yes and place is not None:
+        counts = count(load_manifest(place.store))
         print(
             f"{path}: {counts['samples']:,} samples in {counts['parts']:,} parts, "
             f"{bytes_text(counts['stored_bytes'])}; --yes removes them"
         )
         return
-    require_dead(store, watch_seconds=watch)
-    removed = remove_run(store)
-    left = next(iter(store.list()), None)
-    print(f"{removed:,} objects removed" + (f"; {left.name} and others are not the run's, and stay" if left else ""))
-
-
-def _is_run(store: Store) -> bool:
-    try:
-        store.head(RUN)
-    except NotFound:
-        return False
-    return True
+    if not yes and (left := list(leftovers(root))):
+        print(f"{path}: no run, but what an unfinished removal left ({', '.join(left)}); --yes removes it")
+        return
+    if place is not None:
+        require_dead(place.store, watch_seconds=watch)
+    removed = remove_run(root, place)
+    print(f"{removed:,} objects removed; one small object stays and marks that the run was removed")
+    other = next((info.name for info in root.list() if not is_description(info.name)), None)
+    if other is not None:
+        print(f"{other} and others are not the run's, and stay")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hsx_dist.config import parse_storage_options
 from hsx_dist.errors import ConfigError
-from hsx_dist.format.runs import read_run
+from hsx_dist.format.place import read_run
 from hsx_dist.observe.report import write_report
 from hsx_dist.store import open_store
 

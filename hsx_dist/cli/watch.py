@@ -47,6 +47,8 @@ def _facts(status: RunStatus) -> list[tuple[str, object]]:
         )
     for kind, reasons in status.reasons.items():
         facts += [(f"{count:,} {kind}", reason) for reason, count in reasons.items()]
+    if status.missing_parts:
+        facts.append(("lost", f"{status.missing_parts:,} parts; the same extraction computes their samples again"))
     if status.conflicts:
         facts.append(("conflicts", f"{status.conflicts}; hsx show tells which"))
     return facts

@@ -200,6 +200,11 @@ class StoreConfig(Settings):
     retry_seconds: float = Field(
         default=120.0, ge=0, description="Seconds for which a failing call to the store is repeated."
     )
+    single_driver: bool = Field(
+        default=False,
+        description="Accept a store without conditional puts, to finish a run that is there. Only one driver may ever "
+        "work on that run at a time: nothing notices a second one.",
+    )
 
 
 class ExtractConfig(Settings):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -16,8 +16,6 @@ from hsx_dist.format.segments import SegmentTable
 
 __all__ = [
     "CHECK",
-    "COMPLETE",
-    "RUN",
     "Manifest",
     "Receipt",
     "RowFate",
@@ -26,18 +24,19 @@ __all__ = [
     "Totals",
     "attempt_name",
     "compacted_name",
+    "complete_name",
     "heartbeat_name",
+    "parse_part_name",
     "parse_receipt_name",
     "part_name",
     "receipt_name",
 ]
 
-RUN = "run.json"
-COMPLETE = "complete.json"
 #: What comparing samples with the model found (``check_samples``).
 CHECK = "check.json"
 _WRITER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-_RECEIPT = re.compile(r"manifest/(\d{4,})/([^/]+)/(\d{6,})\.json")
+_RECEIPT = re.compile(r"manifest/([0-9]{4,12})/([^/]+)/([0-9]{6,15})\.json")
+_PART = re.compile(r"data/part-([0-9]{4,12})-([A-Za-z0-9._-]+)-([0-9]{6,15})(?:=[^/]*)?\.safetensors")
 
 
 def attempt_name(attempt: int) -> str:
@@ -50,14 +49,23 @@ def heartbeat_name(attempt: int) -> str:
     return f"attempts/{_number(attempt, 4)}.heartbeat.json"
 
 
+def complete_name(attempt: int) -> str:
+    """``attempts/0001.complete.json``: the attempt accounted for every row. Its own, so that an earlier attempt that
+    pauses before it stores this cannot replace a later one's."""
+    return f"attempts/{_number(attempt, 4)}.complete.json"
+
+
 def receipt_name(attempt: int, writer: str, seq: int) -> str:
     """``manifest/0001/WRITER/000001.json``"""
     return f"manifest/{_number(attempt, 4)}/{_writer(writer)}/{_number(seq, 6)}.json"
 
 
-def part_name(attempt: int, writer: str, seq: int) -> str:
-    """``data/part-0001-WRITER-000001.safetensors``"""
-    return f"data/part-{_number(attempt, 4)}-{_writer(writer)}-{_number(seq, 6)}.safetensors"
+def part_name(attempt: int, writer: str, seq: int, sample: str = "") -> str:
+    """``data/part-0001-WRITER-000001.safetensors``; of a part that is one ``sample``, with ``=SAMPLE`` before the end.
+
+    No two parts of a run share a name, whatever they hold: a writer that pauses cannot replace another's part.
+    """
+    return f"data/part-{_number(attempt, 4)}-{_writer(writer)}-{_number(seq, 6)}{sample and f'={sample}'}.safetensors"
 
 
 def compacted_name(attempt: int) -> str:
@@ -67,8 +75,18 @@ def compacted_name(attempt: int) -> str:
 
 def parse_receipt_name(name: str) -> tuple[int, str, int] | None:
     """``(attempt, writer, seq)`` of a receipt's name; ``None`` for any other name."""
-    found = _RECEIPT.fullmatch(name)
-    return (int(found[1]), found[2], int(found[3])) if found else None
+    return _parsed(_RECEIPT.fullmatch(name))
+
+
+def parse_part_name(name: str) -> tuple[int, str, int] | None:
+    """``(attempt, writer, seq)`` of a part's name; ``None`` for any other name."""
+    return _parsed(_PART.fullmatch(name))
+
+
+def _parsed(found: re.Match[str] | None) -> tuple[int, str, int] | None:
+    if found is None or not _WRITER.fullmatch(found[2]) or int(found[1]) < 1 or int(found[3]) < 1:
+        return None
+    return int(found[1]), found[2], int(found[3])
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +145,7 @@ class Manifest:
         self._failed: dict[str, RowFate] = {}
         self._conflicts: set[str] = set()
         self._disputed: dict[str, list[str]] = {}
+        self._void: set[str] = set()  # parts that prove nothing any more
         for receipt in receipts:
             self.add(receipt)
 
@@ -147,8 +166,13 @@ class Manifest:
 
     @property
     def parts(self) -> Mapping[str, Receipt]:
-        """The receipt of each stored part. A live view."""
+        """The receipt of each stored part, without parts that a later receipt declares lost. A live view."""
         return MappingProxyType(self._parts)
+
+    @property
+    def void(self) -> frozenset[str]:
+        """Parts that receipts name and a later attempt found to be gone: they prove nothing."""
+        return frozenset(self._void)
 
     @property
     def stored_bytes(self) -> int:
@@ -215,13 +239,17 @@ class Manifest:
 
     def add(self, receipt: Receipt) -> None:
         """Take one receipt into account; one that is known already changes nothing."""
-        known = self._receipts.setdefault(receipt.id, receipt)
-        if known is not receipt:
+        known = self._receipts.get(receipt.id)
+        if known is not None:
             if known != receipt:
                 self._conflicts.add(f"{receipt_name(*receipt.id)}: two receipts of this name differ")
             return
-        self._order.append(receipt)
-        if receipt.part is not None:
+        if not self._void.issuperset(receipt.void):
+            self._declare_void(receipt.void)
+        self._receipts[receipt.id] = receipt
+        lost = receipt.part in self._void
+        self._order.append(replace(receipt, segments=()) if lost else receipt)
+        if receipt.part is not None and not lost:
             before = self._parts.setdefault(receipt.part, receipt)
             if before is not receipt:
                 self._conflicts.add(f"{receipt.part}: two receipts name this part")
@@ -230,6 +258,18 @@ class Manifest:
             self._add_segments(len(self._order) - 1, receipt.table)
         for fate in receipt.rows:
             self._take_fate(receipt.id, fate)
+
+    def _declare_void(self, parts: Sequence[str]) -> None:
+        """Take ``parts`` as lost, whether their receipts are known already or come later."""
+        void = self._void.union(parts)
+        if not void.isdisjoint(self._parts):
+            # Nothing is ever taken out of the index: rare as this is, it is made anew.
+            receipts, conflicts = list(self._receipts.values()), self._conflicts
+            self.__init__()  # type: ignore[misc]
+            self._void, self._conflicts = void, conflicts
+            for receipt in receipts:
+                self.add(receipt)
+        self._void = void
 
     def _add_segments(self, number: int, table: SegmentTable) -> None:
         whole = table.whole.tolist()

@@ -73,6 +73,8 @@ class Receipt:
     segments: Sequence[SegmentProof]
     rows: tuple[RowFate, ...]
     created: str
+    #: Parts that earlier attempts proved and this attempt found to be gone: they prove nothing any more.
+    void: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "segments", SegmentTable.of(self.segments))
@@ -105,6 +107,7 @@ class Receipt:
             "row_columns": _ROW_COLUMNS,
             "rows": [[r.key, r.row, r.fate, r.reason, r.tries, r.content] for r in self.rows],
             "created": self.created,
+            **({"void": list(self.void)} if self.void else {}),
         }
         text = json.dumps(body, separators=(",", ":")).encode("ascii")
         return b"".join((_BEFORE_CRC, crc32c_hex(crc32c(text)).encode(), _AFTER_CRC, text, b"}"))
@@ -173,6 +176,7 @@ def _receipt(b: _Json) -> Receipt:
         segments=segments,
         rows=tuple(map(_fate, b["rows"])),
         created=_text(b["created"], "created"),
+        void=tuple(_text(part, "void") for part in b.get("void", ())),
     )
     if not _HEX8.fullmatch(receipt.crc32c):
         raise ValueError(f"crc32c: expected 8 hex digits, came {receipt.crc32c!r}")

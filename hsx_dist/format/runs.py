@@ -1,4 +1,4 @@
-"""A run's own objects in a store: ``run.json``, attempts, heartbeats, receipts, completion."""
+"""A run's own objects in its store: attempts, heartbeats, the manifest, completion."""
 
 from __future__ import annotations
 
@@ -7,75 +7,55 @@ import json
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
 
 import zstandard
 
-from hsx_dist.errors import AlreadyExists, Fenced, FormatError, IntegrityError, NotFound, RunError
+from hsx_dist.errors import AlreadyExists, ConfigError, Fenced, FormatError, IntegrityError, NotFound
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.manifest import (
-    COMPLETE,
-    RUN,
     Manifest,
     Receipt,
     attempt_name,
     compacted_name,
+    complete_name,
     heartbeat_name,
     parse_receipt_name,
     receipt_name,
 )
+from hsx_dist.format.place import put_own, read_json
+from hsx_dist.format.receipt_log import is_fenced, list_logs, new_receipts, read_entry, read_logs, seal_logs
 from hsx_dist.store import Store
 
 __all__ = [
-    "COMPLETE",
-    "RUN",
+    "DRIVER",
+    "all_receipts",
     "beat",
+    "check_receipts",
+    "count",
     "is_fenced",
     "load_manifest",
     "newest_attempt",
     "read_attempt",
     "read_complete",
     "read_heartbeat",
-    "read_receipt",
-    "read_run",
     "receipts_of",
+    "require_conditional_puts",
     "scan_receipts",
+    "seal_earlier_attempts",
     "take_attempt",
     "write_complete",
-    "write_run",
 ]
 
-_RUN_FORMAT = "hsx-run/1"
+#: The writer's name of an attempt's driver: its log tells what became of rows that left no sample.
+DRIVER = "driver"
+#: The name that version 1 gave to what ``complete_name`` names.
+_COMPLETE_V1 = "complete.json"
 _COMPLETE_FORMAT = "hsx-complete/1"
-_ATTEMPT = re.compile(r"attempts/(\d{4,})\.json")
-_READERS = 16
-_LARGEST_JSON = 256 << 20
+_ATTEMPT = re.compile(r"attempts/([0-9]{4,12})\.json")
+_COMPLETED = re.compile(r"attempts/([0-9]{4,12})\.complete\.json")
 _LARGEST_COMPACTED = 64 << 30
-
-
-def write_run(store: Store, info: Mapping[str, Any]) -> None:
-    """Make the run: store ``run.json``, which must hold no credentials.
-
-    Raises:
-        RunError: another one was made here in the meantime.
-    """
-    body = _dump({"format": _RUN_FORMAT, **info})
-    if not _put_own(store, RUN, body):
-        raise RunError(
-            f"{store.url}: expected no {RUN}, and there is one: another driver has just started a run here. Start "
-            "again to go on with it, or choose another output"
-        )
-
-
-def read_run(store: Store) -> dict[str, Any]:
-    """What ``run.json`` says. Raises ``RunError`` when there is none, ``FormatError`` when it cannot be read."""
-    found = _read_json(store, RUN)
-    if found is None:
-        raise RunError(f"no run at {store.url}: expected {RUN} there; check the path, or that the run has been started")
-    _check_format(found, _RUN_FORMAT, f"{store.url}/{RUN}")
-    return found
 
 
 def take_attempt(store: Store, info: Mapping[str, Any]) -> int:
@@ -86,29 +66,57 @@ def take_attempt(store: Store, info: Mapping[str, Any]) -> int:
     # The token makes the body ours alone: read back, it tells a lost answer from a lost race.
     own = {"token": uuid.uuid4().hex, "created": datetime.now(UTC).isoformat(timespec="seconds")}
     attempt = newest_attempt(store) + 1
-    while not _put_own(store, attempt_name(attempt), _dump({**info, "attempt": attempt, **own})):
+    while not put_own(store, attempt_name(attempt), _dump({**info, "attempt": attempt, **own})):
         attempt += 1
     return attempt
 
 
+def require_conditional_puts(store: Store) -> None:
+    """Check that the store refuses a second put of one name. Attempts, receipts and seals rely on it.
+
+    Raises:
+        ConfigError: it replaces the object.
+        StoreError: the store's.
+    """
+    name = f"attempts/probe-{uuid.uuid4().hex}.json"
+    store.put_if_absent(name, b"first")
+    try:
+        try:
+            store.put_if_absent(name, b"second")
+        except AlreadyExists:
+            if store.get(name) == b"first":
+                return
+        raise ConfigError(
+            f"{store.url}: expected a store that refuses to create an object twice (If-None-Match), got one that "
+            "replaces it: two drivers could both hold an attempt, and lose rows. Use a store with conditional puts. To "
+            "finish a run that is there already, set store.single_driver=true and run one driver at a time"
+        )
+    finally:
+        store.delete(name)
+
+
+def seal_earlier_attempts(store: Store, attempt: int) -> None:
+    """End the logs of all writers of attempts before ``attempt``, which the caller has taken. When this returns, the
+    receipts of those attempts are final.
+
+    A writer of which nothing is stored yet has no log to seal. It cannot store a receipt either: it looks for a newer
+    attempt after it has stored a part, and finds this one.
+    """
+    # A driver's log has its name by its attempt alone, so that it is sealed even where it holds nothing yet.
+    logs = {(earlier, DRIVER): 0 for earlier in range(1, attempt)}
+    logs |= {log: last for log, last in list_logs(store).items() if log[0] < attempt}
+    seal_logs(store, logs, f"attempt {attempt}")
+
+
 def read_attempt(store: Store, attempt: int) -> dict[str, Any] | None:
     """What the holder of an attempt said of itself (host, pid, settings, created); ``None`` when nobody took it."""
-    return _read_json(store, attempt_name(attempt))
+    return read_json(store, attempt_name(attempt))
 
 
 def newest_attempt(store: Store) -> int:
     """The highest attempt that anybody took; 0 when none was."""
     found = (_ATTEMPT.fullmatch(info.name) for info in store.list("attempts/"))
     return max((int(m[1]) for m in found if m), default=0)
-
-
-def is_fenced(store: Store, attempt: int) -> bool:
-    """Whether a newer attempt was taken. Attempts have no gaps, so that one request tells."""
-    try:
-        store.head(attempt_name(attempt + 1))
-    except NotFound:
-        return False
-    return True
 
 
 def beat(store: Store, attempt: int, value: int, state: str, progress: Mapping[str, Any] | None = None) -> None:
@@ -124,7 +132,7 @@ def beat(store: Store, attempt: int, value: int, state: str, progress: Mapping[s
 
 def read_heartbeat(store: Store, attempt: int) -> dict[str, Any] | None:
     """``{"attempt", "value", "state", "time", "progress"}`` as last stored; ``None`` before the first beat."""
-    return _read_json(store, heartbeat_name(attempt))
+    return read_json(store, heartbeat_name(attempt))
 
 
 def load_manifest(store: Store) -> Manifest:
@@ -144,17 +152,21 @@ def scan_receipts(store: Store) -> Iterator[Receipt]:
     if complete is not None:
         yield from _read_compacted(store, complete)
         after = int(complete["attempt"])
-    names = _receipt_names(store, after)
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="hsx-receipts") as pool:
-        yield from pool.map(lambda name: read_receipt(store, name), names)
+    yield from read_logs(store, after)
 
 
-def receipts_of(store: Store, attempt: int, *, known: Manifest) -> Iterator[Receipt]:
-    """The stored receipts of one attempt that are not in ``known``."""
-    found = (parse_receipt_name(info.name) for info in store.list(f"manifest/{attempt:04d}/"))
-    names = [receipt_name(*parsed) for parsed in found if parsed is not None and not known.has_receipt(parsed)]
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="hsx-receipts") as pool:
-        yield from pool.map(lambda name: read_receipt(store, name), names)
+def all_receipts(store: Store) -> Iterator[Receipt]:
+    """Every receipt that any reader may go by: those of the compacted manifest and all single ones, with the errors
+    of ``load_manifest``. The same receipt may come twice."""
+    complete = read_complete(store)
+    if complete is not None:
+        yield from _read_compacted(store, complete)
+    yield from read_logs(store)
+
+
+def receipts_of(store: Store, attempt: int | None, *, known: Manifest) -> Iterator[Receipt]:
+    """The stored receipts of one attempt (``None``: of all) that are not in ``known``."""
+    return new_receipts(store, known.has_receipt, attempt)
 
 
 def check_receipts(store: Store) -> Iterator[tuple[str, str]]:
@@ -169,17 +181,17 @@ def check_receipts(store: Store) -> Iterator[tuple[str, str]]:
     found = {info.name for info in store.list("manifest/") if parse_receipt_name(info.name) is not None}
     for name, receipt in sorted(compacted.items()):
         if name not in found:
-            yield name, f"expected the receipt that {COMPLETE} counts, it is not there"
+            yield name, "expected the receipt that the completed attempt counts, it is not there"
             continue
         try:
-            if read_receipt(store, name) != receipt:
+            if read_entry(store, name) != receipt:
                 yield name, "differs from what the compacted manifest says"
         except FormatError as e:
             yield name, str(e)
 
 
 def write_complete(store: Store, attempt: int, manifest: Manifest, summary: Mapping[str, Any]) -> None:
-    """Mark the run as complete: the compacted manifest, then ``complete.json`` with counts and ``summary``.
+    """Mark the run as complete: the compacted manifest, then ``complete_name``'s object with counts and ``summary``.
 
     Raises:
         Fenced: a newer attempt was taken.
@@ -205,7 +217,7 @@ def write_complete(store: Store, attempt: int, manifest: Manifest, summary: Mapp
         "counts": count(manifest),
         "summary": dict(summary),
     }
-    store.put(COMPLETE, [_dump(body)])
+    store.put(complete_name(attempt), [_dump(body)])
 
 
 def _pack(receipts: Sequence[Receipt]) -> tuple[bytes, int]:
@@ -221,7 +233,7 @@ def _pack(receipts: Sequence[Receipt]) -> tuple[bytes, int]:
 
 
 def count(manifest: Manifest) -> dict[str, int]:
-    """The counts that ``complete.json`` holds, of what readers see."""
+    """The counts that a completed attempt stores, of what readers see."""
     totals = manifest.totals()
     return {
         "samples": totals.samples,
@@ -236,12 +248,19 @@ def count(manifest: Manifest) -> dict[str, int]:
     }
 
 
-def read_complete(store: Store) -> dict[str, Any] | None:
-    """``complete.json``; ``None`` when the run is not complete. Raises ``FormatError`` when it cannot be read."""
-    found = _read_json(store, COMPLETE)
+def read_complete(store: Store, attempt: int | None = None) -> dict[str, Any] | None:
+    """What the last completed attempt stored, or ``attempt`` alone; ``None`` when there is none.
+
+    Raises ``FormatError`` when it cannot be read.
+    """
+    name = complete_name(attempt or _last_completed(store) or 1)
+    found = read_json(store, name)
     if found is None:
+        name = _COMPLETE_V1
+        found = read_json(store, name)
+    if found is None or attempt not in (None, found.get("attempt")):
         return None
-    where = f"{store.url}/{COMPLETE}"
+    where = f"{store.url}/{name}"
     _check_format(found, _COMPLETE_FORMAT, where)
     about = found.get("manifest")
     numbers = ("size", "raw_size", "receipts")
@@ -259,18 +278,23 @@ def read_complete(store: Store) -> dict[str, Any] | None:
     return found
 
 
+def _last_completed(store: Store) -> int:
+    matches = (_COMPLETED.fullmatch(info.name) for info in store.list("attempts/"))
+    return max((int(m[1]) for m in matches if m), default=0)
+
+
 def _read_compacted(store: Store, complete: Mapping[str, Any]) -> Iterator[Receipt]:
     about = complete["manifest"]
     where = f"{store.url}/{about['name']}"
     try:
         packed = store.get(about["name"])
     except NotFound as e:
-        raise IntegrityError(f"{where}: {COMPLETE} names this compacted manifest, and it is not there") from e
+        raise IntegrityError(f"{where}: a completed attempt names this compacted manifest, and it is not there") from e
     found = crc32c_hex(crc32c(packed))
     if len(packed) != about["size"] or found != about.get("crc32c"):
         raise IntegrityError(
             f"{where}: expected {about['size']} bytes with crc32c {about.get('crc32c')}, found {len(packed)} with "
-            f"{found}. Restore it, or remove {COMPLETE} so that the single receipts are read"
+            f"{found}. Restore it, or remove {complete_name(complete['attempt'])} so that the single receipts are read"
         )
     size = number = 0
     try:
@@ -291,69 +315,12 @@ def _read_compacted(store: Store, complete: Mapping[str, Any]) -> Iterator[Recei
         )
 
 
-def _receipt_names(store: Store, after_attempt: int) -> list[str]:
-    """The receipts of later attempts, each writer's checked to be without gaps."""
-    # "~" sorts behind every writer's name.
-    after = f"manifest/{after_attempt:04d}/~" if 0 < after_attempt < 9999 else None
-    numbers: dict[tuple[int, str], list[int]] = {}
-    for info in store.list("manifest/", after=after):
-        parsed = parse_receipt_name(info.name)
-        if parsed is None or parsed[0] <= after_attempt:
-            continue
-        if info.size > _LARGEST_JSON:
-            raise FormatError(f"{store.url}/{info.name}: {info.size} bytes are no receipt")
-        numbers.setdefault(parsed[:2], []).append(parsed[2])
-    names: list[str] = []
-    for (attempt, writer), found in sorted(numbers.items()):
-        missing = sorted(set(range(1, max(found) + 1)).difference(found))
-        if missing:
-            raise IntegrityError(
-                f"{store.url}/{receipt_name(attempt, writer, missing[0])} is missing ({len(missing)} of {max(found)} "
-                "of this writer): receipts have no gaps, so it was lost after it was written. Restore it; or remove "
-                "the writer's later receipts, and run again: what they prove is then extracted anew"
-            )
-        names += [receipt_name(attempt, writer, seq) for seq in sorted(found)]
-    return names
-
-
-def read_receipt(store: Store, name: str) -> Receipt:
-    """The receipt stored under ``name``. ``NotFound``, or errors as ``load_manifest``'s."""
-    where = f"{store.url}/{name}"
-    receipt = Receipt.from_json(store.get(name), where)
-    if receipt.id != parse_receipt_name(name):
-        raise FormatError(f"{where}: it says that it is {receipt_name(*receipt.id)}; it lies under a wrong name")
-    return receipt
-
-
-def _put_own(store: Store, name: str, body: bytes) -> bool:
-    """Create an object; whether it is ours, also when the answer to an earlier try was lost."""
-    try:
-        store.put_if_absent(name, body)
-    except AlreadyExists:
-        return store.get(name) == body
-    return True
-
-
 def _dump(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value, indent=1, allow_nan=False).encode() + b"\n"
-
-
-def _read_json(store: Store, name: str) -> dict[str, Any] | None:
-    try:
-        data = store.get(name)
-    except NotFound:
-        return None
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError) as e:
-        raise FormatError(f"{store.url}/{name}: not JSON: {e}") from e
-    if not isinstance(found, dict):
-        raise FormatError(f"{store.url}/{name}: expected a JSON object, came a {type(found).__name__}")
-    return found
 
 
 def _check_format(found: Mapping[str, Any], expected: str, where: str) -> None:
     if found.get("format") != expected:
         raise FormatError(
-            f"{where}: expected format {expected!r}, came {found.get('format')!r}; update hsx_dist to read it"
+            f"{where}: expected format {expected!r}, got {found.get('format')!r}; update hsx_dist to read it"
         )

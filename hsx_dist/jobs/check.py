@@ -11,12 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from hsx_dist.config import ExtractConfig
-from hsx_dist.errors import NotFound
 from hsx_dist.format.manifest import CHECK
+from hsx_dist.format.place import Place, read_json
 from hsx_dist.isa import avoid_broken_amx
 from hsx_dist.jobs.preflight import Model
 from hsx_dist.reading import Run, Sample
-from hsx_dist.store import Store
 
 if TYPE_CHECKING:
     import torch
@@ -47,19 +46,17 @@ class LayerError:
         return bool(getattr(self, figure) <= limit)  # NaN compares false
 
 
-def check_run(config: ExtractConfig, store: Store, model: Model, attempt: int, console: Console) -> bool:
+def check_run(config: ExtractConfig, place: Place, model: Model, attempt: int, console: Console) -> bool:
     """Compare ``check_samples`` samples, spread over the run, with transformers; prints a table, stores ``check.json``.
 
     A run that passed in this attempt is not computed again.
     """
-    try:
-        before = json.loads(store.get(CHECK))
-    except NotFound:
-        before = {}
+    store = place.store
+    before = read_json(store, CHECK) or {}
     if before.get("passed") and before.get("attempt") == attempt and before.get("wanted", 0) >= config.check_samples:
         console.print(f"checked against transformers by attempt {attempt}: {before['samples']} samples agree")
         return True
-    run = Run(store)
+    run = Run(place.root)
     keys = sorted(run.keys())
     wanted = min(config.check_samples, len(keys))
     chosen = [run[keys[i * (len(keys) - 1) // max(wanted - 1, 1)]] for i in range(wanted)]

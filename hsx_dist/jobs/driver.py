@@ -93,6 +93,7 @@ class Driver:
         progress.meter.watch("tasks_open", lambda: len(self._given))
         progress.meter.watch("oldest_task_seconds", self._oldest_task)
         self._fenced = threading.Event()
+        self._why_fenced = ""
         #: Why the run ended before its rows did; empty when they did.
         self.ended = ""
 
@@ -101,8 +102,10 @@ class Driver:
         self.ended = self.ended or why
         self._stop.set()
 
-    def fence(self) -> None:
-        """A newer attempt was taken: ``run`` raises ``Fenced`` at its next turn. Safe from any thread."""
+    def fence(self, why: str) -> None:
+        """Another process took the run over or removed it: ``run`` raises ``Fenced(why)`` at its next turn. Safe from
+        any thread."""
+        self._why_fenced = why
         self._fenced.set()
 
     def _oldest_task(self) -> float:
@@ -128,7 +131,7 @@ class Driver:
         self._progress.say("starting engines")
         while True:
             if self._fenced.is_set():
-                raise Fenced("another driver took a newer attempt of this run: it goes on, and this one stops")
+                raise Fenced(self._why_fenced)
             if self._limits.past_deadline():
                 self.stop("deadline")
             if self._stop.is_set():

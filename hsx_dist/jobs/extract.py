@@ -16,17 +16,19 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from hsx_dist.config import ExtractConfig, load_config, public_url, refuse_in_job, resolve_paths
-from hsx_dist.errors import Fenced, HsxError, NotFound, RunError, RunMismatch
+from hsx_dist.errors import Fenced, HsxError, RunError, RunMismatch
 from hsx_dist.format.codecs import resolve_codec
-from hsx_dist.format.manifest import RUN, Manifest, RowFate
+from hsx_dist.format.manifest import Manifest, RowFate
+from hsx_dist.format.place import Place, find_place, start_run
+from hsx_dist.format.receipt_log import seal_logs
 from hsx_dist.format.runs import (
     load_manifest,
     newest_attempt,
     read_complete,
-    read_run,
+    require_conditional_puts,
+    seal_earlier_attempts,
     take_attempt,
     write_complete,
-    write_run,
 )
 from hsx_dist.jobs import preflight
 from hsx_dist.jobs.connect import connect_ray
@@ -42,6 +44,7 @@ from hsx_dist.jobs.tasks import EngineSpec
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.observe.progress import Progress
 from hsx_dist.observe.summary import RunSummary, print_summary
+from hsx_dist.reading.missing import missing_parts
 from hsx_dist.store import Store
 from hsx_dist.writers.sink import SinkOptions
 
@@ -104,7 +107,7 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
     else:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # read by vLLM when it is imported
     versions = preflight.check_versions(("vllm", "ray") if config.pool == "ray" else ("vllm",))
-    store = preflight.open_output(config)
+    root = preflight.open_output(config)
     model = preflight.examine_model(config)
     meaning = {
         **config.meaning(),
@@ -112,9 +115,9 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
         "tokenizer_sha256": model.tokenizer_sha256,
         "chat_template_sha256": model.chat_template_sha256,
     }
-    manifest = open_or_start_run(config, store, meaning, rows)
-    run = read_run(store)
-    check_same_input(store.url, run, manifest, rows)
+    place, manifest = open_or_start_run(config, root, meaning, rows)
+    store = place.store
+    check_same_input(root.url, place.info, manifest, rows)
     if config.select != "all":
         console.print(f"note: {preflight.partial_note(config.select)}", soft_wrap=True)
     console.print(
@@ -122,19 +125,17 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
     )
 
     total, todo = count_rows(rows, manifest, retry_poison=config.retry_poison)
-    if not todo and read_complete(store) is not None:
-        console.print(f"nothing to do: all {total} rows of {store.url} are accounted for", soft_wrap=True)
-        return finish(config, store, manifest, model, console, computed=None)
-    attempt = take_attempt(store, {"host": os.uname().nodename, "pid": os.getpid(), "settings": config.public()})
-    console.print(f"run {store.url}, attempt {attempt}: {total} rows, {total - todo} of them done", soft_wrap=True)
-    # Whoever held the run until now may have proven more between the first look and the new attempt.
-    manifest = load_manifest(store)
+    if not todo and is_complete(store) and not missing_parts(store, manifest, place.version):
+        console.print(f"nothing to do: all {total} rows of {root.url} are accounted for", soft_wrap=True)
+        return finish(config, place, manifest, model, console, computed=None)
+    attempt, ledger, manifest = take_over(config, place, console)
+    total, todo = count_rows(rows, manifest, retry_poison=config.retry_poison)
+    console.print(f"run {root.url}, attempt {attempt}: {total} rows, {total - todo} of them done", soft_wrap=True)
     if not todo:  # its driver died, or a limit ended it, when all that was missing was to say so
         write_complete(store, attempt, manifest, {"rows": total})
-        return finish(config, store, manifest, model, console, computed=None)
-    spec = engine_spec(config, model, seed=run_seed(run, config.sampling_params))
+        return finish(config, place, manifest, model, console, computed=None)
+    spec = engine_spec(config, model, seed=run_seed(place.info, config.sampling_params))
     about = preflight.about(config, model, versions)
-    ledger = RowLedger(store, attempt, manifest)
     state = "failed"
     with ExitStack() as stack:
         meter = Meter()
@@ -143,9 +144,8 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
 
             stack.callback(RayExport(meter, "driver", {"run": spec.output}).close)
         progress = stack.enter_context(Progress(total, total - todo, console, meter))
-        fleet = make_fleet(config, store, spec, about, attempt)
-        stack.callback(lambda: fleet.close(quickly=state != "finished"))
         limits = stack.enter_context(limits_of(config, store, manifest))
+        fleet = make_fleet(config, place, spec, about, attempt)
         driver = Driver(
             fleet,
             manifest,
@@ -159,12 +159,14 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
             wait_seconds=config.wait_seconds,
         )
         heartbeat = Heartbeat(
-            store,
+            place,
             attempt,
             progress=lambda: {**progress.snapshot(), **driver.counts},
-            on_fenced=driver.fence,
+            on_over=driver.fence,
         )
+        # The last heartbeat says that no process of this attempt writes any more: it follows the fleet's end.
         stack.callback(lambda: heartbeat.stop(state))
+        stack.callback(lambda: fleet.close(quickly=state != "finished"))
         stack.enter_context(stop_on_signals(driver))
         with telling_what_is_missing(rows, manifest, console):
             try:
@@ -175,11 +177,59 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
         state = f"stopped: {driver.ended}" if driver.ended else "finished"
         if not driver.ended:
             write_complete(store, attempt, manifest, {"rows": total})
+    require_not_removed(place)
     if driver.ended:
         told = f"stopped: {driver.ended}; what has a receipt stays, and the same command goes on from there"
         console.print(told, soft_wrap=True)
-        return RunSummary.of(store.url, manifest, stopped=driver.ended)
-    return finish(config, store, manifest, model, console, computed=progress)
+        return RunSummary.of(root.url, manifest, stopped=driver.ended)
+    return finish(config, place, manifest, model, console, computed=progress)
+
+
+def is_complete(store: Store) -> bool:
+    """Whether the newest attempt accounted for every row."""
+    complete = read_complete(store)
+    return complete is not None and bool(complete["attempt"] >= newest_attempt(store))
+
+
+def take_over(config: ExtractConfig, place: Place, console: Console) -> tuple[int, RowLedger, Manifest]:
+    """Take the run's next attempt, stop the writers of all earlier ones, and learn what they have proven: the attempt,
+    its ledger and the manifest. What receipts prove and the store has lost is declared lost.
+
+    Raises:
+        ConfigError: the store cannot tell two drivers apart.
+        RunError: the run was removed meanwhile.
+        StoreError, FormatError: as ``load_manifest``.
+    """
+    store = place.store
+    if not config.store.single_driver:
+        require_conditional_puts(store)
+    attempt = take_attempt(store, {"host": os.uname().nodename, "pid": os.getpid(), "settings": config.public()})
+    require_not_removed(place)
+    seal_earlier_attempts(store, attempt)
+    if place.version == 1:
+        # A driver of version 1 reads this as a damaged receipt, and refuses to start next to this one.
+        seal_logs(store, {(attempt, "version-2"): 0}, f"attempt {attempt}")
+    manifest = load_manifest(store)
+    ledger = RowLedger(store, attempt, manifest)
+    if lost := missing_parts(store, manifest, place.version):
+        before = len(manifest.samples)
+        ledger.declare_lost(lost)
+        console.print(
+            f"{len(lost)} parts that receipts name are not in the store ({lost[0]}, …): "
+            f"{before - len(manifest.samples)} samples are computed again",
+            soft_wrap=True,
+            markup=False,
+        )
+    return attempt, ledger, manifest
+
+
+def require_not_removed(place: Place) -> None:
+    """Raises ``RunError`` when the run was removed."""
+    if place.removed():
+        raise RunError(
+            f"{place.root.url}: expected the run that this driver works on, got the mark of its removal: its samples "
+            "are lost. Start the extraction again, at a place that no other process removes"
+        )
 
 
 @contextmanager
@@ -226,43 +276,39 @@ def telling_what_is_missing(rows: Rows, manifest: Manifest, console: Console) ->
 
 
 def open_or_start_run(
-    config: ExtractConfig, store: Store, meaning: dict[str, Any], rows: Rows = lambda: iter(())
-) -> Manifest:
-    """The manifest of the run at the output; writes ``run.json`` where there is none.
+    config: ExtractConfig, root: Store, meaning: dict[str, Any], rows: Rows = lambda: iter(())
+) -> tuple[Place, Manifest]:
+    """The run at the output and its manifest; starts a run where there is none.
 
     Raises:
         RunMismatch: the run's samples have another meaning, or ``resume`` forbids what would be done.
+        RunError: objects of an unfinished removal are left at the output.
     """
-    created = {"created": datetime.now(UTC).isoformat(timespec="seconds")}
-    try:
-        store.head(RUN)
-    except NotFound:
+    place = find_place(root)
+    if place is None:
         if config.resume == "must":
-            raise RunMismatch(
-                f"resume: must, but there is no run at {store.url}; check output, or set resume=allow"
-            ) from None
+            raise RunMismatch(f"resume: must, but there is no run at {root.url}; check output, or set resume=allow")
+        created = datetime.now(UTC).isoformat(timespec="seconds")
+        about = {"meaning": meaning, "settings": config.public(), "first_rows": first_rows(rows), "created": created}
         try:
-            own = {"id": uuid.uuid4().hex, "first_rows": first_rows(rows)}
-            write_run(store, {"meaning": meaning, "settings": config.public(), **own, **created})
+            return start_run(root, about), Manifest()
         except RunError:
             # Another driver was quicker (a job that was submitted twice): this one goes on with that one's run.
-            if config.resume == "never":
+            place = find_place(root)
+            if place is None or config.resume == "never":
                 raise
-        else:
-            return Manifest()
     if config.resume == "never":
         raise RunMismatch(
-            f"resume: never, but there is a run at {store.url}; choose another output, or set resume=allow"
+            f"resume: never, but there is a run at {root.url}; choose another output, or set resume=allow"
         )
-    before = read_run(store).get("meaning", {})
-    differ = differences(before, meaning)
+    differ = differences(place.info.get("meaning", {}), meaning)
     if differ:
         lines = "; ".join(f"{name}: the run has {had!r}, this is {has!r}" for name, had, has in differ)
         raise RunMismatch(
-            f"the run at {store.url} was made with settings that give its samples another meaning ({lines}). Choose "
+            f"the run at {root.url} was made with settings that give its samples another meaning ({lines}). Choose "
             "another output, or the same settings"
         )
-    return load_manifest(store)
+    return place, load_manifest(place.store)
 
 
 def count_rows(rows: Rows, manifest: Manifest, *, retry_poison: bool = False) -> tuple[int, int]:
@@ -319,7 +365,7 @@ def engine_spec(config: ExtractConfig, model: preflight.Model, *, seed: str = ""
     )
 
 
-def make_fleet(config: ExtractConfig, store: Store, spec: EngineSpec, about: dict[str, Any], attempt: int) -> Fleet:
+def make_fleet(config: ExtractConfig, place: Place, spec: EngineSpec, about: dict[str, Any], attempt: int) -> Fleet:
     def options(writer: str) -> SinkOptions:
         return SinkOptions(
             codec=resolve_codec(config.codec),
@@ -334,10 +380,10 @@ def make_fleet(config: ExtractConfig, store: Store, spec: EngineSpec, about: dic
         )
 
     if config.pool == "threads":
-        return LocalFleet(spec, store, options("local"), config.writers.threads)
+        return LocalFleet(spec, place.store, options("local"), config.writers.threads)
     from hsx_dist.jobs.ray_fleet import ray_fleet
 
-    return ray_fleet(config, spec, options, name=f"hsx-{uuid.uuid4().hex[:6]}")
+    return ray_fleet(config, spec, options, name=f"hsx-{uuid.uuid4().hex[:6]}", folder=place.folder)
 
 
 @contextmanager
@@ -363,7 +409,7 @@ def stop_on_signals(driver: Driver) -> Iterator[None]:
 
 def finish(
     config: ExtractConfig,
-    store: Store,
+    place: Place,
     manifest: Manifest,
     model: preflight.Model,
     console: Console,
@@ -371,10 +417,10 @@ def finish(
     computed: Progress | None,
 ) -> RunSummary:
     """Print what the run holds, and compare samples with transformers where that is asked for."""
-    summary = RunSummary.of(store.url, manifest)
+    summary = RunSummary.of(place.root.url, manifest)
     print_summary(summary, manifest, console, computed)
     if config.check_samples and summary.samples:
         from hsx_dist.jobs.check import check_run
 
-        summary.check_passed = check_run(config, store, model, newest_attempt(store), console)
+        summary.check_passed = check_run(config, place, model, newest_attempt(place.store), console)
     return summary

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hsx_dist.errors import StoreError
+from hsx_dist.format.place import Place
 from hsx_dist.format.runs import beat, is_fenced
-from hsx_dist.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -21,44 +21,53 @@ LAST_S = 10.0
 class Heartbeat:
     """Changes the attempt's heartbeat every few seconds, on a thread; whoever sees it stand still may take over.
 
-    ``progress()`` gives what each beat tells beside its value (JSON types). ``on_fenced()`` is called, on that thread,
-    when a newer attempt was taken: the holder of this one is to stop.
+    ``progress()`` gives what each beat tells beside its value (JSON types). ``on_over(why)`` is called, on that thread,
+    when a newer attempt was taken or the run was removed: the holder of this attempt must stop.
     """
 
     def __init__(
         self,
-        store: Store,
+        place: Place,
         attempt: int,
         *,
         progress: Callable[[], dict[str, Any]] = dict,
-        on_fenced: Callable[[], None] = lambda: None,
+        on_over: Callable[[str], None] = lambda _: None,
         every: float = HEARTBEAT_S,
     ):
-        self._store = store
+        self._place = place
+        self._store = place.store
         self._attempt = attempt
         self._progress = progress
-        self._on_fenced = on_fenced
+        self._on_over = on_over
         self._every = every
         self._value = 0
         self._end = threading.Event()
         self._last = ""
+        self._removed = False
         self._beat("running")  # the first at once: a new attempt is not taken for a silent one
         self._thread = threading.Thread(target=self._loop, name="hsx-heartbeat", daemon=True)
         self._thread.start()
 
     def _loop(self) -> None:
-        fenced = False
+        over = ""
         while not self._end.wait(self._every):
-            if fenced:
-                continue  # a newer attempt has the run: nobody asks for a sign of this one
+            if over:
+                continue  # no process asks for a sign of this attempt
             self._beat("running")
             try:
-                fenced = not self._end.is_set() and is_fenced(self._store, self._attempt)
+                over = "" if self._end.is_set() else self._why_over()
             except StoreError:
-                continue  # asked again soon; whoever stores a receipt asks too
-            if fenced:
-                self._on_fenced()
-        self._beat(self._last)
+                continue  # asked again soon, and before each receipt
+            if over:
+                self._on_over(over)
+        if not self._removed:
+            self._beat(self._last)
+
+    def _why_over(self) -> str:
+        if is_fenced(self._store, self._attempt):
+            return "another driver took a newer attempt of this run: it goes on, and this one stops"
+        self._removed = self._place.removed()
+        return "the run was removed: what this driver stored is lost" if self._removed else ""
 
     def _beat(self, state: str) -> None:
         self._value += 1

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-import uuid
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from hsx_dist.errors import AlreadyExists, Fenced
-from hsx_dist.format.manifest import Manifest, Receipt, RowFate, receipt_name
-from hsx_dist.format.runs import is_fenced, receipts_of
+from hsx_dist.format.manifest import Manifest, Receipt, RowFate
+from hsx_dist.format.receipt_log import ReceiptLog
+from hsx_dist.format.runs import DRIVER, receipts_of
 from hsx_dist.store import Store
 
 
@@ -22,11 +22,10 @@ class RowLedger:
         self.store = store
         self._attempt = attempt
         self._manifest = manifest
-        self._writer = f"driver-{uuid.uuid4().hex[:8]}"
+        self._log = ReceiptLog(store, attempt, DRIVER)
         self._rows: list[RowFate] = []
         self._batch = batch
         self._since = 0.0
-        self._seq = 0
 
     def add(self, fate: RowFate) -> None:
         """Note a row's fate; it is stored with others soon (``poison`` at once: finding it out again costs engines)."""
@@ -49,30 +48,38 @@ class RowLedger:
         """
         if not self._rows:
             return
-        if is_fenced(self.store, self._attempt):
-            raise Fenced(f"attempt {self._attempt} of {self.store.url} is no longer the newest")
-        receipt = Receipt(
-            attempt=self._attempt,
-            writer=self._writer,
-            seq=self._seq + 1,
-            part=None,
-            size=0,
-            crc32c="00000000",
-            header_bytes=0,
-            raw_bytes=0,
-            segments=(),
-            rows=tuple(self._rows),
-            created=datetime.now(UTC).isoformat(timespec="milliseconds"),
-        )
-        name, body = receipt_name(self._attempt, self._writer, receipt.seq), receipt.to_json()
-        try:
-            self.store.put_if_absent(name, body)
-        except AlreadyExists:
-            if self.store.get(name) != body:  # the name is ours alone: a put that was sent twice
-                raise
-        self._seq += 1
+        self._append(rows=tuple(self._rows))
         self._rows.clear()
-        self._manifest.add(receipt)
+
+    def declare_lost(self, parts: Sequence[str]) -> None:
+        """Store that ``parts`` are gone though receipts name them: their samples count as missing from now on, also
+        where the rows end without a sample.
+
+        Raises:
+            Fenced: a newer attempt owns the run.
+        """
+        self._append(void=tuple(parts))
+
+    def _append(self, rows: tuple[RowFate, ...] = (), void: tuple[str, ...] = ()) -> None:
+        created = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self._manifest.add(
+            self._log.append(
+                Receipt(
+                    attempt=0,
+                    writer="",
+                    seq=0,
+                    part=None,
+                    size=0,
+                    crc32c="00000000",
+                    header_bytes=0,
+                    raw_bytes=0,
+                    segments=(),
+                    rows=rows,
+                    created=created,
+                    void=void,
+                )
+            )
+        )
 
     def read_new_receipts(self) -> None:
         """Add to the manifest what writers of this attempt have proven, and could not tell."""

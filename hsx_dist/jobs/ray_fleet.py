@@ -17,8 +17,11 @@ from hsx_dist.writers.ray_pool import WriterSpec
 from hsx_dist.writers.sink import SinkOptions
 
 
-def ray_fleet(config: ExtractConfig, spec: EngineSpec, options: Callable[[str], SinkOptions], *, name: str) -> RayFleet:
-    """The fleet that a configuration asks for, on the cluster that this driver is connected to.
+def ray_fleet(
+    config: ExtractConfig, spec: EngineSpec, options: Callable[[str], SinkOptions], *, name: str, folder: str
+) -> RayFleet:
+    """The fleet that a configuration asks for, on the cluster that this driver is connected to; its writers store below
+    ``folder`` of the output.
 
     Raises:
         ConfigError: the output is a disk of one node's own, or no node can ever hold a replica.
@@ -46,6 +49,7 @@ def ray_fleet(config: ExtractConfig, spec: EngineSpec, options: Callable[[str], 
     def writer(writer_name: str) -> WriterSpec:
         return WriterSpec(
             output=config.output,
+            folder=folder,
             storage_options=config.store.storage_options,
             backend=config.store.backend,
             retry_seconds=config.store.retry_seconds,

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from hsx_dist.format.runs import newest_attempt, read_complete, read_heartbeat, read_run
+from hsx_dist.format.place import open_place
+from hsx_dist.format.runs import newest_attempt, read_complete, read_heartbeat
 from hsx_dist.observe.units import duration
 from hsx_dist.store import Store
 
@@ -77,14 +78,15 @@ class Standing:
         return self.state == "running" and self.age is not None and self.age > OLD_S
 
 
-def look(store: Store, before: Standing | None = None) -> Standing:
-    """How the run at ``store`` stands now; rates since ``before``.
+def look(root: Store, before: Standing | None = None) -> Standing:
+    """How the run at ``root`` stands now; rates since ``before``.
 
     Raises:
         RunError: there is no run.
         FormatError: one of its objects cannot be read.
     """
-    info = read_run(store)
+    place = open_place(root)
+    store = place.store
     attempt = newest_attempt(store)
     beat = read_heartbeat(store, attempt) if attempt else None
     complete = read_complete(store)
@@ -93,8 +95,8 @@ def look(store: Store, before: Standing | None = None) -> Standing:
         state = "complete"
     progress = beat.get("progress") if beat else None
     standing = Standing(
-        url=store.url,
-        model=str(info.get("meaning", {}).get("model", "?")),
+        url=root.url,
+        model=str(place.info.get("meaning", {}).get("model", "?")),
         attempt=attempt,
         state=state,
         age=_age(beat),
@@ -104,11 +106,11 @@ def look(store: Store, before: Standing | None = None) -> Standing:
     return standing
 
 
-def follow(store: Store, every: float) -> Iterator[Standing]:
+def follow(root: Store, every: float) -> Iterator[Standing]:
     """Look again and again, ``every`` seconds, until the attempt has ended."""
     standing: Standing | None = None
     while True:
-        now = look(store, standing)
+        now = look(root, standing)
         if standing is not None and now.progress.get("seconds") == standing.progress.get("seconds"):
             # The heartbeat has not changed: neither have the rates.
             now.rows_per_second, now.tokens_per_second = standing.rows_per_second, standing.tokens_per_second

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from hsx_dist.errors import ConfigError, FormatError, NotFound
 from hsx_dist.format.companions import LOCK, MARKERS, lock_name
 from hsx_dist.format.container import Part
-from hsx_dist.format.manifest import RUN
+from hsx_dist.format.place import RUN
 from hsx_dist.store import Store
 
 _LARGEST_MARKER = 1 << 20

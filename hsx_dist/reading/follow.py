@@ -9,7 +9,8 @@ from typing import Any
 
 from hsx_dist.errors import NotFound, RunStalled
 from hsx_dist.format.manifest import Manifest, Receipt, attempt_name, parse_receipt_name, receipt_name
-from hsx_dist.format.runs import newest_attempt, read_complete, read_heartbeat, read_receipt, scan_receipts
+from hsx_dist.format.receipt_log import read_entry
+from hsx_dist.format.runs import newest_attempt, read_complete, read_heartbeat, scan_receipts
 from hsx_dist.reading.index import SampleEntry, entry_of
 from hsx_dist.store import Store
 
@@ -56,6 +57,7 @@ class Follower:
         self._poll, self._discover, self._stalled = poll_seconds, discover_seconds, stalled_seconds
         self._sleep, self._clock = sleep, clock
         self._next: dict[_Writer, int] = {}
+        self._sealed: set[_Writer] = set()
         self._manifest = Manifest()
         self._seen: set[str] = set()
         # Per writer: the receipt that is being worked off, and which of its samples are done.
@@ -64,6 +66,7 @@ class Follower:
             attempt, _, writer = name.partition("/")
             self._done[int(attempt), writer] = (seq, set(keys))
             self._seen.update(keys)
+        self._newest = 0  # attempt, as far as it is known
         self._heart: tuple[int, Any] | None = None
         self._alive = clock()
 
@@ -87,8 +90,7 @@ class Follower:
         yield from self._everything()
         discovered = self._clock()
         while True:
-            complete = read_complete(self._store)
-            if complete is not None and complete["attempt"] >= newest_attempt(self._store):
+            if self._is_complete():
                 yield from self._everything()
                 return
             news = False
@@ -103,6 +105,13 @@ class Follower:
                 yield None
                 self._sleep(self._poll)
 
+    def _is_complete(self) -> bool:
+        self._newest = self._newest or newest_attempt(self._store)
+        if not self._newest or read_complete(self._store, self._newest) is None:
+            return False
+        completed, self._newest = self._newest, newest_attempt(self._store)
+        return completed == self._newest
+
     def _everything(self) -> Iterator[Arrival]:
         """All receipts that are there and not known yet."""
         found = [r for r in scan_receipts(self._store) if r.seq >= self._next.get((r.attempt, r.writer), 1)]
@@ -115,13 +124,16 @@ class Follower:
                 yield from self._take(receipt)
 
     def _ask(self) -> Iterator[Arrival]:
-        for attempt, writer in sorted(self._next):
-            while True:
+        for log in sorted(self._next.keys() - self._sealed):
+            while log not in self._sealed:
                 try:
-                    receipt = read_receipt(self._store, receipt_name(attempt, writer, self._next[attempt, writer]))
+                    receipt = read_entry(self._store, receipt_name(*log, self._next[log]))
                 except NotFound:
                     break
-                yield from self._take(receipt)
+                if receipt is None:
+                    self._sealed.add(log)
+                else:
+                    yield from self._take(receipt)
 
     def _take(self, receipt: Receipt) -> list[Arrival]:
         writer = (receipt.attempt, receipt.writer)
@@ -149,10 +161,10 @@ class Follower:
                 return
 
     def _check_alive(self) -> None:
-        attempt = newest_attempt(self._store) if self._heart is None else self._heart[0]
+        attempt = self._newest
         try:
             self._store.head(attempt_name(attempt + 1))
-            attempt += 1
+            self._newest = attempt = attempt + 1
         except NotFound:
             pass
         beat = read_heartbeat(self._store, attempt) if attempt else None

@@ -39,11 +39,13 @@ class Index:
         #: Receipts of parts, without their segments.
         self.parts: list[Receipt] = []
         found = list(receipts)
-        with_part = [r for r in found if r.part is not None]
+        lost = {part for r in found for part in r.void}
+        with_part = [r for r in found if r.part is not None and r.part not in lost]
         keys = [key for r in with_part for key in r.table.keys()]  # noqa: SIM118 - an iterator, of a table
         columns = _columns(with_part)
         odd = _odd(keys, columns)
-        manifest = _decide(found, odd)
+        rest = [replace(r, part=None, segments=()) for r in found if r.part is None or r.part in lost]
+        manifest = _decide([*rest, *with_part], odd)
         self._many = {keys[i]: manifest.samples[keys[i]] for i in np.flatnonzero(odd) if keys[i] in manifest.samples}
         self.conflicts = manifest.conflicts
         self.parts = [replace(r, segments=()) for r in with_part]

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from hsx_dist.errors import ConfigError, NotFound, RunError, SampleFailed, SampleNotFound
 from hsx_dist.format.companions import OBJECT, marker_name
 from hsx_dist.format.container import Part
-from hsx_dist.format.manifest import RUN
+from hsx_dist.format.place import RUN
 from hsx_dist.reading.arrays import Framework
 from hsx_dist.reading.companion_lock import shared_lock
 from hsx_dist.reading.run import Run

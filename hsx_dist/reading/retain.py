@@ -15,7 +15,7 @@ from contextlib import suppress
 from hsx_dist.errors import AlreadyExists, ConfigError, RunError
 from hsx_dist.format.manifest import Manifest
 from hsx_dist.format.runs import load_manifest, newest_attempt, read_complete, receipts_of
-from hsx_dist.reading.run import CONSUMED
+from hsx_dist.reading.missing import marks_folder, removal_mark
 from hsx_dist.reading.select import key_hash
 from hsx_dist.store import Store
 
@@ -95,9 +95,8 @@ class Retention:
         if not self._manifest.receipts:
             self._manifest = load_manifest(self._store)
             return
-        for attempt in range(1, newest_attempt(self._store) + 1):
-            for receipt in receipts_of(self._store, attempt, known=self._manifest):
-                self._manifest.add(receipt)
+        for receipt in receipts_of(self._store, None, known=self._manifest):
+            self._manifest.add(receipt)
 
     def _mark_foreign(self) -> None:
         """Parts in which nothing is this rank's."""
@@ -109,28 +108,40 @@ class Retention:
         if not self._used_up(part):
             return
         self._marked.add(part)
-        folder = f"{CONSUMED}{part.rpartition('/')[2]}/"
+        folder = marks_folder(part)
         with suppress(AlreadyExists):  # an earlier process of this rank did
             self._store.put_if_absent(folder + self._me, json.dumps({"part": part}).encode())
         if used_by_all(self._store, folder, self._consumers):
+            # First: a part that is missing without this mark counts as lost.
+            self._store.put(removal_mark(part), [json.dumps({"part": part}).encode()])
             self._store.delete(part)
 
     def _used_up(self, part: str) -> bool:
-        whole = None
+        over: bool | None = None
         for proof in self._manifest.parts[part].segments:
             key = proof.segment.key
             record = self._manifest.samples.get(key)
-            if record is None:  # the rest of it may still come, unless the run is over
-                whole = read_complete(self._store) is not None if whole is None else whole
-                if not whole:
+            if record is None:
+                # The rest of it may still come, from the attempt that stored this segment.
+                if over is None:
+                    over = self._is_over()
+                    if over:
+                        self._refresh()  # what is known of the run may be older than its end
+                if not over:
                     return False
-            elif (
+                record = self._manifest.samples.get(key)
+            if record is not None and (
                 any(name == part for name, _ in record.segments)
                 and rank_of(key, self._world) == self._rank
                 and key not in self._used
             ):
                 return False
         return True
+
+    def _is_over(self) -> bool:
+        """Whether the newest attempt has accounted for every row. An earlier one's word is not enough."""
+        complete = read_complete(self._store)
+        return complete is not None and bool(complete["attempt"] >= newest_attempt(self._store))
 
 
 def used_by_all(store: Store, folder: str, consumers: frozenset[str]) -> bool:

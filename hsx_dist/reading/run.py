@@ -8,15 +8,18 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from hsx_dist.errors import NotFound, SampleConsumed, SampleNotFound
 from hsx_dist.format.container import Part
 from hsx_dist.format.manifest import Manifest, RowFate
-from hsx_dist.format.runs import load_manifest, newest_attempt, read_complete, read_run, scan_receipts
+from hsx_dist.format.place import open_place
+from hsx_dist.format.runs import load_manifest, newest_attempt, read_complete, scan_receipts
 from hsx_dist.page import Segment
 from hsx_dist.reading.index import Index, SampleEntry
+from hsx_dist.reading.missing import is_removed
 from hsx_dist.reading.sample import Piece, Sample
 from hsx_dist.store import Store, open_store
 
@@ -29,8 +32,6 @@ log = logging.getLogger(__name__)
 _HEADERS = 64
 #: Token ids are kept with a header, up to so many bytes: one request brings both, and a sample is then one more.
 _MOST_IDS = 1 << 20
-#: Under it lies which consumers have used up which part: ``consumed/PART/CONSUMER.json``.
-CONSUMED = "consumed/"
 
 
 def open_run(path: str, *, storage_options: Mapping[str, Any] | None = None) -> Run:
@@ -92,16 +93,18 @@ class Run:
     What is written after opening appears with ``refresh``.
     """
 
-    def __init__(self, store: Store, reopen: Callable[[bool], Store] | None = None):
-        self._mine = store
-        self._url = store.url
+    def __init__(self, root: Store, reopen: Callable[[bool], Store] | None = None):
+        """``root``: the store at the path that names the run. ``reopen``: opens it again in another process."""
+        self._place = open_place(root)
+        self._mine = self._place.store
+        self._url = root.url
         self._reopen = reopen
         self._wrap: Callable[[Store], Store] | None = None
         self._wrapped: tuple[Store, Store] | None = None
         self._pid = os.getpid()
         self._parts = _Parts()
         #: ``run.json``: what was asked for.
-        self.info: dict[str, Any] = read_run(store)
+        self.info: dict[str, Any] = self._place.info
         self.refresh()
 
     def refresh(self) -> None:
@@ -118,8 +121,13 @@ class Run:
         return load_manifest(self.store)
 
     @property
+    def version(self) -> int:
+        """Of the run's state: 1, or 2."""
+        return self._place.version
+
+    @property
     def store(self) -> Store:
-        """This process's store of the run."""
+        """This process's store of the run's own objects."""
         if self._pid != os.getpid():
             self._after_fork()
         return self._mine
@@ -203,7 +211,7 @@ class Run:
             Piece(part, slot, Segment(entry.key, i, start, stop, entry.num_tokens), token_hash)
             for i, (part, slot, start, stop, token_hash) in enumerate(entry.pieces)
         ]
-        return Sample(entry.key, pieces, self.open_part, self.url)
+        return Sample(entry.key, pieces, self.open_part, self.store.url)
 
     def __repr__(self) -> str:
         return f"Run({self.url!r}, {len(self)} samples{'' if self.complete else ', not complete'})"
@@ -221,7 +229,7 @@ class Run:
 
         Raises:
             SampleConsumed: it was removed after all consumers had used it.
-            NotFound, StoreError, FormatError: as ``Part.open``.
+            NotFound: it is lost. StoreError, FormatError: as ``Part.open``.
         """
         store = self._source  # first: in a forked process the parts that its parent opened are put aside by it
         return self._parts.get(name, partial(self._open_part, store))
@@ -236,8 +244,11 @@ class Run:
         try:
             return Part.open(store, name, **known)
         except NotFound as e:
-            if next(iter(store.list(f"{CONSUMED}{name.rpartition('/')[2]}/")), None) is None:
-                raise
+            if not is_removed(store, name, self.version):
+                raise NotFound(
+                    f"{store.url}/{name}: expected the part that a receipt names, got no such object: it was deleted "
+                    "or lost. Run the same extraction again: it computes the missing samples anew"
+                ) from e
             raise SampleConsumed(
                 f"{self.url}/{name}: its consumers have used it, and it was removed (retain: consumed)"
             ) from e
@@ -248,7 +259,7 @@ class Run:
         store = self._mine
         if self._reopen is not None:
             log.info("%s: read by fsspec in a forked process; start workers with spawn for the faster way", self._url)
-            store = self._reopen(True)
+            store = self._place.store_in(self._reopen(True))
         # The process last: a thread that sees it must not find the parent's store, whose calls would hang for ever.
         # Two threads may come here at once, and open two stores: no harm.
         self._parts = _Parts()
@@ -259,10 +270,11 @@ class Run:
         kept = {k: v for k, v in self.__dict__.items() if k not in ("_parts", "manifest")}
         if self._reopen is not None:
             kept["_mine"] = kept["_wrapped"] = None
+            kept["_place"] = replace(self._place, root=None, store=None)  # type: ignore[arg-type]  # opened again
         return kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._pid, self._parts = os.getpid(), _Parts()
         if self._reopen is not None:
-            self._mine = self._reopen(False)
+            self._mine = self._place.store_in(self._reopen(False))

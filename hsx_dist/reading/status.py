@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hsx_dist.format.manifest import Totals
-from hsx_dist.format.runs import load_manifest, read_run
+from hsx_dist.format.place import open_place
+from hsx_dist.format.runs import load_manifest
 from hsx_dist.reading.liveness import OBSERVE_SECONDS, observe
+from hsx_dist.reading.missing import missing_parts
 from hsx_dist.store import Store
 
 #: Different reasons told; the rest is counted as one.
@@ -22,7 +24,8 @@ class RunStatus:
     """The account of a run.
 
     ``state``: as ``Tenure``'s. ``rows``: ``total`` and ``open`` are ``None`` while no driver has counted its input;
-    ``failed`` does not count ``poison``. ``reasons``: how many rows by what was said of them, digits left out.
+    ``failed`` does not count ``poison``. ``missing_parts``: parts that receipts name and that are lost;
+    a resume computes their samples again. ``reasons``: how many rows by what was said of them, digits left out.
     ``progress``: what the driver told with its last sign of life.
     """
 
@@ -32,6 +35,7 @@ class RunStatus:
     rows: dict[str, int | None]
     totals: Totals
     conflicts: int
+    missing_parts: int = 0
     reasons: dict[str, dict[str, int]] = field(default_factory=dict)
     progress: dict[str, Any] = field(default_factory=dict)
     last_sign: str | None = None
@@ -39,21 +43,22 @@ class RunStatus:
     @property
     def ok(self) -> bool:
         """Whether there is nothing that somebody should look at."""
-        bad = self.rows["failed"] or self.rows["poison"] or self.conflicts
+        bad = self.rows["failed"] or self.rows["poison"] or self.conflicts or self.missing_parts
         return not bad and self.state not in ("silent", "failed")
 
 
 def run_status(
-    store: Store, *, observe_seconds: float = OBSERVE_SECONDS, sleep: Callable[[float], None] = time.sleep
+    root: Store, *, observe_seconds: float = OBSERVE_SECONDS, sleep: Callable[[float], None] = time.sleep
 ) -> RunStatus:
-    """The account of the run in ``store``, its last driver's heartbeat watched for up to
+    """The account of the run at ``root``, its last driver's heartbeat watched for up to
     ``observe_seconds``: see ``observe``.
 
     Raises:
         RunError: there is no run.
         FormatError: its manifest is damaged.
     """
-    read_run(store)
+    place = open_place(root)
+    store = place.store
     found = observe(store, observe_seconds, sleep=sleep)
     manifest = load_manifest(store)
     progress = dict(found.heartbeat.get("progress") or {})
@@ -67,12 +72,13 @@ def run_status(
     }
     left = None if total is None else max(int(total) - sum(ended.values()), 0)
     return RunStatus(
-        url=store.url,
+        url=root.url,
         state=found.state,
         attempt=found.attempt,
         rows={"total": total, **ended, "open": left},
         totals=manifest.totals(),
         conflicts=len(manifest.conflicts),
+        missing_parts=len(missing_parts(store, manifest, place.version)),
         reasons={
             "refused": _reasons(fate.reason for fate in manifest.refused.values()),
             "failed": _reasons(fate.reason for fate in manifest.failed.values()),

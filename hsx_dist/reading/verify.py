@@ -14,9 +14,10 @@ from hsx_dist.errors import ConfigError, FormatError, HsxError, NotFound, StoreE
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.container import Part, SegmentInfo
 from hsx_dist.format.manifest import Manifest, Receipt, SegmentProof
-from hsx_dist.format.runs import check_receipts, count, load_manifest, read_complete, read_run
+from hsx_dist.format.place import Place, open_place
+from hsx_dist.format.runs import check_receipts, count, load_manifest, read_complete
 from hsx_dist.page import token_hash
-from hsx_dist.reading.run import CONSUMED
+from hsx_dist.reading.missing import is_removed
 from hsx_dist.reading.select import key_hash
 from hsx_dist.store import Store
 
@@ -65,7 +66,7 @@ class VerifyReport:
 
 
 def verify_run(
-    store: Store,
+    root: Store,
     *,
     on_part: Callable[[str, Sequence[Problem]], None] | None = None,
     workers: int = 4,
@@ -93,7 +94,8 @@ def verify_run(
     known = _Known(resume)
     report = VerifyReport()
     try:
-        read_run(store)
+        place = open_place(root)
+        store = place.store
         manifest = load_manifest(store)
     except StoreError as e:
         if not isinstance(e, NotFound):
@@ -107,7 +109,7 @@ def verify_run(
     todo = [n for n in names if not known.take(manifest.parts[n], report)]
     with ThreadPoolExecutor(workers, thread_name_prefix="hsx-verify") as pool:
         for name, (tally, messages) in zip(
-            todo, pool.map(lambda n: _check(store, manifest.parts[n]), todo), strict=True
+            todo, pool.map(lambda n: _check(place, manifest.parts[n]), todo), strict=True
         ):
             report.add(tally)
             found = [Problem(name, message) for message in messages]
@@ -166,23 +168,25 @@ class _Known:
                 f.write(json.dumps({"part": receipt.part, "crc32c": receipt.crc32c, **counts}) + "\n")
 
 
-def _check(store: Store, receipt: Receipt) -> tuple[VerifyReport, list[str]]:
+def _check(place: Place, receipt: Receipt) -> tuple[VerifyReport, list[str]]:
     tally = VerifyReport()
-    return tally, list(_check_part(store, receipt, tally))
+    return tally, list(_check_part(place, receipt, tally))
 
 
-def _check_part(store: Store, receipt: Receipt, report: VerifyReport) -> Iterator[str]:
+def _check_part(place: Place, receipt: Receipt, report: VerifyReport) -> Iterator[str]:
     """What is wrong with a part; nothing after the first sign that its bytes changed, but for where that is."""
-    name = receipt.part or ""
+    store, name = place.store, receipt.part or ""
     report.parts += 1
     try:
         size = store.head(name).size
-    except NotFound as e:
-        folder = f"{CONSUMED}{name.rpartition('/')[2]}/"
-        if next(iter(store.list(folder)), None) is None:
-            yield str(e)
-        else:
+    except NotFound:
+        if is_removed(store, name, place.version):
             report.consumed += 1
+        else:
+            yield (
+                "expected the part that a receipt names, got no such object. Run the same extraction again: it "
+                "computes the missing samples anew"
+            )
         return
     if size != receipt.size:
         yield f"expected {receipt.size} bytes, as its receipt says, got {size}"
@@ -263,7 +267,7 @@ def _check_counts(store: Store, manifest: Manifest) -> Iterator[str]:
     here = count(Manifest(r for r in manifest.receipts if r.attempt <= complete["attempt"]))
     for name, told in complete["counts"].items():
         if name in here and here[name] != told:
-            yield f"complete.json: expected {told} {name}, its receipts make {here[name]}"
+            yield f"completed attempt: expected {told} {name}, got {here[name]} by its receipts"
 
 
 class _Stream:

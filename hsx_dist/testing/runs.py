@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 from hsx_dist.format.codecs import Codec, SplitCodec
 from hsx_dist.format.container import SegmentEncoder, build_part
 from hsx_dist.format.manifest import Receipt, RowFate, SegmentProof, part_name, receipt_name
-from hsx_dist.format.runs import load_manifest, take_attempt, write_complete, write_run
+from hsx_dist.format.place import RUN, open_place, start_run
+from hsx_dist.format.runs import load_manifest, take_attempt, write_complete
 from hsx_dist.page import Segment, token_hash
 from hsx_dist.store import Store
 from hsx_dist.testing.samples import RandomSample
@@ -25,20 +27,22 @@ def whole(sample: RandomSample, row: int | None = None) -> Stored:
 
 
 class RunWriter:
-    """Takes a run's next attempt, and stores parts with their receipts, as a sink does.
+    """Takes the next attempt of the run at ``root``, and stores parts with their receipts, as a sink does.
 
     ``attached``: arrays for every sample, or what a call with the sample gives.
     """
 
     def __init__(
         self,
-        store: Store,
+        root: Store,
         codec: Codec | None = None,
         name: str = "w",
         attached: Any = None,
         about: Mapping[str, Any] | None = None,
     ):
-        self.store, self.codec, self.name, self.attached = store, codec or SplitCodec(), name, attached
+        self.place = open_place(root)
+        self.store = store = self.place.store
+        self.codec, self.name, self.attached = codec or SplitCodec(), name, attached
         self.about = dict(about or {"model": "tiny"})
         self.attempt = take_attempt(store, {})
         self.seq = 0
@@ -92,9 +96,14 @@ def store_run(
     """A complete run of whole samples, ``per_part`` of them in a part; row *i* is the *i*-th sample."""
     found = list(samples)
     layers = list(found[0].layer_ids) if found else []
-    write_run(store, {"meaning": {"model": "tiny", "layers": layers}, "settings": {}, **(info or {})})
+    start_run(store, {"meaning": {"model": "tiny", "layers": layers}, "settings": {}, **(info or {})})
     writer = RunWriter(store, codec, attached=attached, about=about)
     for start in range(0, len(found), per_part):
         writer.put([whole(s, start + i) for i, s in enumerate(found[start : start + per_part])])
     writer.complete()
     return writer
+
+
+def write_v1_run(store: Store, info: Mapping[str, Any]) -> None:
+    """Store the description of a run of version 1, whose objects lie next to it."""
+    store.put(RUN, [json.dumps({"format": "hsx-run/1", **info}).encode()])

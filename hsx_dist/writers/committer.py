@@ -1,23 +1,22 @@
 """How one part becomes durable.
 
-The order that makes a sample exist: the part is stored whole under a name that nobody else uses; then the attempt is
-checked to be the newest; then the receipt is stored. Only after that is anybody told.
+The order that makes a sample exist: the part is stored whole under a name of its own; then the attempt is checked to be
+the newest; then the receipt is stored, in a log that another process may have sealed. Only then is the driver told.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from hsx_dist.errors import AlreadyExists, Fenced, SampleConflict
+from hsx_dist.errors import AlreadyExists, SampleConflict
 from hsx_dist.format.container import EncodedPart, EncodedSegment, Part, same_sample
-from hsx_dist.format.manifest import Receipt, SegmentProof, part_name, receipt_name
-from hsx_dist.format.runs import is_fenced
+from hsx_dist.format.manifest import Receipt, SegmentProof, part_name
+from hsx_dist.format.receipt_log import ReceiptLog
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.observe.units import bytes_text
 from hsx_dist.page import object_name, token_hash
@@ -32,7 +31,8 @@ class PartCommitter:
     """Stores the parts of one writer's one life, several at once.
 
     ``writer``: a name that no other life of any writer has. ``attempt`` 0: there is no run, and no receipt. ``alone``:
-    each part is one sample, named after its key, or as its request says. ``about``: what parts say of the run.
+    each part is one sample; without a run the object is named after its key, or as its request says. ``about``: what parts say
+    of the run.
     """
 
     def __init__(self, store: Store, writer: str, *, attempt: int, alone: bool, about: Mapping[str, Any], meter: Meter):
@@ -43,8 +43,7 @@ class PartCommitter:
         self._about = about
         self._meter = meter
         self._turns = Turns()
-        self._receipt_lock = threading.Lock()
-        self._next_receipt = 1
+        self._log = ReceiptLog(store, attempt, writer)
 
     def commit(
         self, segments: Sequence[EncodedSegment], part: EncodedPart, number: int, arrival: int
@@ -75,15 +74,15 @@ class PartCommitter:
             self._meter.put_took(time.monotonic() - before)
         if not self._attempt:
             return Stored(tuple(s.segment for s in segments), name)
-        receipt = self._prove(self._receipt(segments, part, name))
+        receipt = self._log.append(self._receipt(segments, part, name))
         log.info("stored %d segments, %s", len(segments), bytes_text(part.size), extra={"part": name})
         return receipt
 
     def _name(self, first: EncodedSegment, number: int) -> str:
-        if not self._alone:
-            return part_name(self._attempt, self._writer, number)
-        folder = "data/" if self._attempt else ""
-        return f"{folder}{first.segment.name or object_name(first.segment.key) + '.safetensors'}"
+        sample = object_name(first.segment.key) if self._alone else ""
+        if self._attempt:
+            return part_name(self._attempt, self._writer, number, sample)
+        return first.segment.name or f"{sample}.safetensors"
 
     def _put_new(self, name: str, buffers: Sequence[Any], segment: EncodedSegment) -> None:
         """Store an object whose name follows from its key. Where there is one already it must be the same sample; it is
@@ -131,25 +130,3 @@ class PartCommitter:
             rows=(),
             created=datetime.now(UTC).isoformat(timespec="milliseconds"),
         )
-
-    def _prove(self, receipt: Receipt) -> Receipt:
-        """Store the receipt under the writer's next number: numbers have no gaps, as only this lock hands them out."""
-        with self._receipt_lock:
-            if is_fenced(self._store, self._attempt):
-                raise Fenced(
-                    f"attempt {self._attempt} of {self._store.url} is no longer the newest: another driver took "
-                    "over; this one stores nothing more"
-                )
-            while True:
-                receipt = replace(receipt, seq=self._next_receipt)
-                name, body = receipt_name(receipt.attempt, receipt.writer, receipt.seq), receipt.to_json()
-                try:
-                    self._store.put_if_absent(name, body)
-                    found = body
-                except AlreadyExists:
-                    # The names are ours alone: a put of ours went through though its answer said otherwise, this one
-                    # or an earlier part's, which then is proven after all.
-                    found = self._store.get(name)
-                self._next_receipt += 1
-                if found == body:
-                    return receipt

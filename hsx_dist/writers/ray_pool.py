@@ -20,8 +20,9 @@ from hsx_dist.observe.logs import configure_logging
 from hsx_dist.observe.metrics import Increments, Meter
 from hsx_dist.observe.ray_metrics import RayExport
 from hsx_dist.page import Page, Segment
-from hsx_dist.store import open_store
+from hsx_dist.store import Store, open_store
 from hsx_dist.store.opening import Backend
+from hsx_dist.store.prefix import PrefixStore
 from hsx_dist.writers.base import ABROAD_BYTES, CALL_BYTES
 from hsx_dist.writers.events import Counted, Event, Lost
 from hsx_dist.writers.mapped import Mapped
@@ -45,6 +46,8 @@ class WriterSpec:
     credit_bytes: int = 256 << 20
     #: Values of the tags ``run`` and ``writer`` of its metrics.
     tags: Mapping[str, str] = field(default_factory=dict)
+    #: The run's folder in the output; empty where the run's objects lie in the output itself.
+    folder: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,7 @@ class WriterActor:
         self._increments = Increments(self._meter)
         self._export = RayExport(self._meter, "writer", spec.tags)
         try:
-            store = open_store(
+            store: Store = open_store(
                 spec.output,
                 spec.storage_options,
                 backend=spec.backend,
@@ -113,6 +116,8 @@ class WriterActor:
             self._broken = f"{type(e).__name__}: {e}"
             self._events.put(Lost((), self._broken, fatal=True))
         else:
+            if spec.folder:
+                store = PrefixStore(store, spec.folder)
             self._sink = PartSink(store, spec.options, self._events.put, self._meter)
 
     @ray.method(concurrency_group="control")

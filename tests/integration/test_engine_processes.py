@@ -9,12 +9,13 @@ from transformers import AutoTokenizer
 
 from hsx_dist.errors import EngineError
 from hsx_dist.format.codecs import resolve_codec
-from hsx_dist.format.runs import load_manifest, take_attempt, write_run
+from hsx_dist.format.runs import load_manifest, take_attempt
 from hsx_dist.jobs.replica import Replica
 from hsx_dist.jobs.rows import Row
 from hsx_dist.jobs.tasks import EngineSpec, Task
 from hsx_dist.reading import open_run
 from hsx_dist.store import open_store
+from hsx_dist.testing.runs import write_v1_run
 from hsx_dist.writers.sink import PartSink, SinkOptions
 from hsx_dist.writers.threads import ThreadSender
 from tests.integration.oracle import Oracle
@@ -51,7 +52,7 @@ def two_ranks(tiny_model_path, monkeypatch):
 
 def test_every_rank_ships_what_it_owns_and_a_killed_engine_is_told(two_ranks, tiny_model_path, tmp_path):
     store = open_store(str(tmp_path))
-    write_run(store, {"meaning": {}})
+    write_v1_run(store, {"meaning": {}})
     attempt = take_attempt(store, {})
     senders = []
     events = []

@@ -11,9 +11,10 @@ import ray
 from hsx_dist.connector.outlet import LocalOutlet, PageRef
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.container import Part
-from hsx_dist.format.runs import load_manifest, take_attempt, write_run
+from hsx_dist.format.runs import load_manifest, take_attempt
 from hsx_dist.page import Segment
 from hsx_dist.store import open_store
+from hsx_dist.testing.runs import write_v1_run
 from hsx_dist.writers.ray_pool import Credits, RaySender, WriterSpec, start_writer
 from hsx_dist.writers.sink import SinkOptions
 
@@ -64,7 +65,7 @@ def page_refs(outlet: LocalOutlet, key: int, tokens: int, segment_tokens: int):
 def test_requests_longer_than_everything_go_through(corner, tmp_path):
     ring, segment, part, credit, sink = corner
     store = open_store(str(tmp_path))
-    write_run(store, {})
+    write_v1_run(store, {})
     take_attempt(store, {})
     options = SinkOptions(
         resolve_codec("split"), {}, "w", 1, part_bytes=part * PAGE, max_bytes=sink * PAGE, part_seconds=3600

@@ -24,13 +24,14 @@ from hsx_dist.errors import Denied, Unavailable
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.container import Part
 from hsx_dist.format.manifest import Receipt
-from hsx_dist.format.runs import load_manifest, take_attempt, write_run
+from hsx_dist.format.runs import load_manifest, take_attempt
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import Store, open_store
 from hsx_dist.store.fsspec import FsspecStore
 from hsx_dist.store.obstore import ObstoreStore
 from hsx_dist.testing.discard import Answer, discard_server
 from hsx_dist.testing.processes import child, http_status
+from hsx_dist.testing.runs import write_v1_run
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.servers import seaweedfs
 from hsx_dist.writers.events import Counted, Lost
@@ -111,7 +112,7 @@ class Pool:
 
 
 def new_run(store: Store) -> None:
-    write_run(store, {})
+    write_v1_run(store, {})
     assert take_attempt(store, {}) == 1
 
 

@@ -14,11 +14,12 @@ from ray.cluster_utils import Cluster
 
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.manifest import Receipt
-from hsx_dist.format.runs import load_manifest, take_attempt, write_run
+from hsx_dist.format.runs import load_manifest, take_attempt
 from hsx_dist.jobs.cluster import ClusterShape, RayFleet
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import Store, open_store
 from hsx_dist.testing.discard import Answer, Request, discard_server
+from hsx_dist.testing.runs import write_v1_run
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.writers.events import Counted
 from hsx_dist.writers.ray_pool import RaySender, WriterSpec
@@ -59,7 +60,7 @@ def writers(
     with discard_server(answer) as server:
         options = server.storage_options()
         store = open_store("s3://b/run", options)
-        write_run(store, {})
+        write_v1_run(store, {})
         attempt = take_attempt(store, {})
 
         def spec(name: str) -> WriterSpec:

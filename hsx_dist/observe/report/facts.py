@@ -85,13 +85,13 @@ class RunFacts:
         return found if isinstance(found, dict) else {}
 
 
-def gather_facts(store: Store, run: Run) -> RunFacts:
+def gather_facts(run: Run) -> RunFacts:
     """Read attempts, heartbeats, the manifest that ``run`` holds, and the headers of some parts.
 
     Raises:
         StoreError, FormatError: an object cannot be read.
     """
-    samples = run.manifest.samples.values()
+    store, samples = run.store, run.manifest.samples.values()
     names = sorted({part for s in samples for part, _ in s.segments})
     sizes, codecs, about = _layer_sizes(store, run, names)
     complete = read_complete(store)

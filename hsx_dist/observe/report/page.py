@@ -80,7 +80,7 @@ def write_report(
     """
     run = Run(store)
     canvas = Canvas()
-    facts = gather_facts(store, run)
+    facts = gather_facts(run)
     keys = list(chosen) or _typical(run)
     states = gather_states(run, spread(run.keys(), samples), keys)
     sections = [

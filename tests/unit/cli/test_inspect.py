@@ -12,9 +12,10 @@ import pytest
 from hsx_dist.cli import main
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.manifest import Receipt, RowFate, receipt_name
-from hsx_dist.format.runs import load_manifest, take_attempt, write_complete, write_run
+from hsx_dist.format.runs import load_manifest, take_attempt, write_complete
 from hsx_dist.page import Page, Segment
 from hsx_dist.store import Store, open_store
+from hsx_dist.testing.runs import write_v1_run
 from hsx_dist.writers.sink import PartSink, SinkOptions
 
 LAYERS, HIDDEN = (2, 5, 6), 16
@@ -57,7 +58,7 @@ def run(tmp_path: Path) -> str:
     path = str(tmp_path / "run")
     store = open_store(path)
     meaning = {"model": "tiny", "revision": None, "layers": list(LAYERS)}
-    write_run(store, {"meaning": meaning, "settings": {"codec": "split"}, "created": "2026-01-01T00:00:00+00:00"})
+    write_v1_run(store, {"meaning": meaning, "settings": {"codec": "split"}, "created": "2026-01-01T00:00:00+00:00"})
     attempt = take_attempt(store, {})
     write_samples(store, attempt)
     rows = (RowFate("row:00000003", 3, "refused", "text: expected text, came an empty string", 0),)

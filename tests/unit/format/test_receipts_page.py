@@ -10,9 +10,9 @@ from typing import Any, get_args
 import hsx_dist
 from hsx_dist.format.manifest import Receipt, RowFate
 from hsx_dist.format.receipt import Fate
-from hsx_dist.format.runs import load_manifest, write_run
+from hsx_dist.format.runs import load_manifest
 from hsx_dist.store import open_store
-from hsx_dist.testing.runs import RunWriter, store_run, whole
+from hsx_dist.testing.runs import RunWriter, store_run, whole, write_v1_run
 from hsx_dist.testing.samples import random_sample
 
 PAGE = (Path(hsx_dist.__file__).parents[1] / "docs" / "receipts.md").read_text()
@@ -42,7 +42,7 @@ def test_a_run_of_whole_samples(tmp_path: Path):
 
 def test_segments_in_several_parts_and_attempts(tmp_path: Path):
     store = open_store(str(tmp_path))
-    write_run(store, {"meaning": {}, "settings": {}})
+    write_v1_run(store, {"meaning": {}, "settings": {}})
     long, other, half, late = (
         random_sample(key, 64, seed=i) for i, key in enumerate(("long", "other", "half", "late"))
     )

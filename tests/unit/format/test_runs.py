@@ -21,6 +21,7 @@ from hsx_dist.format.manifest import (
 )
 from hsx_dist.page import Segment, token_hash
 from hsx_dist.store.local import LocalStore
+from hsx_dist.testing.runs import write_v1_run
 
 
 @pytest.fixture
@@ -39,11 +40,11 @@ def _prove(store: LocalStore, attempt: int, writer: str, seq: int, key: str) -> 
 def test_a_run_is_made_once(store: LocalStore) -> None:
     with pytest.raises(RunError, match=r"expected run\.json there"):
         runs.read_run(store)
-    runs.write_run(store, {"settings": {"layers": [1]}})
+    write_v1_run(store, {"settings": {"layers": [1]}})
     assert runs.read_run(store) == {"format": "hsx-run/1", "settings": {"layers": [1]}}
-    runs.write_run(store, {"settings": {"layers": [1]}})  # the answer to the first was lost
+    write_v1_run(store, {"settings": {"layers": [1]}})  # the answer to the first was lost
     with pytest.raises(RunError, match="another driver has just started a run"):
-        runs.write_run(store, {"settings": {"layers": [2]}})
+        write_v1_run(store, {"settings": {"layers": [2]}})
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b'{"format":"hsx-run/2"}', b"\xff", b"[" * 10**5])

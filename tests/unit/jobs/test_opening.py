@@ -6,9 +6,10 @@ import pytest
 
 from hsx_dist.config import load_config
 from hsx_dist.errors import NotFound, RunMismatch
-from hsx_dist.format.runs import read_run, write_run
+from hsx_dist.format.runs import read_run
 from hsx_dist.jobs.extract import open_or_start_run
 from hsx_dist.store.local import LocalStore
+from hsx_dist.testing.runs import write_v1_run
 
 
 def opened(tmp_path, resume="allow", store=None, **meaning):
@@ -53,7 +54,7 @@ class Late(LocalStore):
 
 
 def test_a_job_that_is_submitted_twice_goes_on_with_the_run_of_the_quicker_one(tmp_path):
-    write_run(LocalStore(tmp_path), {"meaning": {"model": "m", "layers": [1]}})
+    write_v1_run(LocalStore(tmp_path), {"meaning": {"model": "m", "layers": [1]}})
     opened(tmp_path, store=Late(tmp_path))
     with pytest.raises(RunMismatch, match="layers"):
         opened(tmp_path, store=Late(tmp_path), layers=[2])

@@ -8,10 +8,11 @@ import pytest
 
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.manifest import Receipt, RowFate, receipt_name
-from hsx_dist.format.runs import beat, load_manifest, take_attempt, write_complete, write_run
+from hsx_dist.format.runs import beat, load_manifest, take_attempt, write_complete
 from hsx_dist.observe.metrics import Increments, Meter
 from hsx_dist.observe.progress import Progress
 from hsx_dist.store import Store, open_store
+from hsx_dist.testing.runs import write_v1_run
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.writers.sink import PartSink, SinkOptions
 
@@ -22,7 +23,7 @@ HOSTILE = "</title><script>alert('x')</script><img src=http://127.0.0.1:9/x>"
 def small_run(tmp_path: Path) -> Store:
     store = open_store(str(tmp_path / "run"))
     meaning = {"model": HOSTILE, "layers": [2, 15, 30]}
-    write_run(store, {"meaning": meaning, "settings": {"codec": "split"}, "created": "2026-01-01T00:00:00+00:00"})
+    write_v1_run(store, {"meaning": meaning, "settings": {"codec": "split"}, "created": "2026-01-01T00:00:00+00:00"})
     attempt = take_attempt(store, {"host": "here"})
     meter = Meter()
     progress = Progress(12, meter=meter)

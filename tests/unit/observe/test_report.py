@@ -15,6 +15,7 @@ from hsx_dist.observe.report.states import gather_states, spread
 from hsx_dist.reading import Run
 from hsx_dist.store import Store, open_store
 from hsx_dist.testing.browser import browser_page, chromium_program
+from hsx_dist.testing.runs import write_v1_run
 from tests.unit.observe.conftest import HOSTILE
 
 needs_chromium = pytest.mark.skipif(chromium_program() is None, reason="chromium is missing: apt-get install chromium")
@@ -80,22 +81,22 @@ def test_nothing_that_a_user_wrote_becomes_markup(small_run: Store):
 
 
 def test_a_run_without_samples_gives_a_page_too(tmp_path: Path):
-    from hsx_dist.format.runs import take_attempt, write_run
+    from hsx_dist.format.runs import take_attempt
 
     store = open_store(str(tmp_path / "new"))
     with pytest.raises(RunError):
         write_report(store)
-    write_run(store, {"meaning": {"model": "m", "layers": [1]}})
+    write_v1_run(store, {"meaning": {"model": "m", "layers": [1]}})
     assert "not started" in write_report(store)
     take_attempt(store, {})
     assert "no heartbeat" in write_report(store)
 
 
 def test_an_attempt_that_never_said_that_it_ended_has_vanished(tmp_path: Path):
-    from hsx_dist.format.runs import beat, take_attempt, write_run
+    from hsx_dist.format.runs import beat, take_attempt
 
     store = open_store(str(tmp_path / "new"))
-    write_run(store, {"meaning": {"model": "m", "layers": [1]}, "settings": {"pool": "ray", "max_replicas": 1}})
+    write_v1_run(store, {"meaning": {"model": "m", "layers": [1]}, "settings": {"pool": "ray", "max_replicas": 1}})
     for number in (1, 2):
         take_attempt(store, {})
         beat(store, number, 1, "running")

@@ -10,9 +10,10 @@ from typer.testing import CliRunner
 
 from hsx_dist.cli.app import app
 from hsx_dist.errors import RunError
-from hsx_dist.format.runs import beat, take_attempt, write_run
+from hsx_dist.format.runs import beat, take_attempt
 from hsx_dist.observe.top import follow, look
 from hsx_dist.store import Store, open_store
+from hsx_dist.testing.runs import write_v1_run
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def progress(done: int, tokens: int, seconds: float, *, wait: float = 0.0, befor
 def test_where_nothing_was_begun_it_says_so(store: Store):
     with pytest.raises(RunError, match="no run"):
         look(store)
-    write_run(store, {"meaning": {"model": "m"}})
+    write_v1_run(store, {"meaning": {"model": "m"}})
     assert look(store).state == "not started"
     attempt = take_attempt(store, {})
     assert look(store).state == "starting"
@@ -44,7 +45,7 @@ def test_where_nothing_was_begun_it_says_so(store: Store):
 
 
 def test_rates_are_those_since_the_last_look(store: Store):
-    write_run(store, {"meaning": {"model": "m"}})
+    write_v1_run(store, {"meaning": {"model": "m"}})
     attempt = take_attempt(store, {})
     beat(store, attempt, 1, "running", progress(10, 1000, 10.0, before=30))
     first = look(store)
@@ -59,7 +60,7 @@ def test_rates_are_those_since_the_last_look(store: Store):
 
 
 def test_following_ends_with_the_attempt(store: Store):
-    write_run(store, {"meaning": {"model": "m"}})
+    write_v1_run(store, {"meaning": {"model": "m"}})
     attempt = take_attempt(store, {})
     beat(store, attempt, 1, "running", progress(1, 10, 1.0))
     states = []

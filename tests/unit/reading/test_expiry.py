@@ -10,10 +10,10 @@ import pytest
 from hsx_dist.cli import main
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.codecs import resolve_codec
-from hsx_dist.format.runs import write_run
 from hsx_dist.page import Page, Segment
 from hsx_dist.reading.expiry import expired
 from hsx_dist.store import open_store
+from hsx_dist.testing.runs import write_v1_run
 from hsx_dist.writers.sink import PartSink, SinkOptions
 
 
@@ -64,6 +64,6 @@ def test_the_command_only_lists_until_it_is_told_to_delete(prefix, capsys):
 
 def test_a_run_is_refused(tmp_path):
     store = open_store(str(tmp_path))
-    write_run(store, {"meaning": {}})
+    write_v1_run(store, {"meaning": {}})
     with pytest.raises(ConfigError, match="came a run"):
         list(expired(store))

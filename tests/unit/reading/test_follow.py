@@ -12,12 +12,12 @@ import pytest
 
 from hsx_dist import HiddenStatesDataset, open_run
 from hsx_dist.errors import ConfigError, RunError, RunStalled, SampleConsumed
-from hsx_dist.format.runs import beat, take_attempt, write_run
+from hsx_dist.format.runs import beat, take_attempt
 from hsx_dist.reading.follow import Follower
 from hsx_dist.reading.retain import Retention, rank_of
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import open_store
-from hsx_dist.testing.runs import RunWriter, store_run, whole
+from hsx_dist.testing.runs import RunWriter, store_run, whole, write_v1_run
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
 
@@ -36,7 +36,7 @@ def keys_of(follower: Follower) -> list[str]:
 
 def test_samples_come_as_they_are_proven_and_end_with_the_run(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "run"))
-    write_run(store, {"meaning": {"layers": [2, 15, 30]}})
+    write_v1_run(store, {"meaning": {"layers": [2, 15, 30]}})
     first = RunWriter(store, name="v")
     first.put([whole(SAMPLES[0], 0)])
     dataset = HiddenStatesDataset(store.url, follow=True, follow_options=QUICK)
@@ -70,7 +70,7 @@ def test_samples_come_as_they_are_proven_and_end_with_the_run(tmp_path: Path) ->
 
 def test_a_follower_asks_for_the_next_receipt_instead_of_listing() -> None:
     store = MemoryStore()
-    write_run(store, {})
+    write_v1_run(store, {})
     writer = RunWriter(store)
     writer.put([whole(SAMPLES[0])])
     source = iter(Follower(store, poll_seconds=0, discover_seconds=1e9, sleep=lambda _: None))
@@ -89,7 +89,7 @@ def test_a_follower_asks_for_the_next_receipt_instead_of_listing() -> None:
 
 def test_a_run_without_a_live_attempt_is_told() -> None:
     store, now = MemoryStore(), [0.0]
-    write_run(store, {})
+    write_v1_run(store, {})
     writer = RunWriter(store)
     writer.put([whole(SAMPLES[0])])
 
@@ -116,7 +116,7 @@ def test_a_run_without_a_live_attempt_is_told() -> None:
 
 def test_following_goes_on_behind_what_was_done() -> None:
     store = MemoryStore()
-    write_run(store, {})
+    write_v1_run(store, {})
     for name in "vw":
         writer = RunWriter(store, name=name)
         for i in range(0, 8, 2):
@@ -186,7 +186,7 @@ def test_a_part_is_removed_once_every_consumer_has_used_it(tmp_path: Path) -> No
 
 def test_a_part_that_holds_half_a_sample_stays_until_the_run_is_over() -> None:
     store = MemoryStore()
-    write_run(store, {})
+    write_v1_run(store, {})
     writer = RunWriter(store)
     long = random_sample("long", 40)
     a, b = long.segments(16)
@@ -201,7 +201,7 @@ def test_a_part_that_holds_half_a_sample_stays_until_the_run_is_over() -> None:
 
 def test_what_was_read_of_the_manifest_is_not_read_again_for_a_new_part(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
-    write_run(store, {})
+    write_v1_run(store, {})
     writer = RunWriter(store)
     retention = Retention(store)
     read: list[str] = []

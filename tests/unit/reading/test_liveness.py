@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 
 from hsx_dist.errors import RunError
-from hsx_dist.format.runs import beat, load_manifest, take_attempt, write_complete, write_run
+from hsx_dist.format.runs import beat, load_manifest, take_attempt, write_complete
 from hsx_dist.reading.liveness import observe, require_dead
+from hsx_dist.testing.runs import write_v1_run
 from hsx_dist.testing.stores import MemoryStore
 
 
 @pytest.fixture
 def store() -> MemoryStore:
     made = MemoryStore()
-    write_run(made, {})
+    write_v1_run(made, {})
     return made
 
 

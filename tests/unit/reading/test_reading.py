@@ -31,10 +31,10 @@ from hsx_dist.errors import (
 from hsx_dist.format.codecs import Codec, Fp8TokenCodec, NoneCodec, SplitCodec
 from hsx_dist.format.container import SegmentEncoder, build_part
 from hsx_dist.format.manifest import RowFate
-from hsx_dist.format.runs import take_attempt, write_run
+from hsx_dist.format.runs import take_attempt
 from hsx_dist.reading import Run, load_hidden_states, open_run, verify_run
 from hsx_dist.store import Store, open_store
-from hsx_dist.testing.runs import RunWriter, whole
+from hsx_dist.testing.runs import RunWriter, whole, write_v1_run
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
 
@@ -47,7 +47,7 @@ FAILED = RowFate("unlucky", 4, "failed", "the replica died", 3)
 
 def write(store: Store, *, codec: Codec | None = None) -> RunWriter:
     """``LONG`` in three segments over two parts, not in order."""
-    write_run(store, {"meaning": {"model": "tiny"}})
+    write_v1_run(store, {"meaning": {"model": "tiny"}})
     writer = RunWriter(store, codec)
     a, b, c = LONG.segments(20, 70)
     writer.put([(LONG, c, 1), whole(SHORT, 2), (LONG, a, 1)])
@@ -107,7 +107,7 @@ def test_any_window_of_a_sample_in_any_segments(
     cuts: set[int], start: int | None, stop: int | None, layers: list[int] | None, parts: int
 ) -> None:
     store = MemoryStore()
-    write_run(store, {})
+    write_v1_run(store, {})
     writer = RunWriter(store)
     segments = LONG.segments(*sorted(cuts))
     for i in range(min(parts, len(segments))):
@@ -121,7 +121,7 @@ def test_any_window_of_a_sample_in_any_segments(
 
 def test_only_the_segments_of_the_window_are_fetched() -> None:
     store = MemoryStore()
-    write_run(store, {})
+    write_v1_run(store, {})
     sample = random_sample("a", 4000, hidden_size=256, chunk_tokens=500)
     writer = RunWriter(store)
     for segment in sample.segments(1000, 2000, 3000):
@@ -141,7 +141,7 @@ def test_only_the_segments_of_the_window_are_fetched() -> None:
 def test_frameworks_and_dtypes() -> None:
     for dtype, numpy_dtype in (("bfloat16", np.float32), ("float16", np.float16), ("float32", np.float32)):
         store = MemoryStore()
-        write_run(store, {})
+        write_v1_run(store, {})
         sample = random_sample("a", 20, dtype=dtype)
         RunWriter(store).put([whole(sample)])
         got = Run(store)["a"]
@@ -213,7 +213,7 @@ def test_a_newer_attempt_wins_and_half_a_sample_is_none(store: Store) -> None:
 def test_waiting_for_a_sample(store: Store) -> None:
     def later() -> None:
         time.sleep(0.2)
-        write_run(store, {})
+        write_v1_run(store, {})
         time.sleep(0.2)
         RunWriter(store).put([whole(LONG)])
 
@@ -335,7 +335,7 @@ def test_verify_passes_a_sound_run(store: Store) -> None:
 
 def test_verify_counts_non_finite_and_empty_layers() -> None:
     store = MemoryStore()
-    write_run(store, {})
+    write_v1_run(store, {})
     for dtype, infinity in (("bfloat16", 0x7F80), ("float16", 0xFC00), ("float32", 0x7F800000)):
         sample = random_sample(f"a-{dtype}", 40, dtype=dtype)
         sample.states[:] = 1
@@ -352,7 +352,7 @@ def test_verify_counts_non_finite_and_empty_layers() -> None:
 @pytest.mark.parametrize("codec", [SplitCodec(), NoneCodec()], ids=lambda c: c.name)
 def test_any_flipped_bit_of_a_part_is_found_by_verify(codec: Codec) -> None:
     store = MemoryStore()
-    write_run(store, {})
+    write_v1_run(store, {})
     receipt = RunWriter(store, codec).put([whole(random_sample("a", 9)), whole(random_sample("b", 4))])
     assert receipt.part is not None
     data = store.objects[receipt.part]
@@ -393,7 +393,7 @@ def test_verify_names_what_is_missing_or_another(store: Store) -> None:
 
 def test_a_part_that_is_sound_but_not_the_proven_one_is_refused() -> None:
     store = MemoryStore()
-    write_run(store, {})
+    write_v1_run(store, {})
     writer = RunWriter(store)
     receipt = writer.put([whole(random_sample("a", 9, seed=1))])
     assert receipt.part is not None
@@ -423,7 +423,7 @@ def content_of(sample: RandomSample) -> bytes:
 
 def test_what_is_attached_and_lost_is_told_of_samples() -> None:
     store = MemoryStore()
-    write_run(store, {})
+    write_v1_run(store, {})
     writer = RunWriter(store, Fp8TokenCodec(), attached={"loss_mask": np.arange(100) > 50})
     sample = random_sample("long", 100, seed=1, odd=False)
     a, b = sample.segments(40)

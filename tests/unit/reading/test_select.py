@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from hsx_dist import open_run
 from hsx_dist.errors import ConfigError, SampleNotFound
 from hsx_dist.format.manifest import Receipt, RowFate, SegmentProof, part_name, receipt_name
-from hsx_dist.format.runs import load_manifest, take_attempt, write_complete, write_run
+from hsx_dist.format.runs import load_manifest, take_attempt, write_complete
 from hsx_dist.page import Segment
 from hsx_dist.reading import Run
 from hsx_dist.store import open_store
-from hsx_dist.testing.runs import store_run
+from hsx_dist.testing.runs import store_run, write_v1_run
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
 
@@ -35,7 +35,7 @@ _RECEIPT = st.tuples(
 @given(st.lists(_RECEIPT, max_size=6), st.booleans())
 def test_the_index_says_what_the_manifest_says(receipts: list[tuple], complete: bool) -> None:
     store = MemoryStore()
-    write_run(store, {})
+    write_v1_run(store, {})
     attempts = [take_attempt(store, {}) for _ in range(2)]
     numbers: dict[tuple[int, str], int] = {}
     for attempt, writer, segments, fates in receipts:

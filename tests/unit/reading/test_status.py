@@ -9,17 +9,18 @@ import pytest
 from hsx_dist.cli.watch import print_status
 from hsx_dist.errors import RunError
 from hsx_dist.format.manifest import Manifest, RowFate
-from hsx_dist.format.runs import beat, load_manifest, take_attempt, write_complete, write_run
+from hsx_dist.format.runs import beat, load_manifest, take_attempt, write_complete
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.observe.progress import Progress
 from hsx_dist.reading.status import run_status
 from hsx_dist.store.local import LocalStore
+from hsx_dist.testing.runs import write_v1_run
 
 
 @pytest.fixture
 def store(tmp_path):
     store = LocalStore(tmp_path)
-    write_run(store, {})
+    write_v1_run(store, {})
     take_attempt(store, {})
     ledger = RowLedger(store, 1, Manifest())
     for i in range(30):

@@ -4,14 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from hsx_dist.format.runs import take_attempt, write_run
+from hsx_dist.format.runs import take_attempt
 from hsx_dist.store.local import LocalStore
+from hsx_dist.testing.runs import write_v1_run
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
     """A run whose first attempt has begun."""
     store = LocalStore(tmp_path)
-    write_run(store, {})
+    write_v1_run(store, {})
     assert take_attempt(store, {}) == 1
     return store

@@ -19,9 +19,10 @@ from hsx_dist.errors import StoreError
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.container import Part
 from hsx_dist.format.manifest import Receipt
-from hsx_dist.format.runs import load_manifest, take_attempt, write_run
+from hsx_dist.format.runs import load_manifest, take_attempt
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import Store, open_store
+from hsx_dist.testing.runs import write_v1_run
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.writers.events import Event, Lost
 from hsx_dist.writers.sink import PartSink, SinkOptions
@@ -58,7 +59,7 @@ def main() -> None:
     folder, part_bytes = Path(sys.argv[1]), int(sys.argv[2])
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], check=True)
     store = open_store(str(folder))
-    write_run(store, {})
+    write_v1_run(store, {})
     events = store_missing(store, take_attempt(store, {}), part_bytes)
     parts = {e.part for e in events if isinstance(e, Receipt)}
     there = {str(f.relative_to(folder)) for f in (folder / "data").rglob("*") if f.is_file()}

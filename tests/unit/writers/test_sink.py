@@ -11,10 +11,11 @@ import pytest
 from hsx_dist.errors import Fenced
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.manifest import Receipt
-from hsx_dist.format.runs import load_manifest, take_attempt, write_run
+from hsx_dist.format.runs import load_manifest, take_attempt
 from hsx_dist.page import Page, Segment
 from hsx_dist.reading import Run
 from hsx_dist.store.local import LocalStore
+from hsx_dist.testing.runs import write_v1_run
 from hsx_dist.writers.events import Lost, Stored
 from hsx_dist.writers.sink import PartSink, SinkOptions
 from hsx_dist.writers.threads import ThreadSender
@@ -41,7 +42,7 @@ def test_what_pages_carry_is_stored_and_no_receipt_keeps_it(store):
 
 
 def written(store: LocalStore) -> LocalStore:
-    write_run(store, {})
+    write_v1_run(store, {})
     return store
 
 

@@ -1,0 +1,260 @@
+"""Which run a place (a folder or URL that a user names) holds, and how one run follows another there.
+
+``run.json`` is put only if absent, and names the run's random id. Everything else of the run lies below ``run-ID/``, so
+that a process of an earlier run at the same place writes and deletes below another folder. Removing a run replaces its
+``run.json`` by a *tombstone*, which stays: the next run's description is ``run.0002.json``, then ``run.0003.json``. No
+name is used for two runs, so that a delete or a put of a process that paused cannot meet a later run.
+
+Runs of version 1 (``hsx-run/1``) have no id in their names: their objects lie next to ``run.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from hsx_dist.errors import AlreadyExists, FormatError, NotFound, RunError
+from hsx_dist.store import Store
+from hsx_dist.store.prefix import PrefixStore
+
+__all__ = [
+    "RUN",
+    "Place",
+    "find_place",
+    "bury",
+    "close_place",
+    "is_description",
+    "leftovers",
+    "open_place",
+    "read_run",
+    "start_run",
+]
+
+RUN = "run.json"
+#: What a run of version 1 consists of, next to ``run.json``.
+V1_OBJECTS = ("complete.json", "check.json")
+V1_FOLDERS = ("manifest/", "data/", "consumed/", "report/", "attempts/")
+#: What shows that a run of version 1 lies, or lay, at a place. ``data/`` alone may be somebody else's folder.
+_V1_TRACES = ("manifest/", "attempts/", "data/part-")
+_FORMATS = {"hsx-run/1": 1, "hsx-run/2": 2}
+_ID = re.compile(r"[0-9a-f]{8,64}")
+_POINTER = re.compile(r"run(\.[0-9]{4,})?\.json")
+_FOLDER = re.compile(r"run-([0-9a-f]{8,64})/")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A run at a place.
+
+    ``root``: the store that the user named. ``pointer``: the name of the run's description in it. ``version``: of the
+    run's state, 1 or 2. ``info``: the description. ``store``: the run's own objects.
+    """
+
+    root: Store
+    pointer: str
+    version: int
+    info: dict[str, Any]
+    store: Store
+
+    @property
+    def folder(self) -> str:
+        """The name of the run's folder in ``root``; empty for version 1."""
+        return _folder(self.info) if self.version > 1 else ""
+
+    def store_in(self, root: Store) -> Store:
+        """The store of the run's own objects in ``root``, another store of the same place."""
+        return root if self.version == 1 else PrefixStore(root, self.folder)
+
+    def removed(self) -> bool:
+        """Whether the run was removed, as the store says now."""
+        found = _read(self.root, self.pointer)
+        return found is None or "removed" in found or found.get("id") != self.info.get("id")
+
+
+def find_place(root: Store) -> Place | None:
+    """The run at ``root``; ``None`` where there is none, or the last one was removed.
+
+    Raises:
+        FormatError: ``run.json`` cannot be read, or is of a later version.
+    """
+    return _look(root)[0]
+
+
+def open_place(root: Store) -> Place:
+    """The run at ``root``. Raises ``RunError`` when there is none, ``FormatError`` when it cannot be read."""
+    found, _, removed = _look(root)
+    if found is not None:
+        return found
+    if removed is not None:
+        raise RunError(
+            f"no run at {root.url}: expected a run, got the mark of one that was removed at {removed}. Start a run "
+            "there, or check the path"
+        )
+    raise RunError(f"no run at {root.url}: expected {RUN} there; check the path, or that the run has been started")
+
+
+def read_run(root: Store) -> dict[str, Any]:
+    """The description of the run at ``root``, with the errors of ``open_place``."""
+    return open_place(root).info
+
+
+def start_run(root: Store, info: Mapping[str, Any]) -> Place:
+    """Store the description of a new run; ``info`` must hold no credentials. The run gets a random id.
+
+    Raises:
+        RunError: there is a run, or another driver has just started one, or objects of an unfinished removal are left.
+    """
+    if left := next(leftovers(root), None):
+        raise RunError(
+            f"{root.url}: expected an empty place or a run, got {left} and no description of a run: a removal did not "
+            f"finish, or {RUN} was deleted. Finish the removal with `hsx rm {root.url} --yes`, or choose another output"
+        )
+    found, number, _ = _look(root)
+    body = _dump({"format": "hsx-run/2", "id": secrets.token_hex(8), **info})
+    if found is not None or not put_own(root, _pointer(number), body):
+        raise RunError(
+            f"{root.url}: expected no run, got one: another driver has just started it. Start again to resume it, or "
+            "choose another output"
+        )
+    return _place(root, _pointer(number), json.loads(body))
+
+
+def leftovers(root: Store) -> Iterator[str]:
+    """The folders of runs that are not the run at ``root``: their removal did not finish, a process of theirs wrote
+    after it, or their description was deleted. With ``/`` at the end; the objects of a run of version 1 count as
+    ``manifest/``, ``attempts/`` and ``data/part-``."""
+    # Folders are listed before the description is read: a run's description is stored before anything in its folder,
+    # so that no folder of a run that starts meanwhile can be taken for a leftover.
+    found = [*_run_folders(root), *(p for p in _V1_TRACES if next(iter(root.list(p)), None) is not None)]
+    if not found:
+        return
+    place = find_place(root)
+    for folder in found:
+        if _FOLDER.fullmatch(folder):
+            mine = place is not None and folder == f"{place.folder}/"
+        else:
+            mine = place is not None and place.version == 1
+        if not mine:
+            yield folder
+
+
+def bury(place: Place) -> None:
+    """Replace the run's description by a tombstone: from now on no reader opens the run, and no driver resumes it.
+
+    Another process may have done so already, and started another run there: what ``place.pointer`` names is this run's
+    description or its tombstone, and nothing else ever.
+    """
+    place.root.put(place.pointer, [_tombstone(place.info.get("id"))])
+
+
+def close_place(root: Store) -> None:
+    """Keep a driver of version 1 from starting a run among what another one left. Raises ``RunError`` when there is a
+    run."""
+    place, number, _ = _look(root)
+    if place is None and number > 1:
+        return  # it refuses the tombstone that is there
+    if place is not None or not put_own(root, _pointer(number), _tombstone(None)):
+        raise RunError(f"{root.url}: expected no run, got one that was just started. Look at it, then try again")
+
+
+def _tombstone(run_id: Any) -> bytes:
+    at = datetime.now(UTC).isoformat(timespec="seconds")
+    return _dump({"format": "hsx-run/2", "removed": {"at": at, "id": run_id, "token": secrets.token_hex(8)}})
+
+
+def is_description(name: str) -> bool:
+    """Whether ``name`` is one under which runs are described, and their removal marked."""
+    return _POINTER.fullmatch(name) is not None
+
+
+def _run_folders(root: Store) -> list[str]:
+    found: list[str] = []
+    after = None
+    while info := next(iter(root.list("run-", after)), None):
+        match = _FOLDER.match(info.name)
+        if match:
+            found.append(match[0])
+        # Behind all that lies in the folder: "0" is the character after "/".
+        after = f"{match[0][:-1]}0" if match else info.name
+    return found
+
+
+def _look(root: Store) -> tuple[Place | None, int, str | None]:
+    """(the run, the number of its description or of the next one, when the last run before it was removed)."""
+    number, removed = 1, None
+    while (found := _read(root, _pointer(number))) is not None:
+        if "removed" not in found:
+            return _place(root, _pointer(number), found), number, removed
+        mark = found["removed"]
+        removed = str(mark.get("at")) if isinstance(mark, dict) else "an unknown time"
+        number += 1
+    return None, number, removed
+
+
+def _place(root: Store, pointer: str, info: dict[str, Any]) -> Place:
+    version = _FORMATS[info["format"]]
+    if version == 1:
+        return Place(root, pointer, version, info, root)
+    return Place(root, pointer, version, info, PrefixStore(root, _folder(info)))
+
+
+def _read(root: Store, name: str) -> dict[str, Any] | None:
+    found = read_json(root, name)
+    if found is None:
+        return None
+    where = f"{root.url}/{name}"
+    if found.get("format") not in _FORMATS:
+        raise FormatError(
+            f"{where}: expected format {' or '.join(map(repr, _FORMATS))}, got {found.get('format')!r}. Update hsx_dist"
+        )
+    if _FORMATS[found["format"]] > 1 and "removed" not in found and not _is_id(found.get("id")):
+        raise FormatError(f"{where}: expected an id of 8 to 64 hex digits, got {found.get('id')!r}. It is damaged")
+    return found
+
+
+def _folder(info: Mapping[str, Any]) -> str:
+    return f"run-{info['id']}"
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, str) and _ID.fullmatch(value) is not None
+
+
+def _pointer(number: int) -> str:
+    return RUN if number == 1 else f"run.{number:04d}.json"
+
+
+# -- JSON objects ----------------------------------------------------------------------------------------------------
+
+
+def put_own(store: Store, name: str, body: bytes) -> bool:
+    """Create an object; whether it is ours, also when the answer to an earlier try was lost."""
+    try:
+        store.put_if_absent(name, body)
+    except AlreadyExists:
+        return store.get(name) == body
+    return True
+
+
+def _dump(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, indent=1, allow_nan=False).encode() + b"\n"
+
+
+def read_json(store: Store, name: str) -> dict[str, Any] | None:
+    """The JSON object stored under ``name``; ``None`` when there is none, ``FormatError`` when it is no JSON object."""
+    try:
+        data = store.get(name)
+    except NotFound:
+        return None
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as e:
+        raise FormatError(f"{store.url}/{name}: expected JSON, got something else: {e}. It is damaged") from e
+    if not isinstance(found, dict):
+        raise FormatError(f"{store.url}/{name}: expected a JSON object, got a {type(found).__name__}. It is damaged")
+    return found
