@@ -208,7 +208,7 @@ def _read(root: Store, name: str) -> dict[str, Any] | None:
     if found is None:
         return None
     where = f"{root.url}/{name}"
-    if found.get("format") not in _FORMATS:
+    if str(found.get("format")) not in _FORMATS:
         raise FormatError(
             f"{where}: expected format {' or '.join(map(repr, _FORMATS))}, got {found.get('format')!r}. Update hsx_dist"
         )

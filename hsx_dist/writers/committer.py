@@ -31,8 +31,8 @@ class PartCommitter:
     """Stores the parts of one writer's one life, several at once.
 
     ``writer``: a name that no other life of any writer has. ``attempt`` 0: there is no run, and no receipt. ``alone``:
-    each part is one sample; without a run the object is named after its key, or as its request says. ``about``: what parts say
-    of the run.
+    each part is one sample; without a run the object is named after its key, or as its request says. ``about``: what
+    parts say of the run.
     """
 
     def __init__(self, store: Store, writer: str, *, attempt: int, alone: bool, about: Mapping[str, Any], meter: Meter):

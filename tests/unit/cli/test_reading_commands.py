@@ -13,8 +13,13 @@ from safetensors.torch import load_file
 
 from hsx_dist import open_run
 from hsx_dist.cli import main
+from hsx_dist.errors import RunError
+from hsx_dist.format.manifest import receipt_name
+from hsx_dist.format.place import open_place
 from hsx_dist.format.runs import beat, take_attempt
+from hsx_dist.reading.garbage import remove_run
 from hsx_dist.reading.liveness import require_dead
+from hsx_dist.reading.missing import removal_mark
 from hsx_dist.store import Store, open_store
 from hsx_dist.testing.runs import store_run
 from hsx_dist.testing.samples import RandomSample, random_sample
@@ -24,6 +29,15 @@ SAMPLES = [random_sample(f"s{i}", 9 + i, seed=i, odd=False) for i in range(6)]
 
 def mask_of(sample: RandomSample) -> dict[str, np.ndarray[Any, Any]]:
     return {"loss_mask": np.arange(len(sample.token_ids)) > 2}
+
+
+def own(root: Store) -> Store:
+    """The store of the run's own objects."""
+    return open_place(root).store
+
+
+def names(store: Store) -> set[str]:
+    return {info.name for info in store.list()}
 
 
 @pytest.fixture
@@ -105,78 +119,132 @@ def test_export_from_the_shell(store: Store, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_gc_removes_what_no_receipt_names_and_nothing_else(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    before = sorted(i.name for i in store.list())
-    garbage = "data/part-0001-dead-11111111-000001.safetensors"
-    for name in (garbage, "data/notes.txt", "data/part-0002-later-000001.safetensors", "other/part.safetensors"):
-        store.put(name, [b"x" * 100])
+    run = own(store)
+    before = names(run)
+    garbage = ["data/part-0001-dead-11111111-000001.safetensors", "data/part-0002-later-000001.safetensors"]
+    for name in (*garbage, "data/notes.txt"):
+        run.put(name, [b"x" * 100])
+    store.put("other/part.safetensors", [b"x"])
+    store.put("run-0123456789abcdef/data/part-0001-w-000001.safetensors", [b"x"])  # a writer of a removed run
     assert hsx("gc", store.url, "--json") == 0
     assert json.loads(capsys.readouterr().out) == {
         "path": store.url,
         "deleted": False,
-        "garbage": [garbage],
-        "bytes": 100,
+        "garbage": garbage,
+        "bytes": 200,
+        "removed_runs": ["run-0123456789abcdef/data/part-0001-w-000001.safetensors"],
         "unfinished": [],
     }
+    assert names(run) == before | set(garbage) | {"data/notes.txt"}
     assert hsx("gc", store.url, "--delete") == 0
-    left = {i.name for i in store.list()} - set(before)
-    assert left == {"data/notes.txt", "data/part-0002-later-000001.safetensors", "other/part.safetensors"}
+    seals = {receipt_name(1, "dead-11111111", 1), receipt_name(2, "later", 1)}
+    assert names(run) == before | {"data/notes.txt"} | seals
+    assert "other/part.safetensors" in names(store)
+    assert not any(name.startswith("run-0123456789abcdef") for name in names(store))
     assert hsx("verify", store.url) == 0
 
 
 def test_nothing_is_removed_while_an_attempt_is_alive(
     store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    attempt = take_attempt(store, {})
-    store.put("data/part-0001-dead-000001.safetensors", [b"x"])
-    beat(store, attempt, 1, "running")
+    run = own(store)
+    attempt = take_attempt(run, {})
+    run.put("data/part-0001-dead-000001.safetensors", [b"x"])
+    beat(run, attempt, 1, "running")
     beats = iter(range(2, 100))
 
     def asleep(_: float) -> None:
-        beat(store, attempt, next(beats), "running")
+        beat(run, attempt, next(beats), "running")
 
-    before = sorted(i.name for i in store.list())
+    before = names(store)
     monkeypatch.setattr("hsx_dist.cli.gc.require_dead", lambda s, **_: require_dead(s, sleep=asleep))
     for command in (["gc", store.url, "--delete"], ["rm", store.url, "--yes"]):
         assert hsx(*command) == 2
         assert "is alive" in capsys.readouterr().err
-    assert sorted(i.name for i in store.list()) == before
-    beat(store, attempt, 1000, "stopped")
+    assert names(store) == before
+    beat(run, attempt, 1000, "stopped")
     assert hsx("gc", store.url, "--delete") == 0
-    assert "data/part-0001-dead-000001.safetensors" not in {i.name for i in store.list()}
+    assert "data/part-0001-dead-000001.safetensors" not in names(run)
 
 
 def test_a_silent_attempt_is_dead_after_a_while(store: Store) -> None:
-    take_attempt(store, {})
-    store.put("data/part-0002-dead-000001.safetensors", [b"x"])
+    run = own(store)
+    take_attempt(run, {})
+    run.put("data/part-0002-dead-000001.safetensors", [b"x"])
     assert hsx("gc", store.url, "--delete", "--watch", "0.1") == 0
-    assert "data/part-0002-dead-000001.safetensors" not in {i.name for i in store.list()}
+    assert "data/part-0002-dead-000001.safetensors" not in names(run)
 
 
 def test_gc_removes_files_that_were_never_finished(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    left = [f"{folder}.hsx-unfinished-0123" for folder in ("", "data/", "manifest/")]
+    folder = open_place(store).folder
+    left = sorted([".hsx-unfinished-0123", *(f"{folder}/{sub}.hsx-unfinished-0123" for sub in ("data/", "manifest/"))])
     for name in left:
         Path(store.url, name).write_bytes(b"half")
     assert hsx("gc", store.url) == 0
     said = capsys.readouterr().out
-    assert "never finished data/.hsx-unfinished-0123" in said
+    assert f"never finished {folder}/data/.hsx-unfinished-0123" in said
     assert "3 files that were never finished, 12 B, can go" in said
     assert hsx("gc", store.url, "--delete", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["unfinished"] == left
+    assert sorted(json.loads(capsys.readouterr().out)["unfinished"]) == left
     assert not any(Path(store.url, name).exists() for name in left)
+    assert hsx("verify", store.url) == 0
+
+
+def test_gc_finishes_what_a_consumer_marked_and_did_not_delete(store: Store) -> None:
+    run = own(store)
+    part = min(info.name for info in run.list("data/"))
+    run.put(removal_mark(part), [b"{}"])
+    assert hsx("gc", store.url, "--delete") == 0
+    assert part not in names(run)
     assert hsx("verify", store.url) == 0
 
 
 def test_rm_removes_the_run_and_nothing_else(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     store.put("mine.txt", [b"x"])
-    Path(store.url, "data/.hsx-unfinished-0123").write_bytes(b"half")
+    unfinished = Path(own(store).url, "data/.hsx-unfinished-0123")
+    unfinished.write_bytes(b"half")
     assert hsx("rm", store.url) == 0
     assert "6 samples in 3 parts" in capsys.readouterr().out
     assert len(open_run(store.url)) == 6
     assert hsx("rm", store.url, "--yes") == 0
-    assert [i.name for i in store.list()] == ["mine.txt"]
-    assert not Path(store.url, "data/.hsx-unfinished-0123").exists()
+    assert names(store) == {"mine.txt", "run.json"}
+    assert not unfinished.exists()
     assert "mine.txt" in capsys.readouterr().out
     assert hsx("rm", store.url, "--yes") == 2
+    assert hsx("ls", store.url) == 2
+    assert "the mark of one that was removed" in capsys.readouterr().err
+    store_run(store, SAMPLES[:2])
+    assert len(open_run(store.url)) == 2
+
+
+def test_rm_goes_on_where_it_was_interrupted(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    class Killed(Exception):
+        pass
+
+    def kill(name: str) -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        remove_run(store, open_place(store), on_object=kill)
+    with pytest.raises(RunError, match="hsx rm"):
+        store_run(store, SAMPLES)
+    assert hsx("gc", store.url, "--delete") == 2
+    assert hsx("rm", store.url) == 0
+    assert "an unfinished removal left (run-" in capsys.readouterr().out
+    assert hsx("rm", store.url, "--yes") == 0
+    assert names(store) == {"run.json"}
+    store_run(store, SAMPLES)
+
+
+def test_rm_removes_what_version_1_left_without_a_description(tmp_path: Path) -> None:
+    root = open_store(str(tmp_path / "old"))
+    for name in ("manifest/0001/w/000001.json", "data/part-0001-w-000001.safetensors", "data/mine.txt"):
+        root.put(name, [b"x"])
+    with pytest.raises(RunError, match="hsx rm"):
+        store_run(root, SAMPLES)
+    assert hsx("rm", root.url, "--yes") == 0
+    assert names(root) == {"data/mine.txt", "run.json"}
+    store_run(root, SAMPLES)
 
 
 def test_verify_takes_samples_and_goes_on(store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,10 +258,11 @@ def test_verify_takes_samples_and_goes_on(store: Store, tmp_path: Path, capsys: 
     assert verify("--resume", notes)["known"] == 0
     with Path(notes).open("a") as f:
         f.write('{"part": "torn')
-    name = sorted(i.name for i in store.list("data/"))[0]
-    damaged = bytearray(store.get(name))
+    run = own(store)
+    name = sorted(i.name for i in run.list("data/"))[0]
+    damaged = bytearray(run.get(name))
     damaged[-1] ^= 1
-    store.put(name, [bytes(damaged)])
+    run.put(name, [bytes(damaged)])
     said = verify("--resume", notes)  # it was noted as sound, and is not read again
     assert (said["known"], said["parts"], said["ok"]) == (3, 3, True)
     assert verify("--workers", "1", status=1)["problems"][0]["part"] == name

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import hsx_dist
 from hsx_dist.format.manifest import Receipt, RowFate
+from hsx_dist.format.place import open_place
 from hsx_dist.format.receipt import Fate
 from hsx_dist.format.runs import load_manifest
 from hsx_dist.store import open_store
@@ -26,7 +27,7 @@ def read_run(folder: Path) -> dict[str, tuple[int | None, list[tuple[Any, ...]]]
 
 
 def ours(folder: Path) -> dict[str, tuple[int | None, list[tuple[Any, ...]]]]:
-    samples = load_manifest(open_store(str(folder))).samples
+    samples = load_manifest(open_place(open_store(str(folder))).store).samples
     return {
         key: (s.row, [(part, p.slot, p.segment.start, p.segment.stop) for part, p in s.segments])
         for key, s in samples.items()
@@ -61,7 +62,7 @@ def test_segments_in_several_parts_and_attempts(tmp_path: Path):
 
 
 def test_the_page_names_every_member_column_and_fate():
-    body = json.loads(Receipt(1, "w", 1, None, 0, "00000000", 0, 0, (), (), "now").to_json())["receipt"]
+    body = json.loads(Receipt(1, "w", 1, None, 0, "00000000", 0, 0, (), (), "now", ("p",)).to_json())["receipt"]
     names = [*body, *body["segment_columns"], *body["row_columns"], *get_args(Fate)]
     assert [name for name in names if f"`{name}`" not in PAGE] == []
     assert f"`{body['format']}`" in PAGE

@@ -402,7 +402,7 @@ def test_a_newer_attempt_does_not_wait_for_the_last_flush(ledger):
     fleet = LossyFleet()
     progress = Progress(10, console=Console(file=io.StringIO()))
     driver = Driver(fleet, ledger._manifest, ledger, progress, task_rows=4, max_tries=1)
-    fleet.while_flushing = driver.fence
+    fleet.while_flushing = lambda: driver.fence("a newer attempt was taken")
     with pytest.raises(Fenced):
         driver.run(iter(rows(10)))
     assert fleet.flushed == [None]
@@ -422,7 +422,7 @@ def test_a_newer_attempt_ends_a_driver_that_stores_nothing(ledger):
     fleet = LossyFleet(lambda _: "lose")
     progress = Progress(5, console=Console(file=io.StringIO()))
     driver = Driver(fleet, ledger._manifest, ledger, progress, task_rows=4, max_tries=3)
-    at_task(fleet, 2, driver.fence)
+    at_task(fleet, 2, lambda: driver.fence("a newer attempt was taken"))
     with pytest.raises(Fenced):
         driver.run(iter(rows(100)))
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 
+from hsx_dist.format.place import bury, start_run
 from hsx_dist.format.runs import read_heartbeat, take_attempt
 from hsx_dist.jobs import heartbeat
 from hsx_dist.jobs.heartbeat import Heartbeat
@@ -9,10 +10,11 @@ from hsx_dist.store.local import LocalStore
 
 
 def test_it_beats_tells_and_says_how_it_ended(tmp_path):
-    store = LocalStore(tmp_path)
+    place = start_run(LocalStore(tmp_path), {})
+    store = place.store
     take_attempt(store, {})
     rows = [0]
-    heart = Heartbeat(store, 1, progress=lambda: {"rows": rows[0]}, every=3600)
+    heart = Heartbeat(place, 1, progress=lambda: {"rows": rows[0]}, every=3600)
     first = read_heartbeat(store, 1)
     assert (first["state"], first["progress"]) == ("running", {"rows": 0})
     rows[0] = 9
@@ -23,20 +25,24 @@ def test_it_beats_tells_and_says_how_it_ended(tmp_path):
 
 
 def test_it_tells_once_that_a_newer_attempt_was_taken(tmp_path):
-    store = LocalStore(tmp_path)
+    place = start_run(LocalStore(tmp_path), {})
+    store = place.store
     take_attempt(store, {})
-    fenced = threading.Event()
-    heart = Heartbeat(store, 1, on_fenced=fenced.set, every=0.01)
+    fenced, said = threading.Event(), []
+    heart = Heartbeat(place, 1, on_over=lambda why: (said.append(why), fenced.set()), every=0.01)
     assert not fenced.wait(0.1)
     take_attempt(store, {})
     assert fenced.wait(30)
     heart.stop("fenced")
+    (why,) = said
+    assert "newer attempt" in why
     assert read_heartbeat(store, 1)["state"] == "fenced"
 
 
 def test_a_store_that_does_not_answer_does_not_hold_up_who_stops(tmp_path, monkeypatch):
     monkeypatch.setattr(heartbeat, "LAST_S", 0.2)
-    store = LocalStore(tmp_path)
+    place = start_run(LocalStore(tmp_path), {})
+    store = place.store
     take_attempt(store, {})
     answers, asked = threading.Event(), threading.Event()
     real = heartbeat.beat
@@ -48,10 +54,23 @@ def test_a_store_that_does_not_answer_does_not_hold_up_who_stops(tmp_path, monke
         real(store, attempt, value, state, progress)
 
     monkeypatch.setattr(heartbeat, "beat", beat)
-    heart = Heartbeat(store, 1, every=0.01)
+    heart = Heartbeat(place, 1, every=0.01)
     assert asked.wait(30)
     heart.stop("stopped: signal")
     assert read_heartbeat(store, 1)["state"] == "running"
     answers.set()
     heart._thread.join(60)
     assert read_heartbeat(store, 1)["state"] == "stopped: signal"
+
+
+def test_the_removal_of_the_run_stops_its_driver_and_no_heartbeat_is_stored_after_it(tmp_path):
+    place = start_run(LocalStore(tmp_path), {})
+    take_attempt(place.store, {})
+    over, said = threading.Event(), []
+    heart = Heartbeat(place, 1, on_over=lambda why: (said.append(why), over.set()), every=0.01)
+    bury(place)
+    assert over.wait(30)
+    assert "removed" in said[0]
+    before = read_heartbeat(place.store, 1)
+    heart.stop("fenced")
+    assert read_heartbeat(place.store, 1) == before

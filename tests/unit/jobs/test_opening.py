@@ -6,10 +6,9 @@ import pytest
 
 from hsx_dist.config import load_config
 from hsx_dist.errors import NotFound, RunMismatch
-from hsx_dist.format.runs import read_run
+from hsx_dist.format.place import read_run, start_run
 from hsx_dist.jobs.extract import open_or_start_run
 from hsx_dist.store.local import LocalStore
-from hsx_dist.testing.runs import write_v1_run
 
 
 def opened(tmp_path, resume="allow", store=None, **meaning):
@@ -42,19 +41,19 @@ def test_another_meaning_is_refused_and_every_field_that_differs_is_named(tmp_pa
 
 
 class Late(LocalStore):
-    """Says once that there is no run: another driver makes it between the question and the answer."""
+    """Says twice that there is no run: another driver starts it between the questions and the answer."""
 
-    asked = False
+    asked = 0
 
-    def head(self, name):
-        if name == "run.json" and not self.asked:
-            self.asked = True
+    def get(self, name):
+        if name == "run.json" and self.asked < 2:
+            self.asked += 1
             raise NotFound(name)
-        return super().head(name)
+        return super().get(name)
 
 
 def test_a_job_that_is_submitted_twice_goes_on_with_the_run_of_the_quicker_one(tmp_path):
-    write_v1_run(LocalStore(tmp_path), {"meaning": {"model": "m", "layers": [1]}})
+    start_run(LocalStore(tmp_path), {"meaning": {"model": "m", "layers": [1]}})
     opened(tmp_path, store=Late(tmp_path))
     with pytest.raises(RunMismatch, match="layers"):
         opened(tmp_path, store=Late(tmp_path), layers=[2])

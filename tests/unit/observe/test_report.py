@@ -23,7 +23,7 @@ needs_chromium = pytest.mark.skipif(chromium_program() is None, reason="chromium
 
 def test_facts_are_those_of_the_receipts_and_headers(small_run: Store):
     run = Run(small_run)
-    facts = gather_facts(small_run, run)
+    facts = gather_facts(run)
     assert facts.counts["samples"] == 9
     assert facts.counts["tokens"] == int(facts.timeline.tokens.sum()) == sum(5 + 9 * i for i in range(9))
     assert facts.refused == [("expected a text, came nothing in row …", 2)]
@@ -100,7 +100,7 @@ def test_an_attempt_that_never_said_that_it_ended_has_vanished(tmp_path: Path):
     for number in (1, 2):
         take_attempt(store, {})
         beat(store, number, 1, "running")
-    assert [a.state for a in gather_facts(store, Run(store)).attempts] == ["vanished", "running"]
+    assert [a.state for a in gather_facts(Run(store)).attempts] == ["vanished", "running"]
     page = write_report(store)
     assert "None so far" in page
     assert "1 replica<" in page

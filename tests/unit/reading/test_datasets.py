@@ -120,10 +120,9 @@ def test_a_forked_process_reads_through_no_part_of_its_parent(url: str) -> None:
 
 def test_a_part_is_opened_once_and_a_sample_is_one_request() -> None:
     store = MemoryStore()
-    store_run(store, SAMPLES[:12], per_part=6, attached=mask_of)
     from hsx_dist.reading import Run
 
-    asked = Asked(store)
+    asked = Asked(store_run(store, SAMPLES[:12], per_part=6, attached=mask_of).store)
     run = Run(store).with_store(lambda _: asked)
     masked = {i["key"]: i for i in HiddenStatesDataset(run)}
     assert len(asked.calls) == 2 + 12
@@ -137,7 +136,7 @@ def test_a_part_is_opened_once_and_a_sample_is_one_request() -> None:
 
 def test_threads_that_wait_for_one_part_get_its_error_and_later_ones_try_again() -> None:
     store = MemoryStore()
-    store_run(store, SAMPLES[:6], per_part=6)
+    own = store_run(store, SAMPLES[:6], per_part=6).store
     from hsx_dist.reading import Run
 
     waiting, go = threading.Barrier(4), threading.Event()
@@ -150,7 +149,7 @@ def test_threads_that_wait_for_one_part_get_its_error_and_later_ones_try_again()
             go.wait(30)
             raise FormatError("the first time")
 
-    refusing = Refusing(store)
+    refusing = Refusing(own)
     run = Run(store).with_store(lambda _: refusing)
     name = run.index.parts[0].part or ""
 
@@ -307,22 +306,22 @@ def test_torchdatas_stateful_loader_resumes(url: str, workers: int) -> None:
 
 
 def test_a_corrupt_part_is_raised_or_counted_never_passed_over(tmp_path: Path) -> None:
-    store = open_store(str(tmp_path / "run"))
-    store_run(store, SAMPLES[:12], per_part=4)
+    place = open_store(str(tmp_path / "run"))
+    store = store_run(place, SAMPLES[:12], per_part=4).store
     names = sorted(i.name for i in store.list("data/"))
     damaged = bytearray(store.get(names[0]))
     damaged[-3] ^= 1
     store.put(names[0], [bytes(damaged)])
     store.delete(names[2])
     with pytest.raises(FormatError, match="part-0001"):
-        list(HiddenStatesDataset(store.url))
-    dataset = HiddenStatesDataset(store.url, on_error="skip")
+        list(HiddenStatesDataset(place.url))
+    dataset = HiddenStatesDataset(place.url, on_error="skip")
     found = [i["key"] for i in dataset]
     assert dataset.skipped == 12 - len(found) == 5
     assert found == [s.key for s in SAMPLES[:3] + SAMPLES[4:8]]
     assert dataset.state_dict()["taken"] == 12
     with pytest.raises(NotFound):
-        HiddenStatesMapDataset(store.url)[9]
+        HiddenStatesMapDataset(place.url)[9]
 
 
 def test_wrong_arguments_are_told(url: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from hsx_dist import HiddenStatesDataset, open_run
 from hsx_dist.errors import ConfigError, RunError, RunStalled, SampleConsumed
+from hsx_dist.format.place import open_place
 from hsx_dist.format.runs import beat, take_attempt
 from hsx_dist.reading.follow import Follower
 from hsx_dist.reading.retain import Retention, rank_of
@@ -152,10 +153,10 @@ def test_ranks_divide_what_is_followed(tmp_path: Path) -> None:
 
 
 def test_a_part_is_removed_once_every_consumer_has_used_it(tmp_path: Path) -> None:
-    store = open_store(str(tmp_path / "run"))
-    store_run(store, SAMPLES, per_part=4)
+    place = open_store(str(tmp_path / "run"))
+    store = store_run(place, SAMPLES, per_part=4).store
     parts = sorted(i.name for i in store.list("data/"))
-    run = open_run(store.url)
+    run = open_run(place.url)
     ranks = [Retention(store, "train", consumers=["train", "probe"], rank=r, world_size=2) for r in range(2)]
     probe = Retention(store, "probe", consumers=["train", "probe"])
     first = [s.key for s in SAMPLES[:4]]
@@ -174,7 +175,7 @@ def test_a_part_is_removed_once_every_consumer_has_used_it(tmp_path: Path) -> No
     with pytest.raises(SampleConsumed, match="removed"):
         run[first[0]].load()
     assert run[SAMPLES[8].key].load()["key"] == SAMPLES[8].key
-    report = verify_run(store)
+    report = verify_run(place)
     assert report.ok
     assert report.consumed == 1
     wrong = next(s.key for s in SAMPLES if rank_of(s.key, 2) == 1)
@@ -217,7 +218,7 @@ def test_what_was_read_of_the_manifest_is_not_read_again_for_a_new_part(monkeypa
 def test_the_masks_of_attached_arrays_follow_too(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "run"))
     store_run(store, SAMPLES[:3], attached=lambda s: {"loss_mask": np.arange(len(s.token_ids)) > 1})
-    take_attempt(store, {})  # a newer attempt at work: the run is not complete any more
+    take_attempt(open_place(store).store, {})  # a newer attempt at work: the run is not complete any more
     dataset = HiddenStatesDataset(store.url, follow=True, follow_options={"stalled_seconds": 0, **QUICK})
     source = iter(dataset)
     assert [next(source)["loss_mask"].sum() for _ in range(3)] == [len(s.token_ids) - 2 for s in SAMPLES[:3]]

@@ -381,9 +381,9 @@ def test_verify_names_what_is_missing_or_another(store: Store) -> None:
     assert problem.part == first
     store.put(first, [whole_part])
     assert verify_run(store).ok
-    complete = json.loads(store.get("complete.json"))
+    complete = json.loads(store.get("attempts/0001.complete.json"))
     complete["counts"]["samples"] = 4
-    store.put("complete.json", [json.dumps(complete).encode()])
+    store.put("attempts/0001.complete.json", [json.dumps(complete).encode()])
     (problem,) = verify_run(store).problems
     assert problem.part == ""
     assert "samples" in problem.message

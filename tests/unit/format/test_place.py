@@ -1,0 +1,128 @@
+"""Which run a place holds: descriptions, tombstones and what removals leave."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from hsx_dist.errors import FormatError, RunError
+from hsx_dist.format.place import RUN, Place, bury, close_place, find_place, leftovers, open_place, start_run
+from hsx_dist.store import Store
+from hsx_dist.store.local import LocalStore
+from hsx_dist.testing.runs import write_v1_run
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "run")
+
+
+def names(store: Store) -> list[str]:
+    return [info.name for info in store.list()]
+
+
+def test_a_run_is_started_once_and_everything_of_it_lies_in_its_folder(root: LocalStore) -> None:
+    with pytest.raises(RunError, match=r"expected run\.json there"):
+        open_place(root)
+    place = start_run(root, {"settings": {"layers": [1]}})
+    assert place.info == {"format": "hsx-run/2", "id": place.info["id"], "settings": {"layers": [1]}}
+    assert open_place(root).info == place.info
+    place.store.put("data/x", [b"x"])
+    assert names(root) == [f"run-{place.info['id']}/data/x", RUN]
+    with pytest.raises(RunError, match="another driver has just started"):
+        start_run(root, {})
+
+
+def test_of_racing_drivers_one_starts_the_run(root: LocalStore) -> None:
+    def start(_: int) -> Place | None:
+        try:
+            return start_run(root, {})
+        except RunError:
+            return None
+
+    with ThreadPoolExecutor(8) as pool:
+        (started,) = [place for place in pool.map(start, range(16)) if place is not None]
+    assert open_place(root).info == started.info
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"{}",
+        b'{"format":"hsx-run/3"}',
+        b'{"format":["hsx-run/2"]}',
+        b"\xff",
+        b"[" * 10**5,
+        b'{"format":"hsx-run/2"}',
+        b'{"format":"hsx-run/2","id":"../../etc"}',
+        b'{"format":"hsx-run/2","id":7}',
+    ],
+)
+def test_a_description_that_cannot_be_read(root: LocalStore, body: bytes) -> None:
+    root.put(RUN, [body])
+    with pytest.raises(FormatError, match=r"run\.json"):
+        find_place(root)
+
+
+def test_after_a_removal_the_next_run_has_a_name_and_a_folder_of_its_own(root: LocalStore) -> None:
+    first = start_run(root, {"n": 1})
+    assert not first.removed()
+    bury(first)
+    assert first.removed()
+    assert find_place(root) is None
+    with pytest.raises(RunError, match="the mark of one that was removed"):
+        open_place(root)
+    second = start_run(root, {"n": 2})
+    assert second.pointer == "run.0002.json"
+    bury(first)  # a removal that paused meets its own run only
+    assert open_place(root).info == second.info
+    assert not second.removed()
+    first.store.put("data/late", [b"x"])  # so does a writer of the removed run
+    assert names(second.store) == []
+    assert list(leftovers(root)) == [f"{first.folder}/"]
+
+
+def test_a_driver_refuses_to_start_among_what_a_removal_left(root: LocalStore) -> None:
+    place = start_run(root, {})
+    place.store.put("data/x", [b"x"])
+    bury(place)
+    with pytest.raises(RunError, match="hsx rm"):
+        start_run(root, {})
+    place.store.delete("data/x")
+    start_run(root, {})
+
+
+@pytest.mark.parametrize(
+    "name", ["manifest/0001/w/000001.json", "attempts/0001.json", "data/part-0001-w-000001.safetensors"]
+)
+def test_what_version_1_left_is_no_empty_place(root: LocalStore, name: str) -> None:
+    root.put(name, [b"x"])
+    with pytest.raises(RunError, match="hsx rm"):
+        start_run(root, {})
+    close_place(root)
+    assert json.loads(root.get(RUN))["format"] == "hsx-run/2"  # version 1 refuses it
+    root.delete(name)
+    assert start_run(root, {}).pointer == "run.0002.json"
+
+
+def test_a_run_of_version_1_lies_next_to_its_description(root: LocalStore) -> None:
+    write_v1_run(root, {"id": "abc"})
+    place = open_place(root)
+    assert (place.version, place.folder, place.store) == (1, "", root)
+    root.put("manifest/0001/w/000001.json", [b"x"])
+    assert list(leftovers(root)) == []
+    bury(place)
+    assert list(leftovers(root)) == ["manifest/"]
+
+
+def test_other_files_at_the_place_are_no_leftovers(root: LocalStore) -> None:
+    for name in ("data/mine.txt", "running/x", "run-notes/x", "run-abc", "README"):
+        root.put(name, [b"x"])
+    assert list(leftovers(root)) == []
+    start_run(root, {})

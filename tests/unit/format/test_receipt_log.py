@@ -1,0 +1,88 @@
+"""Logs of receipts and their seals: one of two puts of a number succeeds, and after a seal a log is final."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from hsx_dist.errors import Fenced
+from hsx_dist.format.manifest import Receipt, part_name, receipt_name
+from hsx_dist.format.receipt_log import ReceiptLog, list_logs, new_receipts, read_entry, read_logs, seal_logs
+from hsx_dist.format.runs import DRIVER, seal_earlier_attempts, take_attempt
+from hsx_dist.testing.stores import MemoryStore
+
+
+def receipt(created: str = "t") -> Receipt:
+    return Receipt(1, "w", 1, None, 0, "0" * 8, 0, 0, (), (), created)
+
+
+def test_a_log_numbers_its_receipts_and_a_lost_answer_is_no_gap() -> None:
+    store = MemoryStore()
+    log = ReceiptLog(store, 1, "w")
+    assert log.append(receipt("a")).seq == 1
+    # The second receipt is stored, but its writer never hears of it.
+    store.put_if_absent(receipt_name(1, "w", 2), Receipt(1, "w", 2, None, 0, "0" * 8, 0, 0, (), (), "b").to_json())
+    assert log.append(receipt("c")).seq == 3
+    assert [r.created for r in read_logs(store)] == ["a", "b", "c"]
+
+
+def test_a_sealed_writer_stores_nothing_more() -> None:
+    store = MemoryStore()
+    log = ReceiptLog(store, 1, "w")
+    log.append(receipt("a"))
+    seal_logs(store, list_logs(store), "gc")
+    for _ in range(2):
+        with pytest.raises(Fenced, match=r"got a seal \(gc\)"):
+            log.append(receipt("b"))
+    assert [r.created for r in read_logs(store)] == ["a"]
+    assert read_entry(store, receipt_name(1, "w", 2)) is None
+    before = dict(store.objects)
+    seal_logs(store, list_logs(store), "attempt 2")  # once is enough
+    assert store.objects == before
+
+
+def test_what_lies_behind_a_seal_does_not_count() -> None:
+    store = MemoryStore()
+    seal_logs(store, {(1, "w"): 0}, "gc")
+    for number in (2, 5):  # a writer of version 1 steps over the seal; a gap behind it does not matter
+        store.put(
+            receipt_name(1, "w", number), [Receipt(1, "w", number, None, 0, "0" * 8, 0, 0, (), (), "t").to_json()]
+        )
+    assert list(read_logs(store)) == []
+    assert list(new_receipts(store, lambda _: False, 1)) == []
+
+
+def test_a_newer_attempt_seals_every_log_that_can_still_grow() -> None:
+    store = MemoryStore()
+    assert take_attempt(store, {}) == 1
+    with_receipts, with_part, with_nothing = (ReceiptLog(store, 1, name) for name in "abc")
+    driver = ReceiptLog(store, 1, DRIVER)
+    with_receipts.append(receipt())
+    store.put(part_name(1, "b", 1), [b"x"])
+    assert take_attempt(store, {}) == 2
+    seal_earlier_attempts(store, 2)
+    for log in (with_receipts, with_part, with_nothing, driver):
+        # Also one that had looked for a newer attempt before there was one, if anything of it is stored.
+        with pytest.raises(Fenced):
+            log.append(receipt())
+    sealed = {name for name, data in store.objects.items() if data.startswith(b'{"seal":')}
+    assert sealed == {receipt_name(1, "a", 2), receipt_name(1, "b", 1), receipt_name(1, DRIVER, 1)}
+    ReceiptLog(store, 2, "d").append(receipt())
+
+
+def test_of_a_seal_and_a_receipt_that_race_one_is_stored() -> None:
+    for _ in range(50):
+        store = MemoryStore()
+        log = ReceiptLog(store, 1, "w")
+        with ThreadPoolExecutor(2) as pool:
+            sealing = pool.submit(seal_logs, store, {(1, "w"): 0}, "gc")
+            stored = 0
+            try:
+                while True:
+                    log.append(receipt(str(stored)))
+                    stored += 1
+            except Fenced:
+                pass
+            sealing.result()
+        assert len(list(read_logs(store))) == stored
