@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from hsx_dist.cli.tables import print_json
 from hsx_dist.config import parse_storage_options
-from hsx_dist.errors import NotFound
+from hsx_dist.errors import NotFound, RunError
 from hsx_dist.format.place import Place, find_place, is_description, leftovers
 from hsx_dist.format.runs import count, load_manifest, require_conditional_puts
 from hsx_dist.observe.units import bytes_text
@@ -26,6 +26,11 @@ def run_gc(path: str, options: Sequence[str], *, delete: bool, watch: float, as_
     if place is not None:
         _gc_run(place, path, delete=delete, watch=watch, as_json=as_json)
         return
+    if left := next(leftovers(store), None):
+        raise RunError(
+            f"{path}: expected a run, or where a server stores, got {left}, which an unfinished removal left. Finish it "
+            f"with `hsx rm {path} --yes`"
+        )
     if next(iter(store.list()), None) is None:
         raise NotFound(f"{path}: expected a run, or where a server stores, and nothing is stored there; check the path")
     names = []

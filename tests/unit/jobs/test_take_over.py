@@ -1,0 +1,154 @@
+"""What a driver does before its first row: the attempt, the seals, and parts that the store has lost."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from hsx_dist.config import load_config
+from hsx_dist.errors import ConfigError, Fenced, NotFound, RunError, SampleConsumed
+from hsx_dist.format.manifest import RowFate
+from hsx_dist.format.place import Place, bury, find_place, open_place, start_run
+from hsx_dist.format.receipt_log import ReceiptLog
+from hsx_dist.format.runs import load_manifest, write_complete
+from hsx_dist.jobs.extract import is_complete, open_or_start_run, require_not_removed, take_over
+from hsx_dist.reading import open_run, verify_run
+from hsx_dist.reading.missing import missing_parts
+from hsx_dist.reading.retain import Retention
+from hsx_dist.reading.status import run_status
+from hsx_dist.store.local import LocalStore
+from hsx_dist.testing.runs import RunWriter, whole, write_v1_run
+from hsx_dist.testing.samples import random_sample
+
+SAMPLES = [random_sample(f"s{i}", 9 + i, seed=i) for i in range(4)]
+
+
+@pytest.fixture(params=[1, 2], ids=["version 1", "version 2"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    root = LocalStore(tmp_path / "run")
+    if request.param == 2:
+        return start_run(root, {"meaning": {}})
+    write_v1_run(root, {"meaning": {}})
+    return open_place(root)
+
+
+def taken(place: Place, **settings: Any) -> Any:
+    config = load_config(None, (), model="m", output=place.root.url, store=settings)
+    return take_over(config, place, Console(file=io.StringIO()))
+
+
+def write(place: Place) -> list[str]:
+    """Four samples in two parts; returns the parts' names."""
+    writer = RunWriter(place.root)
+    parts = [writer.put([whole(s, i) for s in SAMPLES[i : i + 2]]).part for i in (0, 2)]
+    return [part for part in parts if part is not None]
+
+
+def test_a_lost_part_is_noticed_by_everyone_and_computed_again(place: Place) -> None:
+    first, second = write(place)
+    write_complete(place.store, 1, load_manifest(place.store), {"rows": 4})
+    assert run_status(place.root).ok
+    place.store.delete(first)
+    status = run_status(place.root)
+    assert (status.missing_parts, status.ok) == (1, False)
+    assert [p.part for p in verify_run(place.root).problems] == [first]
+    with pytest.raises(NotFound, match="Run the same extraction again"):
+        open_run(place.root.url)["s0"].load()
+    assert missing_parts(place.store, load_manifest(place.store), place.version) == [first]
+
+    attempt, ledger, manifest = taken(place)
+    assert (attempt, set(manifest.samples), manifest.void) == (2, {"s2", "s3"}, {first})
+    # One of the rows ends without a sample this time. The old receipt proves nothing any more.
+    ledger.add(RowFate("s0", 0, "refused", "it is too long now", 1))
+    ledger.flush()
+    for found in (load_manifest(place.store), open_run(place.root.url).index):
+        assert set(found.refused) == {"s0"}
+    assert sorted(open_run(place.root.url).keys()) == ["s2", "s3"]
+    write_complete(place.store, 2, manifest, {"rows": 4})
+    assert sorted(open_run(place.root.url).keys()) == ["s2", "s3"]
+    assert verify_run(place.root).ok
+    assert run_status(place.root).missing_parts == 0
+    third = RunWriter(place.root)
+    third.put([whole(SAMPLES[0], 0)])
+    assert sorted(open_run(place.root.url).keys()) == ["s0", "s2", "s3"]
+    assert open_run(place.root.url)["s0"].load()["key"] == "s0"
+
+
+def test_a_part_that_its_consumers_used_is_not_lost(place: Place) -> None:
+    first, _ = write(place)
+    Retention(place.store).ack("s0", "s1")
+    assert missing_parts(place.store, load_manifest(place.store), place.version) == []
+    _, _, manifest = taken(place)
+    assert len(manifest.samples) == 4
+    with pytest.raises(SampleConsumed):
+        open_run(place.root.url)["s0"].load()
+
+
+def test_a_part_of_which_one_consumer_told_and_that_is_gone_is_lost(tmp_path: Path) -> None:
+    place = start_run(LocalStore(tmp_path / "run"), {"meaning": {}})
+    first, _ = write(place)
+    Retention(place.store, "a", consumers=["a", "b"]).ack("s0", "s1")
+    place.store.delete(first)
+    with pytest.raises(NotFound):
+        open_run(place.root.url)["s0"].load()
+    assert missing_parts(place.store, load_manifest(place.store), place.version) == [first]
+
+
+def test_earlier_writers_are_stopped_before_the_manifest_is_read(place: Place) -> None:
+    write(place)
+    earlier = ReceiptLog(place.store, 1, "w")
+    earlier._next = 3
+    taken(place)
+    receipt = load_manifest(place.store).receipts[0]
+    with pytest.raises(Fenced):
+        earlier.append(receipt)
+
+
+def test_a_run_that_is_removed_is_not_gone_on_with(place: Place) -> None:
+    write(place)
+    bury(place)
+    with pytest.raises(RunError, match="mark of its removal"):
+        taken(place)
+    with pytest.raises(RunError, match="mark of its removal"):
+        require_not_removed(place)
+    assert find_place(place.root) is None
+
+
+def test_a_complete_run_is_complete_by_its_newest_attempt_alone(place: Place) -> None:
+    write(place)
+    write_complete(place.store, 1, load_manifest(place.store), {"rows": 4})
+    assert is_complete(place.store)
+    taken(place)
+    assert not is_complete(place.store)
+
+
+def test_a_driver_of_version_1_refuses_a_run_that_a_later_one_took(tmp_path: Path) -> None:
+    """Version 1 reads each receipt, and takes one that does not begin as receipts do for damaged."""
+    root = LocalStore(tmp_path / "run")
+    write_v1_run(root, {"meaning": {}})
+    taken(open_place(root))
+    entries = [root.get(info.name) for info in root.list("manifest/0001/")]
+    assert entries
+    assert not any(entry.startswith(b'{"crc32c":"') for entry in entries)
+
+
+def test_a_store_that_cannot_tell_two_drivers_apart_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalStore, "put_if_absent", lambda self, name, data: self.put(name, [data]))
+    with pytest.raises(ConfigError, match=r"store\.single_driver"):
+        taken(place)
+    assert taken(place, single_driver=True)[0] == 1
+
+
+def test_opening_goes_on_with_the_run_that_is_there(place: Place) -> None:
+    write(place)
+    config = load_config(None, (), model="m", output=place.root.url)
+    found, manifest = open_or_start_run(config, place.root, {})
+    assert (found.info, len(manifest.samples)) == (place.info, 4)
+    shutil.rmtree(place.root.url)
+    found, manifest = open_or_start_run(config, place.root, {})
+    assert (found.version, len(manifest.samples)) == (2, 0)
