@@ -28,7 +28,7 @@ def run_gc(path: str, options: Sequence[str], *, delete: bool, watch: float, as_
         return
     if left := next(leftovers(store), None):
         raise RunError(
-            f"{path}: expected a run, or where a server stores, got {left}, which an unfinished removal left. Finish it "
+            f"{path}: expected a run, or where a server stores, got {left} of an unfinished removal. Finish it "
             f"with `hsx rm {path} --yes`"
         )
     if next(iter(store.list()), None) is None:

@@ -23,6 +23,7 @@ __all__ = [
     "SegmentProof",
     "Totals",
     "attempt_name",
+    "closed_name",
     "compacted_name",
     "complete_name",
     "heartbeat_name",
@@ -47,6 +48,11 @@ def attempt_name(attempt: int) -> str:
 def heartbeat_name(attempt: int) -> str:
     """``attempts/0001.heartbeat.json``: a value that changes while its holder lives."""
     return f"attempts/{_number(attempt, 4)}.heartbeat.json"
+
+
+def closed_name(attempt: int) -> str:
+    """``attempts/0001.closed.json``: no writer of the attempt stores a receipt after it has seen this."""
+    return f"attempts/{_number(attempt, 4)}.closed.json"
 
 
 def complete_name(attempt: int) -> str:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from hsx_dist.errors import AlreadyExists, Fenced, FormatError, IntegrityError, NotFound
-from hsx_dist.format.manifest import attempt_name, parse_part_name, parse_receipt_name, receipt_name
+from hsx_dist.format.manifest import closed_name, parse_part_name, parse_receipt_name, receipt_name
 from hsx_dist.format.receipt import Receipt
 from hsx_dist.store import Store
 
@@ -46,15 +46,15 @@ class ReceiptLog:
         """Store ``receipt`` under the next number; returns it with attempt, writer and number filled in.
 
         Raises:
-            Fenced: a newer attempt was taken, or the log is sealed. Nothing is stored, now or later.
+            Fenced: the attempt is closed, or the log is sealed. Nothing is stored, now or later.
             StoreError: the store's. The receipt may be stored all the same.
         """
         with self._lock:
-            # A seal stops every writer of which something was stored when the newer attempt began. This stops the rest.
-            if is_fenced(self._store, self._attempt):
+            # A seal stops every writer of which something was stored when the attempt was closed. This stops the rest.
+            if is_closed(self._store, self._attempt):
                 raise Fenced(
-                    f"attempt {self._attempt} of {self._store.url} is no longer the newest: another driver took over; "
-                    "this one stores nothing more"
+                    f"attempt {self._attempt} of {self._store.url} is closed: another driver took over, or no row is "
+                    "left. Its writers store nothing more"
                 )
             while True:
                 receipt = replace(receipt, attempt=self._attempt, writer=self._writer, seq=self._next)
@@ -75,10 +75,10 @@ class ReceiptLog:
                     return receipt
 
 
-def is_fenced(store: Store, attempt: int) -> bool:
-    """Whether a newer attempt was taken. Attempts have no gaps, so that one request tells."""
+def is_closed(store: Store, attempt: int) -> bool:
+    """Whether the attempt's writers must store nothing more."""
     try:
-        store.head(attempt_name(attempt + 1))
+        store.head(closed_name(attempt))
     except NotFound:
         return False
     return True

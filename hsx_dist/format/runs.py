@@ -6,7 +6,7 @@ import io
 import json
 import re
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,6 +18,7 @@ from hsx_dist.format.manifest import (
     Manifest,
     Receipt,
     attempt_name,
+    closed_name,
     compacted_name,
     complete_name,
     heartbeat_name,
@@ -25,7 +26,7 @@ from hsx_dist.format.manifest import (
     receipt_name,
 )
 from hsx_dist.format.place import put_own, read_json
-from hsx_dist.format.receipt_log import is_fenced, list_logs, new_receipts, read_entry, read_logs, seal_logs
+from hsx_dist.format.receipt_log import list_logs, new_receipts, read_entry, read_logs, seal_logs
 from hsx_dist.store import Store
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "beat",
     "check_receipts",
     "count",
+    "close_attempt",
     "is_fenced",
     "load_manifest",
     "newest_attempt",
@@ -43,7 +45,7 @@ __all__ = [
     "receipts_of",
     "require_conditional_puts",
     "scan_receipts",
-    "seal_earlier_attempts",
+    "seal_attempts",
     "take_attempt",
     "write_complete",
 ]
@@ -59,16 +61,24 @@ _LARGEST_COMPACTED = 64 << 30
 
 
 def take_attempt(store: Store, info: Mapping[str, Any]) -> int:
-    """Take the run's next attempt, which fences off all before it; returns its number, from 1.
+    """Take the run's next attempt and close all before it; returns its number, from 1.
 
     ``info`` (host, settings, …; no credentials) is stored for people to read.
     """
     # The token makes the body ours alone: read back, it tells a lost answer from a lost race.
     own = {"token": uuid.uuid4().hex, "created": datetime.now(UTC).isoformat(timespec="seconds")}
-    attempt = newest_attempt(store) + 1
+    names = {info.name for info in store.list("attempts/")}
+    attempt = _newest(names) + 1
     while not put_own(store, attempt_name(attempt), _dump({**info, "attempt": attempt, **own})):
         attempt += 1
+    for earlier in range(1, attempt):
+        if closed_name(earlier) not in names:
+            _close(store, earlier, attempt)
     return attempt
+
+
+def _close(store: Store, attempt: int, by: int) -> None:
+    store.put(closed_name(attempt), [_dump({"by": by})])
 
 
 def require_conditional_puts(store: Store) -> None:
@@ -95,17 +105,27 @@ def require_conditional_puts(store: Store) -> None:
         store.delete(name)
 
 
-def seal_earlier_attempts(store: Store, attempt: int) -> None:
-    """End the logs of all writers of attempts before ``attempt``, which the caller has taken. When this returns, the
-    receipts of those attempts are final.
+def seal_attempts(store: Store, last: int, by: int) -> None:
+    """End the logs of all writers of attempts up to ``last``, which are closed. When this returns, the receipts of
+    those attempts are final. ``by``: the attempt that asks for it.
 
-    A writer of which nothing is stored yet has no log to seal. It cannot store a receipt either: it looks for a newer
-    attempt after it has stored a part, and finds this one.
+    A writer of which nothing is stored yet has no log to seal. It cannot store a receipt either: after it has stored a
+    part it looks whether its attempt is closed, and finds that it is.
     """
     # A driver's log has its name by its attempt alone, so that it is sealed even where it holds nothing yet.
-    logs = {(earlier, DRIVER): 0 for earlier in range(1, attempt)}
-    logs |= {log: last for log, last in list_logs(store).items() if log[0] < attempt}
-    seal_logs(store, logs, f"attempt {attempt}")
+    logs = {(attempt, DRIVER): 0 for attempt in range(1, last + 1)}
+    logs |= {log: number for log, number in list_logs(store).items() if log[0] <= last}
+    seal_logs(store, logs, f"attempt {by}")
+
+
+def close_attempt(store: Store, attempt: int) -> None:
+    """Stop the writers of one's own attempt, once no row is left: what they have proven is final when this returns.
+
+    Without it a writer that the driver has given up could prove a sample after the manifest was compacted, and a reader
+    would see it only until the attempt is complete.
+    """
+    _close(store, attempt, attempt)
+    seal_attempts(store, attempt, attempt)
 
 
 def read_attempt(store: Store, attempt: int) -> dict[str, Any] | None:
@@ -114,9 +134,21 @@ def read_attempt(store: Store, attempt: int) -> dict[str, Any] | None:
 
 
 def newest_attempt(store: Store) -> int:
-    """The highest attempt that anybody took; 0 when none was."""
-    found = (_ATTEMPT.fullmatch(info.name) for info in store.list("attempts/"))
-    return max((int(m[1]) for m in found if m), default=0)
+    """The highest attempt that was taken; 0 when none was."""
+    return _newest(info.name for info in store.list("attempts/"))
+
+
+def _newest(names: Iterable[str]) -> int:
+    return max((int(m[1]) for m in map(_ATTEMPT.fullmatch, names) if m), default=0)
+
+
+def is_fenced(store: Store, attempt: int) -> bool:
+    """Whether a newer attempt was taken. Attempts have no gaps, so that one request is enough."""
+    try:
+        store.head(attempt_name(attempt + 1))
+    except NotFound:
+        return False
+    return True
 
 
 def beat(store: Store, attempt: int, value: int, state: str, progress: Mapping[str, Any] | None = None) -> None:

@@ -22,11 +22,12 @@ from hsx_dist.format.manifest import Manifest, RowFate
 from hsx_dist.format.place import Place, find_place, start_run
 from hsx_dist.format.receipt_log import seal_logs
 from hsx_dist.format.runs import (
+    close_attempt,
     load_manifest,
     newest_attempt,
     read_complete,
     require_conditional_puts,
-    seal_earlier_attempts,
+    seal_attempts,
     take_attempt,
     write_complete,
 )
@@ -132,7 +133,7 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
     total, todo = count_rows(rows, manifest, retry_poison=config.retry_poison)
     console.print(f"run {root.url}, attempt {attempt}: {total} rows, {total - todo} of them done", soft_wrap=True)
     if not todo:  # its driver died, or a limit ended it, when all that was missing was to say so
-        write_complete(store, attempt, manifest, {"rows": total})
+        complete(ledger, attempt, manifest, total)
         return finish(config, place, manifest, model, console, computed=None)
     spec = engine_spec(config, model, seed=run_seed(place.info, config.sampling_params))
     about = preflight.about(config, model, versions)
@@ -176,7 +177,7 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
                 raise
         state = f"stopped: {driver.ended}" if driver.ended else "finished"
         if not driver.ended:
-            write_complete(store, attempt, manifest, {"rows": total})
+            complete(ledger, attempt, manifest, total)
     require_not_removed(place)
     if driver.ended:
         told = f"stopped: {driver.ended}; what has a receipt stays, and the same command goes on from there"
@@ -205,7 +206,7 @@ def take_over(config: ExtractConfig, place: Place, console: Console) -> tuple[in
         require_conditional_puts(store)
     attempt = take_attempt(store, {"host": os.uname().nodename, "pid": os.getpid(), "settings": config.public()})
     require_not_removed(place)
-    seal_earlier_attempts(store, attempt)
+    seal_attempts(store, attempt - 1, attempt)
     if place.version == 1:
         # A driver of version 1 reads this as a damaged receipt, and refuses to start next to this one.
         seal_logs(store, {(attempt, "version-2"): 0}, f"attempt {attempt}")
@@ -221,6 +222,19 @@ def take_over(config: ExtractConfig, place: Place, console: Console) -> tuple[in
             markup=False,
         )
     return attempt, ledger, manifest
+
+
+def complete(ledger: RowLedger, attempt: int, manifest: Manifest, rows: int) -> None:
+    """Mark the run as complete. All ``rows`` are accounted for by the receipts that ``manifest`` knows; what a writer
+    that was given up has proven beyond that is added.
+
+    Raises:
+        Fenced: a newer attempt was taken.
+        StoreError: the store's.
+    """
+    close_attempt(ledger.store, attempt)
+    ledger.read_new_receipts()
+    write_complete(ledger.store, attempt, manifest, {"rows": rows})
 
 
 def require_not_removed(place: Place) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hsx_dist.errors import Fenced
 from hsx_dist.format.manifest import Receipt, part_name, receipt_name
 from hsx_dist.format.receipt_log import ReceiptLog, list_logs, new_receipts, read_entry, read_logs, seal_logs
-from hsx_dist.format.runs import DRIVER, seal_earlier_attempts, take_attempt
+from hsx_dist.format.runs import DRIVER, seal_attempts, take_attempt
 from hsx_dist.testing.stores import MemoryStore
 
 
@@ -61,7 +61,7 @@ def test_a_newer_attempt_seals_every_log_that_can_still_grow() -> None:
     with_receipts.append(receipt())
     store.put(part_name(1, "b", 1), [b"x"])
     assert take_attempt(store, {}) == 2
-    seal_earlier_attempts(store, 2)
+    seal_attempts(store, 1, 2)
     for log in (with_receipts, with_part, with_nothing, driver):
         # Also one that had looked for a newer attempt before there was one, if anything of it is stored.
         with pytest.raises(Fenced):

@@ -50,7 +50,7 @@ def write(place: Place) -> list[str]:
 
 
 def test_a_lost_part_is_noticed_by_everyone_and_computed_again(place: Place) -> None:
-    first, second = write(place)
+    first, _ = write(place)
     write_complete(place.store, 1, load_manifest(place.store), {"rows": 4})
     assert run_status(place.root).ok
     place.store.delete(first)
@@ -80,7 +80,7 @@ def test_a_lost_part_is_noticed_by_everyone_and_computed_again(place: Place) -> 
 
 
 def test_a_part_that_its_consumers_used_is_not_lost(place: Place) -> None:
-    first, _ = write(place)
+    write(place)
     Retention(place.store).ack("s0", "s1")
     assert missing_parts(place.store, load_manifest(place.store), place.version) == []
     _, _, manifest = taken(place)

@@ -1,0 +1,235 @@
+"""All orders in which several processes can make their calls to one store, up to a number of preemptions.
+
+Each *actor* runs production code on a store that pauses before every call. The explorer decides whose call comes next,
+runs the actors again from the start for each order (nothing in them may depend on time or on true randomness), and
+checks a promise after each call that changed the store. An actor that is not chosen any more stands for a process that
+paused for ever, or died. The method is stateless model checking with bounded preemptions and state caching, as in CHESS
+(Musuvathi et al., OSDI 2008).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import greenlet
+
+from hsx_dist.errors import HsxError
+from hsx_dist.store.base import Buffer, ObjectInfo
+from hsx_dist.testing.stores import MemoryStore
+
+
+class Violation(AssertionError):
+    """The promise does not hold; the message has the calls that led there."""
+
+
+class Actor:
+    """A process: ``main(root)`` on a store whose calls the explorer grants one by one."""
+
+    def __init__(self, number: int, name: str, main: Callable[[SteppedStore], Any], shared: MemoryStore):
+        self.number, self.name = number, name
+        self.history = 0  # a hash of all that the actor asked and saw
+        self.tokens = 0
+        self.calls: list[str] = []
+        self.numbers: list[int] = []  # of its calls, among those of all actors
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self._store = SteppedStore(shared, self)
+        self._main = main
+        self._greenlet = greenlet.greenlet(self._run)
+
+    def _run(self) -> None:
+        try:
+            self.result = self._main(self._store)
+        except Exception as e:  # noqa: BLE001 (the scenario looks at it)
+            self.error = e
+
+    def step(self) -> None:
+        """Let the actor make its pending call, and compute up to the next one."""
+        self._greenlet.switch()
+
+    @property
+    def alive(self) -> bool:
+        return not self._greenlet.dead
+
+    def close(self) -> None:
+        if self.alive:
+            self._greenlet.throw(greenlet.GreenletExit)
+
+    def pause(self, call: str) -> None:
+        greenlet.getcurrent().parent.switch()
+        self.calls.append(call)
+
+    def saw(self, *what: Any) -> None:
+        self.history = hash((self.history, *what))
+
+
+class SteppedStore:
+    """A store that pauses its actor before every call; a listing is one call."""
+
+    def __init__(self, inner: MemoryStore, actor: Actor):
+        self._inner, self._actor = inner, actor
+        self.url = inner.url
+
+    def _call(self, verb: str, name: str, call: Callable[[], Any], *about: Any) -> Any:
+        self._actor.pause(f"{self._actor.name}: {verb} {name}")
+        try:
+            found = call()
+        except Exception as e:
+            self._actor.saw(verb, name, type(e))
+            raise
+        self._actor.saw(verb, name, *about, found if isinstance(found, bytes | tuple) else repr(found))
+        return found
+
+    def put(self, name: str, buffers: Sequence[Buffer]) -> None:
+        self._call("put", name, lambda: self._inner.put(name, buffers))
+
+    def put_if_absent(self, name: str, data: bytes | Sequence[Buffer]) -> None:
+        self._call("put_if_absent", name, lambda: self._inner.put_if_absent(name, data))
+
+    def get(self, name: str) -> bytes:
+        return self._call("get", name, lambda: self._inner.get(name))
+
+    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        views = self._call("get_ranges", name, lambda: tuple(map(bytes, self._inner.get_ranges(name, ranges))))
+        return list(map(memoryview, views))
+
+    def head(self, name: str) -> ObjectInfo:
+        return self._call("head", name, lambda: self._inner.head(name))
+
+    def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
+        return iter(self._call("list", prefix, lambda: tuple(self._inner.list(prefix, after)), after))
+
+    def delete(self, name: str) -> None:
+        self._call("delete", name, lambda: self._inner.delete(name))
+
+
+@dataclass
+class Scenario:
+    """``prepare(store)`` stores what is there before. ``actors``: name → what the process does.
+
+    ``promise(store, seen)`` is called with a copy of the store after each change, and raises when something is lost;
+    ``seen`` is its memory along one order of calls. ``at_end(store, actors)`` is called when all actors have ended.
+    """
+
+    prepare: Callable[[MemoryStore], None]
+    actors: dict[str, Callable[[SteppedStore], Any]]
+    promise: Callable[[MemoryStore, dict[Any, Any]], None]
+    at_end: Callable[[MemoryStore, dict[str, Actor]], None] = lambda _store, _actors: None
+
+
+@dataclass
+class Explored:
+    """How much was looked at."""
+
+    orders: int = 0
+    calls: int = 0
+    states: set[Any] = field(default_factory=set)
+    kept: dict[Any, dict[Any, Any]] = field(default_factory=dict)  # contents for which the promise was found to hold
+
+    def check(self, scenario: Scenario, store: MemoryStore, seen: dict[Any, Any]) -> dict[Any, Any]:
+        """``seen`` after the promise was checked, or taken from when it was."""
+        key = (frozenset(store.objects.items()), frozenset(seen.items()))
+        if key not in self.kept:
+            after = dict(seen)
+            scenario.promise(_copy(store), after)
+            self.kept[key] = after
+        return self.kept[key]
+
+
+def explore(scenario: Scenario, *, preemptions: int | None, most_orders: int | None = None) -> Explored:
+    """Run ``scenario`` in every order with at most ``preemptions`` switches away from an actor that could go on
+    (``None``: any number). Raises ``Violation``."""
+    found = Explored()
+    todo: list[tuple[int, ...]] = [()]
+    while todo and (most_orders is None or found.orders < most_orders):
+        todo += _run(scenario, todo.pop(), preemptions, found)
+        found.orders += 1
+    return found
+
+
+def _run(
+    scenario: Scenario, prefix: tuple[int, ...], preemptions: int | None, found: Explored
+) -> list[tuple[int, ...]]:
+    """One order that begins with ``prefix``; returns the beginnings of orders that are still to be run."""
+    shared = MemoryStore()
+    scenario.prepare(shared)
+    actors = [Actor(i, name, main, shared) for i, (name, main) in enumerate(scenario.actors.items())]
+    seen: dict[Any, Any] = {}
+    calls: list[str] = []
+    others: list[tuple[int, ...]] = []
+    trace: tuple[int, ...] = ()
+    current, spent = -1, 0
+    try:
+        for actor in actors:
+            with as_actor(actor):
+                actor.step()  # up to its first call
+        seen = found.check(scenario, shared, seen)
+        while alive := [a.number for a in actors if a.alive]:
+            if len(trace) < len(prefix):
+                choice = prefix[len(trace)]
+            else:
+                state = (
+                    hash(frozenset(shared.objects.items())),
+                    hash(frozenset(seen.items())),
+                    *(a.history for a in actors),
+                    current,
+                    spent,
+                )
+                if state in found.states:
+                    return others
+                found.states.add(state)
+                choice = current if current in alive else alive[0]
+                may_switch = current not in alive or preemptions is None or spent < preemptions
+                others += [(*trace, a) for a in alive if a != choice] if may_switch else []
+            spent += current in alive and choice != current
+            trace, current = (*trace, choice), choice
+            before = dict(shared.objects)
+            with as_actor(actors[choice]):
+                actors[choice].step()
+            found.calls += 1
+            calls += actors[choice].calls[-1:]
+            actors[choice].numbers.append(len(calls))
+            if shared.objects != before:
+                seen = found.check(scenario, shared, seen)
+        scenario.at_end(_copy(shared), {a.name: a for a in actors})
+    except Violation:
+        raise
+    except (AssertionError, HsxError) as e:
+        raise Violation(f"{type(e).__name__}: {e}\nafter:\n  " + "\n  ".join(calls)) from e
+    finally:
+        for actor in actors:
+            actor.close()
+    return others
+
+
+def _copy(store: MemoryStore) -> MemoryStore:
+    copy = MemoryStore(store.url)
+    copy.objects = dict(store.objects)
+    return copy
+
+
+_current: list[Actor] = []
+
+
+class as_actor:  # noqa: N801 (used like a function)
+    """While an actor computes, random numbers are its own."""
+
+    def __init__(self, actor: Actor):
+        self._actor = actor
+
+    def __enter__(self) -> None:
+        _current.append(self._actor)
+
+    def __exit__(self, *_: object) -> None:
+        _current.pop()
+
+
+def token(nbytes: int = 8) -> str:
+    """In the place of ``secrets.token_hex``: other digits for each actor and call, the same in each run."""
+    if not _current:
+        return "0" * (2 * nbytes)
+    actor = _current[-1]
+    actor.tokens += 1
+    return f"{actor.number + 1:02x}{actor.tokens:0{2 * nbytes - 2}x}"

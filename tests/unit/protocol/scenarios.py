@@ -1,0 +1,378 @@
+"""Processes that work on one place at a time, each of production code, and the promise that they must keep.
+
+Left out of them is what decides nothing: heartbeats, the check whether a driver seems to live (it may be wrong, and
+nothing may rely on it), and the probe for conditional puts.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from rich.console import Console
+
+from hsx_dist.config import load_config
+from hsx_dist.errors import Fenced, HsxError
+from hsx_dist.format.codecs import NoneCodec
+from hsx_dist.format.container import EncodedSegment, SegmentEncoder, build_part
+from hsx_dist.format.manifest import Manifest, RowFate
+from hsx_dist.format.place import Place, find_place, start_run
+from hsx_dist.format.runs import all_receipts, load_manifest, take_attempt, write_complete
+from hsx_dist.jobs.extract import complete, open_or_start_run, require_not_removed, take_over
+from hsx_dist.observe.metrics import Meter
+from hsx_dist.reading import garbage
+from hsx_dist.reading.missing import removed_parts
+from hsx_dist.reading.retain import Retention
+from hsx_dist.reading.run import Run
+from hsx_dist.store import Store
+from hsx_dist.testing.runs import RunWriter, whole
+from hsx_dist.testing.samples import RandomSample, random_sample
+from hsx_dist.testing.stores import MemoryStore
+from hsx_dist.writers.committer import PartCommitter
+from tests.unit.protocol.explorer import Actor, Scenario, SteppedStore
+
+KEYS = ("a", "b")
+
+
+@lru_cache
+def sample(model: str, key: str) -> RandomSample:
+    """A model's states for a key: no other model's."""
+    return random_sample(key, 3, seed=sum(map(ord, model + key)), layer_ids=(1,), hidden_size=4)
+
+
+@lru_cache
+def encoded(model: str, key: str) -> EncodedSegment:
+    encoder = SegmentEncoder(NoneCodec())
+    for page in sample(model, key).pages():
+        encoder.add(page)
+    return encoder.finish()
+
+
+class Writer:
+    """A writer of one attempt, which stores each sample in a part of its own."""
+
+    def __init__(self, store: Store, attempt: int, name: str, model: str):
+        self._model = model
+        self._committer = PartCommitter(
+            store, name, attempt=attempt, alone=False, about={"model": model}, meter=Meter()
+        )
+        self._number = 0
+
+    def store(self, key: str) -> None:
+        self._number += 1
+        segment = encoded(self._model, key)
+        part = build_part([segment], NoneCodec(), {"model": self._model})
+        self._committer.commit([segment], part, self._number, 0)
+
+
+# -- actors: what a process does ------------------------------------------------------------------------------------
+
+
+def writing(place: Callable[[Store], Place], attempt: int, name: str, model: str, keys: Sequence[str]) -> Any:
+    """A writer that was handed its run and attempt before, and stores ``keys`` until it is fenced."""
+
+    def main(root: SteppedStore) -> None:
+        writer = Writer(place(root).store, attempt, name, model)
+        for key in keys:
+            try:
+                writer.store(key)
+            except Fenced:
+                return
+
+    return main
+
+
+def driving(model: str, keys: Sequence[str] = KEYS, *, refused: Sequence[str] = ()) -> Any:
+    """A driver: it resumes or starts the run, stores what is missing and completes it. ``refused``: rows that end
+    without a sample this time."""
+
+    def main(root: SteppedStore) -> str:
+        config = load_config(None, (), model=model, output=root.url, store={"single_driver": True})
+        try:
+            place, _ = open_or_start_run(config, root, {"model": model})
+            attempt, ledger, manifest = take_over(config, place, Console(file=io.StringIO()))
+            writer = Writer(place.store, attempt, f"w{attempt}", model)
+            for key in keys:
+                if key in manifest.samples or key in manifest.refused:
+                    continue
+                if key in refused:
+                    ledger.add(RowFate(key, None, "refused", "it was changed", 1))
+                else:
+                    writer.store(key)
+            ledger.flush()
+            ledger.read_new_receipts()
+            complete(ledger, attempt, manifest, len(keys))
+            require_not_removed(place)
+        except HsxError as e:
+            return f"{type(e).__name__}: {e}"
+        return place.info["id"]
+
+    return main
+
+
+def collecting(root: SteppedStore) -> None:
+    """``hsx gc --delete``, wrongly sure that no process works on the run."""
+    place = find_place(root)
+    if place is None:
+        return
+    for info in garbage.unproven(place, seal=True):
+        place.store.delete(info.name)
+    for info in garbage.left_behind(root):
+        root.delete(info.name)
+
+
+def removing(root: SteppedStore) -> str:
+    """``hsx rm --yes``, wrongly sure of the same; returns the run that it was asked to remove."""
+    place = find_place(root)
+    if place is None:
+        return ""
+    garbage.remove_run(root, place)
+    return str(place.info["id"])
+
+
+def consuming(place: Callable[[Store], Place], keys: Sequence[str]) -> Any:
+    """A consumer with ``retain: consumed``."""
+
+    def main(root: SteppedStore) -> None:
+        Retention(place(root).store).ack(*keys)
+
+    return main
+
+
+# -- the promise ----------------------------------------------------------------------------------------------------
+
+
+def promise(store: MemoryStore, seen: dict[Any, Any]) -> None:
+    """A reader opens the run. Every sample that a receipt ever proved is there, readable and that model's, unless the
+    run or the part was removed on request; and no receipt that counts names a part that is gone."""
+    place = find_place(store)
+    if place is None:
+        return
+    model, run_id = place.info["meaning"]["model"], place.info["id"]
+    run = Run(store)
+    removed = removed_parts(place.store, place.version)
+    void = Manifest(all_receipts(place.store)).void
+    for receipt in all_receipts(place.store):
+        if receipt.part is not None and receipt.part not in void | removed | seen.get("lost", frozenset()):
+            assert f"{place.folder}/{receipt.part}" in store.objects, f"{receipt.part} is proven, and is gone"
+    for key in run.index.keys:
+        seen.setdefault((run_id, key), True)
+    for owner, key in [s for s in seen if s != "lost"]:
+        if owner != run_id or seen[owner, key] is False:
+            continue
+        if key not in run:
+            # A part that was lost from outside is declared lost by the next attempt; its sample may end as refused.
+            assert seen.get("lost"), f"sample {key!r} was proven, and is no longer"
+            seen[owner, key] = False
+            continue
+        found = run[key]
+        if any(piece.part in removed | seen.get("lost", frozenset()) for piece in found._pieces):
+            continue
+        states = found.load(framework="numpy")["hidden_states"]
+        assert found.about["model"] == model, f"sample {key!r} is of another model"
+        assert states.tobytes() == states_of(model, key), f"sample {key!r} has other states"
+
+
+def only_these_are_used(keys: Sequence[str]) -> Callable[[MemoryStore, dict[Any, Any]], None]:
+    """The promise, where consumers have used ``keys`` and nothing else."""
+
+    def check(store: MemoryStore, seen: dict[Any, Any]) -> None:
+        promise(store, seen)
+        run = Run(store)
+        removed = removed_parts(run.store, run.version)
+        for key in run.index.keys:
+            used = any(piece.part in removed for piece in run[key]._pieces)
+            assert key in keys or not used, f"{key!r} is proven and not used, and a part of it was removed"
+
+    return check
+
+
+@lru_cache
+def states_of(model: str, key: str) -> bytes:
+    """What a reader gets of a sample: float32."""
+    store = MemoryStore()
+    start_run(store, {"meaning": {"model": model}})
+    RunWriter(store, NoneCodec()).put([whole(sample(model, key))])
+    states: bytes = Run(store)[key].load(framework="numpy")["hidden_states"].tobytes()
+    return states
+
+
+def all_rows_are_stored(keys: Sequence[str] = KEYS) -> Callable[[MemoryStore, dict[str, Actor]], None]:
+    """A driver that ended well has all its rows accounted for in a run that readers take as complete."""
+
+    def check(store: MemoryStore, actors: dict[str, Actor]) -> None:
+        for actor in actors.values():
+            assert actor.error is None or isinstance(actor.error, HsxError), repr(actor.error)
+        place = find_place(store)
+        done = {a.result for name, a in actors.items() if name.startswith("driver") and ":" not in a.result}
+        asked = {a.result for name, a in actors.items() if name.startswith("rm")}
+        there = place.info["id"] if place is not None else None
+        assert done <= {there, *asked}, "the run of a driver that ended well is gone, and nobody asked for its removal"
+        if place is not None and there in done:
+            manifest = load_manifest(place.store)
+            missing = [k for k in keys if k not in manifest.samples and k not in manifest.refused]
+            assert not missing, f"a driver ended well, and rows {missing} have no fate"
+
+    return check
+
+
+# -- scenarios ------------------------------------------------------------------------------------------------------
+
+
+def begun(model: str = "m", attempts: int = 1) -> Callable[[MemoryStore], None]:
+    """A run of which so many attempts were taken."""
+
+    def prepare(store: MemoryStore) -> None:
+        place = start_run(store, {"meaning": {"model": model}})
+        for _ in range(attempts):
+            take_attempt(place.store, {})
+
+    return prepare
+
+
+def there(store: Store) -> Place:
+    """The run that ``begun`` made: a writer was told of it, and asks nobody again."""
+    place = _PREPARED[0]
+    return Place(store, place.pointer, place.version, place.info, place.store_in(store))
+
+
+_PREPARED: list[Place] = []
+
+
+def remember(prepare: Callable[[MemoryStore], None]) -> Callable[[MemoryStore], None]:
+    def both(store: MemoryStore) -> None:
+        prepare(store)
+        place = find_place(store)
+        assert place is not None
+        _PREPARED[:] = [place]
+
+    return both
+
+
+def with_a_lost_part(store: MemoryStore) -> None:
+    begun(attempts=0)(store)
+    writer = RunWriter(store, NoneCodec(), name="w1")
+    for key in KEYS:
+        writer.about = {"model": "m"}
+        part = writer.put([whole(sample("m", key))]).part
+        if key == "a":
+            writer.store.delete(part or "")
+
+
+def with_an_old_completion(store: MemoryStore) -> None:
+    """Attempt 1 is complete. Attempt 2, which runs, has stored one of two segments of ``long`` with ``a``."""
+    begun()(store)
+    place = find_place(store)
+    assert place is not None
+    write_complete(place.store, 1, load_manifest(place.store), {})
+    writer = RunWriter(store, NoneCodec(), name="w2", about={"model": "m"})
+    long = sample("m", "long")
+    writer.put([whole(sample("m", "a")), (long, long.segments(1)[0], None)])
+
+
+def half(store: SteppedStore) -> None:
+    """Attempt 2 stores the rest of ``long``."""
+    place = there(store)
+    writer = object.__new__(RunWriter)
+    writer.place, writer.store, writer.codec, writer.name = place, place.store, NoneCodec(), "w3"
+    writer.attached, writer.about, writer.attempt, writer.seq = None, {"model": "m"}, 2, 0
+    long = sample("m", "long")
+    writer.put([(long, long.segments(1)[1], None)])
+
+
+def the_driver_notices(store: MemoryStore, actors: dict[str, Actor]) -> None:
+    """A driver that ended well did so before the removal began."""
+    all_rows_are_stored()(store, actors)
+    driver, rm = actors["driver"], actors["rm"]
+    if ":" not in driver.result and driver.result == rm.result:
+        began = rm.numbers[next(i for i, call in enumerate(rm.calls) if "put run.json" in call)]
+        assert driver.numbers[-1] < began, "the run was removed under a driver that ended well"
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "a writer and gc": Scenario(
+        remember(begun()),
+        {"writer": writing(there, 1, "w1", "m", KEYS), "gc": collecting},
+        promise,
+        all_rows_are_stored(),
+    ),
+    "a writer, the next driver and gc": Scenario(
+        remember(begun()),
+        {"writer": writing(there, 1, "w1", "m", KEYS), "driver": driving("m"), "gc": collecting},
+        promise,
+        all_rows_are_stored(),
+    ),
+    "two drivers": Scenario(
+        remember(begun()), {"driver 1": driving("m"), "driver 2": driving("m")}, promise, all_rows_are_stored()
+    ),
+    "a writer of a removed run, rm, and a driver of another model": Scenario(
+        remember(begun()),
+        {"writer": writing(there, 1, "w1", "m", KEYS), "rm": removing, "driver": driving("other")},
+        promise,
+        all_rows_are_stored(),
+    ),
+    "two removals and a driver": Scenario(
+        remember(begun()),
+        {"rm 1": removing, "rm 2": removing, "driver": driving("other")},
+        promise,
+        all_rows_are_stored(),
+    ),
+    "a driver and a removal of its run": Scenario(
+        remember(begun()), {"driver": driving("m"), "rm": removing}, promise, the_driver_notices
+    ),
+    "a writer of the attempt before, and a driver that completes the run without its row": Scenario(
+        remember(begun()),
+        {"writer": writing(there, 1, "w1", "m", ("b",)), "driver": driving("m", ("a",))},
+        promise,
+        all_rows_are_stored(("a",)),
+    ),
+    "a late writer of the attempt that completes the run, and gc": Scenario(
+        remember(begun(attempts=0)),
+        {"driver": driving("m", ("a",)), "writer": writing(there, 1, "late", "m", ("b",)), "gc": collecting},
+        promise,
+        all_rows_are_stored(("a",)),
+    ),
+    "a consumer, the rest of a sample, and an old completion": Scenario(
+        remember(with_an_old_completion),
+        {"consumer": consuming(there, ("a",)), "writer": half},
+        only_these_are_used(("a",)),
+    ),
+    "a consumer and the next driver": Scenario(
+        remember(lambda store: (begun(attempts=0)(store), _store_all(store))[0]),
+        {"consumer": consuming(there, KEYS), "driver": driving("m", (*KEYS, "c"))},
+        promise,
+        all_rows_are_stored((*KEYS, "c")),
+    ),
+}
+
+
+def _store_all(store: MemoryStore) -> None:
+    writer = RunWriter(store, NoneCodec(), name="w1", about={"model": "m"})
+    for key in KEYS:
+        writer.put([whole(sample("m", key))])
+
+
+def lost(scenario_actors: dict[str, Any]) -> Scenario:
+    """A part was deleted by something that is not ours, before the actors begin."""
+
+    def first(store: MemoryStore, seen: dict[Any, Any]) -> None:
+        place = find_place(store)
+        assert place is not None
+        gone = {f"data/part-0001-w1-{1:06d}.safetensors"}
+        seen["lost"] = frozenset(gone)
+        promise(store, seen)
+
+    def account(store: MemoryStore, actors: dict[str, Actor]) -> None:
+        all_rows_are_stored()(store, actors)
+        run = Run(store)
+        if any(a.result == run.info["id"] for a in actors.values()):
+            for key in run.index.keys:
+                run[key].load(framework="numpy")  # nothing is proven that cannot be read
+
+    return Scenario(remember(with_a_lost_part), scenario_actors, first, account)
+
+
+SCENARIOS["a lost part is computed again"] = lost({"driver": driving("m"), "gc": collecting})
+SCENARIOS["the row of a lost part is refused"] = lost({"driver": driving("m", refused=("a",)), "gc": collecting})

@@ -1,0 +1,183 @@
+"""No order of events loses a proven sample: drivers, writers, gc, rm, consumers and readers, call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from hsx_dist.format import place, receipt_log, runs
+from hsx_dist.jobs import extract, ledger
+from hsx_dist.reading import garbage, missing, retain
+from tests.unit.protocol import explorer
+from tests.unit.protocol.explorer import Violation, explore
+from tests.unit.protocol.scenarios import SCENARIOS
+
+
+class Inline:
+    """In the place of a thread pool: an actor is one thread."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def __enter__(self) -> Inline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def map(self, call: Callable[..., Any], *items: Any) -> Iterator[Any]:
+        return map(call, *items)
+
+
+class Clock:
+    """In the place of ``datetime``: the time decides nothing, and must be the same in each run."""
+
+    @staticmethod
+    def now(_: object) -> Clock:
+        return Clock()
+
+    def isoformat(self, timespec: str = "") -> str:  # noqa: ARG002
+        return "2026-01-01T00:00:00+00:00"
+
+
+class Uuid:
+    @property
+    def hex(self) -> str:
+        return explorer.token(16)
+
+
+@pytest.fixture(autouse=True)
+def _repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (receipt_log, missing):
+        monkeypatch.setattr(module, "ThreadPoolExecutor", Inline)
+    from hsx_dist.writers import committer
+
+    for module in (place, receipt_log, runs, committer, ledger, extract):
+        monkeypatch.setattr(module, "datetime", Clock)
+    monkeypatch.setattr(place.secrets, "token_hex", explorer.token)
+    monkeypatch.setattr(runs.uuid, "uuid4", Uuid)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_promise_holds_in_every_order(name: str) -> None:
+    found = explore(SCENARIOS[name], preemptions=1)
+    print(name, found.orders, found.calls, len(found.states))
+    assert found.orders > 1
+
+
+# -- each fix taken back: the same search must find what it is for ---------------------------------------------------
+
+
+def steps_over_seals(m: pytest.MonkeyPatch) -> None:
+    """A writer takes a seal for another receipt of its own, as version 1 does, and readers count what lies behind."""
+    m.setattr(receipt_log, "_SEAL", b"no object begins like this")
+    real = receipt_log.read_entry
+
+    def read_entry(store: Any, name: str) -> Any:
+        if store.get(name).startswith(b'{"seal":'):
+            attempt, writer, number = receipt_log.parse_receipt_name(name) or (1, "w", 1)
+            return receipt_log.Receipt(attempt, writer, number, None, 0, "0" * 8, 0, 0, (), (), "")
+        return real(store, name)
+
+    m.setattr(receipt_log, "read_entry", read_entry)
+
+
+def gc_does_not_seal(m: pytest.MonkeyPatch) -> None:
+    m.setattr(garbage, "seal_logs", lambda *_: None)
+
+
+def gc_does_not_look_again(m: pytest.MonkeyPatch) -> None:
+    real = garbage._unnamed
+
+    class Found(list[Any]):
+        pass
+
+    m.setattr(garbage, "_unnamed", lambda store, parts: parts if type(parts) is Found else Found(real(store, parts)))
+
+
+def gc_believes_the_compacted_manifest(m: pytest.MonkeyPatch) -> None:
+    m.setattr(garbage, "all_receipts", runs.scan_receipts)
+    m.setattr(extract, "close_attempt", lambda *_: None)
+
+
+def names_without_a_run_id(m: pytest.MonkeyPatch) -> None:
+    """Everything of every run lies in one folder."""
+    m.setattr(place, "_folder", lambda _: "run-0123456789")
+
+
+def rm_deletes_the_description(m: pytest.MonkeyPatch) -> None:
+    """No tombstone: ``run.json`` is free for the next run."""
+    m.setattr(garbage, "bury", lambda found: found.root.delete(found.pointer))
+
+
+def a_driver_does_not_look_for_a_removal(m: pytest.MonkeyPatch) -> None:
+    m.setattr(place.Place, "removed", lambda _: False)
+
+
+def a_driver_does_not_seal(m: pytest.MonkeyPatch) -> None:
+    m.setattr(extract, "seal_attempts", lambda *_: None)
+    m.setattr(receipt_log, "is_closed", lambda *_: False)
+
+
+def an_attempt_completes_without_being_closed(m: pytest.MonkeyPatch) -> None:
+    m.setattr(extract, "close_attempt", lambda *_: None)
+
+
+def a_writer_does_not_ask_whether_its_attempt_is_closed(m: pytest.MonkeyPatch) -> None:
+    m.setattr(receipt_log, "is_closed", lambda *_: False)
+
+
+def a_resume_does_not_look_for_parts(m: pytest.MonkeyPatch) -> None:
+    m.setattr(extract, "missing_parts", lambda *_: [])
+
+
+def a_lost_part_is_not_declared(m: pytest.MonkeyPatch) -> None:
+    """The driver alone knows; the old receipt stays as proof."""
+
+    def declare(self: Any, parts: Any) -> None:
+        self._manifest._declare_void(parts)
+
+    m.setattr(ledger.RowLedger, "declare_lost", declare)
+
+
+def a_consumer_believes_an_old_completion(m: pytest.MonkeyPatch) -> None:
+    m.setattr(retain.Retention, "_is_over", lambda self: runs.read_complete(self._store) is not None)
+
+
+def a_consumer_marks_after_it_deletes(m: pytest.MonkeyPatch) -> None:
+    real = retain.removal_mark
+
+    def mark(self: Any, part: str) -> None:
+        if self._used_up(part):
+            self._marked.add(part)
+            self._store.delete(part)
+            self._store.put(real(part), [b"{}"])
+
+    m.setattr(retain.Retention, "_mark", mark)
+
+
+MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
+    steps_over_seals: "a writer and gc",
+    gc_does_not_seal: "a writer and gc",
+    gc_does_not_look_again: "a writer and gc",
+    gc_believes_the_compacted_manifest: "a late writer of the attempt that completes the run, and gc",
+    names_without_a_run_id: "a writer of a removed run, rm, and a driver of another model",
+    rm_deletes_the_description: "two removals and a driver",
+    a_driver_does_not_look_for_a_removal: "a driver and a removal of its run",
+    a_driver_does_not_seal: "a writer of the attempt before, and a driver that completes the run without its row",
+    an_attempt_completes_without_being_closed: "a late writer of the attempt that completes the run, and gc",
+    a_writer_does_not_ask_whether_its_attempt_is_closed: "a late writer of the attempt that completes the run, and gc",
+    a_resume_does_not_look_for_parts: "a lost part is computed again",
+    a_lost_part_is_not_declared: "the row of a lost part is refused",
+    a_consumer_believes_an_old_completion: "a consumer, the rest of a sample, and an old completion",
+    a_consumer_marks_after_it_deletes: "a consumer and the next driver",
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
+def test_a_fix_that_is_taken_back_is_missed(mutation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation(monkeypatch)
+    with pytest.raises(Violation):
+        explore(SCENARIOS[MUTATIONS[mutation]], preemptions=1)
