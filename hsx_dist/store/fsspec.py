@@ -18,7 +18,7 @@ from hsx_dist.config.secrets import public_url
 from hsx_dist.errors import AlreadyExists, ConfigError, HsxError, NotFound, StoreError, Unavailable
 from hsx_dist.store.base import Buffer, ObjectInfo, as_bytes_view, check_name, check_ranges, coalesce, cut
 from hsx_dist.store.faults import Redactor, expired, past_the_end, translate
-from hsx_dist.store.local import UNFINISHED
+from hsx_dist.store.local import UNFINISHED, LocalStore
 
 T = TypeVar("T")
 
@@ -146,6 +146,9 @@ class FsspecStore:
 
     def delete(self, name: str) -> None:
         path = self._path(name)
+        if self._scheme == "file":
+            LocalStore(self._root).delete(name)  # fsspec's follows links
+            return
         try:
             self._call("delete", name, lambda: self._fs.rm_file(path, **self._limit()))
         except NotFound as e:

@@ -73,13 +73,16 @@ def test_errors_of_the_file_system(
 
 
 def test_no_hard_links_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "link", fail)
     with pytest.raises(StoreError, match="expected a file system with hard links"):
         LocalStore(tmp_path).put_if_absent("a", b"1")
     assert _files(tmp_path) == []
+    for content in (b"1", b"2"):
+        LocalStore(tmp_path).put("a", [content])
+        assert (tmp_path / "a").read_bytes() == content
 
 
 def test_an_object_in_the_way_of_a_folder(tmp_path: Path) -> None:
