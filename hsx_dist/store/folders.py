@@ -29,7 +29,7 @@ def opened(
     *,
     make: bool = False,
     own_links: bool = False,
-    entered: Callable[[int, int, bool], None] = lambda parent, child, made: None,
+    entered: Callable[[int, int, bool], None] | None = None,
 ) -> Iterator[int]:
     """Descriptor of the folder ``path`` (``/`` between its components) below ``root``. ``root`` itself may be a link.
 
@@ -48,7 +48,8 @@ def opened(
         for name in path.split("/") if path else ():
             child, made = _enter(folder, name, make=make, own_links=own_links)
             try:
-                entered(folder, child, made)
+                if entered is not None:
+                    entered(folder, child, made)
             except BaseException:
                 os.close(child)
                 raise
@@ -123,7 +124,7 @@ def private_folder(path: Path) -> int:
     except OSError as e:
         if e.errno not in (errno.ENOTDIR, errno.ELOOP, errno.EACCES):
             raise
-        raise ConfigError(_not_private(path, e.strerror)) from e
+        raise ConfigError(_not_private(path, str(e.strerror))) from e
     found = os.fstat(folder)
     if found.st_uid != os.geteuid() or found.st_mode & 0o077:
         os.close(folder)

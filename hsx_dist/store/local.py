@@ -120,13 +120,16 @@ class LocalStore:
             return _version(os.stat(last, dir_fd=fd, follow_symlinks=False))
 
     def delete_version(self, name: str, version: str) -> bool:
-        """See ``Conditional``. False also while another process replaces or deletes the object. A put by any process
-        that uses this class waits meanwhile, also one on another machine where the file system passes locks on (NFS)."""
+        """See ``Conditional``. False also while another process replaces or deletes the object. A put of any process
+        waits meanwhile, also on another machine where the file system passes locks on (NFS)."""
         folder, last = self._split(name)
-        with self._telling("delete", name), suppress(FileNotFoundError), opened(self._root, folder) as fd:
-            with _opened(os.open(last, os.O_RDWR | SAFELY, dir_fd=fd)) as file:
-                if not lock_exclusively(file) or not _is_at(file, fd, last) or _version(os.fstat(file)) != version:
-                    return False
+        with (
+            self._telling("delete", name),
+            suppress(FileNotFoundError),
+            opened(self._root, folder) as fd,
+            _opened(os.open(last, os.O_RDWR | SAFELY, dir_fd=fd)) as file,
+        ):
+            if lock_exclusively(file) and _is_at(file, fd, last) and _version(os.fstat(file)) == version:
                 os.unlink(last, dir_fd=fd)
                 return True
         return False
@@ -182,9 +185,8 @@ class LocalStore:
                         folder.mkdir()
                     self._unsynced.add(folder.parent)
         for folder in tuple(self._unsynced):
-            with suppress(PermissionError):  # this process did not make the root there
-                with _opened(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
-                    _sync(fd)
+            with suppress(PermissionError), opened(folder) as fd:  # no permission: this process did not make the root
+                _sync(fd)
             self._unsynced.discard(folder)
 
     def _entered(self, parent: int, child: int, made: bool) -> None:

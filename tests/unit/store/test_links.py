@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -70,10 +71,10 @@ def test_a_folder_swapped_for_a_link_at_any_moment_loses_nothing(root: Path, vic
 
     def swap() -> None:
         while not done.is_set():
-            os.rename(root / "data", root / "real")
-            os.rename(root / "spare", root / "data")
-            os.rename(root / "data", root / "spare")
-            os.rename(root / "real", root / "data")
+            (root / "data").rename(root / "real")
+            (root / "spare").rename(root / "data")
+            (root / "data").rename(root / "spare")
+            (root / "real").rename(root / "data")
 
     neighbour = threading.Thread(target=swap)
     neighbour.start()
@@ -204,25 +205,25 @@ def test_a_private_folder(tmp_path: Path) -> None:
 
 
 @as_root
-def test_an_unprivileged_process_meets_the_same(root: Path) -> None:
+def test_an_unprivileged_process_meets_the_same() -> None:
     """Root passes every permission check: another user's process shows what the owner checks do alone."""
-    root.chmod(0o1777)
-    (root / "planted").mkdir(mode=0o777)
-    (root / "planted").chmod(0o777)
-    os.chown(root / "planted", 1234, 1234)
     code = (
         "import os, sys\n"
         "from hsx_dist.errors import Denied\n"
         "from hsx_dist.store.local import LocalStore\n"
-        f"os.setgid({NOBODY}); os.setgroups([]); os.setuid({NOBODY})\n"
+        f"os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
         "store = LocalStore(sys.argv[1])\n"
         "store.put('own/a', [b'1'])\n"
         "try:\n    store.put('planted/a', [b'1'])\n"
         "except Denied:\n    print('denied')\n"
     )
-    for parent in root.parents:
-        if parent.stat().st_uid == 0 and not parent.stat().st_mode & 0o001:
-            parent.chmod(0o755)  # pytest's own folders are root's alone
-    done = subprocess.run([sys.executable, "-c", code, str(root)], capture_output=True, text=True, timeout=60)  # noqa: S603
-    assert done.stdout == "denied\n", done.stderr
-    assert (root / "own" / "a").read_bytes() == b"1"
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own are root's alone
+        root = Path(folder)
+        root.chmod(0o1777)
+        (root / "planted").mkdir()
+        (root / "planted").chmod(0o777)
+        os.chown(root / "planted", 1234, 1234)
+        done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, timeout=60)
+        assert done.stdout == "denied\n", done.stderr
+        assert (root / "own" / "a").read_bytes() == b"1"
+        assert list((root / "planted").iterdir()) == []
