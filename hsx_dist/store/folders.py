@@ -90,6 +90,14 @@ def is_link(folder: int, name: str) -> bool:
         return False
 
 
+def is_at(fd: int, folder: int, name: str) -> bool:
+    """Whether the open file ``fd`` still has the name ``name`` in the open ``folder``."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(name, dir_fd=folder, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
 def _through(folder: int, name: str, *, own_links: bool) -> int:
     """Open the folder behind a link that this user or root made. The owner and the target are of one and the same link:
     nobody can change it once it is open."""

@@ -17,7 +17,7 @@ from hsx_dist.errors import AlreadyExists, Denied, NotFound, StoreError, Unavail
 from hsx_dist.store.base import Buffer, ObjectInfo, as_buffers, as_bytes_view, check_name, check_ranges, coalesce, cut
 from hsx_dist.store.direct import write_direct
 from hsx_dist.store.faults import FULL
-from hsx_dist.store.folders import SAFELY, opened
+from hsx_dist.store.folders import SAFELY, is_at, opened
 from hsx_dist.store.inode_lock import lock_exclusively, wait_for_deletes
 
 #: Unfinished objects lie beside their final name, as a rename must stay within one file system.
@@ -129,7 +129,7 @@ class LocalStore:
             opened(self._root, folder) as fd,
             _opened(os.open(last, os.O_RDWR | SAFELY, dir_fd=fd)) as file,
         ):
-            if lock_exclusively(file) and _is_at(file, fd, last) and _version(os.fstat(file)) == version:
+            if lock_exclusively(file) and is_at(file, fd, last) and _version(os.fstat(file)) == version:
                 os.unlink(last, dir_fd=fd)
                 return True
         return False
@@ -320,17 +320,10 @@ def _place(folder: int, temporary: str, last: str, what: str) -> None:
             break  # a link, or a file that only another user may read
         with _opened(there):
             wait_for_deletes(there, what)
-            if _is_at(there, folder, last):
+            if is_at(there, folder, last):
                 os.rename(temporary, last, src_dir_fd=folder, dst_dir_fd=folder)
                 return
     os.rename(temporary, last, src_dir_fd=folder, dst_dir_fd=folder)
-
-
-def _is_at(fd: int, folder: int, name: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(name, dir_fd=folder, follow_symlinks=False))
-    except FileNotFoundError:
-        return False
 
 
 def _version(found: os.stat_result) -> str:

@@ -33,7 +33,7 @@ class Disk:
         self._left -= 1
         fails = self._left == -1
         self.failed |= fails
-        path = os.readlink(f"/proc/self/fd/{fd}")
+        path = str(Path(f"/proc/self/fd/{fd}").readlink())
         if fails:
             self._bad.add(path)
         if stat.S_ISREG(found.st_mode):
