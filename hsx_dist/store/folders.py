@@ -141,6 +141,16 @@ def private_folder(path: Path) -> int:
     return folder
 
 
+def is_trusted(path: Path) -> bool:
+    """Whether only this process's user, root and a group of theirs may write the folder; made where it is missing."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.stat()
+    except OSError:
+        return False
+    return found.st_uid in (0, os.geteuid()) and not found.st_mode & stat.S_IWOTH
+
+
 def _not_private(path: Path, got: str) -> str:
     return (
         f"{path}: expected a folder of user {os.geteuid()} that no other user can enter, got {got}. Remove it, or set "

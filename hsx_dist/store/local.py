@@ -159,14 +159,18 @@ class LocalStore:
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[int]:
+        path = self._path(name)
+        self._require_file(name, path.stat())  # opening a device may set it going
         # Opening a FIFO would block until another process writes into it.
-        with _opened(os.open(self._path(name), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as fd:
-            mode = os.fstat(fd).st_mode
-            if stat.S_ISDIR(mode):
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            if not stat.S_ISREG(mode):
-                raise StoreError(f"get {self.url}/{name}: expected a file, got a FIFO or a device. Remove it")
+        with _opened(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as fd:
+            self._require_file(name, os.fstat(fd))
             yield fd
+
+    def _require_file(self, name: str, found: os.stat_result) -> None:
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not stat.S_ISREG(found.st_mode):
+            raise StoreError(f"get {self.url}/{name}: expected a file, got a FIFO, socket or device. Remove it")
 
     @contextmanager
     def _writing(self, folder: str) -> Iterator[int]:

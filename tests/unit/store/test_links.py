@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from hsx_dist.errors import ConfigError, Denied, NotFound, StoreError
+from hsx_dist.format.runs import write_run
+from hsx_dist.reading.garbage import remove_run
 from hsx_dist.store import open_store
-from hsx_dist.store.folders import private_folder
+from hsx_dist.store.folders import is_trusted, private_folder
 from hsx_dist.store.local import LocalStore
 
 NOBODY = 65534
@@ -121,6 +123,15 @@ def test_the_root_itself_may_be_a_link(tmp_path: Path, root: Path) -> None:
     assert not (root / "d" / "a").exists()
 
 
+def test_a_removal_of_a_run_empties_no_folder_that_a_link_leads_to(root: Path, victim: Path) -> None:
+    store = open_store(str(root), retry_seconds=0)
+    write_run(store, {"meaning": {}})
+    (root / "data").symlink_to(victim)
+    with pytest.raises(StoreError, match=r"'data' is a symbolic link.*or remove it"):
+        remove_run(store)
+    assert sorted(p.name for p in victim.iterdir()) == [".hsx-unfinished-0", "precious"]
+
+
 @pytest.mark.parametrize("targets", [[".", "."], ["..", "."]])
 def test_links_in_circles_do_not_make_a_listing_endless(root: Path, targets: list[str]) -> None:
     (root / "d").mkdir()
@@ -132,11 +143,14 @@ def test_links_in_circles_do_not_make_a_listing_endless(root: Path, targets: lis
 
 def test_what_is_no_file_is_no_object(root: Path) -> None:
     os.mkfifo(root / "fifo")
+    (root / "device").symlink_to("/dev/null")
     store = LocalStore(root)
     assert list(store.list()) == []
-    for call in (lambda: store.get("fifo"), lambda: store.get_ranges("fifo", [(0, 1)])):
-        with pytest.raises(StoreError, match="FIFO"):
-            call()
+    for name in ("fifo", "device"):
+        with pytest.raises(StoreError, match="expected a file"):
+            store.get(name)
+        with pytest.raises(StoreError, match="expected a file"):
+            store.get_ranges(name, [(0, 1)])
     with pytest.raises(NotFound):
         store.head("fifo")
     store.put("fifo", [b"now an object"])
@@ -195,6 +209,19 @@ def test_a_private_folder_that_another_user_prepared_is_refused(tmp_path: Path, 
             path.chmod(0o777)
     with pytest.raises(ConfigError, match=r"expected a folder of user 0 .*TMPDIR"):
         private_folder(path)
+
+
+@as_root
+def test_a_folder_that_another_user_can_write_is_not_trusted(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "by it"
+    assert is_trusted(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    path.chmod(0o1777)
+    assert not is_trusted(path)
+    path.chmod(0o755)
+    os.chown(path, NOBODY, NOBODY)
+    assert not is_trusted(path)
+    assert not is_trusted(Path("/proc/none"))
 
 
 def test_a_private_folder(tmp_path: Path) -> None:
