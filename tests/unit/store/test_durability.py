@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from hsx_dist.errors import AlreadyExists, Unavailable
 from hsx_dist.store import RetryPolicy, RetryStore
 from hsx_dist.store.local import LocalStore
+from tests.unit.store.on_a_failing_disk import NO_LOOP
 
 
 class Disk:
@@ -128,3 +131,14 @@ def test_known_folders_are_not_synced_for_every_object(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "fsync", lambda fd: (calls.append(fd), sync(fd)))
     store.put("data/x/b", [b"1"])
     assert len(calls) == 2  # the file, and its name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a loop device")
+def test_a_disk_that_fails_in_syncs(tmp_path: Path) -> None:
+    """A second sync of the file would report success there, with its bytes dropped."""
+    argv = ["unshare", "--mount", sys.executable, "-m", "tests.unit.store.on_a_failing_disk", str(tmp_path)]
+    done = subprocess.run(argv, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=120)
+    if done.returncode == NO_LOOP or "unshare" in done.stderr:
+        pytest.skip("this machine lets no process mount a loop device")
+    assert done.returncode == 0, done.stderr
