@@ -14,7 +14,17 @@ from pathlib import Path
 import numpy as np
 
 from hsx_dist.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
-from hsx_dist.store.base import Buffer, ObjectInfo, as_buffers, as_bytes_view, check_name, check_ranges, coalesce, cut
+from hsx_dist.store.base import (
+    Buffer,
+    ObjectInfo,
+    as_buffers,
+    as_bytes_view,
+    check_name,
+    check_ranges,
+    coalesce,
+    cut,
+    not_conditional,
+)
 from hsx_dist.store.direct import write_direct
 from hsx_dist.store.faults import FULL
 from hsx_dist.store.folders import SAFELY, is_at, opened
@@ -129,7 +139,11 @@ class LocalStore:
             opened(self._root, folder) as fd,
             _opened(os.open(last, os.O_RDWR | SAFELY, dir_fd=fd)) as file,
         ):
-            if lock_exclusively(file) and is_at(file, fd, last) and _version(os.fstat(file)) == version:
+            try:
+                locked = lock_exclusively(file)
+            except OSError as e:
+                raise not_conditional(self.url) from e
+            if locked and is_at(file, fd, last) and _version(os.fstat(file)) == version:
                 os.unlink(last, dir_fd=fd)
                 return True
         return False
