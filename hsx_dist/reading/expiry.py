@@ -91,8 +91,8 @@ def require_conditional_deletes(store: Store) -> None:
 def remove(store: Store, name: str, now: float | None = None) -> bool:
     """Delete an object or marker if it has expired, and the lock file next to an object; whether it was deleted.
 
-    A server may store the name anew at any moment. The object's version is asked for before its end is read, and the
-    delete is conditional on that version, so no order of events deletes an object that has not expired:
+    A server may store the name anew at any moment. The version is read before the end, and the delete is conditional on
+    that version, so no order of events deletes an object that has not expired:
 
     - S3 and GCS refuse the delete of another version (``require_conditional_deletes`` makes sure of it).
     - In a folder the put and the delete exclude each other (``store.inode_lock``), also between machines where the file

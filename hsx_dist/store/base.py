@@ -74,14 +74,14 @@ class Store(Protocol):
 
 @runtime_checkable
 class Conditional(Protocol):
-    """What a store may have besides: deletes that spare an object which was stored anew. ``RetryStore`` has the methods
-    for every store; they raise ``StoreError`` where the store inside has none."""
+    """Optional methods of a store: deletes that spare an object which was stored anew. ``RetryStore`` has them for every
+    store; they raise ``StoreError`` where the inner store has none."""
 
     def version(self, name: str) -> str:
-        """A text that is another one after every put of other bytes. ``NotFound`` when there is no object."""
+        """A text that changes with every put of other bytes. ``NotFound`` when there is no object."""
 
     def delete_version(self, name: str, version: str) -> bool:
-        """Delete the object in one step if ``version`` is still its version; whether it was deleted by this call."""
+        """Delete the object if ``version`` is still its version, in one step. Returns whether this call deleted it."""
 
 
 def not_conditional(url: str) -> StoreError:

@@ -170,7 +170,7 @@ class FsspecStore:
         raise not_conditional(self.url)
 
     def delete_version(self, name: str, version: str) -> bool:
-        """See ``Conditional``. A server may ignore the condition: try it on an object that does not matter first."""
+        """See ``Conditional``. Some servers ignore the condition: test it on a probe object first."""
         bucket, key, *_ = self._fs.split_path(self._path(name)) if self._s3 or self._gcs else ("", "")
         try:
             if self._s3:

@@ -1,8 +1,8 @@
 """Locks by which a put that replaces an object and a conditional delete exclude each other, on files.
 
 They are advisory locks of the *current* object's inode (open file descriptions' locks, which NFS passes to its server).
-Only a process that may write the file can hold one exclusively, so a user who may only read cannot stop a put. They are
-other locks than ``flock``'s, which companion locks are.
+Only a process that may write the file can hold one exclusively, so a user who may only read cannot stop a put.
+Companion locks use ``flock``, which does not interact with them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hsx_dist.errors import Unavailable
 LONGEST_S = 10.0
 _PAUSE_S = 0.002
 _BUSY = (errno.EAGAIN, errno.EACCES)
-#: macOS has them, and Python's ``fcntl`` does not name them there.
+#: Linux only: Python's ``fcntl`` does not name them on macOS.
 _SET = getattr(fcntl, "F_OFD_SETLK", None)
 
 

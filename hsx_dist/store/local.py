@@ -51,7 +51,7 @@ class LocalStore:
 
     def __init__(self, root: str | os.PathLike[str]):
         self._root = Path(root).expanduser().absolute()
-        # Synced before a put below the root counts: another process may have made the root a moment ago.
+        # Folders to sync before a put returns. Another process may have made the root and not synced its name yet.
         self._unsynced = {self._root.parent}
         self._synced: set[tuple[int, int]] = set()  # folders below the root whose names are synced
 
@@ -76,8 +76,8 @@ class LocalStore:
             try:
                 _link(fd, temporary, last)  # of several that link one name, the kernel lets exactly one
             except FileExistsError:
-                # The put that made it may have failed after that, in its sync. Who is sent away by the object relies on
-                # it, and so does a repetition of that put.
+                # The put that made the object may have failed in its sync. A repetition of that put and a caller that
+                # gets AlreadyExists both rely on the object.
                 _sync(fd)
                 raise AlreadyExists(f"{self.url}/{name}: expected no object of this name, and there is one") from None
             except OSError as e:
@@ -208,12 +208,12 @@ class LocalStore:
             self._unsynced.discard(folder)
 
     def _entered(self, parent: int, child: int, made: bool) -> None:
-        """Sync a subfolder's name once. Whether this put made the subfolder does not matter: an earlier put may have
-        failed in its sync, or another process may not have come to it."""
+        """Sync a subfolder's name once, also of a subfolder that exists: an earlier put may have failed in its sync, or
+        another process may have died before it."""
         found = os.fstat(child)
         key = (found.st_dev, found.st_ino)
         if made:
-            self._synced.discard(key)  # numbers of folders that were removed are used again
+            self._synced.discard(key)  # the file system may reuse the inode of a folder that was removed
         if key not in self._synced:
             _sync(parent)
             if len(self._synced) >= _FOLDERS_REMEMBERED:
@@ -221,7 +221,7 @@ class LocalStore:
             self._synced.add(key)
 
     def _walk(self, folder: str, prefix: str, after: str | None, linked: set[tuple[int, int]]) -> Iterator[ObjectInfo]:
-        """``linked``: the folders behind links that this listing entered."""
+        """``linked``: device and inode of each folder that this listing entered through a link."""
         try:
             with os.scandir(self._root / folder) as found:
                 # "a-b" sorts before "a/b", but after "a": a folder takes its place with its slash.
@@ -244,7 +244,7 @@ class LocalStore:
                         yield ObjectInfo(name, about.st_size)
 
     def _follow_once(self, entry: os.DirEntry[str], linked: set[tuple[int, int]]) -> None:
-        """A few links can make a tree of any size: none of their folders is listed twice."""
+        """Refuse to list a linked folder twice: a few links can make a tree of any size."""
         with suppress(FileNotFoundError):
             target = entry.stat()
             if (target.st_dev, target.st_ino) in linked:
