@@ -74,8 +74,10 @@ class Store(Protocol):
 
 @runtime_checkable
 class Conditional(Protocol):
-    """Optional methods of a store: deletes that spare an object which was stored anew. ``RetryStore`` has them for every
-    store; they raise ``StoreError`` where the inner store has none."""
+    """Optional methods of a store: deletes that spare an object which was stored anew.
+
+    ``RetryStore`` has them for every store; they raise ``StoreError`` where the inner store has none.
+    """
 
     def version(self, name: str) -> str:
         """A text that changes with every put of other bytes. ``NotFound`` when there is no object."""
