@@ -10,7 +10,7 @@ from hsx_dist.errors import NotFound, RunError
 from hsx_dist.format.place import Place, find_place, is_description, leftovers
 from hsx_dist.format.runs import count, load_manifest, require_conditional_puts
 from hsx_dist.observe.units import bytes_text
-from hsx_dist.reading.expiry import expired, remove
+from hsx_dist.reading.expiry import expired, remove, require_conditional_deletes
 from hsx_dist.reading.garbage import left_behind, remove_run, unfinished, unproven
 from hsx_dist.reading.liveness import require_dead
 from hsx_dist.store import ObjectInfo, Store, open_store
@@ -26,18 +26,20 @@ def run_gc(path: str, options: Sequence[str], *, delete: bool, watch: float, as_
     if place is not None:
         _gc_run(place, path, delete=delete, watch=watch, as_json=as_json)
         return
-    if left := next(leftovers(store), None):
+    if earlier := next(leftovers(store), None):
         raise RunError(
-            f"{path}: expected a run, or where a server stores, got {left} of an unfinished removal. Finish it "
+            f"{path}: expected a run, or where a server stores, got {earlier} of an unfinished removal. Finish it "
             f"with `hsx rm {path} --yes`"
         )
     if next(iter(store.list()), None) is None:
         raise NotFound(f"{path}: expected a run, or where a server stores, and nothing is stored there; check the path")
     names = []
+    if delete:
+        require_conditional_deletes(store)
     for name, _ in expired(store):
+        if delete and not remove(store, name):
+            continue  # in use, or stored anew
         names.append(name)
-        if delete:
-            remove(store, name)
         if not as_json:
             print(f"{'removed' if delete else 'expired'} {name}", flush=True)
     left = _collect(store, unfinished(store, _LONGEST_PUT_S), "never finished", delete=delete, as_json=as_json)

@@ -9,28 +9,35 @@ many files were just deleted), and the engine's thread has better things to do.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
 import queue
+import stat
 import threading
+import time
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hsx_dist.connector.cores import any_core
 from hsx_dist.format.companions import lock_name
+from hsx_dist.store.folders import SAFELY, is_at, opened
 from hsx_dist.store.local import UNFINISHED
 
 log = logging.getLogger(__name__)
 
 #: How long the end waits for lock files that are being made.
 END_S = 5.0
+#: How long a lock that another process holds is tried: `hsx gc` holds it for a moment, another server for a request.
+BRIEF_S = 0.02
 
 
 @dataclass(slots=True)
 class _Lock:
     fd: int
+    held: bool  # else the file is another process's to remove
     holders: set[str] = field(default_factory=set)
     going: bool = False  # the last holder's thread is looking whether the file goes too
     stored: bool = False  # an object was stored under it: the file stays
@@ -82,7 +89,7 @@ class CompanionLocks:
                 return
             lock = self._held.get(name)
             if lock is None:
-                lock = self._held[name] = _Lock(self._open(name))
+                lock = self._held[name] = _Lock(*self._open(name))
             lock.holders.add(holder)
             self._names[holder] = name
 
@@ -109,9 +116,8 @@ class CompanionLocks:
                     lock.going = False
                     return
                 empty = empty and not lock.stored  # used, stored and given back meanwhile
-            if empty:
-                with contextlib.suppress(OSError):
-                    self._path(name).unlink(missing_ok=True)
+            if empty and lock.held:
+                self._remove(name)
             with self._mutex:
                 if self._held.get(name) is not lock:
                     return  # ``release_all`` was quicker
@@ -134,13 +140,13 @@ class CompanionLocks:
 
     def _renew(self, name: str, lock: _Lock) -> None:
         try:
-            fd = self._open(name)
+            fd, held = self._open(name)
         except OSError as e:
             log.warning("no lock file for %r: %s", name, e)
             return
         with self._mutex:
             if self._held.get(name) is lock:
-                fd, lock.fd = lock.fd, fd
+                fd, lock.fd, lock.held = lock.fd, fd, held
             os.close(fd)
 
     def release_all(self) -> None:
@@ -157,35 +163,66 @@ class CompanionLocks:
             self._held.clear()
             self._names.clear()
 
-    def _open(self, name: str) -> int:
-        path = self._path(name)
+    def _open(self, name: str) -> tuple[int, bool]:
+        """(descriptor of the lock file, whether it is held: else another process writes this very object)"""
         try:
-            fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
+            return self._take(name)
         except FileNotFoundError:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return fd
-        except BlockingIOError:
-            pass
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return fd  # another process is writing this very object: readers wait for that one
-        # Readers of what lies there have it. They may finish; whoever comes from now on meets another file, and waits.
-        new = path.parent / f"{UNFINISHED}{uuid.uuid4().hex}"  # a name that no store lists
-        renewed = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
-        try:
-            fcntl.flock(renewed, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            new.replace(path)
-        except BaseException:
-            os.close(renewed)
-            new.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(fd)
-        return renewed
+            self._folder.mkdir(parents=True, exist_ok=True)
+            return self._take(name)
 
-    def _path(self, name: str) -> Path:
-        return self._folder / lock_name(name)
+    def _take(self, name: str) -> tuple[int, bool]:
+        folder, _, last = lock_name(name).rpartition("/")
+        end = time.monotonic() + BRIEF_S
+        with opened(self._folder, folder, make=True, own_links=True) as place:
+            while True:
+                fd = _open_file(place, last)
+                try:
+                    if _flock(fd, fcntl.LOCK_EX):
+                        if is_at(fd, place, last):
+                            return os.dup(fd), True
+                    elif _flock(fd, fcntl.LOCK_SH):
+                        return _replace(place, last), True
+                    elif time.monotonic() > end:
+                        return os.dup(fd), False
+                finally:
+                    os.close(fd)
+                # Removed meanwhile, or held by `hsx gc`, which is about to remove it.
+                time.sleep(BRIEF_S / 20)
+
+    def _remove(self, name: str) -> None:
+        folder, _, last = lock_name(name).rpartition("/")
+        with contextlib.suppress(OSError), opened(self._folder, folder) as place:
+            os.unlink(last, dir_fd=place)
+
+
+def _open_file(place: int, name: str, flags: int = 0) -> int:
+    """Open or make a lock file. A link or a FIFO that another user planted is an ``OSError``."""
+    fd = os.open(name, os.O_CREAT | os.O_RDWR | SAFELY | flags, 0o644, dir_fd=place)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "expected a regular file as lock file", name)
+    return fd
+
+
+def _flock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _replace(place: int, name: str) -> int:
+    """Put a new lock file in the place of one that readers hold: they may finish, and the next readers wait."""
+    new = f"{UNFINISHED}{uuid.uuid4().hex}"  # a name that no store lists
+    renewed = _open_file(place, new, os.O_EXCL)
+    try:
+        fcntl.flock(renewed, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.rename(new, name, src_dir_fd=place, dst_dir_fd=place)
+    except BaseException:
+        os.close(renewed)
+        with contextlib.suppress(OSError):
+            os.unlink(new, dir_fd=place)
+        raise
+    return renewed

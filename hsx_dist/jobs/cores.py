@@ -8,6 +8,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from hsx_dist.store.folders import open_own, private_folder
+
 log = logging.getLogger(__name__)
 
 
@@ -15,22 +17,31 @@ class CoreClaim:
     """Cores of this machine that no other claim of ours holds; given up when the process ends, however it ends."""
 
     def __init__(self, count: int):
-        """Claims up to ``count`` of the cores that this process may run on; ``cores`` says which."""
+        """Claim up to ``count`` of the cores that this process may run on; ``cores`` says which.
+
+        Raises:
+            ConfigError: another user prepared the folder of the claims.
+        """
         self.cores: list[int] = []
         self._files: list[int] = []
-        folder = Path(tempfile.gettempdir()) / f"hsx-cores-{os.getuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        for core in sorted(os.sched_getaffinity(0)):
-            if len(self.cores) == count:
-                break
-            fd = os.open(folder / str(core), os.O_CREAT | os.O_RDWR, 0o600)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(fd)
-                continue
-            self.cores.append(core)
-            self._files.append(fd)
+        folder = private_folder(Path(tempfile.gettempdir()) / f"hsx-cores-{os.geteuid()}")
+        try:
+            for core in sorted(os.sched_getaffinity(0)):
+                if len(self.cores) == count:
+                    break
+                fd = open_own(folder, str(core), os.O_CREAT | os.O_RDWR)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    os.close(fd)
+                    continue
+                self.cores.append(core)
+                self._files.append(fd)
+        except BaseException:
+            self.release()
+            raise
+        finally:
+            os.close(folder)
 
     def release(self) -> None:
         for fd in self._files:

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
 import random
-import tempfile
+import re
+import stat
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hsx_dist.format.checksum import crc32c
 from hsx_dist.store import ObjectInfo, Store
 from hsx_dist.store.base import Buffer
+from hsx_dist.store.folders import open_own, opened
 
 _TRAILER = 4  # crc32c of what is before it
 #: How often a process that puts something in looks at the folder's size; a run's objects never change.
 _LOOK = 1 / 64
+_NEW = ".new-"
+_FOLDER = re.compile("[0-9a-f]{2}")
 
 
 class CachedStore:
     """A ``Store`` whose ``get_ranges`` keeps what it fetched under ``folder``; everything else is the inner store's.
 
-    A file appears whole (renamed into place), ends in its checksum, and may vanish at any time: whoever finds none, or
-    a damaged one, fetches again. When the files exceed ``max_bytes`` those unused for longest are removed, down to nine
-    tenths, by one process at a time.
+    A file appears whole (renamed into place), ends in its checksum, and may vanish at any time: a process that finds
+    none, or a damaged one, fetches again. When the files exceed ``max_bytes`` those unused for longest are removed,
+    down to nine tenths, by one process at a time. Links, and files and folders of other users, are neither read,
+    replaced nor removed.
     """
 
     def __init__(self, inner: Store, folder: Path, max_bytes: int):
@@ -33,33 +40,41 @@ class CachedStore:
         self._folder = folder
         self._max = max_bytes
         self._added = 0
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     @property
     def url(self) -> str:
         return self._inner.url
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        found = [self._load(self._path(name, r)) for r in ranges]
+        found = [self._load(*self._place(name, r)) for r in ranges]
         missing = [r for r, view in zip(ranges, found, strict=True) if view is None]
         if missing:
             fetched = iter(self._inner.get_ranges(name, missing))
             for i, r in enumerate(ranges):
                 if found[i] is None:
                     view = found[i] = next(fetched)
-                    self._save(self._path(name, r), view)
+                    self._save(*self._place(name, r), view)
         return [view for view in found if view is not None]
 
-    def _path(self, name: str, span: tuple[int, int]) -> Path:
+    def _place(self, name: str, span: tuple[int, int]) -> tuple[str, str]:
+        """(folder of the cache, file in it)"""
         text = f"{self.url}\0{name}\0{span[0]}\0{span[1]}".encode("utf-8", "surrogatepass")
         digest = hashlib.blake2b(text, digest_size=16).hexdigest()
-        return self._folder / digest[:2] / digest
+        return digest[:2], digest
 
-    @staticmethod
-    def _load(path: Path) -> memoryview | None:
+    @contextlib.contextmanager
+    def _opened(self, folder: str, *, make: bool = False) -> Iterator[int]:
+        with opened(self._folder, folder, make=make) as fd:
+            if os.fstat(fd).st_uid != os.geteuid():
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
+            yield fd
+
+    def _load(self, folder: str, name: str) -> memoryview | None:
         try:
-            data = path.read_bytes()
-            os.utime(path)
+            with self._opened(folder) as fd, os.fdopen(open_own(fd, name, os.O_RDONLY), "rb") as f:
+                data = f.read()
+                os.utime(f.fileno())
         except OSError:
             return None
         view = memoryview(data)
@@ -67,18 +82,18 @@ class CachedStore:
             return None
         return view[:-_TRAILER]
 
-    def _save(self, path: Path, view: memoryview) -> None:
+    def _save(self, folder: str, name: str, view: memoryview) -> None:
         # A full or vanished disk must not end the training: what is not kept is fetched again.
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(prefix=".new-", dir=path.parent)
+        with contextlib.suppress(OSError), self._opened(folder, make=True) as fd:
+            temporary = f"{_NEW}{uuid.uuid4().hex}"
             try:
-                with os.fdopen(handle, "wb") as f:
+                with os.fdopen(open_own(fd, temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as f:
                     f.write(view)
                     f.write(crc32c(view).to_bytes(_TRAILER, "little"))
-                Path(temporary).replace(path)
+                os.rename(temporary, name, src_dir_fd=fd, dst_dir_fd=fd)
             except OSError:
-                Path(temporary).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary, dir_fd=fd)
                 raise
             self._added += len(view)
             if self._added > self._max * _LOOK or random.random() < _LOOK:  # noqa: S311
@@ -86,21 +101,26 @@ class CachedStore:
                 self._evict()
 
     def _evict(self) -> None:
-        with (self._folder / ".lock").open("w") as lock:
+        with opened(self._folder) as top, os.fdopen(open_own(top, ".lock", os.O_RDWR | os.O_CREAT), "r+") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 return  # another process is at it
             files = []
-            for path in self._folder.glob("??/*"):
-                with contextlib.suppress(OSError):
-                    status = path.stat()
-                    files.append((status.st_mtime, status.st_size, path))
-            total = sum(size for _, size, _ in files)
+            with os.scandir(top) as found:
+                folders = [entry.name for entry in found if _FOLDER.fullmatch(entry.name)]
+            for folder in folders:
+                with contextlib.suppress(OSError), self._opened(folder) as fd, os.scandir(fd) as found:
+                    for entry in found:
+                        status = entry.stat(follow_symlinks=False)
+                        if stat.S_ISREG(status.st_mode):
+                            files.append((status.st_mtime, status.st_size, folder, entry.name))
+            total = sum(size for _, size, _, _ in files)
             if total <= self._max:
                 return
-            for _, size, path in sorted(files):
-                path.unlink(missing_ok=True)
+            for _, size, folder, name in sorted(files):
+                with contextlib.suppress(FileNotFoundError), self._opened(folder) as fd:
+                    os.unlink(name, dir_fd=fd)
                 total -= size
                 if total <= 0.9 * self._max:
                     return

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hsx_dist.errors import NotFound
 from hsx_dist.format.companions import lock_name
+from hsx_dist.store.folders import SAFELY
 
 
 @contextmanager
@@ -26,7 +27,22 @@ def shared_lock(path: str) -> Iterator[None]:
             os.close(fd)
 
 
-def _take(path: str) -> int | None:
+@contextmanager
+def exclusive_lock(path: str) -> Iterator[bool]:
+    """Hold ``PATH.lock`` alone, where there is one: whether there is one. Never waits.
+
+    Raises:
+        NotFound: a server or a reader holds it.
+    """
+    fd = _take(path, alone=True)
+    try:
+        yield fd is not None
+    finally:
+        if fd is not None:
+            os.close(fd)
+
+
+def _take(path: str, *, alone: bool = False) -> int | None:
     try:
         import fcntl
     except ImportError:  # no POSIX system
@@ -34,11 +50,12 @@ def _take(path: str) -> int | None:
     lock = lock_name(path)
     while True:
         try:
-            fd = os.open(lock, os.O_RDONLY)
+            # No link that another user planted, and no FIFO, which would block.
+            fd = os.open(lock, (os.O_RDWR if alone else os.O_RDONLY) | SAFELY)
         except OSError:
-            return None  # there is none, or none for us
+            return None  # there is none, or none for this user
         try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
             raise NotFound(f"{path}: expected a finished object, but a server holds {lock}; wait longer") from None

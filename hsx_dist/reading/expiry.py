@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 from hsx_dist.errors import ConfigError, FormatError, NotFound
 from hsx_dist.format.companions import LOCK, MARKERS, lock_name
 from hsx_dist.format.container import Part
-from hsx_dist.format.place import RUN
+from hsx_dist.format.place import find_place
+from hsx_dist.reading.companion_lock import exclusive_lock
 from hsx_dist.store import Store
+from hsx_dist.store.base import Conditional, not_conditional
 
 _LARGEST_MARKER = 1 << 20
 
@@ -28,51 +32,85 @@ def expired(store: Store, now: float | None = None) -> Iterator[tuple[str, float
         ConfigError: there is a run at the URL.
         StoreError: the store's.
     """
-    try:
-        store.head(RUN)
-    except NotFound:
-        pass
-    else:
+    if find_place(store) is not None:
         raise ConfigError(
-            f"{store.url}: expected a prefix under which a server stores, came a run, whose parts do not expire; "
-            "remove the run as a whole, or name another prefix"
+            f"{store.url}: expected a prefix under which a server stores, got a run, whose parts do not expire. Remove "
+            "the run as a whole, or name another prefix"
         )
     now = time.time() if now is None else now
     for info in store.list():
-        if info.name.endswith(MARKERS) and info.size <= _LARGEST_MARKER:
-            end = _of_marker(store, info.name)
-        elif info.name.endswith(LOCK):
+        if info.name.endswith(LOCK) or (info.name.endswith(MARKERS) and info.size > _LARGEST_MARKER):
             continue
-        else:
-            end = _of_object(store, info.name)
+        end = _end(store, info.name)
         if end is not None and end <= now:
             yield info.name, end
 
 
-def _of_object(store: Store, name: str) -> float | None:
+def _end(store: Store, name: str) -> float | None:
+    """When the object or marker expires, in seconds since the epoch; None: never, or it cannot be read as ours."""
     try:
-        ends = [s.segment.meta.get("expires") for s in Part.open(store, name).segments]
-    except (FormatError, NotFound, ValueError):
-        return None  # not ours, or gone meanwhile
-    if not ends or not all(isinstance(e, (int, float)) and not isinstance(e, bool) for e in ends):
+        if name.endswith(MARKERS):
+            ends = [json.loads(store.get(name))["expires"]]
+        else:
+            ends = [s.segment.meta.get("expires") for s in Part.open(store, name).segments]
+        # A whole number may be larger than any float: OverflowError.
+        found = [float(end) for end in ends if isinstance(end, (int, float)) and not isinstance(end, bool)]
+    except (FormatError, NotFound, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
-    return float(max(e for e in ends if e is not None))
+    return max(found) if found and len(found) == len(ends) else None
 
 
-def _of_marker(store: Store, name: str) -> float | None:
-    try:
-        end = json.loads(store.get(name))["expires"]
-    except (NotFound, ValueError, KeyError, TypeError):
-        return None
-    return float(end) if isinstance(end, (int, float)) and not isinstance(end, bool) else None
-
-
-def remove(store: Store, name: str) -> None:
-    """Delete an object or marker, and the lock file beside an object.
+def require_conditional_deletes(store: Store) -> None:
+    """Check on a probe object that the store spares an object which was stored anew: some servers ignore the condition.
 
     Raises:
-        StoreError: the store's.
+        StoreError: it does not.
     """
-    store.delete(name)
-    if not name.endswith(MARKERS):
-        store.delete(lock_name(name))
+    name = f".hsx-probe-{uuid.uuid4().hex}"
+    works = False
+    try:
+        if isinstance(store, Conditional):
+            store.put(name, [b"old"])
+            old = store.version(name)
+            store.put(name, [b"new"])
+            spared = not store.delete_version(name, old) and store.get(name) == b"new"
+            works = spared and store.delete_version(name, store.version(name))
+    except NotFound:
+        pass
+    finally:
+        if not works:
+            store.delete(name)
+    if not works:
+        raise not_conditional(store.url)
+
+
+def remove(store: Store, name: str, now: float | None = None) -> bool:
+    """Delete an object or marker if it has expired, and the lock file next to an object; whether it was deleted.
+
+    A server may store the name anew at any moment. The version is read before the end, and the delete is conditional on
+    that version, so no order of events deletes an object that has not expired:
+
+    - S3 and GCS refuse the delete of another version (``require_conditional_deletes`` makes sure of it).
+    - In a folder the put and the delete exclude each other (``store.inode_lock``), also between machines where the file
+      system passes locks on. The companion lock is held meanwhile, so no lock file of a server is removed; an object
+      that a server or a reader holds is left for the next call.
+
+    Raises:
+        StoreError: the store's, and where it has no conditional deletes.
+    """
+    now = time.time() if now is None else now
+    if not isinstance(store, Conditional):
+        raise not_conditional(store.url)
+    is_object = not name.endswith(MARKERS)
+    local = is_object and "://" not in store.url
+    try:
+        with exclusive_lock(f"{store.url}/{name}") if local else nullcontext(False) as has_lock:
+            version = store.version(name)
+            end = _end(store, name)
+            if end is None or end > now or not store.delete_version(name, version):
+                return False
+            if has_lock:
+                store.delete(lock_name(name))
+    except NotFound:  # in use, or gone meanwhile
+        return False
+    return True

@@ -11,6 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from hsx_dist.errors import StoreError
+
 #: Bytes that a back end can send without copying: C-contiguous, of any item type and shape.
 Buffer = bytes | bytearray | memoryview | np.ndarray[Any, Any]
 
@@ -68,6 +70,29 @@ class Store(Protocol):
 
     def delete(self, name: str) -> None:
         """Remove the object; that it is missing is fine."""
+
+
+@runtime_checkable
+class Conditional(Protocol):
+    """Optional methods of a store: deletes that spare an object which was stored anew.
+
+    ``RetryStore`` has them for every store; they raise ``StoreError`` where the inner store has none.
+    """
+
+    def version(self, name: str) -> str:
+        """A text that changes with every put of other bytes. ``NotFound`` when there is no object."""
+
+    def delete_version(self, name: str, version: str) -> bool:
+        """Delete the object if ``version`` is still its version, in one step. Returns whether this call deleted it."""
+
+
+def not_conditional(url: str) -> StoreError:
+    """The error where a store or its server has no conditional deletes."""
+    return StoreError(
+        f"{url}: expected a store with conditional deletes (S3's If-Match, GCS's ifGenerationMatch, a file system with "
+        "locks), got one without: a delete could remove an object that a server has just stored anew. Use the bucket's "
+        "lifecycle rules, or stop the servers and delete with the store's own tools"
+    )
 
 
 def as_buffers(data: bytes | Sequence[Buffer]) -> Sequence[Buffer]:

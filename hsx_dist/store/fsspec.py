@@ -16,9 +16,18 @@ import fsspec
 
 from hsx_dist.config.secrets import public_url
 from hsx_dist.errors import AlreadyExists, ConfigError, HsxError, NotFound, StoreError, Unavailable
-from hsx_dist.store.base import Buffer, ObjectInfo, as_bytes_view, check_name, check_ranges, coalesce, cut
+from hsx_dist.store.base import (
+    Buffer,
+    ObjectInfo,
+    as_bytes_view,
+    check_name,
+    check_ranges,
+    coalesce,
+    cut,
+    not_conditional,
+)
 from hsx_dist.store.faults import Redactor, expired, past_the_end, translate
-from hsx_dist.store.local import UNFINISHED
+from hsx_dist.store.local import UNFINISHED, LocalStore
 
 T = TypeVar("T")
 
@@ -56,6 +65,7 @@ class FsspecStore:
         self._bucket = self._url.partition("://")[2].partition("/")[0]
         self._fs, self._root = self._connect()
         self._s3 = self._scheme in ("s3", "s3a")
+        self._gcs = self._scheme in ("gs", "gcs")
 
     @property
     def url(self) -> str:
@@ -84,7 +94,7 @@ class FsspecStore:
         path = self._path(name)
         data = data if isinstance(data, bytes) else b"".join(map(as_bytes_view, data))
         # In one request: s3fs and gcsfs cut larger ones, and gcsfs's are then not create-only.
-        whole = {"chunksize": len(data) + 1} if self._s3 or self._scheme in ("gs", "gcs") else {}
+        whole = {"chunksize": len(data) + 1} if self._s3 or self._gcs else {}
         if self._scheme != "file" and not self._can_create():
             raise StoreError(
                 f"put {self.url}/{name}: expected a back end with create-only writes, and fsspec's "
@@ -128,11 +138,7 @@ class FsspecStore:
         path = self._path(name)
         if self._s3:
             # s3fs's info() follows a miss by a listing, in case it is a folder: a request that is_fenced would pay.
-            bucket, key, _ = self._fs.split_path(path)
-            answer = self._call(
-                "head", name, lambda: self._fs.call_s3("head_object", Bucket=bucket, Key=key, **self._limit())
-            )
-            return ObjectInfo(name, int(answer["ContentLength"]))
+            return ObjectInfo(name, int(self._head_s3(name)["ContentLength"]))
         info = self._call("head", name, lambda: self._fs.info(path, **self._limit()))
         if info["type"] != "file":
             raise NotFound(f"head {self.url}/{name}: there is no such object")
@@ -146,11 +152,40 @@ class FsspecStore:
 
     def delete(self, name: str) -> None:
         path = self._path(name)
+        if self._scheme == "file":
+            LocalStore(self._root).delete(name)  # fsspec's follows links
+            return
         try:
             self._call("delete", name, lambda: self._fs.rm_file(path, **self._limit()))
         except NotFound as e:
             if "there is no bucket" in str(e):
                 raise
+
+    def version(self, name: str) -> str:
+        """See ``Conditional``: S3's ETag, GCS's generation."""
+        if self._s3:
+            return str(self._head_s3(name)["ETag"])
+        if self._gcs:
+            return str(self._call("head", name, lambda: self._fs.info(self._path(name), **self._limit()))["generation"])
+        raise not_conditional(self.url)
+
+    def delete_version(self, name: str, version: str) -> bool:
+        """See ``Conditional``. Some servers ignore the condition: test it on a probe object first."""
+        bucket, key, *_ = self._fs.split_path(self._path(name)) if self._s3 or self._gcs else ("", "")
+        try:
+            if self._s3:
+                self._call("delete-version", name, lambda: self._fs.call_s3(
+                    "delete_object", Bucket=bucket, Key=key, IfMatch=version, **self._limit()
+                ))  # fmt: skip
+            elif self._gcs:
+                self._call("delete-version", name, lambda: self._fs.call(
+                    "DELETE", "b/{}/o/{}", bucket, key, ifGenerationMatch=version, **self._limit()
+                ))  # fmt: skip
+            else:
+                raise not_conditional(self.url)
+        except (AlreadyExists, NotFound):
+            return False
+        return True
 
     # -- how -----------------------------------------------------------------------------------------------------
 
@@ -192,6 +227,12 @@ class FsspecStore:
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{check_name(name)}"
+
+    def _head_s3(self, name: str) -> Mapping[str, Any]:
+        bucket, key, _ = self._fs.split_path(self._path(name))
+        return self._call(
+            "head", name, lambda: self._fs.call_s3("head_object", Bucket=bucket, Key=key, **self._limit())
+        )
 
     def _pipe(self, path: str, data: bytes, **how: Any) -> None:
         if self._scheme == "memory":
@@ -251,7 +292,7 @@ class FsspecStore:
     def _list_any(self, prefix: str) -> Iterator[ObjectInfo]:
         folder, _, stem = prefix.rpartition("/")
         start = f"{self._root}/{folder}" if folder else self._root
-        how = {"prefix": stem, "update_cache": False} if self._scheme in ("gs", "gcs") else {}
+        how = {"prefix": stem, "update_cache": False} if self._gcs else {}
         self._fs.invalidate_cache()
         longest = self._limit(patience=10 * self._patience)
         try:
@@ -282,7 +323,7 @@ class FsspecStore:
     def _told(self, error: Exception, verb: str, name: str, fs: Any) -> HsxError:
         """An error of the back end's as the store's own. ``fs``: which met it."""
         told = translate(error, f"{verb} {self.url}/{name}", self._bucket, self._redact)
-        if verb != "put-if-absent" and isinstance(told, AlreadyExists):
+        if verb not in ("put-if-absent", "delete-version") and isinstance(told, AlreadyExists):
             told = StoreError(f"{verb} {self.url}/{name}: {self._redact(str(error))}")
         renewed = expired(error) and not self._given_token() and self._renew(fs)
         return Unavailable(str(told)) if renewed else told

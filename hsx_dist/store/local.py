@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -13,13 +14,26 @@ from pathlib import Path
 import numpy as np
 
 from hsx_dist.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
-from hsx_dist.store.base import Buffer, ObjectInfo, as_buffers, as_bytes_view, check_name, check_ranges, coalesce, cut
+from hsx_dist.store.base import (
+    Buffer,
+    ObjectInfo,
+    as_buffers,
+    as_bytes_view,
+    check_name,
+    check_ranges,
+    coalesce,
+    cut,
+    not_conditional,
+)
 from hsx_dist.store.direct import write_direct
 from hsx_dist.store.faults import FULL
+from hsx_dist.store.folders import SAFELY, is_at, opened
+from hsx_dist.store.inode_lock import lock_exclusively, wait_for_deletes
 
 #: Unfinished objects lie beside their final name, as a rename must stay within one file system.
 UNFINISHED = ".hsx-unfinished-"
 _IOV_MAX = 512
+_FOLDERS_REMEMBERED = 65536
 _TRANSIENT = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EINTR})
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
 
@@ -29,10 +43,17 @@ class LocalStore:
 
     The folder is made by the first put. Names ending in a component that begins with ``.hsx-unfinished-`` are refused,
     and such files, which a killed process leaves, are not listed (but by ``unfinished``).
+
+    Symbolic links: ``root`` may be one. Below it, reading follows links (a run may lie in a cache of links); a put
+    follows links to folders that this process's user or root made, and replaces a link in the object's place; a delete
+    follows none. What is neither a file nor a folder is no object.
     """
 
     def __init__(self, root: str | os.PathLike[str]):
         self._root = Path(root).expanduser().absolute()
+        # Folders to sync before a put returns. Another process may have made the root and not synced its name yet.
+        self._unsynced = {self._root.parent}
+        self._synced: set[tuple[int, int]] = set()  # folders below the root whose names are synced
 
     @property
     def url(self) -> str:
@@ -42,19 +63,22 @@ class LocalStore:
         return f"LocalStore({self.url!r})"
 
     def put(self, name: str, buffers: Sequence[Buffer]) -> None:
-        path = self._path(name)
+        folder, last = self._split(name)
         views = [view for view in map(as_bytes_view, buffers) if view.nbytes]
-        with self._telling("put", name), _unfinished(path, views) as temporary:
-            temporary.replace(path)
-            _sync_folder(path.parent)
+        with self._telling("put", name), self._writing(folder) as fd, _unfinished(fd, views) as temporary:
+            _place(fd, temporary, last, f"put {self.url}/{name}")
+            _sync(fd)
 
     def put_if_absent(self, name: str, data: bytes | Sequence[Buffer]) -> None:
-        path = self._path(name)
+        folder, last = self._split(name)
         views = [view for view in map(as_bytes_view, as_buffers(data)) if view.nbytes]
-        with self._telling("put", name), _unfinished(path, views) as temporary:
+        with self._telling("put", name), self._writing(folder) as fd, _unfinished(fd, views) as temporary:
             try:
-                os.link(temporary, path)  # of several that link one name, the kernel lets exactly one
+                _link(fd, temporary, last)  # of several that link one name, the kernel lets exactly one
             except FileExistsError:
+                # The put that made the object may have failed in its sync. A repetition of that put and a caller that
+                # gets AlreadyExists both rely on the object.
+                _sync(fd)
                 raise AlreadyExists(f"{self.url}/{name}: expected no object of this name, and there is one") from None
             except OSError as e:
                 if e.errno not in _NO_LINKS:
@@ -63,53 +87,141 @@ class LocalStore:
                     f"{self.url}/{name}: expected a file system with hard links, which create-only writes need; got "
                     f"{e.strerror}. Use another folder, or an object store"
                 ) from e
-            _sync_folder(path.parent)
+            _sync(fd)
 
     def get(self, name: str) -> bytes:
-        with self._telling("get", name):
-            return self._path(name).read_bytes()
+        with self._telling("get", name), self._reading(name) as fd, open(fd, "rb", buffering=0, closefd=False) as file:
+            return file.read()
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         check_ranges(name, ranges)
         spans = coalesce(ranges)
-        with self._telling("get", name), self._path(name).open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
+        with self._telling("get", name), self._reading(name) as fd:
+            size = os.fstat(fd).st_size
             # Clipped before anything is allocated: a range may come from an object that lies.
-            contents = [_read(file.fileno(), start, min(stop, size)) for start, stop in spans]
+            contents = [_read(fd, start, min(stop, size)) for start, stop in spans]
         return cut(f"{self.url}/{name}", ranges, spans, contents)
 
     def head(self, name: str) -> ObjectInfo:
         path = self._path(name)
         with self._telling("head", name):
-            if not path.is_file():
-                path.stat()  # tells missing from forbidden
+            found = path.stat()
+            if not stat.S_ISREG(found.st_mode):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            return ObjectInfo(name, path.stat().st_size)
+            return ObjectInfo(name, found.st_size)
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
         with self._telling("list", prefix):
-            yield from self._walk("", prefix, after)
+            yield from self._walk("", prefix, after, set())
 
     def delete(self, name: str) -> None:
-        with self._telling("delete", name), suppress(FileNotFoundError, NotADirectoryError):
-            (self._root / check_name(name)).unlink()
+        folder, _, last = check_name(name).rpartition("/")
+        with (
+            self._telling("delete", name),
+            suppress(FileNotFoundError, NotADirectoryError),
+            opened(self._root, folder) as fd,
+        ):
+            os.unlink(last, dir_fd=fd)
+
+    def version(self, name: str) -> str:
+        """See ``Conditional``."""
+        folder, last = self._split(name)
+        with self._telling("head", name), opened(self._root, folder) as fd:
+            return _version(os.stat(last, dir_fd=fd, follow_symlinks=False))
+
+    def delete_version(self, name: str, version: str) -> bool:
+        """See ``Conditional``. False also while another process replaces or deletes the object. A put of any process
+        waits meanwhile, also on another machine where the file system passes locks on (NFS)."""
+        folder, last = self._split(name)
+        with (
+            self._telling("delete", name),
+            suppress(FileNotFoundError),
+            opened(self._root, folder) as fd,
+            _opened(os.open(last, os.O_RDWR | SAFELY, dir_fd=fd)) as file,
+        ):
+            try:
+                locked = lock_exclusively(file)
+            except OSError as e:
+                raise not_conditional(self.url) from e
+            if locked and is_at(file, fd, last) and _version(os.fstat(file)) == version:
+                os.unlink(last, dir_fd=fd)
+                return True
+        return False
 
     def unfinished(self, older_than: float = 0.0) -> Iterator[ObjectInfo]:
         """What processes that were killed left of puts, unless it changed within ``older_than`` seconds: no ``list``
-        shows it, ``delete`` removes it. Some of it may be being written."""
+        shows it, ``delete`` removes it. Some of it may be being written. Links are not followed."""
         with self._telling("list", UNFINISHED):
-            for path in sorted(self._root.rglob(f"{UNFINISHED}*")):
-                with suppress(FileNotFoundError):  # finished meanwhile
-                    found = path.stat()
-                    if time.time() - found.st_mtime >= older_than:
-                        yield ObjectInfo(path.relative_to(self._root).as_posix(), found.st_size)
+            for folder, below, names in os.walk(self._root):
+                below.sort()
+                for path in (Path(folder, name) for name in sorted(names) if name.startswith(UNFINISHED)):
+                    with suppress(FileNotFoundError):  # finished meanwhile
+                        found = path.lstat()
+                        if time.time() - found.st_mtime >= older_than:
+                            yield ObjectInfo(path.relative_to(self._root).as_posix(), found.st_size)
 
     def _path(self, name: str) -> Path:
         if check_name(name).rpartition("/")[2].startswith(UNFINISHED):
             raise ValueError(f"{name!r}: names beginning with {UNFINISHED!r} are kept for objects being written")
         return self._root / name
 
-    def _walk(self, folder: str, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
+    def _split(self, name: str) -> tuple[str, str]:
+        """(folder below the root, name in it)"""
+        self._path(name)
+        folder, _, last = name.rpartition("/")
+        return folder, last
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[int]:
+        path = self._path(name)
+        self._require_file(name, path.stat())  # opening a device may set it going
+        # Opening a FIFO would block until another process writes into it.
+        with _opened(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as fd:
+            self._require_file(name, os.fstat(fd))
+            yield fd
+
+    def _require_file(self, name: str, found: os.stat_result) -> None:
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not stat.S_ISREG(found.st_mode):
+            raise StoreError(f"get {self.url}/{name}: expected a file, got a FIFO, socket or device. Remove it")
+
+    @contextmanager
+    def _writing(self, folder: str) -> Iterator[int]:
+        """The open folder, made and synced in the folder above it."""
+        self._make_root()
+        with opened(self._root, folder, make=True, own_links=True, entered=self._entered) as fd:
+            yield fd
+
+    def _make_root(self) -> None:
+        if not self._root.is_dir():
+            for folder in reversed((self._root, *self._root.parents)):
+                if not folder.is_dir():
+                    # Before and after: another thread may sync the folder above in between.
+                    self._unsynced.add(folder.parent)
+                    with suppress(FileExistsError):
+                        folder.mkdir()
+                    self._unsynced.add(folder.parent)
+        for folder in tuple(self._unsynced):
+            with suppress(PermissionError), opened(folder) as fd:  # no permission: this process did not make the root
+                _sync(fd)
+            self._unsynced.discard(folder)
+
+    def _entered(self, parent: int, child: int, made: bool) -> None:
+        """Sync a subfolder's name once, also of a subfolder that exists: an earlier put may have failed in its sync, or
+        another process may have died before it."""
+        found = os.fstat(child)
+        key = (found.st_dev, found.st_ino)
+        if made:
+            self._synced.discard(key)  # the file system may reuse the inode of a folder that was removed
+        if key not in self._synced:
+            _sync(parent)
+            if len(self._synced) >= _FOLDERS_REMEMBERED:
+                self._synced.clear()
+            self._synced.add(key)
+
+    def _walk(self, folder: str, prefix: str, after: str | None, linked: set[tuple[int, int]]) -> Iterator[ObjectInfo]:
+        """``linked``: device and inode of each folder that this listing entered through a link."""
         try:
             with os.scandir(self._root / folder) as found:
                 # "a-b" sorts before "a/b", but after "a": a folder takes its place with its slash.
@@ -120,12 +232,27 @@ class LocalStore:
             if name.endswith("/"):
                 matches = name.startswith(prefix) or prefix.startswith(name)
                 if matches and (after is None or name > after or after.startswith(name)):
-                    yield from self._walk(name, prefix, after)
+                    if entry.is_symlink():
+                        self._follow_once(entry, linked)
+                    yield from self._walk(name, prefix, after, linked)
             elif name.startswith(prefix) and (after is None or name > after):
                 if entry.name.startswith(UNFINISHED):
                     continue
                 with suppress(FileNotFoundError):  # deleted meanwhile
-                    yield ObjectInfo(name, entry.stat().st_size)
+                    about = entry.stat()
+                    if stat.S_ISREG(about.st_mode):
+                        yield ObjectInfo(name, about.st_size)
+
+    def _follow_once(self, entry: os.DirEntry[str], linked: set[tuple[int, int]]) -> None:
+        """Refuse to list a linked folder twice: a few links can make a tree of any size."""
+        with suppress(FileNotFoundError):
+            target = entry.stat()
+            if (target.st_dev, target.st_ino) in linked:
+                raise StoreError(
+                    f"list {entry.path}: expected at most one symbolic link to a folder, got several to one, or a "
+                    "loop. Remove the link"
+                )
+            linked.add((target.st_dev, target.st_ino))
 
     @contextmanager
     def _telling(self, verb: str, name: str) -> Iterator[None]:
@@ -149,48 +276,87 @@ class LocalStore:
                 raise StoreError(f"{where}: {e.strerror}. Free some space, or choose another output") from e
             if isinstance(e, FileExistsError):
                 raise StoreError(f"{where}: expected a folder, and there is a file of that name in its path") from e
+            if e.errno == errno.ELOOP:
+                raise StoreError(
+                    f"{where}: expected folders, got {e.strerror}; links are not followed here. Name the folder that "
+                    "it leads to, or remove it"
+                ) from e
             kind = Unavailable if e.errno in _TRANSIENT else StoreError
             raise kind(f"{where}: {e.strerror or e}") from e
 
 
 @contextmanager
-def _unfinished(path: Path, views: Sequence[memoryview]) -> Iterator[Path]:
-    """A whole and synced file beside ``path``; gone when the context ends, whatever happened."""
-    temporary = path.parent / f"{UNFINISHED}{uuid.uuid4().hex}"
-    _make_folder(path.parent)
+def _opened(fd: int) -> Iterator[int]:
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _unfinished(folder: int, views: Sequence[memoryview]) -> Iterator[str]:
+    """Name of a whole and synced file in the open ``folder``; gone when the context ends, whatever happened.
+
+    A file that cannot be synced is never synced again: the kernel may have dropped its bytes, and would report success.
+    A repeated put writes another file.
+    """
+    temporary = f"{UNFINISHED}{uuid.uuid4().hex}"
+    try:
+        with _opened(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | SAFELY, 0o666, dir_fd=folder)) as fd:
             if not write_direct(fd, views):
                 _write_all(fd, views)
             os.fsync(fd)
-        finally:
-            os.close(fd)
         yield temporary
     finally:
-        with suppress(FileNotFoundError, NotADirectoryError):
-            temporary.unlink()
+        with suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=folder)
 
 
-def _make_folder(folder: Path) -> None:
-    if folder.is_dir():
-        return
-    _make_folder(folder.parent)
-    with suppress(FileExistsError):
-        folder.mkdir()
-        _sync_folder(folder.parent)
+def _link(folder: int, temporary: str, last: str) -> None:
+    os.link(temporary, last, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make a new name in ``folder`` survive a power cut."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _place(folder: int, temporary: str, last: str, what: str) -> None:
+    """Give the file its name, in place of what has it. Waits while a conditional delete looks at that object."""
+    has_links = True
+    while True:
+        try:
+            if has_links:
+                _link(folder, temporary, last)
+                return
+        except FileExistsError:
+            pass
+        except OSError as e:
+            if e.errno not in _NO_LINKS:
+                raise
+            has_links = False
+        try:
+            there = os.open(last, os.O_RDONLY | SAFELY, dir_fd=folder)
+        except OSError as e:
+            if e.errno == errno.ENOENT and has_links:
+                continue  # deleted meanwhile
+            break  # a link, or a file that only another user may read
+        with _opened(there):
+            wait_for_deletes(there, what)
+            if is_at(there, folder, last):
+                os.rename(temporary, last, src_dir_fd=folder, dst_dir_fd=folder)
+                return
+    os.rename(temporary, last, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def _version(found: os.stat_result) -> str:
+    if not stat.S_ISREG(found.st_mode):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    return f"{found.st_dev}-{found.st_ino}-{found.st_size}-{found.st_mtime_ns}-{found.st_ctime_ns}"
+
+
+def _sync(folder: int) -> None:
+    """Make new names in the open ``folder`` survive a power cut."""
     try:
-        os.fsync(fd)
+        os.fsync(folder)
     except OSError as e:
         if e.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network mounts cannot sync a folder
             raise
-    finally:
-        os.close(fd)
 
 
 def _write_all(fd: int, views: Sequence[memoryview]) -> None:

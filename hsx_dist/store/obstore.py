@@ -11,8 +11,20 @@ from typing import Any, TypeVar
 
 from hsx_dist.config.secrets import public_url
 from hsx_dist.errors import AlreadyExists, HsxError, NotFound, StoreError, Unavailable
-from hsx_dist.store.base import Buffer, ObjectInfo, as_buffers, as_bytes_view, check_name, check_ranges, coalesce, cut
+from hsx_dist.store.base import (
+    Buffer,
+    Conditional,
+    ObjectInfo,
+    as_buffers,
+    as_bytes_view,
+    check_name,
+    check_ranges,
+    coalesce,
+    cut,
+    not_conditional,
+)
 from hsx_dist.store.faults import Redactor, expired, past_the_end, redirected, translate
+from hsx_dist.store.local import LocalStore
 from hsx_dist.store.obstore_connection import Connection, NotTranslated
 from hsx_dist.store.obstore_options import connect
 
@@ -52,6 +64,8 @@ class ObstoreStore:
         self._patience = patience
         self._redact = Redactor(self._options, os.environ)
         self._lock = threading.Lock()
+        self._full_url = url
+        self._slow: Conditional | None = None
         self._clients: dict[tuple[float, int], Any] = {}
         self._pool = ThreadPoolExecutor(_RANGES_AT_ONCE, thread_name_prefix="hsx-ranges")
         self._connection = self._connect()
@@ -124,13 +138,33 @@ class ObstoreStore:
 
     def delete(self, name: str) -> None:
         path = self._path(name)
+        if self._scheme == "file":
+            LocalStore(self._bucket).delete(name)  # obstore's follows links
+            return
         try:
             self._call("delete", name, lambda obs, client: obs.delete(client, path))
         except NotFound as e:
             if "there is no bucket" in str(e):
                 raise
 
+    def version(self, name: str) -> str:
+        return self._conditional().version(name)
+
+    def delete_version(self, name: str, version: str) -> bool:
+        return self._conditional().delete_version(name, version)
+
     # -- how -----------------------------------------------------------------------------------------------------
+
+    def _conditional(self) -> Conditional:
+        """fsspec's way to the same place: obstore's deletes have no conditions."""
+        if self._scheme not in ("s3", "s3a", "gs", "gcs"):
+            raise not_conditional(self.url)
+        from hsx_dist.store.fsspec import FsspecStore
+
+        with self._lock:
+            if self._slow is None:
+                self._slow = FsspecStore(self._full_url, self._options, patience=self._patience)
+            return self._slow
 
     def _connect(self, region: str | None = None) -> Connection:
         try:

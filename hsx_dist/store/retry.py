@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from hsx_dist.errors import AlreadyExists, NotFound, Unavailable
-from hsx_dist.store.base import Buffer, ObjectInfo, Store, as_bytes_view
+from hsx_dist.store.base import Buffer, Conditional, ObjectInfo, Store, as_bytes_view, not_conditional
 
 T = TypeVar("T")
 
@@ -98,6 +98,18 @@ class RetryStore:
 
     def delete(self, name: str) -> None:
         self._repeat(lambda: self._inner.delete(name))
+
+    def version(self, name: str) -> str:
+        return self._repeat(lambda: self._conditional().version(name))
+
+    def delete_version(self, name: str, version: str) -> bool:
+        """See ``Conditional``. False also where a delete went through and its answer was lost."""
+        return self._repeat(lambda: self._conditional().delete_version(name, version))
+
+    def _conditional(self) -> Conditional:
+        if not isinstance(self._inner, Conditional):
+            raise not_conditional(self.url)
+        return self._inner
 
     def unfinished(self, older_than: float = 0.0) -> Iterator[ObjectInfo]:
         """As ``LocalStore.unfinished``; nothing where a store is no folder."""

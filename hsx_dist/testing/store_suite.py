@@ -12,21 +12,28 @@ import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 import numpy as np
 import pytest
 
 from hsx_dist.errors import AlreadyExists, NotFound, StoreError
 from hsx_dist.store import Buffer, ObjectInfo, Store
+from hsx_dist.store.base import Conditional
 
 _BAD_NAMES = ["", "/a", "a/", "a//b", "../a", "a/../b", "./a", "a\x00b"]
 _ODD_NAMES = ["a b", "%20", "a+b", "key~0123", "ä/ß.bin", "a=b/c&d", "x.y.z", "a%2Fb", "quo'te", "日本"]
 
 
 class StoreSuite:
-    """What every ``Store`` must do. ``racers``: how many threads race for one name."""
+    """What every ``Store`` must do.
+
+    ``racers``: how many threads race for one name. ``has_conditional_deletes``: whether the store does what
+    ``Conditional`` says.
+    """
 
     racers = 8
+    has_conditional_deletes = True
 
     @pytest.fixture
     def store(self) -> Store:
@@ -209,6 +216,27 @@ class StoreSuite:
         with pytest.raises(NotFound):
             store.head("a/b")
         assert store.get("a/c") == b"2"
+
+    def test_a_conditional_delete_spares_what_was_stored_anew(self, store: Store) -> None:
+        """A store without conditional deletes has no such method, or raises ``StoreError``."""
+        conditional = cast(Conditional, store)
+        store.put("sub/a", [b"old"])
+        if not isinstance(store, Conditional) or not self.has_conditional_deletes:
+            with pytest.raises((AttributeError, StoreError), match=r"conditional deletes|has no attribute"):
+                conditional.version("sub/a")
+            return
+        old = conditional.version("sub/a")
+        store.put("sub/a", [b"new"])
+        assert conditional.delete_version("sub/a", old) is False
+        assert store.get("sub/a") == b"new"
+        new = conditional.version("sub/a")
+        assert new != old
+        assert conditional.delete_version("sub/a", new) is True
+        assert conditional.delete_version("sub/a", new) is False
+        for missing in ("sub/a", "never/was"):
+            with pytest.raises(NotFound):
+                conditional.version(missing)
+        assert list(store.list()) == []
 
     # -- listing -------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -57,6 +58,17 @@ class MemoryStore:
     def delete(self, name: str) -> None:
         with self._lock:
             self.objects.pop(name, None)
+
+    def version(self, name: str) -> str:
+        return hashlib.sha256(self._content(name)).hexdigest()
+
+    def delete_version(self, name: str, version: str) -> bool:
+        with self._lock:
+            content = self.objects.get(name)
+            if content is None or hashlib.sha256(content).hexdigest() != version:
+                return False
+            del self.objects[name]
+            return True
 
     def reset(self) -> None:
         """Count from zero."""

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from gcsfs.retry import HttpError
 
-from hsx_dist.errors import NotFound, Unavailable
+from hsx_dist.errors import NotFound, StoreError, Unavailable
 from hsx_dist.format import runs
+from hsx_dist.reading.expiry import require_conditional_deletes
 from hsx_dist.store import Store, open_store
 from hsx_dist.store.fsspec import FsspecStore
 from hsx_dist.testing.servers import GcsServer, fake_gcs
@@ -33,6 +35,35 @@ class TestGcs(StoreSuite):
     @pytest.fixture
     def store(self, gcs: GcsServer) -> Store:
         return _store(gcs, f"{gcs.url}/{uuid.uuid4().hex}/run")
+
+    def test_a_conditional_delete_spares_what_was_stored_anew(self, store: Store) -> None:
+        """This emulator ignores the condition, which is found out before anything goes."""
+        with pytest.raises(StoreError, match="expected a store with conditional deletes"):
+            require_conditional_deletes(store)
+        assert list(store.list()) == []
+
+
+def test_the_condition_of_a_delete(gcs: GcsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulator's answers to deletes are those of the service: 412 for another generation, as GCS documents it."""
+    store = FsspecStore(f"{gcs.url}/{uuid.uuid4().hex}", gcs.storage_options)
+    call = store._fs.call
+    asked: list[str] = []
+
+    def service(method: str, path: str, *args: Any, **kwargs: Any) -> Any:
+        asked.append(kwargs["ifGenerationMatch"])
+        if kwargs["ifGenerationMatch"] != store.version("a"):
+            raise HttpError({"code": 412, "message": "At least one of the pre-conditions you specified did not hold."})
+        return call(method, path, *args, **kwargs)
+
+    monkeypatch.setattr(store._fs, "call", service)
+    store.put("a", [b"old"])
+    old = store.version("a")
+    store.put("a", [b"new"])
+    assert not store.delete_version("a", old)
+    assert store.get("a") == b"new"
+    assert store.delete_version("a", store.version("a"))
+    assert list(store.list()) == []
+    assert asked[0] == old != asked[1]
 
 
 def test_missing_bucket(gcs: GcsServer) -> None:

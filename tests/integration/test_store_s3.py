@@ -14,7 +14,9 @@ import pytest
 
 from hsx_dist.errors import Denied, NotFound, Unavailable
 from hsx_dist.format import runs
+from hsx_dist.reading.expiry import remove, require_conditional_deletes
 from hsx_dist.store import Store, open_store
+from hsx_dist.store.base import Conditional
 from hsx_dist.store.fsspec import FsspecStore
 from hsx_dist.store.obstore import ObstoreStore
 from hsx_dist.store.opening import Backend
@@ -62,6 +64,21 @@ class TestS3(StoreSuite):
     @pytest.fixture
     def store(self, s3: S3Server, url: str) -> Store:
         return _store(s3, url)
+
+
+def test_gc_spares_what_was_stored_anew(s3: S3Server, url: str) -> None:
+    store = _store(s3, url)
+    require_conditional_deletes(store)
+    assert list(store.list()) == []
+    store.put("a.error.json", [b'{"key": "a", "error": "x", "expires": 1000}'])
+    assert isinstance(store, Conditional)
+    before = store.version("a.error.json")
+    store.put("a.error.json", [b'{"key": "a", "error": "x", "expires": 4000000000}'])
+    assert not store.delete_version("a.error.json", before)
+    assert not remove(store, "a.error.json")
+    store.put("a.error.json", [b'{"key": "a", "error": "x", "expires": 1000}'])
+    assert remove(store, "a.error.json")
+    assert list(store.list()) == []
 
 
 def test_credentials_from_the_environment(s3: S3Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

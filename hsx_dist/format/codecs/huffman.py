@@ -15,13 +15,17 @@ whatever ``frame`` holds: the comments say why where an address is used without 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import config, int64, njit, types, uint8, uint16, uint64
 from numba.extending import intrinsic
+
+from hsx_dist.store.folders import is_trusted
 
 #: Bits of a look-up: zstd's literals have codes of at most so many.
 _WIDTH = 11
@@ -77,12 +81,22 @@ if config.DISABLE_JIT:
     raise ImportError("NUMBA_DISABLE_JIT is set, and what follows works on addresses")
 
 
+#: numba unpickles what it finds in its cache.
+_CACHES = not config.CACHE_DIR or is_trusted(Path(config.CACHE_DIR))
+if not _CACHES:
+    logging.getLogger(__name__).warning(
+        "NUMBA_CACHE_DIR: expected a folder that only this user can write, got %s. Each process compiles the decoder; "
+        "name another folder",
+        config.CACHE_DIR,
+    )
+
+
 def _jit(*signature: Any, **options: Any) -> Callable[[Any], Any]:
-    """numba's ``njit``, that releases the interpreter's lock, and keeps what is compiled where there is a place."""
+    """numba's ``njit`` that releases the interpreter's lock, and keeps the compiled code where there is a place."""
 
     def compiled(function: Any) -> Any:
         try:
-            return njit(*signature, nogil=True, cache=True, **options)(function)
+            return njit(*signature, nogil=True, cache=_CACHES, **options)(function)
         except RuntimeError:  # no folder that may be written: compiled anew in each process
             return njit(*signature, nogil=True, **options)(function)
 

@@ -162,14 +162,14 @@ def test_readers_of_what_lies_there_do_not_keep_the_next_ones_from_waiting(tmp_p
     assert not is_held(path)
 
 
-@pytest.mark.parametrize("when", ["exists", "unlink"])
+@pytest.mark.parametrize("when", [(Path, "exists"), (CompanionLocks, "_remove")])
 @pytest.mark.parametrize("again", [False, True])
 def test_a_step_does_not_wait_for_the_file_system_of_a_release(tmp_path, monkeypatch, when, again):
     """``hold`` returns while another thread's release looks at the disk; in the end it holds a lock."""
     locks = CompanionLocks(tmp_path)
     locks.hold("a.safetensors", "r1")
     inside, go = threading.Event(), threading.Event()
-    slow = getattr(Path, when)
+    slow = getattr(*when)
 
     def waiting(self, *args, **kwargs):
         if not inside.is_set():
@@ -177,7 +177,7 @@ def test_a_step_does_not_wait_for_the_file_system_of_a_release(tmp_path, monkeyp
             assert go.wait(30)
         return slow(self, *args, **kwargs)
 
-    monkeypatch.setattr(Path, when, waiting)
+    monkeypatch.setattr(*when, waiting)
     thread = threading.Thread(target=locks.release, args=("r1",), kwargs={"stored": False})
     thread.start()
     assert inside.wait(30)
@@ -198,3 +198,72 @@ def test_a_folder_that_cannot_be_written_is_an_error_of_the_system(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(OSError, match="file"):
         CompanionLocks(tmp_path / "file").hold("a", "r")
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "link to a folder", "fifo"])
+def test_what_another_user_planted_is_no_lock_file(tmp_path, caplog, kind):
+    victim, folder = tmp_path / "victim", tmp_path / "output"
+    victim.mkdir()
+    folder.mkdir()
+    (victim / "precious.lock").touch()
+    if kind == "link to a folder":
+        (folder / "sub").symlink_to(victim)
+        os.chown(folder / "sub", 65534, 65534, follow_symlinks=False)
+    else:
+        (folder / "sub").mkdir()
+        if kind == "fifo":
+            os.mkfifo(folder / "sub/precious.lock")
+        else:
+            target = victim / ("precious.lock" if kind == "link" else "new")
+            (folder / "sub/precious.lock").symlink_to(target)
+    locks = CompanionLocks(folder)
+    locks.ask("sub/precious", "r")
+    locks.wait()
+    assert "no lock file for 'sub/precious'" in caplog.text
+    assert not is_held(victim / "precious.lock")
+    locks.release("r", stored=False)
+    locks.release_all()
+    assert [p.name for p in victim.iterdir()] == ["precious.lock"]
+
+
+def test_a_lock_file_that_is_removed_while_it_is_taken_is_made_again(tmp_path, monkeypatch):
+    """``hsx gc`` removes the lock file next to an object that has expired."""
+    path = tmp_path / "a.lock"
+    opened = os.open
+
+    def open_then_removed(name, *args, **kwargs):
+        fd = opened(name, *args, **kwargs)
+        if name == "a.lock":
+            monkeypatch.setattr(os, "open", opened)
+            path.unlink()
+        return fd
+
+    monkeypatch.setattr(os, "open", open_then_removed)
+    locks = CompanionLocks(tmp_path)
+    locks.hold("a", "r")
+    assert is_held(path)
+    locks.release("r", stored=False)
+
+
+def test_a_lock_that_gc_holds_for_a_moment_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("hsx_dist.connector.locks.BRIEF_S", 30.0)
+    path = tmp_path / "a.lock"
+    path.touch()
+    locks = CompanionLocks(tmp_path)
+    with path.open("r+") as gc:
+        fcntl.flock(gc, fcntl.LOCK_EX)
+        locks.ask("a", "r")
+        path.unlink()
+    locks.wait()
+    assert is_held(path)
+    locks.release("r", stored=False)
+
+
+def test_a_lock_that_another_process_holds_is_not_removed(tmp_path):
+    first, second = CompanionLocks(tmp_path), CompanionLocks(tmp_path)
+    first.hold("a", "r")
+    second.hold("a", "r")
+    second.release("r", stored=False)
+    assert is_held(tmp_path / "a.lock")
+    first.release("r", stored=False)
+    assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from hsx_dist.config import load_config
@@ -38,6 +40,27 @@ def test_two_claims_share_no_core():
     third = CoreClaim(1)
     assert third.cores == first.cores  # given back
     third.release()
+
+
+def test_claims_in_a_folder_that_another_user_prepared_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    folder, victim = tmp_path / f"hsx-cores-{os.geteuid()}", tmp_path / "victim"
+    victim.mkdir(mode=0o700)
+    folder.symlink_to(victim)
+    with pytest.raises(ConfigError, match=r"expected a folder of user \d+ .*TMPDIR"):
+        CoreClaim(1)
+    assert list(victim.iterdir()) == []
+    folder.unlink()
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="mode 777"):
+        CoreClaim(1)
+    folder.chmod(0o700)
+    for core in os.sched_getaffinity(0):
+        (folder / str(core)).symlink_to(victim / "made")
+    with pytest.raises(OSError, match="symbolic links"):
+        CoreClaim(1)
+    assert list(victim.iterdir()) == []
 
 
 @pytest.mark.parametrize(

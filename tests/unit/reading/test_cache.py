@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import stat
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from hsx_dist import HiddenStatesDataset
+from hsx_dist.format.checksum import crc32c
 from hsx_dist.reading.cache import CachedStore
 from hsx_dist.store import open_store
 from hsx_dist.testing.runs import store_run
@@ -55,6 +58,50 @@ def test_it_stays_below_its_size(tmp_path: Path) -> None:
     inner.reset()
     store.get_ranges("a", RANGES[-4:])
     assert inner.bytes_read == 0
+
+
+def _plant(folder: Path, store: CachedStore, kind: str, victim: Path) -> None:
+    """What another user may put in the place of the cache's files for ``RANGES[0]``."""
+    below, name = store._place("a", RANGES[0])
+    if kind == "folder link":
+        (folder / below).symlink_to(victim)
+        return
+    (folder / below).mkdir()
+    path = folder / below / name
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to(victim / "forged")
+    else:
+        path.write_bytes((victim / "forged").read_bytes())
+        os.chown(path if kind == "file" else path.parent, 65534, 65534)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")
+@pytest.mark.parametrize("kind", ["fifo", "link", "folder link", "file", "folder"])
+def test_what_another_user_planted_is_neither_read_nor_changed(tmp_path: Path, kind: str) -> None:
+    inner, folder, victim = filled(), tmp_path / "c", tmp_path / "victim"
+    victim.mkdir()
+    forged = b"forged" * 100
+    for name in ("forged", CachedStore(inner, folder, 1)._place("a", RANGES[0])[1]):
+        (victim / name).write_bytes(forged + crc32c(memoryview(forged)).to_bytes(4, "little"))
+    before = {p.name: p.read_bytes() for p in victim.iterdir()}
+    store = CachedStore(inner, folder, 1)  # it removes what it has just put in
+    _plant(folder, store, kind, victim)
+    (folder / ".lock").symlink_to(victim / "forged")
+    for _ in range(2):
+        assert bytes(store.get_ranges("a", RANGES[:1])[0]) == inner.objects["a"][:1000]
+    (folder / ".lock").unlink()
+    store._evict()
+    assert {p.name: p.read_bytes() for p in victim.iterdir()} == before
+
+
+def test_its_files_are_this_users_alone(tmp_path: Path) -> None:
+    store = CachedStore(filled(), tmp_path / "c", 1 << 20)
+    store.get_ranges("a", RANGES[:1])
+    store._evict()
+    assert stat.S_IMODE((tmp_path / "c").stat().st_mode) == 0o700
+    assert {stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "c").rglob("*") if p.is_file()} == {0o600}
 
 
 def read_all(url: str, cache: str, seed: int) -> list[str]:

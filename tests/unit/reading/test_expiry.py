@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import threading
 
 import numpy as np
 import pytest
 
 from hsx_dist.cli import main
-from hsx_dist.errors import ConfigError
+from hsx_dist.connector.locks import CompanionLocks
+from hsx_dist.errors import ConfigError, StoreError
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.page import Page, Segment
-from hsx_dist.reading.expiry import expired
-from hsx_dist.store import open_store
+from hsx_dist.reading import expiry
+from hsx_dist.reading.expiry import expired, remove, require_conditional_deletes
+from hsx_dist.store import local, open_store
+from hsx_dist.testing.faulty_stores import WrappedStore
 from hsx_dist.testing.runs import write_v1_run
+from hsx_dist.testing.stores import MemoryStore
 from hsx_dist.writers.sink import PartSink, SinkOptions
 
 
@@ -65,5 +71,171 @@ def test_the_command_only_lists_until_it_is_told_to_delete(prefix, capsys):
 def test_a_run_is_refused(tmp_path):
     store = open_store(str(tmp_path))
     write_v1_run(store, {"meaning": {}})
-    with pytest.raises(ConfigError, match="came a run"):
+    with pytest.raises(ConfigError, match="got a run"):
         list(expired(store))
+
+
+# -- next to a server that stores a key anew ---------------------------------------------------------------------------
+
+KEYS = ["old.safetensors", "old.error.json"]
+
+
+def store_anew(store, name, expires):
+    if name.endswith(".json"):
+        store.put(name, [json.dumps({"key": "old", "error": "x", "expires": expires}).encode()])
+    else:
+        put(store, "old", {"expires": expires})
+
+
+@pytest.fixture(params=["folder", "memory"])
+def store(request, tmp_path):
+    return open_store(str(tmp_path)) if request.param == "folder" else MemoryStore()
+
+
+@pytest.mark.parametrize("name", KEYS)
+@pytest.mark.parametrize("moment", ["before the version", "before the end is read", "before the delete"])
+def test_an_object_that_is_stored_anew_after_gc_looked_stays(store, monkeypatch, name, moment):
+    """gc pauses at any moment, and a server stores the name."""
+    store_anew(store, name, 1000)
+    [(found, _)] = expired(store)
+    read, version, delete = expiry._end, type(store).version, type(store).delete_version
+
+    def server():
+        monkeypatch.undo()
+        store_anew(store, name, 4e9)
+
+    if moment == "before the version":
+        monkeypatch.setattr(type(store), "version", lambda *a: (server(), version(*a))[1])
+    elif moment == "before the end is read":
+        monkeypatch.setattr(expiry, "_end", lambda *a: (server(), read(*a))[1])
+    else:
+        monkeypatch.setattr(type(store), "delete_version", lambda *a: (server(), delete(*a))[1])
+    assert not remove(store, found)
+    assert b"4000000000" in store.get(name)
+    store_anew(store, name, 1000)
+    assert remove(store, name)
+    assert list(store.list()) == []
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_put_waits_for_a_delete_that_has_looked_and_not_deleted(tmp_path, monkeypatch, name):
+    """gc pauses between its last look at the version and the deletion."""
+    store = open_store(str(tmp_path))
+    store_anew(store, name, 1000)
+    stored = threading.Event()
+
+    def server():
+        store_anew(store, name, 4e9)
+        stored.set()
+
+    look = local._version
+    threads = []
+
+    def looked(found):
+        version = look(found)
+        if not threads and (tmp_path / name).exists() and version == versions[0]:
+            threads.append(threading.Thread(target=server))
+            threads[0].start()
+            assert not stored.wait(0.2)
+        return version
+
+    versions = [store.version(name)]
+    monkeypatch.setattr(local, "_version", looked)
+    deleted = store.delete_version(name, versions[0])
+    threads[0].join(30)
+    assert deleted
+    assert stored.is_set()
+    assert b"4000000000" in store.get(name)
+
+
+@pytest.mark.slow
+def test_no_order_of_puts_and_deletes_loses_an_object_that_has_not_expired(tmp_path):
+    store = open_store(str(tmp_path))
+    name = "old.error.json"
+    done = threading.Event()
+    removed = []
+
+    def gc():
+        mine = open_store(str(tmp_path))
+        while not done.is_set():
+            removed.append(remove(mine, name))
+
+    collectors = [threading.Thread(target=gc) for _ in range(2)]
+    for thread in collectors:
+        thread.start()
+    try:
+        for _ in range(60):
+            store_anew(store, name, 1000)
+            store_anew(store, name, 4e9)
+            assert b"4000000000" in store.get(name)
+    finally:
+        done.set()
+        for thread in collectors:
+            thread.join()
+    assert any(removed)
+
+
+def test_what_a_server_or_a_reader_holds_stays_with_its_lock(tmp_path):
+    store = open_store(str(tmp_path))
+    put(store, "old", {"expires": 1000})
+    lock = tmp_path / "old.safetensors.lock"
+    locks = CompanionLocks(tmp_path)
+    locks.hold("old.safetensors", "r")
+    assert not remove(store, "old.safetensors")
+    locks.release("r", stored=True)
+    with lock.open() as reader:
+        fcntl.flock(reader, fcntl.LOCK_SH)
+        assert not remove(store, "old.safetensors")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["old.safetensors", lock.name]
+    assert remove(store, "old.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gc_follows_no_link(tmp_path):
+    victim, prefix = tmp_path / "victim", tmp_path / "prefix"
+    put(open_store(str(victim)), "old", {"expires": 1000})
+    (victim / "old.safetensors.lock").touch()
+    prefix.mkdir()
+    (prefix / "sub").symlink_to(victim)
+    store = open_store(str(prefix))
+    assert [name for name, _ in expired(store)] == ["sub/old.safetensors"]
+    with pytest.raises(StoreError, match="symbolic link"):
+        remove(store, "sub/old.safetensors")
+    assert len(list(victim.iterdir())) == 2
+    (prefix / "sub").unlink()
+    (prefix / "old.safetensors").symlink_to(victim / "old.safetensors")
+    assert not remove(store, "old.safetensors")
+    assert len(list(victim.iterdir())) == 2
+
+
+class Ignoring(MemoryStore):
+    """A server that does not know the condition of a delete."""
+
+    def delete_version(self, name, version):  # noqa: ARG002
+        self.delete(name)
+        return True
+
+
+class Refusing(MemoryStore):
+    def delete_version(self, name, version):  # noqa: ARG002
+        return False
+
+
+@pytest.mark.parametrize("kind", [Ignoring, Refusing, lambda: WrappedStore(MemoryStore())])
+def test_a_store_without_conditional_deletes_is_refused_and_nothing_goes(kind):
+    store = kind()
+    store_anew(store, "old.error.json", 1000)
+    with pytest.raises(StoreError, match=r"expected a store with conditional deletes.*lifecycle rules"):
+        require_conditional_deletes(store)
+    assert [info.name for info in store.list()] == ["old.error.json"]
+
+
+def test_a_probe_leaves_nothing(store):
+    require_conditional_deletes(store)
+    assert list(store.list()) == []
+
+
+@pytest.mark.parametrize("end", ["1" + 400 * "0", "NaN", "true", "[1]", '"1"', "[" * 100_000])
+def test_an_odd_end_is_none(tmp_path, end):
+    (tmp_path / "a.error.json").write_text(f'{{"expires": {end}}}')
+    assert list(expired(open_store(str(tmp_path)))) == []

@@ -28,6 +28,7 @@ class TestOpenedFile(StoreSuite):
 
 class TestFileThroughFsspec(StoreSuite):
     racers = 16
+    has_conditional_deletes = False
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
@@ -36,6 +37,7 @@ class TestFileThroughFsspec(StoreSuite):
 
 class TestFileThroughObstore(StoreSuite):
     racers = 16
+    has_conditional_deletes = False
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
@@ -44,6 +46,7 @@ class TestFileThroughObstore(StoreSuite):
 
 class TestMemory(StoreSuite):
     racers = 16
+    has_conditional_deletes = False
 
     @pytest.fixture
     def store(self) -> Iterator[Store]:

@@ -9,6 +9,7 @@ import pytest
 
 from hsx_dist.errors import Denied, NotFound, StoreError, Unavailable
 from hsx_dist.store import RetryStore
+from hsx_dist.store.inode_lock import lock_exclusively, wait_for_deletes
 from hsx_dist.store.local import LocalStore
 
 
@@ -73,13 +74,16 @@ def test_errors_of_the_file_system(
 
 
 def test_no_hard_links_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "link", fail)
     with pytest.raises(StoreError, match="expected a file system with hard links"):
         LocalStore(tmp_path).put_if_absent("a", b"1")
     assert _files(tmp_path) == []
+    for content in (b"1", b"2"):
+        LocalStore(tmp_path).put("a", [content])
+        assert (tmp_path / "a").read_bytes() == content
 
 
 def test_an_object_in_the_way_of_a_folder(tmp_path: Path) -> None:
@@ -109,3 +113,45 @@ def test_a_range_that_lies_is_not_allocated(tmp_path: Path) -> None:
     store.put("a", [b"1"])
     with pytest.raises(ValueError, match="the object ends before"):
         store.get_ranges("a", [(0, 2**60)])
+
+
+def test_a_file_system_without_locks_takes_puts_and_no_conditional_deletes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.fcntl", fail)
+    store = LocalStore(tmp_path)
+    for content in (b"1", b"2"):
+        store.put("a", [content])
+    with pytest.raises(StoreError, match="expected a store with conditional deletes"):
+        store.delete_version("a", store.version("a"))
+    assert store.get("a") == b"2"
+
+
+def test_a_put_does_not_wait_for_ever_for_a_delete_that_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hsx_dist.store.inode_lock.LONGEST_S", 0.02)
+    store = LocalStore(tmp_path)
+    store.put("a", [b"old"])
+    with (tmp_path / "a").open("r+b") as stopped:
+        assert lock_exclusively(stopped.fileno())
+        with pytest.raises(Unavailable, match=r"expected `hsx gc` to release the object"):
+            store.put("a", [b"new"])
+        assert not store.delete_version("a", store.version("a"))
+    store.put("a", [b"new"])
+    assert _files(tmp_path) == ["a"]
+
+
+def test_a_reader_stops_no_put(tmp_path: Path) -> None:
+    """Another user who may read an object can lock it for reading."""
+    store = LocalStore(tmp_path)
+    store.put("a", [b"old"])
+    with (tmp_path / "a").open("rb") as reader:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            lock_exclusively(reader.fileno())
+        wait_for_deletes(reader.fileno(), "a")
+        store.put("a", [b"new"])
+    assert store.get("a") == b"new"

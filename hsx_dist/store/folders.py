@@ -1,0 +1,177 @@
+"""Folders opened component by component, so that a link that another user planted redirects no write and no delete.
+
+Every step is relative to the open descriptor of the folder above: a folder that is swapped for a link between two steps
+changes nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from hsx_dist.errors import ConfigError
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+#: Opening never follows a link in the last component, and never blocks on a FIFO.
+SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+#: Refers to a link itself; macOS has no such flag.
+_LINK = getattr(os, "O_PATH", 0)
+
+
+@contextmanager
+def opened(
+    root: str | os.PathLike[str],
+    path: str = "",
+    *,
+    make: bool = False,
+    own_links: bool = False,
+    entered: Callable[[int, int, bool], None] | None = None,
+) -> Iterator[int]:
+    """Descriptor of the folder ``path`` (``/`` between its components) below ``root``. ``root`` itself may be a link.
+
+    Args:
+        make: make the folders that are missing. A folder of another user is refused where every user may make folders.
+        own_links: follow links to folders that belong to this process's user or to root.
+        entered: called for each component with the descriptors of a folder and of its subfolder, and whether this call
+            made the subfolder.
+
+    Raises:
+        OSError: ``ELOOP`` for a link that is not followed, ``EACCES`` for a folder of another user; what ``open`` and
+            ``mkdir`` raise.
+    """
+    folder = os.open(root, _FOLDER)
+    try:
+        for name in path.split("/") if path else ():
+            child, made = _enter(folder, name, make=make, own_links=own_links)
+            try:
+                if entered is not None:
+                    entered(folder, child, made)
+            except BaseException:
+                os.close(child)
+                raise
+            os.close(folder)
+            folder = child
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _enter(folder: int, name: str, *, make: bool, own_links: bool) -> tuple[int, bool]:
+    made = False
+    while True:
+        try:
+            child = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+        except FileNotFoundError:
+            if not make:
+                raise
+            with suppress(FileExistsError):
+                os.mkdir(name, dir_fd=folder)
+                made = True
+            continue
+        except OSError as e:
+            if e.errno not in (errno.ENOTDIR, errno.ELOOP) or not is_link(folder, name):
+                raise
+            return _through(folder, name, own_links=own_links), False
+        if make and _is_planted(folder, child):
+            os.close(child)
+            raise PermissionError(errno.EACCES, f"the folder {name!r} belongs to another user")
+        return child, made
+
+
+def is_link(folder: int, name: str) -> bool:
+    """Whether ``name`` in the open ``folder`` is a symbolic link."""
+    try:
+        return stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def is_at(fd: int, folder: int, name: str) -> bool:
+    """Whether the open file ``fd`` still has the name ``name`` in the open ``folder``."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(name, dir_fd=folder, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _through(folder: int, name: str, *, own_links: bool) -> int:
+    """Open the folder behind a link that this user or root made. The owner and the target are of one and the same link:
+    nobody can change it once it is open."""
+    if own_links and _LINK:
+        link = os.open(name, _LINK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            found = os.fstat(link)
+            if stat.S_ISLNK(found.st_mode) and found.st_uid in (0, os.geteuid()):
+                return os.open(os.readlink("", dir_fd=link), _FOLDER, dir_fd=folder)
+        finally:
+            os.close(link)
+    raise OSError(errno.ELOOP, f"{name!r} is a symbolic link")
+
+
+def _is_planted(folder: int, child: int) -> bool:
+    above, found = os.fstat(folder), os.fstat(child)
+    everybody = above.st_mode & (stat.S_ISVTX | stat.S_IWOTH) == stat.S_ISVTX | stat.S_IWOTH
+    return everybody and found.st_uid not in (0, os.geteuid(), above.st_uid)
+
+
+def private_folder(path: Path) -> int:
+    """Descriptor of a folder that only this process's user can enter; made where it is missing.
+
+    Raises:
+        ConfigError: there is something else: a link, a folder of another user, or one that other users can enter.
+        OSError: it cannot be made.
+    """
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    try:
+        folder = os.open(path, _FOLDER | os.O_NOFOLLOW)
+    except OSError as e:
+        if e.errno not in (errno.ENOTDIR, errno.ELOOP, errno.EACCES):
+            raise
+        raise ConfigError(_not_private(path, str(e.strerror))) from e
+    found = os.fstat(folder)
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        os.close(folder)
+        owner = f"owner {found.st_uid} and mode {stat.S_IMODE(found.st_mode):o}"
+        raise ConfigError(_not_private(path, owner))
+    return folder
+
+
+def is_trusted(path: Path) -> bool:
+    """Whether only this process's user, root and a group of theirs may write the folder; made where it is missing."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.stat()
+    except OSError:
+        return False
+    return found.st_uid in (0, os.geteuid()) and not found.st_mode & stat.S_IWOTH
+
+
+def _not_private(path: Path, got: str) -> str:
+    return (
+        f"{path}: expected a folder of user {os.geteuid()} that no other user can enter, got {got}. Remove it, or set "
+        "TMPDIR to a folder of your own"
+    )
+
+
+def open_own(folder: int, name: str, flags: int, mode: int = 0o600) -> int:
+    """Open the regular file ``name`` of this process's user in the open ``folder``.
+
+    Raises:
+        OSError: ``EACCES`` for a file of another user, ``ELOOP`` for a link, ``EINVAL`` for a FIFO or a device.
+    """
+    fd = os.open(name, flags | SAFELY, mode, dir_fd=folder)
+    found = os.fstat(fd)
+    number = 0
+    if not stat.S_ISREG(found.st_mode):
+        number = errno.EINVAL
+    elif found.st_uid != os.geteuid():
+        number = errno.EACCES
+    if number:
+        os.close(fd)
+        raise OSError(number, os.strerror(number), name)
+    return fd

@@ -1,0 +1,144 @@
+"""What a put reports as stored survives a power cut, whichever sync failed on the way and was repeated."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hsx_dist.errors import AlreadyExists, Unavailable
+from hsx_dist.store import RetryPolicy, RetryStore
+from hsx_dist.store.local import LocalStore
+from tests.unit.store.on_a_failing_disk import NO_LOOP
+
+
+class Disk:
+    """What would be left after a power cut: names as their folders' last sync found them, and files that a sync found
+    whole. The sync number ``fails`` raises EIO, once; a file of which a sync failed never counts again, as the kernel
+    may have dropped its bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: int):
+        self._left = fails
+        self._names: dict[str, set[str]] = {}
+        self._files: dict[int, bool] = {}
+        self._bad: set[str] = set()
+        self.failed = False
+        self._sync = os.fsync
+        monkeypatch.setattr(os, "fsync", self._fsync)
+
+    def _fsync(self, fd: int) -> None:
+        found = os.fstat(fd)
+        self._left -= 1
+        fails = self._left == -1
+        self.failed |= fails
+        path = str(Path(f"/proc/self/fd/{fd}").readlink())
+        if fails:
+            self._bad.add(path)
+        if stat.S_ISREG(found.st_mode):
+            self._files[found.st_ino] = path not in self._bad
+        elif not fails:
+            self._names[path] = set(os.listdir(fd))
+        if fails:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        self._sync(fd)
+
+    def synced(self, folder: Path) -> set[str]:
+        """Names in ``folder``, without those of files that are being written."""
+        return {name for name in self._names.get(str(folder), ()) if not name.startswith(".")}
+
+    def holds(self, path: Path, above: Path) -> bool:
+        """Whether the object is there, and every folder between it and ``above``."""
+        chain = [path, *path.parents]
+        chain = chain[: chain.index(above)]
+        return self._files[path.stat().st_ino] and all(p.name in self.synced(p.parent) for p in chain)
+
+
+def _patient(root: Path) -> RetryStore:
+    return RetryStore(LocalStore(root), RetryPolicy(seconds=60), sleep=lambda _: None)
+
+
+@pytest.mark.parametrize("verb", ["put", "put over another", "put_if_absent"])
+@pytest.mark.parametrize("fails", range(7))
+def test_a_retry_syncs_what_the_failed_sync_did_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, fails: int
+) -> None:
+    root = tmp_path.resolve() / "new" / "run"
+    store = _patient(root)
+    if verb == "put over another":
+        LocalStore(root).put("a/b/object", [b"old"])
+    disk = Disk(monkeypatch, fails)
+    if verb == "put_if_absent":
+        store.put_if_absent("a/b/object", b"1")
+    else:
+        store.put("a/b/object", [b"1"])
+    assert store.get("a/b/object") == b"1"
+    made_by_this_store = verb != "put over another"
+    assert disk.holds(root / "a/b/object", tmp_path.resolve() if made_by_this_store else root)
+    assert disk.failed == (fails < (6 if made_by_this_store else 5))
+    assert [p.name for p in (root / "a/b").iterdir()] == ["object"]
+
+
+def test_a_put_below_a_folder_of_another_process_syncs_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other process died between making the folder and syncing its name."""
+    root = tmp_path.resolve() / "run"
+    (root / "data").mkdir(parents=True)
+    disk = Disk(monkeypatch, -1)
+    LocalStore(root).put("data/a", [b"1"])
+    assert disk.holds(root / "data/a", tmp_path.resolve())
+
+
+def test_an_object_that_keeps_others_from_storing_is_there_after_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own put failed in the last sync."""
+    root = tmp_path.resolve() / "run"
+    (root / "data").mkdir(parents=True)
+    with monkeypatch.context() as broken:
+        Disk(broken, 3)  # before: of the root's name, of the folder's, and of the file
+        with pytest.raises(Unavailable):
+            LocalStore(root).put_if_absent("data/a", b"1")
+    disk = Disk(monkeypatch, -1)
+    with pytest.raises(AlreadyExists):
+        LocalStore(root).put_if_absent("data/a", b"2")
+    assert disk.synced(root / "data") == {"a"}
+
+
+def test_a_folder_that_was_removed_and_made_again_is_synced_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path.resolve() / "run"
+    store = LocalStore(root)
+    store.put("data/a", [b"1"])
+    store.delete("data/a")
+    (root / "data").rmdir()
+    disk = Disk(monkeypatch, -1)
+    store.put("data/a", [b"1"])
+    assert disk.holds(root / "data/a", root)
+
+
+def test_known_folders_are_not_synced_for_every_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(tmp_path / "run")
+    store.put("data/x/a", [b"1"])
+    calls: list[int] = []
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append(fd), sync(fd)))
+    store.put("data/x/b", [b"1"])
+    assert len(calls) == 2  # the file, and its name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a loop device")
+def test_a_disk_that_fails_in_syncs(tmp_path: Path) -> None:
+    """A second sync of the file would report success there, with its bytes dropped."""
+    argv = ["unshare", "--mount", sys.executable, "-m", "tests.unit.store.on_a_failing_disk", str(tmp_path)]
+    done = subprocess.run(argv, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=120)
+    if done.returncode == NO_LOOP or "unshare" in done.stderr:
+        pytest.skip("this machine lets no process mount a loop device")
+    assert done.returncode == 0, done.stderr
