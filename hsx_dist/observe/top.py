@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from hsx_dist.config.secrets import public_url
 from hsx_dist.format.runs import newest_attempt, read_complete, read_heartbeat, read_run
 from hsx_dist.observe.units import duration
 from hsx_dist.store import Store
@@ -94,7 +95,7 @@ def look(store: Store, before: Standing | None = None) -> Standing:
     progress = beat.get("progress") if beat else None
     standing = Standing(
         url=store.url,
-        model=str(info.get("meaning", {}).get("model", "?")),
+        model=public_url(str(info.get("meaning", {}).get("model", "?"))),
         attempt=attempt,
         state=state,
         age=_age(beat),
