@@ -28,6 +28,6 @@ def connect_ray(run: str = "") -> None:
         )
     except ConnectionError as e:
         raise ConfigError(
-            f"RAY_ADDRESS: expected a Ray cluster at {public_url(address or 'local')!r}, came "
-            f"{type(e).__name__}; start one, or unset it"
+            f"RAY_ADDRESS: expected a Ray cluster at {public_url(address or 'local')!r}, came: "
+            f"{public_url(str(e))}; start one, or unset it"
         ) from e

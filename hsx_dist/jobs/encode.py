@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hsx_dist.config import ExtractConfig
+from hsx_dist.config import ExtractConfig, public_url
 from hsx_dist.errors import ConfigError, InputError
 from hsx_dist.jobs.loss_mask import mask_of_spans, spans_of_roles
 from hsx_dist.jobs.rows import Row
@@ -73,7 +73,7 @@ def load_tokenizer(model: str, *, revision: str | None = None, engine_kwargs: Ma
         )
     except Exception as e:
         # transformers raises OSError, ValueError, KeyError, … for one thing: it is not there or not readable.
-        why = (str(e).splitlines() or [""])[0][:200]
+        why = public_url((str(e).splitlines() or [""])[0])[:200]  # it may name the hub's URL
         raise ConfigError(
             f"model: expected a model with a tokenizer at {source!r}, came {type(e).__name__}: {why}; check the "
             "name, the revision and the access to it"
