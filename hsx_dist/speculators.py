@@ -9,15 +9,17 @@ must be the run's input row *i*, with the same tokens; speculators compares them
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
 
+from hsx_dist.config import parse_storage_options
 from hsx_dist.errors import ConfigError, SampleFailed
 from hsx_dist.reading import Run, load_hidden_states, open_run
+from hsx_dist.store import open_store
+from hsx_dist.store.within import place_within
 
 __all__ = ["HsxBackend", "HsxTransfer", "main"]
 
@@ -25,12 +27,15 @@ __all__ = ["HsxBackend", "HsxTransfer", "main"]
 class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
     """Samples of a run by input row, and those that a server's answers name.
 
+    A server names a place; only places under ``storage_path`` are read or deleted.
+
     Args:
         run: path or URL of a run; without one only what servers answer is read.
         layers: vLLM's ids, the auxiliary ones and then the last (layer N); ``None``: all of the run, ascending.
         storage_options: fsspec's.
         wait: seconds to wait for what a server's answer names.
         delete_generated: remove a server's object after it was read.
+        storage_path: folder or URL under which servers store; without one no answer is followed.
     """
 
     def __init__(
@@ -41,9 +46,10 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         *,
         wait: float = 60,
         delete_generated: bool = False,
+        storage_path: str | None = None,
     ):
         self._url, self._layers, self._options = run, None if layers is None else list(layers), storage_options
-        self._wait, self._delete = wait, delete_generated
+        self._wait, self._delete, self._storage_path = wait, delete_generated, storage_path
         self._run: Run | None = None
         self._rows: dict[int, int] = {}
 
@@ -68,13 +74,17 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         return {"hidden_states": loaded["hidden_states"], "token_ids": loaded["token_ids"]}
 
     def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, torch.Tensor] | None:
-        """The sample that an answer's ``kv_transfer_params`` name, waiting for it."""
-        path = hs_transfer_params.get("hidden_states_path")
-        if path is None:
+        """The sample that an answer's ``kv_transfer_params`` name, waiting for it.
+
+        Raises:
+            ConfigError: the answer names no place under ``storage_path``.
+        """
+        path = self._place(hs_transfer_params.get("hidden_states_path"))
+        key = None if path.endswith(".safetensors") else hs_transfer_params.get("hidden_states_key")
+        if key is not None and not isinstance(key, str):
             raise ConfigError(
-                f"expected hidden_states_path in the answer of the server, came {sorted(hs_transfer_params)}"
+                f"expected hidden_states_key in the server's answer to be a string, got {type(key).__name__}"
             )
-        key = None if str(path).endswith(".safetensors") else hs_transfer_params.get("hidden_states_key")
         try:
             loaded = load_hidden_states(
                 path, key, layers=self._layers, wait=self._wait, storage_options=self._options, framework="torch"
@@ -84,13 +94,23 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         return {"hidden_states": loaded["hidden_states"], "token_ids": loaded["token_ids"]}
 
     def delete(self, handle: str) -> None:
-        """Remove a server's object, if that was asked for; a run's parts stay."""
+        """Remove a server's object, if that was asked for. A run's parts stay.
+
+        Raises:
+            ConfigError: ``handle`` is no place under ``storage_path``.
+        """
         if not self._delete or not handle.endswith(".safetensors"):
             return
-        from hsx_dist.store import open_store
+        folder, _, name = self._place(handle).rpartition("/")
+        open_store(folder, self._options).delete(name)
 
-        folder, _, name = handle.rpartition("/")
-        open_store(folder or "/", self._options).delete(name)
+    def _place(self, named: object) -> str:
+        if self._storage_path is None:
+            raise ConfigError(
+                "--hsx-storage-path: expected the folder or URL under which the server stores, got none. Set it: a "
+                "server's answer names a path, and no other place is read"
+            )
+        return place_within(self._storage_path, named)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_run": None, "_rows": {}}
@@ -101,7 +121,7 @@ class HsxBackend(HiddenStatesBackend):  # type: ignore[misc]
 
     @staticmethod
     def add_train_args(parser: argparse.ArgumentParser) -> None:
-        """``--hsx-run``, ``--hsx-layers``, ``--hsx-storage-options``."""
+        """``--hsx-run``, ``--hsx-layers``, ``--hsx-storage-options``, ``--hsx-storage-path``."""
         parser.add_argument("--hsx-run", type=str, default=None, help="Path or URL of the run of hsx_dist to read.")
         parser.add_argument(
             "--hsx-layers",
@@ -110,7 +130,16 @@ class HsxBackend(HiddenStatesBackend):  # type: ignore[misc]
             help="vLLM's layer ids, the last one (N) at the end, such as 2,15,27,30. Default: all, ascending.",
         )
         parser.add_argument(
-            "--hsx-storage-options", type=str, default=None, help="fsspec's options for the store, as a JSON object."
+            "--hsx-storage-options",
+            type=str,
+            default=None,
+            help="fsspec's options for the store, as a JSON object; credentials as '${env:NAME}'.",
+        )
+        parser.add_argument(
+            "--hsx-storage-path",
+            type=str,
+            default=None,
+            help="Folder or URL where the server stores: samples that it generates are read from there alone.",
         )
 
     @staticmethod
@@ -123,10 +152,15 @@ class HsxBackend(HiddenStatesBackend):  # type: ignore[misc]
         """A transfer of what the arguments say."""
         try:
             layers = None if args.hsx_layers is None else [int(k) for k in args.hsx_layers.split(",")]
-            options = None if args.hsx_storage_options is None else json.loads(args.hsx_storage_options)
         except ValueError as e:
-            raise ConfigError(f"--hsx-layers, --hsx-storage-options: expected ids with commas, and JSON: {e}") from e
-        return HsxTransfer(args.hsx_run, layers, options)
+            raise ConfigError(f"--hsx-layers: expected ids with commas, got {args.hsx_layers!r}") from e
+        options = None
+        if args.hsx_storage_options is not None:
+            # JSON is YAML. A literal credential is refused: lists of jobs and processes show arguments.
+            options = parse_storage_options([f"hsx-storage-options={args.hsx_storage_options}"])["hsx-storage-options"]
+            if not isinstance(options, dict):
+                raise ConfigError(f"--hsx-storage-options: expected a JSON object, got a {type(options).__name__}")
+        return HsxTransfer(args.hsx_run, layers, options, storage_path=args.hsx_storage_path)
 
     @staticmethod
     def build_kv_transfer_config(args: argparse.Namespace) -> dict[str, Any]:

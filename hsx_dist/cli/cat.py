@@ -13,10 +13,12 @@ import numpy as np
 
 from hsx_dist.cli.export import parse_layers
 from hsx_dist.config import parse_storage_options
-from hsx_dist.errors import ConfigError
-from hsx_dist.format.description import ATTACHMENT_DTYPE, TENSOR_DTYPE
+from hsx_dist.errors import ConfigError, FormatError
+from hsx_dist.format.description import ATTACHMENT_DTYPE, RESERVED_NAMES, TENSOR_DTYPE
 from hsx_dist.reading import open_run
 from hsx_dist.reading.sample import LOSS_MASK
+
+_TAKEN = RESERVED_NAMES | {"file", "allow_pickle"}  # numpy.savez takes arrays as arguments beside its own
 
 
 def run_cat(path: str, key: str, out: str, options: Sequence[str], *, layers: str | None, tokens: str | None) -> None:
@@ -28,8 +30,14 @@ def run_cat(path: str, key: str, out: str, options: Sequence[str], *, layers: st
         raise ConfigError(f"-o: expected a file in a folder that exists, came {out!r}; make {Path(out).parent} first")
     sample = open_run(path, storage_options=parse_storage_options(options))[key]
     wanted, span = parse_layers(layers), _tokens(tokens)
-    attached = sample.attached()
+    # A part may hold any names. Those of the sample itself, and of numpy's arguments, get a prefix.
+    attached = {f"attached.{name}" if name in _TAKEN else name: x for name, x in sample.attached().items()}
     if LOSS_MASK in attached:  # of each token; what else is attached may mean anything, and stays whole
+        if attached[LOSS_MASK].shape != (sample.num_tokens,):
+            raise FormatError(
+                f"{sample.uri}: expected a loss mask of {sample.num_tokens} tokens for {key!r}, got shape "
+                f"{attached[LOSS_MASK].shape}. The object was not written by hsx_dist"
+            )
         attached[LOSS_MASK] = attached[LOSS_MASK][span or slice(None)]
     if suffix == ".safetensors":
         carrier, ids = sample.load_carrier(wanted, span)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from hsx_dist.cli.status import run_app
 from hsx_dist.cli.tables import print_json
-from hsx_dist.config import parse_storage_options, refuse_in_job
+from hsx_dist.config import parse_storage_options, refuse_in_job, refuse_on_command_line
 from hsx_dist.errors import ConfigError
 from hsx_dist.exporting import ExportOptions, export_run
 from hsx_dist.reading import open_run
@@ -28,6 +28,7 @@ def run_export(
     """Export the run at ``path``; ``shard`` is ``I/N``; ``ray``: as tasks of the cluster that this process is in."""
     if ray and shard is not None:
         raise ConfigError("--shard, --ray: expected one of them: with --ray the work is divided among Ray's tasks")
+    refuse_on_command_line({"RUN": path, "DEST": dest}, ())
     storage_options = parse_storage_options(options)
     if ray:
         refuse_in_job("RUN", path)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from hsx_dist.cli.status import run_app
-from hsx_dist.config import load_config
+from hsx_dist.config import load_config, refuse_on_command_line
 from hsx_dist.errors import ConfigError
 
 
@@ -21,6 +21,7 @@ def run(config: str | None, overrides: Sequence[str], direct: Mapping[str, Any],
 
     Raises ConfigError before anything is started when a setting is wrong or the input is missing.
     """
+    refuse_on_command_line(direct, ())
     settings = load_config(config, overrides, **direct)
     if not settings.input.path:
         raise ConfigError(

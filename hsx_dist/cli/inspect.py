@@ -11,6 +11,7 @@ import numpy as np
 
 from hsx_dist.cli.tables import layers_text, print_facts, print_json, print_table
 from hsx_dist.config import parse_storage_options
+from hsx_dist.config.secrets import hide_secrets
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.observe.units import bytes_text
 from hsx_dist.reading import Run, Sample, open_run
@@ -56,14 +57,16 @@ def print_run(path: str, options: Sequence[str], *, as_json: bool) -> None:
     run = open_run(path, storage_options=parse_storage_options(options))
     totals = _totals(run)
     refused, failed = list(run.refused.values()), list(run.failed.values())
+    # Older versions recognised fewer credentials, and stored them.
+    info = {k: hide_secrets(v) if k in ("meaning", "settings") else v for k, v in run.info.items()}
     if as_json:
-        facts = {"run": path, "complete": run.complete, "info": dict(run.info), "totals": totals}
+        facts = {"run": path, "complete": run.complete, "info": info, "totals": totals}
         facts |= {"refused": [_fate(f) for f in refused], "failed": [_fate(f) for f in failed]}
         facts["conflicts"] = list(run.index.conflicts)
         print_json(facts)
         return
-    meaning = run.info.get("meaning", {})
-    settings = run.info.get("settings", {})
+    meaning = info.get("meaning", {})
+    settings = info.get("settings", {})
     print_facts(
         [
             ("run", path),

@@ -13,9 +13,11 @@ from pydantic import ValidationError
 
 from hsx_dist.config.models import ExtractConfig
 from hsx_dist.config.problems import config_error
-from hsx_dist.config.secrets import is_env_reference, secret_paths
+from hsx_dist.config.secrets import is_env_reference, public_url, secret_paths
 from hsx_dist.errors import ConfigError
 
+#: Of a setting: ``store.storage_options.client_kwargs``. Parts may be anything but a credential in a URL.
+_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _ENV = re.compile(r"\$\{env:([^}]*)\}")
 
 
@@ -44,7 +46,8 @@ def read_yaml(path: str) -> dict[str, Any]:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         why = e.strerror if isinstance(e, OSError) and e.strerror else type(e).__name__
-        raise ConfigError(f"expected a readable YAML file at {path}, came: {why}; check the path") from None
+        shown = public_url(path)
+        raise ConfigError(f"expected a readable YAML file at {shown}, came: {why}; check the path") from None
     value = _parse(text, f"{path}")
     if value is None:
         return {}
@@ -53,6 +56,15 @@ def read_yaml(path: str) -> dict[str, Any]:
             f"{path}: expected a mapping of settings, came a {type(value).__name__}; write `key: value` lines"
         )
     return value
+
+
+def refuse_on_command_line(value: object, path: tuple[str, ...]) -> None:
+    """Raise ConfigError where the setting ``path``, given as an argument of a command, holds a literal credential."""
+    for secret in secret_paths(value, path):
+        raise ConfigError(
+            f"{'.'.join(secret)}: expected no credential on a command line (job lists show it), came one; set it in "
+            f"the environment, and write {'.'.join(secret)}='${{env:NAME}}', or put `${{env:NAME}}` into the YAML file"
+        )
 
 
 def parse_storage_options(options: Sequence[str]) -> dict[str, Any]:
@@ -93,17 +105,12 @@ def _parse(text: str, where: str) -> Any:
 def _override(settings: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     path = tuple(name.strip().split("."))
-    if not equals or not all(path):
-        # Not echoed beyond the name: whatever came may be a credential.
-        raise ConfigError(
-            f"expected an override as key.sub=value, came {name[:40]!r}; write e.g. engine_kwargs.dtype=float32"
-        )
+    if not equals or not _NAME.fullmatch(name.strip()):
+        # Not shown unless it is a name: the text may be a credential.
+        came = repr(name.strip()) if equals and len(name) <= 40 and "://" not in name else "another text"
+        raise ConfigError(f"expected an override as key.sub=value, came {came}; write e.g. engine_kwargs.dtype=float32")
     value = text if is_env_reference(text) else _parse(text, name)
-    for secret in secret_paths(value, path):
-        raise ConfigError(
-            f"{'.'.join(secret)}: expected no credential on a command line (job lists show it), came one; set it in "
-            f"the environment, and write {'.'.join(secret)}='${{env:NAME}}', or put `${{env:NAME}}` into the YAML file"
-        )
+    refuse_on_command_line(value, path)
     here = settings
     for i, part in enumerate(path[:-1]):
         inner = here.get(part)

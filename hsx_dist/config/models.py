@@ -18,7 +18,14 @@ from hsx_dist.config.checks import (
     check_select,
     check_sizes,
 )
-from hsx_dist.config.secrets import HIDDEN, hide_options, hide_secrets, public_url, url_password
+from hsx_dist.config.secrets import (
+    HIDDEN,
+    check_no_credentials,
+    check_place_of_credentials,
+    hide_options,
+    hide_secrets,
+    public_url,
+)
 
 _MIB = 1 << 20
 Bytes = Annotated[ByteSize, Field(gt=0)]
@@ -137,6 +144,12 @@ class InputConfig(Settings):
     storage_options: Options = Field(
         default_factory=dict, description="fsspec options for reading the input; never shown."
     )
+
+    @field_validator("path")
+    @classmethod
+    def _no_misplaced_credentials(cls, value: str) -> str:
+        check_place_of_credentials(value)
+        return value
 
     @model_validator(mode="after")
     def _agree(self) -> InputConfig:
@@ -316,12 +329,8 @@ class ExtractConfig(Settings):
 
     @field_validator("output", "model")
     @classmethod
-    def _no_password(cls, value: str) -> str:
-        if url_password(value):
-            raise ValueError(
-                "expected a URL without a password, came one with it; give credentials by the environment or "
-                "store.storage_options"
-            )
+    def _no_credentials(cls, value: str) -> str:
+        check_no_credentials(value)
         return value
 
     @field_validator("layers", mode="before")
@@ -350,6 +359,7 @@ class ExtractConfig(Settings):
     @classmethod
     def _engine_kwargs(cls, value: dict[str, Any]) -> dict[str, Any]:
         check_engine_kwargs(value)
+        check_no_credentials(str(value.get("tokenizer")))
         return value
 
     @field_validator("sampling_params")

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from hsx_dist.config.checks import nearest
-from hsx_dist.config.secrets import looks_secret
+from hsx_dist.config.secrets import has_credentials, looks_secret
 from hsx_dist.errors import ConfigError
 
 _EXPECTED = {
@@ -67,6 +67,7 @@ def _came(value: object, loc: tuple[str, ...], hidden: Collection[str]) -> str:
         _NEVER_SHOWN.intersection(loc)
         or any(looks_secret(part) for part in loc)
         or any(h in str(value) for h in hidden if h)
+        or has_credentials(str(value))
     ):
         return f"a {type(value).__name__} that is not shown here"
     text = repr(value)

@@ -6,7 +6,9 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import unquote
+
+from hsx_dist.errors import ConfigError
 
 #: What stands where a value is not shown.
 HIDDEN = "(not shown)"
@@ -31,7 +33,10 @@ _SECRET_WORDS = frozenset(
         "auth",
         "authorization",
         "sas",
+        "sig",
         "signature",
+        "jwt",
+        "bearer",
     }
 )
 _SECRET_PHRASES = (("connection", "string"),)
@@ -90,31 +95,120 @@ def is_env_reference(value: object) -> bool:
     return isinstance(value, str) and _ENV_REFERENCE.fullmatch(value.strip()) is not None
 
 
-def url_password(url: str) -> bool:
-    """Whether a URL carries a password (``scheme://user:password@host``); ``abfs://container@account`` does not."""
-    authority = url.partition("://")[2].partition("/")[0] if "://" in url else ""
-    user, at, _ = authority.rpartition("@")
-    return bool(at) and ":" in user
+def has_credentials(text: str) -> bool:
+    """Whether a URL, a chain of URLs (``a::b``) or a text with URLs in it holds what may be a credential.
+
+    Every ``scheme://`` begins a link, which is judged alone. Its authority is the text up to the next ``/``:
+
+    ======================================  ============================================================================
+    ``file``, ``local``, ``memory``         a path: no rule
+    ``zip``, ``tar``, ``jar``, …            a member of an archive: no rule
+    ``s3``, ``gs``, ``gcs``, …              a bucket: no ``@``, and no ``:`` but in the ARN of an access point
+    ``abfs``, ``hf``, ``sftp``, …           ``NAME@HOST[:PORT]``: a name, without ``:``, is no credential
+    every other                             ``HOST[:PORT]``: no ``@``, and no other ``:``
+    ======================================  ============================================================================
+
+    A link that breaks its rule may hold a credential, since secrets contain slashes: in ``s3://KEY:SEC/RET@bucket``
+    the bucket would be ``KEY:SEC``. An ``@`` behind a valid authority belongs to a path (``s3://bucket/a@b``). A query
+    or a fragment with a parameter such as ``X-Amz-Signature``, ``sig`` or ``token`` is a credential. A local path or a
+    hub id has no ``://`` and holds none.
+    """
+    return any(map(_breaks_the_rule, _links(text))) or is_signed_url(text)
+
+
+def check_no_credentials(url: str) -> None:
+    """Raise ConfigError, which shows none, where ``has_credentials``."""
+    if has_credentials(url):
+        raise ConfigError(_REFUSED.format(public_url(url)))
+
+
+def check_place_of_credentials(url: str) -> None:
+    """Raise ConfigError where a URL has credentials that no library finds there: in a bucket's name, or as a port."""
+    for link in filter(_breaks_the_rule, _links(url)):
+        if link.partition("://")[0].lower() in _BUCKETS or "@" not in _authority(link):
+            raise ConfigError(_REFUSED.format(public_url(url)))
 
 
 def public_url(url: str) -> str:
-    """The URL without user, password and query (a signed URL's query is a credential); a path as it is."""
+    """``url`` without credentials and without its query, for messages, logs and stored objects.
+
+    Of a link with credentials (see ``has_credentials``) only what follows its last ``@`` is left. A text without
+    ``://`` is returned unchanged.
+    """
     if "://" not in url:
         return url
-    scheme, _, rest = url.partition("://")
-    rest = rest.split("?", 1)[0]
-    authority, slash, path = rest.partition("/")
-    if url_password(url):
-        authority = authority.rpartition("@")[2]
-    return f"{scheme}://{authority}{slash}{path}"
+    links = _links(url)
+    start = url.index(links[0]) if links else len(url)
+    shown = url[:start] + "".join(_public_link(link) for link in links)
+    before, separator, rest = shown.partition("://")
+    shown = before + separator + rest.split("?", 1)[0]
+    return shown.partition("#")[0] if is_signed_url(shown) else shown
 
 
-def is_signed_url(url: str) -> bool:
-    """Whether a URL's query holds a signature (S3, GCS, Azure): whoever has the URL has the access."""
-    if "://" not in url:
+def is_signed_url(text: str) -> bool:
+    """Whether a URL's query or fragment holds a signature or a token (S3, GCS, Azure): the URL is the access."""
+    found = re.search(r"[?#].*", text.partition("://")[2], re.DOTALL)
+    return found is not None and any(looks_secret(unquote(name)) for name in _PARAMETER.findall(found[0]))
+
+
+def url_secrets(text: str) -> Iterator[str]:
+    """What comes before the ``@`` of each link with credentials: as it is, and its parts."""
+    for link in filter(_breaks_the_rule, _links(text)):
+        secret = link.partition("://")[2].rpartition("@")[0]
+        yield from (secret, unquote(secret), *secret.split(":", 1), *unquote(secret).split(":", 1))
+
+
+_REFUSED = (
+    "{}: expected a URL without credentials, got one with a part that may be one. Give credentials by the environment, "
+    "a profile or storage_options"
+)
+_LINK = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_PARAMETER = re.compile(r"[?&;#]([^=&;#?\s]+)=")
+_NO_HOST = frozenset({"file", "local", "memory", "zip", "tar", "jar", "libarchive", "reference", "dir", "data"})
+_BUCKETS = frozenset({"s3", "s3a", "s3n", "gs", "gcs", "oss", "obs", "cos", "tos", "r2", "b2"})
+_NAME_AND_HOST = frozenset(
+    {"abfs", "abfss", "az", "adl", "wasb", "wasbs", "oci", "hf", "sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "root"}
+)
+_BUCKET = re.compile(r"[^:@]*|arn:aws[a-z-]*:s3[a-z-]*:[a-z0-9-]*:\d{12}:accesspoint(:[a-z0-9.-]+)?")
+_HOST = re.compile(r"([^:@]*|\[[0-9A-Fa-f:.%]+\])(:(?P<port>\d{0,5}))?")
+
+
+def _links(text: str) -> list[str]:
+    """The text from each ``scheme://`` to the next."""
+    starts = [found.start() for found in _LINK.finditer(text)]
+    return [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=False)]
+
+
+def _authority(link: str) -> str:
+    # Settings hold texts with URLs in them, hence blanks and punctuation. Percent-encoding hides nothing.
+    rest = re.split(r"[/\s]", link.partition("://")[2], maxsplit=1)[0]
+    return unquote(rest).removesuffix("::").rstrip(",.;!?)}\"'`>*")
+
+
+def _breaks_the_rule(link: str) -> bool:
+    scheme, authority = link.partition("://")[0].lower(), _authority(link)
+    if scheme in _NO_HOST:
         return False
-    names = [name for name, _ in parse_qsl(urlsplit(url).query, keep_blank_values=True)]
-    return any(looks_secret(name) or name.lower() == "sig" for name in names)
+    if scheme in _BUCKETS:
+        return _BUCKET.fullmatch(authority) is None
+    name, at, host = authority.rpartition("@")
+    if at and (scheme not in _NAME_AND_HOST or ":" in name):
+        return True
+    found = _HOST.fullmatch(host)
+    if found is None or int(found["port"] or 0) > 65535:
+        return True
+    return (
+        found["port"] == "" and re.search(r"://[^/\s]*:/.*@", link, re.DOTALL) is not None
+    )  # a secret may begin with /
+
+
+def _public_link(link: str) -> str:
+    if not _breaks_the_rule(link):
+        return link
+    scheme, _, rest = link.partition("://")
+    chained = "::" if rest.endswith("::") else ""
+    _, at, after = rest.removesuffix("::").rpartition("@")
+    return f"{scheme}://{after if at else HIDDEN}{chained}"
 
 
 def secret_paths(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -130,8 +224,13 @@ def secret_paths(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[st
     if value is None or isinstance(value, bool) or is_env_reference(value):
         return
     named_so = any(looks_secret(name) for name in path) and not (path[-1] == "token" and value in _WHERE_TO_LOOK)
-    if named_so or (isinstance(value, str) and (url_password(value) or is_signed_url(value))):
+    if named_so or (isinstance(value, str) and has_credentials(_without_references(value))):
         yield path
+
+
+def _without_references(text: str) -> str:
+    """``text`` with a word for each ``${env:NAME}``, and without the part before an ``@`` if it is made of these."""
+    return _ENV_REFERENCE.sub("env", re.sub(rf"(?<=://)({_ENV_REFERENCE.pattern}:?)+@", "", text))
 
 
 def hide_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,18 +242,22 @@ def hide_options(options: Mapping[str, Any]) -> dict[str, Any]:
         elif str(name) not in _HARMLESS_OPTIONS or looks_secret(str(name)):
             shown[name] = HIDDEN
         else:
-            shown[name] = public_url(value) if isinstance(value, str) else value
+            shown[name] = hide_secrets(value)
     return shown
 
 
-def hide_secrets(value: Any, name: str = "") -> Any:
-    """A copy of nested settings in which what looks like a credential is not shown."""
+def hide_secrets(value: Any, name: str = "", *, within: bool = False) -> Any:
+    """A copy of nested settings in which what looks like a credential is not shown. ``within``: a setting around this
+    one has the name of a secret, whose texts are then hidden."""
     if isinstance(value, Mapping):
-        return {k: hide_secrets(v, str(k)) for k, v in value.items()}
+        within = within or looks_secret(name)
+        return {k: hide_secrets(v, str(k), within=within) for k, v in value.items()}
     if value is not None and not isinstance(value, bool) and looks_secret(name):
         return HIDDEN
+    if within and isinstance(value, str):
+        return HIDDEN
     if isinstance(value, (list, tuple)):
-        return [hide_secrets(v, name) for v in value]
+        return [hide_secrets(v, name, within=within) for v in value]
     return public_url(value) if isinstance(value, str) else value
 
 

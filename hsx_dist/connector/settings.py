@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from hsx_dist.config.secrets import check_no_credentials
 from hsx_dist.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -101,6 +102,7 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
             f"{'.'.join(map(str, d['loc']))}: {d['msg']}" for d in e.errors(include_input=False, include_url=False)
         ]
         raise ConfigError("kv_connector_extra_config: " + "; ".join(lines)) from None
+    check_no_credentials(settings.output)  # answers to clients name it
     if settings.via == "store" and settings.layout == "part":
         raise ConfigError(
             "hsx.layout: expected 'sample' where the connector stores by itself (parts need a run, whose driver proves "

@@ -19,6 +19,7 @@ from hsx_dist.format.description import (
     ATTACHMENT_NAME,
     MAX_ATTACHED_BYTES,
     MAX_CHUNK_BYTES,
+    RESERVED_NAMES,
     Attachment,
     Description,
     SegmentInfo,
@@ -315,12 +316,21 @@ def _check_attached(segment: Segment, attached: Mapping[str, np.ndarray[Any, Any
         raise ValueError(f"{_where(segment)}: expected attached arrays with segment 0 alone, got {sorted(attached)}")
     found = {}
     for name, value in attached.items():
+        if name in RESERVED_NAMES:
+            raise ValueError(
+                f"{_where(segment)}: expected other names to attach than {', '.join(sorted(RESERVED_NAMES))}, got "
+                f"{name!r}. Rename the array"
+            )
         array = np.array(value, order="C")
         little = array.dtype.newbyteorder("<")
         if not ATTACHMENT_NAME.fullmatch(name) or little not in _ATTACHED_AS:
             raise ValueError(
                 f"{_where(segment)}: expected names of letters, digits, '_', '-' and arrays of bool, integers or "
                 f"floats of at most 64 bits to attach, got {name!r} of {array.dtype}"
+            )
+        if name == "loss_mask" and array.shape != (segment.total,):
+            raise ValueError(
+                f"{_where(segment)}: expected a loss_mask of {segment.total} tokens to attach, got shape {array.shape}"
             )
         if array.nbytes > MAX_ATTACHED_BYTES or array.ndim > 8:
             raise ValueError(

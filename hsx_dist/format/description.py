@@ -40,6 +40,8 @@ ATTACHMENT_DTYPE = {
     "U32": "<u4", "I32": "<i4", "F32": "<f4", "U64": "<u8", "I64": "<i8", "F64": "<f8",
 }  # fmt: skip
 ATTACHMENT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+#: What readers call a sample's own parts. Nothing else is attached under these names.
+RESERVED_NAMES = frozenset({"hidden_states", "token_ids", "layer_ids", "input_ids", "key", "meta"})
 MAX_ATTACHED_BYTES = 64 << 20
 #: Written into every part, for whoever finds one alone.
 LAYER_MEANING = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
+from hsx_dist.config import public_url
 from hsx_dist.errors import ConfigError
 
 
@@ -27,5 +28,6 @@ def connect_ray(run: str = "") -> None:
         )
     except ConnectionError as e:
         raise ConfigError(
-            f"RAY_ADDRESS: expected a Ray cluster at {address!r}, came: {e}; start one, or unset it"
+            f"RAY_ADDRESS: expected a Ray cluster at {public_url(address or 'local')!r}, came: "
+            f"{public_url(str(e))}; start one, or unset it"
         ) from e

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
-from datetime import date, time, timedelta
-from decimal import Decimal
 from typing import Any
 
 from hsx_dist.connector.options import MAX_METADATA_BYTES
 from hsx_dist.errors import InputError
+from hsx_dist.jobs.values import chat_value, is_unicode, kind_of, metadata_value, shown
 
 _MAX_TOKEN_ID = (1 << 31) - 1
 #: Names of ShareGPT's roles → those of chat templates.
 _SHAREGPT = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 
 
-def as_messages(value: Any) -> Any:
+def as_messages(value: Any, name: str) -> Any:
     """Messages in the form of chat templates: a list of mappings with ``role`` and ``content``.
 
     A JSON text, as tables often hold, is read; ShareGPT's ``from`` and ``value`` are renamed; members that are null are
-    left out, as a table has every member in every row. What is no list of messages is given back as it came.
+    left out, as a table has every member in every row. A value that is no list is returned unchanged.
+
+    Raises:
+        InputError: a value has no JSON form, or is nested too deeply.
     """
     if isinstance(value, str):
         value = _parsed(value)
     if not isinstance(value, list):
         return value
-    return [_message(m) if isinstance(m, dict) else m for m in value]
+    return [_message(m) if isinstance(m, dict) else m for m in chat_value(value, name)]
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
@@ -48,12 +49,12 @@ def as_tools(value: Any, name: str) -> list[Any] | None:
     """Tools as a list of mappings, also from a JSON text; None for an empty list.
 
     Raises:
-        InputError: it is neither.
+        InputError: it is neither, a value has no JSON form, or is nested too deeply.
     """
     found = _parsed(value) if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
         raise InputError(f"{name}: expected a list of tools (objects), came {kind_of(found)}")
-    return [_without_null(tool) for tool in found] or None
+    return [_without_null(tool) for tool in chat_value(found, name)] or None
 
 
 def _parsed(text: str) -> Any:
@@ -72,46 +73,25 @@ def mask_of(value: Any, name: str) -> list[int]:
     if not isinstance(value, list) or not value:
         raise InputError(f"{name}: expected a list of 0 and 1, came {kind_of(value)}")
     for i, item in enumerate(value):
-        if item not in (0, 1) or not isinstance(item, int):
-            raise InputError(f"{name}: expected 0 or 1, came {str(item)[:40]!r} at position {i}")
+        if type(item) not in (int, bool) or item not in (0, 1):
+            raise InputError(f"{name}: expected 0 or 1, came {shown(item)} at position {i}")
     return [int(item) for item in value]
 
 
 def json_metadata(values: dict[str, Any]) -> dict[str, Any]:
-    """Columns as JSON values: dates and times in ISO 8601, decimals as text, numbers that are not finite as null.
+    """Columns as JSON values: see ``metadata_value``.
 
     Raises:
-        InputError: a value has no such form, or all are too large.
+        InputError: a value has no such form, is nested too deeply, or all are too large.
     """
-    found = {name: _json_value(value, name) for name, value in values.items()}
+    # Every value takes a byte: the count stops a value that is far too large before it is encoded.
+    found = {name: metadata_value(value, name, MAX_METADATA_BYTES) for name, value in values.items()}
     size = len(json.dumps(found))
     if size > MAX_METADATA_BYTES:
         raise InputError(
             f"metadata: expected at most {MAX_METADATA_BYTES} bytes as JSON, came {size}; name fewer or smaller columns"
         )
     return found
-
-
-def _json_value(value: Any, name: str) -> Any:
-    if value is None or isinstance(value, (bool, int)):
-        return value
-    if isinstance(value, str):
-        if not is_unicode(value):
-            raise InputError(f"{name}: expected valid Unicode, came half of a surrogate pair")
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, (date, time)):  # datetime is a date
-        return value.isoformat()
-    if isinstance(value, timedelta):
-        return value.total_seconds()
-    if isinstance(value, Decimal):
-        return str(value)
-    if isinstance(value, list):
-        return [_json_value(item, name) for item in value]
-    if isinstance(value, dict):
-        return {str(key): _json_value(item, name) for key, item in value.items()}
-    raise InputError(f"{name}: expected what JSON can hold, came {kind_of(value)}; leave it out of input.metadata")
 
 
 def _text_problem(value: Any) -> str | None:
@@ -131,8 +111,6 @@ def _messages_problem(value: Any) -> str | None:
         content = message.get("content")
         if content is not None and not isinstance(content, (str, list)):
             return f"expected the content of message {i} to be a string or a list, came {kind_of(content)}"
-        if isinstance(content, str) and not is_unicode(content):
-            return f"expected valid Unicode in message {i}, came half of a surrogate pair"
     return None
 
 
@@ -141,7 +119,7 @@ def _token_ids_problem(value: Any) -> str | None:
         return f"expected a list of token ids, came {kind_of(value)}"
     for i, token in enumerate(value):
         if type(token) is not int or not 0 <= token <= _MAX_TOKEN_ID:
-            return f"expected token ids (integers from 0), came {str(token)[:40]!r} at position {i}"
+            return f"expected token ids (integers from 0), came {shown(token)} at position {i}"
     return None
 
 
@@ -151,22 +129,3 @@ CONTENT_CHECKS: dict[str, Callable[[Any], str | None]] = {
     "messages": _messages_problem,
     "token_ids": _token_ids_problem,
 }
-
-
-def is_unicode(text: str) -> bool:
-    """Whether UTF-8 can hold it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def kind_of(value: Any) -> str:
-    """What a value is, in JSON's words."""
-    names = {dict: "an object", str: "a string", bool: "a boolean", int: "an integer", float: "a number"}
-    if value is None:
-        return "null"
-    if isinstance(value, list):
-        return "a list" if value else "an empty list"
-    return names.get(type(value), type(value).__name__)

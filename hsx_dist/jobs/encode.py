@@ -6,10 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hsx_dist.config import ExtractConfig
+from hsx_dist.config import ExtractConfig, public_url
 from hsx_dist.errors import ConfigError, InputError
 from hsx_dist.jobs.loss_mask import mask_of_spans, spans_of_roles
 from hsx_dist.jobs.rows import Row
+
+#: What deriving one row's loss mask may render: characters, and for each message as many more as it takes time.
+_MAX_RENDERED = 1 << 30
+_MESSAGE_COST = 256
 
 
 class TooLong(InputError):
@@ -69,7 +73,7 @@ def load_tokenizer(model: str, *, revision: str | None = None, engine_kwargs: Ma
         )
     except Exception as e:
         # transformers raises OSError, ValueError, KeyError, … for one thing: it is not there or not readable.
-        why = (str(e).splitlines() or [""])[0][:200]
+        why = public_url((str(e).splitlines() or [""])[0])[:200]  # it may name the hub's URL
         raise ConfigError(
             f"model: expected a model with a tokenizer at {source!r}, came {type(e).__name__}: {why}; check the "
             "name, the revision and the access to it"
@@ -124,19 +128,24 @@ class RowEncoder:
         if not ids:
             raise InputError("expected at least one token, came none after tokenising; remove the row")
         mask = self._mask(row, ids, mask)
-        limit = min(self.max_tokens, self.rules.max_length or self.max_tokens)
-        if len(ids) > limit:
-            if self.rules.too_long != "truncate":
-                raise TooLong(
-                    f"expected at most {limit} tokens, came {len(ids)}; shorten the row, set input.too_long=truncate, "
-                    "or extract it with a larger input.max_length or engine_kwargs.max_model_len into another run"
-                )
-            ids, mask = ids[:limit], None if mask is None else mask[:limit]
+        self._check_length(ids)
+        ids, mask = ids[: self._limit], None if mask is None else mask[: self._limit]
         if mask is not None and not any(mask) and not self.rules.include_output_tokens:
             raise InputError(
                 f"expected a loss mask with a 1 in it, came {len(ids)} zeros; nothing would be learned from this row"
             )
         return Encoded(ids, None if mask is None else bytes(mask))
+
+    @property
+    def _limit(self) -> int:
+        return min(self.max_tokens, self.rules.max_length or self.max_tokens)
+
+    def _check_length(self, ids: list[int]) -> None:
+        if len(ids) > self._limit and self.rules.too_long != "truncate":
+            raise TooLong(
+                f"expected at most {self._limit} tokens, came {len(ids)}; shorten the row, set input.too_long="
+                "truncate, or extract it with a larger input.max_length or engine_kwargs.max_model_len into another run"
+            )
 
     def _mask(self, row: Row, ids: list[int], derived: Sequence[int] | None) -> Sequence[int] | None:
         rules = self.rules
@@ -190,14 +199,25 @@ class RowEncoder:
         return options
 
     def _chat_with_mask(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> tuple[list[int], bytes]:
+        left = _MAX_RENDERED
+
         def render(some: list[dict[str, Any]], header: bool) -> str:
+            nonlocal left
             changed = {**options, "add_generation_prompt": header, "continue_final_message": False}
-            return str(self.tokenizer.apply_chat_template(some, tokenize=False, **changed))
+            text = str(self.tokenizer.apply_chat_template(some, tokenize=False, **changed))
+            left -= len(text) + _MESSAGE_COST * len(some)
+            if left < 0:  # the beginnings of a chat grow with the square of its length
+                raise InputError(
+                    f"loss_roles: expected a chat whose beginnings are at most {_MAX_RENDERED >> 20} Mi characters, "
+                    f"got more with {len(messages)} messages. Give the row a loss_mask, or split it"
+                )
+            return text
 
         whole = str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
         # As apply_chat_template itself does: the template has put the special tokens there.
         encoded = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids = _ints(encoded["input_ids"])
+        self._check_length(ids)  # before its beginnings are rendered: a long row would take minutes, and be refused
         spans = spans_of_roles(whole, messages, self.rules.loss_roles or (), render)
         return ids, mask_of_spans(whole, ids, encoded["offset_mapping"], spans, self._special)
 

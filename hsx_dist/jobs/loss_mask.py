@@ -53,6 +53,8 @@ def spans_of_roles(
 
 def _common(a: str, b: str) -> int:
     """Length of the beginning that both have."""
+    if a.startswith(b):  # nearly always, and in C
+        return len(b)
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -60,10 +62,21 @@ def _agreement(through: str, whole: str, start: int) -> int:
     """How many characters of ``whole`` from ``start`` on the text ``through`` ends with, at most."""
     if whole.startswith(through):
         return len(through) - start
-    for length in range(min(len(through), len(whole) - start), 0, -1):
-        if through.endswith(whole[start : start + length]):
-            return length
-    return 0
+    # Knuth, Morris and Pratt: linear in the text's length. A row may be megabytes of one letter.
+    wanted = whole[start : start + len(through)]
+    borders = [0] * len(wanted)
+    length = 0
+    for i in range(1, len(wanted)):
+        while length and wanted[i] != wanted[length]:
+            length = borders[length - 1]
+        length += wanted[i] == wanted[length]
+        borders[i] = length
+    length = 0
+    for letter in through[len(through) - len(wanted) :]:
+        while length and (length == len(wanted) or letter != wanted[length]):
+            length = borders[length - 1]
+        length += bool(wanted) and letter == wanted[length]
+    return length
 
 
 def mask_of_spans(

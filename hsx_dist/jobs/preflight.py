@@ -144,7 +144,7 @@ def load_text_config(config: ExtractConfig, path: str) -> Any:
     except (OSError, ValueError) as e:
         raise ConfigError(
             f"model: expected a Hugging Face id or a folder with a config.json, came {config.model!r}: "
-            f"{str(e).splitlines()[0]} Check the name, the access to the hub, or give a folder"
+            f"{public_url(str(e).splitlines()[0])} Check the name, the access to the hub, or give a folder"
         ) from None
     return hf.get_text_config()
 

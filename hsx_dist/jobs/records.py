@@ -12,6 +12,7 @@ import lzma
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import IO, Any
 
 import zstandard
@@ -26,10 +27,18 @@ BATCH_ROWS = 256
 _BROKEN = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, zstandard.ZstdError)
 
 
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Takes the place of a row that cannot be read; the others of its file can."""
+
+    reason: str
+
+
 def read_records(
     found: Input, source: Source, columns: Sequence[str], needed: Sequence[str], opened: IO[bytes] | None = None
 ) -> Iterator[tuple[int, Any]]:
-    """(number from 0, line as bytes or a mapping of columns) of everything in ``source``; None for a line too long.
+    """(number from 0, line as bytes or a mapping of columns) of everything in ``source``; None for a line too long,
+    ``Unreadable`` for a row of a table that has no Python values.
 
     Args:
         columns: what is read of a columnar file, as far as it has them.
@@ -101,9 +110,7 @@ def require_pyarrow() -> None:
         ) from None
 
 
-def _columnar(
-    file: IO[bytes], form: str, columns: Sequence[str], needed: Sequence[str], shown: str
-) -> Iterator[dict[str, Any]]:
+def _columnar(file: IO[bytes], form: str, columns: Sequence[str], needed: Sequence[str], shown: str) -> Iterator[Any]:
     require_pyarrow()
     import pyarrow as pa
 
@@ -111,7 +118,7 @@ def _columnar(
         batches = _parquet(file, columns, needed, shown) if form == "parquet" else _arrow(file, columns, needed, shown)
         for batch in batches:
             for start in range(0, batch.num_rows, BATCH_ROWS):
-                yield from batch.slice(start, BATCH_ROWS).to_pylist()
+                yield from _records(batch.slice(start, BATCH_ROWS))
     except (pa.ArrowInvalid, OSError) as e:
         if isinstance(e, OSError) and "Expected to be able to read" not in str(e):
             raise  # the store's; that one is Arrow's own word for a file that was cut off
@@ -150,3 +157,15 @@ def _chosen(there: Sequence[str], columns: Sequence[str], needed: Sequence[str],
             "yours with input.text, input.messages or input.token_ids"
         )
     return [name for name in dict.fromkeys(columns) if name in there]
+
+
+def _records(batch: Any) -> list[Any]:
+    """The rows of a record batch as mappings; ``Unreadable`` for a row that has no Python values (a date after the
+    year 9999, a text that is not UTF-8, nanoseconds, a deeply nested type)."""
+    try:
+        found: list[Any] = batch.to_pylist()
+        return found
+    except Exception as e:  # noqa: BLE001 (each type of Arrow has its own)
+        if batch.num_rows == 1:
+            return [Unreadable(f"the row's values cannot be read ({type(e).__name__}); correct or cast the column")]
+        return [row for i in range(batch.num_rows) for row in _records(batch.slice(i, 1))]

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 #: How long the loop sleeps when a step had nothing to compute (the ring is full, or the last copies are under way).
 IDLE_S = 0.001
+#: Characters of a refusal that are kept.
+_MAX_REASON = 2000
 
 
 @dataclass(slots=True)
@@ -230,7 +232,8 @@ class Replica:
                 fate: Literal["refused", "failed"] = "refused"
                 if isinstance(e, TooLong) and self._spec.rules.too_long == "fail":
                     fate = "failed"
-                running.result.refused.append(RowFate(row.key, row.row, fate, str(e), running.task.tries, row.content))
+                reason = str(e)[:_MAX_REASON]  # receipts keep it, and vLLM's may quote the request
+                running.result.refused.append(RowFate(row.key, row.row, fate, reason, running.task.tries, row.content))
                 continue
             running.open.add(row.key)
             running.result.tokens += len(encoded.token_ids)

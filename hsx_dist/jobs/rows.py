@@ -11,9 +11,10 @@ from typing import IO, Any
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import InputError
 from hsx_dist.format.manifest import RowFate
-from hsx_dist.jobs.content import CONTENT_CHECKS, as_messages, as_tools, is_unicode, json_metadata, kind_of, mask_of
-from hsx_dist.jobs.records import MAX_LINE_BYTES, read_records
+from hsx_dist.jobs.content import CONTENT_CHECKS, as_messages, as_tools, json_metadata, mask_of
+from hsx_dist.jobs.records import MAX_LINE_BYTES, Unreadable, read_records
 from hsx_dist.jobs.sources import Input, find_input
+from hsx_dist.jobs.values import is_unicode, kind_of, shown
 
 _MAX_KEY = 1024
 
@@ -79,7 +80,7 @@ def _as_record(prompt: Any, config: InputConfig) -> Any:
         return dict(prompt)
     if hasattr(prompt, "tolist"):  # numpy or torch
         prompt = prompt.tolist()
-    if isinstance(prompt, Sequence):
+    if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray, memoryview)):
         return {config.messages if prompt and isinstance(prompt[0], Mapping) else config.token_ids: list(prompt)}
     return prompt
 
@@ -170,6 +171,8 @@ class _RowCheck:
         return self.judge(row, number, {self.config.text: text})
 
     def judge(self, row: int, number: int, record: Any) -> Row | RowFate:
+        if isinstance(record, Unreadable):
+            return self._refused(row, number, record.reason)
         if not isinstance(record, dict):
             return self._refused(row, number, f"expected a JSON object, came {kind_of(record)}")
         key = None
@@ -197,7 +200,8 @@ class _RowCheck:
 
     def _number_key(self, number: int) -> str:
         # Not the default key: that one, or an id that looks like it, may belong to a row that is fine.
-        return f"{self.stem}#{number:08d}"
+        stem = self.stem.encode("utf-8", "backslashreplace").decode()  # a file's name may be no Unicode
+        return f"{stem}#{number:08d}"
 
     def _refused(self, row: int, number: int, reason: str, key: str | None = None) -> RowFate:
         return RowFate(key=key or self._number_key(number), row=row, fate="refused", reason=reason, tries=0)
@@ -206,9 +210,11 @@ class _RowCheck:
         name = self.config.id
         value = record.get(name) if name is not None else None
         if value is None:
-            return self._default_key(number)
+            name, value = "the key of a row without an id", self._default_key(number)
         if isinstance(value, bool) or not isinstance(value, (str, int)):
             raise InputError(f"{name}: expected a string or an integer, came {kind_of(value)}")
+        if isinstance(value, int) and value.bit_length() > _MAX_KEY:
+            raise InputError(f"{name}: expected an integer of at most {_MAX_KEY} bits, got {shown(value)}")
         key = str(value)
         if not key or len(key) > _MAX_KEY:
             raise InputError(f"{name}: expected 1 to {_MAX_KEY} characters, came {len(key)}")
@@ -225,7 +231,7 @@ class _RowCheck:
             came = " and ".join(given.values()) if given else "none of them"
             raise InputError(f"expected exactly one of the fields {', '.join(names.values())}, came {came}")
         kind, name = next(iter(given.items()))
-        value = as_messages(record[name]) if kind == "messages" else record[name]
+        value = as_messages(record[name], name) if kind == "messages" else record[name]
         problem = CONTENT_CHECKS[kind](value)
         if problem:
             raise InputError(f"{name}: {problem}")

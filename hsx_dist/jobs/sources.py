@@ -146,7 +146,8 @@ def _of_folder(config: InputConfig, fs: Any, folder: str) -> list[Source]:
 def _of_many(config: InputConfig, fs: Any, found: dict[str, str], base: str) -> list[Source]:
     sources = []
     for path, kind in sorted(found.items()):
-        name = path.removeprefix(base).strip("/")
+        # A page of links may sign them: keys are made of names.
+        name = public_url(path).removeprefix(public_url(base)).strip("/")
         if any(part.startswith((".", "_")) for part in name.split("/")):
             continue  # what other programs leave beside their data: _SUCCESS, .crc, .ipynb_checkpoints
         if kind == "directory":

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from hsx_dist.config.secrets import public_url
 from hsx_dist.format.place import open_place
 from hsx_dist.format.runs import newest_attempt, read_complete, read_heartbeat
 from hsx_dist.observe.units import duration
@@ -96,7 +97,7 @@ def look(root: Store, before: Standing | None = None) -> Standing:
     progress = beat.get("progress") if beat else None
     standing = Standing(
         url=root.url,
-        model=str(place.info.get("meaning", {}).get("model", "?")),
+        model=public_url(str(place.info.get("meaning", {}).get("model", "?"))),
         attempt=attempt,
         state=state,
         age=_age(beat),

@@ -52,6 +52,13 @@ class ItemSpec:
         if self.loss_mask not in ("ones", "raise", "off"):
             raise ConfigError(f"loss_mask: expected 'ones', 'raise' or 'off', came {self.loss_mask!r}")
         resolve_framework(self.framework)
+        names = [name for name in NAMES if name != LOSS_MASK or self.loss_mask != "off"]
+        final = [new for name in dict.fromkeys((*names, *self.rename)) if (new := self.rename.get(name, name))]
+        if twice := sorted({name for name in final if final.count(name) > 1}):
+            raise ConfigError(
+                f"rename: expected a name for one array each, got {', '.join(twice)} for several. Rename or leave out "
+                "(null) the other"
+            )
 
     def check_layers(self, run: Run) -> None:
         """``ConfigError`` when the run tells its layers, and one that is wanted is not among them."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from hsx_dist.config.secrets import looks_secret
+from hsx_dist.config.secrets import looks_secret, url_secrets
 from hsx_dist.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
 
 _DENIED_CODES = frozenset(
@@ -106,6 +106,7 @@ class Redactor:
 
     def __init__(self, options: Mapping[str, Any], environ: Mapping[str, str]):
         values = {*_secret_values(options), *(v for k, v in environ.items() if looks_secret(k) and len(v) >= 8)}
+        values.update(secret for v in environ.values() for secret in url_secrets(v) if len(secret) >= 8)  # of a proxy
         # The longest first: one secret may be a part of another.
         self._secrets = sorted((v for v in values if len(v) >= 4), key=len, reverse=True)
 
@@ -248,3 +249,5 @@ def _secret_values(options: Mapping[str, Any], secret: bool = False) -> Iterator
             yield from _secret_values(value, hidden)
         elif hidden and isinstance(value, str) and value not in _WHERE_TO_LOOK:
             yield value
+        elif isinstance(value, str):
+            yield from url_secrets(value)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from hsx_dist.config.secrets import public_url, url_password
+from hsx_dist.config.secrets import check_no_credentials, public_url
 from hsx_dist.errors import ConfigError, Unavailable
 from hsx_dist.store.base import Store
 from hsx_dist.store.local import LocalStore
@@ -37,16 +37,12 @@ def open_store(
     far as the back end's library allows.
 
     Raises:
-        ConfigError: the url is empty, holds a password, or has a scheme that is unknown or whose package is missing;
+        ConfigError: the url is empty, holds a credential, or has a scheme that is unknown or whose package is missing;
             ``backend`` is obstore, and an option has no counterpart there.
     """
     if not url:
         raise ConfigError("expected the url of a store or the path of a folder, came an empty one; set it")
-    if url_password(url):
-        raise ConfigError(
-            f"{public_url(url)}: expected a url without a password, came one with it; give credentials by the "
-            "environment or storage_options"
-        )
+    check_no_credentials(url)
     if retry_seconds < 0:
         raise ConfigError(f"retry_seconds: expected 0 or more, came {retry_seconds}; set 0 for no repetition")
     return RetryStore(_open(url, storage_options, backend), RetryPolicy(seconds=retry_seconds), on_retry=on_retry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import subprocess
@@ -128,15 +129,30 @@ def test_another_meaning_is_refused_and_named(run, tiny_model_path):
 
 
 def test_more_rows_go_on_where_the_run_ended_with_their_answers(tiny_model_path, tmp_path):
-    """A second attempt computes what is missing alone; generated tokens have states but for the last one."""
+    """A second attempt computes what is missing alone; generated tokens have states but for the last one. Rows that no
+    step could hash, ship or template are refused by both attempts."""
     output = tmp_path / "run"
+    deep = functools.reduce(lambda value, _: {"a": [value]}, range(300), None)  # 600 levels
+    chat = [{"role": "user", "content": "x"}]
+    bad = [
+        {"id": "metadata", "token_ids": [5, 6], "source": deep},
+        {"id": "tools", "messages": chat, "tools": [deep]},
+        {"id": "messages", "messages": [{**chat[0], "tool_calls": [deep]}]},
+        {"id": "text", "messages": json.dumps([{**chat[0], "tool_calls": [deep]}])},
+        {"id": "number", "token_ids": [5, 10**5000]},
+    ]
     first = [{"id": f"a{i}", "token_ids": list(range(5, 25 + i))} for i in range(4)]
-    more = [*first, {"id": "b", "token_ids": list(range(9, 40))}]
+    more = [*first, {"id": "b", "token_ids": list(range(9, 40)), "source": {"n": 1 << 70}}]
     sampling = {"max_tokens": 7, "ignore_eos": True, "temperature": 0.0}
     options = settings(include_output_tokens=True, sampling_params=sampling, layers=[2, "last"], codec="zstd")
-    before = hsx_dist.extract(first, model=str(tiny_model_path), output=output, **options)
+    options["input"] = {"metadata": ["source"]}
+    before = hsx_dist.extract(bad + first, model=str(tiny_model_path), output=output, **options)
     parts = set(before.manifest.parts)
-    run = hsx_dist.extract(more, model=str(tiny_model_path), output=output, **options)
+    assert set(before.refused) == {row["id"] for row in bad}
+    run = hsx_dist.extract(bad + more, model=str(tiny_model_path), output=output, **options)
+    assert set(run.refused) == {row["id"] for row in bad}
+    assert "nested at most 64 deep" in run.refused["metadata"].reason
+    assert run["b"].metadata == {"source": {"n": str(1 << 70)}}
     assert {r.attempt for r in run.manifest.samples.values()} == {1, 2}
     assert parts < set(run.manifest.parts)
     oracle = Oracle(tiny_model_path)

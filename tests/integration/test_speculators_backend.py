@@ -75,7 +75,7 @@ def test_what_a_server_stored_is_read_and_removed(prepared: tuple[str, Path], tm
     path = tmp_path / "answer.safetensors"
     with pytest.raises(SystemExit):
         main(["cat", run, "r3", "-o", str(path)])
-    reader = HsxTransfer(None, None, wait=1, delete_generated=True)
+    reader = HsxTransfer(None, None, wait=1, delete_generated=True, storage_path=str(tmp_path))
     got = reader.get_generated({"hidden_states_path": str(path)})
     assert got is not None
     assert got["token_ids"].tolist() == SAMPLES[3].token_ids.tolist()
@@ -83,6 +83,59 @@ def test_what_a_server_stored_is_read_and_removed(prepared: tuple[str, Path], tm
     assert not path.exists()
     (tmp_path / "failed.error.json").write_text('{"error": "aborted"}')
     assert reader.get_generated({"hidden_states_path": str(tmp_path / "failed.safetensors")}) is None
+
+
+def test_only_what_lies_under_the_storage_path_is_read_or_removed(prepared: tuple[str, Path], tmp_path: Path) -> None:
+    from hsx_dist.cli import main
+
+    run, _ = prepared
+    (tmp_path / "states").mkdir()
+    outside = tmp_path / "outside.safetensors"
+    with pytest.raises(SystemExit):
+        main(["cat", run, "r3", "-o", str(outside)])
+    (tmp_path / "states" / "link.safetensors").symlink_to(outside)
+    (tmp_path / "states" / "up").symlink_to(tmp_path)
+    reader = HsxTransfer(run, None, delete_generated=True, storage_path=str(tmp_path / "states"))
+    for named in (
+        str(outside),
+        f"{tmp_path}/states/../outside.safetensors",
+        f"{tmp_path}/states/link.safetensors",
+        f"{tmp_path}/states/up/outside.safetensors",
+        f"file://{outside}",
+        "http://169.254.169.254/latest/meta-data.safetensors",
+        "s3://another/x.safetensors",
+        run,
+    ):
+        with pytest.raises(ConfigError, match="expected a place under it"):
+            reader.get_generated({"hidden_states_path": named, "hidden_states_key": "r3"})
+        if named.endswith(".safetensors"):
+            with pytest.raises(ConfigError, match="expected a place under it"):
+                reader.delete(named)
+    for wrong in (None, 3, [str(outside)]):
+        with pytest.raises(ConfigError, match="the name of a place under it"):
+            reader.get_generated({"hidden_states_path": wrong})
+    assert outside.is_file()
+    without = transfer(run)  # no storage path is configured
+    with pytest.raises(ConfigError, match="--hsx-storage-path"):
+        without.get_generated({"hidden_states_path": str(outside)})
+
+
+def test_a_credential_is_no_argument(prepared: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = argparse.ArgumentParser()
+    HsxBackend.add_train_args(parser)
+
+    def options(text: str) -> HsxTransfer:
+        return HsxBackend.from_train_args(parser.parse_args(["--hsx-storage-options", text]), "unused")
+
+    monkeypatch.setenv("HSX_TEST_SECRET", "hunter2")
+    made = options('{"secret": "${env:HSX_TEST_SECRET}", "client_kwargs": {"region_name": "eu"}}')
+    assert made._options == {"secret": "hunter2", "client_kwargs": {"region_name": "eu"}}
+    with pytest.raises(ConfigError, match="no credential on a command line") as e:
+        options('{"secret": "hunter2"}')
+    assert "hunter2" not in str(e.value)
+    for wrong in ("[1]", "x", '{"a":'):
+        with pytest.raises(ConfigError, match="storage-options"):
+            options(wrong)
 
 
 def test_the_trainers_command_knows_the_back_end() -> None:

@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "reading": {"errors", "page", "config", "store", "format"},
     "exporting": {"errors", "isa", "page", "config", "layers", "store", "format", "reading", "testing"},
     "ray": {"errors", "reading", "exporting"},
-    "speculators": {"errors", "reading", "store"},
+    "speculators": {"errors", "config", "reading", "store"},
     "observe": {"errors", "page", "config", "layers", "store", "format", "reading"},
     "writers": {"errors", "page", "config", "layers", "store", "format", "observe", "madvise"},
     "connector": {

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hsx_dist.config.secrets import hide_secrets
 from hsx_dist.format.container import Part
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.format.runs import newest_attempt, read_attempt, read_complete, read_heartbeat
@@ -76,13 +77,16 @@ class RunFacts:
 
     @property
     def meaning(self) -> Mapping[str, Any]:
-        found = self.info.get("meaning")
-        return found if isinstance(found, dict) else {}
+        return self._shown("meaning")
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        found = self.info.get("settings")
-        return found if isinstance(found, dict) else {}
+        return self._shown("settings")
+
+    def _shown(self, name: str) -> Mapping[str, Any]:
+        found = self.info.get(name)
+        # Older versions recognised fewer credentials, and stored them.
+        return hide_secrets(found) if isinstance(found, dict) else {}
 
 
 def gather_facts(run: Run) -> RunFacts:

@@ -56,6 +56,32 @@ def test_wrong_use(args: list[str]) -> None:
         (["extract", "--model", "m", "--output", "o", "part_byte=3"], "did you mean part_bytes?"),
         (["extract", "--model", "m", "--output", "o", "--pool", "thread"], "'thread'"),
         (["extract", "store.storage_options.secret=hunter2"], "no credential on a command line"),
+        (["extract", "--input", "https://hunter2@host/x"], "input.path: expected no credential on a command line"),
+        (["extract", "--output", "s3://k:hunter2/x@b"], "output: expected no credential on a command line"),
+        (["extract", "--model", "https://host/x?sig=hunter2"], "model: expected no credential on a command line"),
+        (["extract", "s3://k:hunter2/x@b"], "came another text"),
+        (
+            ["extract", "--config", "https://hunter2@host/x.yaml"],
+            "expected a readable YAML file at https://host/x.yaml",
+        ),
+        (["plan", "input.path=zip://a::https://u:hunter2@host/x"], "input.path: expected no credential"),
+        (["doctor", "output=s3://k:hunter2/x@b"], "output: expected no credential"),
+        (["export", "r", "https://u:hunter2@host/x", "--to", "vllm"], "DEST: expected no credential"),
+        *(
+            ([command, "s3://k:hunter2/x@b", *more], "s3://b: expected a URL without credentials")
+            for command, *more in (
+                ("ls",),
+                ("show",),
+                ("cat", "k", "-o", "x.npz"),
+                ("status",),
+                ("verify",),
+                ("gc",),
+                ("rm",),
+                ("top",),
+                ("report",),
+            )
+        ),
+        (["ls", "s3://b", "--storage-option", "endpoint_url=http://u:hunter2@h"], "no credential on a command line"),
     ],
 )
 def test_a_wrong_setting_is_one_message(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,12 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hsx_dist import open_run
+from hsx_dist import HiddenStatesMapDataset, open_run
 from hsx_dist.cli import main
-from hsx_dist.errors import RunError
+from hsx_dist.cli.cat import run_cat
+from hsx_dist.errors import FormatError, RunError
 from hsx_dist.format.manifest import receipt_name
 from hsx_dist.format.place import open_place
 from hsx_dist.format.runs import beat, take_attempt
+from hsx_dist.reading import Sample
 from hsx_dist.reading.garbage import remove_run
 from hsx_dist.reading.liveness import require_dead
 from hsx_dist.reading.missing import removal_mark
@@ -77,6 +79,36 @@ def test_cat_writes_what_was_asked_for(store: Store, tmp_path: Path) -> None:
         ["-o", str(out), "--layers", "a"],
     ):
         assert hsx("cat", store.url, "s3", *wrong) == 2
+
+
+def test_an_attached_name_replaces_nothing_that_a_sample_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writers refuse these names now; parts that have them stay readable."""
+    names = ("hidden_states", "token_ids", "layer_ids", "input_ids", "key", "meta", "file", "allow_pickle", "label")
+    monkeypatch.setattr("hsx_dist.format.container_write.RESERVED_NAMES", frozenset())
+    store = open_store(str(tmp_path / "run"))
+    store_run(store, SAMPLES, attached={name: np.full(2, 7, np.int32) for name in names})
+    sample = SAMPLES[3]
+    for out in (tmp_path / "a.npz", tmp_path / "a.safetensors"):
+        assert hsx("cat", store.url, "s3", "-o", str(out)) == 0
+        got = dict(np.load(out)) if out.suffix == ".npz" else load_file(out)
+        assert got["token_ids"].tolist() == sample.token_ids.tolist()
+        assert got["layer_ids"].tolist() == list(sample.layer_ids)
+        assert got["hidden_states"].shape == sample.states.shape
+        assert {name for name in got if got[name].shape == (2,)} == {"label", *(f"attached.{n}" for n in names[:-1])}
+    loaded = open_run(store.url)["s3"].load(framework="numpy")
+    assert loaded["token_ids"].tolist() == sample.token_ids.tolist()
+    (first, *_) = HiddenStatesMapDataset(store.url, framework="numpy")
+    assert first["input_ids"].tolist() == SAMPLES[0].token_ids.tolist()
+    assert first["key"] == "s0"
+
+
+def test_a_mask_of_another_length_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(str(tmp_path / "run"))
+    store_run(store, SAMPLES, attached=mask_of)
+    attached = Sample.attached
+    monkeypatch.setattr(Sample, "attached", lambda self: {**attached(self), "loss_mask": np.float64(1)})
+    with pytest.raises(FormatError, match=r"expected a loss mask of 12 tokens for 's3', got shape \(\)"):
+        run_cat(store.url, "s3", str(tmp_path / "a.npz"), (), layers=None, tokens=None)
 
 
 def test_show_tells_outlier_channels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from hsx_dist.config import ExtractConfig, load_config, looks_secret, public_url
-from hsx_dist.config.secrets import secret_paths
+from hsx_dist.config.secrets import has_credentials, hide_secrets, secret_paths, url_secrets
 from hsx_dist.errors import ConfigError
+from hsx_dist.store import open_store
 
 SECRET = "hunter2-not-to-be-seen"
 
@@ -28,6 +30,11 @@ SECRET = "hunter2-not-to-be-seen"
         f"store.storage_options.credentials=[{SECRET}]",
         "store.storage_options.password=12345",
         f"output=s3://user:{SECRET}@bucket/x",
+        f"output=s3://user:{SECRET}/with/slashes@bucket/x",
+        f"input.path=https://{SECRET}@host/x",
+        f"input.path=zip://a.jsonl::https://user:{SECRET}@host/x.zip",
+        f"input.path=https://host/x?sig={SECRET}",
+        f"chat_template_kwargs.note=see https://a:{SECRET}@host/x",
         f"store.storage_options.secret=x${{env:HOME}}{SECRET}",
     ],
 )
@@ -56,6 +63,10 @@ def test_a_credential_is_no_override(override: str) -> None:
         "store.storage_options.config_kwargs.signature_version=s3v4",
         "store.storage_options.key=${env:HOME}",
         "store={storage_options: {secret: '${env:HOME}'}}",
+        "output=s3://${env:HOME}/x",
+        "output=s3://bucket/a@b:c",
+        "input.path=https://host:9000/a@b",
+        "chat_template_kwargs.note=at https://host:9000. Or me@host?",
     ],
 )
 def test_what_is_none_passes(override: str) -> None:
@@ -140,18 +151,139 @@ def test_pydantic_shows_none_either() -> None:
     assert SECRET not in str(e.value)
 
 
+#: url → what is shown of it. Each has a credential.
+WITH = {
+    f"s3://key:{SECRET}@b/x": "s3://b/x",
+    f"s3://key:{SECRET}/with/slashes@b/x": "s3://b/x",
+    f"s3://{SECRET}@b/x": "s3://b/x",
+    f"s3://key:{SECRET}": "s3://(not shown)",
+    f"s3://key:{SECRET}/x": "s3://(not shown)",
+    f"s3://key%3A{SECRET}%2Fa@b/x": "s3://b/x",
+    f"S3://key:{SECRET}@b/x": "S3://b/x",
+    f"gs://:{SECRET}@b": "gs://b",
+    f"https://user:{SECRET}@h/x": "https://h/x",
+    f"https://user:{SECRET}/with/slashes@h/x": "https://h/x",
+    f"https://user:pa@ss/{SECRET}@h/x": "https://h/x",
+    f"https://user:pa?ss{SECRET}@h/x?y": "https://h/x",
+    f"https://user:pa#ss{SECRET}@h/x": "https://h/x",
+    f"https://{SECRET}@h/x": "https://h/x",
+    f"https://user:/{SECRET}@h/x": "https://h/x",
+    f"https://user:99999{SECRET}": "https://(not shown)",
+    f"http://user:{SECRET}@[::1]:80/x": "http://[::1]:80/x",
+    f"sftp://user:{SECRET}@h/x": "sftp://h/x",
+    f"abfs://c:{SECRET}@account.dfs.core.windows.net/x": "abfs://account.dfs.core.windows.net/x",
+    f"zip://a::https://user:{SECRET}@h/x": "zip://a::https://h/x",
+    f"zip://a.jsonl::simplecache::s3://key:{SECRET}/y@b/x": "zip://a.jsonl::simplecache::s3://b/x",
+    f"https://key:{SECRET}::s3://b/x": "https://(not shown)::s3://b/x",
+    f"filecache::gcs://{SECRET}@b/x": "filecache::gcs://b/x",
+    f"https://proxy/https://user:{SECRET}@h/x": "https://proxy/https://h/x",
+    f"ask https://user:{SECRET}@h/x": "ask https://h/x",
+    f"https://h/x?X-Amz-Signature={SECRET}": "https://h/x",
+    f"https://h/x?a=b&AWSAccessKeyId={SECRET}": "https://h/x",
+    f"https://h/x?sig={SECRET}": "https://h/x",
+    f"https://h/x?sv=1&sig={SECRET}#y": "https://h/x",
+    f"https://h/x?x=1&token={SECRET}": "https://h/x",
+    f"https://h/x?X%2DAmz%2DSignature={SECRET}": "https://h/x",
+    f"https://h/x#access_token={SECRET}": "https://h/x",
+    f"zip://a::https://h/x?sig={SECRET}": "zip://a::https://h/x",
+}
+#: url → what is shown of it. None has a credential.
+WITHOUT = {
+    "s3://b/x": "s3://b/x",
+    "s3://b": "s3://b",
+    "s3://b/a@b": "s3://b/a@b",
+    "s3://b/a:c@b/d::e": "s3://b/a:c@b/d::e",
+    "s3://b.with-dots_1/x y": "s3://b.with-dots_1/x y",
+    "s3://arn:aws:s3:us-west-2:123456789012:accesspoint/mine/x": "s3://arn:aws:s3:us-west-2:123456789012:accesspoint/mine/x",
+    "gs://b/x@y": "gs://b/x@y",
+    "abfs://container@account.dfs.core.windows.net/x": "abfs://container@account.dfs.core.windows.net/x",
+    "abfss://container@account.dfs.core.windows.net:443/x@y": "abfss://container@account.dfs.core.windows.net:443/x@y",
+    "sftp://user@h:22/x": "sftp://user@h:22/x",
+    "hdfs://user@namenode:8020/x": "hdfs://user@namenode:8020/x",
+    "hf://datasets/org/name@main/x.parquet": "hf://datasets/org/name@main/x.parquet",
+    "hf://gpt2@main/x": "hf://gpt2@main/x",
+    "http://127.0.0.1:9000/a@b": "http://127.0.0.1:9000/a@b",
+    "http://[::1]:9000/a@b": "http://[::1]:9000/a@b",
+    "https://h/x?version=3": "https://h/x",
+    "https://h/x?mail=a@b": "https://h/x",
+    "file:///home/a@b/c:d": "file:///home/a@b/c:d",
+    "memory://a@b:c/d": "memory://a@b:c/d",
+    "zip://a@b:c.jsonl::s3://b/x.zip": "zip://a@b:c.jsonl::s3://b/x.zip",
+    "simplecache::s3://b/x": "simplecache::s3://b/x",
+    "runs/a?b": "runs/a?b",
+    "/data/a@b:c::d": "/data/a@b:c::d",
+    "org/model@main": "org/model@main",
+    "builtin:smollm2-135m-instruct": "builtin:smollm2-135m-instruct",
+    "See https://h.org: it is (https://h.org:80), or <https://h.org>.": (
+        "See https://h.org: it is (https://h.org:80), or <https://h.org>."
+    ),
+}
+
+
+@pytest.mark.parametrize("url", WITH)
+def test_a_credential_in_a_url_is_found_and_not_shown(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert has_credentials(url)
+    assert public_url(url) == WITH[url]
+    assert list(secret_paths({"input": {"path": url}})) == [("input", "path")]
+    assert SECRET not in str(hide_secrets({"a": [{"b": url}]}))
+    for name in ("output", "model"):
+        with pytest.raises(ConfigError) as e:
+            load_config(None, **{"output": "o", "model": "m", name: url})
+        assert SECRET not in str(e.value)
+    with pytest.raises(ConfigError) as e:
+        open_store(url)
+    assert SECRET not in str(e.value)
+    # The input may have them where a library finds them, and shows none.
+    text = ""
+    with suppress(ConfigError):
+        config = load_config(None, output="o", model="m", input={"path": url})
+        text = f"{config!r} {json.dumps(config.public())}"
+    assert SECRET not in text
+
+
+@pytest.mark.parametrize("url", WITHOUT)
+def test_other_urls_are_taken_and_shown(url: str) -> None:
+    assert not has_credentials(url)
+    assert public_url(url) == WITHOUT[url]
+    config = load_config(None, [f"input.path={url}"] if ": " not in url else [], output=url, model=url)
+    assert (config.output, config.model) == (url, url)
+    assert list(url_secrets(url)) == []
+
+
 @pytest.mark.parametrize(
-    ("url", "shown"),
-    [
-        ("s3://b/x", "s3://b/x"),
-        ("s3://u:p@b/x", "s3://b/x"),
-        ("abfs://container@account.dfs.core.windows.net/x", "abfs://container@account.dfs.core.windows.net/x"),
-        ("https://h/x?sig=1", "https://h/x"),
-        ("runs/a?b", "runs/a?b"),
-    ],
+    "url", [f"s3://k:{SECRET}@b/x", f"s3://{SECRET}@b/x", f"https://k:{SECRET}/x@h/x", f"zip://a::gs://:{SECRET}@b"]
 )
-def test_public_url(url: str, shown: str) -> None:
-    assert public_url(url) == shown
+def test_an_input_has_no_credentials_where_no_library_looks_for_them(url: str) -> None:
+    with pytest.raises(ConfigError, match="URL without credentials") as e:
+        load_config(None, output="o", model="m", input={"path": url})
+    assert SECRET not in str(e.value)
+
+
+def test_a_reference_to_the_environment_is_no_credential() -> None:
+    for url in (
+        "https://${env:A}:${env:B}@h/x",
+        "https://${env:A}@h/x",
+        "s3://${env:A}/x",
+        "https://${env:A}:9000/a@b",
+    ):
+        assert list(secret_paths(url)) == []
+    for url in ("https://a:${env:B}@h/x", "https://a${env:B}@h/x", "s3://${env:A}:b/c@b"):
+        assert list(secret_paths(url)) == [()]
+
+
+def test_a_mapping_of_a_secret_name_shows_no_text() -> None:
+    shown = hide_secrets({"auth": {"user": SECRET, "level": 3, "more": [{"x": SECRET}]}, "other": {"user": "shown"}})
+    assert shown == {
+        "auth": {"user": "(not shown)", "level": 3, "more": [{"x": "(not shown)"}]},
+        "other": {"user": "shown"},
+    }
+
+
+@pytest.mark.parametrize("argument", [f"s3://k:{SECRET}@b/x", SECRET, f"s3://k:{SECRET}=x@b"])
+def test_an_argument_that_is_no_override_is_not_repeated(argument: str) -> None:
+    with pytest.raises(ConfigError) as e:
+        load_config(None, [argument], output="o", model="m")
+    assert SECRET not in str(e.value)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,12 @@ from hsx_dist.connector.settings import read_settings
 from hsx_dist.errors import ConfigError
 
 
+def test_a_credential_in_the_storage_path_is_refused() -> None:
+    with pytest.raises(ConfigError, match="s3://b/x: expected a URL without credentials") as e:
+        read_settings({"shared_storage_path": "s3://key:hunter2/y@b/x"})
+    assert "hunter2" not in str(e.value)
+
+
 def spec(kind, block_size=16):
     return kind(block_size=block_size, num_kv_heads=1, head_size=8, dtype=torch.float32)
 

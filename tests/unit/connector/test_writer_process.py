@@ -408,7 +408,7 @@ def spec(tmp_path, **changes) -> WriterSpec:
 
 
 def test_what_keeps_it_from_starting_is_an_error_that_says_it(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="without a password"):
+    with pytest.raises(ConfigError, match="without credentials"):
         ProcessSender(spec(tmp_path, url="s3://user:word@bucket/x"), print, Meter())
     monkeypatch.setattr("sys.executable", "/bin/false")
     before = rings()

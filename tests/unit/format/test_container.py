@@ -636,6 +636,9 @@ def test_what_is_attached_comes_back(codec: Codec, tmp_path: Path) -> None:
         {"x": np.array([None])},
         {"x": np.zeros((1,) * 9)},
         {"x": np.zeros((64 << 20) + 1, np.uint8)},
+        {"loss_mask": np.zeros(3, bool)},
+        {"loss_mask": np.float64(1)},
+        *({name: np.zeros(1)} for name in ("hidden_states", "token_ids", "layer_ids", "input_ids", "key", "meta")),
     ],
     ids=str,
 )

@@ -115,3 +115,30 @@ def test_tools_reach_the_template(folder: Path) -> None:
     tokenizer.chat_template = "{% for t in tools %}{{ t.name }} {% endfor %}" + TEMPLATE
     row = Row("k", 0, messages=[{"role": "user", "content": "a"}], tools=[{"name": "b"}])
     assert RowEncoder(tokenizer, 10).encode(row).token_ids == [4, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "RecursionError"),
+        ("{{ messages[0].content * (10**15) }}", "MemoryError"),
+        ("{{ messages | tojson }}{{ messages[0].content.x.y }}", "UndefinedError"),
+        ("{% for i in range(10**9) %}{% endfor %}", "Overflow"),
+    ],
+)
+def test_a_template_that_fails_or_grows_refuses_the_row(folder: Path, template: str, reason: str) -> None:
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.chat_template = template
+    with pytest.raises(InputError, match=reason):
+        RowEncoder(tokenizer, 10).encode(Row("k", 0, messages=[{"role": "user", "content": "a"}]))
+
+
+def test_what_a_loss_mask_costs_is_bounded(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = [{"role": role, "content": "a"} for role in ("user", "assistant")] * 30
+    rules = RowRules(loss_roles=("assistant",))
+    assert RowEncoder(tokenizer, 200, rules=rules).encode(Row("k", 0, messages=chat)).loss_mask is not None
+    monkeypatch.setattr("hsx_dist.jobs.encode._MAX_RENDERED", 400_000)
+    with pytest.raises(InputError, match="got more with 60 messages"):
+        RowEncoder(tokenizer, 200, rules=rules).encode(Row("k", 0, messages=chat))
+    with pytest.raises(TooLong):  # a long row is refused before its beginnings are rendered
+        RowEncoder(tokenizer, 20, rules=rules).encode(Row("k", 0, messages=chat))

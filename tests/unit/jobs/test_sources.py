@@ -18,6 +18,7 @@ from hsx_dist.config import InputConfig, load_config
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.jobs import records
+from hsx_dist.jobs import sources as sources_module
 from hsx_dist.jobs.rows import Row, read_rows, rows_from
 from hsx_dist.jobs.sources import find_input
 
@@ -296,3 +297,10 @@ def test_an_input_that_contradicts_itself(settings: dict[str, Any], words: str) 
 def test_what_is_found_is_named_before_anything_is_read(tmp_path: Path) -> None:
     found = find_input(InputConfig(path=str(saved(tmp_path / "d", table("a")))))
     assert [(s.label, s.format, len(s.files)) for s in found.sources] == [("d", "arrow", 1)]
+
+
+def test_keys_hold_nothing_of_a_url_but_the_name() -> None:
+    """A server's page of links may sign each of them."""
+    found = {f"https://u:hunter2@h/dir/{name}.jsonl?sig=hunter2": "file" for name in ("a", "b/c")}
+    sources = sources_module._of_many(InputConfig(), None, found, "https://u:hunter2@h/dir")
+    assert [s.label for s in sources] == ["a", "b/c"]

@@ -106,6 +106,22 @@ def test_an_attempt_that_never_said_that_it_ended_has_vanished(tmp_path: Path):
     assert "1 replica<" in page
 
 
+def test_a_credential_that_an_older_run_kept_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    from hsx_dist.cli import main
+    from hsx_dist.testing.runs import write_v1_run
+
+    store = open_store(str(tmp_path / "old"))
+    path = "s3://key:hunter2/x@bucket/rows.jsonl"
+    write_v1_run(store, {"meaning": {"model": path, "layers": [1]}, "settings": {"input": {"path": path}}})
+    page = write_report(store)
+    assert "s3://bucket/rows.jsonl" in page
+    for command in (["show", "--json"], ["show"], ["top", "--once"]):
+        with pytest.raises(SystemExit):
+            main([*command, str(tmp_path / "old")])
+    for text in (page, capsys.readouterr().out):
+        assert "hunter2" not in text
+
+
 def test_a_sample_that_is_not_there_is_told(small_run: Store):
     with pytest.raises(SampleNotFound, match="no-such"):
         write_report(small_run, chosen=["no-such"])

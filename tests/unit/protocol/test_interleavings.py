@@ -180,4 +180,4 @@ MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
 def test_a_fix_that_is_taken_back_is_missed(mutation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mutation(monkeypatch)
     with pytest.raises(Violation):
-        explore(SCENARIOS[MUTATIONS[mutation]], preemptions=1)
+        explore(SCENARIOS[MUTATIONS[mutation]], preemptions=2)

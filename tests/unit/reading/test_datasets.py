@@ -336,6 +336,10 @@ def test_wrong_arguments_are_told(url: str) -> None:
         {"follow": True, "shuffle": True},
         {"loss_mask": "zeros"},
         {"max_tokens": 0},
+        {"rename": {"positions": "hidden_states"}},
+        {"rename": {"positions": "x", "input_ids": "x"}},
+        {"rename": {"input_ids": "loss_mask"}},
+        {"rename": {"token_ids": "input_ids", "hidden_states": None}},
     ):
         with pytest.raises(ConfigError):
             HiddenStatesDataset(url, **options)  # type: ignore[arg-type]
@@ -343,6 +347,8 @@ def test_wrong_arguments_are_told(url: str) -> None:
         HiddenStatesDataset(open_run(url).select(min_tokens=5), follow=True)
     with pytest.raises(ConfigError, match="no attached 'label'"):
         list(HiddenStatesDataset(url, rename={"label": "label"}))
+    HiddenStatesDataset(url, rename={"label": "hidden_states", "hidden_states": None})
+    HiddenStatesDataset(url, loss_mask="off", rename={"label": "loss_mask"})
     with pytest.raises(ConfigError, match="step"):
         list(HiddenStatesDataset(url, tokens=slice(0, 9, 2)))
 

@@ -90,6 +90,13 @@ def test_credentials_are_removed_from_what_a_back_end_says() -> None:
     assert "/home/somebody" in told
 
 
+def test_credentials_in_urls_of_options_and_of_a_proxy_are_removed() -> None:
+    options = {"client_kwargs": {"endpoint_url": "http://me:very%2Fsecret@host:9000"}}
+    redact = Redactor(options, {"HTTPS_PROXY": "http://proxy-user:proxy-secret@proxy:3128", "NO_PROXY": "a,b"})
+    told = redact("http://me:very%2Fsecret@host:9000/x, very/secret, by http://proxy-user:proxy-secret@proxy:3128")
+    assert told == "http://(not shown)@host:9000/x, (not shown), by http://(not shown)@proxy:3128"
+
+
 def test_words_that_say_where_to_look_are_no_secrets() -> None:
     assert Redactor({"token": "anon"}, {})("anonymous caller") == "anonymous caller"
 

@@ -18,7 +18,7 @@ from hsx_dist.store.fsspec import FsspecStore
         ("s3://", "expected a bucket behind s3://"),
         ("nosuch://x/y", "expected a scheme that fsspec knows"),
         ("file://relative/path", "add the leading slash"),
-        ("s3://me:hunter2secret@bucket/x", "url without a password"),
+        ("s3://me:hunter2secret@bucket/x", "URL without credentials"),
     ],
 )
 def test_urls_that_cannot_be(url: str, says: str) -> None:

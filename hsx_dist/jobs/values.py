@@ -1,0 +1,131 @@
+"""A row's nested fields as plain JSON values, bounded before anything else reads them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from datetime import date, time, timedelta
+from decimal import Decimal
+from typing import Any
+from uuid import UUID
+
+from hsx_dist.errors import InputError
+
+#: Nested lists and objects of one field. json, pickle and jinja recurse, and fail at a few hundred levels.
+MAX_DEPTH = 64
+#: Values of one field: items of lists and members of objects, at every level.
+MAX_VALUES = 1 << 20
+#: Python refuses to print integers above 4300 digits, which are 14,284 bits.
+_MAX_INT_BITS = 4096
+#: msgpack, which carries a request to an engine in another process, has integers of 64 bits.
+_LEAST_INT, _MOST_INT = -(1 << 63), (1 << 64) - 1
+
+
+def chat_value(value: Any, name: str) -> Any:
+    """Messages or tools as lists, objects and scalars. Dates, times and decimals become their ``str``, which is what
+    a template prints of them.
+
+    Raises:
+        InputError: a value has no JSON form, or the field is nested too deeply or has too many values.
+    """
+    return _plain(value, name, lambda item: str(item) if isinstance(item, _AS_TEXT) else item, MAX_VALUES)
+
+
+def metadata_value(value: Any, name: str, most: int) -> Any:
+    """A metadata column as JSON values: dates and times in ISO 8601, durations in seconds, decimals and integers of
+    more than 64 bits as text, numbers that are not finite as null. ``most``: values at most.
+
+    Raises:
+        InputError: as ``chat_value``.
+    """
+    return _plain(value, name, _metadata_scalar, most)
+
+
+_AS_TEXT = (date, time, timedelta, Decimal, UUID)
+
+
+def _metadata_scalar(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, int) and value.bit_length() <= _MAX_INT_BITS:
+        return value if _LEAST_INT <= value <= _MOST_INT else str(value)
+    if isinstance(value, (date, time)):  # datetime is a date
+        return value.isoformat()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    return str(value) if isinstance(value, (Decimal, UUID)) else value
+
+
+def _plain(value: Any, name: str, scalar: Callable[[Any], Any], most: int) -> Any:
+    """A copy of ``value`` that holds lists, objects and what ``scalar`` makes of the rest. A loop, not a recursion."""
+    root = [value]
+    todo: list[tuple[list[Any] | dict[str, Any], int]] = [(root, 0)]
+    count = 0
+    while todo:
+        box, depth = todo.pop()
+        for place, item in enumerate(box) if isinstance(box, list) else box.items():
+            if not isinstance(item, (list, tuple, dict)):
+                box[place] = _checked(scalar(item), name)  # type: ignore[index]
+                continue
+            count += len(item)
+            if count > most:
+                raise InputError(f"{name}: expected at most {most} values, got more. Shorten the row, or remove it")
+            if depth == MAX_DEPTH:
+                raise InputError(
+                    f"{name}: expected lists and objects nested at most {MAX_DEPTH} deep, got a deeper one. Flatten "
+                    "the row, or store the value as a JSON text"
+                )
+            inner = _members(item, name) if isinstance(item, dict) else list(item)
+            box[place] = inner  # type: ignore[index]
+            todo.append((inner, depth + 1))
+    return root[0]
+
+
+def _members(value: dict[Any, Any], name: str) -> dict[str, Any]:
+    found = {}
+    for key, item in value.items():
+        if isinstance(key, bool) or not isinstance(key, (str, int)):
+            raise InputError(f"{name}: expected names of members to be strings, got {kind_of(key)}. Use strings")
+        key = str(_checked(key, name))
+        if key in found:
+            raise InputError(f"{name}: expected each member once, got {key[:80]!r} twice. Remove one of them")
+        found[key] = item
+    return found
+
+
+def _checked(value: Any, name: str) -> Any:
+    if isinstance(value, str):
+        if not is_unicode(value):
+            raise InputError(f"{name}: expected valid Unicode, came half of a surrogate pair")
+    elif isinstance(value, int):
+        if value.bit_length() > _MAX_INT_BITS:
+            raise InputError(f"{name}: expected integers of at most {_MAX_INT_BITS} bits, got {shown(value)}")
+    elif value is not None and not isinstance(value, float):
+        raise InputError(f"{name}: expected what JSON can hold, came {kind_of(value)}; leave it out of the row")
+    return value
+
+
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can hold it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, in JSON's words."""
+    names = {dict: "an object", str: "a string", bool: "a boolean", int: "an integer", float: "a number"}
+    if value is None:
+        return "null"
+    if isinstance(value, list):
+        return "a list" if value else "an empty list"
+    return names.get(type(value), type(value).__name__)
+
+
+def shown(value: Any) -> str:
+    """A number or short text in quotation marks; the kind of anything else, which may be too large or deep to print."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(str(value)[:40]) if isinstance(value, (int, float, str)) else kind_of(value)
