@@ -120,8 +120,8 @@ def _stored(run: Run) -> tuple[str, Path]:
 def _plain(run: Run, what: str, value: Any, form: re.Pattern[str]) -> str:
     if not isinstance(value, str) or not form.fullmatch(value) or ".." in value:
         raise ConfigError(
-            f"{run.url}: expected an id of the Hugging Face hub as the run's {what}, got {str(value)[:100]!r}. Name the "
-            "model's folder or id yourself (--model)"
+            f"{run.url}: expected an id of the Hugging Face hub as the run's {what}, got {str(value)[:100]!r}. Name "
+            "the model's folder or id yourself (--model)"
         )
     return value
 

@@ -113,7 +113,7 @@ def _columnar(
         for batch in batches:
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 yield from batch.slice(start, BATCH_ROWS).to_pylist()
-    except (pa.ArrowInvalid, OSError) as e:
+    except (pa.ArrowException, OSError) as e:
         if isinstance(e, OSError) and "Expected to be able to read" not in str(e):
             raise  # the store's; that one is Arrow's own word for a file that was cut off
         raise FormatError(

@@ -296,3 +296,52 @@ def test_an_input_that_contradicts_itself(settings: dict[str, Any], words: str) 
 def test_what_is_found_is_named_before_anything_is_read(tmp_path: Path) -> None:
     found = find_input(InputConfig(path=str(saved(tmp_path / "d", table("a")))))
     assert [(s.label, s.format, len(s.files)) for s in found.sources] == [("d", "arrow", 1)]
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret/data.arrow", "/etc/x.arrow", "sub/data.arrow", "..", "", 3, "a\\b", "a::b", "%2e%2e%2fx"]
+)
+def test_a_saved_data_set_names_no_file_outside_its_folder(tmp_path: Path, name: Any) -> None:
+    saved(tmp_path / "secret", table("mine")).joinpath("data-00000-of-00001.arrow").rename(
+        tmp_path / "secret" / "data.arrow"
+    )
+    folder = saved(tmp_path / "theirs", table("a"))
+    if name == "/etc/x.arrow":
+        name = str(tmp_path / "secret" / "data.arrow")
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    with pytest.raises(ConfigError, match="expected names of files in"):
+        read(folder)
+    both = tmp_path / "both"
+    saved(both / "train", table("x"))
+    (both / "dataset_dict.json").write_text(json.dumps({"splits": ["train", name]}))
+    with pytest.raises(ConfigError, match="expected names of files in"):
+        read(both)
+
+
+def test_a_saved_data_set_of_another_store_names_no_file_outside_its_folder() -> None:
+    for name, data in (("secret.arrow", b"x"), ("theirs/state.json", b'{"_data_files": [{"filename": "../secret"}]}')):
+        with fsspec.open(f"memory://hsx-saved/{name}", "wb") as f:
+            f.write(data)
+    with pytest.raises(ConfigError, match="expected names of files in"):
+        read("memory://hsx-saved/theirs")
+
+
+def test_a_link_out_of_a_saved_data_set_is_refused(tmp_path: Path) -> None:
+    mine = saved(tmp_path / "mine", table("secret"))
+    folder = saved(tmp_path / "theirs", table("a"))
+    data = folder / "data-00000-of-00001.arrow"
+    data.rename(folder / "real.arrow")
+    data.symlink_to("real.arrow")
+    assert keys(folder) == ["theirs:00000000"]  # within the folder
+    data.unlink()
+    data.symlink_to(mine / data.name)
+    with pytest.raises(ConfigError, match="a link to another folder"):
+        read(folder)
+    both = tmp_path / "both"
+    both.mkdir()
+    (both / "train").symlink_to(mine)
+    (both / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    with pytest.raises(ConfigError, match="a link to another folder"):
+        read(both)
+    (tmp_path / "link").symlink_to(mine)
+    assert keys(tmp_path / "link") == ["link:00000000"]  # the folder that the user names may be one
