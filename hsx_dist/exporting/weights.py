@@ -101,7 +101,7 @@ def _named(model: str) -> tuple[str, Path]:
 def _stored(run: Run) -> tuple[str, Path]:
     """The name and folder of the run's model: the built-in one, or a repository of the hub.
 
-    Who can write a run must not choose which of this machine's files are loaded.
+    The run's author must not choose which of this machine's files are loaded.
     """
     meaning = run.info.get("meaning")
     meaning = meaning if isinstance(meaning, dict) else {}

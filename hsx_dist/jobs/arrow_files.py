@@ -57,7 +57,7 @@ def open_arrow(file: IO[bytes]) -> tuple[Any, Any]:
     """The schema and an iterator of the record batches of an Arrow file (also Feather version 2) or an Arrow stream.
 
     Raises:
-        pyarrow.ArrowInvalid: it is neither.
+        pyarrow.ArrowInvalid: the file has neither format.
     """
     import pyarrow as pa
 
@@ -86,7 +86,7 @@ def open_parquet(file: IO[bytes]) -> Any:
     """The ``pyarrow.parquet.ParquetFile`` of ``file``.
 
     Raises:
-        pyarrow.ArrowInvalid: it is no Parquet file, or its footer is encrypted.
+        pyarrow.ArrowInvalid: the file is not Parquet, or its footer is encrypted.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -103,7 +103,7 @@ def open_parquet(file: IO[bytes]) -> Any:
 
 
 def _footer(file: IO[bytes], size: int, magic: bytes) -> tuple[int, bytes, bytes]:
-    """A file's footer: where it begins, its bytes, and what follows it: its length and ``magic``."""
+    """The offset of a file's footer, its bytes, and the bytes after it: its length and ``magic``."""
     import pyarrow as pa
 
     after = 4 + len(magic)
@@ -137,7 +137,7 @@ def _plain_footer(footer: bytes) -> bytes:
 
 
 def _metadata(footer: bytes, tail: bytes) -> Any:
-    """What ``footer`` says, read from a file that has nothing else."""
+    """The metadata in ``footer``, read from a file in memory that holds only the footer."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,6 +1,6 @@
 """From token ids to text, by a ``tokenizer.json``, which holds data and no code.
 
-A stored run does not choose the tokenizer: who can write a run must not choose what a reader downloads, opens or runs.
+A stored run does not choose the tokenizer. Otherwise its author would choose what a reader downloads, opens and runs.
 """
 
 from __future__ import annotations
