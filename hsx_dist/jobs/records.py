@@ -112,14 +112,30 @@ def _columnar(
         batches = _parquet(file, columns, needed, shown) if form == "parquet" else _arrow(file, columns, needed, shown)
         for batch in batches:
             for start in range(0, batch.num_rows, BATCH_ROWS):
-                yield from batch.slice(start, BATCH_ROWS).to_pylist()
-    except (pa.ArrowException, OSError) as e:
+                yield from _mappings(batch.slice(start, BATCH_ROWS))
+    except (pa.ArrowException, UnicodeDecodeError, OSError) as e:
         if isinstance(e, OSError) and "Expected to be able to read" not in str(e):
             raise  # the store's; that one is Arrow's own word for a file that was cut off
         raise FormatError(
             f"expected {shown} to be a whole {form} file, came: {str(e).splitlines()[0][:200]}; write or copy the file "
             "again, or set input.format"
         ) from e
+
+
+def _mappings(batch: Any) -> list[dict[str, Any]]:
+    """The rows of a batch. Text that is not UTF-8 becomes bytes, which the checks of its row refuse."""
+    try:
+        return batch.to_pylist()  # type: ignore[no-any-return]
+    except UnicodeDecodeError:
+        columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+        return [{name: _value(column[i]) for name, column in columns.items()} for i in range(batch.num_rows)]
+
+
+def _value(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        return b""
 
 
 def _parquet(file: IO[bytes], columns: Sequence[str], needed: Sequence[str], shown: str) -> Iterator[Any]:

@@ -345,3 +345,26 @@ def test_a_link_out_of_a_saved_data_set_is_refused(tmp_path: Path) -> None:
         read(both)
     (tmp_path / "link").symlink_to(mine)
     assert keys(tmp_path / "link") == ["link:00000000"]  # the folder that the user names may be one
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_text_that_is_not_utf8_costs_its_row_alone(tmp_path: Path, form: str) -> None:
+    import pyarrow.parquet as pq
+
+    texts = pa.array([b"one", b"\xff", b"three", b"four"], pa.binary()).view(pa.string())
+    roles = pa.array([b"user", b"user", b"\xff", b"user"], pa.binary()).view(pa.string())
+    chats = pa.ListArray.from_arrays([0, 1, 2, 3, 4], pa.StructArray.from_arrays([roles, roles], ["role", "content"]))
+    whole = pa.table({"text": texts, "other": chats})
+    path = tmp_path / f"in.{form}"
+    if form == "parquet":
+        pq.write_table(whole, path)
+    else:
+        with pa.ipc.new_stream(path, whole.schema) as writer:
+            writer.write_table(whole)
+    rows = read(path, metadata=["other"])
+    assert [r.text if isinstance(r, Row) else r.reason for r in rows] == [
+        "one",
+        "text: expected a string, came bytes",
+        "other: expected what JSON can hold, came bytes; leave it out of input.metadata",
+        "four",
+    ]
