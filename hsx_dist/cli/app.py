@@ -31,6 +31,13 @@ Layers = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(metavar="IDS", help="vLLM's layer ids with commas, in the order wanted, e.g. 2,15,27."),
 ]
+Tokenizer = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        metavar="FOLDER_OR_ID",
+        help="Show tokens as text: a folder with tokenizer.json, or a Hugging Face id.",
+    ),
+]
 Watch = Annotated[
     float, typer.Option(min=0, help="Seconds for which the heartbeat of an attempt that did not end must stand still.")
 ]
@@ -151,6 +158,7 @@ def list_samples(
 def show(
     run: RunPath,
     key: Annotated[Optional[str], typer.Argument(metavar="KEY", help="Key of one sample.")] = None,  # noqa: UP045
+    tokenizer: Tokenizer = None,
     storage_option: StorageOptions = None,
     as_json: AsJson = False,
 ) -> None:
@@ -160,7 +168,7 @@ def show(
     if key is None:
         print_run(run, storage_option or (), as_json=as_json)
     else:
-        print_sample(run, key, storage_option or (), as_json=as_json)
+        print_sample(run, key, storage_option or (), as_json=as_json, tokenizer=tokenizer)
 
 
 @app.command()
@@ -189,7 +197,9 @@ def export(
     layers: Layers = None,
     model: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="Whose final norm and lm_head to use: a folder or id. Default: the run's model."),
+        typer.Option(
+            help="Folder or id whose final norm and lm_head to use. Default: the run's model, if it is an id."
+        ),
     ] = None,
     num_layers: Annotated[Optional[int], typer.Option(help="Of the model, if the run does not tell.")] = None,  # noqa: UP045
     top_k: Annotated[int, typer.Option(min=1, help="Of topk-logprobs.")] = 32,
@@ -315,12 +325,13 @@ def report(
         typer.Option("--sample", metavar="KEY", help="A sample to show token by token; again for more."),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Samples that are read for norms and similarities.")] = 24,
+    tokenizer: Tokenizer = None,
     storage_option: StorageOptions = None,
 ) -> None:
     """Write one self-contained page about a run: what ran, where time went, sizes, norms, similarities."""
     from hsx_dist.cli.report import run_report
 
-    run_report(run, storage_option or (), output=output, keys=sample or (), samples=samples)
+    run_report(run, storage_option or (), output=output, keys=sample or (), samples=samples, tokenizer=tokenizer)
 
 
 @app.command()

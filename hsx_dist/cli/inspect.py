@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +14,9 @@ from hsx_dist.config.secrets import hide_secrets
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.observe.units import bytes_text
 from hsx_dist.reading import Run, Sample, open_run
+
+if TYPE_CHECKING:
+    from hsx_dist.jobs.decode import Decode
 
 _REASONS_SHOWN = 5
 _ROWS_AT_ONCE = 4096
@@ -90,9 +92,12 @@ def print_run(path: str, options: Sequence[str], *, as_json: bool) -> None:
     )
 
 
-def print_sample(path: str, key: str, options: Sequence[str], *, as_json: bool) -> None:
+def print_sample(path: str, key: str, options: Sequence[str], *, as_json: bool, tokenizer: str | None = None) -> None:
     """One sample: shape, dtype, where it lies, and the norms of each layer. Reads all of it, a layer at a time."""
+    from hsx_dist.jobs.decode import choose_decoder
+
     run = open_run(path, storage_options=parse_storage_options(options))
+    decode = choose_decoder(tokenizer, run.info)
     sample = run[key]
     norms, hidden_size = _layer_norms(sample)
     facts: dict[str, Any] = {
@@ -102,7 +107,7 @@ def print_sample(path: str, key: str, options: Sequence[str], *, as_json: bool) 
         "layer_ids": list(sample.layer_ids),
         "tokens": sample.num_tokens,
         "uri": sample.uri,
-        "text": _text(run, sample),
+        "text": None if decode is None else _text(decode, sample),
         "layers": norms,
     }
     if as_json:
@@ -176,23 +181,10 @@ def _outliers(states: np.ndarray[Any, Any]) -> list[dict[str, float]]:
     return [{"channel": int(c), "times": float(times[c])} for c in found]
 
 
-def _text(run: Run, sample: Sample) -> str | None:
-    """The first tokens as text, where the model's tokenizer lies on this machine."""
-    meaning = run.info.get("meaning", {})
-    folder = Path(str(meaning.get("model", "")))
-    if not (folder / "tokenizer.json").is_file():
-        from hsx_dist.testing.models import SMOLLM2, resolve_model
-
-        if meaning.get("model") != SMOLLM2:
-            return None
-        folder = Path(resolve_model(SMOLLM2))
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        return None
+def _text(decode: Decode, sample: Sample) -> str:
+    """The first tokens as text."""
     ids = sample.token_ids("numpy")
-    text = str(Tokenizer.from_file(str(folder / "tokenizer.json")).decode(ids[:_TOKENS_SHOWN].tolist(), False))
-    return text + (" …" if len(ids) > _TOKENS_SHOWN else "")
+    return decode(ids[:_TOKENS_SHOWN].tolist()) + (" …" if len(ids) > _TOKENS_SHOWN else "")
 
 
 def _layers(run: Run) -> list[int]:

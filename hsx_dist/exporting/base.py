@@ -23,9 +23,9 @@ class ExportOptions:
     """``aux_layers``: vLLM's ids of the auxiliary layers; ``None``: what the exporter does by default.
 
     ``model``: folder or Hugging Face id whose final norm and ``lm_head`` are used where they are needed; default: the
-    run's. ``num_layers``: of the model, for runs that do not tell. ``loss_mask``: for samples without one, ``ones``, or
-    ``raise``. ``top_k``, ``samples_per_file``: of the exporters that have them. ``with_last``: add the last state where
-    the exporter leaves it out by default.
+    run's, if that is an id of the hub or the built-in model. ``num_layers``: of the model, for runs that do not tell.
+    ``loss_mask``: for samples without one, ``ones``, or ``raise``. ``top_k``, ``samples_per_file``: of the exporters
+    that have them. ``with_last``: add the last state where the exporter leaves it out by default.
     """
 
     aux_layers: Sequence[int] | None = None

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.isa import avoid_broken_amx
 from hsx_dist.reading.run import Run
+from hsx_dist.testing.models import SMOLLM2, resolve_model
 
+#: An id of the Hugging Face hub, ``name`` or ``org/name``: no path and no URL.
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?")
+_REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,127}")
+_WEIGHTS = ".safetensors"
 _NORM = ("model.norm.weight", "model.language_model.norm.weight", "language_model.model.norm.weight")
 _HEAD = ("lm_head.weight", "language_model.lm_head.weight")
 _EMBED = (
@@ -22,21 +28,18 @@ _EMBED = (
 class ModelEnd:
     """Final RMSNorm and ``lm_head`` of a model in Hugging Face's format, on the CPU.
 
+    Only ``config.json``, the weights' index and safetensors files are read: no pickle, and no code of the model.
+
     Args:
-        run: says which model, and at which revision.
+        run: its ``run.json`` names the model and the revision that are used without ``model``.
         model: a folder or id instead of the run's.
 
     Raises:
-        ConfigError: the weights are not to be had; its last norm is no RMSNorm.
+        ConfigError: the run's model is no id of the hub; the weights cannot be loaded; the last norm is no RMSNorm.
     """
 
     def __init__(self, run: Run, model: str | None = None):
-        meaning = run.info.get("meaning", {})
-        name = model or meaning.get("model")
-        if not name:
-            raise ConfigError(f"{run.url}: does not tell its model; name the one whose norm to use (--model)")
-        self.model = str(name)
-        self._folder = _folder(self.model, None if model else meaning.get("revision"))
+        self.model, self._folder = _named(model) if model else _stored(run)
         config = json.loads((self._folder / "config.json").read_text())
         config = {**config, **config.get("text_config", {})}
         self.eps = config.get("rms_norm_eps")
@@ -89,12 +92,41 @@ class ModelEnd:
         )
 
 
-def _folder(model: str, revision: str | None) -> Path:
-    from hsx_dist.testing.models import resolve_model
-
+def _named(model: str) -> tuple[str, Path]:
+    """The name and folder of the model that the caller named."""
     path = Path(resolve_model(model)).expanduser()
-    if (path / "config.json").is_file():
-        return path
+    return model, path if (path / "config.json").is_file() else _download(model, None)
+
+
+def _stored(run: Run) -> tuple[str, Path]:
+    """The name and folder of the run's model: the built-in one, or a repository of the hub.
+
+    The run's author must not choose which of this machine's files are loaded.
+    """
+    meaning = run.info.get("meaning")
+    meaning = meaning if isinstance(meaning, dict) else {}
+    if meaning.get("model") == SMOLLM2:
+        return SMOLLM2, Path(resolve_model(SMOLLM2))
+    name = _plain(run, "model", meaning.get("model"), _HUB_ID)
+    revision = _plain(run, "revision", meaning.get("revision") or "main", _REVISION)
+    if Path(name).exists():
+        raise ConfigError(
+            f"{run.url}: expected an id of the Hugging Face hub as the run's model, got {name!r}, which is also a "
+            f"path here. Name the one that you want (--model ./{name})"
+        )
+    return name, _download(name, revision)
+
+
+def _plain(run: Run, what: str, value: Any, form: re.Pattern[str]) -> str:
+    if not isinstance(value, str) or not form.fullmatch(value) or ".." in value:
+        raise ConfigError(
+            f"{run.url}: expected an id of the Hugging Face hub as the run's {what}, got {str(value)[:100]!r}. Name "
+            "the model's folder or id yourself (--model)"
+        )
+    return value
+
+
+def _download(model: str, revision: str | None) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
@@ -112,6 +144,8 @@ def _weight_files(folder: Path) -> dict[str, str]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         found: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        if wrong := [name for name in found.values() if Path(name).name != name or not name.endswith(_WEIGHTS)]:
+            raise ConfigError(f"{index}: expected safetensors files next to it, got {wrong[0]!r}. Use another model")
         return found
     names: dict[str, str] = {}
     for path in sorted(folder.glob("*.safetensors")):

@@ -1,26 +1,77 @@
-"""From token ids back to text, by the tokenizer of the model that a run was made with."""
+"""From token ids to text, by a ``tokenizer.json``, which holds data and no code.
+
+A stored run does not choose the tokenizer. Otherwise its author would choose what a reader downloads, opens and runs.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from hsx_dist.jobs.encode import load_tokenizer
-from hsx_dist.testing.models import resolve_model
+from hsx_dist.errors import ConfigError
+from hsx_dist.testing.models import SMOLLM2, resolve_model
+
+#: Token ids → their text.
+Decode = Callable[[Sequence[int]], str]
+_MAX_ID = (1 << 32) - 1
+
+log = logging.getLogger(__name__)
 
 
-def decoder_of(meaning: Mapping[str, Any]) -> Callable[[Sequence[int]], list[str]]:
-    """Token ids → the text of each, for a run whose ``run.json`` has this ``meaning``.
+def choose_decoder(tokenizer: str | None, info: Mapping[str, Any]) -> Decode | None:
+    """A function that maps token ids to text, or None if the reader named no tokenizer.
+
+    Args:
+        tokenizer: the reader's choice: a folder with ``tokenizer.json``, or an id of the Hugging Face hub.
+        info: the run's ``run.json``. A run of the built-in model is decoded without ``tokenizer``.
 
     Raises:
-        ConfigError: the model's tokenizer is not at hand.
-        ImportError: transformers is not installed.
+        ConfigError: ``tokenizer`` cannot be loaded.
     """
-    kwargs = meaning.get("engine_kwargs")
-    tokenizer = load_tokenizer(
-        resolve_model(str(meaning.get("model", ""))),
-        revision=meaning.get("revision"),
-        engine_kwargs=kwargs if isinstance(kwargs, dict) else {},
-    )
-    # One by one: a token that is part of a character is then one that cannot be shown, not its neighbours'.
-    return lambda ids: [tokenizer.decode([i]) for i in ids]
+    if tokenizer is not None:
+        return load_decoder(resolve_model(tokenizer))
+    if not _is_builtin(info.get("meaning")):
+        return None
+    try:
+        return load_decoder(resolve_model(SMOLLM2))
+    except (ConfigError, ImportError, OSError) as e:
+        log.info("tokens are shown as ids: %s", e)
+        return None
+
+
+def load_decoder(source: str) -> Decode:
+    """The decoder of the ``tokenizer.json`` in the folder ``source``, or in the hub's repository of that id.
+
+    Raises:
+        ConfigError: it cannot be loaded, or the package ``tokenizers`` is not installed.
+    """
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise ConfigError(
+            "--tokenizer: expected the package tokenizers, found none. Install it, or leave the option out"
+        ) from None
+    try:
+        folder = Path(source).expanduser()
+        if folder.is_dir():
+            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        else:
+            tokenizer = Tokenizer.from_pretrained(source)
+    except Exception as e:  # the package raises Exception itself
+        why = (str(e).splitlines() or [""])[0][:200]
+        raise ConfigError(
+            f"--tokenizer: expected a folder or a repository of the hub with tokenizer.json, got {source!r} "
+            f"({type(e).__name__}: {why}). Check the name and the access to it"
+        ) from e
+    # The package takes unsigned 32-bit ids; a stored id may be any int64.
+    return lambda ids: tokenizer.decode([i for i in ids if 0 <= i <= _MAX_ID], skip_special_tokens=False)
+
+
+def _is_builtin(meaning: Any) -> bool:
+    """Whether the run was made with the built-in model and its own tokenizer."""
+    if not isinstance(meaning, Mapping) or meaning.get("model") != SMOLLM2:
+        return False
+    arguments = meaning.get("engine_kwargs") or {}
+    return isinstance(arguments, Mapping) and arguments.get("tokenizer") in (None, SMOLLM2)

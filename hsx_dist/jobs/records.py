@@ -19,6 +19,7 @@ import zstandard
 
 from hsx_dist.config import public_url
 from hsx_dist.errors import ConfigError, FormatError, Unavailable
+from hsx_dist.jobs.arrow_files import open_arrow, open_parquet
 from hsx_dist.jobs.sources import Input, Source
 
 #: A longer line is refused without being held in memory.
@@ -119,7 +120,7 @@ def _columnar(file: IO[bytes], form: str, columns: Sequence[str], needed: Sequen
         for batch in batches:
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 yield from _records(batch.slice(start, BATCH_ROWS))
-    except (pa.ArrowInvalid, OSError) as e:
+    except (pa.ArrowException, UnicodeDecodeError, OSError) as e:
         if isinstance(e, OSError) and "Expected to be able to read" not in str(e):
             raise  # the store's; that one is Arrow's own word for a file that was cut off
         raise FormatError(
@@ -129,24 +130,14 @@ def _columnar(file: IO[bytes], form: str, columns: Sequence[str], needed: Sequen
 
 
 def _parquet(file: IO[bytes], columns: Sequence[str], needed: Sequence[str], shown: str) -> Iterator[Any]:
-    import pyarrow.parquet as pq
-
-    # Without pre_buffer, which would fetch whole row groups ahead; with a buffer, pages are fetched one after another.
-    parquet = pq.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
+    parquet = open_parquet(file)
     chosen = _chosen(parquet.schema_arrow.names, columns, needed, shown)
     return parquet.iter_batches(batch_size=BATCH_ROWS, columns=chosen)
 
 
 def _arrow(file: IO[bytes], columns: Sequence[str], needed: Sequence[str], shown: str) -> Iterator[Any]:
-    """The file format (Feather version 2 is the same) says so in its first bytes; else it is a stream, which saved data
-    sets are."""
-    import pyarrow as pa
-
-    magic = file.read(6)
-    file.seek(0)
-    reader = pa.ipc.open_file(file) if magic == b"ARROW1" else pa.ipc.open_stream(file)
-    chosen = _chosen(reader.schema.names, columns, needed, shown)
-    batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if magic == b"ARROW1" else iter(reader)
+    schema, batches = open_arrow(file)
+    chosen = _chosen(schema.names, columns, needed, shown)
     return (batch.select(chosen) for batch in batches)
 
 

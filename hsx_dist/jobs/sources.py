@@ -132,7 +132,7 @@ def _of_folder(config: InputConfig, fs: Any, folder: str) -> list[Source]:
                     f"input.split: expected one of {', '.join(splits)}, came {config.split!r}; correct it"
                 )
             wanted = splits if config.split is None else [config.split]
-            return [_saved(fs, f"{folder}/{split}", split) for split in wanted]
+            return [_saved(fs, _within(fs, folder, split), split) for split in wanted]
         if fs.exists(f"{folder}/{_STATE}"):
             return [_saved(fs, folder, posixpath.basename(folder.rstrip("/")))]
         if config.format == "dataset":
@@ -160,8 +160,28 @@ def _of_many(config: InputConfig, fs: Any, found: dict[str, str], base: str) -> 
 
 def _saved(fs: Any, folder: str, label: str) -> Source:
     """A folder of ``Dataset.save_to_disk``: its state names Arrow files in the order of their rows."""
-    files = [f"{folder}/{item['filename']}" for item in _json(fs, f"{folder}/{_STATE}")["_data_files"]]
+    files = [_within(fs, folder, item["filename"]) for item in _json(fs, f"{folder}/{_STATE}")["_data_files"]]
     return Source(label, tuple(files), "arrow")
+
+
+def _within(fs: Any, folder: str, name: Any) -> str:
+    """The path of ``name``, which a saved data set gives to a file or split directly in ``folder``.
+
+    Raises:
+        ConfigError: it is no such name, or a link that leads out of the folder.
+    """
+    path = f"{folder}/{name}"
+    if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\0?#%]|::", name):
+        raise ConfigError(
+            f"input.path: expected names of files in {public_url(folder)}, got {str(name)[:200]!r} in the saved data "
+            "set's JSON. Save the data set again, or name its files yourself (a glob such as *.arrow)"
+        )
+    if isinstance(fs, LocalFileSystem) and Path(path).resolve().parent != Path(folder).resolve():
+        raise ConfigError(
+            f"input.path: expected {name[:200]!r} within {folder}, got a link to another folder. Copy the data set "
+            "with its files (cp -rL), or name them yourself (a glob such as *.arrow)"
+        )
+    return path
 
 
 def _json(fs: Any, path: str) -> dict[str, Any]:

@@ -42,7 +42,10 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "MISMATCH" not in done.stdout
-    assert "<svg" in (folder / "runs" / "demo-report.html").read_text()
+    report = (folder / "runs" / "demo-report.html").read_text()
+    assert "<svg" in report
+    assert "Samples, token by token" in report
+    assert "Tokens are shown as ids" not in report
     return folder
 
 

@@ -71,7 +71,7 @@ def write_report(
     Args:
         chosen: keys of samples that are shown token by token; without any, a short, a middling and a long one.
         samples: how many samples are read for norms and similarities.
-        decode: the model's tokenizer; without it ids stand for tokens.
+        decode: token ids to the text of each; without it tokens are shown as ids.
 
     Raises:
         RunError: there is no run. SampleNotFound: a chosen key is none of its.
@@ -220,7 +220,7 @@ def _samples(states: StateNumbers, decode: Decode | None) -> str:
         "times and more. The number itself appears under the pointer."
     )
     if decode is None:
-        note += " The model's tokenizer is not at hand here, so ids stand for tokens."
+        note += " Tokens are shown as ids. <code>hsx report --tokenizer FOLDER_OR_ID</code> shows their text."
     shown = "".join(_sample(states, s, decode) for s in states.chosen)
     return f'<section id="samples"><h2>Samples, token by token</h2><p class=note>{note}</p>{shown}</section>'
 

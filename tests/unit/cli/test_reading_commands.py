@@ -135,7 +135,7 @@ def test_show_tells_the_tokens_as_text(tmp_path: Path, capsys: pytest.CaptureFix
     sample = random_sample("a", 2)
     made = RandomSample("a", sample.states, np.array([0, 1]), sample.layer_ids, sample.dtype, 16)
     store_run(open_store(str(tmp_path / "run")), [made], info={"meaning": {"model": str(folder)}})
-    assert hsx("show", str(tmp_path / "run"), "a", "--json") == 0
+    assert hsx("show", str(tmp_path / "run"), "a", "--json", "--tokenizer", str(folder)) == 0
     assert json.loads(capsys.readouterr().out)["text"] == "hello world"
 
 

@@ -77,7 +77,7 @@ def test_vllm_is_a_plain_file_a_sample(run: Run, tmp_path: Path) -> None:
 
 
 def test_specforge_eagle3_has_the_last_state_after_the_norm(run: Run, model: Any, tmp_path: Path) -> None:
-    export_run(run, "specforge-eagle3", tmp_path)
+    export_run(run, "specforge-eagle3", tmp_path, ExportOptions(model=str(model[0])))
     for i, sample in enumerate(SAMPLES):
         got = torch.load(tmp_path / "rows_0-2000" / f"data_{i}.ckpt")
         assert set(got) == {"input_ids", "loss_mask", "aux_hidden_state", "hidden_state"}
@@ -99,7 +99,7 @@ def test_specforge_dflash_takes_any_layers_and_the_last_if_asked(run: Run, model
     got = torch.load(tmp_path / "a" / "rows_0-2000" / "data_3.ckpt")
     assert set(got) == {"input_ids", "loss_mask", "hidden_states"}
     assert torch.equal(got["hidden_states"][0], states(SAMPLES[3])[:, [2, 0]].flatten(1))
-    export_run(run, "specforge-dflash", tmp_path / "b", ExportOptions(with_last=True))
+    export_run(run, "specforge-dflash", tmp_path / "b", ExportOptions(with_last=True, model=str(model[0])))
     got = torch.load(tmp_path / "b" / "rows_0-2000" / "data_3.ckpt")
     with torch.no_grad():
         assert torch.equal(got["target_last_hidden_states"][0], model[1].model.norm(states(SAMPLES[3])[:, 3]))
@@ -110,7 +110,7 @@ def test_teacher_logprobs_are_the_models_own(
 ) -> None:
     asked: list[bool] = []
     monkeypatch.setattr("hsx_dist.exporting.weights.avoid_broken_amx", lambda: asked.append(True))
-    options = ExportOptions(top_k=7, samples_per_file=2)
+    options = ExportOptions(top_k=7, samples_per_file=2, model=str(model[0]))
     assert export_run(run, "topk-logprobs", tmp_path, options).written == 3
     assert asked  # before the first product, which in bf16 may end the process
     assert sorted(p.name for p in tmp_path.glob("*.parquet")) == [f"data-{i:06d}.parquet" for i in range(3)]
@@ -155,6 +155,84 @@ def test_a_run_that_cannot_serve_a_trainer_is_refused_with_the_layers(run: Run, 
         with pytest.raises(ConfigError, match=named):
             export_run(run, to, tmp_path / "x", options)
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        *(
+            "a model's folder",
+            "/models/secret",
+            "./secret",
+            "../secret",
+            "~/secret",
+            "a/b/c",
+            "https://127.0.0.1/x",
+            "file:///x",
+            "a..b",
+        ),
+        *("org/../x", "-x", "builtin:other", "org/name\n", "", None, 5, ["a"], {"model": "x"}),
+    ],
+)
+def test_a_run_names_no_file_of_this_machine(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: Any
+) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *a, **_: pytest.fail(f"loaded {a}"))
+    stored = str(model[0]) if stored == "a model's folder" else stored
+    store = open_store(str(tmp_path / "run"))
+    store_run(store, SAMPLES[:1], info={"meaning": {"model": stored}}, about={"num_hidden_layers": N})
+    for to in ("topk-logprobs", "specforge-eagle3"):
+        with pytest.raises(ConfigError, match="--model"):
+            export_run(open_run(store.url), to, tmp_path / "out")
+
+
+def test_a_run_of_the_hub_downloads_weights_and_no_code(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision, allow_patterns))
+        return str(model[0])
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+
+    def export(meaning: dict[str, Any], dest: str, **options: Any) -> None:
+        store = open_store(str(tmp_path / f"run-{dest}"))
+        store_run(store, SAMPLES[:1], info={"meaning": meaning}, about={"num_hidden_layers": N})
+        export_run(open_run(store.url), "topk-logprobs", tmp_path / dest, ExportOptions(**options))
+
+    stored = {"model": "org/name", "engine_kwargs": {"trust_remote_code": True, "code_revision": "theirs"}}
+    export({**stored, "revision": "v1.0"}, "a")
+    export({"model": "gpt2"}, "b")
+    # Safetensors and JSON alone: neither a pickle nor a module of the repository comes onto the machine.
+    assert asked == [(name, at, ["*.json", "*.safetensors"]) for name, at in (("org/name", "v1.0"), ("gpt2", "main"))]
+    for i, revision in enumerate(("../../x", "/x", "-x", 5, "a\nb")):
+        with pytest.raises(ConfigError, match=r"revision.*--model"):
+            export({**stored, "revision": revision}, f"c{i}")
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"also a path here.*--model \./org/name"):
+        export(stored, "d")
+    assert len(asked) == 2
+
+
+def test_a_model_without_safetensors_is_refused_and_its_pickle_not_read(
+    run: Run, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "load", lambda *a, **_: pytest.fail(f"loaded {a}"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text((model[0] / "config.json").read_text())
+    (folder / "pytorch_model.bin").write_bytes(b"a pickle")
+    options = ExportOptions(model=str(folder))
+    with pytest.raises(ConfigError, match="in its safetensors files"):
+        export_run(run, "topk-logprobs", tmp_path / "a", options)
+    weights = {"model.norm.weight": "../elsewhere.safetensors", "lm_head.weight": "pytorch_model.bin"}
+    for name in weights:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: weights[name]}}))
+        with pytest.raises(ConfigError, match="expected safetensors files next to it"):
+            export_run(run, "topk-logprobs", tmp_path / "b", options)
 
 
 def test_an_export_goes_on_and_refuses_another_in_its_place(run: Run, tmp_path: Path) -> None:

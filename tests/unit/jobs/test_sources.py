@@ -304,3 +304,75 @@ def test_keys_hold_nothing_of_a_url_but_the_name() -> None:
     found = {f"https://u:hunter2@h/dir/{name}.jsonl?sig=hunter2": "file" for name in ("a", "b/c")}
     sources = sources_module._of_many(InputConfig(), None, found, "https://u:hunter2@h/dir")
     assert [s.label for s in sources] == ["a", "b/c"]
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret/data.arrow", "/etc/x.arrow", "sub/data.arrow", "..", "", 3, "a\\b", "a::b", "%2e%2e%2fx"]
+)
+def test_a_saved_data_set_names_no_file_outside_its_folder(tmp_path: Path, name: Any) -> None:
+    saved(tmp_path / "secret", table("mine")).joinpath("data-00000-of-00001.arrow").rename(
+        tmp_path / "secret" / "data.arrow"
+    )
+    folder = saved(tmp_path / "theirs", table("a"))
+    if name == "/etc/x.arrow":
+        name = str(tmp_path / "secret" / "data.arrow")
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    with pytest.raises(ConfigError, match="expected names of files in"):
+        read(folder)
+    both = tmp_path / "both"
+    saved(both / "train", table("x"))
+    (both / "dataset_dict.json").write_text(json.dumps({"splits": ["train", name]}))
+    with pytest.raises(ConfigError, match="expected names of files in"):
+        read(both)
+
+
+def test_a_saved_data_set_of_another_store_names_no_file_outside_its_folder() -> None:
+    for name, data in (("secret.arrow", b"x"), ("theirs/state.json", b'{"_data_files": [{"filename": "../secret"}]}')):
+        with fsspec.open(f"memory://hsx-saved/{name}", "wb") as f:
+            f.write(data)
+    with pytest.raises(ConfigError, match="expected names of files in"):
+        read("memory://hsx-saved/theirs")
+
+
+def test_a_link_out_of_a_saved_data_set_is_refused(tmp_path: Path) -> None:
+    mine = saved(tmp_path / "mine", table("secret"))
+    folder = saved(tmp_path / "theirs", table("a"))
+    data = folder / "data-00000-of-00001.arrow"
+    data.rename(folder / "real.arrow")
+    data.symlink_to("real.arrow")
+    assert keys(folder) == ["theirs:00000000"]  # within the folder
+    data.unlink()
+    data.symlink_to(mine / data.name)
+    with pytest.raises(ConfigError, match="a link to another folder"):
+        read(folder)
+    both = tmp_path / "both"
+    both.mkdir()
+    (both / "train").symlink_to(mine)
+    (both / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    with pytest.raises(ConfigError, match="a link to another folder"):
+        read(both)
+    (tmp_path / "link").symlink_to(mine)
+    assert keys(tmp_path / "link") == ["link:00000000"]  # the folder that the user names may be one
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_text_that_is_not_utf8_costs_its_row_alone(tmp_path: Path, form: str) -> None:
+    import pyarrow.parquet as pq
+
+    texts = pa.array([b"one", b"\xff", b"three", b"four"], pa.binary()).view(pa.string())
+    roles = pa.array([b"user", b"user", b"\xff", b"user"], pa.binary()).view(pa.string())
+    chats = pa.ListArray.from_arrays([0, 1, 2, 3, 4], pa.StructArray.from_arrays([roles, roles], ["role", "content"]))
+    whole = pa.table({"text": texts, "other": chats})
+    path = tmp_path / f"in.{form}"
+    if form == "parquet":
+        pq.write_table(whole, path)
+    else:
+        with pa.ipc.new_stream(path, whole.schema) as writer:
+            writer.write_table(whole)
+    rows = read(path, metadata=["other"])
+    assert [r.text if isinstance(r, Row) else r.reason for r in rows] == [
+        "one",
+        "the row's values cannot be read (UnicodeDecodeError); correct or cast the column",
+        "the row's values cannot be read (UnicodeDecodeError); correct or cast the column",
+        "four",
+    ]

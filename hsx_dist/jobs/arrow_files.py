@@ -1,0 +1,147 @@
+"""Open Parquet and Arrow input without Arrow's extension types.
+
+A column's extension type is named in the file. Arrow gives the file's bytes to the type of that name if the process has
+registered one, and Ray Data registers types that unpickle. Arrow looks the types up while it opens a file, so their
+names are overwritten in the schema before Arrow sees it. Each column then has its storage type.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import struct
+from typing import IO, Any
+
+#: The key under which a field's metadata names its extension type. All of Arrow's schemas hold it as these bytes.
+_EXTENSION = b"ARROW:extension:name"
+#: The key under which Parquet's footer keeps the Arrow schema, in base64.
+_ARROW_SCHEMA = b"ARROW:schema"
+# As long as the key, and without a character of it: no other place of the schema moves, and no new key forms.
+_NO_EXTENSION = b"-" * len(_EXTENSION)
+_NO_ARROW_SCHEMA = b"-" * len(_ARROW_SCHEMA)
+_ARROW_MAGIC, _PARQUET_MAGIC = b"ARROW1", b"PAR1"
+_CONTINUATION = b"\xff\xff\xff\xff"
+_BUFFER = 1 << 20
+
+
+class _Patched(io.RawIOBase):
+    """``file`` with the bytes from ``at`` on replaced by ``data``, which stay in memory."""
+
+    def __init__(self, file: IO[bytes], at: int, data: bytes) -> None:
+        super().__init__()
+        self._file, self._at, self._data = file, at, data
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._file.seek(offset, whence)
+
+    def read(self, size: int = -1) -> bytes:  # type: ignore[override]
+        """At most ``size`` bytes; all that are left without it."""
+        at = self._file.tell()
+        found = self._file.read(size)
+        begin, end = max(at, self._at), min(at + len(found), self._at + len(self._data))
+        if begin >= end:
+            return found
+        return b"".join((found[: begin - at], self._data[begin - self._at : end - self._at], found[end - at :]))
+
+
+def open_arrow(file: IO[bytes]) -> tuple[Any, Any]:
+    """The schema and an iterator of the record batches of an Arrow file (also Feather version 2) or an Arrow stream.
+
+    Raises:
+        pyarrow.ArrowInvalid: the file has neither format.
+    """
+    import pyarrow as pa
+
+    size = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    begins = file.read(8)
+    if begins.startswith(_ARROW_MAGIC):
+        at, footer, tail = _footer(file, size, _ARROW_MAGIC)
+        patched = _Patched(file, at, footer.replace(_EXTENSION, _NO_EXTENSION) + tail)
+        # The length read above: Arrow must not find another footer in a file that grows.
+        reader = pa.ipc.open_file(patched, footer_offset=size)
+        return reader.schema, (reader.get_batch(i) for i in range(reader.num_record_batches))
+    # Before Arrow 0.15 messages had no continuation mark.
+    prefix = begins if begins.startswith(_CONTINUATION) else begins[:4]
+    length = int.from_bytes(prefix[-4:], "little")
+    if length > size - len(prefix):
+        raise pa.ArrowInvalid(f"expected a schema of {length} bytes, the stream has {size}")
+    file.seek(len(prefix))
+    schema = file.read(length)
+    file.seek(0)
+    stream = pa.ipc.open_stream(_Patched(file, 0, prefix + schema.replace(_EXTENSION, _NO_EXTENSION)))
+    return stream.schema, iter(stream)
+
+
+def open_parquet(file: IO[bytes]) -> Any:
+    """The ``pyarrow.parquet.ParquetFile`` of ``file``.
+
+    Raises:
+        pyarrow.ArrowInvalid: the file is not Parquet, or its footer is encrypted.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    size = file.seek(0, io.SEEK_END)
+    _, footer, tail = _footer(file, size, _PARQUET_MAGIC)
+    metadata = _metadata(_plain_footer(footer), tail)
+    file.seek(0)
+    # From version 21 on, pyarrow makes extension types also of Parquet's own logical types.
+    plain = {"arrow_extensions_enabled": False} if int(pa.__version__.split(".")[0]) >= 21 else {}
+    # With the metadata Arrow does not read the file's own footer. Without pre_buffer, which would fetch whole row
+    # groups ahead; with a buffer, pages are fetched one after another.
+    return pq.ParquetFile(file, metadata=metadata, pre_buffer=False, buffer_size=_BUFFER, **plain)
+
+
+def _footer(file: IO[bytes], size: int, magic: bytes) -> tuple[int, bytes, bytes]:
+    """The offset of a file's footer, its bytes, and the bytes after it: its length and ``magic``."""
+    import pyarrow as pa
+
+    after = 4 + len(magic)
+    file.seek(max(size - after, 0))
+    tail = file.read(after)
+    if len(tail) != after or not tail.endswith(magic):
+        raise pa.ArrowInvalid(f"expected {magic.decode()} at the end of the file, got {tail[-len(magic) :]!r}")
+    (length,) = struct.unpack("<i", tail[:4])
+    at = size - after - length
+    if length <= 0 or at < len(magic):
+        raise pa.ArrowInvalid(f"expected a footer within the file of {size} bytes, got one of {length}")
+    file.seek(at)
+    return at, file.read(length), tail
+
+
+def _plain_footer(footer: bytes) -> bytes:
+    """Parquet's footer with an Arrow schema that names no extension type, or without the Arrow schema."""
+    hidden = footer.replace(_ARROW_SCHEMA, _NO_ARROW_SCHEMA)
+    if hidden == footer:
+        return footer
+    if footer.count(_ARROW_SCHEMA) > 1 or _NO_ARROW_SCHEMA in footer:
+        return hidden  # which of several schemas Arrow takes is not certain
+    tail = len(hidden).to_bytes(4, "little") + _PARQUET_MAGIC
+    text = (_metadata(hidden, tail).metadata or {}).get(_NO_ARROW_SCHEMA, b"")
+    try:
+        schema = base64.b64decode(text, validate=True)
+    except ValueError:
+        return hidden
+    plain = base64.b64encode(schema.replace(_EXTENSION, _NO_EXTENSION))
+    return footer.replace(text, plain) if len(plain) == len(text) and footer.count(text) == 1 else hidden
+
+
+def _metadata(footer: bytes, tail: bytes) -> Any:
+    """The metadata in ``footer``, read from a file in memory that holds only the footer."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.read_metadata(pa.BufferReader(_PARQUET_MAGIC + footer + tail))
+    except OSError as e:  # Arrow's class for bytes that are not Thrift, too
+        raise pa.ArrowInvalid(str(e)) from e

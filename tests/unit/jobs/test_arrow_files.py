@@ -1,0 +1,296 @@
+"""Tables whose columns name extension types: nothing in the file is unpickled, and rows have their storage types."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
+import pytest
+
+from hsx_dist.config import InputConfig
+from hsx_dist.errors import FormatError, Unavailable
+from hsx_dist.jobs.arrow_files import open_arrow, open_parquet
+from hsx_dist.jobs.rows import Row, read_rows
+
+OWN = "hsx.test.unpickles"
+#: Those of Ray Data's types whose metadata Ray unpickles, if an environment variable asks for it, and the one whose
+#: values are pickles.
+RAY_METADATA = ("ray.data.arrow_tensor", "ray.data.arrow_tensor_v2", "ray.data.arrow_variable_shaped_tensor")
+RAY_VALUES = "ray.data.arrow_pickled_object"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+class Unpickles(pa.ExtensionType):
+    """What any library may register: a type whose metadata is a pickle, as PyArrow's own PyExtensionType once was."""
+
+    def __init__(self, storage: pa.DataType = pa.string()) -> None:  # noqa: B008
+        super().__init__(storage, OWN)
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        return b""
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage: pa.DataType, serialized: bytes) -> Unpickles:
+        pickle.loads(serialized)
+        return cls(storage)
+
+
+class _Touch:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+class Trap:
+    """``pickle`` makes a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.pickle = pickle.dumps(_Touch(path))
+
+    def sprung(self) -> bool:
+        found = self._path.exists()
+        self._path.unlink(missing_ok=True)
+        return found
+
+
+@pytest.fixture
+def trap(tmp_path: Path) -> Trap:
+    return Trap(tmp_path / "made-by-a-pickle")
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    pa.register_extension_type(Unpickles())
+    yield
+    pa.unregister_extension_type(OWN)
+
+
+@pytest.fixture
+def ray_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray.data  # noqa: F401  (registers its types)
+    from ray.data._internal.tensor_extensions import arrow
+
+    monkeypatch.setattr(arrow, "_AUTOLOAD_CLOUDPICKLE_TENSOR_METADATA", True)
+
+
+def write_parquet(path: Path, table: pa.Table) -> Path:
+    pq.write_table(table, path / "in.parquet")
+    return path / "in.parquet"
+
+
+def write_file(path: Path, table: pa.Table, **options: Any) -> Path:
+    with pa.ipc.new_file(path / "in.arrow", table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_table(table)
+    return path / "in.arrow"
+
+
+def write_stream(path: Path, table: pa.Table, **options: Any) -> Path:
+    with pa.ipc.new_stream(path / "in.arrow", table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_table(table)
+    return path / "in.arrow"
+
+
+def write_feather(path: Path, table: pa.Table) -> Path:
+    feather.write_feather(table, str(path / "in.feather"), compression="zstd")
+    return path / "in.feather"
+
+
+def write_data_set(path: Path, table: pa.Table) -> Path:
+    (path / "set").mkdir()
+    write_stream(path / "set", table)
+    (path / "set" / "state.json").write_text(json.dumps({"_data_files": [{"filename": "in.arrow"}]}))
+    return path / "set"
+
+
+Write = Callable[[Path, pa.Table], Path]
+WRITERS: dict[str, Write] = {
+    "parquet": write_parquet,
+    "file": write_file,
+    "stream": write_stream,
+    "old file": lambda path, table: write_file(path, table, use_legacy_format=True),
+    "old stream": lambda path, table: write_stream(path, table, use_legacy_format=True),
+    "feather": write_feather,
+    "data set": write_data_set,
+}
+
+
+def marked(field: pa.Field, name: str, metadata: bytes) -> pa.Field:
+    """``field`` as a file has it whose column is of the extension type ``name``."""
+    return field.with_metadata({"ARROW:extension:name": name, "ARROW:extension:metadata": metadata})
+
+
+def hostile(name: str, metadata: bytes, content: Any = "hi") -> dict[str, pa.Table]:
+    """Tables with one row, and where in them the type is."""
+    kind = pa.binary() if isinstance(content, bytes) else pa.string()
+    word = marked(pa.field("content", kind), name, metadata)
+    chat = pa.list_(pa.field("item", pa.struct([pa.field("role", pa.string()), word])))
+    ids = marked(pa.field("token_ids", pa.list_(pa.int64())), name, metadata)
+    inner = pa.field("token_ids", pa.list_(marked(pa.field("item", pa.int64()), name, metadata)))
+    other = marked(pa.field("other", pa.dictionary(pa.int8(), kind)), name, metadata)
+    mapped = pa.field("other", pa.map_(pa.string(), word.with_name("value")))
+    text = pa.field("text", pa.string())
+    columns: dict[str, tuple[list[pa.Field], list[list[Any]]]] = {
+        "column": ([ids], [[[1, 2]]]),
+        "list's values": ([inner], [[[1, 2]]]),
+        "struct in a list": ([pa.field("messages", chat)], [[[{"role": "user", "content": content}]]]),
+        "column that is not read": ([text, other], [["hi"], [content]]),
+        "map's values": ([text, mapped], [["hi"], [[("a", content)]]]),
+    }
+    return {
+        where: pa.Table.from_arrays(
+            [pa.array(v, f.type) for f, v in zip(fields, values, strict=True)], schema=pa.schema(fields)
+        )
+        for where, (fields, values) in columns.items()
+    }
+
+
+PLACES = tuple(hostile("x", b""))
+
+
+def read(path: Path, **settings: Any) -> list[Any]:
+    return list(read_rows(InputConfig(path=str(path), **settings)))
+
+
+def check(rows: list[Any], where: str) -> None:
+    (row,) = rows
+    assert isinstance(row, Row), row
+    expected = {"column": (None, None, [1, 2]), "list's values": (None, None, [1, 2])}
+    expected["struct in a list"] = (None, MESSAGES, None)
+    assert (row.text, row.messages, row.token_ids) == expected.get(where, ("hi", None, None))
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("form", WRITERS)
+@pytest.mark.usefixtures("registered")
+def test_a_registered_type_never_sees_the_files_metadata(tmp_path: Path, trap: Trap, form: str, where: str) -> None:
+    path = WRITERS[form](tmp_path, hostile(OWN, trap.pickle)[where])
+    check(read(path), where)
+    assert not trap.sprung()
+
+
+@pytest.mark.usefixtures("registered")
+def test_pyarrow_alone_would_unpickle_it(tmp_path: Path, trap: Trap) -> None:
+    """The traps above work: these are the ways in which the files would be opened without the module."""
+    table = hostile(OWN, trap.pickle)["struct in a list"]
+    for form in ("parquet", "file", "stream"):
+        path = WRITERS[form](tmp_path, table)
+        opened = {"parquet": pq.read_metadata, "file": pa.ipc.open_file, "stream": pa.ipc.open_stream}[form]
+        opened(path.read_bytes() if form != "parquet" else path)
+        assert trap.sprung()
+
+
+@pytest.mark.slow  # Ray Data is imported
+@pytest.mark.parametrize("form", WRITERS)
+@pytest.mark.usefixtures("ray_types")
+def test_ray_datas_types_unpickle_neither_metadata_nor_values(tmp_path: Path, trap: Trap, form: str) -> None:
+    for name in RAY_METADATA:
+        for where, table in hostile(name, trap.pickle).items():
+            folder = tmp_path / f"{name} {where}"
+            folder.mkdir()
+            check(read(WRITERS[form](folder, table)), where)
+            assert not trap.sprung()
+    tables = hostile(RAY_VALUES, b"", trap.pickle)
+    kind = marked(pa.field("text", pa.large_binary()), RAY_VALUES, b"")
+    tables["text"] = pa.Table.from_arrays([pa.array([trap.pickle], kind.type)], schema=pa.schema([kind]))
+    for where, table in tables.items():
+        folder = tmp_path / f"values {where}"
+        folder.mkdir()
+        read(WRITERS[form](folder, table), metadata=["other"])
+        assert not trap.sprung()
+
+
+@pytest.mark.slow  # Ray Data is imported
+@pytest.mark.usefixtures("ray_types")
+def test_the_traps_for_ray_datas_types_work(tmp_path: Path, trap: Trap) -> None:
+    for name in RAY_METADATA[:2]:
+        with pytest.raises(Exception):  # noqa: B017 (Ray goes on with what the pickle gave)
+            pq.read_table(write_parquet(tmp_path, hostile(name, trap.pickle)["column"]))
+        assert trap.sprung()
+    kind = marked(pa.field("text", pa.large_binary()), RAY_VALUES, b"")
+    table = pa.Table.from_arrays([pa.array([trap.pickle], kind.type)], schema=pa.schema([kind]))
+    pq.read_table(write_parquet(tmp_path, table)).to_pylist()
+    assert trap.sprung()
+
+
+@pytest.mark.slow  # Ray Data is imported
+@pytest.mark.usefixtures("ray_types")
+def test_token_ids_that_ray_data_wrote_are_read(tmp_path: Path) -> None:
+    import numpy as np
+    from ray.data.extensions import ArrowTensorArray
+
+    table = pa.table({"token_ids": ArrowTensorArray.from_numpy(np.array([[1, 2, 3], [4, 5, 6]]))})
+    for write in (write_parquet, write_stream):
+        assert [row.token_ids for row in read(write(tmp_path, table))] == [[1, 2, 3], [4, 5, 6]]
+
+
+@pytest.mark.parametrize("extension", [False, True])
+@pytest.mark.usefixtures("registered")
+def test_the_other_types_of_arrows_schema_stay(tmp_path: Path, trap: Trap, extension: bool) -> None:
+    """Parquet itself knows neither durations nor time zones: Arrow's schema in the footer has them."""
+    when = datetime(2026, 1, 2, 3, tzinfo=timezone(timedelta(hours=2)))
+    fields = [
+        pa.field("text", pa.string()),
+        pa.field("span", pa.duration("ms")),
+        pa.field("when", pa.timestamp("us", tz="+02:00")),
+    ]
+    if extension:
+        fields[0] = marked(fields[0], OWN, trap.pickle)
+    values = [["hi"], [timedelta(seconds=90)], [when]]
+    table = pa.Table.from_arrays(
+        [pa.array(v, f.type) for f, v in zip(fields, values, strict=True)], schema=pa.schema(fields)
+    )
+    (row,) = read(write_parquet(tmp_path, table), metadata=["span", "when"])
+    assert (row.text, row.metadata) == ("hi", {"span": 90.0, "when": "2026-01-02T03:00:00+02:00"})
+    assert not trap.sprung()
+
+
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("damage", ["none", "newline", "no padding", "twice"])
+@pytest.mark.usefixtures("registered")
+def test_an_arrow_schema_in_an_odd_form(tmp_path: Path, trap: Trap, stored: bool, damage: str) -> None:
+    """A footer with Arrow's schema as the writer's own metadata: also twice, and not in plain base64."""
+    schema = hostile(OWN, trap.pickle)["struct in a list"].schema
+    text = base64.b64encode(schema.serialize().to_pybytes())
+    text = {"newline": text[:40] + b"\n" + text[40:], "no padding": text.rstrip(b"=")}.get(damage, text)
+    table = hostile("x", b"")["struct in a list"]
+    path = tmp_path / "in.parquet"
+    with pq.ParquetWriter(path, table.schema, store_schema=stored) as writer:
+        writer.write_table(table)
+        # Under another key: the writer leaves this one out.
+        writer.add_key_value_metadata({"ARROW-schema": text, "more": b"ARROW-schema" if damage == "twice" else b""})
+    path.write_bytes(path.read_bytes().replace(b"ARROW-schema", b"ARROW:schema"))
+    check(read(tmp_path / "in.parquet"), "struct in a list")
+    assert not trap.sprung()
+
+
+@pytest.mark.parametrize("form", ["parquet", "file", "stream"])
+@pytest.mark.usefixtures("registered")
+def test_a_cut_or_changed_table_is_a_typed_error_and_runs_nothing(tmp_path: Path, trap: Trap, form: str) -> None:
+    whole = WRITERS[form](tmp_path, hostile(OWN, trap.pickle)["column"]).read_bytes()
+    opened = open_parquet if form == "parquet" else open_arrow
+    # A stream is read to its end before its end is known.
+    for at in (0, 3, 4, 7, 8, 12, *([] if form == "stream" else [len(whole) - 9, len(whole) - 1])):
+        with pytest.raises(pa.ArrowInvalid):
+            opened(io.BytesIO(whole[:at]))
+    for at in range(len(whole) - 12, len(whole)):
+        for value in (0, 0x7F, 0xFF):
+            data = bytearray(whole)
+            data[at] = value
+            path = tmp_path / f"x.{'parquet' if form == 'parquet' else 'arrow'}"
+            path.write_bytes(data)
+            with suppress(FormatError, Unavailable):
+                read(path)
+            assert not trap.sprung()

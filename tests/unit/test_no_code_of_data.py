@@ -1,0 +1,59 @@
+"""Where the package may call what loads code, pickles or typed tables: each in the few modules that guard it."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import hsx_dist
+
+PACKAGE = Path(hsx_dist.__file__).parent
+
+#: Name → the modules that use it. They take what they load from a configuration or a command, never from a run.
+USED_BY = {
+    "trust_remote_code": {
+        *("jobs/check.py", "jobs/doctor.py", "jobs/encode.py", "jobs/preflight.py", "connector/standalone.py"),
+    },
+    "AutoTokenizer": {"jobs/encode.py", "connector/standalone.py"},
+    "AutoConfig": {"jobs/doctor.py", "jobs/preflight.py"},
+    "AutoModel": {"jobs/check.py"},
+    "load_tokenizer": {
+        *("jobs/encode.py", "jobs/doctor_engine.py", "jobs/plan.py", "jobs/preflight.py", "jobs/replica.py"),
+    },
+    "choose_decoder": {"jobs/decode.py", "cli/inspect.py", "cli/report.py"},
+    "load_decoder": {"jobs/decode.py"},
+    "snapshot_download": {"exporting/weights.py"},
+    # These decode an Arrow schema, and with it the extension types that a library registered.
+    "open_stream": {"jobs/arrow_files.py"},
+    "open_file": {"jobs/arrow_files.py"},
+    "ParquetFile": {"jobs/arrow_files.py"},
+    "read_metadata": {"jobs/arrow_files.py"},
+    # The conformance suites pickle codecs and errors that they made.
+    "pickle": {"testing/codec_suite.py", "testing/store_suite.py"},
+}
+#: No module uses these.
+UNUSED = {
+    *("AutoModelForCausalLM", "hf_hub_download", "cloudpickle", "dill", "joblib", "marshal", "runpy", "Unpickler"),
+    *("read_table", "read_schema", "read_message", "read_record_batch", "read_feather", "ParquetDataset"),
+    *("RecordBatchStreamReader", "RecordBatchFileReader", "load_from_disk", "load_dataset", "read_parquet"),
+    *("allow_pickle", "unsafe_load", "full_load"),
+}
+
+
+def test_only_guarded_modules_use_what_loads_code() -> None:
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in PACKAGE.rglob("*.py"):
+        place = path.relative_to(PACKAGE).as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(func=ast.Name(id="eval" | "exec" | "__import__")):
+                    raise AssertionError(f"{place}:{node.lineno}: expected no call of eval, exec or __import__")
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="torch" | "np" | "numpy"), attr="load")):
+                    raise AssertionError(f"{place}:{node.lineno}: expected no torch.load or numpy.load: they unpickle")
+                case ast.Name(id=name) | ast.Attribute(attr=name) | ast.keyword(arg=name) | ast.alias(name=name):
+                    found[str(name)].add(place)
+                case ast.FunctionDef(name=name):
+                    found[name].add(place)
+    assert {name: found[name] for name in USED_BY} == USED_BY
+    assert sorted(UNUSED & found.keys()) == []
