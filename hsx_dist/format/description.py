@@ -20,6 +20,7 @@ import numpy as np
 from hsx_dist.errors import FormatError
 from hsx_dist.format.codecs import Codec, NoneCodec, codec_from_dict
 from hsx_dist.format.codecs.base import itemsize
+from hsx_dist.format.json_objects import parse_json
 from hsx_dist.format.loss import Loss
 from hsx_dist.page import CARRIER, Segment
 
@@ -220,28 +221,6 @@ def plain_description(tensors: Mapping[str, Any]) -> Description:
     chunk_tokens = max(1, _PLAIN_CHUNK_BYTES // (num_layers * hidden_size * itemsize(dtype)))
     info = SegmentInfo(Segment("", 0, 0, n, n), (), dtype, hidden_size, chunk_tokens, num_layers)
     return Description(NoneCodec(), {}, "vllm", (SegmentRecord(info, (), None, None),))
-
-
-def parse_json(text: str | bytes, *, floats: bool) -> Any:
-    """JSON without duplicate names or NaN; ``floats=False`` refuses fractions too. ``FormatError`` otherwise."""
-
-    def refuse(token: str) -> Any:
-        raise FormatError(f"expected JSON with whole numbers, got {token[:40]}")
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        d = dict(pairs)
-        if len(d) != len(pairs):
-            raise FormatError("expected JSON without duplicate names")
-        return d
-
-    try:
-        text = text if isinstance(text, str) else text.decode()
-        kwargs: dict[str, Any] = {} if floats else {"parse_float": refuse}
-        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse, **kwargs)
-    except FormatError:
-        raise
-    except (ValueError, RecursionError) as e:
-        raise FormatError(f"expected JSON: {e}") from e
 
 
 def _row(record: SegmentRecord) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from typing import Any
 
 from hsx_dist.errors import FormatError, IntegrityError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
-from hsx_dist.format.description import FORMAT, MAX_HEADER_BYTES, Description, Tensor, parse_json, plain_description
+from hsx_dist.format.description import FORMAT, MAX_HEADER_BYTES, Description, Tensor, plain_description
+from hsx_dist.format.json_objects import parse_json
 
 
 @dataclass(frozen=True, slots=True)

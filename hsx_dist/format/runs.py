@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
 
-import zstandard
-
 from hsx_dist.errors import AlreadyExists, Fenced, FormatError, IntegrityError, NotFound, RunError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
+from hsx_dist.format.compacted import pack_receipts, read_compacted
+from hsx_dist.format.description import MAX_HEADER_BYTES
+from hsx_dist.format.json_objects import MAX_JSON_BYTES, Check, check_members, get_small, read_json, shown
+from hsx_dist.format.json_objects import count as count_check
 from hsx_dist.format.manifest import (
+    ATTEMPT_DIGITS,
     COMPLETE,
+    LARGEST_NUMBER,
     RUN,
     Manifest,
     Receipt,
@@ -26,11 +29,13 @@ from hsx_dist.format.manifest import (
     parse_receipt_name,
     receipt_name,
 )
+from hsx_dist.format.run_members import ATTEMPT_MEMBERS, COMPLETE_MEMBERS, HEARTBEAT_MEMBERS, RUN_MEMBERS
 from hsx_dist.store import Store
 
 __all__ = [
     "COMPLETE",
     "RUN",
+    "attempts_of",
     "beat",
     "is_fenced",
     "load_manifest",
@@ -49,10 +54,10 @@ __all__ = [
 
 _RUN_FORMAT = "hsx-run/1"
 _COMPLETE_FORMAT = "hsx-complete/1"
-_ATTEMPT = re.compile(r"attempts/(\d{4,})\.json")
+_ATTEMPT = re.compile(rf"attempts/({ATTEMPT_DIGITS})\.json")
 _READERS = 16
-_LARGEST_JSON = 256 << 20
-_LARGEST_COMPACTED = 64 << 30
+#: No part has a longer header, and a segment takes more of it than of a receipt.
+_LARGEST_RECEIPT = MAX_HEADER_BYTES
 
 
 def write_run(store: Store, info: Mapping[str, Any]) -> None:
@@ -71,7 +76,7 @@ def write_run(store: Store, info: Mapping[str, Any]) -> None:
 
 def read_run(store: Store) -> dict[str, Any]:
     """What ``run.json`` says. Raises ``RunError`` when there is none, ``FormatError`` when it cannot be read."""
-    found = _read_json(store, RUN)
+    found = _read_json(store, RUN, RUN_MEMBERS)
     if found is None:
         raise RunError(f"no run at {store.url}: expected {RUN} there; check the path, or that the run has been started")
     _check_format(found, _RUN_FORMAT, f"{store.url}/{RUN}")
@@ -93,13 +98,18 @@ def take_attempt(store: Store, info: Mapping[str, Any]) -> int:
 
 def read_attempt(store: Store, attempt: int) -> dict[str, Any] | None:
     """What the holder of an attempt said of itself (host, pid, settings, created); ``None`` when nobody took it."""
-    return _read_json(store, attempt_name(attempt))
+    return _read_json(store, attempt_name(attempt), ATTEMPT_MEMBERS)
 
 
 def newest_attempt(store: Store) -> int:
     """The highest attempt that anybody took; 0 when none was."""
+    return max(attempts_of(store), default=0)
+
+
+def attempts_of(store: Store) -> list[int]:
+    """The attempts that were taken, as listed: a name may claim any number, so that counting up to it is no way."""
     found = (_ATTEMPT.fullmatch(info.name) for info in store.list("attempts/"))
-    return max((int(m[1]) for m in found if m), default=0)
+    return sorted(int(m[1]) for m in found if m)
 
 
 def is_fenced(store: Store, attempt: int) -> bool:
@@ -124,7 +134,7 @@ def beat(store: Store, attempt: int, value: int, state: str, progress: Mapping[s
 
 def read_heartbeat(store: Store, attempt: int) -> dict[str, Any] | None:
     """``{"attempt", "value", "state", "time", "progress"}`` as last stored; ``None`` before the first beat."""
-    return _read_json(store, heartbeat_name(attempt))
+    return _read_json(store, heartbeat_name(attempt), HEARTBEAT_MEMBERS)
 
 
 def load_manifest(store: Store) -> Manifest:
@@ -142,19 +152,19 @@ def scan_receipts(store: Store) -> Iterator[Receipt]:
     complete = read_complete(store)
     after = 0
     if complete is not None:
-        yield from _read_compacted(store, complete)
+        yield from read_compacted(store, complete)
         after = int(complete["attempt"])
-    names = _receipt_names(store, after)
+    found = _receipt_sizes(store, after)
     with ThreadPoolExecutor(_READERS, thread_name_prefix="hsx-receipts") as pool:
-        yield from pool.map(lambda name: read_receipt(store, name), names)
+        yield from pool.map(lambda item: read_receipt(store, *item), found.items())
 
 
 def receipts_of(store: Store, attempt: int, *, known: Manifest) -> Iterator[Receipt]:
     """The stored receipts of one attempt that are not in ``known``."""
-    found = (parse_receipt_name(info.name) for info in store.list(f"manifest/{attempt:04d}/"))
-    names = [receipt_name(*parsed) for parsed in found if parsed is not None and not known.has_receipt(parsed)]
+    listed = ((parse_receipt_name(info.name), info) for info in store.list(f"manifest/{attempt:04d}/"))
+    found = [info for parsed, info in listed if parsed is not None and not known.has_receipt(parsed)]
     with ThreadPoolExecutor(_READERS, thread_name_prefix="hsx-receipts") as pool:
-        yield from pool.map(lambda name: read_receipt(store, name), names)
+        yield from pool.map(lambda info: read_receipt(store, info.name, info.size), found)
 
 
 def check_receipts(store: Store) -> Iterator[tuple[str, str]]:
@@ -165,14 +175,14 @@ def check_receipts(store: Store) -> Iterator[tuple[str, str]]:
     complete = read_complete(store)
     if complete is None:
         return  # ``load_manifest`` has read them
-    compacted = {receipt_name(*r.id): r for r in _read_compacted(store, complete)}
-    found = {info.name for info in store.list("manifest/") if parse_receipt_name(info.name) is not None}
+    compacted = {receipt_name(*r.id): r for r in read_compacted(store, complete)}
+    found = {info.name: info.size for info in store.list("manifest/") if parse_receipt_name(info.name) is not None}
     for name, receipt in sorted(compacted.items()):
         if name not in found:
             yield name, f"expected the receipt that {COMPLETE} counts, it is not there"
             continue
         try:
-            if read_receipt(store, name) != receipt:
+            if read_receipt(store, name, found[name]) != receipt:
                 yield name, "differs from what the compacted manifest says"
         except FormatError as e:
             yield name, str(e)
@@ -188,7 +198,7 @@ def write_complete(store: Store, attempt: int, manifest: Manifest, summary: Mapp
         raise Fenced(
             f"attempt {attempt} of {store.url} is no longer the newest: another driver took over; it completes the run"
         )
-    packed, raw_size = _pack(manifest.receipts)
+    packed, raw_size = pack_receipts(manifest.receipts)
     name = compacted_name(attempt)
     store.put(name, [packed])
     body = {
@@ -206,18 +216,6 @@ def write_complete(store: Store, attempt: int, manifest: Manifest, summary: Mapp
         "summary": dict(summary),
     }
     store.put(COMPLETE, [_dump(body)])
-
-
-def _pack(receipts: Sequence[Receipt]) -> tuple[bytes, int]:
-    """One line a receipt, compressed; and the lines' size. A line at a time: all of them may be gigabytes."""
-    compressor = zstandard.ZstdCompressor(level=3).compressobj()
-    packed, size = [], 0
-    for receipt in receipts:
-        line = receipt.to_json() + b"\n"
-        size += len(line)
-        packed.append(compressor.compress(line))
-    packed.append(compressor.flush())
-    return b"".join(packed), size
 
 
 def count(manifest: Manifest) -> dict[str, int]:
@@ -238,7 +236,7 @@ def count(manifest: Manifest) -> dict[str, int]:
 
 def read_complete(store: Store) -> dict[str, Any] | None:
     """``complete.json``; ``None`` when the run is not complete. Raises ``FormatError`` when it cannot be read."""
-    found = _read_json(store, COMPLETE)
+    found = _read_json(store, COMPLETE, COMPLETE_MEMBERS)
     if found is None:
         return None
     where = f"{store.url}/{COMPLETE}"
@@ -247,10 +245,10 @@ def read_complete(store: Store) -> dict[str, Any] | None:
     numbers = ("size", "raw_size", "receipts")
     if (
         type(found.get("attempt")) is not int
-        or found["attempt"] < 1
-        or not isinstance(found.get("counts"), dict)
+        or not 1 <= found["attempt"] <= LARGEST_NUMBER
+        or "counts" not in found
         or not isinstance(about, dict)
-        or any(type(about.get(n)) is not int or not 0 <= about[n] <= _LARGEST_COMPACTED for n in numbers)
+        or any(count_check(about.get(n)) is not None for n in numbers)
         or about.get("name") != compacted_name(found["attempt"])
     ):
         raise FormatError(
@@ -259,69 +257,36 @@ def read_complete(store: Store) -> dict[str, Any] | None:
     return found
 
 
-def _read_compacted(store: Store, complete: Mapping[str, Any]) -> Iterator[Receipt]:
-    about = complete["manifest"]
-    where = f"{store.url}/{about['name']}"
-    try:
-        packed = store.get(about["name"])
-    except NotFound as e:
-        raise IntegrityError(f"{where}: {COMPLETE} names this compacted manifest, and it is not there") from e
-    found = crc32c_hex(crc32c(packed))
-    if len(packed) != about["size"] or found != about.get("crc32c"):
-        raise IntegrityError(
-            f"{where}: expected {about['size']} bytes with crc32c {about.get('crc32c')}, found {len(packed)} with "
-            f"{found}. Restore it, or remove {COMPLETE} so that the single receipts are read"
-        )
-    size = number = 0
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(packed) as reader:
-            lines = io.BufferedReader(reader, 1 << 20)  # type: ignore[type-var]  # it has what is used of a raw stream
-            # What is larger than promised is never allocated.
-            while line := lines.readline(about["raw_size"] + 1 - size):
-                size += len(line)
-                number += 1
-                if size > about["raw_size"] or number > about["receipts"]:
-                    break
-                yield Receipt.from_json(line.rstrip(b"\n"), f"{where}, line {number}")
-    except zstandard.ZstdError as e:
-        raise FormatError(f"{where}: expected a zstandard frame: {e}") from e
-    if (size, number) != (about["raw_size"], about["receipts"]):
-        raise FormatError(
-            f"{where}: expected {about['receipts']} receipts of {about['raw_size']} bytes in all, found others"
-        )
-
-
-def _receipt_names(store: Store, after_attempt: int) -> list[str]:
-    """The receipts of later attempts, each writer's checked to be without gaps."""
+def _receipt_sizes(store: Store, after_attempt: int) -> dict[str, int]:
+    """Names and sizes of the receipts of later attempts, each writer's checked to be without gaps."""
     # "~" sorts behind every writer's name.
     after = f"manifest/{after_attempt:04d}/~" if 0 < after_attempt < 9999 else None
-    numbers: dict[tuple[int, str], list[int]] = {}
+    numbers: dict[tuple[int, str], dict[int, int]] = {}
     for info in store.list("manifest/", after=after):
         parsed = parse_receipt_name(info.name)
-        if parsed is None or parsed[0] <= after_attempt:
-            continue
-        if info.size > _LARGEST_JSON:
-            raise FormatError(f"{store.url}/{info.name}: {info.size} bytes are no receipt")
-        numbers.setdefault(parsed[:2], []).append(parsed[2])
-    names: list[str] = []
+        if parsed is not None and parsed[0] > after_attempt:
+            numbers.setdefault(parsed[:2], {})[parsed[2]] = info.size
+    sizes: dict[str, int] = {}
     for (attempt, writer), found in sorted(numbers.items()):
-        missing = sorted(set(range(1, max(found) + 1)).difference(found))
-        if missing:
+        last = max(found)
+        # Whatever number a name claims, as many are looked at as there are names.
+        first = next((seq for seq in range(1, len(found) + 1) if seq not in found), None)
+        if first is not None:
             raise IntegrityError(
-                f"{store.url}/{receipt_name(attempt, writer, missing[0])} is missing ({len(missing)} of {max(found)} "
+                f"{store.url}/{receipt_name(attempt, writer, first)} is missing ({last - len(found)} of {last} "
                 "of this writer): receipts have no gaps, so it was lost after it was written. Restore it; or remove "
                 "the writer's later receipts, and run again: what they prove is then extracted anew"
             )
-        names += [receipt_name(attempt, writer, seq) for seq in sorted(found)]
-    return names
+        sizes |= {receipt_name(attempt, writer, seq): found[seq] for seq in sorted(found)}
+    return sizes
 
 
-def read_receipt(store: Store, name: str) -> Receipt:
-    """The receipt stored under ``name``. ``NotFound``, or errors as ``load_manifest``'s."""
+def read_receipt(store: Store, name: str, size: int | None = None) -> Receipt:
+    """The receipt stored under ``name``, of ``size`` bytes if listed. Errors: ``NotFound``, ``load_manifest``'s."""
     where = f"{store.url}/{name}"
-    receipt = Receipt.from_json(store.get(name), where)
+    receipt = Receipt.from_json(get_small(store, name, _LARGEST_RECEIPT, size), where)
     if receipt.id != parse_receipt_name(name):
-        raise FormatError(f"{where}: it says that it is {receipt_name(*receipt.id)}; it lies under a wrong name")
+        raise FormatError(f"{where}: expected the receipt of that name, got {receipt_name(*receipt.id)}")
     return receipt
 
 
@@ -330,30 +295,28 @@ def _put_own(store: Store, name: str, body: bytes) -> bool:
     try:
         store.put_if_absent(name, body)
     except AlreadyExists:
-        return store.get(name) == body
+        return get_small(store, name, MAX_JSON_BYTES) == body
     return True
 
 
 def _dump(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, indent=1, allow_nan=False).encode() + b"\n"
+    body = json.dumps(value, indent=1, allow_nan=False).encode() + b"\n"
+    if len(body) > MAX_JSON_BYTES:  # nothing is stored that is refused when it is read
+        raise RunError(f"expected at most {MAX_JSON_BYTES} bytes of settings, got {len(body)}. Shorten them")
+    return body
 
 
-def _read_json(store: Store, name: str) -> dict[str, Any] | None:
+def _read_json(store: Store, name: str, checks: Mapping[str, Check]) -> dict[str, Any] | None:
     try:
-        data = store.get(name)
+        found = read_json(store, name)
     except NotFound:
         return None
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError) as e:
-        raise FormatError(f"{store.url}/{name}: not JSON: {e}") from e
-    if not isinstance(found, dict):
-        raise FormatError(f"{store.url}/{name}: expected a JSON object, came a {type(found).__name__}")
+    check_members(found, checks, f"{store.url}/{name}")
     return found
 
 
 def _check_format(found: Mapping[str, Any], expected: str, where: str) -> None:
     if found.get("format") != expected:
         raise FormatError(
-            f"{where}: expected format {expected!r}, came {found.get('format')!r}; update hsx_dist to read it"
+            f"{where}: expected format {expected!r}, got {shown(found.get('format'))}; update hsx_dist to read it"
         )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from hsx_dist.format.manifest import CHECK, COMPLETE, RUN
+from hsx_dist.format.manifest import ATTEMPT_DIGITS, CHECK, COMPLETE, RUN
 from hsx_dist.format.runs import newest_attempt, read_run, scan_receipts
 from hsx_dist.reading.run import CONSUMED
 from hsx_dist.store import ObjectInfo, Store
 
-_PART = re.compile(r"data/part-(\d{4,})-.+\.safetensors")
+_PART = re.compile(rf"data/part-({ATTEMPT_DIGITS})-.+\.safetensors")
 #: What a run consists of, in the order in which it is removed: ``attempts/`` last, by which a removal that was cut
 #: off is known as one.
 _FOLDERS = ("manifest/", "data/", CONSUMED, "report/", "attempts/")

@@ -14,13 +14,13 @@ from contextlib import suppress
 
 from hsx_dist.errors import AlreadyExists, ConfigError, RunError
 from hsx_dist.format.manifest import Manifest
-from hsx_dist.format.runs import load_manifest, newest_attempt, read_complete, receipts_of
+from hsx_dist.format.runs import attempts_of, load_manifest, read_complete, receipts_of
 from hsx_dist.reading.run import CONSUMED
 from hsx_dist.reading.select import key_hash
 from hsx_dist.store import Store
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_MARK = re.compile(r"([A-Za-z0-9_-]{1,64})\.(\d+)of(\d+)\.json")
+_MARK = re.compile(r"([A-Za-z0-9_-]{1,64})\.([0-9]{1,9})of([0-9]{1,9})\.json")
 
 
 def rank_of(key: str, world_size: int) -> int:
@@ -95,7 +95,7 @@ class Retention:
         if not self._manifest.receipts:
             self._manifest = load_manifest(self._store)
             return
-        for attempt in range(1, newest_attempt(self._store) + 1):
+        for attempt in attempts_of(self._store):
             for receipt in receipts_of(self._store, attempt, known=self._manifest):
                 self._manifest.add(receipt)
 
@@ -138,6 +138,6 @@ def used_by_all(store: Store, folder: str, consumers: frozenset[str]) -> bool:
     ranks: dict[str, dict[int, set[int]]] = {}
     for info in store.list(folder):
         found = _MARK.fullmatch(info.name.rpartition("/")[2])
-        if found:
+        if found and int(found[2]) < int(found[3]):
             ranks.setdefault(found[1], {}).setdefault(int(found[3]), set()).add(int(found[2]))
     return all(any(len(done) == world for world, done in ranks.get(name, {}).items()) for name in consumers)
