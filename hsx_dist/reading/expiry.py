@@ -6,17 +6,16 @@ that does not carry it; a run's parts never do.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from hsx_dist.errors import ConfigError, FormatError, NotFound
 from hsx_dist.format.companions import LOCK, MARKERS, lock_name
 from hsx_dist.format.container import Part
+from hsx_dist.format.json_objects import number, read_json
 from hsx_dist.format.manifest import RUN
-from hsx_dist.store import Store
-
-_LARGEST_MARKER = 1 << 20
+from hsx_dist.store import ObjectInfo, Store
 
 
 def expired(store: Store, now: float | None = None) -> Iterator[tuple[str, float]]:
@@ -39,32 +38,33 @@ def expired(store: Store, now: float | None = None) -> Iterator[tuple[str, float
         )
     now = time.time() if now is None else now
     for info in store.list():
-        if info.name.endswith(MARKERS) and info.size <= _LARGEST_MARKER:
+        if info.name.endswith(MARKERS):
             end = _of_marker(store, info.name)
         elif info.name.endswith(LOCK):
             continue
         else:
-            end = _of_object(store, info.name)
+            end = _of_object(store, info)
         if end is not None and end <= now:
             yield info.name, end
 
 
-def _of_object(store: Store, name: str) -> float | None:
+def _of_object(store: Store, info: ObjectInfo) -> float | None:
     try:
-        ends = [s.segment.meta.get("expires") for s in Part.open(store, name).segments]
+        part = Part.open(store, info.name, size=info.size)
+        ends: list[Any] = [s.segment.meta.get("expires") for s in part.segments]
     except (FormatError, NotFound, ValueError):
         return None  # not ours, or gone meanwhile
-    if not ends or not all(isinstance(e, (int, float)) and not isinstance(e, bool) for e in ends):
+    if not ends or any(number(e) is not None for e in ends):
         return None
-    return float(max(e for e in ends if e is not None))
+    return max(map(float, ends))
 
 
 def _of_marker(store: Store, name: str) -> float | None:
     try:
-        end = json.loads(store.get(name))["expires"]
-    except (NotFound, ValueError, KeyError, TypeError):
+        end: Any = read_json(store, name).get("expires")
+    except (NotFound, FormatError):
         return None
-    return float(end) if isinstance(end, (int, float)) and not isinstance(end, bool) else None
+    return None if number(end) is not None else float(end)
 
 
 def remove(store: Store, name: str) -> None:

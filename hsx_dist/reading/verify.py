@@ -18,7 +18,7 @@ from hsx_dist.format.runs import check_receipts, count, load_manifest, read_comp
 from hsx_dist.page import token_hash
 from hsx_dist.reading.run import CONSUMED
 from hsx_dist.reading.select import key_hash
-from hsx_dist.store import Store
+from hsx_dist.store import ObjectInfo, Store
 
 # Exponent bits all set: infinite or not a number.
 _EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
@@ -281,6 +281,9 @@ class _Stream:
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         return [self._range(name, a, b) for a, b in ranges]
+
+    def head(self, name: str) -> ObjectInfo:
+        return ObjectInfo(name, self.size)
 
     def _range(self, name: str, start: int, stop: int) -> memoryview:
         if start < self._at:

@@ -165,7 +165,7 @@ def test_damage_to_the_compacted_manifest_is_told(store: LocalStore) -> None:
         with pytest.raises(IntegrityError, match="compacted-0001"):
             runs.load_manifest(store)
     store.delete(name)
-    with pytest.raises(IntegrityError, match="the compacted manifest that complete.json names"):
+    with pytest.raises(IntegrityError, match=r"the compacted manifest that complete\.json names"):
         runs.load_manifest(store)
 
 
