@@ -20,7 +20,7 @@ import numpy as np
 from hsx_dist.errors import FormatError
 from hsx_dist.format.codecs import Codec, NoneCodec, codec_from_dict
 from hsx_dist.format.codecs.base import itemsize
-from hsx_dist.format.json_objects import check_depth, parse_json, shown
+from hsx_dist.format.json_objects import check_depth, number, parse_json, shown
 from hsx_dist.format.loss import Loss
 from hsx_dist.page import CARRIER, Segment
 
@@ -184,8 +184,9 @@ class Description:
     def from_json(cls, text: str) -> Description:
         """Read and check every number. ``FormatError`` (``UnknownCodec`` for its codec) says what is wrong."""
         body = _typed(parse_json(text, floats=True), dict, "the description")
-        codec = codec_from_dict(_get(body, "codec", dict))
         about = _get(body, "about", dict)
+        check_depth([about, _get(body, "codec", dict)], "the description")
+        codec = codec_from_dict(body["codec"])
         schema = _get(body, "schema", str)
         common = _get(body, "common", dict)
         items = _get(body, "segments", list)
@@ -212,7 +213,7 @@ class Description:
                 raise type(e)(f"segment {i}: {e}") from e
         if len({(r.info.segment.key, r.info.segment.index) for r in records}) != len(records):
             raise FormatError("segments: expected each key and index once, got one twice")
-        check_depth([about, [r.info.segment.meta for r in records]], "the description")
+        check_depth([r.info.segment.meta for r in records], "the description: meta")
         return cls(codec, about, "vllm" if schema == "vllm" else "segments", tuple(records))
 
 
@@ -310,7 +311,7 @@ def _losses(items: list[Any], num_layers: int) -> tuple[Loss, ...]:
     found = []
     for item in items:
         match item:
-            case [int() | float() | None as rms, int() | float() | None as worst]:
+            case [rms, worst] if all(x is None or number(x) is None for x in (rms, worst)):
                 found.append(Loss(*(math.inf if x is None else float(x) for x in (rms, worst))))
             case _:
                 raise FormatError(f"loss: expected two numbers a layer, got {shown(item)}")

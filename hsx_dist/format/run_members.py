@@ -10,18 +10,17 @@ from hsx_dist.format.json_objects import Check, anything, count, members, number
 
 def _layers(value: Any) -> str | None:
     """Ids; or a string, such as ``all``, in a run whose driver did not resolve it."""
-    ids = isinstance(value, list) and len(value) <= MAX_HIDDEN_SIZE
-    if isinstance(value, str | int) or (ids and all(isinstance(v, str) or type(v) is int for v in value)):
-        return None
-    return "layer ids"
+    ids = value if isinstance(value, list) else [value]
+    fine = len(ids) <= MAX_HIDDEN_SIZE and all(type(v) in (int, str) for v in ids)
+    return None if fine else "layer ids"
 
 
 _MEANING = {"model": or_null(text), "revision": or_null(text), "layers": or_null(_layers)}
 _PROGRESS = {
     **dict.fromkeys(("rows", "tokens", "raw_bytes", "stored_bytes", "in_flight"), or_null(count)),
     **dict.fromkeys(("tokens_per_second", "seconds", "engines_timestamp"), or_null(number)),
-    "fates": or_null(object_of(or_null(count))),
-    "counted": or_null(object_of(number)),
+    "fates": object_of(or_null(count)),
+    "counted": object_of(number),
     "paused": or_null(text),
 }
 

@@ -254,6 +254,7 @@ def read_complete(store: Store) -> dict[str, Any] | None:
         raise FormatError(
             f"{where}: expected attempt, counts, and the compacted manifest's name and sizes. It is damaged"
         )
+    found.setdefault("summary", {})
     return found
 
 

@@ -8,28 +8,28 @@ thousand rows).
 from __future__ import annotations
 
 import gzip
-import lzma
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import IO, Any
 
-import zstandard
-
 from hsx_dist.config import public_url
 from hsx_dist.errors import ConfigError, FormatError, Unavailable
+from hsx_dist.jobs.decompress import BROKEN
+from hsx_dist.jobs.row_cost import cost_of_columns, most_cost
 from hsx_dist.jobs.sources import Input, Source
 
-#: A longer line is refused without being held in memory.
-MAX_LINE_BYTES = 64 << 20
 BATCH_ROWS = 256
-_BROKEN = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, zstandard.ZstdError)
+_VALUES_AT_ONCE = 1 << 24
+_BUFFER = 1 << 20
+_BROKEN: tuple[type[Exception], ...] = (*BROKEN, zlib.error, gzip.BadGzipFile)
 
 
 def read_records(
     found: Input, source: Source, columns: Sequence[str], needed: Sequence[str], opened: IO[bytes] | None = None
 ) -> Iterator[tuple[int, Any]]:
-    """(number from 0, line as bytes or a mapping of columns) of everything in ``source``; None for a line too long.
+    """(number from 0, line as bytes or a mapping of columns) of everything in ``source``; None for a line or row that
+    is longer than ``input.max_row_bytes``.
 
     Args:
         columns: what is read of a columnar file, as far as it has them.
@@ -49,9 +49,12 @@ def read_records(
                 file = stack.enter_context(opened or found.open(path, compressed=lines))
                 opened = None
                 items: Iterator[tuple[int, Any]] = (
-                    _lines(file)
+                    _lines(file, found.max_row_bytes)
                     if lines
-                    else enumerate(_columnar(file, source.format, columns, needed, shown), start=at)
+                    else enumerate(
+                        _columnar(file, source.format, columns, needed, shown, most_cost(found.max_row_bytes)),
+                        start=at,
+                    )
                 )
                 for number, item in items:
                     if source.format != "text" or item is None or item.strip():
@@ -71,20 +74,20 @@ def read_records(
             ) from e
 
 
-def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
+def _lines(file: IO[bytes], most: int) -> Iterator[tuple[int, bytes | None]]:
     """Numbered lines; ``None`` for one that is too long. Empty lines at the end of the file are no rows."""
     number, empty = -1, 0
-    while line := file.readline(MAX_LINE_BYTES + 1):
+    while line := file.readline(most + 1):
         number += 1
-        if not line.strip() and len(line) <= MAX_LINE_BYTES:
+        if not line.strip() and len(line) <= most:
             empty += 1
             continue
         for i in range(empty):
             yield number - empty + i, b""
         empty = 0
-        if len(line) > MAX_LINE_BYTES:
+        if len(line) > most:
             while line and not line.endswith(b"\n"):
-                line = file.readline(MAX_LINE_BYTES)
+                line = file.readline(min(most, _BUFFER))
             yield number, None
         else:
             yield number, line
@@ -102,32 +105,85 @@ def require_pyarrow() -> None:
 
 
 def _columnar(
-    file: IO[bytes], form: str, columns: Sequence[str], needed: Sequence[str], shown: str
-) -> Iterator[dict[str, Any]]:
+    file: IO[bytes], form: str, columns: Sequence[str], needed: Sequence[str], shown: str, most: int
+) -> Iterator[dict[str, Any] | None]:
     require_pyarrow()
     import pyarrow as pa
 
     try:
-        batches = _parquet(file, columns, needed, shown) if form == "parquet" else _arrow(file, columns, needed, shown)
+        if form == "parquet":
+            batches = _parquet(file, columns, needed, shown, most)
+        else:
+            batches = _arrow(file, columns, needed, shown)
         for batch in batches:
             for start in range(0, batch.num_rows, BATCH_ROWS):
-                yield from batch.slice(start, BATCH_ROWS).to_pylist()
-    except (pa.ArrowInvalid, OSError) as e:
+                yield from _rows(batch.slice(start, BATCH_ROWS), most)
+    except (pa.ArrowException, MemoryError, OSError) as e:
         if isinstance(e, OSError) and "Expected to be able to read" not in str(e):
             raise  # the store's; that one is Arrow's own word for a file that was cut off
         raise FormatError(
-            f"expected {shown} to be a whole {form} file, came: {str(e).splitlines()[0][:200]}; write or copy the file "
+            f"expected {shown} to be a whole {form} file, got: {_first_line(e)}; write or copy the file "
             "again, or set input.format"
         ) from e
 
 
-def _parquet(file: IO[bytes], columns: Sequence[str], needed: Sequence[str], shown: str) -> Iterator[Any]:
+def _rows(batch: Any, most: int) -> Iterator[dict[str, Any] | None]:
+    """Rows of a RecordBatch, as many at once as take ``most`` bytes; None for a row that takes more."""
+    if cost_of_columns(batch) <= most:
+        yield from batch.to_pylist()
+    elif batch.num_rows == 1:
+        yield None
+    else:
+        half = batch.num_rows // 2
+        yield from _rows(batch.slice(0, half), most)
+        yield from _rows(batch.slice(half), most)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def _checked(batch: Any) -> Any:
+    """A record batch whose offsets and lengths are within its buffers: Arrow believes what a file says."""
+    batch.validate(full=True)
+    return batch
+
+
+def _parquet(file: IO[bytes], columns: Sequence[str], needed: Sequence[str], shown: str, most: int) -> Iterator[Any]:
     import pyarrow.parquet as pq
 
     # Without pre_buffer, which would fetch whole row groups ahead; with a buffer, pages are fetched one after another.
-    parquet = pq.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
+    how: dict[str, Any] = {"pre_buffer": False, "buffer_size": 1 << 20}
+    parquet = pq.ParquetFile(file, **how)
     chosen = _chosen(parquet.schema_arrow.names, columns, needed, shown)
-    return parquet.iter_batches(batch_size=BATCH_ROWS, columns=chosen)
+    packed, values = _claims(parquet.metadata, set(chosen), most, shown)
+    if packed:
+        # Otherwise Arrow copies a text to each row that refers to it: a KiB of a file can be 256 times 16 MiB.
+        parquet = pq.ParquetFile(file, metadata=parquet.metadata, read_dictionary=packed, **how)
+    rows = max(1, min(BATCH_ROWS, _VALUES_AT_ONCE // max(values, 1)))
+    return parquet.iter_batches(batch_size=rows, columns=chosen)
+
+
+def _claims(metadata: Any, chosen: set[str], most: int, shown: str) -> tuple[list[str], int]:
+    """Columns of texts that are stored as references, and the most values of a row, on average over a row group."""
+    packed: dict[str, None] = {}
+    values = 0
+    for g in range(metadata.num_row_groups):
+        group = metadata.row_group(g)
+        for c in range(group.num_columns):
+            column = group.column(c)
+            if column.path_in_schema.partition(".")[0] not in chosen:
+                continue
+            if column.has_dictionary_page and column.physical_type == "BYTE_ARRAY":
+                packed[column.path_in_schema] = None
+            each = -(-column.num_values // max(group.num_rows, 1))
+            if each > most:
+                raise FormatError(
+                    f"expected rows of at most {most} bytes in {shown}, got {each} values a row in row group {g}, column "
+                    f"{column.path_in_schema[:80]}. Split its rows, or raise input.max_row_bytes"
+                )
+            values = max(values, each)
+    return list(packed), values
 
 
 def _arrow(file: IO[bytes], columns: Sequence[str], needed: Sequence[str], shown: str) -> Iterator[Any]:
@@ -140,7 +196,7 @@ def _arrow(file: IO[bytes], columns: Sequence[str], needed: Sequence[str], shown
     reader = pa.ipc.open_file(file) if magic == b"ARROW1" else pa.ipc.open_stream(file)
     chosen = _chosen(reader.schema.names, columns, needed, shown)
     batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if magic == b"ARROW1" else iter(reader)
-    return (batch.select(chosen) for batch in batches)
+    return (_checked(batch.select(chosen)) for batch in batches)
 
 
 def _chosen(there: Sequence[str], columns: Sequence[str], needed: Sequence[str], shown: str) -> list[str]:

@@ -146,7 +146,7 @@ class _Known:
                 try:
                     d = json.loads(line)
                     self._sound[d["part"], d["crc32c"]] = {n: int(d[n]) for n in _TALLIED}
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
                     continue  # the last line of a process that was killed
 
     def take(self, receipt: Receipt, report: VerifyReport) -> bool:

@@ -164,7 +164,7 @@ def _time(text: str) -> float | None:
     """Unix time of ISO 8601; None for anything else."""
     try:
         return datetime.fromisoformat(text).timestamp()
-    except (ValueError, OverflowError):
+    except (ValueError, OverflowError, OSError):
         return None
 
 
