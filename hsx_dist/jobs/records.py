@@ -21,6 +21,8 @@ from hsx_dist.jobs.sources import Input, Source
 
 BATCH_ROWS = 256
 _VALUES_AT_ONCE = 1 << 24
+#: A line longer than so many times the longest that is taken ends the input; so do more empty lines in a row.
+_SKIPPED, _MOST_EMPTY = 64, 100_000
 _BUFFER = 1 << 20
 _BROKEN: tuple[type[Exception], ...] = (*BROKEN, zlib.error, gzip.BadGzipFile)
 
@@ -65,7 +67,9 @@ def read_records(
                 f"expected {shown} to be whole, came broken compressed data after row {number} ({type(e).__name__}); "
                 "write or copy the file again"
             ) from e
-        except (ConfigError, FormatError):
+        except FormatError as e:
+            raise FormatError(f"{shown}, after row {number}: {e}") from e
+        except ConfigError:
             raise
         except OSError as e:
             raise Unavailable(
@@ -75,19 +79,31 @@ def read_records(
 
 
 def _lines(file: IO[bytes], most: int) -> Iterator[tuple[int, bytes | None]]:
-    """Numbered lines; ``None`` for one that is too long. Empty lines at the end of the file are no rows."""
+    """Numbered lines; ``None`` for one that is too long. Empty lines at the end of the file are no rows.
+
+    A line that is far too long, and very many empty lines, are errors: compressed, they cost their author nothing.
+    """
     number, empty = -1, 0
     while line := file.readline(most + 1):
         number += 1
-        if not line.strip() and len(line) <= most:
+        if len(line) <= most and not line.strip():
             empty += 1
+            if empty > _MOST_EMPTY:
+                raise FormatError(f"expected rows, got more than {_MOST_EMPTY} empty lines in a row. Remove them")
             continue
         for i in range(empty):
             yield number - empty + i, b""
         empty = 0
         if len(line) > most:
+            skipped = len(line)
             while line and not line.endswith(b"\n"):
                 line = file.readline(min(most, _BUFFER))
+                skipped += len(line)
+                if skipped > _SKIPPED * most:
+                    raise FormatError(
+                        f"expected lines of at most {most} bytes, got one of more than {skipped}. Split "
+                        "the line, or raise input.max_row_bytes"
+                    )
             yield number, None
         else:
             yield number, line
@@ -118,7 +134,9 @@ def _columnar(
         for batch in batches:
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 yield from _rows(batch.slice(start, BATCH_ROWS), most)
-    except (pa.ArrowException, MemoryError, OSError) as e:
+    except (ConfigError, FormatError):
+        raise
+    except (pa.ArrowException, ValueError, LookupError, MemoryError, OSError) as e:
         if isinstance(e, OSError) and "Expected to be able to read" not in str(e):
             raise  # the store's; that one is Arrow's own word for a file that was cut off
         raise FormatError(
@@ -179,8 +197,8 @@ def _claims(metadata: Any, chosen: set[str], most: int, shown: str) -> tuple[lis
             each = -(-column.num_values // max(group.num_rows, 1))
             if each > most:
                 raise FormatError(
-                    f"expected rows of at most {most} bytes in {shown}, got {each} values a row in row group {g}, column "
-                    f"{column.path_in_schema[:80]}. Split its rows, or raise input.max_row_bytes"
+                    f"expected rows of at most {most} bytes in {shown}, got {each} values a row in row group {g}, "
+                    f"column {column.path_in_schema[:80]}. Split its rows, or raise input.max_row_bytes"
                 )
             values = max(values, each)
     return list(packed), values

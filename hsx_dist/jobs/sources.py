@@ -73,7 +73,8 @@ class Input:
             if own is not None:
                 return io.BufferedReader(DecompressedFile(file, own), _BUFFER)
             # The readline of fsspec's own files takes no length, and a line may be longer than there is memory for.
-            lines = compressed and isinstance(file, AbstractBufferedFile)
+            # Python's own decompressing files have a slow one.
+            lines = compressed and isinstance(file, AbstractBufferedFile | io.BufferedIOBase)
             return io.BufferedReader(file, _BUFFER) if lines else file
 
         return _told(opened, self.shown)
