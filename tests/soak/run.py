@@ -82,9 +82,8 @@ def main() -> None:
         decoded = sum(pool.map(frames, jobs), Counter())
     claimed = claims.run_limited(args.claims, args.seed)
     tally: Tally = sum((t for t, _, _ in done), Counter())
-    page = as_markdown(
-        tally, max(s for _, s, _ in done), max(g for _, _, g in done), decoded, claimed, about, args.seed
-    )
+    slowest, gained = max(s for _, s, _ in done), max(g for _, _, g in done)
+    page = as_markdown(tally, slowest, gained, decoded, claimed, about, args.seed)
     print(page, f"{time.monotonic() - begin:.0f} s", sep="\n")
     RESULT.write_text(page)
 
@@ -129,8 +128,8 @@ def as_markdown(
         + ", ".join(f"{count} {what}" for what, count in sorted(decoded.items()))
         + "; none decoded to anything else than by libzstd, none that libzstd refuses.",
         "",
-        f"Small objects that claim much, in an address space limited to {claims.MEMORY >> 20} MiB more than at the start; "
-        f"each was read in every way that a command or a reader has, within {claims.SLOWEST:g} s of CPU:",
+        f"Small objects that claim much, in an address space limited to {claims.MEMORY >> 20} MiB more than at the "
+        f"start; each was read in every way that a command or a reader has, within {claims.SLOWEST:g} s of CPU:",
         "",
         "| objects | outcomes |",
         "|---|---|",
