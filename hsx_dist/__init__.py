@@ -6,7 +6,12 @@ The public names are loaded when they are first used: reading a run imports neit
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.byteorder != "little":
+    # States are handled as numpy's native integers; here their bytes would be taken the wrong way round.
+    raise ImportError("hsx_dist: expected a little-endian machine, got a big-endian one. Use another machine")
 
 if TYPE_CHECKING:
     from hsx_dist.config import ExtractConfig, load_config

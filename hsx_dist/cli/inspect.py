@@ -12,6 +12,7 @@ from hsx_dist.cli.tables import layers_text, print_facts, print_json, print_tabl
 from hsx_dist.config import parse_storage_options
 from hsx_dist.config.secrets import hide_secrets
 from hsx_dist.format.manifest import RowFate
+from hsx_dist.format.segments import exact_sum
 from hsx_dist.observe.units import bytes_text
 from hsx_dist.reading import Run, Sample, open_run
 
@@ -196,9 +197,9 @@ def _totals(run: Run) -> dict[str, int]:
     parts = index.parts_in_use()
     return {
         "samples": len(run),
-        "tokens": int(index.tokens.sum()),
+        "tokens": exact_sum(index.tokens),
         "parts": len(parts),
-        "raw_bytes": int(index.raw_bytes.sum()),
+        "raw_bytes": exact_sum(index.raw_bytes),
         "stored_bytes": sum(index.parts_by_name[part].size for part in parts),
         "refused": len(run.refused),
         "failed": len(run.failed),

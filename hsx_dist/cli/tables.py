@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 _WIDE = 1000
@@ -45,7 +46,7 @@ def print_facts(facts: Iterable[tuple[str, object]]) -> None:
 
 def layers_text(layers: Sequence[int]) -> str:
     """``0-30`` for a run of ids, else the ids with commas."""
-    if len(layers) > 2 and list(layers) == list(range(layers[0], layers[-1] + 1)):
+    if len(layers) > 2 and all(type(k) is int for k in layers) and all(b == a + 1 for a, b in pairwise(layers)):
         return f"{layers[0]}-{layers[-1]}"
     return ",".join(str(layer) for layer in layers)
 

@@ -129,6 +129,11 @@ class InputConfig(Settings):
         description="A row longer than that. skip: refused, with the reason; truncate: its first tokens; fail: it "
         "counts as failed, and so does the run.",
     )
+    max_row_bytes: Bytes = Field(
+        default=ByteSize(16 * _MIB),
+        description="Longest line, decompressed, or row of a table. A longer one is refused without being held. A row "
+        "may take 12 times as much as Python objects.",
+    )
     sample: float | None = Field(
         default=None,
         gt=0,

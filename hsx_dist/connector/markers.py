@@ -17,6 +17,7 @@ from typing import Any
 
 from hsx_dist.errors import HsxError, NotFound
 from hsx_dist.format.companions import is_conflict, marker_name
+from hsx_dist.format.json_objects import MAX_JSON_BYTES, get_small
 from hsx_dist.store import Store
 from hsx_dist.writers.daemon import DaemonPool
 
@@ -140,7 +141,7 @@ class Markers:
             self._store.put(marker, [act.body])
             return
         try:
-            there = self._store.get(marker)
+            there = get_small(self._store, marker, MAX_JSON_BYTES)
         except NotFound:
             there = None
         if there is not None and is_conflict(there):

@@ -21,6 +21,7 @@ from hsx_dist.reading.run import Run
 from hsx_dist.reading.select import Selection
 
 _STATEMENT = "export.json"
+_LARGEST_STATEMENT = 4 << 20
 #: How long a process that was seen to begin it may take to write it.
 _STATEMENT_S = 5.0
 _ENTRY_POINTS = "hsx_dist.exporters"
@@ -140,8 +141,9 @@ def _statement(path: Path) -> dict[str, Any]:
     end = time.monotonic() + _STATEMENT_S
     while True:
         try:
-            found = json.loads(path.read_text())
-        except ValueError:
+            with path.open("rb") as f:
+                found = json.loads(f.read(_LARGEST_STATEMENT))
+        except (ValueError, RecursionError):
             found = None
         if isinstance(found, dict):
             return found

@@ -31,6 +31,6 @@ def is_conflict(marker: bytes) -> bool:
     """Whether a marker says that its key stands for two samples."""
     try:
         found = json.loads(marker)
-    except ValueError:  # also where it is no UTF-8
+    except (ValueError, RecursionError):  # ValueError: also where it is no UTF-8
         return False
     return isinstance(found, dict) and found.get("conflict") is True

@@ -15,9 +15,11 @@ from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.codecs import Codec
 from hsx_dist.format.codecs.base import raw_array
 from hsx_dist.format.description import ATTACHMENT_DTYPE, MAX_HEADER_BYTES, SegmentInfo, SegmentRecord
+from hsx_dist.format.expansion import check_expansion
 from hsx_dist.format.header import Header, parse_header
 from hsx_dist.format.loss import Loss
 from hsx_dist.page import CARRIER
+from hsx_dist.store.base import ObjectInfo
 
 
 class Source(Protocol):
@@ -27,6 +29,8 @@ class Source(Protocol):
     def url(self) -> str: ...
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]: ...
+
+    def head(self, name: str) -> ObjectInfo: ...
 
 
 #: Memory for states: shape and dtype → a carrier array, its content arbitrary.
@@ -49,9 +53,9 @@ class Part:
     layer ids and checksums.
     """
 
-    def __init__(self, store: Source, name: str, header: Header, size: int | None, front: bytes = b""):
+    def __init__(self, store: Source, name: str, header: Header, size: int, front: bytes = b""):
         self.name = name
-        #: Of the object in bytes; ``None`` when nobody had to ask.
+        #: Of the object in bytes.
         self.size = size
         self.header_bytes = header.size
         self._store = store
@@ -72,9 +76,9 @@ class Part:
     ) -> Part:
         """Read and check the header.
 
-        ``header_bytes`` and ``size`` as a receipt has them: one request then; without ``header_bytes`` two. Without
-        ``size``, whether data is missing at the end is found when it is read. ``front_bytes``: so much of the data, at
-        whose front all token ids lie, is fetched in the same request and kept.
+        ``header_bytes`` and ``size`` as a receipt has them: one request then; one more without ``header_bytes``, and
+        one without ``size``. ``front_bytes``: so much of the data, at whose front all token ids lie, is fetched in the
+        same request and kept.
 
         Raises:
             NotFound, StoreError: the store's.
@@ -82,19 +86,20 @@ class Part:
             IntegrityError: its description changed after it was written.
         """
         with _told(f"{store.url.rstrip('/')}/{name}"):
-            if header_bytes is not None and header_bytes < 8:
+            if header_bytes is not None and not 8 <= header_bytes <= 8 + MAX_HEADER_BYTES:
                 raise FormatError(f"expected a safetensors header, got one of {header_bytes} bytes")
+            size = store.head(name).size if size is None else size
             data = _ranges(store, name, [(0, 8 if header_bytes is None else header_bytes + front_bytes)])[0]
             length = 8 + struct.unpack_from("<Q", data)[0]
-            if length - 8 > MAX_HEADER_BYTES or (size is not None and length > size):
+            if length - 8 > MAX_HEADER_BYTES or length > size:
                 raise FormatError(
-                    f"expected a header of at most {MAX_HEADER_BYTES} bytes within the object ({size or 'any'} bytes), "
+                    f"expected a header of at most {MAX_HEADER_BYTES} bytes within the object ({size} bytes), "
                     f"it claims {length - 8}: not a safetensors file?"
                 )
             if header_bytes is not None and length != header_bytes:
                 raise FormatError(f"expected a header of {header_bytes} bytes, the object says {length}")
             body = _ranges(store, name, [(8, length)])[0] if header_bytes is None else data[8:length]
-            header = parse_header(bytes(body), None if size is None else size - length)
+            header = parse_header(bytes(body), size - length)
             return cls(store, name, header, size, bytes(data[length:]))
 
     @property
@@ -109,6 +114,12 @@ class Part:
     @property
     def segments(self) -> tuple[SegmentInfo, ...]:
         return self._segments
+
+    def check_size(self) -> None:
+        """Ask the store for the object's size: ``size`` may be a receipt's claim. ``FormatError`` if they differ."""
+        found = self._store.head(self.name).size
+        if found != self.size:
+            raise FormatError(f"{self._where}: expected {self.size} bytes, got {found}")
 
     def layer_bytes(self, i: int) -> dict[int, int]:
         """Layer id → stored bytes of the states of segment ``i``; empty for a file that does not tell its layers."""
@@ -183,14 +194,14 @@ class Part:
         with _told(self._where):
             if self._header.description.schema == "vllm":
                 for c in range(info.num_chunks):
-                    rows = self._rows(i, c, self._fetch(self._row_ranges(i, c, c + 1))[0])
+                    rows = self._rows(i, c, self._fetch([self._row_range(i, c, c + 1)])[0])
                     yield from ((k, rows[:, k]) for k in range(info.num_layers))
                 return
             for k in range(info.num_layers):
                 for c in range(info.num_chunks):
-                    a, b = info.chunk_span(c)
-                    x = new_states((b - a, 1, info.hidden_size), info.dtype)[:, 0]
-                    self._decode(i, k, c, self._fetch([self._layer_range(i, k, c, c + 1)])[0], x)
+                    data = self._fetch([self._layer_range(i, k, c, c + 1)])[0]
+                    x = _empty_chunk(info, c, data)
+                    self._decode(i, k, c, data, x)
                     yield k, x
 
     # -- what to fetch ---------------------------------------------------------------------------------------------
@@ -212,11 +223,11 @@ class Part:
         prefix = "" if self._header.description.schema == "vllm" else f"{i}."
         return self._header.tensors[f"{prefix}attached.{name}"][2]
 
-    def _row_ranges(self, i: int, first: int, last: int) -> list[tuple[int, int]]:
-        """Schema ``vllm``: chunks ``[first, last)``, all layers."""
+    def _row_range(self, i: int, first: int, last: int) -> tuple[int, int]:
+        """Schema ``vllm``: chunks ``[first, last)``, which follow one another, all layers."""
         info, base = self._record(i).info, self._begin("hidden_states")
-        row = info.num_layers * info.row_bytes
-        return [(base + a * row, base + b * row) for a, b in (info.chunk_span(c) for c in range(first, last))]
+        row, n, c = info.num_layers * info.row_bytes, info.segment.num_tokens, info.chunk_tokens
+        return base + min(first * c, n) * row, base + min(last * c, n) * row
 
     def _layer_range(self, i: int, k: int, first: int, last: int) -> tuple[int, int]:
         """Chunks ``[first, last)`` of the ``k``-th stored layer, which follow one another."""
@@ -251,17 +262,20 @@ class Part:
         first, last = start // info.chunk_tokens, -(-stop // info.chunk_tokens)
         if start == stop or not picks:
             last = first
-        wanted = self._row_ranges(i, first, last) if plain else [self._layer_range(i, k, first, last) for k in picks]
+        wanted = [self._row_range(i, first, last)] if plain else [self._layer_range(i, k, first, last) for k in picks]
         views = self._fetch([*extra, *wanted])
         extras, views = views[: len(extra)], views[len(extra) :]
         shape = (stop - start, len(picks), info.hidden_size)
         if out is None:  # only now: what was fetched has shown that the segment is there
+            nbytes = shape[0] * shape[1] * info.row_bytes
+            check_expansion(nbytes, sum(view.nbytes for view in views))
             out = (empty or new_states)(shape, info.dtype)
         elif (out.shape, out.dtype) != (shape, CARRIER[info.dtype]):
             raise ValueError(f"out: expected {CARRIER[info.dtype]} {shape}, got {out.dtype} {out.shape}")
         if plain:
-            for c, view in enumerate(views, first):
-                x = self._rows(i, c, view)
+            step = info.chunk_tokens * info.num_layers * info.row_bytes
+            for c in range(first, last):
+                x = self._rows(i, c, views[0][(c - first) * step : (c - first + 1) * step])
                 _place(out, x if layers is None else x[:, picks], info.chunk_span(c), start, stop)
             return out, extras
         for at, (k, view) in enumerate(zip(picks, views, strict=True)):
@@ -286,7 +300,7 @@ class Part:
             if start <= a and b <= stop:
                 self._decode(i, k, c, data, out[a - start : b - start])
                 continue
-            x = new_states((b - a, 1, info.hidden_size), info.dtype)[:, 0]
+            x = _empty_chunk(info, c, data)
             self._decode(i, k, c, data, x)
             _place(out, x, (a, b), start, stop)
 
@@ -328,6 +342,13 @@ def new_states(shape: tuple[int, int, int], dtype: str) -> np.ndarray[Any, Any]:
         return np.empty(shape, CARRIER[dtype])
     except (MemoryError, ValueError) as e:
         raise FormatError(f"claims {shape[0]} tokens of {shape[1]} layers: more than this machine can hold") from e
+
+
+def _empty_chunk(info: SegmentInfo, chunk: int, data: memoryview) -> np.ndarray[Any, Any]:
+    """``[rows, H]`` for one layer of a chunk that ``data`` encodes."""
+    a, b = info.chunk_span(chunk)
+    check_expansion((b - a) * info.row_bytes, data.nbytes)
+    return new_states((b - a, 1, info.hidden_size), info.dtype)[:, 0]
 
 
 def _span(tokens: Any) -> tuple[int, int]:

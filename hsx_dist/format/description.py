@@ -20,6 +20,7 @@ import numpy as np
 from hsx_dist.errors import FormatError
 from hsx_dist.format.codecs import Codec, NoneCodec, codec_from_dict
 from hsx_dist.format.codecs.base import itemsize
+from hsx_dist.format.json_objects import check_depth, number, parse_json, shown
 from hsx_dist.format.loss import Loss
 from hsx_dist.page import CARRIER, Segment
 
@@ -185,23 +186,36 @@ class Description:
     def from_json(cls, text: str) -> Description:
         """Read and check every number. ``FormatError`` (``UnknownCodec`` for its codec) says what is wrong."""
         body = _typed(parse_json(text, floats=True), dict, "the description")
-        codec = codec_from_dict(_get(body, "codec", dict))
         about = _get(body, "about", dict)
+        check_depth([about, _get(body, "codec", dict)], "the description")
+        codec = codec_from_dict(body["codec"])
         schema = _get(body, "schema", str)
         common = _get(body, "common", dict)
         items = _get(body, "segments", list)
         if schema not in ("segments", "vllm"):
-            raise FormatError(f"schema: expected 'segments' or 'vllm', got {str(schema)[:40]!r}")
+            raise FormatError(f"schema: expected 'segments' or 'vllm', got {shown(schema)}")
         if not items or (schema == "vllm" and len(items) != 1):
             raise FormatError(f"segments: expected {'one' if schema == 'vllm' else 'at least one'}, got {len(items)}")
         records = []
+        # What is in ``common`` stands in the text once, and counts for every segment: a few KiB could mean many GiB.
+        left = len(text)
         for i, item in enumerate(items):
             try:
-                records.append(_record(common | _typed(item, dict, "a segment"), codec, schema))
+                item = _typed(item, dict, "a segment")
+                left -= len(common) + len(item)
+                record = common | item if left >= 0 else item
+                left -= sum(_numbers(record.get(name), left) for name in _REPEATED)
+                if left < 0:
+                    raise FormatError(
+                        f"expected all segments together to have at most {len(text)} members and numbers, as the "
+                        "description has bytes; got more"
+                    )
+                records.append(_record(record, codec, schema))
             except FormatError as e:
                 raise type(e)(f"segment {i}: {e}") from e
         if len({(r.info.segment.key, r.info.segment.index) for r in records}) != len(records):
             raise FormatError("segments: expected each key and index once, got one twice")
+        check_depth([r.info.segment.meta for r in records], "the description: meta")
         return cls(codec, about, "vllm" if schema == "vllm" else "segments", tuple(records))
 
 
@@ -222,28 +236,6 @@ def plain_description(tensors: Mapping[str, Any]) -> Description:
     chunk_tokens = max(1, _PLAIN_CHUNK_BYTES // (num_layers * hidden_size * itemsize(dtype)))
     info = SegmentInfo(Segment("", 0, 0, n, n), (), dtype, hidden_size, chunk_tokens, num_layers)
     return Description(NoneCodec(), {}, "vllm", (SegmentRecord(info, (), None, None),))
-
-
-def parse_json(text: str | bytes, *, floats: bool) -> Any:
-    """JSON without duplicate names or NaN; ``floats=False`` refuses fractions too. ``FormatError`` otherwise."""
-
-    def refuse(token: str) -> Any:
-        raise FormatError(f"expected JSON with whole numbers, got {token[:40]}")
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        d = dict(pairs)
-        if len(d) != len(pairs):
-            raise FormatError("expected JSON without duplicate names")
-        return d
-
-    try:
-        text = text if isinstance(text, str) else text.decode()
-        kwargs: dict[str, Any] = {} if floats else {"parse_float": refuse}
-        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse, **kwargs)
-    except FormatError:
-        raise
-    except (ValueError, RecursionError) as e:
-        raise FormatError(f"expected JSON: {e}") from e
 
 
 def _row(record: SegmentRecord) -> dict[str, Any]:
@@ -276,6 +268,17 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None  # JSON has no infinity
 
 
+#: Tables and lists of a segment.
+_REPEATED = ("layer_ids", "sizes", "crcs", "loss", "attached")
+
+
+def _numbers(table: Any, most: int) -> int:
+    """How many entries a table or list has, and its rows have; more than ``most`` are not looked at."""
+    if not isinstance(table, list | dict):
+        return 0
+    return len(table) + (sum(len(x) for x in table if isinstance(x, list)) if len(table) <= most else 0)
+
+
 def _record(d: dict[str, Any], codec: Codec, schema: str) -> SegmentRecord:
     total = _int(d, "total", 1, MAX_TOKENS)
     start = _int(d, "start", 0, total - 1)
@@ -290,7 +293,7 @@ def _record(d: dict[str, Any], codec: Codec, schema: str) -> SegmentRecord:
         raise FormatError(f"dtype: expected one of {', '.join(CARRIER)}, got {dtype[:40]!r}")
     layer_ids = _ints(_get(d, "layer_ids", list), 0, MAX_HIDDEN_SIZE, "layer_ids")
     if not layer_ids or len(set(layer_ids)) != len(layer_ids):
-        raise FormatError(f"layer_ids: expected at least one, each once, got {str(layer_ids)[:80]}")
+        raise FormatError(f"layer_ids: expected at least one, each once, got {len(layer_ids)}")
     hidden_size = _int(d, "hidden_size", 1, MAX_HIDDEN_SIZE)
     chunk_tokens = _int(d, "chunk_tokens", 1, MAX_TOKENS)
     info = SegmentInfo(segment, layer_ids, dtype, hidden_size, chunk_tokens, len(layer_ids))
@@ -310,10 +313,10 @@ def _losses(items: list[Any], num_layers: int) -> tuple[Loss, ...]:
     found = []
     for item in items:
         match item:
-            case [int() | float() | None as rms, int() | float() | None as worst]:
+            case [rms, worst] if all(x is None or number(x) is None for x in (rms, worst)):
                 found.append(Loss(*(math.inf if x is None else float(x) for x in (rms, worst))))
             case _:
-                raise FormatError(f"loss: expected two numbers a layer, got {str(item)[:40]}")
+                raise FormatError(f"loss: expected two numbers a layer, got {shown(item)}")
     if len(found) != num_layers or any(x.rms < 0 or x.worst_token < 0 for x in found):
         raise FormatError(f"loss: expected two numbers of at least 0 for each of {num_layers} layers, got {len(found)}")
     return tuple(found)
@@ -326,13 +329,13 @@ def _attachment(name: str, item: Any) -> Attachment:
             made = Attachment(dtype, dims, _bounded("attached", crc, 0, 0xFFFFFFFF))
             if len(dims) <= 8 and made.nbytes <= MAX_ATTACHED_BYTES:
                 return made
-    raise FormatError(f"attached {name[:80]!r}: expected a dtype, a small shape and a crc32c, got {str(item)[:80]}")
+    raise FormatError(f"attached {name[:80]!r}: expected a dtype, a small shape and a crc32c, got {shown(item)}")
 
 
 def _table(d: Mapping[str, Any], name: str, shape: tuple[int, int], most: int) -> tuple[tuple[int, ...], ...]:
     rows = _get(d, name, list)
     if len(rows) != shape[0] or any(type(row) is not list or len(row) != shape[1] for row in rows):
-        raise FormatError(f"{name}: expected {shape[0]} lists of {shape[1]}, got {str(rows)[:80]}")
+        raise FormatError(f"{name}: expected {shape[0]} lists of {shape[1]}, got {shown(rows)}")
     _ints([value for row in rows for value in row], 0, most, name)
     return tuple(map(tuple, rows))
 
@@ -347,7 +350,7 @@ def _ints(values: list[Any], least: int, most: int, name: str) -> tuple[int, ...
 
 def _bounded(name: str, value: Any, least: int, most: int) -> int:
     if type(value) is not int or not least <= value <= most:
-        raise FormatError(f"{name}: expected a whole number from {least} to {most}, got {str(value)[:40]}")
+        raise FormatError(f"{name}: expected a whole number from {least} to {most}, got {shown(value)}")
     return value
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from hsx_dist.errors import FormatError, IntegrityError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
-from hsx_dist.format.description import FORMAT, MAX_HEADER_BYTES, Description, Tensor, parse_json, plain_description
+from hsx_dist.format.description import FORMAT, MAX_HEADER_BYTES, Description, Tensor, plain_description
+from hsx_dist.format.json_objects import parse_json, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,8 @@ def _padding(nbytes: int, description: Description) -> int:
     return -nbytes % 8
 
 
-def parse_header(body: bytes, data_bytes: int | None) -> Header:
-    """The header in ``body`` (JSON, padded) of an object that has ``data_bytes`` after it (``None``: not known).
+def parse_header(body: bytes, data_bytes: int) -> Header:
+    """The header in ``body`` (JSON, padded) of an object that has ``data_bytes`` after it.
 
     Raises ``FormatError`` when the table is not the one that follows from the description, or the data is not as long
     as it says; ``IntegrityError`` when the description's checksum fails.
@@ -73,18 +74,18 @@ def parse_header(body: bytes, data_bytes: int | None) -> Header:
         _check_plain(description, table, data_bytes)
         return Header(description, table, 8 + len(body))
     if metadata.get("format") != FORMAT:
-        raise FormatError(f"expected format {FORMAT!r}, got {str(metadata.get('format'))[:40]!r}: use a newer hsx_dist")
+        raise FormatError(f"expected format {FORMAT!r}, got {shown(metadata.get('format'))}: use a newer hsx_dist")
     text = metadata.get("hsx")
     if not isinstance(text, str):
         raise FormatError("expected a description under 'hsx' in __metadata__, got none")
     crc = crc32c_hex(crc32c(text.encode("utf-8", "surrogatepass")))
     if metadata.get("hsx_crc32c") != crc:
         raise IntegrityError(
-            f"the description has crc32c {crc}, written was {str(metadata.get('hsx_crc32c'))[:40]!r}: it changed"
+            f"the description has crc32c {crc}, written was {shown(metadata.get('hsx_crc32c'))}: it changed"
         )
     description = Description.from_json(text)
     _check_table(entries, description.tensors)
-    if data_bytes is not None and data_bytes != description.data_bytes:
+    if data_bytes != description.data_bytes:
         raise FormatError(f"expected {description.data_bytes} bytes of data, the object has {data_bytes}: cut short?")
     return Header(description, description.tensors, 8 + len(body))
 
@@ -110,10 +111,10 @@ def _tensor(name: str, entry: Any) -> Tensor:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]} if len(entry) == 3:
             if all(type(v) is int and v >= 0 for v in (*shape, begin, end)) and begin <= end:
                 return dtype, tuple(shape), (begin, end)
-    raise FormatError(f"tensor {name[:80]!r}: expected dtype, shape and data_offsets, got {str(entry)[:80]}")
+    raise FormatError(f"tensor {name[:80]!r}: expected dtype, shape and data_offsets, got {shown(entry)}")
 
 
-def _check_plain(description: Description, table: Mapping[str, Tensor], data_bytes: int | None) -> None:
+def _check_plain(description: Description, table: Mapping[str, Tensor], data_bytes: int) -> None:
     for name, (dtype, shape, (begin, end)) in description.tensors.items():
         got = table.get(name)
         if got is None or got[:2] != (dtype, shape) or got[2][1] - got[2][0] != end - begin:
@@ -125,5 +126,5 @@ def _check_plain(description: Description, table: Mapping[str, Tensor], data_byt
                 f"tensor {name[:80]!r}: expected to begin at {last}, where the one before ends, got {begin}"
             )
         last = end
-    if data_bytes is not None and last != data_bytes:
+    if last != data_bytes:
         raise FormatError(f"expected {last} bytes of data, the object has {data_bytes}: cut short?")

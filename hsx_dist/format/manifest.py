@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from hsx_dist.errors import FormatError
 from hsx_dist.format.key_index import KeyIndex
-from hsx_dist.format.receipt import Receipt, RowFate, SegmentProof
-from hsx_dist.format.segments import SegmentTable
+from hsx_dist.format.receipt import LARGEST_NUMBER, WRITER, Receipt, RowFate, SegmentProof
+from hsx_dist.format.segments import SegmentTable, exact_sum
 
 __all__ = [
     "CHECK",
@@ -35,9 +36,10 @@ __all__ = [
 
 #: What comparing samples with the model found (``check_samples``).
 CHECK = "check.json"
-_WRITER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-_RECEIPT = re.compile(r"manifest/([0-9]{4,12})/([^/]+)/([0-9]{6,15})\.json")
-_PART = re.compile(r"data/part-([0-9]{4,12})-([A-Za-z0-9._-]+)-([0-9]{6,15})(?:=[^/]*)?\.safetensors")
+#: Numbers in names as ``_number`` writes them. ``\\d`` would match digits of other scripts, and any length.
+ATTEMPT_DIGITS, _SEQ_DIGITS = "[0-9]{4}|[1-9][0-9]{4,8}", "[0-9]{6}|[1-9][0-9]{6,8}"
+_RECEIPT = re.compile(rf"manifest/({ATTEMPT_DIGITS})/({WRITER.pattern})/({_SEQ_DIGITS})\.json")
+_PART = re.compile(rf"data/part-({ATTEMPT_DIGITS})-({WRITER.pattern})-({_SEQ_DIGITS})(?:=[^/]*)?\.safetensors")
 
 
 def attempt_name(attempt: int) -> str:
@@ -80,17 +82,17 @@ def compacted_name(attempt: int) -> str:
 
 
 def parse_receipt_name(name: str) -> tuple[int, str, int] | None:
-    """``(attempt, writer, seq)`` of a receipt's name; ``None`` for any other name."""
+    """``(attempt, writer, seq)`` of a name that ``receipt_name`` makes; ``None`` for any other name."""
     return _parsed(_RECEIPT.fullmatch(name))
 
 
 def parse_part_name(name: str) -> tuple[int, str, int] | None:
-    """``(attempt, writer, seq)`` of a part's name; ``None`` for any other name."""
+    """``(attempt, writer, seq)`` of a name that ``part_name`` makes; ``None`` for any other name."""
     return _parsed(_PART.fullmatch(name))
 
 
 def _parsed(found: re.Match[str] | None) -> tuple[int, str, int] | None:
-    if found is None or not _WRITER.fullmatch(found[2]) or int(found[1]) < 1 or int(found[3]) < 1:
+    if found is None or not (int(found[1]) and int(found[3])):
         return None
     return int(found[1]), found[2], int(found[3])
 
@@ -121,9 +123,9 @@ class Totals:
     def add(self, numbers: np.ndarray[Any, Any]) -> None:
         """Count segments of samples: rows of ``SegmentTable.numbers``."""
         self.segments += len(numbers)
-        self.tokens += int((numbers[:, 2] - numbers[:, 1]).sum())
-        self.raw_bytes += int(numbers[:, 4].sum())
-        self.stored_bytes += int(numbers[:, 5].sum())
+        self.tokens += exact_sum(numbers[:, 2] - numbers[:, 1])
+        self.raw_bytes += exact_sum(numbers[:, 4])
+        self.stored_bytes += exact_sum(numbers[:, 5])
 
 
 class Manifest:
@@ -445,12 +447,17 @@ def _cover(sample: _Identity, chosen: Mapping[tuple[_Identity, int, int], _Prove
 
 def _number(n: int, digits: int) -> str:
     if n < 1:
-        raise ValueError(f"expected a number from 1 on, came {n}")
+        raise ValueError(f"expected a number from 1 on, got {n}")
+    if n > LARGEST_NUMBER:
+        raise FormatError(
+            f"expected attempts and receipts to be numbered up to {LARGEST_NUMBER}, got {n}. Remove the object whose "
+            "name claims the number before it"
+        )
     return f"{n:0{digits}d}"
 
 
 def _writer(name: str) -> str:
-    if not _WRITER.fullmatch(name):
+    if not WRITER.fullmatch(name):
         raise ValueError(
             f"expected a writer's name of at most 128 letters, digits, '_', '-', '.', came {name!r}; "
             "object_name makes one"

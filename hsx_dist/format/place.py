@@ -10,7 +10,6 @@ Runs of version 1 (``hsx-run/1``) have no id in their names: their objects lie n
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from hsx_dist.errors import AlreadyExists, FormatError, NotFound, RunError
+from hsx_dist.errors import FormatError, RunError
+from hsx_dist.format.json_objects import dump_json, find_json, parse_json, put_own, shown
+from hsx_dist.format.run_members import RUN_MEMBERS
 from hsx_dist.store import Store
 from hsx_dist.store.prefix import PrefixStore
 
@@ -115,13 +116,13 @@ def start_run(root: Store, info: Mapping[str, Any]) -> Place:
             f"finish, or {RUN} was deleted. Finish the removal with `hsx rm {root.url} --yes`, or choose another output"
         )
     found, number, _ = _look(root)
-    body = _dump({"format": "hsx-run/2", "id": secrets.token_hex(8), **info})
+    body = dump_json({"format": "hsx-run/2", "id": secrets.token_hex(8), **info})
     if found is not None or not put_own(root, _pointer(number), body):
         raise RunError(
             f"{root.url}: expected no run, got one: another driver has just started it. Start again to resume it, or "
             "choose another output"
         )
-    return _place(root, _pointer(number), json.loads(body))
+    return _place(root, _pointer(number), parse_json(body, floats=True))
 
 
 def leftovers(root: Store) -> Iterator[str]:
@@ -164,7 +165,7 @@ def close_place(root: Store) -> None:
 
 def _tombstone(run_id: Any) -> bytes:
     at = datetime.now(UTC).isoformat(timespec="seconds")
-    return _dump({"format": "hsx-run/2", "removed": {"at": at, "id": run_id, "token": secrets.token_hex(8)}})
+    return dump_json({"format": "hsx-run/2", "removed": {"at": at, "id": run_id, "token": secrets.token_hex(8)}})
 
 
 def is_description(name: str) -> bool:
@@ -204,16 +205,16 @@ def _place(root: Store, pointer: str, info: dict[str, Any]) -> Place:
 
 
 def _read(root: Store, name: str) -> dict[str, Any] | None:
-    found = read_json(root, name)
+    found = find_json(root, name, RUN_MEMBERS)
     if found is None:
         return None
     where = f"{root.url}/{name}"
     if str(found.get("format")) not in _FORMATS:
         raise FormatError(
-            f"{where}: expected format {' or '.join(map(repr, _FORMATS))}, got {found.get('format')!r}. Update hsx_dist"
+            f"{where}: expected format {' or '.join(_FORMATS)}, got {shown(found.get('format'))}. Update hsx_dist"
         )
     if _FORMATS[found["format"]] > 1 and "removed" not in found and not _is_id(found.get("id")):
-        raise FormatError(f"{where}: expected an id of 8 to 64 hex digits, got {found.get('id')!r}. It is damaged")
+        raise FormatError(f"{where}: expected an id of 8 to 64 hex digits, got {shown(found.get('id'))}. It is damaged")
     return found
 
 
@@ -227,34 +228,3 @@ def _is_id(value: Any) -> bool:
 
 def _pointer(number: int) -> str:
     return RUN if number == 1 else f"run.{number:04d}.json"
-
-
-# -- JSON objects ----------------------------------------------------------------------------------------------------
-
-
-def put_own(store: Store, name: str, body: bytes) -> bool:
-    """Create an object; whether it is ours, also when the answer to an earlier try was lost."""
-    try:
-        store.put_if_absent(name, body)
-    except AlreadyExists:
-        return store.get(name) == body
-    return True
-
-
-def _dump(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, indent=1, allow_nan=False).encode() + b"\n"
-
-
-def read_json(store: Store, name: str) -> dict[str, Any] | None:
-    """The JSON object stored under ``name``; ``None`` when there is none, ``FormatError`` when it is no JSON object."""
-    try:
-        data = store.get(name)
-    except NotFound:
-        return None
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError) as e:
-        raise FormatError(f"{store.url}/{name}: expected JSON, got something else: {e}. It is damaged") from e
-    if not isinstance(found, dict):
-        raise FormatError(f"{store.url}/{name}: expected a JSON object, got a {type(found).__name__}. It is damaged")
-    return found

@@ -16,6 +16,8 @@ import numpy as np
 
 from hsx_dist.errors import FormatError, IntegrityError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
+from hsx_dist.format.description import MAX_TOKENS
+from hsx_dist.format.json_objects import parse_json, shown
 from hsx_dist.format.segments import SegmentProof, SegmentTable
 
 __all__ = ["Receipt", "RowFate", "SegmentProof"]
@@ -29,7 +31,14 @@ _SEGMENT_COLUMNS = [
 ]  # fmt: skip
 _ROW_COLUMNS = ["key", "row", "fate", "reason", "tries", "content"]
 _HEX8, _HEX = re.compile(r"[0-9a-f]{8}"), re.compile(r"[0-9a-f]*")
-_LARGEST = 2**62
+#: Largest numbers that a receipt may hold: sums over the receipts of any run then fit 64 bits, or are taken exactly.
+MAX_PART_BYTES = 1 << 50
+_LARGEST_ROW = 2**62
+#: The largest attempt, and the largest receipt number of a writer: nine digits.
+LARGEST_NUMBER = 999_999_999
+#: Names of writers.
+WRITER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+_PART = re.compile(r"[!-~]{1,1024}")
 _Json = dict[str, Any]
 
 Fate = Literal["refused", "failed", "poison", "withdrawn"]
@@ -143,41 +152,43 @@ def _open(data: bytes, where: str) -> _Json:
             "was written. Restore it; without it its part's samples count as missing"
         )
     try:
-        body = json.loads(text)
-    except (ValueError, RecursionError) as e:
+        body = parse_json(text, floats=True)
+    except FormatError as e:
         raise FormatError(f"{where}: not JSON: {e}") from e
     if not isinstance(body, dict) or body.get("format") != _FORMAT:
-        came = body.get("format") if isinstance(body, dict) else type(body).__name__
-        raise FormatError(f"{where}: expected format {_FORMAT!r}, came {came!r}; update hsx_dist to read it")
+        came = body.get("format") if isinstance(body, dict) else body
+        raise FormatError(f"{where}: expected format {_FORMAT!r}, got {shown(came)}; update hsx_dist to read it")
     return body
 
 
 def _receipt(b: _Json) -> Receipt:
     for name, columns in (("segment_columns", _SEGMENT_COLUMNS), ("row_columns", _ROW_COLUMNS)):
         if b[name] != columns:
-            raise ValueError(f"{name}: expected {columns}, came {b[name]}")
+            raise ValueError(f"{name}: expected {columns}, got {shown(b[name])}")
     part = b["part"]
     if part is not None:
         part = _text(part, "part")
-        if part.startswith("/") or any(p in ("", ".", "..") for p in part.split("/")):
-            raise ValueError(f"part: expected a relative name, came {part!r}")
+        if not _PART.fullmatch(part) or any(p in ("", ".", "..") for p in part.split("/")):
+            raise ValueError(f"part: expected a relative name, got {part[:80]!r}")
     segments = _segments(b["segments"])
     if part is None and segments:
         raise ValueError("segments without a part")
     receipt = Receipt(
-        attempt=_count(b["attempt"], "attempt", 1),
+        attempt=_count(b["attempt"], "attempt", LARGEST_NUMBER, 1),
         writer=_text(b["writer"], "writer"),
-        seq=_count(b["seq"], "seq", 1),
+        seq=_count(b["seq"], "seq", LARGEST_NUMBER, 1),
         part=part,
-        size=_count(b["size"], "size"),
+        size=_count(b["size"], "size", MAX_PART_BYTES),
         crc32c=_text(b["crc32c"], "crc32c"),
-        header_bytes=_count(b["header_bytes"], "header_bytes"),
-        raw_bytes=_count(b["raw_bytes"], "raw_bytes"),
+        header_bytes=_count(b["header_bytes"], "header_bytes", MAX_PART_BYTES),
+        raw_bytes=_count(b["raw_bytes"], "raw_bytes", MAX_PART_BYTES),
         segments=segments,
         rows=tuple(map(_fate, b["rows"])),
         created=_text(b["created"], "created"),
         void=tuple(_text(part, "void") for part in b.get("void", ())),
     )
+    if not WRITER.fullmatch(receipt.writer):
+        raise ValueError(f"writer: expected a writer's name, got {receipt.writer[:80]!r}")
     if not _HEX8.fullmatch(receipt.crc32c):
         raise ValueError(f"crc32c: expected 8 hex digits, came {receipt.crc32c!r}")
     if receipt.header_bytes > receipt.size:
@@ -192,23 +203,31 @@ def _segments(rows: Any) -> SegmentTable:
     if set(map(len, rows)) != {len(_SEGMENT_COLUMNS)}:
         raise ValueError(f"segments: expected rows of {len(_SEGMENT_COLUMNS)} values")
     key, index, start, stop, total, slot, token_hash, raw, stored, number, sample_hash = zip(*rows, strict=True)
-    row = [-1 if n is None else _count(n, "segments: row") for n in number]
-    for column in (index, start, stop, total, slot, raw, stored):
-        if set(map(type, column)) != {int} or not 0 <= min(column) <= max(column) < _LARGEST:
-            raise ValueError("segments: expected counts, came something else")
+    row = [-1 if n is None else _count(n, "segments: row", _LARGEST_ROW) for n in number]
+    for column, most in ((index, MAX_TOKENS), (start, MAX_TOKENS), (stop, MAX_TOKENS), (total, MAX_TOKENS)):
+        _check_counts(column, most)
+    for column in (raw, stored):
+        _check_counts(column, MAX_PART_BYTES)
+        if sum(column) > MAX_PART_BYTES:
+            raise ValueError(f"segments: expected at most {MAX_PART_BYTES} bytes in all, got {sum(column)}")
     if set(map(type, key)) != {str} or not all(key):
         raise ValueError("segments: expected keys")
     if not _are_hashes(token_hash):
         raise ValueError("segments: expected token hashes of 16 hex digits")
     if not _are_hashes(tuple(h for h in sample_hash if h != "")):
         raise ValueError("segments: expected a sample's hash of 16 hex digits, or none")
-    if slot != tuple(range(len(rows))):
+    if set(map(type, slot)) != {int} or slot != tuple(range(len(rows))):
         raise ValueError("slots: expected 0, 1, 2, …")
     numbers = np.array([index, start, stop, total, raw, stored, row], dtype=np.int64).T
     bad = ~((numbers[:, 1] < numbers[:, 2]) & (numbers[:, 2] <= numbers[:, 3]))
     if bad.any():
         raise ValueError(f"segments: expected start < stop <= total, came {numbers[bad][0, 1:4].tolist()}")
     return SegmentTable(key, numbers, list(zip(token_hash, sample_hash, strict=True)))
+
+
+def _check_counts(column: tuple[Any, ...], most: int) -> None:
+    if set(map(type, column)) != {int} or not 0 <= min(column) <= max(column) <= most:
+        raise ValueError(f"segments: expected counts from 0 to {most}, got something else")
 
 
 def _are_hashes(column: tuple[Any, ...]) -> bool:
@@ -221,26 +240,26 @@ def _are_hashes(column: tuple[Any, ...]) -> bool:
 def _fate(row: Any) -> RowFate:
     key, number, fate, reason, tries, content = row
     if fate not in get_args(Fate):
-        raise ValueError(f"rows: expected one of {get_args(Fate)}, came {fate!r}")
+        raise ValueError(f"rows: expected one of {get_args(Fate)}, got {shown(fate)}")
     if number is not None:
-        _count(number, "rows: row")
+        _count(number, "rows: row", _LARGEST_ROW)
     return RowFate(
         _text(key, "rows: key"),
         number,
         fate,
         _text(reason, "rows: reason"),
-        _count(tries, "rows: tries"),
+        _count(tries, "rows: tries", _LARGEST_ROW),
         _text(content, "rows: content"),
     )
 
 
-def _count(value: Any, name: str, least: int = 0) -> int:
-    if type(value) is not int or not least <= value < _LARGEST:
-        raise ValueError(f"{name}: expected a whole number of at least {least}, came {value!r}")
+def _count(value: Any, name: str, most: int, least: int = 0) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{name}: expected a whole number from {least} to {most}, got {shown(value)}")
     return value
 
 
 def _text(value: Any, name: str) -> str:
     if type(value) is not str:
-        raise ValueError(f"{name}: expected a string, came {value!r}")
+        raise ValueError(f"{name}: expected a string, got {shown(value)}")
     return value

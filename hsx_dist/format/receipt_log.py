@@ -11,15 +11,17 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from hsx_dist.errors import AlreadyExists, Fenced, FormatError, IntegrityError, NotFound
+from hsx_dist.errors import AlreadyExists, Fenced, FormatError, HsxError, IntegrityError, NotFound
+from hsx_dist.format.description import MAX_HEADER_BYTES
+from hsx_dist.format.json_objects import get_small
 from hsx_dist.format.manifest import closed_name, parse_part_name, parse_receipt_name, receipt_name
 from hsx_dist.format.receipt import Receipt
-from hsx_dist.store import Store
+from hsx_dist.store import ObjectInfo, Store
 
 #: An attempt and one of its writers.
 Log = tuple[int, str]
@@ -28,7 +30,8 @@ _SEAL = b'{"seal":'
 _SEAL_FORMAT = "hsx-seal/1"
 #: A seal is smaller; the last object of a log is read to see whether it is one only if it is not larger.
 _LARGEST_SEAL = 1024
-_LARGEST_RECEIPT = 256 << 20
+#: No part has a longer header, and a segment takes more of it than of a receipt.
+_LARGEST_RECEIPT = MAX_HEADER_BYTES
 _THREADS = 16
 
 
@@ -63,7 +66,7 @@ class ReceiptLog:
                     self._store.put_if_absent(name, body)
                     found = body
                 except AlreadyExists:
-                    found = self._store.get(name)
+                    found = get_small(self._store, name, _LARGEST_RECEIPT)
                 if found.startswith(_SEAL):
                     raise Fenced(
                         f"{self._store.url}/{name}: expected room for a receipt, got a seal ({_who(found)}): this "
@@ -131,7 +134,8 @@ def _seal(store: Store, log: Log, last: int, body: bytes) -> None:
 
 
 def _is_sealed(store: Store, name: str) -> bool:
-    return store.head(name).size <= _LARGEST_SEAL and store.get(name).startswith(_SEAL)
+    size = store.head(name).size
+    return size <= _LARGEST_SEAL and get_small(store, name, _LARGEST_SEAL, size).startswith(_SEAL)
 
 
 def read_logs(store: Store, after_attempt: int = 0) -> Iterator[Receipt]:
@@ -143,16 +147,9 @@ def read_logs(store: Store, after_attempt: int = 0) -> Iterator[Receipt]:
     """
     # "~" sorts behind every writer's name.
     after = f"manifest/{after_attempt:04d}/~" if 0 < after_attempt < 9999 else None
-    found: dict[Log, list[int]] = {}
-    for info in store.list("manifest/", after=after):
-        parsed = parse_receipt_name(info.name)
-        if parsed is None or parsed[0] <= after_attempt:
-            continue
-        if info.size > _LARGEST_RECEIPT:
-            raise FormatError(f"{store.url}/{info.name}: expected a receipt, got {info.size} bytes. It is damaged")
-        found.setdefault(parsed[:2], []).append(parsed[2])
-    entries = [(*log, number) for log, numbers in sorted(found.items()) for number in sorted(numbers)]
-    return _before_seals(store, entries, gapless=True)
+    return _before_seals(
+        store, store.list("manifest/", after=after), lambda entry: entry[0] > after_attempt, gapless=True
+    )
 
 
 def new_receipts(
@@ -161,26 +158,39 @@ def new_receipts(
     """The receipts (of one ``attempt``, or of all) that are not ``known``, with the errors of ``read_logs``; gaps are
     not looked for."""
     folder = "manifest/" if attempt is None else f"manifest/{attempt:04d}/"
-    found = (parse_receipt_name(info.name) for info in store.list(folder))
-    entries = sorted(entry for entry in found if entry is not None and not known(entry))
-    return _before_seals(store, entries, gapless=False)
+    return _before_seals(store, store.list(folder), lambda entry: not known(entry), gapless=False)
 
 
-def _before_seals(store: Store, entries: Sequence[tuple[int, str, int]], *, gapless: bool) -> Iterator[Receipt]:
-    """The receipts of ``entries`` (sorted), of each log as far as its seal; ``gapless``: every number must be there."""
+def _before_seals(
+    store: Store, listed: Iterable[ObjectInfo], wanted: Callable[[tuple[int, str, int]], bool], *, gapless: bool
+) -> Iterator[Receipt]:
+    """The ``wanted`` receipts of ``listed``, of each log as far as its seal. ``gapless``: no number may be missing."""
+    sizes = {entry: info.size for info in listed if (entry := parse_receipt_name(info.name)) is not None}
+    entries = sorted(filter(wanted, sizes))
+
+    def read(entry: tuple[int, str, int]) -> Receipt | HsxError | None:
+        try:
+            return read_entry(store, receipt_name(*entry), sizes[entry])
+        except HsxError as e:
+            return e  # raised below, unless the log ends before
+
     log: Log | None = None
     expected, ended = 1, False
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="hsx-receipts") as pool:
-        bodies = pool.map(lambda entry: read_entry(store, receipt_name(*entry)), entries)
-        for (attempt, writer, number), receipt in zip(entries, bodies, strict=True):
+        for (attempt, writer, number), found in zip(entries, pool.map(read, entries), strict=True):
             if (attempt, writer) != log:
                 log, expected, ended = (attempt, writer), 1, False
-            if not ended and gapless and number != expected:
+            if ended:
+                continue
+            if gapless and number != expected:
                 _check_gap(store, log, expected, number)
                 ended = True  # the listing passed the missing number before the writer stored it
-            ended = ended or receipt is None
-            if not ended and receipt is not None:
-                yield receipt
+            elif found is None:
+                ended = True
+            elif isinstance(found, HsxError):
+                raise found
+            else:
+                yield found
             expected = number + 1
 
 
@@ -196,14 +206,14 @@ def _check_gap(store: Store, log: Log, expected: int, number: int) -> None:
         ) from None
 
 
-def read_entry(store: Store, name: str) -> Receipt | None:
-    """The receipt stored under ``name``; ``None`` where a seal ends the log there.
+def read_entry(store: Store, name: str, size: int | None = None) -> Receipt | None:
+    """The receipt stored under ``name``, of ``size`` bytes if listed; ``None`` where a seal ends the log there.
 
     Raises:
         NotFound, StoreError: the store's.
         IntegrityError, FormatError: it is neither.
     """
-    data = store.get(name)
+    data = get_small(store, name, _LARGEST_RECEIPT, size)
     if data.startswith(_SEAL):
         return None
     where = f"{store.url}/{name}"

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import io
-import json
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-import zstandard
-
-from hsx_dist.errors import AlreadyExists, ConfigError, Fenced, FormatError, IntegrityError, NotFound
+from hsx_dist.errors import AlreadyExists, ConfigError, Fenced, FormatError, NotFound
 from hsx_dist.format.checksum import crc32c, crc32c_hex
+from hsx_dist.format.compacted import pack_receipts, read_compacted
+from hsx_dist.format.json_objects import count as count_check
+from hsx_dist.format.json_objects import dump_json, find_json, put_own, shown
 from hsx_dist.format.manifest import (
+    ATTEMPT_DIGITS,
+    LARGEST_NUMBER,
     Manifest,
     Receipt,
     attempt_name,
@@ -25,13 +26,14 @@ from hsx_dist.format.manifest import (
     parse_receipt_name,
     receipt_name,
 )
-from hsx_dist.format.place import put_own, read_json
 from hsx_dist.format.receipt_log import list_logs, new_receipts, read_entry, read_logs, seal_logs
+from hsx_dist.format.run_members import ATTEMPT_MEMBERS, COMPLETE_MEMBERS, HEARTBEAT_MEMBERS
 from hsx_dist.store import Store
 
 __all__ = [
     "DRIVER",
     "all_receipts",
+    "attempts_of",
     "beat",
     "check_receipts",
     "count",
@@ -55,9 +57,8 @@ DRIVER = "driver"
 #: The name that version 1 gave to what ``complete_name`` names.
 _COMPLETE_V1 = "complete.json"
 _COMPLETE_FORMAT = "hsx-complete/1"
-_ATTEMPT = re.compile(r"attempts/([0-9]{4,12})\.json")
-_COMPLETED = re.compile(r"attempts/([0-9]{4,12})\.complete\.json")
-_LARGEST_COMPACTED = 64 << 30
+_ATTEMPT = re.compile(rf"attempts/({ATTEMPT_DIGITS})\.json")
+_COMPLETED = re.compile(rf"attempts/({ATTEMPT_DIGITS})\.complete\.json")
 
 
 def take_attempt(store: Store, info: Mapping[str, Any]) -> int:
@@ -67,18 +68,19 @@ def take_attempt(store: Store, info: Mapping[str, Any]) -> int:
     """
     # The token makes the body ours alone: read back, it tells a lost answer from a lost race.
     own = {"token": uuid.uuid4().hex, "created": datetime.now(UTC).isoformat(timespec="seconds")}
-    names = {info.name for info in store.list("attempts/")}
-    attempt = _newest(names) + 1
-    while not put_own(store, attempt_name(attempt), _dump({**info, "attempt": attempt, **own})):
+    attempt = newest_attempt(store) + 1
+    while not put_own(store, attempt_name(attempt), dump_json({**info, "attempt": attempt, **own})):
         attempt += 1
-    for earlier in range(1, attempt):
-        if closed_name(earlier) not in names:
+    # Listed after the put: an attempt is taken only when all before it are, so that every earlier one is seen.
+    names = {info.name for info in store.list("attempts/")}
+    for earlier in _attempts(names):
+        if earlier < attempt and closed_name(earlier) not in names:
             _close(store, earlier, attempt)
     return attempt
 
 
 def _close(store: Store, attempt: int, by: int) -> None:
-    store.put(closed_name(attempt), [_dump({"by": by})])
+    store.put(closed_name(attempt), [dump_json({"by": by})])
 
 
 def require_conditional_puts(store: Store) -> None:
@@ -113,7 +115,7 @@ def seal_attempts(store: Store, last: int, by: int) -> None:
     part it looks whether its attempt is closed, and finds that it is.
     """
     # A driver's log has its name by its attempt alone, so that it is sealed even where it holds nothing yet.
-    logs = {(attempt, DRIVER): 0 for attempt in range(1, last + 1)}
+    logs = {(attempt, DRIVER): 0 for attempt in attempts_of(store) if attempt <= last}
     logs |= {log: number for log, number in list_logs(store).items() if log[0] <= last}
     seal_logs(store, logs, f"attempt {by}")
 
@@ -130,16 +132,21 @@ def close_attempt(store: Store, attempt: int) -> None:
 
 def read_attempt(store: Store, attempt: int) -> dict[str, Any] | None:
     """What the holder of an attempt said of itself (host, pid, settings, created); ``None`` when nobody took it."""
-    return read_json(store, attempt_name(attempt))
+    return find_json(store, attempt_name(attempt), ATTEMPT_MEMBERS)
 
 
 def newest_attempt(store: Store) -> int:
     """The highest attempt that was taken; 0 when none was."""
-    return _newest(info.name for info in store.list("attempts/"))
+    return max(attempts_of(store), default=0)
 
 
-def _newest(names: Iterable[str]) -> int:
-    return max((int(m[1]) for m in map(_ATTEMPT.fullmatch, names) if m), default=0)
+def attempts_of(store: Store) -> list[int]:
+    """The attempts that were taken, as listed: a name may claim any number, so nothing may count up to it."""
+    return _attempts(info.name for info in store.list("attempts/"))
+
+
+def _attempts(names: Iterable[str]) -> list[int]:
+    return sorted(int(m[1]) for m in map(_ATTEMPT.fullmatch, names) if m)
 
 
 def is_fenced(store: Store, attempt: int) -> bool:
@@ -159,12 +166,12 @@ def beat(store: Store, attempt: int, value: int, state: str, progress: Mapping[s
     """
     now = datetime.now(UTC).isoformat(timespec="seconds")
     body = {"attempt": attempt, "value": value, "state": state, "time": now, "progress": dict(progress or {})}
-    store.put(heartbeat_name(attempt), [_dump(body)])
+    store.put(heartbeat_name(attempt), [dump_json(body)])
 
 
 def read_heartbeat(store: Store, attempt: int) -> dict[str, Any] | None:
     """``{"attempt", "value", "state", "time", "progress"}`` as last stored; ``None`` before the first beat."""
-    return read_json(store, heartbeat_name(attempt))
+    return find_json(store, heartbeat_name(attempt), HEARTBEAT_MEMBERS)
 
 
 def load_manifest(store: Store) -> Manifest:
@@ -182,7 +189,7 @@ def scan_receipts(store: Store) -> Iterator[Receipt]:
     complete = read_complete(store)
     after = 0
     if complete is not None:
-        yield from _read_compacted(store, complete)
+        yield from read_compacted(store, complete)
         after = int(complete["attempt"])
     yield from read_logs(store, after)
 
@@ -192,7 +199,7 @@ def all_receipts(store: Store) -> Iterator[Receipt]:
     of ``load_manifest``. The same receipt may come twice."""
     complete = read_complete(store)
     if complete is not None:
-        yield from _read_compacted(store, complete)
+        yield from read_compacted(store, complete)
     yield from read_logs(store)
 
 
@@ -209,14 +216,14 @@ def check_receipts(store: Store) -> Iterator[tuple[str, str]]:
     complete = read_complete(store)
     if complete is None:
         return  # ``load_manifest`` has read them
-    compacted = {receipt_name(*r.id): r for r in _read_compacted(store, complete)}
-    found = {info.name for info in store.list("manifest/") if parse_receipt_name(info.name) is not None}
+    compacted = {receipt_name(*r.id): r for r in read_compacted(store, complete)}
+    found = {info.name: info.size for info in store.list("manifest/") if parse_receipt_name(info.name) is not None}
     for name, receipt in sorted(compacted.items()):
         if name not in found:
             yield name, "expected the receipt that the completed attempt counts, it is not there"
             continue
         try:
-            if read_entry(store, name) != receipt:
+            if read_entry(store, name, found[name]) != receipt:
                 yield name, "differs from what the compacted manifest says"
         except FormatError as e:
             yield name, str(e)
@@ -232,7 +239,7 @@ def write_complete(store: Store, attempt: int, manifest: Manifest, summary: Mapp
         raise Fenced(
             f"attempt {attempt} of {store.url} is no longer the newest: another driver took over; it completes the run"
         )
-    packed, raw_size = _pack(manifest.receipts)
+    packed, raw_size = pack_receipts(manifest.receipts)
     name = compacted_name(attempt)
     store.put(name, [packed])
     body = {
@@ -249,19 +256,7 @@ def write_complete(store: Store, attempt: int, manifest: Manifest, summary: Mapp
         "counts": count(manifest),
         "summary": dict(summary),
     }
-    store.put(complete_name(attempt), [_dump(body)])
-
-
-def _pack(receipts: Sequence[Receipt]) -> tuple[bytes, int]:
-    """One line a receipt, compressed; and the lines' size. A line at a time: all of them may be gigabytes."""
-    compressor = zstandard.ZstdCompressor(level=3).compressobj()
-    packed, size = [], 0
-    for receipt in receipts:
-        line = receipt.to_json() + b"\n"
-        size += len(line)
-        packed.append(compressor.compress(line))
-    packed.append(compressor.flush())
-    return b"".join(packed), size
+    store.put(complete_name(attempt), [dump_json(body)])
 
 
 def count(manifest: Manifest) -> dict[str, int]:
@@ -286,10 +281,10 @@ def read_complete(store: Store, attempt: int | None = None) -> dict[str, Any] | 
     Raises ``FormatError`` when it cannot be read.
     """
     name = complete_name(attempt or _last_completed(store) or 1)
-    found = read_json(store, name)
+    found = find_json(store, name, COMPLETE_MEMBERS)
     if found is None:
         name = _COMPLETE_V1
-        found = read_json(store, name)
+        found = find_json(store, name, COMPLETE_MEMBERS)
     if found is None or attempt not in (None, found.get("attempt")):
         return None
     where = f"{store.url}/{name}"
@@ -298,15 +293,16 @@ def read_complete(store: Store, attempt: int | None = None) -> dict[str, Any] | 
     numbers = ("size", "raw_size", "receipts")
     if (
         type(found.get("attempt")) is not int
-        or found["attempt"] < 1
-        or not isinstance(found.get("counts"), dict)
+        or not 1 <= found["attempt"] <= LARGEST_NUMBER
+        or "counts" not in found
         or not isinstance(about, dict)
-        or any(type(about.get(n)) is not int or not 0 <= about[n] <= _LARGEST_COMPACTED for n in numbers)
+        or any(count_check(about.get(n)) is not None for n in numbers)
         or about.get("name") != compacted_name(found["attempt"])
     ):
         raise FormatError(
             f"{where}: expected attempt, counts, and the compacted manifest's name and sizes. It is damaged"
         )
+    found.setdefault("summary", {})
     return found
 
 
@@ -315,44 +311,8 @@ def _last_completed(store: Store) -> int:
     return max((int(m[1]) for m in matches if m), default=0)
 
 
-def _read_compacted(store: Store, complete: Mapping[str, Any]) -> Iterator[Receipt]:
-    about = complete["manifest"]
-    where = f"{store.url}/{about['name']}"
-    try:
-        packed = store.get(about["name"])
-    except NotFound as e:
-        raise IntegrityError(f"{where}: a completed attempt names this compacted manifest, and it is not there") from e
-    found = crc32c_hex(crc32c(packed))
-    if len(packed) != about["size"] or found != about.get("crc32c"):
-        raise IntegrityError(
-            f"{where}: expected {about['size']} bytes with crc32c {about.get('crc32c')}, found {len(packed)} with "
-            f"{found}. Restore it, or remove {complete_name(complete['attempt'])} so that the single receipts are read"
-        )
-    size = number = 0
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(packed) as reader:
-            lines = io.BufferedReader(reader, 1 << 20)  # type: ignore[type-var]  # it has what is used of a raw stream
-            # What is larger than promised is never allocated.
-            while line := lines.readline(about["raw_size"] + 1 - size):
-                size += len(line)
-                number += 1
-                if size > about["raw_size"] or number > about["receipts"]:
-                    break
-                yield Receipt.from_json(line.rstrip(b"\n"), f"{where}, line {number}")
-    except zstandard.ZstdError as e:
-        raise FormatError(f"{where}: expected a zstandard frame: {e}") from e
-    if (size, number) != (about["raw_size"], about["receipts"]):
-        raise FormatError(
-            f"{where}: expected {about['receipts']} receipts of {about['raw_size']} bytes in all, found others"
-        )
-
-
-def _dump(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, indent=1, allow_nan=False).encode() + b"\n"
-
-
 def _check_format(found: Mapping[str, Any], expected: str, where: str) -> None:
     if found.get("format") != expected:
         raise FormatError(
-            f"{where}: expected format {expected!r}, got {found.get('format')!r}; update hsx_dist to read it"
+            f"{where}: expected format {expected!r}, got {shown(found.get('format'))}; update hsx_dist to read it"
         )

@@ -127,3 +127,8 @@ class SegmentTable(Sequence[SegmentProof]):
 
     def __repr__(self) -> str:
         return f"SegmentTable({list(self)!r})" if len(self) < 4 else f"SegmentTable({len(self)} segments)"
+
+
+def exact_sum(numbers: np.ndarray[Any, Any]) -> int:
+    """The sum of int64 ``[n]``, which may be more than 64 bits hold: numpy's would wrap to a negative one."""
+    return (int((numbers >> 32).sum()) << 32) + int((numbers & 0xFFFFFFFF).sum())

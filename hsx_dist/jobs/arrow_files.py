@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import io
 import struct
+from collections.abc import Sequence
 from typing import IO, Any
 
 #: The key under which a field's metadata names its extension type. All of Arrow's schemas hold it as these bytes.
@@ -82,8 +83,8 @@ def open_arrow(file: IO[bytes]) -> tuple[Any, Any]:
     return stream.schema, iter(stream)
 
 
-def open_parquet(file: IO[bytes]) -> Any:
-    """The ``pyarrow.parquet.ParquetFile`` of ``file``.
+def open_parquet(file: IO[bytes], read_dictionary: Sequence[str] = ()) -> Any:
+    """The ``pyarrow.parquet.ParquetFile`` of ``file``; ``read_dictionary``: columns that are read as dictionaries.
 
     Raises:
         pyarrow.ArrowInvalid: the file is not Parquet, or its footer is encrypted.
@@ -99,7 +100,8 @@ def open_parquet(file: IO[bytes]) -> Any:
     plain = {"arrow_extensions_enabled": False} if int(pa.__version__.split(".")[0]) >= 21 else {}
     # With the metadata Arrow does not read the file's own footer. Without pre_buffer, which would fetch whole row
     # groups ahead; with a buffer, pages are fetched one after another.
-    return pq.ParquetFile(file, metadata=metadata, pre_buffer=False, buffer_size=_BUFFER, **plain)
+    how: dict[str, Any] = {"pre_buffer": False, "buffer_size": _BUFFER, "read_dictionary": list(read_dictionary)}
+    return pq.ParquetFile(file, metadata=metadata, **how, **plain)
 
 
 def _footer(file: IO[bytes], size: int, magic: bytes) -> tuple[int, bytes, bytes]:

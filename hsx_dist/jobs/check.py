@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from hsx_dist.config import ExtractConfig
+from hsx_dist.errors import FormatError, NotFound
+from hsx_dist.format.json_objects import check_members, count, read_json
 from hsx_dist.format.manifest import CHECK
-from hsx_dist.format.place import Place, read_json
+from hsx_dist.format.place import Place
 from hsx_dist.isa import avoid_broken_amx
 from hsx_dist.jobs.preflight import Model
 from hsx_dist.reading import Run, Sample
@@ -52,9 +55,14 @@ def check_run(config: ExtractConfig, place: Place, model: Model, attempt: int, c
     A run that passed in this attempt is not computed again.
     """
     store = place.store
-    before = read_json(store, CHECK) or {}
-    if before.get("passed") and before.get("attempt") == attempt and before.get("wanted", 0) >= config.check_samples:
-        console.print(f"checked against transformers by attempt {attempt}: {before['samples']} samples agree")
+    before: dict[str, Any] = {}
+    with suppress(NotFound, FormatError):  # what is damaged is stored anew
+        found = read_json(store, CHECK)
+        check_members(found, {"wanted": count, "samples": count}, CHECK)
+        before = found
+    same = before.get("passed") is True and before.get("attempt") == attempt
+    if same and before.get("wanted", 0) >= config.check_samples:
+        console.print(f"checked against transformers by attempt {attempt}: {before.get('samples')} samples agree")
         return True
     run = Run(place.root)
     keys = sorted(run.keys())

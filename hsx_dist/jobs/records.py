@@ -8,24 +8,25 @@ thousand rows).
 from __future__ import annotations
 
 import gzip
-import lzma
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import IO, Any
 
-import zstandard
-
 from hsx_dist.config import public_url
 from hsx_dist.errors import ConfigError, FormatError, Unavailable
 from hsx_dist.jobs.arrow_files import open_arrow, open_parquet
+from hsx_dist.jobs.decompress import BROKEN
+from hsx_dist.jobs.row_cost import cost_of_columns, most_cost
 from hsx_dist.jobs.sources import Input, Source
 
-#: A longer line is refused without being held in memory.
-MAX_LINE_BYTES = 64 << 20
 BATCH_ROWS = 256
-_BROKEN = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, zstandard.ZstdError)
+_VALUES_AT_ONCE = 1 << 24
+#: A line longer than so many times the longest that is taken ends the input; so do more empty lines in a row.
+_SKIPPED, _MOST_EMPTY = 64, 100_000
+_BUFFER = 1 << 20
+_BROKEN: tuple[type[Exception], ...] = (*BROKEN, zlib.error, gzip.BadGzipFile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,8 @@ class Unreadable:
 def read_records(
     found: Input, source: Source, columns: Sequence[str], needed: Sequence[str], opened: IO[bytes] | None = None
 ) -> Iterator[tuple[int, Any]]:
-    """(number from 0, line as bytes or a mapping of columns) of everything in ``source``; None for a line too long,
-    ``Unreadable`` for a row of a table that has no Python values.
+    """(number from 0, line as bytes or a mapping of columns) of everything in ``source``; None for a line or row that
+    is longer than ``input.max_row_bytes``, ``Unreadable`` for a row of a table that has no Python values.
 
     Args:
         columns: what is read of a columnar file, as far as it has them.
@@ -59,9 +60,12 @@ def read_records(
                 file = stack.enter_context(opened or found.open(path, compressed=lines))
                 opened = None
                 items: Iterator[tuple[int, Any]] = (
-                    _lines(file)
+                    _lines(file, found.max_row_bytes)
                     if lines
-                    else enumerate(_columnar(file, source.format, columns, needed, shown), start=at)
+                    else enumerate(
+                        _columnar(file, source.format, columns, needed, shown, most_cost(found.max_row_bytes)),
+                        start=at,
+                    )
                 )
                 for number, item in items:
                     if source.format != "text" or item is None or item.strip():
@@ -72,7 +76,9 @@ def read_records(
                 f"expected {shown} to be whole, came broken compressed data after row {number} ({type(e).__name__}); "
                 "write or copy the file again"
             ) from e
-        except (ConfigError, FormatError):
+        except FormatError as e:
+            raise FormatError(f"{shown}, after row {number}: {e}") from e
+        except ConfigError:
             raise
         except OSError as e:
             raise Unavailable(
@@ -81,20 +87,32 @@ def read_records(
             ) from e
 
 
-def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
-    """Numbered lines; ``None`` for one that is too long. Empty lines at the end of the file are no rows."""
+def _lines(file: IO[bytes], most: int) -> Iterator[tuple[int, bytes | None]]:
+    """Numbered lines; ``None`` for one that is too long. Empty lines at the end of the file are no rows.
+
+    A line that is far too long, and very many empty lines, are errors: compressed, they cost their author nothing.
+    """
     number, empty = -1, 0
-    while line := file.readline(MAX_LINE_BYTES + 1):
+    while line := file.readline(most + 1):
         number += 1
-        if not line.strip() and len(line) <= MAX_LINE_BYTES:
+        if len(line) <= most and not line.strip():
             empty += 1
+            if empty > _MOST_EMPTY:
+                raise FormatError(f"expected rows, got more than {_MOST_EMPTY} empty lines in a row. Remove them")
             continue
         for i in range(empty):
             yield number - empty + i, b""
         empty = 0
-        if len(line) > MAX_LINE_BYTES:
+        if len(line) > most:
+            skipped = len(line)
             while line and not line.endswith(b"\n"):
-                line = file.readline(MAX_LINE_BYTES)
+                line = file.readline(min(most, _BUFFER))
+                skipped += len(line)
+                if skipped > _SKIPPED * most:
+                    raise FormatError(
+                        f"expected lines of at most {most} bytes, got one of more than {skipped}. Split "
+                        "the line, or raise input.max_row_bytes"
+                    )
             yield number, None
         else:
             yield number, line
@@ -111,34 +129,124 @@ def require_pyarrow() -> None:
         ) from None
 
 
-def _columnar(file: IO[bytes], form: str, columns: Sequence[str], needed: Sequence[str], shown: str) -> Iterator[Any]:
+def _columnar(
+    file: IO[bytes], form: str, columns: Sequence[str], needed: Sequence[str], shown: str, most: int
+) -> Iterator[Any]:
     require_pyarrow()
     import pyarrow as pa
 
     try:
-        batches = _parquet(file, columns, needed, shown) if form == "parquet" else _arrow(file, columns, needed, shown)
+        if form == "parquet":
+            batches = _parquet(file, columns, needed, shown, most)
+        else:
+            batches = _arrow(file, columns, needed, shown)
         for batch in batches:
             for start in range(0, batch.num_rows, BATCH_ROWS):
-                yield from _records(batch.slice(start, BATCH_ROWS))
-    except (pa.ArrowException, UnicodeDecodeError, OSError) as e:
+                yield from _rows(batch.slice(start, BATCH_ROWS), most)
+    except (ConfigError, FormatError):
+        raise
+    except (pa.ArrowException, ValueError, LookupError, MemoryError, OSError) as e:
         if isinstance(e, OSError) and "Expected to be able to read" not in str(e):
             raise  # the store's; that one is Arrow's own word for a file that was cut off
         raise FormatError(
-            f"expected {shown} to be a whole {form} file, came: {str(e).splitlines()[0][:200]}; write or copy the file "
+            f"expected {shown} to be a whole {form} file, got: {_first_line(e)}; write or copy the file "
             "again, or set input.format"
         ) from e
 
 
-def _parquet(file: IO[bytes], columns: Sequence[str], needed: Sequence[str], shown: str) -> Iterator[Any]:
+def _rows(batch: Any, most: int) -> Iterator[Any]:
+    """Rows of a RecordBatch, as many at once as take ``most`` bytes; None for a row that takes more."""
+    if cost_of_columns(batch) <= most:
+        yield from _records(batch)
+    elif batch.num_rows == 1:
+        yield None
+    else:
+        half = batch.num_rows // 2
+        yield from _rows(batch.slice(0, half), most)
+        yield from _rows(batch.slice(half), most)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def _checked(batch: Any) -> Any:
+    """A record batch whose offsets and lengths are within its buffers: Arrow believes what a file says.
+
+    Text that is not UTF-8 is left to the row that has it.
+    """
+    import pyarrow as pa
+
+    try:
+        batch.validate(full=True)
+    except pa.ArrowInvalid as e:
+        if "Invalid UTF8" not in str(e):
+            raise
+        for column in batch.columns:
+            column.view(_as_bytes(column.type)).validate(full=True)
+    return batch
+
+
+def _as_bytes(kind: Any) -> Any:
+    """The Arrow type with binary in the place of text."""
+    import pyarrow as pa
+
+    types = pa.types
+    if types.is_string(kind) or types.is_string_view(kind):
+        return pa.binary() if types.is_string(kind) else pa.binary_view()
+    if types.is_large_string(kind):
+        return pa.large_binary()
+    if types.is_struct(kind):
+        return pa.struct([kind.field(i).with_type(_as_bytes(kind.field(i).type)) for i in range(kind.num_fields)])
+    if types.is_map(kind):
+        return pa.map_(_as_bytes(kind.key_type), _as_bytes(kind.item_type))
+    if types.is_dictionary(kind):
+        return pa.dictionary(kind.index_type, _as_bytes(kind.value_type), kind.ordered)
+    for is_kind, make in ((types.is_list, pa.list_), (types.is_large_list, pa.large_list)):
+        if is_kind(kind):
+            return make(kind.value_field.with_type(_as_bytes(kind.value_type)))
+    if types.is_fixed_size_list(kind):
+        return pa.list_(kind.value_field.with_type(_as_bytes(kind.value_type)), kind.list_size)
+    return kind
+
+
+def _parquet(file: IO[bytes], columns: Sequence[str], needed: Sequence[str], shown: str, most: int) -> Iterator[Any]:
     parquet = open_parquet(file)
     chosen = _chosen(parquet.schema_arrow.names, columns, needed, shown)
-    return parquet.iter_batches(batch_size=BATCH_ROWS, columns=chosen)
+    packed, values = _claims(parquet.metadata, set(chosen), most, shown)
+    if packed:
+        # Otherwise Arrow copies a text to each row that refers to it: a KiB of a file can be 256 times 16 MiB.
+        parquet = open_parquet(file, packed)
+    rows = max(1, min(BATCH_ROWS, _VALUES_AT_ONCE // max(values, 1)))
+    return parquet.iter_batches(batch_size=rows, columns=chosen)
+
+
+def _claims(metadata: Any, chosen: set[str], most: int, shown: str) -> tuple[list[str], int]:
+    """Columns of texts that are stored as references, and the most values of a row, on average over a row group."""
+    packed: dict[str, None] = {}
+    values = 0
+    for g in range(metadata.num_row_groups):
+        group = metadata.row_group(g)
+        for c in range(group.num_columns):
+            column = group.column(c)
+            if column.path_in_schema.partition(".")[0] not in chosen:
+                continue
+            if column.has_dictionary_page and column.physical_type == "BYTE_ARRAY":
+                packed[column.path_in_schema] = None
+            each = -(-column.num_values // max(group.num_rows, 1))
+            if each > most:
+                raise FormatError(
+                    f"expected rows of at most {most} bytes in {shown}, got {each} values a row in row group {g}, "
+                    f"column {column.path_in_schema[:80]}. Split its rows, or raise input.max_row_bytes"
+                )
+            values = max(values, each)
+    return list(packed), values
 
 
 def _arrow(file: IO[bytes], columns: Sequence[str], needed: Sequence[str], shown: str) -> Iterator[Any]:
     schema, batches = open_arrow(file)
     chosen = _chosen(schema.names, columns, needed, shown)
-    return (batch.select(chosen) for batch in batches)
+    return (_checked(batch.select(chosen)) for batch in batches)
 
 
 def _chosen(there: Sequence[str], columns: Sequence[str], needed: Sequence[str], shown: str) -> list[str]:

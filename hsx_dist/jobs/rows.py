@@ -12,7 +12,8 @@ from hsx_dist.config import InputConfig
 from hsx_dist.errors import InputError
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.jobs.content import CONTENT_CHECKS, as_messages, as_tools, json_metadata, mask_of
-from hsx_dist.jobs.records import MAX_LINE_BYTES, Unreadable, read_records
+from hsx_dist.jobs.records import Unreadable, read_records
+from hsx_dist.jobs.row_cost import cost_of_json, most_cost
 from hsx_dist.jobs.sources import Input, find_input
 from hsx_dist.jobs.values import is_unicode, kind_of, shown
 
@@ -150,8 +151,12 @@ class _RowCheck:
         self._seen: set[bytes] = set()
 
     def judge_line(self, row: int, number: int, line: bytes | None) -> Row | RowFate:
+        most = int(self.config.max_row_bytes)
         if line is None:
-            return self._refused(row, number, f"the line is longer than {MAX_LINE_BYTES >> 20} MiB; split it")
+            return self._refused(row, number, f"the row is longer than {most} bytes (input.max_row_bytes); split it")
+        if cost_of_json(line) > most_cost(most):
+            reason = f"the row has more values than {most} bytes (input.max_row_bytes) should hold; split it"
+            return self._refused(row, number, reason)
         if not line.strip():
             return self._refused(row, number, "the line is empty; expected a JSON object")
         try:

@@ -17,11 +17,13 @@ from fsspec.spec import AbstractBufferedFile
 
 from hsx_dist.config import InputConfig, is_local, public_url
 from hsx_dist.errors import ConfigError
-from hsx_dist.jobs.zstd_lines import ZstdFile
+from hsx_dist.jobs.decompress import DECOMPRESSORS, DecompressedFile
 
 Format = Literal["jsonl", "text", "parquet", "arrow"]
 _T = TypeVar("_T")
 _BUFFER = 1 << 18
+#: A saved data set's list of its files.
+_LARGEST_LIST = 4 << 20
 
 _COMPRESSED = re.compile(r"\.(gz|zst|zstd|bz2|xz)$", re.IGNORECASE)
 _FORMATS: dict[str, Format] = {
@@ -52,6 +54,11 @@ class Input:
     _fs: Any
     _config: InputConfig
 
+    @property
+    def max_row_bytes(self) -> int:
+        """The longest line or row that is taken."""
+        return int(self._config.max_row_bytes)
+
     def open(self, path: str, *, compressed: bool) -> IO[bytes]:
         """A file of a source, for reading; decompressed by its name if ``compressed``.
 
@@ -60,12 +67,14 @@ class Input:
         """
 
         def opened() -> IO[bytes]:
-            zstd = compressed and public_url(path).lower().endswith((".zst", ".zstd"))
-            file: Any = self._fs.open(path, "rb", compression="infer" if compressed and not zstd else None)
-            if zstd:
-                return io.BufferedReader(ZstdFile(file), _BUFFER)
+            ending = posixpath.splitext(public_url(path))[1].lower()
+            own = DECOMPRESSORS.get(ending) if compressed else None
+            file: Any = self._fs.open(path, "rb", compression="infer" if compressed and own is None else None)
+            if own is not None:
+                return io.BufferedReader(DecompressedFile(file, own), _BUFFER)
             # The readline of fsspec's own files takes no length, and a line may be longer than there is memory for.
-            lines = compressed and isinstance(file, AbstractBufferedFile)
+            # Python's own decompressing files have a slow one.
+            lines = compressed and isinstance(file, AbstractBufferedFile | io.BufferedIOBase)
             return io.BufferedReader(file, _BUFFER) if lines else file
 
         return _told(opened, self.shown)
@@ -186,8 +195,12 @@ def _within(fs: Any, folder: str, name: Any) -> str:
 
 def _json(fs: Any, path: str) -> dict[str, Any]:
     try:
-        found = json.loads(fs.cat_file(path))
-    except ValueError as e:
+        with fs.open(path, "rb") as file:
+            data = file.read(_LARGEST_LIST + 1)
+        if len(data) > _LARGEST_LIST:
+            raise ValueError(f"more than {_LARGEST_LIST} bytes")
+        found = json.loads(data)
+    except (ValueError, RecursionError) as e:
         raise ConfigError(f"input.path: expected JSON in {public_url(path)}, came {e}; save the data set again") from e
     if not isinstance(found, dict) or not isinstance(found.get("splits", found.get("_data_files")), list):
         raise ConfigError(

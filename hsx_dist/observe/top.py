@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 from hsx_dist.config.secrets import public_url
@@ -143,7 +143,7 @@ def _rates(now: Standing, before: Standing | None) -> None:
 
 def _age(beat: dict[str, Any] | None) -> float | None:
     try:
-        then = datetime.fromisoformat(str(beat["time"])) if beat else None
-    except (KeyError, ValueError):
+        then = datetime.fromisoformat(str(beat["time"])).timestamp() if beat else None
+    except (KeyError, ValueError, OverflowError, OSError):
         return None
-    return max((datetime.now(UTC) - then).total_seconds(), 0.0) if then is not None else None
+    return max(time.time() - then, 0.0) if then is not None else None

@@ -6,21 +6,20 @@ that does not carry it; a run's parts never do.
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 from hsx_dist.errors import ConfigError, FormatError, NotFound
 from hsx_dist.format.companions import LOCK, MARKERS, lock_name
 from hsx_dist.format.container import Part
+from hsx_dist.format.json_objects import number, read_json
 from hsx_dist.format.place import find_place
 from hsx_dist.reading.companion_lock import exclusive_lock
 from hsx_dist.store import Store
 from hsx_dist.store.base import Conditional, not_conditional
-
-_LARGEST_MARKER = 1 << 20
 
 
 def expired(store: Store, now: float | None = None) -> Iterator[tuple[str, float]]:
@@ -39,25 +38,24 @@ def expired(store: Store, now: float | None = None) -> Iterator[tuple[str, float
         )
     now = time.time() if now is None else now
     for info in store.list():
-        if info.name.endswith(LOCK) or (info.name.endswith(MARKERS) and info.size > _LARGEST_MARKER):
+        if info.name.endswith(LOCK):
             continue
-        end = _end(store, info.name)
+        end = _end(store, info.name, info.size)
         if end is not None and end <= now:
             yield info.name, end
 
 
-def _end(store: Store, name: str) -> float | None:
+def _end(store: Store, name: str, size: int | None = None) -> float | None:
     """When the object or marker expires, in seconds since the epoch; None: never, or it cannot be read as ours."""
     try:
+        ends: list[Any]
         if name.endswith(MARKERS):
-            ends = [json.loads(store.get(name))["expires"]]
+            ends = [read_json(store, name).get("expires")]
         else:
-            ends = [s.segment.meta.get("expires") for s in Part.open(store, name).segments]
-        # A whole number may be larger than any float: OverflowError.
-        found = [float(end) for end in ends if isinstance(end, (int, float)) and not isinstance(end, bool)]
-    except (FormatError, NotFound, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            ends = [s.segment.meta.get("expires") for s in Part.open(store, name, size=size).segments]
+    except (FormatError, NotFound, ValueError):
         return None
-    return max(found) if found and len(found) == len(ends) else None
+    return max(map(float, ends)) if ends and all(number(end) is None for end in ends) else None
 
 
 def require_conditional_deletes(store: Store) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
-from hsx_dist.errors import ConfigError, NotFound, RunError, SampleFailed, SampleNotFound
+from hsx_dist.errors import ConfigError, FormatError, NotFound, RunError, SampleFailed, SampleNotFound
 from hsx_dist.format.companions import OBJECT, marker_name
 from hsx_dist.format.container import Part
+from hsx_dist.format.json_objects import read_json
 from hsx_dist.format.place import RUN
 from hsx_dist.reading.arrays import Framework
 from hsx_dist.reading.companion_lock import shared_lock
@@ -20,6 +20,7 @@ from hsx_dist.reading.sample import Piece, Sample, Tokens
 from hsx_dist.store import Store, open_store
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
+_LONGEST_REASON = 4000
 _T = TypeVar("_T")
 
 
@@ -146,11 +147,9 @@ def _raise_run(store: Store, name: str) -> None:
 def _raise_marker(store: Store, name: str) -> None:
     marker = marker_name(name)
     try:
-        body = store.get(marker)
+        reason = str(read_json(store, marker)["error"])[:_LONGEST_REASON]
     except NotFound:
         return
-    try:
-        reason = json.loads(body)["error"]
-    except (ValueError, KeyError, TypeError):
+    except (FormatError, KeyError):
         reason = f"(no reason in {marker})"
     raise SampleFailed(f"{store.url.rstrip('/')}/{name}: its producer failed: {reason}")

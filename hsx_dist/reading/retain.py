@@ -20,7 +20,7 @@ from hsx_dist.reading.select import key_hash
 from hsx_dist.store import Store
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_MARK = re.compile(r"([A-Za-z0-9_-]{1,64})\.(\d+)of(\d+)\.json")
+_MARK = re.compile(r"([A-Za-z0-9_-]{1,64})\.([0-9]{1,9})of([0-9]{1,9})\.json")
 
 
 def rank_of(key: str, world_size: int) -> int:
@@ -149,6 +149,6 @@ def used_by_all(store: Store, folder: str, consumers: frozenset[str]) -> bool:
     ranks: dict[str, dict[int, set[int]]] = {}
     for info in store.list(folder):
         found = _MARK.fullmatch(info.name.rpartition("/")[2])
-        if found:
+        if found and int(found[2]) < int(found[3]):
             ranks.setdefault(found[1], {}).setdefault(int(found[3]), set()).add(int(found[2]))
     return all(any(len(done) == world for world, done in ranks.get(name, {}).items()) for name in consumers)

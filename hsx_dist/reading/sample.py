@@ -11,6 +11,7 @@ import numpy as np
 from hsx_dist.errors import ConfigError, FormatError, IntegrityError
 from hsx_dist.format.container import Part, SegmentInfo
 from hsx_dist.format.container_read import Empty, new_states
+from hsx_dist.format.expansion import check_expansion
 from hsx_dist.format.loss import Loss
 from hsx_dist.page import Segment, token_hash
 from hsx_dist.reading.arrays import Framework, to_ids, to_states
@@ -196,6 +197,12 @@ class Sample:
         attached: dict[str, np.ndarray[Any, Any]] = {}
         if len(within) > 1:
             num_layers = first.num_layers if layers is None else len(layers)
+            # Nothing is fetched yet, and receipts may claim any number of tokens.
+            parts = {piece.part: self._open(piece.part) for _, piece in within}
+            for part in parts.values():
+                part.check_size()
+            nbytes = (stop - start) * num_layers * first.row_bytes
+            check_expansion(nbytes, sum(part.size for part in parts.values()))
             out = (empty or new_states)((stop - start, num_layers, first.hidden_size), first.dtype)
         for i, piece in within:
             s, info = piece.segment, self._info(i)

@@ -19,7 +19,7 @@ from hsx_dist.format.runs import check_receipts, count, load_manifest, read_comp
 from hsx_dist.page import token_hash
 from hsx_dist.reading.missing import is_removed
 from hsx_dist.reading.select import key_hash
-from hsx_dist.store import Store
+from hsx_dist.store import ObjectInfo, Store
 
 # Exponent bits all set: infinite or not a number.
 _EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
@@ -148,7 +148,7 @@ class _Known:
                 try:
                     d = json.loads(line)
                     self._sound[d["part"], d["crc32c"]] = {n: int(d[n]) for n in _TALLIED}
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
                     continue  # the last line of a process that was killed
 
     def take(self, receipt: Receipt, report: VerifyReport) -> bool:
@@ -285,6 +285,9 @@ class _Stream:
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         return [self._range(name, a, b) for a, b in ranges]
+
+    def head(self, name: str) -> ObjectInfo:
+        return ObjectInfo(name, self.size)
 
     def _range(self, name: str, start: int, stop: int) -> memoryview:
         if start < self._at:

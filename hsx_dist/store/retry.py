@@ -117,8 +117,10 @@ class RetryStore:
         return iter(()) if find is None else find(older_than)
 
     def _holds(self, name: str, data: bytes | Sequence[Buffer]) -> bool:
+        whole = data if isinstance(data, bytes) else b"".join(map(as_bytes_view, data))
         try:
-            return self._inner.get(name) == (data if isinstance(data, bytes) else b"".join(map(as_bytes_view, data)))
+            # Its size first: another writer's object may be of any size.
+            return self._inner.head(name).size == len(whole) and self._inner.get(name) == whole
         except NotFound:
             return False
 

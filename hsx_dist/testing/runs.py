@@ -92,11 +92,13 @@ def store_run(
     attached: Any = None,
     info: Mapping[str, Any] | None = None,
     about: Mapping[str, Any] | None = None,
+    version: int = 2,
 ) -> RunWriter:
     """A complete run of whole samples, ``per_part`` of them in a part; row *i* is the *i*-th sample."""
     found = list(samples)
     layers = list(found[0].layer_ids) if found else []
-    start_run(store, {"meaning": {"model": "tiny", "layers": layers}, "settings": {}, **(info or {})})
+    make = start_run if version == 2 else write_v1_run
+    make(store, {"meaning": {"model": "tiny", "layers": layers}, "settings": {}, **(info or {})})
     writer = RunWriter(store, codec, attached=attached, about=about)
     for start in range(0, len(found), per_part):
         writer.put([whole(s, start + i) for i, s in enumerate(found[start : start + per_part])])

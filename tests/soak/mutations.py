@@ -152,18 +152,18 @@ def _assembled(header: dict[str, Any], text: str, content: bytes) -> bytes:
     return struct.pack("<Q", len(body)) + body + content
 
 
-def _spots(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+def spots(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     """Every (container, key) in a JSON value."""
     items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
     for key, child in items:
         found.append((value, key))
         if isinstance(child, dict | list):
-            _spots(child, found)
+            spots(child, found)
     return found
 
 
 def _tampered(value: Any, rng: random.Random) -> None:
-    container, key = rng.choice(_spots(value, []))
+    container, key = rng.choice(spots(value, []))
     old = container[key]
     if rng.random() < 0.15:
         del container[key]

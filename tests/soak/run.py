@@ -1,5 +1,6 @@
 """Two hundred thousand mutated parts: each ends in a typed error that names it, or in the numbers that were stored.
-And as many zstd frames for the compiled decoder: each is decoded as libzstd does, or left to it.
+And as many zstd frames for the compiled decoder: each is decoded as libzstd does, or left to it. And small objects that
+claim much, read in little memory (``claims``).
 
     .venv/bin/python -m tests.soak.run [--objects 200000] [--seed 0]
 
@@ -22,6 +23,7 @@ from typing import Any
 import zstandard
 
 from benchmarks.provenance import provenance
+from tests.soak import claims
 from tests.soak.frames import OF_EACH, compare
 from tests.soak.mutations import FILES, KINDS, PLAIN, mutate, outcome
 
@@ -69,6 +71,7 @@ def frames(job: tuple[int, int]) -> Counter[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--objects", type=int, default=200_000)
+    parser.add_argument("--claims", type=int, default=300, help="small objects of each kind that claim much")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     about = provenance("numpy", "numba", "zstandard", "safetensors")
@@ -77,14 +80,22 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
         done = pool.map(work, jobs)
         decoded = sum(pool.map(frames, jobs), Counter())
+    claimed = claims.run_limited(args.claims, args.seed)
     tally: Tally = sum((t for t, _, _ in done), Counter())
-    page = as_markdown(tally, max(s for _, s, _ in done), max(g for _, _, g in done), decoded, about, args.seed)
+    slowest, gained = max(s for _, s, _ in done), max(g for _, _, g in done)
+    page = as_markdown(tally, slowest, gained, decoded, claimed, about, args.seed)
     print(page, f"{time.monotonic() - begin:.0f} s", sep="\n")
     RESULT.write_text(page)
 
 
 def as_markdown(
-    tally: Tally, slowest: float, gained: int, decoded: Counter[str], about: dict[str, Any], seed: int
+    tally: Tally,
+    slowest: float,
+    gained: int,
+    decoded: Counter[str],
+    claimed: dict[str, dict[str, int]],
+    about: dict[str, Any],
+    seed: int,
 ) -> str:
     versions = ", ".join(f"{k} {v}" for k, v in about["versions"].items())
     results = sorted({result for _, result in tally})
@@ -116,6 +127,13 @@ def as_markdown(
         f"{sum(decoded.values())} damaged and forged zstd frames of high bytes for the compiled decoder (numba): "
         + ", ".join(f"{count} {what}" for what, count in sorted(decoded.items()))
         + "; none decoded to anything else than by libzstd, none that libzstd refuses.",
+        "",
+        f"Small objects that claim much, in an address space limited to {claims.MEMORY >> 20} MiB more than at the "
+        f"start; each was read in every way that a command or a reader has, within {claims.SLOWEST:g} s of CPU:",
+        "",
+        "| objects | outcomes |",
+        "|---|---|",
+        *(f"| {kind} | {', '.join(f'{n} {what}' for what, n in found.items())} |" for kind, found in claimed.items()),
     ]
     return "\n".join(lines) + "\n"
 

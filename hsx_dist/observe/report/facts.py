@@ -13,7 +13,7 @@ import numpy as np
 from hsx_dist.config.secrets import hide_secrets
 from hsx_dist.format.container import Part
 from hsx_dist.format.manifest import RowFate
-from hsx_dist.format.runs import newest_attempt, read_attempt, read_complete, read_heartbeat
+from hsx_dist.format.runs import attempts_of, read_attempt, read_complete, read_heartbeat
 from hsx_dist.reading import Run
 from hsx_dist.store import Store
 
@@ -99,8 +99,8 @@ def gather_facts(run: Run) -> RunFacts:
     names = sorted({part for s in samples for part, _ in s.segments})
     sizes, codecs, about = _layer_sizes(store, run, names)
     complete = read_complete(store)
-    newest = newest_attempt(store)
-    attempts = [_attempt(store, n, complete, newest) for n in range(1, newest + 1)]
+    numbers = attempts_of(store)
+    attempts = [_attempt(store, n, complete, numbers[-1]) for n in numbers]
     return RunFacts(
         url=run.url,
         complete=run.complete,
@@ -168,7 +168,7 @@ def _time(text: str) -> float | None:
     """Unix time of ISO 8601; None for anything else."""
     try:
         return datetime.fromisoformat(text).timestamp()
-    except (ValueError, OverflowError):
+    except (ValueError, OverflowError, OSError):
         return None
 
 

@@ -270,7 +270,7 @@ def _when(text: str) -> str:
     """ISO 8601 as people read it, in UTC; anything else as it is."""
     try:
         return datetime.fromisoformat(text).astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    except (ValueError, OverflowError):
+    except (ValueError, OverflowError, OSError):
         return text
 
 

@@ -55,7 +55,8 @@ def spread(keys: Sequence[str], n: int) -> list[str]:
 def gather_states(run: Run, keys: Sequence[str], chosen: Sequence[str]) -> StateNumbers | None:
     """Read the samples ``keys`` for the numbers, and ``chosen`` token by token; None when there is no sample.
 
-    Samples whose layers or width differ from the first one's (a request may choose its layers) are left out.
+    None, too, when the numbers of each layer and channel would exceed ``HELD_BYTES``. Samples whose layers or width
+    differ from the first one's (a request may choose its layers) are left out.
 
     Raises:
         SampleNotFound: a chosen key is none of the run's.
@@ -66,7 +67,7 @@ def gather_states(run: Run, keys: Sequence[str], chosen: Sequence[str]) -> State
         return None
     first = run[keys[0]]
     layers, hidden = first.layer_ids, first.hidden_size
-    if not layers:
+    if not layers or max(len(layers) ** 2, len(layers) * hidden) * 8 > HELD_BYTES:
         return None
     norms: list[np.ndarray[Any, Any]] = []
     begins: list[np.ndarray[Any, Any]] = []
@@ -113,7 +114,7 @@ def gather_states(run: Run, keys: Sequence[str], chosen: Sequence[str]) -> State
 def _load(sample: Sample) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """float32 ``[T, L, H]`` and int64 ``[T]`` of the sample's first tokens."""
     token_bytes = len(sample.layer_ids) * sample.hidden_size * 4
-    data = sample.load(tokens=(0, max(HELD_BYTES // token_bytes, 16)), framework="numpy")
+    data = sample.load(tokens=(0, max(HELD_BYTES // token_bytes, 1)), framework="numpy")
     return np.asarray(data["hidden_states"], np.float32), data["token_ids"]
 
 

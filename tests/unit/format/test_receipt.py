@@ -14,12 +14,12 @@ from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.receipt import Receipt, RowFate, SegmentProof
 from hsx_dist.page import Segment, token_hash
 
-_COUNT = st.integers(0, 2**62 - 1)
+_COUNT = st.integers(0, 2**48)
 
 
 @st.composite
 def _segments(draw: st.DrawFn) -> Segment:
-    start, length, rest = draw(st.tuples(st.integers(0, 2**40), st.integers(1, 2**40), st.integers(0, 2**40)))
+    start, length, rest = draw(st.tuples(st.integers(0, 2**38), st.integers(1, 2**38), st.integers(0, 2**38)))
     return Segment(
         draw(st.text(min_size=1, max_size=20)), draw(st.integers(0, 99)), start, start + length, start + length + rest
     )
@@ -45,7 +45,7 @@ def _receipts(draw: st.DrawFn) -> Receipt:
     return Receipt(
         attempt=draw(st.integers(1, 10**6)),
         writer="w-0",
-        seq=draw(st.integers(1, 10**9)),
+        seq=draw(st.integers(1, 10**9 - 1)),
         part="data/x.safetensors" if proofs else None,
         size=size,
         crc32c=f"{draw(st.integers(0, 2**32 - 1)):08x}",

@@ -142,7 +142,7 @@ def test_a_damaged_receipt_is_told(store: LocalStore) -> None:
 def test_a_receipt_under_a_wrong_name_is_told(store: LocalStore) -> None:
     receipt = _prove(store, 1, "w", 1, "a")
     store.put(receipt_name(1, "w", 2), [receipt.to_json()])
-    with pytest.raises(FormatError, match="It lies under a wrong name"):
+    with pytest.raises(FormatError, match="expected the receipt of that name"):
         runs.load_manifest(store)
 
 
@@ -163,7 +163,7 @@ def test_damage_to_the_compacted_manifest_is_told(store: LocalStore) -> None:
         with pytest.raises(IntegrityError, match="compacted-0001"):
             runs.load_manifest(store)
     store.delete(name)
-    with pytest.raises(IntegrityError, match="names this compacted manifest, and it is not there"):
+    with pytest.raises(IntegrityError, match=r"the compacted manifest of a completed attempt"):
         runs.load_manifest(store)
 
 

@@ -15,7 +15,7 @@ from hsx_dist.format.segments import SegmentTable
 from hsx_dist.page import Segment
 
 hashes = st.text("0123456789abcdef", min_size=16, max_size=16)
-counts = st.integers(0, 2**40)
+counts = st.integers(0, 2**39)
 
 
 @st.composite

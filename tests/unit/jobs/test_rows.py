@@ -13,7 +13,6 @@ import zstandard
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.manifest import RowFate
-from hsx_dist.jobs import records as records_module
 from hsx_dist.jobs.rows import Row, read_rows, rows_from
 
 
@@ -127,13 +126,13 @@ def test_empty_lines(tmp_path: Path) -> None:
     assert [(r.row, type(r)) for r in rows] == [(0, Row), (1, RowFate), (2, RowFate), (3, Row)]
 
 
-def test_a_line_that_is_too_long_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records_module, "MAX_LINE_BYTES", 100)
+def test_a_line_that_is_too_long_is_not_held(tmp_path: Path) -> None:
     fate, good, exact = read(
-        write(tmp_path / "in.jsonl", {"text": "x" * 1000}, {"text": "y"}, {"text": "z" * (99 - len('{"text": ""}'))})
+        write(tmp_path / "in.jsonl", {"text": "x" * 1000}, {"text": "y"}, {"text": "z" * (99 - len('{"text": ""}'))}),
+        max_row_bytes=100,
     )
     assert isinstance(fate, RowFate)
-    assert "longer than" in fate.reason
+    assert "input.max_row_bytes" in fate.reason
     assert (good.row, exact.row) == (1, 2)
     assert isinstance(exact, Row)
 

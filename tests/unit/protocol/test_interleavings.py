@@ -75,11 +75,11 @@ def steps_over_seals(m: pytest.MonkeyPatch) -> None:
     m.setattr(receipt_log, "_SEAL", b"no object begins like this")
     real = receipt_log.read_entry
 
-    def read_entry(store: Any, name: str) -> Any:
+    def read_entry(store: Any, name: str, size: int | None = None) -> Any:
         if store.get(name).startswith(b'{"seal":'):
             attempt, writer, number = receipt_log.parse_receipt_name(name) or (1, "w", 1)
             return receipt_log.Receipt(attempt, writer, number, None, 0, "0" * 8, 0, 0, (), (), "")
-        return real(store, name)
+        return real(store, name, size)
 
     m.setattr(receipt_log, "read_entry", read_entry)
 

@@ -1,0 +1,196 @@
+"""JSON from stores: bounded in size, checked in type, with errors that name the object."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hsx_dist.errors import AlreadyExists, FormatError, NotFound
+from hsx_dist.store.base import Store
+
+#: The largest JSON object that is read or written, receipts apart. Parsed, JSON takes up to 25 times its size.
+MAX_JSON_BYTES = 4 << 20
+#: Larger numbers do not fit the arrays and floats in which numbers are added up.
+MAX_NUMBER = 2**62
+#: Deeper JSON is refused: what writes it out again, or pickles it, recurses.
+MAX_DEPTH = 200
+#: An object that is replaced while it is read is read again, so many times.
+_TRIES = 5
+
+#: What a member must be: says what was expected where the value is something else, else None.
+Check = Callable[[Any], str | None]
+
+
+def parse_json(text: str | bytes, *, floats: bool) -> Any:
+    """JSON without duplicate names or NaN; ``floats=False`` refuses fractions too. ``FormatError`` otherwise."""
+
+    def refuse(token: str) -> Any:
+        raise FormatError(f"expected JSON with whole numbers, got {token[:40]}")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        d = dict(pairs)
+        if len(d) != len(pairs):
+            raise FormatError("expected JSON without duplicate names")
+        return d
+
+    try:
+        text = text if isinstance(text, str) else text.decode()
+        kwargs: dict[str, Any] = {} if floats else {"parse_float": refuse}
+        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse, **kwargs)
+    except FormatError:
+        raise
+    except (ValueError, RecursionError) as e:  # ValueError: also for a number of thousands of digits
+        raise FormatError(f"expected JSON: {e}") from e
+
+
+def check_depth(value: Any, what: str) -> None:
+    """``FormatError`` when lists and objects are nested deeper than ``MAX_DEPTH``."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [v for x in level if isinstance(x, dict | list) for v in (x.values() if isinstance(x, dict) else x)]
+        if not level:
+            return
+    raise FormatError(f"{what}: expected lists and objects nested at most {MAX_DEPTH} deep, got deeper ones")
+
+
+def shown(value: Any) -> str:
+    """A JSON value for an error message: short, whatever it is."""
+    if isinstance(value, dict | list):
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
+    return repr(value)[:80] if isinstance(value, str) else str(value)[:80]
+
+
+def get_small(store: Store, name: str, most: int, size: int | None = None) -> bytes:
+    """The object ``name``, if it has at most ``most`` bytes: larger ones are not fetched.
+
+    ``size``: of the object, where a listing gave it; it saves a request. An object that is replaced by a longer one
+    in the meantime is cut: its JSON or its checksum tells.
+
+    Raises:
+        NotFound: there is no such object.
+        FormatError: the object is larger, or was replaced by a shorter one.
+    """
+    size = store.head(name).size if size is None else size
+    if size > most:
+        raise FormatError(f"{store.url}/{name}: expected at most {most} bytes, got {size}")
+    try:
+        return bytes(store.get_ranges(name, [(0, size)])[0])
+    except ValueError as e:
+        raise FormatError(f"{store.url}/{name}: expected {size} bytes, got fewer: it was replaced. Try again") from e
+
+
+def read_json(store: Store, name: str) -> dict[str, Any]:
+    """The JSON object stored under ``name``, which may be replaced at any time.
+
+    Raises:
+        NotFound: there is no such object.
+        FormatError: it is no JSON object, or larger than ``MAX_JSON_BYTES``.
+    """
+    tries = _TRIES
+    while True:
+        size = store.head(name).size
+        try:
+            return _parsed(get_small(store, name, MAX_JSON_BYTES, size), f"{store.url}/{name}")
+        except FormatError:
+            tries -= 1
+            if not tries or store.head(name).size == size:
+                raise
+
+
+def find_json(store: Store, name: str, checks: Mapping[str, Check]) -> dict[str, Any] | None:
+    """The JSON object stored under ``name``, its members checked; ``None`` when there is none. ``FormatError`` as
+    ``read_json``, or when a member is not what ``checks`` says."""
+    try:
+        found = read_json(store, name)
+    except NotFound:
+        return None
+    check_members(found, checks, f"{store.url}/{name}")
+    return found
+
+
+def dump_json(value: Mapping[str, Any]) -> bytes:
+    """The object as it is stored. ``FormatError`` when it is larger than what is read."""
+    body = json.dumps(value, indent=1, allow_nan=False).encode() + b"\n"
+    if len(body) > MAX_JSON_BYTES:
+        raise FormatError(f"expected at most {MAX_JSON_BYTES} bytes of settings, got {len(body)}. Shorten them")
+    return body
+
+
+def put_own(store: Store, name: str, body: bytes) -> bool:
+    """Create an object; whether it is ours, also when the answer to an earlier try was lost."""
+    try:
+        store.put_if_absent(name, body)
+    except AlreadyExists:
+        return get_small(store, name, MAX_JSON_BYTES) == body
+    return True
+
+
+def _parsed(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        found = parse_json(data, floats=True)
+    except FormatError as e:
+        raise FormatError(f"{where}: not JSON: {e}") from e
+    if not isinstance(found, dict):
+        raise FormatError(f"{where}: expected a JSON object, got a {type(found).__name__}")
+    check_depth(found, where)
+    return found
+
+
+def check_members(found: Mapping[str, Any], checks: Mapping[str, Check], where: str) -> None:
+    """``FormatError`` for a member of ``found`` that is not what ``checks`` says. Missing members are fine."""
+    for name, check in checks.items():
+        expected = check(found[name]) if name in found else None
+        if expected is not None:
+            raise FormatError(f"{where}: {name}: expected {expected}, got {shown(found[name])}. It is damaged")
+
+
+# -- checks ----------------------------------------------------------------------------------------------------------
+
+
+def text(value: Any) -> str | None:
+    return None if isinstance(value, str) else "a string"
+
+
+def count(value: Any) -> str | None:
+    return None if type(value) is int and 0 <= value < MAX_NUMBER else f"a whole number from 0 to {MAX_NUMBER}"
+
+
+def number(value: Any) -> str | None:
+    fine = type(value) in (int, float) and -MAX_NUMBER < value < MAX_NUMBER  # false for NaN
+    return None if fine else "a finite number"
+
+
+def or_null(check: Check) -> Check:
+    return lambda value: None if value is None else check(value)
+
+
+def object_of(check: Check) -> Check:
+    """A JSON object, of which every value passes ``check``."""
+
+    def checked(value: Any) -> str | None:
+        if isinstance(value, dict):
+            wrong = next((expected for v in value.values() if (expected := check(v)) is not None), None)
+            return None if wrong is None else f"an object of which each value is {wrong}"
+        return "an object"
+
+    return checked
+
+
+def members(checks: Mapping[str, Check]) -> Check:
+    """A JSON object whose members pass ``checks``."""
+
+    def checked(value: Any) -> str | None:
+        if not isinstance(value, dict):
+            return "an object"
+        for name, check in checks.items():
+            expected = check(value[name]) if name in value else None
+            if expected is not None:
+                return f"an object whose {name} is {expected}"
+        return None
+
+    return checked
+
+
+def anything(value: Any) -> str | None:  # noqa: ARG001
+    return None

@@ -1,0 +1,431 @@
+"""Small objects that claim much, by kind, and everything that commands and readers do with them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import os
+import random
+import struct
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
+
+from hsx_dist.cli.inspect import print_run, print_samples
+from hsx_dist.config import InputConfig
+from hsx_dist.errors import HsxError
+from hsx_dist.exporting.base import num_layers_of
+from hsx_dist.format.checksum import crc32c, crc32c_hex
+from hsx_dist.format.container import Part
+from hsx_dist.format.description import Description
+from hsx_dist.format.header import build_header
+from hsx_dist.format.runs import load_manifest, newest_attempt, take_attempt
+from hsx_dist.jobs.identity import check_same_input
+from hsx_dist.jobs.rows import read_rows
+from hsx_dist.observe.report.facts import gather_facts
+from hsx_dist.observe.top import look
+from hsx_dist.reading import load_hidden_states, open_run
+from hsx_dist.reading.expiry import expired
+from hsx_dist.reading.follow import Follower
+from hsx_dist.reading.garbage import unproven
+from hsx_dist.reading.retain import Retention, used_by_all
+from hsx_dist.reading.status import run_status
+from hsx_dist.reading.verify import verify_run
+from hsx_dist.store.local import LocalStore
+from hsx_dist.testing import runs as testing_runs
+from hsx_dist.testing.samples import random_sample
+from tests.soak.mutations import VALUES, spots
+
+#: Of version 1: its objects have names that are known beforehand.
+store_run = partial(testing_runs.store_run, version=1)
+
+ROWS_READ = 3000
+
+Read = Callable[[], object]
+
+
+def run_at(folder: Path, *, complete: bool = True) -> LocalStore:
+    """A small run with a heartbeat, as a driver leaves it."""
+    store = LocalStore(folder)
+    sample = random_sample("a", 20, layer_ids=(2, 5), hidden_size=16, chunk_tokens=8)
+    info = {"first_rows": {"a": "00"}, "created": "2026-01-01T00:00:00+00:00", "id": "x"}
+    store_run(store, [sample], info=info)
+    if not complete:
+        store.delete("attempts/0001.complete.json")
+    progress = {"rows": 3, "seconds": 2.0, "fates": {"stored": 1}, "counted": {"engine_seconds": 1.0}, "paused": ""}
+    beat = {"attempt": 1, "value": 3, "state": "running", "time": "2026-01-01T00:00:00+00:00", "progress": progress}
+    store.put("attempts/0001.heartbeat.json", [json.dumps(beat).encode()])
+    return store
+
+
+def readers_of(store: LocalStore) -> list[Read]:
+    """What commands and readers do with a run."""
+    return [
+        lambda: run_status(store, observe_seconds=0, sleep=lambda _: None),
+        lambda: look(store).line(),
+        lambda: print_samples(store.url, (), limit=5, as_json=False),
+        lambda: print_samples(store.url, (), limit=5, as_json=True),
+        lambda: print_run(store.url, (), as_json=False),
+        lambda: print_run(store.url, (), as_json=True),
+        lambda: verify_run(store, workers=1),
+        lambda: gather_facts(store, open_run(store.url)),
+        lambda: list(unproven(store, newest_attempt(store))),
+        lambda: list(islice(Follower(store, sleep=lambda _: None, stalled_seconds=0), 5)),
+        lambda: [s.load(framework="numpy") for s in open_run(store.url)],
+        lambda: num_layers_of_any(store),
+        lambda: retain(store),
+        lambda: check_same_input(store.url, open_run(store.url).info, load_manifest(store), lambda: iter(())),
+        lambda: resumed(store),
+    ]
+
+
+def num_layers_of_any(store: LocalStore) -> int:
+    from hsx_dist.exporting.base import ExportOptions
+
+    return num_layers_of(open_run(store.url), ExportOptions())
+
+
+def retain(store: LocalStore) -> None:
+    retention = Retention(store)
+    for _ in range(2):
+        retention._refresh()
+    used_by_all(store, "consumed/", frozenset({"default"}))
+
+
+def resumed(store: LocalStore) -> int:
+    return take_attempt(store, {})
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+def _digits(rng: random.Random) -> str:
+    number = 1 << rng.randrange(100)
+    text = rng.choice([f"{number}", f"{number:06d}", f"{number:030d}", "9" * rng.randrange(4, 40)])
+    return "".join(chr(0x0660 + int(c)) for c in text) if rng.random() < 0.2 else text
+
+
+def names(rng: random.Random, folder: Path) -> list[Read]:
+    store = run_at(folder, complete=rng.random() < 0.5)
+    writer = rng.choice(["w", "é", "x" * 100, "w w", "%00"])
+    for _ in range(rng.choice([1, 1, 3])):
+        name = rng.choice(
+            [
+                f"manifest/{rng.choice(['0001', '0002', _digits(rng)])}/{writer}/{_digits(rng)}.json",
+                f"attempts/{_digits(rng)}.json",
+                f"attempts/{_digits(rng)}.heartbeat.json",
+                f"consumed/part-0001-w-000001.safetensors/default.{_digits(rng)}of{_digits(rng)}.json",
+                f"data/part-{_digits(rng)}-w-000001.safetensors",
+            ]
+        )
+        store.put(name, [b"" if rng.random() < 0.5 else b"{}"])
+    return readers_of(store)
+
+
+# -- JSON objects ----------------------------------------------------------------------------------------------------
+
+_OBJECTS = ("run.json", "attempts/0001.json", "attempts/0001.heartbeat.json", "attempts/0001.complete.json")
+
+
+def _claims(value: Any, rng: random.Random) -> Any:
+    """The value with some members of other types, or with large numbers."""
+    for _ in range(rng.choice([1, 1, 2, 4])):
+        places = spots(value, [])
+        if not places:
+            break
+        container, key = rng.choice(places)
+        old = container[key]
+        if type(old) is int and rng.random() < 0.5:
+            container[key] = (old or 1) * (1 << rng.randrange(70)) * rng.choice([1, 1, -1])
+        else:
+            container[key] = rng.choice([*VALUES, 10**400, "9" * 50, [[]] * 3, {"a": {"b": 7}}])
+    return value
+
+
+def members(rng: random.Random, folder: Path) -> list[Read]:
+    store = run_at(folder, complete=rng.random() < 0.5)
+    name = rng.choice([n for n in _OBJECTS if (folder / n).exists()])
+    found = _claims(json.loads((folder / name).read_text()), rng)
+    store.put(name, [json.dumps(found).encode()])
+    return readers_of(store)
+
+
+def documents(rng: random.Random, folder: Path) -> list[Read]:
+    """JSON that is huge, deep, full of empty lists, or none."""
+    store = run_at(folder)
+    deep = 1 << rng.randrange(18)
+    lists = 1 << rng.randrange(20)
+    body: bytes = rng.choice(
+        [
+            b"[" * deep,
+            b'{"meaning":' * deep + b"{}" + b"}" * deep,
+            b'{"meaning":{"model":' + b"[" * deep + b"]" * deep + b"}}",
+            b'{"format":"hsx-run/1","settings":[' + b"[]," * lists + b"[]]}",
+            b'{"format":"hsx-run/1","created":' + b"9" * deep + b"}",
+            b'{"format":"hsx-run/1","format":"hsx-run/1"}',
+            b'{"format":"hsx-run/1","created":"' + b"\\ud800" * 9 + b'"}',
+            b"\xff\xfe",
+        ]
+    )
+    name = rng.choice([*_OBJECTS, "check.json", "manifest/0001/w/000001.json", "manifest/0001/w/000002.json"])
+    store.put(name, [body])
+    if rng.random() < 0.3:
+        os.truncate(folder / name, 1 << rng.randrange(12, 44))  # a file with holes: its size is a claim, too
+    markers = [f"m{i}{end}" for i, end in enumerate((".error.json", ".failed.json"))]
+    for marker in markers:
+        store.put(marker, [body])
+        if rng.random() < 0.3:
+            os.truncate(folder / marker, 1 << rng.randrange(12, 44))
+    store.delete("run.json") if rng.random() < 0.3 else None
+    return [
+        *readers_of(store),
+        lambda: list(expired(store)),
+        lambda: load_hidden_states(str(folder / "m0.safetensors"), framework="numpy"),
+    ]
+
+
+# -- receipts and the compacted manifest -----------------------------------------------------------------------------
+
+
+def sealed(body: Any) -> bytes:
+    """A receipt of that body, with its checksum."""
+    text = (body if isinstance(body, str) else json.dumps(body, separators=(",", ":"))).encode()
+    return b'{"crc32c":"' + crc32c_hex(crc32c(text)).encode() + b'","receipt":' + text + b"}"
+
+
+def receipts(rng: random.Random, folder: Path) -> list[Read]:
+    store = run_at(folder, complete=False)
+    path = folder / "manifest" / "0001" / "w" / "000001.json"
+    body = json.loads(path.read_text())["receipt"]
+    if rng.random() < 0.3:
+        rows = [list(body["segments"][0]) for _ in range(rng.choice([2, 100]))]
+        for slot, row in enumerate(rows):
+            row[0], row[5] = f"k{slot}", slot
+            row[7] = row[8] = 1 << rng.randrange(40, 63)
+        body["segments"] = rows
+    else:
+        _claims(body, rng)
+    store.put("manifest/0001/w/000001.json", [sealed(body)])
+    return readers_of(store)
+
+
+def compacted(rng: random.Random, folder: Path) -> list[Read]:
+    store = run_at(folder)
+    complete = json.loads((folder / "attempts/0001.complete.json").read_text())
+    about = complete["manifest"]
+    line = (folder / "manifest" / "0001" / "w" / "000001.json").read_bytes()
+    size = 1 << rng.randrange(10, 31)
+    filler: bytes = rng.choice([b"[],", b" ", b"0,", b'"ab",', line + b"\n"])
+    window = rng.choice([10, 17, 23, 27])
+    parameters = zstandard.ZstdCompressionParameters(compression_level=1, window_log=window)
+    packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    begin = rng.choice([b"", line[:-2] + b',"more":[', b'{"crc32c":"00000000","receipt":['])
+    packed = [packer.compress(begin)]
+    block = filler * ((1 << 16) // len(filler))
+    for _ in range(max(size >> 16, 1)):
+        packed.append(packer.compress(block))
+    packed.append(packer.flush())
+    data = b"".join(packed)
+    if rng.random() < 0.3:
+        data = (folder / about["name"]).read_bytes()
+    store.put(about["name"], [data])
+    about |= {"size": len(data), "crc32c": crc32c_hex(crc32c(data))}
+    about["raw_size"] = rng.choice([size, len(begin) + len(block) * max(size >> 16, 1), 1 << rng.randrange(64)])
+    about["receipts"] = rng.choice([1, 1 << rng.randrange(64)])
+    store.put("attempts/0001.complete.json", [json.dumps(complete).encode()])
+    return readers_of(store)
+
+
+# -- headers ---------------------------------------------------------------------------------------------------------
+
+
+def _part_readers(folder: Path) -> list[Read]:
+    store = LocalStore(folder)
+    path = str(folder / "p.safetensors")
+
+    def everything() -> None:
+        part = Part.open(store, "p.safetensors")
+        for i in range(min(len(part.segments), 3)):
+            part.load(i)
+            part.attached(i)
+            part.layer_bytes(i)
+            for _ in islice(part.scan(i), 3):
+                pass
+
+    return [
+        everything,
+        lambda: load_hidden_states(path, framework="numpy"),
+        lambda: load_hidden_states(path, framework="numpy", tokens=(0, 2)),
+        lambda: list(expired(store)),
+    ]
+
+
+def plain_headers(rng: random.Random, folder: Path) -> list[Read]:
+    """A file of vLLM's own connector whose shape is a claim."""
+    n, layers, hidden = (1 << rng.randrange(41) for _ in range(3))
+    nbytes = n * layers * hidden * 2
+    table = {
+        "hidden_states": {"dtype": "BF16", "shape": [n, layers, hidden], "data_offsets": [0, nbytes]},
+        "token_ids": {"dtype": "I64", "shape": [n], "data_offsets": [nbytes, nbytes + 8 * n]},
+    }
+    body = json.dumps(table).encode()
+    (folder / "p.safetensors").write_bytes(struct.pack("<Q", len(body)) + body + bytes(rng.randrange(200)))
+    if rng.random() < 0.3 and nbytes + 8 * n < 1 << 43:
+        os.truncate(folder / "p.safetensors", 8 + len(body) + (min(nbytes, 1 << 24) + 8 * n) % (1 << 25))
+    return _part_readers(folder)
+
+
+def part_headers(rng: random.Random, folder: Path) -> list[Read]:
+    """A part whose segments share layers and tables, or whose frames are bombs; every checksum is right."""
+    segments, layers = 1 << rng.randrange(12), 1 << rng.randrange(14)
+    tokens, hidden = 1 << rng.randrange(8), 1 << rng.randrange(21)
+    chunk = min(tokens, max(1, (256 << 20) // (hidden * 4)))
+    frame = compress_huffman_zeros(chunk * hidden * 4)
+    common: dict[str, Any] = {
+        "index": 0,
+        "start": 0,
+        "stop": tokens,
+        "total": tokens,
+        "dtype": "float32",
+        "hidden_size": hidden,
+        "chunk_tokens": chunk,
+        "token_crc": crc32c(bytes(8 * tokens)),
+        "layer_ids": list(range(layers)),
+    }
+    chunks = -(-tokens // chunk)
+    common["sizes"] = [[len(frame)] * chunks] * layers
+    common["crcs"] = [[crc32c(frame)] * chunks] * layers
+    items: list[dict[str, Any]] = [{"key": f"k{i}"} for i in range(segments)]
+    if segments * layers * chunks < 4096 and rng.random() < 0.7:  # nothing shared that a writer would not share
+        items = [{"key": f"k{i}", "sizes": common["sizes"], "crcs": common["crcs"]} for i in range(segments)]
+        del common["sizes"], common["crcs"]
+    body = {"codec": {"name": "zstd", "level": 1}, "about": {}, "schema": "segments", "common": common}
+    text = json.dumps(body | {"segments": items})
+    data = b""
+    try:
+        description = Description.from_json(text)
+        header = build_header(description)
+        data = bytes(8 * tokens * segments) + frame * min(segments * layers * chunks, (1 << 22) // len(frame))
+    except (HsxError, ValueError):
+        entries = {"__metadata__": {"format": "hsx/1", "hsx": text, "hsx_crc32c": crc32c_hex(crc32c(text.encode()))}}
+        raw = json.dumps(entries).encode()
+        header = struct.pack("<Q", len(raw)) + raw
+    (folder / "p.safetensors").write_bytes(header + data)
+    return _part_readers(folder)
+
+
+def compress_huffman_zeros(nbytes: int) -> bytes:
+    """A zstd frame of so many zeros, made without holding them."""
+    parameters = zstandard.ZstdCompressionParameters(compression_level=1, write_content_size=1)
+    packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj(size=nbytes)
+    block, packed, left = bytes(1 << 20), [], nbytes
+    while left:
+        packed.append(packer.compress(block[:left]))
+        left -= min(left, len(block))
+    return b"".join([*packed, packer.flush()])
+
+
+def many_segments(rng: random.Random, folder: Path) -> list[Read]:
+    """A run whose receipts claim segments of a long sample that are not there."""
+    store = run_at(folder, complete=False)
+    body = json.loads((folder / "manifest/0001/w/000001.json").read_text())["receipt"]
+    n = 1 << rng.randrange(38)
+    first, second = list(body["segments"][0]), list(body["segments"][0])
+    first[1:6] = [0, 0, 20, 20 + n, 0]
+    second[1:6] = [1, 20, 20 + n, 20 + n, 1]
+    body["segments"] = [first, second]
+    body["size"] *= rng.choice([1, 1 << rng.randrange(20)])
+    body["raw_bytes"] = 1 << 40
+    store.put("manifest/0001/w/000001.json", [sealed(body)])
+    return readers_of(store)
+
+
+# -- inputs ----------------------------------------------------------------------------------------------------------
+
+
+def compressed_lines(rng: random.Random, folder: Path) -> list[Read]:
+    size = 1 << rng.randrange(10, 30)
+    unit: bytes = rng.choice(
+        [b"x", b"\n", b"[],", b'{"a":[],"b":"', b'"ab",', '"ā",'.encode(), b"0,", b'{"text": "a"}\n']
+    )
+    begin: bytes = rng.choice(
+        [b"", b'{"text": "', b'{"token_ids": [', b'{"messages": [', b'{"text": "\xf0\x9f\x98\x80']
+    )
+    ending = rng.choice([".gz", ".zst", ".xz", ".bz2"])
+    path = folder / f"in.jsonl{ending}"
+    block = unit * max((1 << 16) // len(unit), 1)
+    import bz2
+
+    def opened() -> Any:
+        if ending == ".gz":
+            return gzip.open(path, "wb", compresslevel=1)
+        if ending == ".xz":
+            return lzma.open(path, "wb", preset=rng.choice([0, 1]))
+        if ending == ".bz2":
+            return bz2.open(path, "wb", compresslevel=1)
+        return zstandard.ZstdCompressor(level=1).stream_writer(path.open("wb"))
+
+    with opened() as f:
+        f.write(begin)
+        for _ in range(min(max(size >> 16, 1), 1 << 13 if ending in (".zst", ".gz") else 1 << 10)):
+            f.write(block)
+    return [lambda: list(islice(read_rows(InputConfig(path=str(path))), ROWS_READ))]
+
+
+def tables(rng: random.Random, folder: Path) -> list[Read]:
+    """Arrow and Parquet files in which few bytes stand for many, and damaged ones."""
+    kind = rng.randrange(5)
+    text = "x" * (1 << rng.randrange(24))
+    rows = 1 << rng.randrange(12)
+    if kind == 0:
+        column: Any = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([text]))
+    elif kind == 1:
+        n = 1 << rng.randrange(24)
+        column = pa.ListArray.from_arrays(pa.array([0, n], pa.int32()), pa.nulls(n))
+    elif kind == 2:
+        column = pa.array([[{"role": "user", "content": text[: 1 << 10]}]] * min(rows, 64))
+    elif kind == 3:
+        column = pa.array([[1] * (1 << rng.randrange(18))] * 4)
+    else:
+        column = pa.array([text[: 1 << 16]] * min(rows, 64))
+    name = rng.choice(["text", "messages", "token_ids"])
+    ending = rng.choice([".arrow", ".parquet"])
+    path = folder / f"in{ending}"
+    compression = rng.choice(["zstd", None])
+    if ending == ".arrow":
+        options = pa.ipc.IpcWriteOptions(compression=compression)
+        make = rng.choice([pa.ipc.new_file, pa.ipc.new_stream])
+        with pa.OSFile(str(path), "wb") as f, make(f, pa.schema([(name, column.type)]), options=options) as w:
+            w.write_batch(pa.record_batch([column], [name]))
+    else:
+        table = pa.table({name: column})
+        pq.write_table(table, path, compression=compression or "none", dictionary_pagesize_limit=1 << 30)
+    del column
+    if rng.random() < 0.6:
+        data = bytearray(path.read_bytes())
+        for _ in range(rng.choice([1, 2, 8])):
+            at = rng.randrange(len(data)) if rng.random() < 0.5 else max(len(data) - 1 - rng.randrange(600), 0)
+            data[at] ^= 1 << rng.randrange(8)
+        path.write_bytes(bytes(data))
+    return [lambda: list(islice(read_rows(InputConfig(path=str(path))), ROWS_READ))]
+
+
+KINDS: dict[str, Callable[[random.Random, Path], list[Read]]] = {
+    "names": names,
+    "members": members,
+    "documents": documents,
+    "receipts": receipts,
+    "compacted manifests": compacted,
+    "plain headers": plain_headers,
+    "part headers": part_headers,
+    "segments that are not there": many_segments,
+    "compressed lines": compressed_lines,
+    "tables": tables,
+}

@@ -1,0 +1,124 @@
+"""Small objects that claim much: every reader must refuse them, or read them, in little memory and time.
+
+    .venv/bin/python -m tests.soak.claims [--objects 2000] [--seed 0]
+
+This process's address space is limited to what it has after its imports, and 256 MiB. Each object is a name, a receipt,
+a compacted manifest, a JSON object, a header or an input file, with a claim multiplied by a power of two. The outcome
+must be a typed error or a result; a MemoryError, another error, or more than ``SLOWEST`` seconds of CPU ends the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import io
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from hsx_dist.errors import HsxError
+from tests.soak.claim_kinds import KINDS, Read
+from tests.soak.mutations import LONGEST_MESSAGE
+
+MEMORY = 256 << 20
+SLOWEST = 10.0
+#: Without it every thread reserves address space that it does not use.
+ENVIRONMENT = {"MALLOC_ARENA_MAX": "1", "ARROW_DEFAULT_MEMORY_POOL": "system", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def quietly(read: Read) -> str:
+    """The outcome of a reader in a word; whatever is no typed error is raised."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            read()
+    except HsxError as e:
+        if len(str(e)) > LONGEST_MESSAGE:
+            raise RuntimeError(f"a message of {len(str(e))} characters") from e
+        return type(e).__name__
+    return "read"
+
+
+def attempt(kind: str, seed: str, limit: int | None) -> Counter[tuple[str, str]]:
+    """Make one object, and read it in every way with the address space limited to ``limit``."""
+    tally: Counter[tuple[str, str]] = Counter()
+    with tempfile.TemporaryDirectory(prefix="hsx-claims-") as folder:
+        readers = KINDS[kind](random.Random(seed), Path(folder))
+        gc.collect()
+        for number, read in enumerate(readers):
+            begin = time.process_time()
+            with limited(limit):
+                try:
+                    tally[kind, quietly(read)] += 1
+                except BaseException as e:
+                    raise RuntimeError(f"{kind}, seed {seed}, reader {number}: {traceback.format_exc()[-3000:]}") from e
+            took = time.process_time() - begin
+            if took > SLOWEST:
+                raise RuntimeError(f"{kind}, seed {seed}, reader {number}: took {took:.1f} s")
+    return tally
+
+
+@contextlib.contextmanager
+def limited(limit: int | None) -> Any:
+    """Limits the address space within the context; what makes the objects may take more."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    if limit is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def address_space() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def run_limited(objects: int, seed: int, kinds: tuple[str, ...] = tuple(KINDS)) -> dict[str, Any]:
+    """``objects`` objects of each kind in another process: its tally. RuntimeError with its output, if it fails."""
+    command = [sys.executable, "-m", "tests.soak.claims", f"--objects={objects}", f"--seed={seed}", "--json"]
+    command += [f"--kind={kind}" for kind in kinds]
+    done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-4000:])
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--objects", type=int, default=200, help="of each kind")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", action="append", choices=list(KINDS))
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    missing = {name: value for name, value in ENVIRONMENT.items() if os.environ.get(name) != value}
+    if missing:
+        os.execve(sys.executable, [sys.executable, "-m", "tests.soak.claims", *sys.argv[1:]], {**os.environ, **missing})
+    threading.stack_size(1 << 20)
+    for kind in KINDS:  # imports, threads and caches
+        attempt(kind, "first", None)
+    gc.collect()
+    limit = address_space() + MEMORY
+    tally: Counter[tuple[str, str]] = Counter()
+    for kind in args.kind or KINDS:
+        for number in range(args.objects):
+            tally += attempt(kind, f"{args.seed}/{number}", limit)
+    found: dict[str, dict[str, int]] = {}
+    for (kind, result), count in sorted(tally.items()):
+        found.setdefault(kind, {})[result] = count
+    print(json.dumps(found, indent=None if args.json else 1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,429 @@
+"""Small objects that claim much: refused before anything is allocated, counted up to or expanded."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+
+from hsx_dist.cli.tables import layers_text
+from hsx_dist.errors import FormatError, IntegrityError, NotFound
+from hsx_dist.format import compacted
+from hsx_dist.format.checksum import crc32c, crc32c_hex
+from hsx_dist.format.container import Part
+from hsx_dist.format.description import Description
+from hsx_dist.format.expansion import VARIABLE, check_expansion
+from hsx_dist.format.json_objects import MAX_JSON_BYTES, read_json
+from hsx_dist.format.manifest import LARGEST_NUMBER, Manifest, parse_receipt_name, receipt_name
+from hsx_dist.format.place import read_run
+from hsx_dist.format.runs import load_manifest, newest_attempt, read_complete, read_heartbeat, take_attempt
+from hsx_dist.format.segments import exact_sum
+from hsx_dist.reading import load_hidden_states
+from hsx_dist.reading.retain import Retention, used_by_all
+from hsx_dist.store.local import LocalStore
+from hsx_dist.testing import runs as testing_runs
+from hsx_dist.testing.runs import RunWriter
+from hsx_dist.testing.samples import random_sample
+from hsx_dist.testing.stores import MemoryStore
+from tests.soak.claim_kinds import KINDS, sealed
+from tests.soak.claims import run_limited
+
+#: Of version 1: its objects have names that are known beforehand.
+store_run = partial(testing_runs.store_run, version=1)
+
+
+@contextmanager
+def little_memory(most: int = 64 << 20) -> Iterator[None]:
+    """Fails when Python and numpy allocate more than ``most`` bytes within."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < most
+    finally:
+        tracemalloc.stop()
+
+
+def small_run(complete: bool = True) -> MemoryStore:
+    store = MemoryStore()
+    store_run(store, [random_sample("a", 20)])
+    if not complete:
+        store.delete("attempts/0001.complete.json")
+    return store
+
+
+@pytest.mark.slow
+def test_objects_that_claim_much_are_read_in_little_memory() -> None:
+    found = run_limited(3, 7)
+    assert set(found) == set(KINDS)
+    assert sum("FormatError" in outcomes for outcomes in found.values()) >= 5
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "manifest/0001/w/999999999999.json",
+        "manifest/0001/w/٠٠٠٠٠٢.json",
+        "manifest/٠٠٠١/w/000001.json",
+        "manifest/0001/w/000000.json",
+        "manifest/0000/w/000001.json",
+        "manifest/00001/w/000001.json",
+        "manifest/0001/w/0000001.json",
+        "manifest/0001/é/000001.json",
+        f"manifest/{'9' * 30}/w/000001.json",
+    ],
+)
+def test_a_name_that_no_writer_makes_is_no_receipts(name: str) -> None:
+    assert parse_receipt_name(name) is None
+    store = small_run(complete=False)
+    store.put(name, [b""])
+    assert len(load_manifest(store).samples) == 1
+
+
+def test_a_large_number_in_a_name_is_not_counted_up_to() -> None:
+    store = small_run(complete=False)
+    store.put(receipt_name(1, "w", LARGEST_NUMBER), [b""])
+    with little_memory(), pytest.raises(IntegrityError, match="expected 999999997 receipts"):
+        load_manifest(store)
+
+
+def test_attempts_are_those_that_are_listed() -> None:
+    store = small_run()
+    for name in (f"attempts/{'9' * 30}.json", "attempts/٠٠٠٩.json", "attempts/00009.json"):
+        store.put(name, [b"{}"])
+    assert newest_attempt(store) == 1
+    store.put(f"attempts/{LARGEST_NUMBER - 1}.json", [b"{}"])
+    retention = Retention(store)
+    retention._refresh()
+    retention._refresh()  # would list once for each number below
+    assert take_attempt(store, {}) == LARGEST_NUMBER
+    with pytest.raises(FormatError, match="numbered up to"):
+        take_attempt(store, {})
+
+
+def test_a_mark_of_a_rank_that_there_is_not_does_not_count() -> None:
+    store = MemoryStore()
+    store.put("consumed/p/default.0of2.json", [b""])
+    store.put("consumed/p/default.5of2.json", [b""])
+    store.put("consumed/p/default.0of0.json", [b""])
+    assert not used_by_all(store, "consumed/p/", frozenset({"default"}))
+    store.put("consumed/p/default.1of2.json", [b""])
+    assert used_by_all(store, "consumed/p/", frozenset({"default"}))
+
+
+# -- the compacted manifest ------------------------------------------------------------------------------------------
+
+
+def _forge(store: MemoryStore, data: bytes, raw_size: int, receipts: int = 1) -> None:
+    complete = json.loads(store.objects["attempts/0001.complete.json"])
+    about = complete["manifest"]
+    about |= {"size": len(data), "crc32c": crc32c_hex(crc32c(data)), "raw_size": raw_size, "receipts": receipts}
+    store.put(about["name"], [data])
+    store.put("attempts/0001.complete.json", [json.dumps(complete).encode()])
+
+
+def _zeros(nbytes: int, unit: bytes = b"\0") -> bytes:
+    packer = zstandard.ZstdCompressor().compressobj()
+    block = unit * ((1 << 20) // len(unit))
+    return b"".join([*(packer.compress(block) for _ in range(nbytes >> 20)), packer.flush()])
+
+
+def test_a_line_that_promises_gibibytes_is_refused() -> None:
+    store = small_run()
+    _forge(store, _zeros(64 << 20), 64 << 30)
+    with little_memory(), pytest.raises(FormatError, match=r"remove the attempt"):
+        load_manifest(store)
+
+
+def test_a_long_line_without_its_receipt_is_refused() -> None:
+    store = small_run()
+    data = _zeros(64 << 20, b"[],") + os.urandom(3 << 20)  # bytes enough for the whole, none for the line
+    _forge(store, data, 64 << 20)
+    with little_memory(), pytest.raises(FormatError, match="a single receipt behind a line"):
+        load_manifest(store)
+
+
+def test_a_window_is_not_allocated_because_a_frame_claims_it() -> None:
+    store = small_run()
+    parameters = zstandard.ZstdCompressionParameters(compression_level=1, window_log=27, write_content_size=0)
+    packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    _forge(store, packer.compress(b"x\n") + packer.flush(), 2)
+    with pytest.raises(FormatError, match="zstandard frame"):
+        load_manifest(store)
+
+
+def test_what_expands_much_is_read_where_single_receipts_are_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compacted, "_FREE_BYTES", 100)
+    monkeypatch.setattr(compacted, "_EXPANSION", 0)
+    store = small_run()
+    assert len(load_manifest(store).samples) == 1
+    store.delete("manifest/0001/w/000001.json")
+    with pytest.raises(FormatError, match="the size of the single receipts"):
+        load_manifest(store)
+
+
+# -- JSON objects ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["run.json", "attempts/0001.heartbeat.json", "attempts/0001.complete.json", "attempts/0001.json"]
+)
+def test_a_large_object_where_a_small_one_is_expected_is_not_fetched(tmp_path: Path, name: str) -> None:
+    store = LocalStore(tmp_path)
+    store.put(name, [b"{"])
+    os.truncate(tmp_path / name, 1 << 40)  # a file with holes
+    with little_memory(), pytest.raises(FormatError, match=f"at most {MAX_JSON_BYTES} bytes"):
+        read_json(store, name)
+
+
+def test_a_large_receipt_is_not_fetched(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store_run(store, [random_sample("a", 20)])
+    store.delete("attempts/0001.complete.json")
+    os.truncate(tmp_path / "manifest/0001/w/000001.json", 1 << 40)
+    with little_memory(), pytest.raises(FormatError, match="at most 100000000 bytes"):
+        load_manifest(store)
+
+
+def test_an_object_that_is_replaced_while_it_is_read_is_read_again() -> None:
+    class Replaced(MemoryStore):
+        left = 2
+
+        def get_ranges(self, name: str, ranges: Any) -> list[memoryview]:
+            if self.left:
+                self.left -= 1
+                self.objects[name] += b" "
+            return super().get_ranges(name, ranges)
+
+    store = Replaced()
+    store.objects["x"] = b'{"a": ['
+    store.left = 0
+    with pytest.raises(FormatError, match="not JSON"):
+        read_json(store, "x")
+    store.objects["x"], store.left = b'{"a": 1}', 2
+    assert read_json(store, "x") == {"a": 1}
+    with pytest.raises(NotFound):
+        read_json(store, "y")
+
+
+@pytest.mark.parametrize(
+    "body", [b"[" * 100_000, b'{"a":' * 300 + b"1" + b"}" * 300, b"9" * 5000, b'{"a":1,"a":2}', b"[]", b"\xff", b""]
+)
+def test_json_that_is_deep_or_doubled_or_no_object_is_a_format_error(body: bytes) -> None:
+    store = MemoryStore()
+    store.put("x", [body])
+    with pytest.raises(FormatError, match="test://memory/x"):
+        read_json(store, "x")
+
+
+def _read_all(store: MemoryStore) -> None:
+    read_run(store)
+    read_heartbeat(store, 1)
+    read_complete(store)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("run.json", {"meaning": []}),
+        ("run.json", {"settings": 7}),
+        ("run.json", {"meaning": {"layers": [[]]}}),
+        ("run.json", {"meaning": {"model": {}}}),
+        ("run.json", {"first_rows": {"a": []}}),
+        ("run.json", {"format": [[]]}),
+        ("attempts/0001.heartbeat.json", {"progress": 7}),
+        ("attempts/0001.heartbeat.json", {"progress": {"rows": "x"}}),
+        ("attempts/0001.heartbeat.json", {"progress": {"rows": 1.5}}),
+        ("attempts/0001.heartbeat.json", {"progress": {"seconds": 10**400}}),
+        ("attempts/0001.heartbeat.json", {"progress": {"counted": None}}),
+        ("attempts/0001.heartbeat.json", {"progress": {"fates": {"stored": "x"}}}),
+        ("attempts/0001.heartbeat.json", {"value": {}}),
+        ("attempts/0001.heartbeat.json", {"state": []}),
+        ("attempts/0001.complete.json", {"summary": {"rows": "x"}}),
+        ("attempts/0001.complete.json", {"summary": []}),
+        ("attempts/0001.complete.json", {"counts": {"samples": {}}}),
+        ("attempts/0001.complete.json", {"attempt": 10**30}),
+        ("attempts/0001.complete.json", {"manifest": {"size": -1}}),
+    ],
+)
+def test_members_of_other_types_are_format_errors(name: str, change: dict[str, Any]) -> None:
+    store = small_run()
+    known = json.loads(store.objects.get(name, b"{}"))
+    store.put(name, [json.dumps(known | change).encode()])
+    with pytest.raises(FormatError, match=name):
+        _read_all(store)
+
+
+# -- receipts --------------------------------------------------------------------------------------------------------
+
+
+def _receipt_with(**changes: Any) -> bytes:
+    store = small_run()
+    body = json.loads(store.objects["manifest/0001/w/000001.json"])["receipt"]
+    row = dict(zip(body["segment_columns"], body["segments"][0], strict=True))
+    body["segments"] = [list((row | {k: v for k, v in changes.items() if k in row}).values())]
+    return sealed(body | {k: v for k, v in changes.items() if k not in row or k == "raw_bytes"})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"size": -1},
+        {"size": 2**60},
+        {"raw_bytes": 2**61},
+        {"raw_bytes": -5},
+        {"stored_bytes": 2**61},
+        {"stop": 2**50, "total": 2**50},
+        {"attempt": 10**12},
+        {"seq": 10**12},
+        {"writer": "a/b"},
+        {"part": "data/\ud800"},
+        {"part": "data/a\nb"},
+        {"slot": 0.0},
+    ],
+)
+def test_a_receipt_with_counts_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
+    store = small_run(complete=False)
+    store.put("manifest/0001/w/000001.json", [_receipt_with(**changes)])
+    with pytest.raises(FormatError):
+        load_manifest(store)
+
+
+def test_totals_of_many_large_segments_do_not_wrap() -> None:
+    assert exact_sum(np.full(5000, 2**52, np.int64)) == 5000 * 2**52
+    assert exact_sum(np.array([2**62, 2**62, 2**62, -1])) == 3 * 2**62 - 1
+    assert exact_sum(np.empty(0, np.int64)) == 0
+    assert Manifest().totals().raw_bytes == 0
+
+
+def test_ids_of_layers_far_apart_are_not_counted_through() -> None:
+    with little_memory():
+        assert layers_text([0, 5, 2**40]) == f"0,5,{2**40}"
+    assert layers_text([3, 4, 5]) == "3-5"
+
+
+# -- headers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_plain_file_of_300_bytes_with_many_tokens_is_refused(tmp_path: Path) -> None:
+    n = 2**36
+    table = {
+        "hidden_states": {"dtype": "BF16", "shape": [n, 1, 1], "data_offsets": [0, 2 * n]},
+        "token_ids": {"dtype": "I64", "shape": [n], "data_offsets": [2 * n, 10 * n]},
+    }
+    body = json.dumps(table).encode()
+    path = tmp_path / "p.safetensors"
+    path.write_bytes(struct.pack("<Q", len(body)) + body)
+    assert path.stat().st_size < 320
+    with little_memory(), pytest.raises(FormatError, match="cut short"):
+        load_hidden_states(str(path), framework="numpy")
+
+
+def _description(segments: int, layers: int, **shared: Any) -> str:
+    common = {
+        "index": 0,
+        "start": 0,
+        "stop": 1,
+        "total": 1,
+        "dtype": "float32",
+        "hidden_size": 1,
+        "chunk_tokens": 1,
+        "token_crc": 0,
+        "layer_ids": list(range(layers)),
+        "crcs": [[0]] * layers,
+        **shared,
+    }
+    items = [{"key": f"{i}"} for i in range(segments)]
+    body = {"codec": {"name": "none"}, "about": {}, "schema": "segments", "common": common, "segments": items}
+    return json.dumps(body)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        _description(5000, 5000),
+        _description(5000, 1, **{f"unknown{i}": 0 for i in range(5000)}),
+        _description(3000, 1, crcs=[[0] * 20_000], stop=20_000, total=20_000),
+        _description(3000, 1, loss=[[0, 0]] * 20_000),
+        _description(3000, 1, attached={f"a{i}": ["U8", [0], 0] for i in range(5000)}),
+    ],
+)
+def test_what_segments_share_is_not_multiplied(text: str) -> None:
+    with little_memory(), pytest.raises(FormatError, match=r"all segments together|of 1 layers"):
+        Description.from_json(text)
+
+
+def test_a_few_segments_may_share_their_layers() -> None:
+    assert len(Description.from_json(_description(3, 5)).segments) == 3
+
+
+def test_deep_values_in_a_description_are_a_format_error() -> None:
+    deep: Any = []
+    for _ in range(300):
+        deep = [deep]
+    for change in ({"about": {"x": deep}}, {"codec": {"name": "none", "x": deep}}):
+        with pytest.raises(FormatError, match="deep"):
+            Description.from_json(json.dumps(json.loads(_description(1, 1)) | change))
+    for name in ("hidden_size", "layer_ids", "crcs", "stop", "meta"):
+        with pytest.raises(FormatError):
+            Description.from_json(_description(1, 1, **{name: {"x": deep} if name == "meta" else deep}))
+
+
+def test_frames_that_expand_too_much_need_a_word_of_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_expansion(64 << 20, 1)
+    check_expansion((64 << 20) + 64_000, 1000)
+    with pytest.raises(FormatError, match=VARIABLE):
+        check_expansion((64 << 20) + 64_001, 1000)
+    monkeypatch.setenv(VARIABLE, "32768")
+    check_expansion((64 << 20) + 64_001, 1000)
+
+
+def test_segments_of_a_long_sample_are_not_allocated_because_receipts_claim_them() -> None:
+    store = MemoryStore()
+    store_run(store, [])
+    store.delete("attempts/0001.complete.json")
+    sample = random_sample("long", 40)
+    writer = RunWriter(store, name="v")
+    writer.put([(sample, s, 0) for s in sample.segments(20)])
+    assert open_run_of(store)["long"].load(framework="numpy")["hidden_states"].shape[0] == 40
+    [name] = [n for n in store.objects if n.startswith("data/")]
+    store.objects[name] = store.objects[name][: len(store.objects[name]) // 2]
+    with pytest.raises(FormatError):
+        open_run_of(store)["long"].load(framework="numpy")
+
+
+def open_run_of(store: MemoryStore) -> Any:
+    from hsx_dist.reading import Run
+
+    return Run(store)
+
+
+def test_a_header_larger_than_the_format_allows_is_not_fetched() -> None:
+    store = MemoryStore()
+    store.put("p", [bytes(100)])
+    with pytest.raises(FormatError, match="expected a safetensors header"):
+        Part.open(store, "p", header_bytes=1 << 40, size=1 << 41)
+
+
+# -- byte order ------------------------------------------------------------------------------------------------------
+
+
+def test_a_big_endian_machine_is_refused() -> None:
+    code = "import sys; sys.byteorder = 'big'; import hsx_dist"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode
+    assert "expected a little-endian machine" in done.stderr

@@ -1,0 +1,162 @@
+"""Input files of a few KiB that expand to much more."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import tracemalloc
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from hsx_dist.config import InputConfig
+from hsx_dist.errors import ConfigError, FormatError
+from hsx_dist.format.manifest import RowFate
+from hsx_dist.jobs.decompress import DECOMPRESSORS, DecompressedFile
+from hsx_dist.jobs.row_cost import cost_of_json, most_cost
+from hsx_dist.jobs.rows import Row, read_rows
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+_PACK = {".gz": gzip.compress, ".zst": zstandard.compress, ".xz": lzma.compress, ".bz2": bz2.compress}
+
+
+def _rows(path: Path, most: int = 20, **settings: Any) -> tuple[list[Row | RowFate], int]:
+    """The first rows, and the most bytes that were allocated."""
+    tracemalloc.start()
+    try:
+        found = list(islice(read_rows(InputConfig(path=str(path), **settings)), most))
+        return found, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("ending", _PACK)
+def test_a_compressed_line_is_not_expanded_beyond_the_limit(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"in.jsonl{ending}"
+    path.write_bytes(_PACK[ending](b'{"text": "' + b"x" * (40 << 20) + b'"}\n{"text": "b"}\n'))
+    assert path.stat().st_size < 82_000
+    (first, second), held = _rows(path, max_row_bytes="1MiB")
+    assert isinstance(first, RowFate)
+    assert "input.max_row_bytes" in first.reason
+    assert isinstance(second, Row)
+    assert held < 16 << 20
+
+
+@pytest.mark.parametrize("ending", _PACK)
+def test_a_line_that_goes_on_and_on_ends_the_input(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"in.jsonl{ending}"
+    path.write_bytes(_PACK[ending](b"x" * (10 << 20)))
+    with pytest.raises(FormatError, match=r"raise input\.max_row_bytes"):
+        _rows(path, max_row_bytes="100KiB")
+
+
+@pytest.mark.parametrize("ending", _PACK)
+def test_very_many_empty_lines_end_the_input(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"in.jsonl{ending}"
+    path.write_bytes(_PACK[ending](b"\n" * 200_000 + b'{"text": "a"}'))
+    with pytest.raises(FormatError, match="empty lines in a row"):
+        _rows(path)
+
+
+def test_a_row_of_many_small_values_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'{"text": "a", "x": [' + b"[]," * 900_000 + b"[]]}\n")
+    (fate,), held = _rows(path, max_row_bytes="4MiB")
+    assert isinstance(fate, RowFate)
+    assert "input.max_row_bytes" in fate.reason
+    assert held < 24 << 20
+
+
+def test_two_million_tokens_fit_a_row() -> None:
+    assert cost_of_json(b'{"token_ids": [' + b"123456," * 2_000_000 + b"1]}") < most_cost(16 << 20)
+    assert cost_of_json(b'{"text": "' + b"a, b. " * (2 << 20) + b'"}') < most_cost(16 << 20)
+
+
+def test_an_xz_file_does_not_allocate_the_dictionary_that_it_claims(tmp_path: Path) -> None:
+    filters = [{"id": lzma.FILTER_LZMA2, "dict_size": 1 << 28, "mode": lzma.MODE_FAST, "mf": lzma.MF_HC3}]
+    packed = bytearray(lzma.compress(b'{"text": "a"}\n', filters=filters))
+    path = tmp_path / "in.jsonl.xz"
+    path.write_bytes(bytes(packed))
+    with pytest.raises(FormatError, match="broken compressed data"):
+        _rows(path)
+
+
+@pytest.mark.parametrize("ending", [".zst", ".xz"])
+def test_all_frames_are_read_in_pieces_of_any_size(ending: str) -> None:
+    data = [b"a" * 100_000, b"", b"xyz" * 1000]
+    packed = b"".join(_PACK[ending](d) for d in data)
+    for size in (7, 1 << 16):
+        file = DecompressedFile(io.BytesIO(packed), DECOMPRESSORS[ending])
+        reader = io.BufferedReader(file, 1 << 10)
+        assert b"".join(iter(lambda n=size, r=reader: r.read(n), b"")) == b"".join(data)
+    with pytest.raises(EOFError):
+        DecompressedFile(io.BytesIO(packed[:-3]), DECOMPRESSORS[ending]).read()
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".arrow"])
+def test_texts_that_rows_share_are_not_copied_to_all_of_them_at_once(tmp_path: Path, ending: str) -> None:
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * 256, pa.int32()), pa.array(["x" * (2 << 20)]))
+    path = tmp_path / f"in{ending}"
+    if ending == ".parquet":
+        pq.write_table(pa.table({"text": column}), path, compression="zstd", dictionary_pagesize_limit=1 << 30)
+    else:
+        options, schema = pa.ipc.IpcWriteOptions(compression="zstd"), pa.schema([("text", column.type)])
+        with (
+            pa.OSFile(str(path), "wb") as f,
+            pa.ipc.new_file(f, schema, options=options) as w,
+        ):
+            w.write_batch(pa.record_batch([column], ["text"]))
+    assert path.stat().st_size < 3000
+    before = pa.total_allocated_bytes()
+    tracemalloc.start()
+    taken = 0
+    for row in read_rows(InputConfig(path=str(path), max_row_bytes="2MiB")):
+        assert isinstance(row, Row)
+        taken += 1
+        assert pa.total_allocated_bytes() - before < 64 << 20
+    assert tracemalloc.get_traced_memory()[1] < 96 << 20
+    tracemalloc.stop()
+    assert taken == 256
+
+
+def test_a_list_of_nothing_is_not_made(tmp_path: Path) -> None:
+    n = 1 << 24
+    column = pa.ListArray.from_arrays(pa.array([0, n], pa.int32()), pa.nulls(n))
+    path = tmp_path / "in.arrow"
+    with pa.OSFile(str(path), "wb") as f, pa.ipc.new_file(f, pa.schema([("token_ids", column.type)])) as w:
+        w.write_batch(pa.record_batch([column], ["token_ids"]))
+    assert path.stat().st_size < 3000
+    (fate,), held = _rows(path)
+    assert isinstance(fate, RowFate)
+    assert "input.max_row_bytes" in fate.reason
+    assert held < 8 << 20
+
+
+def test_an_arrow_file_whose_offsets_lie_is_broken(tmp_path: Path) -> None:
+    text = pa.array(["hello", "world"])
+    path = tmp_path / "in.arrow"
+    with pa.OSFile(str(path), "wb") as f, pa.ipc.new_file(f, pa.schema([("text", text.type)])) as w:
+        w.write_batch(pa.record_batch([text], ["text"]))
+    data = path.read_bytes()
+    offsets = b"".join(i.to_bytes(4, "little") for i in (0, 5, 10))
+    assert data.count(offsets) == 1
+    lies = b"".join(i.to_bytes(4, "little") for i in (0, 5, 1 << 30))
+    path.write_bytes(data.replace(offsets, lies))
+    with pytest.raises(FormatError, match="to be a whole arrow file"):
+        _rows(path)
+
+
+def test_a_saved_data_sets_list_is_not_read_whole(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_bytes(b"[" * (5 << 20))
+    with pytest.raises(ConfigError, match="more than"):
+        read_rows(InputConfig(path=str(tmp_path)))
+    (tmp_path / "state.json").write_bytes(b"[" * 100_000)
+    with pytest.raises(ConfigError, match=r"state\.json"):
+        read_rows(InputConfig(path=str(tmp_path)))
