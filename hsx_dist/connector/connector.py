@@ -319,7 +319,9 @@ def make_outlet(settings: ConnectorSettings, vllm_config: VllmConfig) -> Outlet:
         from hsx_dist.connector.bridge import SocketOutlet
 
         assert settings.address is not None
-        return SocketOutlet(settings.address, settings.in_flight_bytes)
+        assert settings.authkey is not None
+        key = bytes.fromhex(settings.authkey.get_secret_value())
+        return SocketOutlet(settings.address, key, settings.in_flight_bytes)
     from hsx_dist.connector.standalone import store_outlet
 
     return store_outlet(settings, vllm_config)

@@ -18,6 +18,7 @@ from typing import Any
 from hsx_dist.errors import HsxError, NotFound
 from hsx_dist.format.companions import is_conflict, marker_name
 from hsx_dist.store import Store
+from hsx_dist.text import reason as bounded
 from hsx_dist.writers.daemon import DaemonPool
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class Markers:
         self, key: str, name: str, reason: str, *, conflict: bool = False, then: Callable[[], None] | None = None
     ) -> None:
         """Mark the object ``name``; then call ``then``, also where the marker could not be stored."""
-        body: dict[str, Any] = {"key": key, "error": reason}
+        body: dict[str, Any] = {"key": key, "error": bounded(reason)}
         if conflict:
             body["conflict"] = True
         if self._ttl is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections import OrderedDict
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 #: How many keys that clients chose are remembered, to tell when one comes again for other tokens, and of how many names
 #: which rank stores them.
 REMEMBERED_KEYS = 65536
+#: Characters of an image's identifier that are stored as they are.
+MAX_IDENTIFIER = 128
 
 
 @dataclass(slots=True)
@@ -93,6 +96,10 @@ class SchedulerHalf:
         if asked is None:
             return known
         key = known.options.key
+        if known.options.by_path and key not in self._claims:
+            # Programs for vLLM's connector delete an object and use its path again: paths claim no key. That none of
+            # them replaces an object is the store's to decide, by put-if-absent.
+            return known
         claim = self._claims.setdefault(key, _Claim(asked))
         self._claims.move_to_end(key)
         if len(self._claims) > REMEMBERED_KEYS:
@@ -100,7 +107,7 @@ class SchedulerHalf:
         if claim.asked != asked:
             known.conflict = _used_before(key)
             # In the next step, before its first token: whoever reads the key by its answer is to find the marker.
-            self._tell(known, request, known.conflict, conflict=True)
+            self._tell(known, known.conflict, conflict=True)
         else:
             known.claim = claim
             claim.users += 1
@@ -108,7 +115,7 @@ class SchedulerHalf:
 
     def _asked(self, request: Request, options: RequestOptions) -> str | None:
         """What a key stands for, as far as it is known before anything is computed; None where it is not to be
-        checked. A path that a client chose is replaced, as by vLLM's connector."""
+        checked. What lies under a path that no key has is replaced, as by vLLM's connector."""
         prompt = request.prompt_token_ids
         if not options.chosen or options.path is not None or not options.save or not prompt:
             return None
@@ -127,6 +134,7 @@ class SchedulerHalf:
         options = read_options(
             request.request_id,
             request.kv_transfer_params,
+            prompt_tokens=len(request.prompt_token_ids or ()),
             layer_ids=self._layer_ids,
             output=s.output,
             allow_custom_path=s.allow_custom_save_path and s.one_object,
@@ -137,7 +145,7 @@ class SchedulerHalf:
             kind = name if name in OURS else "another"
             if kind not in self._warned:
                 self._warned.add(kind)
-                log.warning("kv_transfer_params[%r] of request %s is ignored: %s", name, request.request_id, why)
+                log.warning("kv_transfer_params[%r] of request %s is ignored: %s", name, options.id, why)
         return options
 
     def _owner(self, known: _Known) -> int:
@@ -184,8 +192,6 @@ class SchedulerHalf:
         if chosen is None:
             return self._skip(known, request, f"its loss mask selects none of {len(tokens)} tokens")
         meta |= chosen.meta
-        if options.metadata is not None:
-            meta["metadata"] = dict(options.metadata)
         if self._settings.ttl_seconds is not None:
             meta["expires"] = round(time.time() + self._settings.ttl_seconds)
         meta |= _inputs(request)
@@ -210,6 +216,8 @@ class SchedulerHalf:
                 if options.layer_ids == self._layer_ids
                 else tuple(self._layer_ids.index(i) for i in options.layer_ids),
                 meta=meta,
+                metadata=options.metadata,
+                id=options.id,
                 name=options.path or "",
                 attached=chosen.attached,
                 mean_of=chosen.mean_of,
@@ -228,18 +236,16 @@ class SchedulerHalf:
         conflict: bool = False,
         refused: dict[str, str] | None = None,
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._tell(known, request, reason, quiet=quiet, conflict=conflict)
+        self._tell(known, reason, quiet=quiet, conflict=conflict)
         refused = dict(known.options.refused) if refused is None else refused
         if request.num_computed_tokens == 0 and not refused:
             return False, None  # never scheduled: vLLM expects nothing of it
         return False, _nothing(reason, refused)
 
-    def _tell(
-        self, known: _Known, request: Request, reason: str, *, quiet: bool = False, conflict: bool = False
-    ) -> None:
+    def _tell(self, known: _Known, reason: str, *, quiet: bool = False, conflict: bool = False) -> None:
         options = known.options
         owner = self._owner(known)  # also of one that was never scheduled: to tell
-        self._next.skipped.append(Skip(request.request_id, options.key, options.name, owner, reason, quiet, conflict))
+        self._next.skipped.append(Skip(options.id, options.key, options.name, owner, reason, quiet, conflict))
 
     def _covered(
         self, request: Request, options: RequestOptions
@@ -297,7 +303,7 @@ class SchedulerHalf:
             known = self._known.get(new.req_id)
             if known is not None and known.owner is None and known.options.save and known.conflict is None:
                 options = known.options
-                meta.expected.append(Expect(new.req_id, options.name, self._owner(known), options.chosen))
+                meta.expected.append(Expect(options.id, options.name, self._owner(known), options.chosen))
         return meta
 
     def copies_done(self, request_ids: set[str]) -> None:
@@ -336,10 +342,17 @@ def _inputs(request: Request) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if request.mm_features:
         # Their tokens are placeholders, the same for every image: what tells the samples apart is this.
-        found["multimodal"] = [feature.identifier for feature in request.mm_features]
+        found["multimodal"] = [_short(feature.identifier) for feature in request.mm_features]
     if request.lora_request is not None:
         found["lora"] = request.lora_request.lora_name
     return found
+
+
+def _short(identifier: str) -> str:
+    """The identifier of an image, which may be the client's own: hashed where it is longer than a hash."""
+    if len(identifier) <= MAX_IDENTIFIER:
+        return identifier
+    return hashlib.sha256(identifier.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _used_before(key: str) -> str:

@@ -144,8 +144,8 @@ class StoreOutlet(LocalOutlet):
 
     # -- told by the shipping thread ------------------------------------------------------------------------------
 
-    def _lost(self, segment: Segment, reason: str) -> None:
-        self._settle(segment, reason, conflict=False)
+    def _lost(self, segment: Segment, why: str) -> None:
+        self._settle(segment, why, conflict=False)
 
     # -- told by the sink -----------------------------------------------------------------------------------------
 

@@ -14,6 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pydantic import SecretStr
+
 from hsx_dist.connector import outlet as outlets
 from hsx_dist.connector.bridge import BridgeServer
 from hsx_dist.connector.outlet import LocalOutlet, Shipped
@@ -195,7 +197,8 @@ class Replica:
             self._sampling_params({})
         except (TypeError, ValueError, VLLMValidationError) as e:
             raise EngineError(f"sampling_params: expected what vLLM's SamplingParams take, came {e}") from e
-        llm = LLM(**engine_arguments(spec, self._via, self._address, self._name))
+        key = self._bridge.key if self._bridge is not None else None
+        llm = LLM(**engine_arguments(spec, self._via, self._address, self._name, authkey=key))
         self._engine = llm.llm_engine
         if self._core_here and not self._in_process:
             # vLLM names them itself, by an id of its own that it takes from nobody.
@@ -319,8 +322,11 @@ def row_seed(run: str, key: str) -> int:
     return int.from_bytes(digest) >> 1
 
 
-def engine_arguments(spec: EngineSpec, via: str, address: str, replica: str = "0") -> dict[str, Any]:
-    """Arguments of ``vllm.LLM``: the user's untouched, and those that the extraction sets."""
+def engine_arguments(
+    spec: EngineSpec, via: str, address: str, replica: str = "0", *, authkey: bytes | None = None
+) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM``: the user's untouched, and those that the extraction sets. ``authkey``: with which the
+    ranks prove to the process at ``address`` that they are its engine's; log lines of vLLM do not show it."""
     arguments: dict[str, Any] = {"disable_log_stats": True, **spec.engine_kwargs}
     if spec.revision is not None:
         arguments["revision"] = spec.revision
@@ -350,6 +356,7 @@ def engine_arguments(spec: EngineSpec, via: str, address: str, replica: str = "0
                     "page_bytes": spec.page_bytes,
                     "in_flight_bytes": spec.in_flight_bytes,
                     **({} if spec.owners is None else {"owners": spec.owners}),
+                    **({} if authkey is None else {"authkey": SecretStr(authkey.hex())}),
                 }
             },
         },

@@ -108,7 +108,7 @@ class PartCommitter:
         """Of a stored part, without its number."""
         proofs = tuple(
             SegmentProof(
-                segment=replace(s.segment, meta={}),  # as it is read back: a driver keeps millions of them
+                segment=replace(s.segment, meta={}, metadata=""),  # as it is read back: a driver keeps millions of them
                 slot=slot,
                 token_hash=token_hash(s.token_ids),
                 raw_bytes=s.raw_nbytes,

@@ -18,6 +18,8 @@ PACKAGE = Path(hsx_dist.__file__).parent
 ALLOWED: dict[str, set[str]] = {
     "__init__": {"config", "errors", "format", "jobs", "page", "reading"},
     "errors": set(),
+    "text": set(),
+    "json_limits": set(),
     "page": {"errors"},
     "isa": set(),
     "madvise": set(),
@@ -26,19 +28,21 @@ ALLOWED: dict[str, set[str]] = {
     "tokenizers": set(),
     "store": {"errors", "page", "config", "layers"},
     "format": {"errors", "page", "config", "layers", "store"},
-    "reading": {"errors", "page", "config", "store", "format"},
+    "reading": {"errors", "page", "config", "store", "format", "text"},
     "exporting": {"errors", "isa", "page", "config", "layers", "store", "format", "reading", "testing"},
     "ray": {"errors", "reading", "exporting"},
     "speculators": {"errors", "reading", "store"},
-    "observe": {"errors", "page", "config", "layers", "store", "format", "reading"},
-    "writers": {"errors", "page", "config", "layers", "store", "format", "observe", "madvise"},
+    "observe": {"errors", "page", "config", "layers", "store", "format", "reading", "text"},
+    "writers": {"errors", "page", "config", "layers", "store", "format", "observe", "madvise", "text"},
     "connector": {
         "errors",
         "isa",
+        "json_limits",
         "madvise",
         "page",
         "config",
         "layers",
+        "text",
         "tokenizers",
         "store",
         "format",
@@ -48,11 +52,11 @@ ALLOWED: dict[str, set[str]] = {
     "testing": {"errors", "page", "config", "layers", "store", "format", "writers"},
     "jobs": {
         *("errors", "isa", "page", "config", "layers", "tokenizers", "store", "format"),
-        *("writers", "connector", "reading", "observe", "testing"),
+        *("writers", "connector", "reading", "observe", "testing", "text", "json_limits"),
     },
     "cli": {
         *("errors", "page", "config", "layers", "store", "format"),
-        *("writers", "connector", "reading", "exporting", "ray", "observe", "jobs", "testing"),
+        *("writers", "connector", "reading", "exporting", "ray", "observe", "jobs", "testing", "text"),
     },
 }
 

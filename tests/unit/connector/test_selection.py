@@ -13,7 +13,13 @@ TOKENS = np.arange(100, 110)
 
 def chosen(prompt=10, **params):
     options = read_options(
-        "r", params, layer_ids=(1,), output="x", allow_custom_path=False, include_output_tokens=prompt < 10
+        "r",
+        params,
+        prompt_tokens=prompt,
+        layer_ids=(1,),
+        output="x",
+        allow_custom_path=False,
+        include_output_tokens=prompt < 10,
     )
     refused = dict(options.refused)
     return choose(options, prompt, TOKENS, refused), refused
