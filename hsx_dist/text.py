@@ -35,7 +35,7 @@ def printable_lines(text: object) -> str:
     return "\n  ".join(map(printable, str(text).split("\n")))
 
 
-def reason(text: object) -> str:
+def bounded(text: object) -> str:
     """Why something failed, as it is stored or answered: printable, at most ``MAX_REASON`` characters of the source."""
     return printable(text, MAX_REASON)
 

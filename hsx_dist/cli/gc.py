@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from hsx_dist.cli.tables import print_json
 from hsx_dist.config import parse_storage_options
 from hsx_dist.errors import NotFound
 from hsx_dist.format.manifest import RUN
 from hsx_dist.format.runs import count, load_manifest, read_run
+from hsx_dist.observe.console import print_json, say
 from hsx_dist.observe.units import bytes_text
 from hsx_dist.reading.expiry import expired, remove
 from hsx_dist.reading.garbage import remove_run, unfinished, unproven
@@ -33,12 +33,12 @@ def run_gc(path: str, options: Sequence[str], *, delete: bool, watch: float, as_
         if delete:
             remove(store, name)
         if not as_json:
-            print(f"{'removed' if delete else 'expired'} {name}", flush=True)
+            say(f"{'removed' if delete else 'expired'} {name}")
     left = _collect(store, unfinished(store, _LONGEST_PUT_S), "never finished", delete=delete, as_json=as_json)
     if as_json:
         print_json({"path": path, "deleted": delete, "expired": names, "unfinished": [info.name for info in left]})
         return
-    print(f"{len(names):,} objects and markers {'removed' if delete else 'have expired; --delete removes them'}")
+    say(f"{len(names):,} objects and markers {'removed' if delete else 'have expired; --delete removes them'}")
     _tell_unfinished(left, delete=delete)
 
 
@@ -50,14 +50,14 @@ def _collect(store: Store, garbage: Iterable[ObjectInfo], why: str, *, delete: b
         if delete:
             store.delete(info.name)
         if not as_json:
-            print(f"{'removed' if delete else why} {info.name}", flush=True)
+            say(f"{'removed' if delete else why} {info.name}")
     return found
 
 
 def _tell_unfinished(left: Sequence[ObjectInfo], *, delete: bool) -> None:
     if left:
         done = "removed" if delete else "can go; --delete removes them"
-        print(f"{len(left):,} files that were never finished, {bytes_text(sum(info.size for info in left))}, {done}")
+        say(f"{len(left):,} files that were never finished, {bytes_text(sum(info.size for info in left))}, {done}")
 
 
 def _gc_run(store: Store, path: str, *, delete: bool, watch: float, as_json: bool) -> None:
@@ -71,7 +71,7 @@ def _gc_run(store: Store, path: str, *, delete: bool, watch: float, as_json: boo
         print_json({"path": path, "deleted": delete, "garbage": garbage, "bytes": size, "unfinished": unfinished_names})
         return
     done = "removed" if delete else "can go; --delete removes them"
-    print(f"{len(found):,} parts without a receipt, {bytes_text(size)}, {done}")
+    say(f"{len(found):,} parts without a receipt, {bytes_text(size)}, {done}")
     _tell_unfinished(left, delete=delete)
 
 
@@ -81,7 +81,7 @@ def run_rm(path: str, options: Sequence[str], *, yes: bool, watch: float) -> Non
     if not yes:
         read_run(store)
         counts = count(load_manifest(store))
-        print(
+        say(
             f"{path}: {counts['samples']:,} samples in {counts['parts']:,} parts, "
             f"{bytes_text(counts['stored_bytes'])}; --yes removes them"
         )
@@ -89,7 +89,7 @@ def run_rm(path: str, options: Sequence[str], *, yes: bool, watch: float) -> Non
     require_dead(store, watch_seconds=watch)
     removed = remove_run(store)
     left = next(iter(store.list()), None)
-    print(f"{removed:,} objects removed" + (f"; {left.name} and others are not the run's, and stay" if left else ""))
+    say(f"{removed:,} objects removed" + (f"; {left.name} and others are not the run's, and stay" if left else ""))
 
 
 def _is_run(store: Store) -> bool:

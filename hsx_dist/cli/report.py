@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 from hsx_dist.config import parse_storage_options
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.runs import read_run
+from hsx_dist.logger import get_logger
+from hsx_dist.observe.console import say
 from hsx_dist.observe.report import write_report
 from hsx_dist.store import open_store
 
 if TYPE_CHECKING:
     from hsx_dist.observe.report.page import Decode
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 def run_report(path: str, options: Sequence[str], *, output: str, keys: Sequence[str], samples: int) -> None:
@@ -27,7 +28,7 @@ def run_report(path: str, options: Sequence[str], *, output: str, keys: Sequence
         raise ConfigError(f"-o: expected a file in a folder that is there, came {output!r}; make {target.parent} first")
     page = write_report(store, chosen=keys, samples=samples, decode=tokenizer_of(read_run(store)))
     target.write_text(page, encoding="utf-8")
-    print(f"{target} ({target.stat().st_size / 1e6:.1f} MB)")
+    say(f"{target} ({target.stat().st_size / 1e6:.1f} MB)")
 
 
 def tokenizer_of(info: dict[str, Any]) -> Decode | None:

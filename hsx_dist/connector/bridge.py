@@ -7,7 +7,6 @@ parent hands the pages to its writers and passes the places back. What was copie
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import shutil
@@ -37,10 +36,11 @@ from hsx_dist.connector.outlet import (
 from hsx_dist.connector.ring import Ring
 from hsx_dist.connector.shared_memory import mapped, reserve
 from hsx_dist.connector.step import Expect, Skip
+from hsx_dist.logger import get_logger
 from hsx_dist.observe.metrics import Increments, Meter, Series
 from hsx_dist.writers.base import CALL_BYTES, Sender
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 def _map(fd: int, nbytes: int) -> np.ndarray[Any, Any]:
@@ -162,9 +162,7 @@ class BridgeServer:
                 if not self._closing:
                     log.warning("a connection to the ring was refused: %r", e)
                 continue
-            thread = threading.Thread(target=self._admit, args=(connection,), name="hsx-ship", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            threading.Thread(target=self._admit, args=(connection,), name="hsx-ship", daemon=True).start()
 
     def _admit(self, connection: Connection) -> None:
         """Serve a peer that has the key. On the connection's own thread: a peer that says nothing delays no other."""
@@ -175,6 +173,7 @@ class BridgeServer:
             except (OSError, EOFError, AuthenticationError) as e:
                 log.warning("a connection to the ring was refused: %r", e)
                 return
+            self._threads.append(threading.current_thread())  # a peer without the key does not delay the end either
             self._serve(connection)
 
     def _serve(self, connection: Connection) -> None:

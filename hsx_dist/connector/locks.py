@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import logging
 import os
 import queue
 import threading
@@ -20,9 +19,10 @@ from pathlib import Path
 
 from hsx_dist.connector.cores import any_core
 from hsx_dist.format.companions import lock_name
+from hsx_dist.logger import get_logger
 from hsx_dist.store.local import UNFINISHED
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 #: How long the end waits for lock files that are being made.
 END_S = 5.0

@@ -6,7 +6,6 @@ wait for a local file system.
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
@@ -23,12 +22,13 @@ from hsx_dist.connector import huge_pages
 from hsx_dist.connector.cores import any_core
 from hsx_dist.connector.ring import Ring
 from hsx_dist.connector.step import Expect, Skip
+from hsx_dist.logger import get_logger
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import CARRIER, Page, Segment
-from hsx_dist.text import reason
+from hsx_dist.text import bounded
 from hsx_dist.writers.base import Sender
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _P = ParamSpec("_P")
 
@@ -214,7 +214,7 @@ class ShippingThread:
         except Exception as e:
             log.exception("a page of %s was not copied", ref.segment.key)
             if sample not in self._failed:
-                self._failed[sample] = reason(f"its states were not copied: {type(e).__name__}: {e}")
+                self._failed[sample] = bounded(f"its states were not copied: {type(e).__name__}: {e}")
                 told.append(Shipped(ref.segment.key, self._failed[sample]))
         why = self._failed.get(sample)
         if why is not None:
@@ -302,7 +302,7 @@ def send_pages(
             page = ref.page(memory)
         except Exception as e:
             log.exception("a page of %s was not shipped", ref.segment.key)
-            failed.append((ref, reason(f"its page cannot be read: {type(e).__name__}: {e}")))
+            failed.append((ref, bounded(f"its page cannot be read: {type(e).__name__}: {e}")))
             free(ref.offset)
             continue
         offsets[id(page)] = ref.offset
@@ -314,7 +314,7 @@ def send_pages(
     except Exception as e:
         # The ring must go round, and whoever waits for a sample be told, whatever the writers do.
         log.exception("%d pages were not shipped", len(pages))
-        failed += [(ref, reason(f"its pages were not shipped: {type(e).__name__}: {e}")) for ref in sent]
+        failed += [(ref, bounded(f"its pages were not shipped: {type(e).__name__}: {e}")) for ref in sent]
         for offset in list(offsets.values()):
             free(offset)
     return failed
@@ -330,7 +330,7 @@ def picklable(refs: Sequence[PageRef]) -> tuple[list[PageRef], list[tuple[PageRe
             ForkingPickler.dumps(ref)
         except Exception as e:
             log.exception("a page of %s cannot be passed on", ref.segment.key)
-            bad.append((ref, reason(f"its page cannot be passed on: {type(e).__name__}: {e}")))
+            bad.append((ref, bounded(f"its page cannot be passed on: {type(e).__name__}: {e}")))
         else:
             good.append(ref)
     return good, bad

@@ -34,11 +34,12 @@ from hsx_dist.connector.shared_memory import mapped, reserve
 from hsx_dist.connector.writer_process import WriterSpec
 from hsx_dist.errors import EngineError, HsxError
 from hsx_dist.format.receipt import Receipt
+from hsx_dist.logger import get_logger
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import Page, Segment
 from hsx_dist.writers.events import Event, Lost
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 #: A process that could not be started is not tried again for so many seconds; meanwhile samples fail at once.
 RESTART_S = 5.0

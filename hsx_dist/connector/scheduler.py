@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -17,13 +16,14 @@ from hsx_dist.connector.options import OURS, RequestOptions, read_options
 from hsx_dist.connector.selection import Chosen, choose
 from hsx_dist.connector.settings import ConnectorSettings
 from hsx_dist.connector.step import Expect, Save, Skip
+from hsx_dist.logger import get_logger
 from hsx_dist.page import token_hash
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 #: How many keys that clients chose are remembered, to tell when one comes again for other tokens, and of how many names
 #: which rank stores them.

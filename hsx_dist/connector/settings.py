@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -10,8 +9,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from hsx_dist.errors import ConfigError
+from hsx_dist.logger import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 #: The keys of vLLM's own connector → ours.
 VLLM_KEYS = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,12 +18,13 @@ from hsx_dist.connector.side import Event, side_of
 from hsx_dist.connector.step import Expect, Save, Skip, Step
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.companions import OBJECT
+from hsx_dist.logger import get_logger
 from hsx_dist.page import Segment, object_name, token_hash
-from hsx_dist.text import reason
+from hsx_dist.text import bounded
 
 _R = TypeVar("_R", Expect, Skip)
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 #: How long a step without tokens waits for the ring, so that an engine that has nothing to do does not spin.
 IDLE_WAIT_S = 0.002
@@ -171,7 +171,7 @@ class WorkerHalf:
             log.exception("hidden states of %s cannot be copied", save.key)
             self._refused.add(save.request_id)
             name = save.name or object_name(save.key) + OBJECT
-            why = reason(f"its states cannot be copied: {type(e).__name__}: {e}")
+            why = bounded(f"its states cannot be copied: {type(e).__name__}: {e}")
             self._each(self._outlet.skip, [Skip(save.id or save.request_id, save.key, name, save.owner, why)])
             return None
 

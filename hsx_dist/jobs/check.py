@@ -7,7 +7,6 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from hsx_dist.config import ExtractConfig
@@ -15,6 +14,7 @@ from hsx_dist.errors import NotFound
 from hsx_dist.format.manifest import CHECK
 from hsx_dist.isa import avoid_broken_amx
 from hsx_dist.jobs.preflight import Model
+from hsx_dist.observe.console import Console
 from hsx_dist.reading import Run, Sample
 from hsx_dist.store import Store
 

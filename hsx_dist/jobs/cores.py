@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import tempfile
 from pathlib import Path
 
-log = logging.getLogger(__name__)
+from hsx_dist.logger import get_logger
+
+log = get_logger(__name__)
 
 
 class CoreClaim:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import os
 import queue
 import threading
@@ -24,10 +23,11 @@ from hsx_dist.format.manifest import RowFate
 from hsx_dist.jobs.encode import Encoded, RowEncoder, TooLong, load_tokenizer
 from hsx_dist.jobs.rows import Row
 from hsx_dist.jobs.tasks import EngineSpec, Task, TaskResult
+from hsx_dist.logger import get_logger
 from hsx_dist.observe.metrics import Increments, Meter
 from hsx_dist.writers.base import CALL_BYTES, Sender
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 #: How long the loop sleeps when a step had nothing to compute (the ring is full, or the last copies are under way).
 IDLE_S = 0.001

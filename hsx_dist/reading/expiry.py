@@ -62,7 +62,7 @@ def _of_object(store: Store, name: str) -> float | None:
 def _of_marker(store: Store, name: str) -> float | None:
     try:
         end = json.loads(store.get(name))["expires"]
-    except (NotFound, ValueError, KeyError, TypeError):
+    except (NotFound, ValueError, KeyError, TypeError, RecursionError):
         return None
     return float(end) if isinstance(end, (int, float)) and not isinstance(end, bool) else None
 

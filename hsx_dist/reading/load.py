@@ -18,6 +18,7 @@ from hsx_dist.reading.companion_lock import shared_lock
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Piece, Sample, Tokens
 from hsx_dist.store import Store, open_store
+from hsx_dist.text import bounded
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
 _T = TypeVar("_T")
@@ -101,7 +102,7 @@ def _sample_in_run(store: Store, key: str, opened: list[Run]) -> Sample:
     run = opened[0]
     fate = run.refused.get(key) or (run.failed.get(key) if run.complete else None)
     if fate is not None and key not in run:
-        raise SampleFailed(f"{run.url}: {key!r} was {fate.fate}: {fate.reason}")
+        raise SampleFailed(f"{run.url}: {key!r} was {fate.fate}: {bounded(fate.reason)}")
     return run[key]
 
 
@@ -150,7 +151,7 @@ def _raise_marker(store: Store, name: str) -> None:
     except NotFound:
         return
     try:
-        reason = json.loads(body)["error"]
-    except (ValueError, KeyError, TypeError):
-        reason = f"(no reason in {marker})"
-    raise SampleFailed(f"{store.url.rstrip('/')}/{name}: its producer failed: {reason}")
+        why = bounded(json.loads(body)["error"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        why = f"(no reason in {marker})"
+    raise SampleFailed(f"{store.url.rstrip('/')}/{name}: its producer failed: {why}")

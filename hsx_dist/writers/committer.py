@@ -6,7 +6,6 @@ checked to be the newest; then the receipt is stored. Only after that is anybody
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from hsx_dist.errors import AlreadyExists, Fenced, SampleConflict
 from hsx_dist.format.container import EncodedPart, EncodedSegment, Part, same_sample
 from hsx_dist.format.manifest import Receipt, SegmentProof, part_name, receipt_name
 from hsx_dist.format.runs import is_fenced
+from hsx_dist.logger import get_logger
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.observe.units import bytes_text
 from hsx_dist.page import object_name, token_hash
@@ -25,7 +25,7 @@ from hsx_dist.store import Store
 from hsx_dist.writers.events import Stored
 from hsx_dist.writers.turns import Turns
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 class PartCommitter:

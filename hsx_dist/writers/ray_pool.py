@@ -16,19 +16,20 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from hsx_dist.errors import HsxError
+from hsx_dist.logger import get_logger
 from hsx_dist.observe.logs import configure_logging
 from hsx_dist.observe.metrics import Increments, Meter
 from hsx_dist.observe.ray_metrics import RayExport
 from hsx_dist.page import Page, Segment
 from hsx_dist.store import open_store
 from hsx_dist.store.opening import Backend
-from hsx_dist.text import reason
+from hsx_dist.text import bounded
 from hsx_dist.writers.base import ABROAD_BYTES, CALL_BYTES
 from hsx_dist.writers.events import Counted, Event, Lost
 from hsx_dist.writers.mapped import Mapped
 from hsx_dist.writers.sink import PartSink, SinkOptions
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class WriterActor:
                 # A page that is refused costs its own segment: the call goes on, and answers.
                 if not isinstance(e, HsxError | ValueError):
                     log.exception("a page of %s was not taken", page.segment.key)
-                refused[i] = reason(f"{type(e).__name__}: {e}")
+                refused[i] = bounded(f"{type(e).__name__}: {e}")
         self._mapped.let_go_between([page.data for page in pages])
         return Answer(self._credits.share(sender), refused)
 
@@ -360,7 +361,7 @@ class RaySender:
                     raise error
                 self._call(writer, [page])
             except Exception as e:  # noqa: BLE001 - whatever the page's is
-                self._lose([page.segment], reason(f"its page cannot be sent: {type(e).__name__}: {e}"))
+                self._lose([page.segment], bounded(f"its page cannot be sent: {type(e).__name__}: {e}"))
 
     def _abroad(self) -> list[_Writer]:
         """The other nodes' writers."""
@@ -394,7 +395,7 @@ class RaySender:
         try:
             answer: Answer = ray.get(ref)
         except RayTaskError as e:  # the writer lives, and could not read the call
-            self._lose(segments, reason(f"its writer raised: {e.cause}"))
+            self._lose(segments, bounded(f"its writer raised: {e.cause}"))
             return
         except RayError as e:
             if writer.down_until <= time.monotonic():  # several calls meet one death

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import uuid
@@ -15,17 +14,18 @@ from hsx_dist.errors import Fenced, HsxError, SampleConflict, StoreError, Unavai
 from hsx_dist.format.blocks import BlockPool
 from hsx_dist.format.codecs import Codec
 from hsx_dist.format.container import EncodedPart, EncodedSegment, SegmentEncoder, build_part
+from hsx_dist.logger import get_logger
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import Page, Segment
 from hsx_dist.store import Store
 from hsx_dist.store.base import Buffer
-from hsx_dist.text import reason
+from hsx_dist.text import bounded
 from hsx_dist.writers.committer import PartCommitter
 from hsx_dist.writers.daemon import DaemonPool
 from hsx_dist.writers.events import Event, Lost
 from hsx_dist.writers.scan import Scan
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ class PartSink:
                 freed, filling.nbytes, filling.lost = filling.nbytes, 0, True
                 filling.encoder = SegmentEncoder(self._opt.codec)  # lets go of what is encoded
         if not told:
-            self._on_event(Lost((segment,), reason(f"{type(error).__name__}: {error}")))
+            self._on_event(Lost((segment,), bounded(f"{type(error).__name__}: {error}")))
         return freed
 
     def _finish(self, filling: _Filling) -> int:
@@ -370,7 +370,7 @@ class PartSink:
         self._on_event(
             Lost(
                 tuple(s.segment for s in segments),
-                reason(f"{type(error).__name__}: {error}"),
+                bounded(f"{type(error).__name__}: {error}"),
                 fatal=fatal,
                 fenced=isinstance(error, Fenced),
                 conflict=isinstance(error, SampleConflict),

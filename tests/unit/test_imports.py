@@ -19,6 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": {"config", "errors", "format", "jobs", "page", "reading"},
     "errors": set(),
     "text": set(),
+    "logger": {"text"},
     "json_limits": set(),
     "page": {"errors"},
     "isa": set(),
@@ -26,14 +27,14 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"errors", "page"},
     "layers": {"errors", "page"},
     "tokenizers": set(),
-    "store": {"errors", "page", "config", "layers"},
-    "format": {"errors", "page", "config", "layers", "store"},
-    "reading": {"errors", "page", "config", "store", "format", "text"},
+    "store": {"errors", "page", "config", "layers", "logger"},
+    "format": {"errors", "page", "config", "layers", "store", "logger"},
+    "reading": {"errors", "page", "config", "store", "format", "logger", "text"},
     "exporting": {"errors", "isa", "page", "config", "layers", "store", "format", "reading", "testing"},
     "ray": {"errors", "reading", "exporting"},
     "speculators": {"errors", "reading", "store"},
     "observe": {"errors", "page", "config", "layers", "store", "format", "reading", "text"},
-    "writers": {"errors", "page", "config", "layers", "store", "format", "observe", "madvise", "text"},
+    "writers": {"errors", "page", "config", "layers", "store", "format", "observe", "madvise", "logger", "text"},
     "connector": {
         "errors",
         "isa",
@@ -42,6 +43,7 @@ ALLOWED: dict[str, set[str]] = {
         "page",
         "config",
         "layers",
+        "logger",
         "text",
         "tokenizers",
         "store",
@@ -52,11 +54,11 @@ ALLOWED: dict[str, set[str]] = {
     "testing": {"errors", "page", "config", "layers", "store", "format", "writers"},
     "jobs": {
         *("errors", "isa", "page", "config", "layers", "tokenizers", "store", "format"),
-        *("writers", "connector", "reading", "observe", "testing", "text", "json_limits"),
+        *("writers", "connector", "reading", "observe", "testing", "logger", "text", "json_limits"),
     },
     "cli": {
         *("errors", "page", "config", "layers", "store", "format"),
-        *("writers", "connector", "reading", "exporting", "ray", "observe", "jobs", "testing", "text"),
+        *("writers", "connector", "reading", "exporting", "ray", "observe", "jobs", "testing", "logger", "text"),
     },
 }
 
