@@ -249,6 +249,7 @@ class PartSink:
 
     def _append(self, segment: EncodedSegment, arrival: int) -> None:
         name = (segment.segment.key, segment.segment.index)
+        header_bytes = segment.header_nbytes  # first: it raises where the header cannot hold what is said of the sample
         with self._lock:
             if name in self._open.names:
                 # A row that was computed again because its engine died, before what that one left was sealed.
@@ -259,7 +260,7 @@ class PartSink:
             part.segments.append(segment)
             part.names.add(name)
             part.nbytes += segment.nbytes
-            part.header_bytes += segment.header_nbytes
+            part.header_bytes += header_bytes
             part.arrival = arrival
             full = part.nbytes >= self._opt.part_bytes or part.header_bytes >= MAX_HEADER_BYTES
             if full or self._opt.layout == "sample":
