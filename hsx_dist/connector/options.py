@@ -36,7 +36,8 @@ MAX_UNKNOWN = 8
 MAX_NAME = 80
 #: A sample's metadata is read with its part's header, and travels with every page.
 MAX_METADATA_BYTES = 64 << 10
-MAX_METADATA_DEPTH = 64
+#: More than a job's rows may have (64 in each of their fields): what a driver takes is not refused here.
+MAX_METADATA_DEPTH = 72
 #: Characters of a key or a path.
 MAX_KEY = 1024
 #: A file name may have 255 bytes, and an object's companions add to its own.

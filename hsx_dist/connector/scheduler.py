@@ -79,7 +79,7 @@ class SchedulerHalf:
         self._known: dict[str, _Known] = {}
         #: Requests whose blocks we hold: told True, not yet reported by their owner.
         self._held: set[str] = set()
-        self._claims: OrderedDict[str, _Claim] = OrderedDict()  # by key
+        self._claims: OrderedDict[str, _Claim] = OrderedDict()  # by the name of the key's object: a key may be long
         self._owner_of: OrderedDict[str, int] = OrderedDict()  # by the name of an object that a client chose
         self._warned: set[str] = set()
 
@@ -95,13 +95,13 @@ class SchedulerHalf:
         asked = self._asked(request, known.options)
         if asked is None:
             return known
-        key = known.options.key
-        if known.options.by_path and key not in self._claims:
+        key, name = known.options.key, known.options.name
+        if known.options.by_path and name not in self._claims:
             # Programs for vLLM's connector delete an object and use its path again: paths claim no key. That none of
             # them replaces an object is the store's to decide, by put-if-absent.
             return known
-        claim = self._claims.setdefault(key, _Claim(asked))
-        self._claims.move_to_end(key)
+        claim = self._claims.setdefault(name, _Claim(asked))
+        self._claims.move_to_end(name)
         if len(self._claims) > REMEMBERED_KEYS:
             self._claims.popitem(last=False)
         if claim.asked != asked:
@@ -172,8 +172,8 @@ class SchedulerHalf:
         if known.claim is not None:
             known.claim.users -= 1
             unused = known.claim.saved is None and known.claim.users == 0
-            if unused and self._claims.get(known.options.key) is known.claim:
-                del self._claims[known.options.key]  # nothing was passed on: the key stands for nothing
+            if unused and self._claims.get(known.options.name) is known.claim:
+                del self._claims[known.options.name]  # nothing was passed on: the key stands for nothing
         return held, answer
 
     def _finish(self, known: _Known, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
