@@ -70,7 +70,9 @@ class PartCommitter:
                     if newest:
                         self._store.put(name, part.buffers)
             else:
-                self._put_new(name, part.buffers, segments[0])
+                # In turn: a put that lets an object live longer must replace no other sample, stored since it looked.
+                with self._turns.take(name, arrival):
+                    self._put_new(name, part.buffers, segments[0])
         finally:
             self._meter.put_took(time.monotonic() - before)
         if not self._attempt:
