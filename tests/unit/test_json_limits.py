@@ -54,7 +54,7 @@ def test_what_json_cannot_hold_is_refused(value):
     ids=["list", "object", "text", "inner", "number"],
 )
 def test_the_cost_does_not_grow_with_the_value(value):
-    before = time.perf_counter()
+    before = time.thread_time()
     with pytest.raises(ValueError, match="expected at most"):
         json_text(value, max_bytes=64 << 10, max_depth=8)
-    assert time.perf_counter() - before < 0.005
+    assert time.thread_time() - before < 0.02

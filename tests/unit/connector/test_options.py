@@ -361,9 +361,9 @@ def test_the_cost_of_a_parameter_does_not_grow_with_what_was_sent(make):
     name, value = make()
     params = {f"hidden_states_{name}": value}
     hash(next(iter(params)))  # as JSON's reader does
-    before = time.perf_counter()
+    before = time.thread_time()
     options = read(params)
-    assert time.perf_counter() - before < 0.005
+    assert time.thread_time() - before < 0.02
     assert len(options.refused) == 1
     assert len(json.dumps(dict(options.refused))) < 1000
 
@@ -371,9 +371,9 @@ def test_the_cost_of_a_parameter_does_not_grow_with_what_was_sent(make):
 def test_unknown_names_cost_and_are_answered_up_to_a_limit():
     params: dict[str, Any] = {f"hidden_states_{'x' * 200}{i}": i for i in range(300_000)}
     params["hidden_states_key"] = "k"
-    before = time.perf_counter()
+    before = time.thread_time()
     options = read(params)
-    assert time.perf_counter() - before < 0.005
+    assert time.thread_time() - before < 0.02
     assert options.key == "k"  # what is known is found all the same
     assert len(options.refused) <= MAX_UNKNOWN + 1
     assert len(json.dumps(dict(options.refused))) < 4000
