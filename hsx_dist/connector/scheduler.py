@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import time
 from collections import OrderedDict
@@ -12,7 +13,7 @@ import numpy as np
 from vllm.v1.request import RequestStatus
 
 from hsx_dist.connector.metadata import StepMetadata
-from hsx_dist.connector.options import OURS, RequestOptions, read_options
+from hsx_dist.connector.options import OURS, PARAMS, RequestOptions, read_options
 from hsx_dist.connector.selection import Chosen, choose
 from hsx_dist.connector.settings import ConnectorSettings
 from hsx_dist.connector.step import Expect, Save, Skip
@@ -89,6 +90,7 @@ class SchedulerHalf:
         """Called when a request is queued, and again with the same one by no release that we know: idempotent."""
         if request.request_id not in self._known:
             self._known[request.request_id] = self._admit(request)
+            _withhold_params(request)
 
     def _admit(self, request: Request) -> _Known:
         known = _Known(self._read(request))
@@ -335,6 +337,19 @@ class SchedulerHalf:
                 ", ".join(left[:5]),
                 "…" if len(left) > 5 else "",
             )
+
+
+def _withhold_params(request: Request) -> None:
+    """Keep ``kv_transfer_params`` in this process.
+
+    vLLM pickles a new request's sampling parameters for its worker processes, within the engine's step: values that are
+    nested too deeply raise there, and end the engine. No worker reads these. ``request.kv_transfer_params`` stays.
+    """
+    params = request.sampling_params
+    if params is not None and PARAMS in (params.extra_args or {}):
+        own = copy.copy(params)  # the n choices of a prompt share one object, and each is still to be read
+        own.extra_args = {name: value for name, value in (params.extra_args or {}).items() if name != PARAMS}
+        request.sampling_params = own
 
 
 def _inputs(request: Request) -> dict[str, Any]:

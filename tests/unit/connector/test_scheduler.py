@@ -453,6 +453,25 @@ def test_metadata_of_any_depth_travels_as_text_and_harms_no_other_request_of_its
     assert "metadata" not in told.saves[1].meta
 
 
+def test_what_vllm_pickles_of_a_request_for_its_workers_has_no_parameters_of_a_client():
+    """Of none, also those that are not ours; and the other choices of the prompt, which share them, keep theirs."""
+    shared = SamplingParams(
+        max_tokens=8,
+        extra_args={"kv_transfer_params": {"hidden_states_key": "k", "other": nested_in(100_000)}, "mine": 1},
+    )
+    scheduler = half()
+    for i in range(2):
+        r = Request(f"{i}_cmpl-x-0-1a2b3c4d", [1, 2, 3], shared, None)
+        scheduler.new_request(r)
+        pickle.dumps(r.sampling_params)
+        assert r.sampling_params.extra_args == {"mine": 1}
+        assert r.sampling_params.max_tokens == 8
+        assert r.kv_transfer_params["hidden_states_key"] == "k"
+        r.num_computed_tokens, r.status = 3, RequestStatus.FINISHED_LENGTH_CAPPED
+        assert scheduler.request_finished(r, [1])[1]["hidden_states_key"] == ("k-n1" if i else "k")
+    assert shared.extra_args["kv_transfer_params"]
+
+
 def test_a_request_id_of_any_length_costs_what_a_short_one_does():
     scheduler = half()
     long = "x" * 1_000_000 + "-1a2b3c4d"
