@@ -26,8 +26,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from benchmarks.provenance import provenance
 from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SegmentProof, part_name, receipt_name
 from hsx_dist.format.runs import load_manifest, take_attempt, write_complete
@@ -37,6 +35,7 @@ from hsx_dist.jobs.fleet import FleetEvent, ReplicaDied, ReplicaReady, TaskDone
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.jobs.rows import Row
 from hsx_dist.jobs.tasks import Task, TaskResult
+from hsx_dist.observe.console import Console
 from hsx_dist.observe.progress import Progress
 from hsx_dist.page import Segment
 from hsx_dist.reading import open_run

@@ -76,8 +76,10 @@ class Segment:
     the whole sample's ids, by which segments know each other again when a row was computed twice. Receipts keep both;
     parts do not. ``source`` is the same for the pages of one copy out of a cache, and for no others: when a row is
     computed again, what came of it before is not mixed with what comes now. ``meta``: what is known of the sample
-    beyond its states (why its request ended, which of its tokens these are); JSON values, stored with it. ``name``: the
-    object's name under the store, where every sample is one and its client chose the name.
+    beyond its states (why its request ended, which of its tokens these are); JSON values, stored with it.
+    ``metadata``: a client's or a row's own, a JSON object as text until it is stored as ``meta["metadata"]``: no
+    process that passes it on decodes or pickles what is in it. ``name``: the object's name under the store, where every
+    sample is one and its client chose the name.
     """
 
     key: str
@@ -92,6 +94,7 @@ class Segment:
     #: Small arrays that are stored with the sample, by name; with segment 0 alone.
     attached: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict, compare=False, repr=False)
     name: str = field(default="", compare=False)
+    metadata: str = field(default="", compare=False)
 
     @property
     def num_tokens(self) -> int:

@@ -46,8 +46,9 @@ Watch = Annotated[
 def _version(wanted: bool) -> None:
     if wanted:
         import hsx_dist
+        from hsx_dist.observe.console import say
 
-        typer.echo(f"hsx {hsx_dist.__version__}")
+        say(f"hsx {hsx_dist.__version__}")
         raise typer.Exit
 
 
@@ -268,8 +269,9 @@ def drain(
     import time
 
     from hsx_dist.jobs.drain import drain_node
+    from hsx_dist.observe.console import say
 
-    typer.echo(f"node {drain_node(seconds, node=node)} drains; it has {seconds:g} seconds")
+    say(f"node {drain_node(seconds, node=node)} drains; it has {seconds:g} seconds")
     if wait:
         time.sleep(seconds)
 

@@ -15,6 +15,7 @@ from hsx_dist.cli.export import parse_layers
 from hsx_dist.config import parse_storage_options
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.description import ATTACHMENT_DTYPE, RESERVED_NAMES, TENSOR_DTYPE
+from hsx_dist.observe.console import say
 from hsx_dist.reading import open_run
 from hsx_dist.reading.sample import LOSS_MASK
 
@@ -55,7 +56,7 @@ def run_cat(path: str, key: str, out: str, options: Sequence[str], *, layers: st
                 arrays = {"token_ids": loaded["token_ids"], "layer_ids": loaded["layer_ids"], **attached}
                 np.savez(f, hidden_states=states, **arrays)
         shape = states.shape
-    print(f"{out}: hidden_states {list(shape)} (tokens, layers, hidden size), {sample.dtype}", file=sys.stderr)
+    say(f"{out}: hidden_states {list(shape)} (tokens, layers, hidden size), {sample.dtype}", to=sys.stderr)
 
 
 def _tokens(text: str | None) -> slice | None:

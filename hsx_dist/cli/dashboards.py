@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hsx_dist.observe.console import say
 from hsx_dist.observe.dashboard import write_dashboards
 
 
 def run_dashboards(folder: str) -> None:
     """Write the files into ``folder`` and say their names."""
     for path in write_dashboards(Path(folder)):
-        print(path)
+        say(path)

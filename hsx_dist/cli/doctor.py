@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hsx_dist.cli.status import FINE, FOUND_BAD
-from hsx_dist.cli.tables import print_json
 from hsx_dist.config import load_config, resolve_paths
 from hsx_dist.errors import ConfigError
+from hsx_dist.observe.console import print_json, say, say_lines
 
 _SHOWN = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
@@ -26,10 +26,10 @@ def run_doctor(config: str | None, overrides: Sequence[str], *, engine: bool, as
     for check in examine(settings, engine=engine):
         found.append(check)
         if not as_json:
-            print(f"{_SHOWN[check.state]}  {check.name}: {check.message}", flush=True)
+            say_lines(f"{_SHOWN[check.state]}  {check.name}: {check.message}")
     failed = sum(check.state == "fail" for check in found)
     if as_json:
         print_json({"ok": not failed, "checks": [asdict(check) for check in found]})
     elif failed:
-        print(f"{failed} of {len(found)} checks failed")
+        say(f"{failed} of {len(found)} checks failed")
     return FOUND_BAD if failed else FINE

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from hsx_dist.cli.status import run_app
-from hsx_dist.cli.tables import print_json
 from hsx_dist.config import parse_storage_options, refuse_in_job, refuse_on_command_line
 from hsx_dist.errors import ConfigError
 from hsx_dist.exporting import ExportOptions, export_run
+from hsx_dist.observe.console import print_json, say
 from hsx_dist.reading import open_run
 
 
@@ -46,7 +46,7 @@ def run_export(
         print_json({"run": path, "to": to, "dest": dest, **asdict(report)})
         return
     there = f", {report.there:,} were there" if report.there else ""
-    print(f"{report.written:,} files written{there}; {'whole' if report.finished else 'not whole yet'}: {dest}")
+    say(f"{report.written:,} files written{there}; {'whole' if report.finished else 'not whole yet'}: {dest}")
 
 
 def _shard(text: str | None) -> tuple[int, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Optional
@@ -14,6 +13,7 @@ import typer
 from hsx_dist.cli.status import run_app
 from hsx_dist.config import load_config, refuse_on_command_line
 from hsx_dist.errors import ConfigError
+from hsx_dist.observe.console import print_json
 
 
 def run(config: str | None, overrides: Sequence[str], direct: Mapping[str, Any], *, as_json: bool = False) -> int:
@@ -34,7 +34,7 @@ def run(config: str | None, overrides: Sequence[str], direct: Mapping[str, Any],
     with contextlib.redirect_stdout(sys.stderr):  # standard output is for the JSON alone
         summary = run_extract(settings)
     facts = dataclasses.asdict(summary) if dataclasses.is_dataclass(summary) else vars(summary)
-    print(json.dumps({**facts, "exit_status": summary.exit_status}, default=str))
+    print_json({**facts, "exit_status": summary.exit_status}, indent=None)
     return int(summary.exit_status)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from hsx_dist.cli.tables import print_json
 from hsx_dist.config import parse_storage_options
 from hsx_dist.errors import NotFound, RunError
 from hsx_dist.format.place import Place, find_place, is_description, leftovers
 from hsx_dist.format.runs import count, load_manifest, require_conditional_puts
+from hsx_dist.observe.console import print_json, say
 from hsx_dist.observe.units import bytes_text
 from hsx_dist.reading.expiry import expired, remove, require_conditional_deletes
 from hsx_dist.reading.garbage import left_behind, remove_run, unfinished, unproven
@@ -41,12 +41,12 @@ def run_gc(path: str, options: Sequence[str], *, delete: bool, watch: float, as_
             continue  # in use, or stored anew
         names.append(name)
         if not as_json:
-            print(f"{'removed' if delete else 'expired'} {name}", flush=True)
+            say(f"{'removed' if delete else 'expired'} {name}")
     left = _collect(store, unfinished(store, _LONGEST_PUT_S), "never finished", delete=delete, as_json=as_json)
     if as_json:
         print_json({"path": path, "deleted": delete, "expired": names, "unfinished": [info.name for info in left]})
         return
-    print(f"{len(names):,} objects and markers {'removed' if delete else 'have expired; --delete removes them'}")
+    say(f"{len(names):,} objects and markers {'removed' if delete else 'have expired; --delete removes them'}")
     _tell_unfinished(left, delete=delete)
 
 
@@ -58,14 +58,14 @@ def _collect(store: Store, garbage: Iterable[ObjectInfo], why: str, *, delete: b
         if delete:
             store.delete(info.name)
         if not as_json:
-            print(f"{'removed' if delete else why} {info.name}", flush=True)
+            say(f"{'removed' if delete else why} {info.name}")
     return found
 
 
 def _tell_unfinished(left: Sequence[ObjectInfo], *, delete: bool) -> None:
     if left:
         done = "removed" if delete else "can go; --delete removes them"
-        print(f"{len(left):,} files that were never finished, {bytes_text(sum(info.size for info in left))}, {done}")
+        say(f"{len(left):,} files that were never finished, {bytes_text(sum(info.size for info in left))}, {done}")
 
 
 def _gc_run(place: Place, path: str, *, delete: bool, watch: float, as_json: bool) -> None:
@@ -89,9 +89,9 @@ def _gc_run(place: Place, path: str, *, delete: bool, watch: float, as_json: boo
         )
         return
     done = "removed" if delete else "can go; --delete removes them"
-    print(f"{len(found):,} parts without a receipt, {bytes_text(size)}, {done}")
+    say(f"{len(found):,} parts without a receipt, {bytes_text(size)}, {done}")
     if earlier:
-        print(f"{len(earlier):,} objects of runs that were removed here, {done}")
+        say(f"{len(earlier):,} objects of runs that were removed here, {done}")
     _tell_unfinished(left, delete=delete)
 
 
@@ -101,18 +101,18 @@ def run_rm(path: str, options: Sequence[str], *, yes: bool, watch: float) -> Non
     place = find_place(root)
     if not yes and place is not None:
         counts = count(load_manifest(place.store))
-        print(
+        say(
             f"{path}: {counts['samples']:,} samples in {counts['parts']:,} parts, "
             f"{bytes_text(counts['stored_bytes'])}; --yes removes them"
         )
         return
     if not yes and (left := list(leftovers(root))):
-        print(f"{path}: no run, but what an unfinished removal left ({', '.join(left)}); --yes removes it")
+        say(f"{path}: no run, but what an unfinished removal left ({', '.join(left)}); --yes removes it")
         return
     if place is not None:
         require_dead(place.store, watch_seconds=watch)
     removed = remove_run(root, place)
-    print(f"{removed:,} objects removed; one small object stays and marks that the run was removed")
+    say(f"{removed:,} objects removed; one small object stays and marks that the run was removed")
     other = next((info.name for info in root.list() if not is_description(info.name)), None)
     if other is not None:
-        print(f"{other} and others are not the run's, and stay")
+        say(f"{other} and others are not the run's, and stay")

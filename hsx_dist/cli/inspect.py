@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hsx_dist.cli.tables import layers_text, print_facts, print_json, print_table
+from hsx_dist.cli.tables import layers_text, print_facts, print_table
 from hsx_dist.config import parse_storage_options
 from hsx_dist.config.secrets import hide_secrets
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.format.segments import exact_sum
+from hsx_dist.observe.console import print_json, say
 from hsx_dist.observe.units import bytes_text
 from hsx_dist.reading import Run, Sample, open_run
 
@@ -51,8 +52,8 @@ def print_samples(path: str, options: Sequence[str], *, limit: int, as_json: boo
     )
     hidden = len(run) - min(len(run), limit or len(run))
     if hidden:
-        print(f"… and {hidden} more (--limit 0 prints all)")
-    print(_totals_text(totals, run.complete))
+        say(f"… and {hidden} more (--limit 0 prints all)")
+    say(_totals_text(totals, run.complete))
 
 
 def print_run(path: str, options: Sequence[str], *, as_json: bool) -> None:

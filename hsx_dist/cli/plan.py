@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hsx_dist.cli.tables import print_facts, print_json, print_table
+from hsx_dist.cli.tables import print_facts, print_table
 from hsx_dist.config import load_config, public_url, resolve_paths
 from hsx_dist.errors import ConfigError
+from hsx_dist.observe.console import print_json, say
 from hsx_dist.observe.units import bytes_text, duration
 
 if TYPE_CHECKING:
@@ -49,9 +50,9 @@ def run_plan(
     stored = ((name, bytes_text(size), f"{plan.raw_bytes / max(size, 1):.2f}") for name, size in plan.stored.items())
     print_table(("codec", "stored", "raw / stored"), stored, numbers=("stored", "raw / stored"))
     for reason, count in list(plan.refused.items())[:_REASONS]:
-        print(f"refused: {count:,} of {plan.sampled:,} rows sampled: {reason}")
+        say(f"refused: {count:,} of {plan.sampled:,} rows sampled: {reason}")
     for note in plan.notes:
-        print(f"note: {note}")
+        say(f"note: {note}")
 
 
 def _facts(plan: Plan, model: str, rate: float | None, per_node: int) -> list[tuple[str, str]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from hsx_dist.config import parse_storage_options
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.place import read_run
+from hsx_dist.observe.console import say
 from hsx_dist.observe.report import write_report
 from hsx_dist.store import open_store
 
@@ -31,4 +32,4 @@ def run_report(
     each = None if decode is None else lambda ids: [decode([i]) for i in ids]
     page = write_report(store, chosen=keys, samples=samples, decode=each)
     target.write_text(page, encoding="utf-8")
-    print(f"{target} ({target.stat().st_size / 1e6:.1f} MB)")
+    say(f"{target} ({target.stat().st_size / 1e6:.1f} MB)")

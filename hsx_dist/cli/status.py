@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import typer
 
 from hsx_dist.errors import ConfigError, Denied, HsxError, InputError, NotFound, RunError, RunMismatch, SampleNotFound
+from hsx_dist.observe.console import say, say_lines
 from hsx_dist.observe.logs import configure_logging
 
 FINE, FOUND_BAD, WRONG_USE = 0, 1, 2
@@ -32,13 +33,13 @@ def run_app(app: typer.Typer, args: Sequence[str] | None, name: str) -> None:
         app(args=None if args is None else list(args), prog_name=name)
     except HsxError as e:
         if debug:
-            traceback.print_exc()
-        print(f"{name}: {e}", file=sys.stderr)
+            say_lines(traceback.format_exc(), to=sys.stderr)
+        say_lines(f"{name}: {e}", to=sys.stderr)
         sys.exit(exit_status(e))
     except Exception as e:  # noqa: BLE001 (the outermost frame: say that it is our mistake, then end)
-        traceback.print_exc()
-        print(
+        say_lines(traceback.format_exc(), to=sys.stderr)
+        say(
             f"{name}: this should not happen ({type(e).__name__}): please report it with the lines above",
-            file=sys.stderr,
+            to=sys.stderr,
         )
         sys.exit(FOUND_BAD)

@@ -1,46 +1,38 @@
-"""Tables and sizes on a terminal."""
+"""Tables on a terminal."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any
+
+from hsx_dist.observe.console import Console
 
 _WIDE = 1000
-
-
-def print_json(value: Any) -> None:
-    """One JSON document on standard output."""
-    json.dump(value, sys.stdout, indent=1, ensure_ascii=False, default=str)
-    sys.stdout.write("\n")
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: Sequence[str] = ()) -> None:
     """A table; ``numbers`` names the columns that are aligned to the right. Cut to the width of a terminal only."""
     from rich import box
-    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", no_wrap=True, overflow="ellipsis")
     for row in rows:
-        table.add_row(*(escape(_printable(str(cell))) for cell in row))
+        table.add_row(*(str(cell) for cell in row))
     _console().print(table)
 
 
 def print_facts(facts: Iterable[tuple[str, object]]) -> None:
     """Names and values, one a line."""
-    from rich.markup import escape
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in facts:
-        table.add_row(name, escape(_printable(str(value))))
+        table.add_row(name, str(value))
     _console().print(table)
 
 
@@ -51,13 +43,6 @@ def layers_text(layers: Sequence[int]) -> str:
     return ",".join(str(layer) for layer in layers)
 
 
-def _console() -> Any:
-    from rich.console import Console
-
+def _console() -> Console:
     # Without a terminal nothing is cut: another program reads it.
-    return Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False)
-
-
-def _printable(text: str) -> str:
-    """Keys are a client's words: no control characters reach the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text)
+    return Console(width=None if sys.stdout.isatty() else _WIDE)

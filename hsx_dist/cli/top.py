@@ -6,8 +6,8 @@ import dataclasses
 import sys
 from collections.abc import Iterable, Sequence
 
-from hsx_dist.cli.tables import print_json
 from hsx_dist.config import parse_storage_options
+from hsx_dist.observe.console import print_json, say
 from hsx_dist.observe.top import Standing, follow, look
 from hsx_dist.store import open_store
 
@@ -20,22 +20,25 @@ def run_top(path: str, options: Sequence[str], *, once: bool, every: float, as_j
         print_json(dataclasses.asdict(standing) | {"done": standing.done, "eta_seconds": standing.eta_seconds})
     elif once or not sys.stdout.isatty():
         for standing in [look(store)] if once else follow(store, every):
-            print(f"{standing.url} attempt {standing.attempt}: {standing.line()}", flush=True)
+            say(f"{standing.url} attempt {standing.attempt}: {standing.line()}")
     else:
         _live(follow(store, every))
 
 
 def _live(standings: Iterable[Standing]) -> None:
-    from rich.console import Console, Group
+    from rich.console import Group
     from rich.live import Live
     from rich.progress_bar import ProgressBar
     from rich.text import Text
 
+    from hsx_dist.observe.console import Console
+    from hsx_dist.text import printable
+
     def picture(s: Standing) -> Group:
         return Group(
-            Text(f"{s.url}  attempt {s.attempt}  {s.model}", style="bold"),
+            Text(printable(f"{s.url}  attempt {s.attempt}  {s.model}"), style="bold"),
             ProgressBar(total=s.total or 1, completed=s.done if s.total else 0, width=60),
-            Text(s.line(), style="yellow" if s.stale else ""),
+            Text(printable(s.line()), style="yellow" if s.stale else ""),
         )
 
     with Live(console=Console(), refresh_per_second=4) as live:

@@ -9,8 +9,8 @@ from typing import Annotated, Optional
 import typer
 
 from hsx_dist.cli.status import FINE, FOUND_BAD, run_app
-from hsx_dist.cli.tables import print_json
 from hsx_dist.config import load_config, parse_storage_options, public_url, refuse_in_job, resolve_paths
+from hsx_dist.observe.console import print_json, say
 from hsx_dist.observe.units import bytes_text
 from hsx_dist.reading.verify import Problem, verify_run
 from hsx_dist.store import Store, open_store
@@ -69,18 +69,18 @@ def verify_store(
     _print_problems("", [p for p in report.problems if not p.part])
     for count, what in ((report.non_finite, "values that are not finite"), (report.all_zero, "nothing but zeros")):
         if count:
-            print(f"note: {count:,} layers of samples have {what}")
+            say(f"note: {count:,} layers of samples have {what}")
     for count, what in ((report.known, "were noted as sound before"), (report.consumed, "were used and removed")):
         if count:
-            print(f"note: {count:,} parts {what}")
+            say(f"note: {count:,} parts {what}")
     checked = f"{report.parts:,} parts, {report.samples:,} samples, {bytes_text(report.bytes)}"
-    print(f"{'ok' if report.ok else f'{len(report.problems)} problems'}: {checked} read and checked in {path}")
+    say(f"{'ok' if report.ok else f'{len(report.problems)} problems'}: {checked} read and checked in {path}")
     return FINE if report.ok else FOUND_BAD
 
 
 def _print_problems(part: str, problems: Sequence[Problem]) -> None:
     for problem in problems:
-        print(f"BAD {part or 'the run'}: {problem.message}", flush=True)
+        say(f"BAD {part or 'the run'}: {problem.message}")
 
 
 job = typer.Typer(pretty_exceptions_enable=False, add_completion=False)

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from hsx_dist.cli.status import FINE, FOUND_BAD
-from hsx_dist.cli.tables import print_facts, print_json
+from hsx_dist.cli.tables import print_facts
 from hsx_dist.config import parse_storage_options
+from hsx_dist.observe.console import print_json
 from hsx_dist.observe.units import bytes_text
 from hsx_dist.reading.status import RunStatus, run_status
 from hsx_dist.store import open_store

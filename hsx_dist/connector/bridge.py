@@ -7,30 +7,40 @@ parent hands the pages to its writers and passes the places back. What was copie
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
+import secrets
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
-from multiprocessing.reduction import recv_handle, send_handle
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from multiprocessing.reduction import ForkingPickler, recv_handle, send_handle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hsx_dist.connector.outlet import LINGER_S, Copied, PageRef, Shipped, ShippingThread, count_shipped
+from hsx_dist.connector.outlet import (
+    LINGER_S,
+    Copied,
+    PageRef,
+    Shipped,
+    ShippingThread,
+    count_shipped,
+    picklable,
+    send_pages,
+    with_failures,
+)
 from hsx_dist.connector.ring import Ring
 from hsx_dist.connector.shared_memory import mapped, reserve
 from hsx_dist.connector.step import Expect, Skip
+from hsx_dist.logger import get_logger
 from hsx_dist.observe.metrics import Increments, Meter, Series
-from hsx_dist.page import Page
 from hsx_dist.writers.base import CALL_BYTES, Sender
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 def _map(fd: int, nbytes: int) -> np.ndarray[Any, Any]:
@@ -41,11 +51,15 @@ def _map(fd: int, nbytes: int) -> np.ndarray[Any, Any]:
 
 
 class SocketOutlet:
-    """The child's side. The connection is authenticated with the key that multiprocessing's children inherit."""
+    """The child's side. ``key``: the parent's ``BridgeServer.key``.
 
-    def __init__(self, address: str, in_flight_bytes: int):
+    Raises:
+        AuthenticationError: the process that listens at ``address`` has another key.
+    """
+
+    def __init__(self, address: str, key: bytes, in_flight_bytes: int):
         self.ring = Ring(in_flight_bytes)
-        self._connection: Connection = Client(address, "AF_UNIX")
+        self._connection: Connection = Client(address, "AF_UNIX", authkey=key)
         self._connection.send((os.getpid(), self.ring.capacity))
         self.memory = _map(recv_handle(self._connection), self.ring.capacity)
         self.meter = Meter()
@@ -80,7 +94,15 @@ class SocketOutlet:
 
     def _deliver(self, refs: list[PageRef], told: list[Shipped]) -> None:
         self._told = self._increments.gauges()
-        self._connection.send((refs, told, {**self._increments.counters(), **self._told}))
+        numbers = {**self._increments.counters(), **self._told}
+        try:
+            message = ForkingPickler.dumps((refs, told, numbers))
+        except Exception:  # noqa: BLE001 - whatever a page's is
+            refs, bad = picklable(refs)
+            for ref, _ in bad:
+                self.ring.free(ref.offset)
+            message = ForkingPickler.dumps((refs, with_failures(told, bad), numbers))
+        self._connection.send_bytes(message)
 
     def _tell(self) -> None:
         """Gauges that have changed since the last page: nobody is to see blocks held that are long free."""
@@ -105,6 +127,10 @@ class BridgeServer:
 
     ``make_sender`` gives each rank a sender of its own (its owner closes it); ``on_shipped`` is called from the
     shipping threads, and ``on_closed`` when a rank has ended, after all that it shipped.
+
+    What a connection sends is unpickled, which can run code. So the peer must first prove that it knows ``key``, by
+    multiprocessing's challenge; nothing that it sends before is unpickled. The key reaches the ranks within vLLM's
+    configuration, hidden from its log lines (``ConnectorSettings.authkey``).
     """
 
     def __init__(
@@ -118,7 +144,8 @@ class BridgeServer:
         self._make_sender = make_sender
         self._on_shipped = on_shipped
         self._on_closed = on_closed
-        # A folder that only this user can enter: the socket is no door for others on the machine.
+        self.key = secrets.token_bytes(32)
+        # A folder that only this user can enter: others cannot even connect.
         self._folder = Path(tempfile.mkdtemp(prefix="hsx-"))
         self.address = str(self._folder / "ring")
         self._listener = Listener(self.address, "AF_UNIX")
@@ -131,13 +158,23 @@ class BridgeServer:
         while not self._closing:
             try:
                 connection = self._listener.accept()
-            except (OSError, EOFError, AuthenticationError) as e:  # a stranger without the key, or we are closing
+            except (OSError, EOFError) as e:  # a peer that left, or this side is closing
                 if not self._closing:
                     log.warning("a connection to the ring was refused: %r", e)
                 continue
-            thread = threading.Thread(target=self._serve, args=(connection,), name="hsx-ship", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            threading.Thread(target=self._admit, args=(connection,), name="hsx-ship", daemon=True).start()
+
+    def _admit(self, connection: Connection) -> None:
+        """Serve a peer that has the key. On the connection's own thread: a peer that says nothing delays no other."""
+        with connection:
+            try:
+                deliver_challenge(connection, self.key)
+                answer_challenge(connection, self.key)
+            except (OSError, EOFError, AuthenticationError) as e:
+                log.warning("a connection to the ring was refused: %r", e)
+                return
+            self._threads.append(threading.current_thread())  # a peer without the key does not delay the end either
+            self._serve(connection)
 
     def _serve(self, connection: Connection) -> None:
         pid, nbytes = connection.recv()
@@ -146,31 +183,21 @@ class BridgeServer:
         memory = _map(fd, nbytes)
         sender = self._make_sender()
         back = threading.Lock()
+
+        def give_back(offset: int) -> None:
+            try:
+                with back:
+                    connection.send([offset])
+            except OSError:
+                pass  # the engine is gone; its pages still went to the writers
+
         try:
             while True:
                 refs, told, numbers = connection.recv()
                 self._meter.merge(f"pid {pid}", numbers)
-                offsets: dict[int, int] = {}
-                pages = []
-                for ref in refs:
-                    page = ref.page(memory)
-                    offsets[id(page)] = ref.offset
-                    pages.append(page)
-
-                def release(page: Page, offsets: dict[int, int] = offsets) -> None:
-                    try:
-                        with back:
-                            connection.send([offsets[id(page)]])
-                    except OSError:
-                        pass  # the engine is gone; its pages still went to the writers
-
                 before = time.monotonic()
-                try:
-                    if pages:
-                        sender.send(pages, release)
-                except Exception:
-                    # The ring must go round and the engine live on; what is missing has no receipt.
-                    log.exception("%d pages were not shipped", len(pages))
+                failed = send_pages(sender, refs, memory, give_back)
+                told = with_failures(told, failed)
                 count_shipped(self._meter, refs, told, time.monotonic() - before)
                 for shipped in told:
                     self._on_shipped(shipped)

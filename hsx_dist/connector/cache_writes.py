@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-log = logging.getLogger(__name__)
+from hsx_dist.logger import get_logger
+
+log = get_logger(__name__)
 
 
 def write_rows(cache: torch.Tensor, slots: torch.Tensor, layers: Sequence[torch.Tensor]) -> None:

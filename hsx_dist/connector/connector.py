@@ -37,6 +37,7 @@ from hsx_dist.connector.undrafted import never_draft
 from hsx_dist.connector.versions import check_version, layers_first
 from hsx_dist.connector.worker import WorkerHalf
 from hsx_dist.errors import ConfigError
+from hsx_dist.logger import get_logger
 from hsx_dist.observe.logs import configure_logging
 from hsx_dist.observe.metrics import Increments
 
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
@@ -319,7 +320,9 @@ def make_outlet(settings: ConnectorSettings, vllm_config: VllmConfig) -> Outlet:
         from hsx_dist.connector.bridge import SocketOutlet
 
         assert settings.address is not None
-        return SocketOutlet(settings.address, settings.in_flight_bytes)
+        assert settings.authkey is not None
+        key = bytes.fromhex(settings.authkey.get_secret_value())
+        return SocketOutlet(settings.address, key, settings.in_flight_bytes)
     from hsx_dist.connector.standalone import store_outlet
 
     return store_outlet(settings, vllm_config)

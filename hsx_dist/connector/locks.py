@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import logging
 import os
 import queue
 import stat
@@ -23,10 +22,11 @@ from pathlib import Path
 
 from hsx_dist.connector.cores import any_core
 from hsx_dist.format.companions import lock_name
+from hsx_dist.logger import get_logger
 from hsx_dist.store.folders import SAFELY, is_at, opened
 from hsx_dist.store.local import UNFINISHED
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 #: How long the end waits for lock files that are being made.
 END_S = 5.0

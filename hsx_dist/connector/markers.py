@@ -7,7 +7,6 @@ Of one name the latest wins, and one thread at a time works on it; a marker that
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
 from collections import OrderedDict
@@ -18,10 +17,12 @@ from typing import Any
 from hsx_dist.errors import HsxError, NotFound
 from hsx_dist.format.companions import is_conflict, marker_name
 from hsx_dist.format.json_objects import MAX_JSON_BYTES, get_small
+from hsx_dist.logger import get_logger
 from hsx_dist.store import Store
+from hsx_dist.text import bounded
 from hsx_dist.writers.daemon import DaemonPool
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _THREADS = 4
 #: How many names wait for a store that is slow, at most; what comes on top is not told, but logged.
@@ -58,7 +59,7 @@ class Markers:
         self, key: str, name: str, reason: str, *, conflict: bool = False, then: Callable[[], None] | None = None
     ) -> None:
         """Mark the object ``name``; then call ``then``, also where the marker could not be stored."""
-        body: dict[str, Any] = {"key": key, "error": reason}
+        body: dict[str, Any] = {"key": key, "error": bounded(reason)}
         if conflict:
             body["conflict"] = True
         if self._ttl is not None:

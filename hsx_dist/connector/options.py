@@ -2,32 +2,50 @@
 
 The namespace is shared with other connectors, hence the prefix ``hidden_states_``. A wrong value is set aside alone:
 the request is stored as if it had not been given, and ``hidden_states_meta["refused"]`` of the answer says why.
+
+This runs on the scheduler's thread, between the steps of all clients. Lengths are compared with their limits before
+anything is iterated, so that the cost of a request depends on the limits and its prompt, not on what was sent.
 """
 
 from __future__ import annotations
 
-import json
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
+from uuid import uuid4
 
 import numpy as np
 
-from hsx_dist.format.companions import OBJECT, RESERVED
+from hsx_dist.format.companions import OBJECT, RESERVED, folded, is_of_a_key, is_of_a_run
+from hsx_dist.json_limits import json_text
 from hsx_dist.page import object_name, sample_key
 from hsx_dist.store.local import UNFINISHED
+from hsx_dist.text import printable
 
 PREFIX = "hidden_states_"
 PARAMS = "kv_transfer_params"
 KNOWN = {"key", "path", "layers", "tokens", "save", "row", "loss_mask", "metadata"}
-#: What ``refused`` may name beside names that clients made up.
+#: What ``refused`` may name, besides names that clients made up.
 OURS = {PARAMS, "include_output_tokens", *(PREFIX + name for name in KNOWN)}
+#: So many parameters are compared with the known names, and so many unknown ones are answered, each cut.
+MAX_PARAMS = 64
+MAX_UNKNOWN = 8
+MAX_NAME = 80
 #: A sample's metadata is read with its part's header, and travels with every page.
 MAX_METADATA_BYTES = 64 << 10
+#: More than a job's rows may have (64 in each of their fields): what a driver takes is not refused here.
+MAX_METADATA_DEPTH = 72
+#: Characters of a key or a path.
+MAX_KEY = 1024
 #: A file name may have 255 bytes, and an object's companions add to its own.
 MAX_COMPONENT_BYTES = 240
+#: Names in a path, folders included: folders are made within a step, and stay.
+MAX_PATH_NAMES = 8
+#: Characters of an engine's request id that are kept. A client may send an id of megabytes.
+MAX_ID = 256
 
 #: vLLM's OpenAI server names the i-th prompt of a completion ``cmpl-ID-i``, and the engine adds 8 random digits.
 _BATCH = re.compile(r"cmpl-.*-(\d{1,9})-[0-9a-f]{8}")
@@ -37,6 +55,9 @@ _CHOICE = re.compile(r"(\d{1,9})_(.+)", re.DOTALL)
 
 def place(request_id: str) -> tuple[int, int]:
     """(prompt, choice) of an engine's request id: which result of its client's request it is, both from 0."""
+    if len(request_id) > MAX_KEY:
+        # What decides is at both ends, and the expressions below read all of it.
+        request_id = request_id[: MAX_KEY // 2] + request_id[-MAX_KEY // 2 :]
     choice = _CHOICE.fullmatch(request_id)
     batch = _BATCH.fullmatch(choice.group(2) if choice else request_id)
     return (int(batch.group(1)) if batch else 0), (int(choice.group(1)) if choice else 0)
@@ -80,7 +101,7 @@ class Selection:
             if _whole(start) and (stop is None or _whole(stop)) and _whole(step) and step > 0:
                 return cls(start, stop, step)
         raise ValueError(
-            "expected [start, stop], [start, stop, step > 0], 'all', 'last', 'stride:N', 'loss_mask' or 'mean', came "
+            "expected [start, stop], [start, stop, step > 0], 'all', 'last', 'stride:N', 'loss_mask' or 'mean', got "
             f"{_shown(value)}"
         )
 
@@ -90,10 +111,17 @@ ALL = Selection()
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What a request asks for, resolved. ``path``: the object's name under the output, where the client chose one."""
+    """What a request asks for, resolved.
 
+    ``id``: the request's, cut where it is long; unique among all requests. ``path``: the object's name under the
+    output, where the client chose one that no key has.
+    """
+
+    id: str
     key: str
     path: str | None = None
+    #: The client gave a path whose object is that of ``key``. It is treated as the key, and claims none.
+    by_path: bool = False
     save: bool = True
     layer_ids: tuple[int, ...] = ()
     tokens: Selection = ALL
@@ -101,7 +129,7 @@ class RequestOptions:
     row: int | None = None
     #: 0 or 1 for each token of the prompt, uint8.
     loss_mask: np.ndarray[Any, Any] | None = None
-    metadata: Mapping[str, Any] | None = None
+    metadata: str = ""  # a JSON object as text
     #: The client gave the key or the path; else it is the engine's own request id, which nobody else has.
     chosen: bool = False
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -116,6 +144,7 @@ def read_options(
     request_id: str,
     params: Any,
     *,
+    prompt_tokens: int,
     layer_ids: tuple[int, ...],
     output: str,
     allow_custom_path: bool,
@@ -125,8 +154,9 @@ def read_options(
     refused: dict[str, str] = {}
     if not isinstance(params, Mapping):
         if params is not None:
-            refused[PARAMS] = f"expected an object, came {_shown(params)}"
+            refused[PARAMS] = f"expected an object, got {_shown(params)}"
         params = {}
+    _note_unknown(params, refused)
 
     def read(name: str, default: Any, parse: Any) -> Any:
         value = params.get(name)
@@ -135,34 +165,53 @@ def read_options(
         try:
             return parse(value)
         except ValueError as e:
-            refused[name] = str(e)
+            refused[name] = printable(e, 500)
         except Exception as e:  # noqa: BLE001 - an engine must not die of what a client sends
             refused[name] = f"could not be read: {type(e).__name__}"
         return default
 
-    for name in params:
-        if isinstance(name, str) and name.startswith(PREFIX) and name.removeprefix(PREFIX) not in KNOWN:
-            refused[_told(name)] = f"expected one of {', '.join(sorted(PREFIX + k for k in KNOWN))}"
+    own_id = request_id if len(request_id) <= MAX_ID else f"{request_id[:MAX_ID]}~{uuid4().hex}"
     prompt, choice = place(request_id)
     key = read("hidden_states_key", None, _key)
     path = read("hidden_states_path", None, lambda v: custom_name(v, output, allow_custom_path, prompt, choice))
     if key is not None:
         name_of = sample_key(key, prompt=prompt, choice=choice)
     else:
-        name_of = path.removesuffix(OBJECT) if path is not None else request_id
+        name_of = path.removesuffix(OBJECT) if path is not None else own_id
+    by_path = path is not None and is_of_a_key(path)
+    if by_path and path is not None:
+        # Its object is that of the key. ``object_name`` makes the same name of it.
+        name_of, path = path.removesuffix(OBJECT), None
     return RequestOptions(
+        id=own_id,
         key=name_of,
         path=path,
+        by_path=by_path,
         save=read("hidden_states_save", True, _flag),
         layer_ids=read("hidden_states_layers", layer_ids, lambda v: _layers(v, layer_ids)),
         tokens=read("hidden_states_tokens", ALL, Selection.read),
         include_output_tokens=read("include_output_tokens", include_output_tokens, _flag),
         row=read("hidden_states_row", None, _row),
-        loss_mask=read("hidden_states_loss_mask", None, _mask),
-        metadata=read("hidden_states_metadata", None, _metadata),
-        chosen=key is not None or path is not None,
+        loss_mask=read("hidden_states_loss_mask", None, lambda v: _mask(v, prompt_tokens)),
+        metadata=read("hidden_states_metadata", "", _metadata),
+        chosen=key is not None or path is not None or by_path,
         refused=refused,
     )
+
+
+def _note_unknown(params: Mapping[Any, Any], refused: dict[str, str]) -> None:
+    """Refuse names with our prefix that mean nothing: a few of those among the first ``MAX_PARAMS``."""
+    if len(params) > MAX_PARAMS:
+        refused[PARAMS] = (
+            f"expected at most {MAX_PARAMS} parameters, got {len(params)}; unknown names beyond are not reported"
+        )
+    known = ", ".join(sorted(OURS - {PARAMS, "include_output_tokens"}))
+    unknown = 0
+    for name in islice(params, MAX_PARAMS):
+        if isinstance(name, str) and name.startswith(PREFIX) and (len(name) > MAX_NAME or name not in OURS):
+            unknown += 1
+            if unknown <= MAX_UNKNOWN:
+                refused[printable(name, MAX_NAME)] = f"expected one of {known}"
 
 
 def custom_name(value: Any, output: str, allowed: bool, prompt: int = 0, choice: int = 0) -> str:
@@ -174,34 +223,43 @@ def custom_name(value: Any, output: str, allowed: bool, prompt: int = 0, choice:
     """
     if not allowed:
         raise ValueError("custom paths are off (allow_custom_save_path); the default is used")
-    if not isinstance(value, str) or not value or len(value) > 1024:
-        raise ValueError(f"expected a path under {output}, came {_shown(value)}")
+    if not isinstance(value, str) or not value or len(value) > MAX_KEY:
+        raise ValueError(f"expected a path of 1 to {MAX_KEY} characters under {output}, got {_shown(value)}")
     base = output.rstrip("/") + "/"
     name = _unicode(value).removeprefix(base)
     parts = name.split("/")
     if name.startswith("/") or "://" in name or any(p in ("", ".", "..") for p in parts):
-        raise ValueError(f"expected a path under {output}, came {_shown(value)}")
-    if any(ord(c) < 32 or ord(c) == 127 or c in "\\?#*[]" for c in name):
-        raise ValueError(f"expected a path without control characters and \\ ? # * [ ], came {_shown(value)}")
-    if name.endswith(RESERVED):
-        # An object's companions are not the client's to replace.
-        raise ValueError(f"expected a path that does not end in {', '.join(RESERVED)}, came {_shown(value)}")
-    if any(p.endswith((OBJECT, *RESERVED)) for p in parts[:-1]):
-        raise ValueError(f"expected folders that do not end as objects and their companions do, came {_shown(value)}")
+        raise ValueError(f"expected a path under {output}, got {_shown(value)}")
+    if len(parts) > MAX_PATH_NAMES:
+        raise ValueError(f"expected at most {MAX_PATH_NAMES} names in a path, got {len(parts)}")
+    if any(not c.isprintable() or c in "\\?#*[]" for c in name):
+        raise ValueError(f"expected a path without control characters and \\ ? # * [ ], got {_shown(value)}")
     stem, suffix = posixpath.splitext(name)
     name = sample_key(stem, prompt=prompt, choice=choice) + suffix
-    for part in name.split("/"):
-        if part.startswith(UNFINISHED) or len(part.encode()) > MAX_COMPONENT_BYTES:
-            raise ValueError(
-                f"expected names of at most {MAX_COMPONENT_BYTES} bytes that do not begin with {UNFINISHED}, came "
-                f"{_shown(value)}"
-            )
+    same = folded(name).split("/")
+    if same[-1].endswith(RESERVED):
+        # An object's companions are not the client's to replace.
+        raise ValueError(f"expected a path that does not end in {', '.join(RESERVED)}, got {_shown(value)}")
+    if any(p.endswith((OBJECT, *RESERVED)) for p in same[:-1]):
+        raise ValueError(f"expected folders that do not end as objects and their companions do, got {_shown(value)}")
+    if any(p in ("", ".", "..") or p.startswith(UNFINISHED) for p in same) or any(
+        len(p.encode()) > MAX_COMPONENT_BYTES for p in name.split("/")
+    ):
+        raise ValueError(
+            f"expected names of at most {MAX_COMPONENT_BYTES} bytes that do not begin with {UNFINISHED}, got "
+            f"{_shown(value)}"
+        )
+    if is_of_a_run(name):
+        raise ValueError(f"expected a path that is not the name of a run's own object, got {_shown(value)}")
+    if is_of_a_key(name) and object_name(name.removesuffix(OBJECT)) + OBJECT != name:
+        # A file system could store it in the place of a key's object, and the key is unknown here.
+        raise ValueError(f"expected a path that does not look like the object of a key, got {_shown(value)}")
     return name
 
 
 def _key(value: Any) -> str:
-    if not isinstance(value, str) or not value or len(value) > 1024:
-        raise ValueError(f"expected a string of 1 to 1024 characters, came {_shown(value)}")
+    if not isinstance(value, str) or not value or len(value) > MAX_KEY:
+        raise ValueError(f"expected a string of 1 to {MAX_KEY} characters, got {_shown(value)}")
     return _unicode(value)
 
 
@@ -209,48 +267,44 @@ def _unicode(value: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"expected text without lone surrogates, came {_shown(value)}") from None
+        raise ValueError(f"expected text without lone surrogates, got {_shown(value)}") from None
     return value
 
 
-def _told(name: str) -> str:
-    """A name that a client made up, as it may stand in an answer."""
-    return name[:80].encode("ascii", "backslashreplace").decode()
-
-
-def _mask(value: Any) -> np.ndarray[Any, Any]:
+def _mask(value: Any, prompt_tokens: int) -> np.ndarray[Any, Any]:
     """From bytes of 0 and 1 (a job's), or a list of them."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ValueError(f"expected a list of 0 and 1, got {_shown(value)}")
+    if len(value) != prompt_tokens:
+        raise ValueError(
+            f"expected {prompt_tokens} entries, one for each token of the prompt, got {len(value)}; none is stored"
+        )
     if isinstance(value, bytes):
         mask = np.frombuffer(value, np.uint8)
-    elif isinstance(value, Sequence) and not isinstance(value, str) and all(type(v) in (int, bool) for v in value):
+    elif all(type(v) in (int, bool) for v in value):
         mask = np.array([v if v in (0, 1) else 2 for v in value], np.uint8)
     else:
-        raise ValueError(f"expected a list of 0 and 1, came {_shown(value)}")
+        raise ValueError(f"expected a list of 0 and 1, got {_shown(value)}")
     if not len(mask) or mask.max() > 1:
-        raise ValueError(f"expected 0 or 1 for each token of the prompt, came {_shown(value)}")
+        raise ValueError(f"expected 0 or 1 for each token of the prompt, got {_shown(value)}")
     return mask
 
 
-def _metadata(value: Any) -> Mapping[str, Any]:
-    try:
-        size = len(json.dumps(value, allow_nan=False)) if isinstance(value, Mapping) else -1
-        json.dumps(value, ensure_ascii=False).encode()  # without lone surrogates, which readers may not take
-    except (TypeError, ValueError, RecursionError):
-        size = -1
-    if not 0 <= size <= MAX_METADATA_BYTES:
-        raise ValueError(f"expected an object of at most {MAX_METADATA_BYTES} bytes as JSON, came {_shown(value)}")
-    return dict(value)
+def _metadata(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"expected an object, got {_shown(value)}")
+    return json_text(value, max_bytes=MAX_METADATA_BYTES, max_depth=MAX_METADATA_DEPTH)
 
 
 def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise ValueError(f"expected true or false, came {_shown(value)}")
+        raise ValueError(f"expected true or false, got {_shown(value)}")
     return value
 
 
 def _row(value: Any) -> int:
     if not _whole(value) or value < 0:
-        raise ValueError(f"expected a row number, came {_shown(value)}")
+        raise ValueError(f"expected a row number, got {_shown(value)}")
     return int(value)
 
 
@@ -258,22 +312,26 @@ def _layers(value: Any, captured: tuple[int, ...]) -> tuple[int, ...]:
     if (
         not isinstance(value, Sequence)
         or isinstance(value, str)
-        or not value
+        or not 0 < len(value) <= len(captured)
         or not all(_whole(v) for v in value)
         or len(set(value)) != len(value)
         or not set(value) <= set(captured)
     ):
-        raise ValueError(f"expected some of the captured layers {list(captured)}, each once, came {_shown(value)}")
+        raise ValueError(f"expected some of the captured layers {list(captured)}, each once, got {_shown(value)}")
     return tuple(int(v) for v in value)
 
 
 def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 62
+    return isinstance(value, int) and not isinstance(value, bool) and value.bit_length() < 62
 
 
 def _shown(value: Any) -> str:
-    try:
-        text = repr(value)
-    except Exception:  # noqa: BLE001 - nested too deeply, or an object of somebody's own
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:77]}…"
+    """A value as it may stand in an answer. Of large ones only the size is read."""
+    if isinstance(value, str):
+        return repr(value) if len(value) <= MAX_NAME else f"a string of {len(value)} characters"
+    if value is None or isinstance(value, (bool, float)) or _whole(value):
+        return repr(value)
+    if isinstance(value, (list, tuple)) and len(value) <= 8 and all(_whole(v) for v in value):
+        return repr(value)
+    kind = printable(type(value).__name__, MAX_NAME)
+    return f"a {kind} of {len(value)}" if isinstance(value, Sized) else f"a {kind}"

@@ -6,7 +6,6 @@ wait for a local file system.
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
@@ -14,7 +13,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Literal, ParamSpec, Protocol
 
 import numpy as np
 
@@ -22,11 +22,15 @@ from hsx_dist.connector import huge_pages
 from hsx_dist.connector.cores import any_core
 from hsx_dist.connector.ring import Ring
 from hsx_dist.connector.step import Expect, Skip
+from hsx_dist.logger import get_logger
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import CARRIER, Page, Segment
+from hsx_dist.text import bounded
 from hsx_dist.writers.base import Sender
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
+
+_P = ParamSpec("_P")
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,14 +214,14 @@ class ShippingThread:
         except Exception as e:
             log.exception("a page of %s was not copied", ref.segment.key)
             if sample not in self._failed:
-                self._failed[sample] = f"its states were not copied: {type(e).__name__}: {e}"
+                self._failed[sample] = bounded(f"its states were not copied: {type(e).__name__}: {e}")
                 told.append(Shipped(ref.segment.key, self._failed[sample]))
-        reason = self._failed.get(sample)
-        if reason is not None:
-            self._drop(ref, reason)
+        why = self._failed.get(sample)
+        if why is not None:
+            self._drop(ref, why)
             if ref.last:
                 del self._failed[sample]
-        return reason is None
+        return why is None
 
     def _copied(self, items: Sequence[Item]) -> tuple[list[PageRef], list[Shipped]]:
         """Pages in the ring, once they are there, and what there is to tell; in order."""
@@ -284,6 +288,60 @@ def count_shipped(meter: Meter, refs: list[PageRef], told: list[Shipped], second
             meter.add(name, value)
 
 
+def send_pages(
+    sender: Sender, refs: Sequence[PageRef], memory: np.ndarray[Any, Any], free: Callable[[int], None]
+) -> list[tuple[PageRef, str]]:
+    """Hand pages in ``memory`` to ``sender``; ``free(offset)`` is called for each place that may be used again.
+
+    Returns the pages that could not be handed over, and why: their places are free too.
+    """
+    offsets: dict[int, int] = {}
+    pages, sent, failed = [], [], []
+    for ref in refs:
+        try:
+            page = ref.page(memory)
+        except Exception as e:
+            log.exception("a page of %s was not shipped", ref.segment.key)
+            failed.append((ref, bounded(f"its page cannot be read: {type(e).__name__}: {e}")))
+            free(ref.offset)
+            continue
+        offsets[id(page)] = ref.offset
+        pages.append(page)
+        sent.append(ref)
+    try:
+        if pages:
+            sender.send(pages, lambda page: free(offsets.pop(id(page))))
+    except Exception as e:
+        # The ring must go round, and whoever waits for a sample be told, whatever the writers do.
+        log.exception("%d pages were not shipped", len(pages))
+        failed += [(ref, bounded(f"its pages were not shipped: {type(e).__name__}: {e}")) for ref in sent]
+        for offset in list(offsets.values()):
+            free(offset)
+    return failed
+
+
+def picklable(refs: Sequence[PageRef]) -> tuple[list[PageRef], list[tuple[PageRef, str]]]:
+    """The pages that can cross a process border, and the others with the reason. For a call that could not be pickled
+    as a whole: one bad page must not cost the others."""
+    good: list[PageRef] = []
+    bad: list[tuple[PageRef, str]] = []
+    for ref in refs:
+        try:
+            ForkingPickler.dumps(ref)
+        except Exception as e:
+            log.exception("a page of %s cannot be passed on", ref.segment.key)
+            bad.append((ref, bounded(f"its page cannot be passed on: {type(e).__name__}: {e}")))
+        else:
+            good.append(ref)
+    return good, bad
+
+
+def with_failures(told: Sequence[Shipped], failed: Sequence[tuple[PageRef, str]]) -> list[Shipped]:
+    """``told``, corrected for pages that could not be handed over."""
+    why = {ref.segment.key: text for ref, text in failed}
+    return [Shipped(s.key, s.reason or why.get(s.key)) for s in told]
+
+
 class LocalOutlet:
     """Ships from this process, through a ``Sender``."""
 
@@ -330,38 +388,31 @@ class LocalOutlet:
     def pending(self) -> int:
         return self._thread.pending
 
-    def _drop(self, ref: PageRef, reason: str) -> None:
+    def _drop(self, ref: PageRef, why: str) -> None:
         self.ring.free(ref.offset)
-        self._lost(ref.segment, reason)
+        self._lost(ref.segment, why)
 
-    def _lost(self, segment: Segment, reason: str) -> None:
+    def _lost(self, segment: Segment, why: str) -> None:
         """A page of ``segment`` was not shipped."""
 
     def _ship(self, refs: list[PageRef], told: list[Shipped]) -> None:
-        if refs:
-            offsets: dict[int, int] = {}
-            pages = []
-            for ref in refs:
-                page = ref.page(self.memory)
-                offsets[id(page)] = ref.offset
-                pages.append(page)
-            try:
-                self._sender.send(pages, lambda p: self.ring.free(offsets.pop(id(p))))
-            except Exception as e:
-                # The ring must go round, and whoever waits for a sample be told, whatever the writers do.
-                log.exception("%d pages were not shipped", len(pages))
-                for offset in list(offsets.values()):
-                    self.ring.free(offset)
-                reason = f"its pages were not shipped: {type(e).__name__}: {e}"
-                told = [Shipped(s.key, s.reason or reason) for s in told]
-                for page in pages:
-                    self._lost(page.segment, reason)
-        for shipped in told:
-            self._on_shipped(shipped)
+        failed = send_pages(self._sender, refs, self.memory, self.ring.free)
+        for ref, why in failed:
+            _each_alone(self._lost, ref.segment, why)
+        for shipped in with_failures(told, failed):
+            _each_alone(self._on_shipped, shipped)
 
     def close(self, timeout: float | None = None) -> None:
         if self._thread.close(timeout):
             self._sender.flush()
+
+
+def _each_alone(call: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
+    """Call, and log an error: the next sample must be told all the same."""
+    try:
+        call(*args, **kwargs)
+    except Exception:
+        log.exception("what became of a sample could not be told")
 
 
 _REGISTERED: dict[str, Outlet] = {}

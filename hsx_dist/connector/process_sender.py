@@ -29,16 +29,17 @@ import numpy as np
 import hsx_dist
 from hsx_dist.connector import writer_process
 from hsx_dist.connector.cores import any_core
-from hsx_dist.connector.outlet import PageRef
+from hsx_dist.connector.outlet import PageRef, picklable
 from hsx_dist.connector.shared_memory import mapped, reserve
 from hsx_dist.connector.writer_process import WriterSpec
 from hsx_dist.errors import EngineError, HsxError
 from hsx_dist.format.receipt import Receipt
+from hsx_dist.logger import get_logger
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import Page, Segment
 from hsx_dist.writers.events import Event, Lost
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 #: A process that could not be started is not tried again for so many seconds; meanwhile samples fail at once.
 RESTART_S = 5.0
@@ -174,8 +175,12 @@ class ProcessSender:
     def send(self, pages: Sequence[Page], release: Callable[[Page], None]) -> None:
         child = self._living()
         refs = [self._ref(page) for page in pages]
-        # Before anything is written down: what cannot be pickled is the caller's.
-        message = ForkingPickler.dumps(refs)
+        unsendable: dict[int, str] = {}  # offset → why
+        message = None
+        try:
+            message = ForkingPickler.dumps(refs)
+        except Exception:  # noqa: BLE001 - whatever a page's is; it must not cost the others
+            unsendable = {ref.offset: why for ref, why in picklable(refs)[1]}
         sent, dropped, lost = [], [], []
         with self._state:
             if child is not self._child:
@@ -186,10 +191,11 @@ class ProcessSender:
                     dropped.append(page)
                     if whole:
                         self._broken.discard(source)
-                elif child is None:
+                elif child is None or ref.offset in unsendable:
                     dropped.append(page)
                     self._copies.pop(source, None)
-                    lost.append(page.segment)
+                    why = unsendable.get(ref.offset, "the process that stores hidden states does not run")
+                    lost.append(Lost((page.segment,), why))
                     if not whole:
                         self._broken.add(source)
                 else:
@@ -201,10 +207,10 @@ class ProcessSender:
                         del self._copies[source]
         for page in dropped:
             release(page)
-        if lost:
-            self._on_event(Lost(tuple(lost), "the process that stores hidden states does not run"))
+        for event in lost:
+            self._on_event(event)
         if child is not None and sent:
-            child.send(message if not dropped else ForkingPickler.dumps(sent))
+            child.send(message if message is not None and not dropped else ForkingPickler.dumps(sent))
 
     def _ref(self, page: Page) -> PageRef:
         a, b, c = page.data.shape
@@ -213,7 +219,7 @@ class ProcessSender:
             offset=page.data.ctypes.data - self._base,
             shape=(a, b, c),
             # What a client said of its sample, a loss mask for instance, may be as long as the sample: once is enough.
-            segment=page.segment if first else replace(page.segment, meta={}, attached={}),
+            segment=page.segment if first else replace(page.segment, meta={}, attached={}, metadata=""),
             start=page.start,
             stop=page.stop,
             chunk_tokens=page.chunk_tokens,

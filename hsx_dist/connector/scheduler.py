@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import logging
+import copy
+import hashlib
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -12,21 +13,24 @@ import numpy as np
 from vllm.v1.request import RequestStatus
 
 from hsx_dist.connector.metadata import StepMetadata
-from hsx_dist.connector.options import OURS, RequestOptions, read_options
+from hsx_dist.connector.options import OURS, PARAMS, RequestOptions, read_options
 from hsx_dist.connector.selection import Chosen, choose
 from hsx_dist.connector.settings import ConnectorSettings
 from hsx_dist.connector.step import Expect, Save, Skip
+from hsx_dist.logger import get_logger
 from hsx_dist.page import token_hash
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 #: How many keys that clients chose are remembered, to tell when one comes again for other tokens, and of how many names
 #: which rank stores them.
 REMEMBERED_KEYS = 65536
+#: Characters of an image's identifier that are stored as they are.
+MAX_IDENTIFIER = 128
 
 
 @dataclass(slots=True)
@@ -76,7 +80,7 @@ class SchedulerHalf:
         self._known: dict[str, _Known] = {}
         #: Requests whose blocks we hold: told True, not yet reported by their owner.
         self._held: set[str] = set()
-        self._claims: OrderedDict[str, _Claim] = OrderedDict()  # by key
+        self._claims: OrderedDict[str, _Claim] = OrderedDict()  # by the name of the key's object: a key may be long
         self._owner_of: OrderedDict[str, int] = OrderedDict()  # by the name of an object that a client chose
         self._warned: set[str] = set()
 
@@ -86,21 +90,26 @@ class SchedulerHalf:
         """Called when a request is queued, and again with the same one by no release that we know: idempotent."""
         if request.request_id not in self._known:
             self._known[request.request_id] = self._admit(request)
+            _withhold_params(request)
 
     def _admit(self, request: Request) -> _Known:
         known = _Known(self._read(request))
         asked = self._asked(request, known.options)
         if asked is None:
             return known
-        key = known.options.key
-        claim = self._claims.setdefault(key, _Claim(asked))
-        self._claims.move_to_end(key)
+        key, name = known.options.key, known.options.name
+        if known.options.by_path and name not in self._claims:
+            # Programs for vLLM's connector delete an object and use its path again: paths claim no key. That none of
+            # them replaces an object is the store's to decide, by put-if-absent.
+            return known
+        claim = self._claims.setdefault(name, _Claim(asked))
+        self._claims.move_to_end(name)
         if len(self._claims) > REMEMBERED_KEYS:
             self._claims.popitem(last=False)
         if claim.asked != asked:
             known.conflict = _used_before(key)
             # In the next step, before its first token: whoever reads the key by its answer is to find the marker.
-            self._tell(known, request, known.conflict, conflict=True)
+            self._tell(known, known.conflict, conflict=True)
         else:
             known.claim = claim
             claim.users += 1
@@ -108,7 +117,7 @@ class SchedulerHalf:
 
     def _asked(self, request: Request, options: RequestOptions) -> str | None:
         """What a key stands for, as far as it is known before anything is computed; None where it is not to be
-        checked. A path that a client chose is replaced, as by vLLM's connector."""
+        checked. What lies under a path that no key has is replaced, as by vLLM's connector."""
         prompt = request.prompt_token_ids
         if not options.chosen or options.path is not None or not options.save or not prompt:
             return None
@@ -127,6 +136,7 @@ class SchedulerHalf:
         options = read_options(
             request.request_id,
             request.kv_transfer_params,
+            prompt_tokens=len(request.prompt_token_ids or ()),
             layer_ids=self._layer_ids,
             output=s.output,
             allow_custom_path=s.allow_custom_save_path and s.one_object,
@@ -137,7 +147,7 @@ class SchedulerHalf:
             kind = name if name in OURS else "another"
             if kind not in self._warned:
                 self._warned.add(kind)
-                log.warning("kv_transfer_params[%r] of request %s is ignored: %s", name, request.request_id, why)
+                log.warning("kv_transfer_params[%r] of request %s is ignored: %s", name, options.id, why)
         return options
 
     def _owner(self, known: _Known) -> int:
@@ -164,8 +174,8 @@ class SchedulerHalf:
         if known.claim is not None:
             known.claim.users -= 1
             unused = known.claim.saved is None and known.claim.users == 0
-            if unused and self._claims.get(known.options.key) is known.claim:
-                del self._claims[known.options.key]  # nothing was passed on: the key stands for nothing
+            if unused and self._claims.get(known.options.name) is known.claim:
+                del self._claims[known.options.name]  # nothing was passed on: the key stands for nothing
         return held, answer
 
     def _finish(self, known: _Known, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -184,8 +194,6 @@ class SchedulerHalf:
         if chosen is None:
             return self._skip(known, request, f"its loss mask selects none of {len(tokens)} tokens")
         meta |= chosen.meta
-        if options.metadata is not None:
-            meta["metadata"] = dict(options.metadata)
         if self._settings.ttl_seconds is not None:
             meta["expires"] = round(time.time() + self._settings.ttl_seconds)
         meta |= _inputs(request)
@@ -210,6 +218,8 @@ class SchedulerHalf:
                 if options.layer_ids == self._layer_ids
                 else tuple(self._layer_ids.index(i) for i in options.layer_ids),
                 meta=meta,
+                metadata=options.metadata,
+                id=options.id,
                 name=options.path or "",
                 attached=chosen.attached,
                 mean_of=chosen.mean_of,
@@ -228,18 +238,16 @@ class SchedulerHalf:
         conflict: bool = False,
         refused: dict[str, str] | None = None,
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._tell(known, request, reason, quiet=quiet, conflict=conflict)
+        self._tell(known, reason, quiet=quiet, conflict=conflict)
         refused = dict(known.options.refused) if refused is None else refused
         if request.num_computed_tokens == 0 and not refused:
             return False, None  # never scheduled: vLLM expects nothing of it
         return False, _nothing(reason, refused)
 
-    def _tell(
-        self, known: _Known, request: Request, reason: str, *, quiet: bool = False, conflict: bool = False
-    ) -> None:
+    def _tell(self, known: _Known, reason: str, *, quiet: bool = False, conflict: bool = False) -> None:
         options = known.options
         owner = self._owner(known)  # also of one that was never scheduled: to tell
-        self._next.skipped.append(Skip(request.request_id, options.key, options.name, owner, reason, quiet, conflict))
+        self._next.skipped.append(Skip(options.id, options.key, options.name, owner, reason, quiet, conflict))
 
     def _covered(
         self, request: Request, options: RequestOptions
@@ -297,7 +305,7 @@ class SchedulerHalf:
             known = self._known.get(new.req_id)
             if known is not None and known.owner is None and known.options.save and known.conflict is None:
                 options = known.options
-                meta.expected.append(Expect(new.req_id, options.name, self._owner(known), options.chosen))
+                meta.expected.append(Expect(options.id, options.name, self._owner(known), options.chosen))
         return meta
 
     def copies_done(self, request_ids: set[str]) -> None:
@@ -331,15 +339,35 @@ class SchedulerHalf:
             )
 
 
+def _withhold_params(request: Request) -> None:
+    """Keep ``kv_transfer_params`` in this process.
+
+    vLLM pickles a new request's sampling parameters for its worker processes, within the engine's step: values that are
+    nested too deeply raise there, and end the engine. No worker reads these. ``request.kv_transfer_params`` stays.
+    """
+    params = request.sampling_params
+    if params is not None and PARAMS in (params.extra_args or {}):
+        own = copy.copy(params)  # the n choices of a prompt share one object, and each is still to be read
+        own.extra_args = {name: value for name, value in (params.extra_args or {}).items() if name != PARAMS}
+        request.sampling_params = own
+
+
 def _inputs(request: Request) -> dict[str, Any]:
     """What else than its tokens a request's states come from."""
     found: dict[str, Any] = {}
     if request.mm_features:
         # Their tokens are placeholders, the same for every image: what tells the samples apart is this.
-        found["multimodal"] = [feature.identifier for feature in request.mm_features]
+        found["multimodal"] = [_short(feature.identifier) for feature in request.mm_features]
     if request.lora_request is not None:
         found["lora"] = request.lora_request.lora_name
     return found
+
+
+def _short(identifier: str) -> str:
+    """The identifier of an image, which may be the client's own: hashed where it is longer than a hash."""
+    if len(identifier) <= MAX_IDENTIFIER:
+        return identifier
+    return hashlib.sha256(identifier.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _used_before(key: str) -> str:

@@ -40,7 +40,7 @@ def choose(
     What cannot be done as asked is told in ``refused``, and all tokens are stored.
     """
     total = len(tokens)
-    mask = _whole_mask(options.loss_mask, prompt_tokens, total, refused)
+    mask = _whole_mask(options.loss_mask, total - prompt_tokens)
     kind = options.tokens.kind
     if kind == "mean":
         ids = {"request_token_ids": tokens.astype(np.int32)}  # so that it can be checked over what it was taken
@@ -67,15 +67,6 @@ def choose(
     return Chosen(tokens[span.start : span.stop : span.step], span, 0, meta, attached, str(span))
 
 
-def _whole_mask(
-    mask: np.ndarray[Any, Any] | None, prompt_tokens: int, total: int, refused: dict[str, str]
-) -> np.ndarray[Any, Any] | None:
+def _whole_mask(mask: np.ndarray[Any, Any] | None, generated: int) -> np.ndarray[Any, Any] | None:
     """The prompt's mask, and a 1 for each generated token: what a model says itself is what it is trained on."""
-    if mask is None:
-        return None
-    if len(mask) != prompt_tokens:
-        refused["hidden_states_loss_mask"] = (
-            f"expected {prompt_tokens} entries, one for each token of the prompt, came {len(mask)}; none is stored"
-        )
-        return None
-    return np.concatenate([mask, np.ones(total - prompt_tokens, np.uint8)])
+    return None if mask is None else np.concatenate([mask, np.ones(generated, np.uint8)])

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from hsx_dist.config.secrets import check_no_credentials
 from hsx_dist.errors import ConfigError
+from hsx_dist.logger import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 #: The keys of vLLM's own connector → ours.
 VLLM_KEYS = {
@@ -27,14 +27,16 @@ class ConnectorSettings(BaseModel):
     """The ``hsx`` table of ``kv_connector_extra_config``; vLLM's own keys stand beside it (``VLLM_KEYS``).
 
     ``via`` says where pages go: ``process`` to a sender registered in this process (``outlet.register``), ``socket`` to
-    the process that listens at ``address``, ``store`` to writers of the worker's own that store under
-    ``output`` (one sample an object, no run: what a bare connector does).
+    the process that listens at ``address`` and knows ``authkey``, ``store`` to writers of the worker's own that store
+    under ``output`` (one sample an object, no run: what a bare connector does).
     """
 
     model_config = ConfigDict(extra="forbid")
 
     via: Literal["process", "socket", "store"] = "store"
     address: str | None = None
+    #: Hexadecimal. A ``SecretStr``: vLLM logs its configuration.
+    authkey: SecretStr | None = None
     output: str = Field(min_length=1)
     storage_options: dict[str, Any] = Field(default_factory=dict, description="fsspec's, for ``output``")
     layout: Literal["part", "sample"] = "sample"

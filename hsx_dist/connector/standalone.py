@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from hsx_dist.connector.writer_process import WriterSpec
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.companions import OBJECT
 from hsx_dist.format.receipt import Receipt
+from hsx_dist.logger import get_logger
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import Segment, object_name
 from hsx_dist.store import Store, open_store
@@ -34,7 +34,7 @@ from hsx_dist.writers.threads import ThreadSender
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 #: A marker is worth this many seconds of trying: it only spares a reader its own time limit.
 MARKER_SECONDS = 10.0
@@ -144,8 +144,8 @@ class StoreOutlet(LocalOutlet):
 
     # -- told by the shipping thread ------------------------------------------------------------------------------
 
-    def _lost(self, segment: Segment, reason: str) -> None:
-        self._settle(segment, reason, conflict=False)
+    def _lost(self, segment: Segment, why: str) -> None:
+        self._settle(segment, why, conflict=False)
 
     # -- told by the sink -----------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import numpy as np
 class Save:
     """One finished request whose states lie in ``block_ids``, held until its owner has copied them."""
 
-    request_id: str
+    request_id: str  # vLLM's
     key: str
     token_ids: np.ndarray[Any, Any]  # int64 [T]: the tokens to store
     block_ids: np.ndarray[Any, Any]  # int64: the cache blocks of the request, from its first
@@ -22,6 +22,9 @@ class Save:
     positions: range | np.ndarray[Any, Any] | None = None
     layers: tuple[int, ...] | None = None  # which entries of the cache's layer axis, in this order; None: all
     meta: dict[str, Any] = field(default_factory=dict)  # ``Segment.meta``
+    metadata: str = ""  # ``Segment.metadata``
+    #: What ``Expect`` and ``Skip`` call the request: ``RequestOptions.id``; empty: the same as vLLM's.
+    id: str = ""
     name: str = ""  # ``Segment.name``: the object's, where the client chose a path
     attached: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)  # ``Segment.attached``
     #: Over so many tokens, from the request's first, the mean is stored as one float32 row; 0: the tokens' own rows.
@@ -32,7 +35,7 @@ class Save:
 class Expect:
     """A request that was scheduled for the first time: where its sample will lie, and which rank will store it."""
 
-    request_id: str
+    request_id: str  # ``RequestOptions.id``
     name: str
     owner: int
     chosen: bool = False  # the client chose the name, and may use it again
@@ -42,7 +45,7 @@ class Expect:
 class Skip:
     """A finished request of which nothing is stored."""
 
-    request_id: str
+    request_id: str  # ``RequestOptions.id``
     key: str
     name: str
     owner: int

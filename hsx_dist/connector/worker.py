@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 from uuid import uuid4
 
 import torch
@@ -14,11 +15,16 @@ import torch
 from hsx_dist.connector.gather import Order, cache_order, gather, gather_rows, mean_rows, page_shape, to_device
 from hsx_dist.connector.outlet import Outlet, PageRef
 from hsx_dist.connector.side import Event, side_of
-from hsx_dist.connector.step import Save, Step
+from hsx_dist.connector.step import Expect, Save, Skip, Step
 from hsx_dist.errors import ConfigError
-from hsx_dist.page import Segment, token_hash
+from hsx_dist.format.companions import OBJECT
+from hsx_dist.logger import get_logger
+from hsx_dist.page import Segment, object_name, token_hash
+from hsx_dist.text import bounded
 
-log = logging.getLogger(__name__)
+_R = TypeVar("_R", Expect, Skip)
+
+log = get_logger(__name__)
 
 #: How long a step without tokens waits for the ring, so that an engine that has nothing to do does not spin.
 IDLE_WAIT_S = 0.002
@@ -119,21 +125,18 @@ class WorkerHalf:
             pin(self._memory)
         self._waiting: deque[_Copy] = deque()  # not all pages copied, oldest first
         self._copied: list[_Copy] = []  # all copies started, not all done
+        self._refused: set[str] = set()  # requests that could not be planned: their blocks may go at once
         self._meter = outlet.meter
         self._meter.watch("blocks_held", lambda: self.blocks_held)
 
     def begin(self, meta: Step) -> None:
         """Before the model runs: say what is to come, so that it is prepared meanwhile."""
-        for expected in meta.expected:
-            if expected.owner == self._rank:
-                self._outlet.expect(expected)
+        self._each(self._outlet.expect, meta.expected)
 
     def step(self, meta: Step) -> None:
         """Take what finished since the last step, and copy what there is room for. Depends on no order of vLLM's calls
         after ``begin``: the states of a finished request were written in an earlier step."""
-        for skip in meta.skipped:
-            if skip.owner == self._rank:
-                self._outlet.skip(skip)
+        self._each(self._outlet.skip, meta.skipped)
         self._outlet.prepared()  # the answers of this step are not out yet
         mine = [save for save in meta.saves if save.owner == self._rank]
         if not mine and not self._waiting:
@@ -143,13 +146,34 @@ class WorkerHalf:
         before = time.monotonic()
         self._side.follow()
         with self._side.here():
-            self._waiting.extend(map(self._plan_copy, mine))
+            self._waiting.extend(copy for save in mine if (copy := self._planned(save)) is not None)
             self._pump()
         copied = time.monotonic()
         self._meter.add("copy_seconds", copied - before)
         if self._waiting and meta.idle:
             self._outlet.ring.wait(IDLE_WAIT_S)
             self._meter.add("store_wait_seconds", time.monotonic() - copied)
+
+    def _each(self, call: Callable[[_R], None], requests: Sequence[_R]) -> None:
+        """``call`` for each of this rank's requests. An error costs its own request: it would end the engine's step."""
+        for request in requests:
+            if request.owner == self._rank:
+                try:
+                    call(request)
+                except Exception:
+                    log.exception("request %s is not accounted for", request.request_id)
+
+    def _planned(self, save: Save) -> _Copy | None:
+        """How a request is copied; None where that fails: then its blocks may go, and its failure is told."""
+        try:
+            return self._plan_copy(save)
+        except Exception as e:
+            log.exception("hidden states of %s cannot be copied", save.key)
+            self._refused.add(save.request_id)
+            name = save.name or object_name(save.key) + OBJECT
+            why = bounded(f"its states cannot be copied: {type(e).__name__}: {e}")
+            self._each(self._outlet.skip, [Skip(save.id or save.request_id, save.key, name, save.owner, why)])
+            return None
 
     def _plan_copy(self, save: Save) -> _Copy:
         places = torch.from_numpy(save.block_ids)
@@ -164,7 +188,7 @@ class WorkerHalf:
         places = to_device(places, self._cache.device)
         # A mean has no token ids of its own: what tells two of them apart is over which it was taken.
         ids = save.attached["request_token_ids"] if save.mean_of else save.token_ids
-        return _Copy(save, places, rows, token_hash(ids), f"{save.request_id}:{uuid4().hex[:12]}")
+        return _Copy(save, places, rows, token_hash(ids), f"{save.id or save.request_id}:{uuid4().hex[:12]}")
 
     def drain(self, seconds: float) -> int:
         """At the end of the engine: copy what still waits, for at most ``seconds``; how many requests were left."""
@@ -184,7 +208,8 @@ class WorkerHalf:
         """Requests whose last copy is done since the last call: their blocks may be reused. Each is named once."""
         done = {c.save.request_id for c in self._copied if c.event is None or c.event.query()}
         self._copied = [c for c in self._copied if c.save.request_id not in done]
-        return done
+        refused, self._refused = self._refused, set()
+        return done | refused
 
     @property
     def pending(self) -> int:
@@ -251,6 +276,7 @@ class WorkerHalf:
                 meta=copy.save.meta,
                 attached=copy.save.attached if index == 0 else {},
                 name=copy.save.name,
+                metadata=copy.save.metadata,
             ),
             start=start,
             stop=stop,

@@ -22,9 +22,11 @@ from typing import Any
 from hsx_dist.connector.outlet import PageRef
 from hsx_dist.connector.shared_memory import mapped
 from hsx_dist.errors import HsxError
+from hsx_dist.observe.console import say_lines
 from hsx_dist.observe.metrics import Increments, Meter
 from hsx_dist.page import Page, Segment
 from hsx_dist.store import open_store
+from hsx_dist.text import bounded
 from hsx_dist.writers.events import Event, Lost
 from hsx_dist.writers.sink import PartSink, SinkOptions
 from hsx_dist.writers.threads import ThreadSender
@@ -101,7 +103,7 @@ class _Teller:
             self._tell()
         except BaseException:  # noqa: BLE001 - whatever it is
             # Without it the engine would wait for ever; of a process that ends it knows what is lost with it.
-            traceback.print_exc()
+            say_lines(traceback.format_exc(), to=sys.stderr)
             os._exit(1)
 
     def _tell(self) -> None:
@@ -165,7 +167,13 @@ def serve(connection: Connection, ring: int) -> None:
                         continue
                     if ref.stop == ref.segment.stop:
                         del segments[ref.segment.source]
-                    page = replace(ref, segment=segment).page(memory)
+                    try:
+                        page = replace(ref, segment=segment).page(memory)
+                    except Exception as e:  # noqa: BLE001 - one page must not end the process, and lose the others
+                        segments.pop(ref.segment.source, None)
+                        teller.free(ref.offset, ref.nbytes)
+                        teller.event(Lost((segment,), bounded(f"its page cannot be read: {type(e).__name__}: {e}")))
+                        continue
                     sender.send([page], partial(_free, teller, ref.offset))
             elif os.getppid() != parent:
                 break  # another process has the engine's end of the connection

@@ -24,6 +24,7 @@ from hsx_dist.format.description import (
     Description,
     SegmentInfo,
     SegmentRecord,
+    stored_meta,
 )
 from hsx_dist.format.header import build_header
 from hsx_dist.format.loss import Loss, Squares, combine, measure
@@ -79,8 +80,10 @@ class EncodedSegment:
         layers, chunks = len(self.layer_ids), self.info.num_chunks
         key = 14 * len(self.segment.key)  # one character beyond the BMP: two escapes, escaped again
         attached = sum(240 + 2 * len(name) + 44 * a.ndim for name, a in self.attached.items())
-        if self.segment.meta:
-            key += 2 * len(json.dumps(dict(self.segment.meta))) + 8  # its quotes and escapes are escaped again
+        if meta := stored_meta(self.segment):
+            # Its quotes and escapes are escaped again. As strict as the description: what cannot be stored costs its
+            # segment here, and would cost the whole part there.
+            key += 2 * len(json.dumps(meta, sort_keys=True, allow_nan=False)) + 8
         return 640 + key + attached + layers * (24 + 120 + 48) + layers * chunks * 24
 
 

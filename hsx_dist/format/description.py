@@ -257,11 +257,16 @@ def _row(record: SegmentRecord) -> dict[str, Any]:
         row["sizes"] = record.sizes
     if record.loss:
         row["loss"] = [[_finite(x.rms), _finite(x.worst_token)] for x in record.loss]
-    if s.meta:
-        row["meta"] = dict(s.meta)
+    if meta := stored_meta(s):
+        row["meta"] = meta
     if record.attached:
         row["attached"] = {n: [a.dtype, list(a.shape), a.crc] for n, a in record.attached.items()}
     return row
+
+
+def stored_meta(s: Segment) -> dict[str, Any]:
+    """What a part says of a segment's sample beyond its states."""
+    return {**s.meta, "metadata": json.loads(s.metadata)} if s.metadata else dict(s.meta)
 
 
 def _finite(value: float) -> float | None:

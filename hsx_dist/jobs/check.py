@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from hsx_dist.config import ExtractConfig
@@ -18,6 +17,7 @@ from hsx_dist.format.manifest import CHECK
 from hsx_dist.format.place import Place
 from hsx_dist.isa import avoid_broken_amx
 from hsx_dist.jobs.preflight import Model
+from hsx_dist.observe.console import Console
 from hsx_dist.reading import Run, Sample
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -28,9 +27,10 @@ from hsx_dist.jobs.reach import KNOWN_AFTER_S, Inquiry, failures, flush_until_kn
 from hsx_dist.jobs.replica_actor import start_replica
 from hsx_dist.jobs.room import has_room_for_writers
 from hsx_dist.jobs.tasks import EngineSpec, Task
+from hsx_dist.logger import get_logger
 from hsx_dist.writers.ray_pool import WriterSpec, start_writer
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 #: How often the cluster is asked which nodes it has.
 NODES_EVERY_S = 5.0

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import tempfile
 from pathlib import Path
 
+from hsx_dist.logger import get_logger
 from hsx_dist.store.folders import open_own, private_folder
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 class CoreClaim:

@@ -5,19 +5,19 @@ A stored run does not choose the tokenizer. Otherwise its author would choose wh
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hsx_dist.errors import ConfigError
+from hsx_dist.logger import get_logger
 from hsx_dist.testing.models import SMOLLM2, resolve_model
 
 #: Token ids → their text.
 Decode = Callable[[Sequence[int]], str]
 _MAX_ID = (1 << 32) - 1
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 def choose_decoder(tokenizer: str | None, info: Mapping[str, Any]) -> Decode | None:

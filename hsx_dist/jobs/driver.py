@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Literal
 
@@ -27,10 +27,12 @@ from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.jobs.limits import Limits, Verdict
 from hsx_dist.jobs.rows import Row
 from hsx_dist.jobs.tasks import Task, TaskResult
+from hsx_dist.logger import get_logger
 from hsx_dist.observe.progress import Progress
+from hsx_dist.text import bounded
 from hsx_dist.writers.events import Counted, Lost
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 #: Tasks handed to a replica: one that runs, one that is there when the first drains.
 TASKS_A_REPLICA = 2
@@ -251,6 +253,7 @@ class Driver:
             )
 
     def _give_up(self, fate: RowFate) -> None:
+        fate = replace(fate, reason=bounded(fate.reason))
         self._ledger.add(fate)
         if fate.fate == "withdrawn":
             return

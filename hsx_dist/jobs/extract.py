@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
@@ -12,8 +11,6 @@ from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from rich.console import Console
 
 from hsx_dist.config import ExtractConfig, load_config, public_url, refuse_in_job, resolve_paths
 from hsx_dist.errors import Fenced, HsxError, RunError, RunMismatch
@@ -42,6 +39,8 @@ from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.jobs.limits import HeldBytes, Limits, seconds_left
 from hsx_dist.jobs.rows import Row, read_rows, rows_from
 from hsx_dist.jobs.tasks import EngineSpec
+from hsx_dist.logger import get_logger
+from hsx_dist.observe.console import Console
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.observe.progress import Progress
 from hsx_dist.observe.summary import RunSummary, print_summary
@@ -52,7 +51,7 @@ from hsx_dist.writers.sink import SinkOptions
 if TYPE_CHECKING:
     from hsx_dist.reading import Run
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 Rows = Callable[[], Iterator[Row | RowFate]]
 
@@ -284,7 +283,6 @@ def telling_what_is_missing(rows: Rows, manifest: Manifest, console: Console) ->
             f"ended by {type(e).__name__}: {missing} rows are not proven ({some}); what has a receipt stays, and "
             "the same command goes on from there",
             soft_wrap=True,
-            markup=False,
         )
         raise
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 from hsx_dist.errors import StoreError
 from hsx_dist.format.place import Place
 from hsx_dist.format.runs import beat, is_fenced
+from hsx_dist.logger import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 HEARTBEAT_S = 5.0
 #: How long the last value may take. A store that is down would hold up whoever stops, by all retries of a put.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -11,9 +10,10 @@ from datetime import UTC, datetime
 
 from hsx_dist.config import ExtractConfig
 from hsx_dist.errors import StoreError
+from hsx_dist.logger import get_logger
 from hsx_dist.store import Store
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 #: How often what the store holds is listed, where a run pauses by it.
 LIST_EVERY_S = 15.0

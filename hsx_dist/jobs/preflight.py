@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import uuid
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -14,10 +13,11 @@ from hsx_dist.connector.versions import OLDEST as VLLM_OLDEST
 from hsx_dist.connector.versions import TESTED as VLLM_TESTED
 from hsx_dist.errors import ConfigError, StoreError
 from hsx_dist.layers import resolve_layers
+from hsx_dist.logger import get_logger
 from hsx_dist.store import Store, open_store
 from hsx_dist.tokenizers import template_hash, tokenizer_hash
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 #: Versions that the tests have run with: [lowest, below).
 TESTED = {

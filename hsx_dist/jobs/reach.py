@@ -8,7 +8,6 @@ Whether an actor died, and of what, is not known before.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Any
@@ -17,8 +16,9 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
 from hsx_dist.jobs.ray_errors import reason_of
+from hsx_dist.logger import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 #: How long Ray may take to know: then whoever cannot be reached is given up.
 KNOWN_AFTER_S = 90.0

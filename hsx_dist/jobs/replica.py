@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import os
 import queue
 import threading
@@ -14,6 +13,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pydantic import SecretStr
+
 from hsx_dist.connector import outlet as outlets
 from hsx_dist.connector.bridge import BridgeServer
 from hsx_dist.connector.outlet import LocalOutlet, Shipped
@@ -22,10 +23,11 @@ from hsx_dist.format.manifest import RowFate
 from hsx_dist.jobs.encode import Encoded, RowEncoder, TooLong, load_tokenizer
 from hsx_dist.jobs.rows import Row
 from hsx_dist.jobs.tasks import EngineSpec, Task, TaskResult
+from hsx_dist.logger import get_logger
 from hsx_dist.observe.metrics import Increments, Meter
 from hsx_dist.writers.base import CALL_BYTES, Sender
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 #: How long the loop sleeps when a step had nothing to compute (the ring is full, or the last copies are under way).
 IDLE_S = 0.001
@@ -197,7 +199,8 @@ class Replica:
             self._sampling_params({})
         except (TypeError, ValueError, VLLMValidationError) as e:
             raise EngineError(f"sampling_params: expected what vLLM's SamplingParams take, came {e}") from e
-        llm = LLM(**engine_arguments(spec, self._via, self._address, self._name))
+        key = self._bridge.key if self._bridge is not None else None
+        llm = LLM(**engine_arguments(spec, self._via, self._address, self._name, authkey=key))
         self._engine = llm.llm_engine
         if self._core_here and not self._in_process:
             # vLLM names them itself, by an id of its own that it takes from nobody.
@@ -322,8 +325,11 @@ def row_seed(run: str, key: str) -> int:
     return int.from_bytes(digest) >> 1
 
 
-def engine_arguments(spec: EngineSpec, via: str, address: str, replica: str = "0") -> dict[str, Any]:
-    """Arguments of ``vllm.LLM``: the user's untouched, and those that the extraction sets."""
+def engine_arguments(
+    spec: EngineSpec, via: str, address: str, replica: str = "0", *, authkey: bytes | None = None
+) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM``: the user's untouched, and those that the extraction sets. ``authkey``: with which the
+    ranks prove to the process at ``address`` that they are its engine's; log lines of vLLM do not show it."""
     arguments: dict[str, Any] = {"disable_log_stats": True, **spec.engine_kwargs}
     if spec.revision is not None:
         arguments["revision"] = spec.revision
@@ -353,6 +359,7 @@ def engine_arguments(spec: EngineSpec, via: str, address: str, replica: str = "0
                     "page_bytes": spec.page_bytes,
                     "in_flight_bytes": spec.in_flight_bytes,
                     **({} if spec.owners is None else {"owners": spec.owners}),
+                    **({} if authkey is None else {"authkey": SecretStr(authkey.hex())}),
                 }
             },
         },

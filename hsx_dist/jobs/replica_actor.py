@@ -15,13 +15,14 @@ from hsx_dist.config.secrets import credential_environment
 from hsx_dist.jobs.cores import prepare_cpu
 from hsx_dist.jobs.placement import Placement
 from hsx_dist.jobs.tasks import EngineSpec, Task, TaskResult
+from hsx_dist.logger import get_logger
 from hsx_dist.observe.logs import configure_logging
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.observe.ray_metrics import RayExport
 from hsx_dist.writers.events import Lost
 from hsx_dist.writers.ray_pool import RaySender
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 class ReplicaActor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,8 +9,9 @@ from hsx_dist.config import ExtractConfig
 from hsx_dist.errors import ConfigError
 from hsx_dist.jobs.placement import Placement
 from hsx_dist.jobs.tasks import EngineSpec
+from hsx_dist.logger import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 def check_output(output: str, nodes: int) -> None:

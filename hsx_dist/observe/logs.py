@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hsx_dist.text import ascii_json, printable_lines
+
 #: What a line may be about, in the order in which it is shown.
 FIELDS = ("run", "attempt", "replica", "rank", "writer", "key", "row", "part")
 #: A message may come so often …
@@ -32,12 +34,14 @@ class Structured(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         about = {n: v for n in FIELDS if (v := getattr(record, n, self._context.get(n))) is not None}
-        message = record.getMessage() + getattr(record, "suppressed", "")
+        message = printable_lines(record.getMessage() + getattr(record, "suppressed", ""))
         at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
-        trace = self.formatException(record.exc_info) if record.exc_info else ""
+        # ``exc_text``: what ``logger.Escaping`` made of it.
+        raised = record.exc_text or (self.formatException(record.exc_info) if record.exc_info else "")
+        trace = raised if record.exc_text else printable_lines(raised)
         if self._as_json:
             line = {"time": at, "level": record.levelname, "logger": record.name, "message": message, **about}
-            return json.dumps({**line, **({"traceback": trace} if trace else {})}, ensure_ascii=False, default=str)
+            return ascii_json({**line, **({"traceback": trace} if trace else {})})
         words = " ".join(f"{name}={_word(value)}" for name, value in about.items())
         text = f"{at} {record.levelname} {record.name} {message}" + (f" {words}" if words else "")
         return f"{text}\n{trace}" if trace else text
@@ -92,5 +96,7 @@ def configure_logging(level: int, **context: str) -> None:
 def _word(value: Any) -> str:
     """As it is where that is one word, else quoted: a key is a client's, and may hold anything."""
     text = str(value)
-    plain = text and text.isprintable() and not any(c in text for c in ' "=')
-    return text if plain else json.dumps(text, ensure_ascii=False)
+    shown = text.isprintable()
+    if shown and text and not any(c in text for c in ' "=\\'):
+        return text
+    return json.dumps(text, ensure_ascii=False) if shown else ascii_json(text)

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
+from hsx_dist.observe.console import Console
 from hsx_dist.observe.metrics import Meter, Series
 from hsx_dist.observe.units import duration
+from hsx_dist.text import printable
 
 #: Seconds between the first plain lines; each pause is longer than the one before, up to a minute, as logs are kept.
 PLAIN_EVERY_S = 5.0
@@ -59,7 +60,7 @@ class Progress:
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
-                TextColumn("{task.fields[line]}"),
+                TextColumn("{task.fields[line]}", markup=False),
                 console=self.console,
             )
             self._bar.start()
@@ -74,7 +75,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """One line above the bar."""
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(text, soft_wrap=True)
 
     # -- what happens --------------------------------------------------------------------------------------------
 
@@ -192,7 +193,7 @@ class Progress:
         """Bring the display up to date; ``running`` rows are with replicas."""
         self._running = running
         if self._bar is not None:
-            self._bar.update(self._task, completed=self.done, line=self.line())
+            self._bar.update(self._task, completed=self.done, line=printable(self.line()))
             return
         now = time.monotonic()
         if self._first_token is not None and now - self._said >= self._pause:

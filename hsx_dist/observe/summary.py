@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import islice
 
-from rich.console import Console
 from rich.table import Table
 
 from hsx_dist.format.manifest import Manifest
+from hsx_dist.observe.console import Console
 from hsx_dist.observe.progress import Progress
 from hsx_dist.observe.units import bytes_text
 
@@ -80,11 +80,11 @@ def print_summary(summary: RunSummary, manifest: Manifest, console: Console, com
     for key in islice(manifest.samples, 3):
         sample = manifest.samples[key]
         where = ", ".join(f"{part} [{proof.slot}]" for part, proof in sample.segments)
-        console.print(f"  {key}: {sample.num_tokens} tokens in {where}", highlight=False, soft_wrap=True)
+        console.print(f"  {key}: {sample.num_tokens} tokens in {where}", soft_wrap=True)
     for fates in (manifest.refused, manifest.failed):
         for fate in list(fates.values())[:5]:
-            console.print(f"  {fate.fate} {fate.key} (row {fate.row}): {fate.reason}", highlight=False, soft_wrap=True)
+            console.print(f"  {fate.fate} {fate.key} (row {fate.row}): {fate.reason}", soft_wrap=True)
         if len(fates) > 5:
             console.print(f"  … and {len(fates) - 5} more")
     for conflict in manifest.conflicts:
-        console.print(f"  conflict: {conflict}", highlight=False, soft_wrap=True)
+        console.print(f"  conflict: {conflict}", soft_wrap=True)

@@ -7,7 +7,6 @@ Loads torch where it is installed, as the data sets must be torch's for ``DataLo
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,7 @@ import numpy as np
 
 from hsx_dist.errors import ConfigError, FormatError, NotFound, SampleConsumed
 from hsx_dist.format.container_read import Empty
+from hsx_dist.logger import get_logger
 from hsx_dist.reading.arrays import resolve_framework
 from hsx_dist.reading.cache import CachedStore
 from hsx_dist.reading.follow import Arrival, Follower
@@ -41,7 +41,7 @@ else:  # numpy arrays, and loops of one's own
 if TYPE_CHECKING:
     from hsx_dist.reading.retain import Retention
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 Source = str | os.PathLike[str] | Run | Selection
 #: What ``on_error="skip"`` counts; whatever else goes wrong is no property of one sample, and is raised.

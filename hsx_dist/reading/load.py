@@ -18,9 +18,9 @@ from hsx_dist.reading.companion_lock import shared_lock
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Piece, Sample, Tokens
 from hsx_dist.store import Store, open_store
+from hsx_dist.text import bounded
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
-_LONGEST_REASON = 4000
 _T = TypeVar("_T")
 
 
@@ -102,7 +102,7 @@ def _sample_in_run(store: Store, key: str, opened: list[Run]) -> Sample:
     run = opened[0]
     fate = run.refused.get(key) or (run.failed.get(key) if run.complete else None)
     if fate is not None and key not in run:
-        raise SampleFailed(f"{run.url}: {key!r} was {fate.fate}: {fate.reason}")
+        raise SampleFailed(f"{run.url}: {key!r} was {fate.fate}: {bounded(fate.reason)}")
     return run[key]
 
 
@@ -147,7 +147,7 @@ def _raise_run(store: Store, name: str) -> None:
 def _raise_marker(store: Store, name: str) -> None:
     marker = marker_name(name)
     try:
-        reason = str(read_json(store, marker)["error"])[:_LONGEST_REASON]
+        reason = bounded(read_json(store, marker)["error"])
     except NotFound:
         return
     except (FormatError, KeyError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections import OrderedDict
@@ -17,6 +16,7 @@ from hsx_dist.format.container import Part
 from hsx_dist.format.manifest import Manifest, RowFate
 from hsx_dist.format.place import open_place
 from hsx_dist.format.runs import load_manifest, newest_attempt, read_complete, scan_receipts
+from hsx_dist.logger import get_logger
 from hsx_dist.page import Segment
 from hsx_dist.reading.index import Index, SampleEntry
 from hsx_dist.reading.missing import is_removed
@@ -26,7 +26,7 @@ from hsx_dist.store import Store, open_store
 if TYPE_CHECKING:
     from hsx_dist.reading.select import Selection
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 #: Headers kept: neighbours in a run lie in the same few parts.
 _HEADERS = 64

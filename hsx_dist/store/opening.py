@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from hsx_dist.config.secrets import check_no_credentials, public_url
 from hsx_dist.errors import ConfigError, Unavailable
+from hsx_dist.logger import get_logger
 from hsx_dist.store.base import Store
 from hsx_dist.store.local import LocalStore
 from hsx_dist.store.retry import RetryPolicy, RetryStore
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 Backend = Literal["auto", "fsspec", "obstore"]
 _LOCAL = ("file", "local")

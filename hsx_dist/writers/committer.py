@@ -6,7 +6,6 @@ the newest; then the receipt is stored, in a log that another process may have s
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from hsx_dist.errors import AlreadyExists, SampleConflict
 from hsx_dist.format.container import EncodedPart, EncodedSegment, Part, same_sample
 from hsx_dist.format.manifest import Receipt, SegmentProof, part_name
 from hsx_dist.format.receipt_log import ReceiptLog
+from hsx_dist.logger import get_logger
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.observe.units import bytes_text
 from hsx_dist.page import object_name, token_hash
@@ -24,7 +24,7 @@ from hsx_dist.store import Store
 from hsx_dist.writers.events import Stored
 from hsx_dist.writers.turns import Turns
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 class PartCommitter:
@@ -69,7 +69,9 @@ class PartCommitter:
                     if newest:
                         self._store.put(name, part.buffers)
             else:
-                self._put_new(name, part.buffers, segments[0])
+                # In turn: a put that lets an object live longer must replace no other sample, stored since it looked.
+                with self._turns.take(name, arrival):
+                    self._put_new(name, part.buffers, segments[0])
         finally:
             self._meter.put_took(time.monotonic() - before)
         if not self._attempt:
@@ -107,7 +109,7 @@ class PartCommitter:
         """Of a stored part, without its number."""
         proofs = tuple(
             SegmentProof(
-                segment=replace(s.segment, meta={}),  # as it is read back: a driver keeps millions of them
+                segment=replace(s.segment, meta={}, metadata=""),  # as it is read back: a driver keeps millions of them
                 slot=slot,
                 token_hash=token_hash(s.token_ids),
                 raw_bytes=s.raw_nbytes,

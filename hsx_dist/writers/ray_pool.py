@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from hsx_dist.errors import HsxError
+from hsx_dist.logger import get_logger
 from hsx_dist.observe.logs import configure_logging
 from hsx_dist.observe.metrics import Increments, Meter
 from hsx_dist.observe.ray_metrics import RayExport
@@ -23,12 +24,13 @@ from hsx_dist.page import Page, Segment
 from hsx_dist.store import Store, open_store
 from hsx_dist.store.opening import Backend
 from hsx_dist.store.prefix import PrefixStore
+from hsx_dist.text import bounded
 from hsx_dist.writers.base import ABROAD_BYTES, CALL_BYTES
 from hsx_dist.writers.events import Counted, Event, Lost
 from hsx_dist.writers.mapped import Mapped
 from hsx_dist.writers.sink import PartSink, SinkOptions
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,11 @@ class WriterSpec:
 class Answer:
     """A writer's answer to pages: they are encoded, and the sender may have ``credit`` bytes unanswered from now on.
 
-    ``refused``: why they were not taken; None when they were.
+    ``refused``: which of them were not taken, by their places in the call, and why.
     """
 
     credit: int
-    refused: str | None = None
+    refused: Mapping[int, str] = field(default_factory=dict)
 
 
 class Credits:
@@ -128,20 +130,19 @@ class WriterActor:
     def add_pages(self, sender: str, pages: Sequence[Page]) -> Answer:
         """Encode pages of ``sender`` (a dead sink has told by ``events`` what it lost)."""
         if self._sink is None:
-            return Answer(self._credits.share(sender), self._broken)
-        refused = None
-        try:
-            for page in pages:
+            return Answer(self._credits.share(sender), dict.fromkeys(range(len(pages)), self._broken))
+        refused: dict[int, str] = {}
+        for i, page in enumerate(pages):
+            try:
                 self._mapped.bring(page.data)
                 self._sink.add(page)
                 self._mapped.let_go(page.data)
-        except Exception as e:
-            # Any: what is raised here a sender takes for the writer's death, and drops what others have begun.
-            if not isinstance(e, HsxError | ValueError):
-                log.exception("pages of %s were not taken", pages[0].segment.key)
-            refused = f"{type(e).__name__}: {e}"
-        finally:
-            self._mapped.let_go_between([page.data for page in pages])
+            except Exception as e:
+                # A page that is refused costs its own segment: the call goes on, and answers.
+                if not isinstance(e, HsxError | ValueError):
+                    log.exception("a page of %s was not taken", page.segment.key)
+                refused[i] = bounded(f"{type(e).__name__}: {e}")
+        self._mapped.let_go_between([page.data for page in pages])
         return Answer(self._credits.share(sender), refused)
 
     @ray.method(concurrency_group="control")
@@ -205,7 +206,7 @@ class _Writer:
     credit: int = 0
     asked: bool = False  # it has answered, and said what its credit is
     answered: float = 0.0  # when it last did
-    unanswered: dict[Any, tuple[int, tuple[Segment, ...]]] = field(default_factory=dict)
+    unanswered: dict[Any, tuple[int, tuple[Segment, ...]]] = field(default_factory=dict)  # bytes, each page's segment
     nbytes: int = 0  # of what is unanswered
     epoch: int = 0  # how often it was found dead
     deaths: int = 0  # the same, since it last answered
@@ -339,16 +340,33 @@ class RaySender:
             self._meter.add("credit_wait_seconds", time.monotonic() - before)
             batch = pages[at:end]
             at = end
-            segments = tuple(dict.fromkeys(p.segment for p in batch))
             if writer.epoch != epoch:
                 # Found dead while waiting for room: of what had begun there nothing more is sent.
                 lost = tuple(dict.fromkeys(p.segment for p in [*batch, *pages[at:]]))
                 self._on_lost(Lost(lost, "their writer died"))
                 return
-            # Ray copies the arrays into its object store before .remote() returns: then the ring may reuse them.
-            ref = writer.actor.add_pages.remote(self._name, batch)
-            writer.unanswered[ref] = (nbytes, segments)
-            writer.nbytes += nbytes
+            try:
+                self._call(writer, batch)
+            except Exception as e:
+                log.exception("%d pages cannot be sent in one call; they are sent one by one", len(batch))
+                self._call_each(writer, batch, e)
+
+    def _call(self, writer: _Writer, batch: Sequence[Page]) -> None:
+        # Ray copies the arrays into its object store before .remote() returns: then the ring may reuse them.
+        ref = writer.actor.add_pages.remote(self._name, list(batch))
+        nbytes = sum(page.nbytes for page in batch)
+        writer.unanswered[ref] = (nbytes, tuple(page.segment for page in batch))
+        writer.nbytes += nbytes
+
+    def _call_each(self, writer: _Writer, batch: Sequence[Page], error: Exception) -> None:
+        """A page that cannot be sent costs its own segment."""
+        for page in batch:
+            try:
+                if len(batch) == 1:
+                    raise error
+                self._call(writer, [page])
+            except Exception as e:  # noqa: BLE001 - whatever the page's is
+                self._lose([page.segment], bounded(f"its page cannot be sent: {type(e).__name__}: {e}"))
 
     def _abroad(self) -> list[_Writer]:
         """The other nodes' writers."""
@@ -381,19 +399,32 @@ class RaySender:
     def _answered(self, writer: _Writer, ref: Any, segments: tuple[Segment, ...]) -> None:
         try:
             answer: Answer = ray.get(ref)
+        except RayTaskError as e:  # the writer lives, and could not read the call
+            self._lose(segments, bounded(f"its writer raised: {e.cause}"))
+            return
         except RayError as e:
             if writer.down_until <= time.monotonic():  # several calls meet one death
                 writer.epoch += 1
                 writer.deaths += 1
                 writer.down_until = time.monotonic() + min(2.0**writer.deaths / 2, 30.0)
                 writer.credit, writer.asked = 0, False  # its next life counts what it grants from nothing
-            self._on_lost(Lost(segments, f"writer died: {type(e).__name__}"))
+            self._on_lost(Lost(tuple(dict.fromkeys(segments)), f"writer died: {type(e).__name__}"))
             self._abandon(writer)
             return
         writer.deaths = 0
         writer.credit, writer.asked, writer.answered = answer.credit, True, time.monotonic()
-        if answer.refused is not None:
-            self._on_lost(Lost(segments, answer.refused))
+        for why in dict.fromkeys(answer.refused.values()):
+            refused = dict.fromkeys(segments[i] for i, its in answer.refused.items() if its == why)
+            self._on_lost(Lost(tuple(refused), why))
+
+    def _lose(self, segments: Sequence[Segment], why: str) -> None:
+        """Segments of which a page is missing: what is still to come of them goes nowhere."""
+        segments = tuple(dict.fromkeys(segments))
+        self._on_lost(Lost(segments, why))
+        for segment in segments:
+            key = (segment.key, segment.index, segment.source)
+            if key in self._route:
+                self._route[key] = None
 
     def _abandon(self, writer: _Writer) -> None:
         """What had begun at a writer that died cannot be completed: the rest of it goes nowhere."""

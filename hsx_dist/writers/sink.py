@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import uuid
@@ -15,16 +14,18 @@ from hsx_dist.errors import Fenced, HsxError, SampleConflict, StoreError, Unavai
 from hsx_dist.format.blocks import BlockPool
 from hsx_dist.format.codecs import Codec
 from hsx_dist.format.container import EncodedPart, EncodedSegment, SegmentEncoder, build_part
+from hsx_dist.logger import get_logger
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import Page, Segment
 from hsx_dist.store import Store
 from hsx_dist.store.base import Buffer
+from hsx_dist.text import bounded
 from hsx_dist.writers.committer import PartCommitter
 from hsx_dist.writers.daemon import DaemonPool
 from hsx_dist.writers.events import Event, Lost
 from hsx_dist.writers.scan import Scan
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,7 @@ class PartSink:
                 freed, filling.nbytes, filling.lost = filling.nbytes, 0, True
                 filling.encoder = SegmentEncoder(self._opt.codec)  # lets go of what is encoded
         if not told:
-            self._on_event(Lost((segment,), f"{type(error).__name__}: {error}"))
+            self._on_event(Lost((segment,), bounded(f"{type(error).__name__}: {error}")))
         return freed
 
     def _finish(self, filling: _Filling) -> int:
@@ -248,6 +249,7 @@ class PartSink:
 
     def _append(self, segment: EncodedSegment, arrival: int) -> None:
         name = (segment.segment.key, segment.segment.index)
+        header_bytes = segment.header_nbytes  # first: it raises where the header cannot hold what is said of the sample
         with self._lock:
             if name in self._open.names:
                 # A row that was computed again because its engine died, before what that one left was sealed.
@@ -258,7 +260,7 @@ class PartSink:
             part.segments.append(segment)
             part.names.add(name)
             part.nbytes += segment.nbytes
-            part.header_bytes += segment.header_nbytes
+            part.header_bytes += header_bytes
             part.arrival = arrival
             full = part.nbytes >= self._opt.part_bytes or part.header_bytes >= MAX_HEADER_BYTES
             if full or self._opt.layout == "sample":
@@ -305,7 +307,9 @@ class PartSink:
     def _commit(self, part: _OpenPart, number: int) -> None:
         buffers: list[Buffer] = []
         try:
-            encoded = build_part(part.segments, self._opt.codec, self._opt.about)
+            encoded = self._build(part)
+            if encoded is None:
+                return
             buffers = encoded.buffers
             event = self._committer.commit(part.segments, encoded, number, part.arrival)
             self._count(encoded)
@@ -316,6 +320,24 @@ class PartSink:
             # Some libraries' errors refer to themselves by their tracebacks, and those to this frame, until Python's
             # garbage collector comes by; a store's "there is no newer attempt" is such an error.
             buffers.clear()
+
+    def _build(self, part: _OpenPart) -> EncodedPart | None:
+        """The part without segments that no part can hold, which are told as lost; None where none is left."""
+        try:
+            return build_part(part.segments, self._opt.codec, self._opt.about)
+        except Exception:
+            good = []
+            for segment in part.segments if len(part.segments) > 1 else ():
+                try:
+                    build_part([segment], self._opt.codec, self._opt.about)
+                except Exception as e:  # noqa: BLE001 - whatever it is
+                    self._fail([segment], e)
+                else:
+                    good.append(segment)
+            if len(part.segments) == 1 or len(good) == len(part.segments):
+                raise  # it is the part that cannot be built
+            part.segments[:] = good
+            return build_part(good, self._opt.codec, self._opt.about) if good else None
 
     def _count(self, part: EncodedPart) -> None:
         self.meter.add("parts")
@@ -349,7 +371,7 @@ class PartSink:
         self._on_event(
             Lost(
                 tuple(s.segment for s in segments),
-                f"{type(error).__name__}: {error}",
+                bounded(f"{type(error).__name__}: {error}"),
                 fatal=fatal,
                 fenced=isinstance(error, Fenced),
                 conflict=isinstance(error, SampleConflict),

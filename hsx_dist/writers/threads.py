@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
 
 from hsx_dist.errors import HsxError
+from hsx_dist.logger import get_logger
 from hsx_dist.page import Page
 from hsx_dist.writers.sink import PartSink
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 class ThreadSender:

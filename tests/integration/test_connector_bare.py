@@ -223,6 +223,47 @@ def test_aborted_after_its_end_while_its_blocks_are_held_changes_nothing(llm, or
     assert not core.scheduler.requests  # no block stays held
 
 
+def test_a_client_that_sends_what_it_should_not_harms_only_itself(llm, oracle, output):
+    """Next to others in one batch: metadata 600 deep, names by the thousand, paths of a run and of another's key."""
+    deep: object = 1
+    for _ in range(600):
+        deep = [deep]
+    prompts = [ids(20) for _ in range(7)]
+    outputs = ask(
+        llm,
+        prompts,
+        [
+            {"hidden_states_key": "row-17"},
+            {"hidden_states_metadata": {"a": deep}},
+            {f"hidden_states_{i}": i for i in range(20_000)},
+            {"hidden_states_path": str(output / "run.json")},
+            {"hidden_states_path": str(output / "ROW-17.safetensors."), "hidden_states_loss_mask": [1] * 100_000},
+            {"hidden_states_metadata": {"source": ["web", {"page": 3}]}, "hidden_states_path": "own.safetensors"},
+            {"hidden_states_path": "row-17.safetensors"},
+        ],
+        skip_clone=True,  # as the server does; a copy of something so deep fails before it reaches the engine
+    )
+    answers = [o.kv_transfer_params for o in outputs]
+    for prompt, answer in list(zip(prompts, answers, strict=True))[1:6]:
+        data = hsx_dist.load_hidden_states(answer["hidden_states_path"], framework="torch")
+        oracle.assert_equal(prompt, data["hidden_states"], LAYERS)
+    assert data["meta"]["metadata"] == {"source": ["web", {"page": 3}]}
+    assert (output / "own.safetensors").is_file()
+    assert not (output / "run.json").exists()
+    refused = [set(answer["hidden_states_meta"].get("refused", {})) for answer in answers]
+    assert refused[1] == {"hidden_states_metadata"}
+    assert len(refused[2]) < 20
+    assert refused[3] == {"hidden_states_path"}
+    assert refused[4] == {"hidden_states_path", "hidden_states_loss_mask"}
+    # Whichever of the two was stored, it was not replaced by the other, and a reader is told.
+    assert "used before" in answers[6]["hidden_states_meta"]["reason"]
+    with pytest.raises(SampleFailed, match="used before"):
+        hsx_dist.load_hidden_states(f"{output}/row-17.safetensors")
+    (output / "row-17.error.json").unlink()
+    data = hsx_dist.load_hidden_states(f"{output}/row-17.safetensors", framework="torch")
+    oracle.assert_equal(prompts[0], data["hidden_states"], LAYERS)
+
+
 def test_requests_longer_than_the_ring_and_of_the_longest_length(llm, oracle):
     prompts = [ids(255), ids(254), ids(1)]
     for prompt, out in zip(prompts, ask(llm, prompts, [{}] * 3), strict=True):

@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,6 +216,29 @@ def test_no_request_id_reaches_a_path_outside_of_the_prefix(served):
     path = answer.kv_transfer_params["hidden_states_path"]
     assert "/" not in path.removeprefix(f"{served.prefix}/")
     served.load(path, wait=30)
+
+
+def test_a_client_that_sends_what_it_should_not_harms_only_itself(served, tokenizer):
+    deep: Any = 1
+    for _ in range(600):
+        deep = [deep]
+    asked = [
+        params(hidden_states_metadata={"a": deep}),
+        params(**{f"hidden_states_{i}": i for i in range(10_000)}),
+        params(hidden_states_key="next-to-them"),
+    ]
+
+    def ask(body: dict[str, Any]) -> Any:
+        return served.client.completions.create(model="tiny", prompt="Next to others.", max_tokens=4, extra_body=body)
+
+    with ThreadPoolExecutor(len(asked)) as pool:
+        answers = [answer.kv_transfer_params for answer in pool.map(ask, asked)]
+    for answer in answers:
+        data = served.load(answer["hidden_states_path"], wait=30)
+        assert data["token_ids"].tolist() == tokenizer("Next to others.").input_ids
+    assert "deep" in answers[0]["hidden_states_meta"]["refused"]["hidden_states_metadata"]
+    assert len(json.dumps(answers[1])) < 5000
+    assert answers[2]["hidden_states_key"] == "next-to-them"
 
 
 def metrics(served: Served, wanted: Sequence[str]) -> dict[str, str]:

@@ -15,7 +15,6 @@ whatever ``frame`` holds: the comments say why where an address is used without 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from llvmlite import ir
 from numba import config, int64, njit, types, uint8, uint16, uint64
 from numba.extending import intrinsic
 
+from hsx_dist.logger import get_logger
 from hsx_dist.store.folders import is_trusted
 
 #: Bits of a look-up: zstd's literals have codes of at most so many.
@@ -84,7 +84,7 @@ if config.DISABLE_JIT:
 #: numba unpickles what it finds in its cache.
 _CACHES = not config.CACHE_DIR or is_trusted(Path(config.CACHE_DIR))
 if not _CACHES:
-    logging.getLogger(__name__).warning(
+    get_logger(__name__).warning(
         "NUMBA_CACHE_DIR: expected a folder that only this user can write, got %s. Each process compiles the decoder; "
         "name another folder",
         config.CACHE_DIR,

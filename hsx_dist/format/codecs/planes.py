@@ -7,7 +7,6 @@ enough to make up for that. ``HSX_COMPILED_DECODE`` may be ``never``, or ``alway
 from __future__ import annotations
 
 import importlib
-import logging
 import math
 import os
 import threading
@@ -18,8 +17,9 @@ import numpy as np
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.codecs.zstd import walk
+from hsx_dist.logger import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 VARIABLE = "HSX_COMPILED_DECODE"
 #: Starting takes a second, where somebody has compiled it before; a GiB is decoded in 0.2 s less.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
-from html import escape
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from hsx_dist.observe.report.states import StateNumbers, TokenNorms, gather_stat
 from hsx_dist.observe.units import bytes_text
 from hsx_dist.reading import Run
 from hsx_dist.store import Store
+from hsx_dist.text import printable
 
 #: Token ids → the text of each.
 Decode = Callable[[Sequence[int]], list[str]]
@@ -242,6 +243,11 @@ def _sample(states: StateNumbers, sample: TokenNorms, decode: Decode | None) -> 
     return f'<h3>{escape(sample.key)}{of}</h3><div class="tokens">{"".join(lines)}</div>'
 
 
+def escape(text: str) -> str:
+    """``text`` as it may stand in the page: no markup, and no characters that turn the text around it."""
+    return html.escape(printable(text))
+
+
 def _token(text: str) -> str:
     return escape(text.replace("\n", "⏎")) or "·"
 
@@ -256,9 +262,10 @@ def _color(ratio: float) -> str:
 
 def _settings(facts: RunFacts) -> str:
     text = json.dumps({"meaning": dict(facts.meaning), "settings": dict(facts.settings)}, indent=1, ensure_ascii=False)
+    lines = "\n".join(map(escape, text.split("\n")))
     return (
         '<section id="settings"><h2>Settings</h2><p class=note>As the run keeps them, without credentials.</p>'
-        f"<details><summary>Show</summary><pre>{escape(text)}</pre></details></section>"
+        f"<details><summary>Show</summary><pre>{lines}</pre></details></section>"
     )
 
 

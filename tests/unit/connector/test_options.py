@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+import json
+import math
+import time
+from typing import Any
+
 import pytest
 
-from hsx_dist.connector.options import ALL, Selection, custom_name, place, read_options
-from hsx_dist.page import sample_key
+from hsx_dist.connector.options import (
+    ALL,
+    MAX_ID,
+    MAX_METADATA_DEPTH,
+    MAX_PARAMS,
+    MAX_UNKNOWN,
+    Selection,
+    custom_name,
+    place,
+    read_options,
+)
+from hsx_dist.format.companions import RUN_NAMES, is_of_a_key, marker_name
+from hsx_dist.format.manifest import (
+    CHECK,
+    attempt_name,
+    compacted_name,
+    heartbeat_name,
+    part_name,
+    receipt_name,
+)
+from hsx_dist.format.place import RUN
+from hsx_dist.page import object_name, sample_key
+from hsx_dist.reading.missing import CONSUMED
 
 CAPTURED = (2, 15, 30)
 
 
-def read(params, request_id="r-1", *, allowed=True):
+def read(params, request_id="r-1", *, allowed=True, prompt_tokens=2):
     return read_options(
         request_id,
         params,
+        prompt_tokens=prompt_tokens,
         layer_ids=CAPTURED,
         output="s3://bucket/states/",
         allow_custom_path=allowed,
@@ -76,6 +103,11 @@ def test_selections(value, total, positions):
         ("hidden_states_metadata", {"a": "x" * 70_000}),
         ("hidden_states_metadata", {"a": object()}),
         ("hidden_states_metadata", {"a": "\ud800"}),
+        ("hidden_states_metadata", "{}"),
+        ("hidden_states_loss_mask", [1]),
+        ("hidden_states_loss_mask", [0, 1, 1]),
+        ("hidden_states_loss_mask", {0: 1, 1: 0}),
+        ("hidden_states_row", math.nan),
         ("hidden_states_key", "a\ud800"),
     ],
 )
@@ -114,6 +146,18 @@ def test_a_wrong_value_is_refused_alone(name, value):
         "x" * 241,
         "\u00e9" * 121,
         "a\ud800.safetensors",
+        "/".join("a" * 9),
+        "a/" * 511 + "x.safetensors",
+        "a\u202eb",
+        "a\x9bb",
+        "x.safetensors.LOCK",
+        "X.ERROR.JSON",
+        "x.failed.json.",
+        "x.error.json:stream",
+        "a.SAFETENSORS/x",
+        "a.lock. /x",
+        "a/ . /x",
+        ".HSX-unfinished-1",
     ],
 )
 def test_no_path_leaves_the_prefix_or_hits_a_companion(path):
@@ -159,3 +203,182 @@ def test_keys_and_paths_of_several_results():
     assert read({"hidden_states_key": "k"}, "1_cmpl-x-2-00000000").key == "k-p2-n1"
     assert read({"hidden_states_path": "a.b/c.safetensors"}, "cmpl-x-1-00000000").name == "a.b/c-p1.safetensors"
     assert read({"hidden_states_path": "a.b/c"}, "cmpl-x-1-00000000").name == "a.b/c-p1"
+
+
+OF_A_RUN = [
+    *(RUN, "complete.json", CHECK, CONSUMED, "removed.json", "run.0002.json", "run-0123456789abcdef/data/x"),
+    *(attempt_name(1), heartbeat_name(1), receipt_name(1, "w", 1), compacted_name(1), part_name(1, "w", 1)),
+    *(
+        "data/mine.safetensors",
+        "consumed/0",
+        "report/x",
+        "removed/x",
+        "manifest",
+        "sub/run.json",
+        "sub/a/complete.json",
+    ),
+    # What some file system takes for one of them: letter case, normalisation, ignored characters, ends of names.
+    *("RUN.JSON", "Run.json", "run.json.", "run.json ", "run.json:stream", "\u017fub/run.json", "r\u200bun.json"),
+    *("data./x", "DATA /x", "\uff44ata/x", "\u212aeep/../run.json", "run.j\u017fon"),
+]
+
+
+@pytest.mark.parametrize("path", OF_A_RUN, ids=ascii)
+def test_no_path_is_an_object_of_a_run(path):
+    options = read({"hidden_states_path": path})
+    assert "hidden_states_path" in options.refused
+    assert options.name == "r-1.safetensors"
+    assert read({"hidden_states_path": "mine/data/x.safetensors"}).path == "mine/data/x.safetensors"
+
+
+def test_the_reserved_names_are_all_that_runs_have():
+    for name in (RUN, CHECK, CONSUMED, attempt_name(1), receipt_name(1, "w", 1), part_name(1, "w", 1)):
+        assert name.partition("/")[0] in RUN_NAMES
+
+
+KEYS = [
+    "row-17",
+    "Row-17",
+    "a.b",
+    "a/b",
+    "k" * 200,
+    "\u00e9",
+    ".x",
+    "a b",
+    "x~y",
+    "100%",
+    "run.json",
+    "x.error.json",
+    "-",
+]
+PATHS = [
+    "row-17.safetensors",
+    "ROW-17.safetensors",
+    "row-17.SAFETENSORS",
+    "row-17.safetensors.",
+    "row-17.safetensors:x",
+    "ro\u200bw-17.safetensors",
+    "ro\uff57-17.safetensors",
+    "a%2Fb.safetensors",
+    "a%2fb.safetensors",
+    "%C3%A9.safetensors",
+    "\u212a.safetensors",
+    "row-17",
+    "sub/row-17.safetensors",
+    "a b.safetensors",
+    "\u00e9.safetensors",
+    "row-17.bin",
+    object_name("k" * 200) + ".safetensors",
+    object_name("k" * 200).upper() + ".safetensors",
+]
+
+
+def casefolding(name: str) -> str:
+    """What a file system that folds case and normalises takes for the same name."""
+    import unicodedata
+
+    return unicodedata.normalize("NFKC", name).casefold()
+
+
+@pytest.mark.parametrize("path", PATHS, ids=ascii)
+def test_what_lies_under_a_path_never_replaces_the_object_or_the_marker_of_a_key(path):
+    """An object with a path is put over what is there; one with a key only where there is none."""
+    options = read({"hidden_states_path": path})
+    if options.path is None:
+        assert options.name == ("r-1.safetensors" if options.refused else path)  # put as a key's: only if absent
+        assert options.by_path == (not options.refused)
+        return
+    for key in KEYS:
+        named = read({"hidden_states_key": key}).name
+        assert casefolding(named) != casefolding(options.name)
+        assert casefolding(marker_name(named)) != casefolding(marker_name(options.name))
+
+
+def test_every_name_of_a_key_is_known_as_one():
+    for key in KEYS:
+        assert is_of_a_key(object_name(key) + ".safetensors"), key
+        assert is_of_a_key((object_name(key) + ".safetensors").upper()), key
+
+
+def test_a_path_that_a_key_has_is_that_key():
+    for prompt, request_id in ((0, "r-1"), (1, "cmpl-x-1-00000000")):
+        by_path = read({"hidden_states_path": "s3://bucket/states/row-17.safetensors"}, request_id)
+        by_key = read({"hidden_states_key": "row-17"}, request_id)
+        assert (
+            (by_path.key, by_path.name)
+            == (by_key.key, by_key.name)
+            == (
+                sample_key("row-17", prompt=prompt),
+                f"{sample_key('row-17', prompt=prompt)}.safetensors",
+            )
+        )
+        assert by_path.chosen
+        assert not by_path.refused
+
+
+def test_metadata_has_a_depth_and_travels_as_text():
+    inner: Any = 1
+    for _ in range(MAX_METADATA_DEPTH - 1):
+        inner = [inner]
+    assert json.loads(read({"hidden_states_metadata": {"a": inner, "b": "\u00e9"}}).metadata)["b"] == "\u00e9"
+    refused = read({"hidden_states_metadata": {"a": [inner]}}).refused
+    assert f"at most {MAX_METADATA_DEPTH} deep" in refused["hidden_states_metadata"]
+    assert read({}).metadata == ""
+
+
+def test_a_long_request_id_is_cut_and_stays_one_of_its_own():
+    long = "cmpl-" + "x/" * 500_000 + "-3-1a2b3c4d"
+    first, second = read({}, long), read({}, long)
+    assert len(first.key) <= MAX_ID + 33
+    assert first.key == first.id != second.id
+    assert read({"hidden_states_key": "k"}, long).key == "k-p3"
+    assert read({"hidden_states_key": "k"}, "7_" + long).key == "k-p3-n7"
+
+
+LARGE = 3_000_000
+COSTLY = [
+    lambda: ("key", "k" * 50_000_000),
+    lambda: ("path", "a/" * 25_000_000),
+    lambda: ("layers", [2] * LARGE),
+    lambda: ("layers", [1 << 50_000_000]),
+    lambda: ("tokens", [2] * LARGE),
+    lambda: ("tokens", [0, 1 << 50_000_000]),
+    lambda: ("tokens", "stride:" + "1" * 50_000_000),
+    lambda: ("loss_mask", [1] * LARGE),
+    lambda: ("loss_mask", bytes(50_000_000)),
+    lambda: ("metadata", {"a": [1] * LARGE}),
+    lambda: ("metadata", dict.fromkeys(map(str, range(300_000)))),
+    lambda: ("save", "x" * 50_000_000),
+    lambda: ("row", [[1] * LARGE]),
+    lambda: ("row", 1 << 50_000_000),
+    lambda: ("x" * 50_000_000, 1),
+]
+
+
+@pytest.mark.parametrize("make", COSTLY, ids=range(len(COSTLY)))
+def test_the_cost_of_a_parameter_does_not_grow_with_what_was_sent(make):
+    name, value = make()
+    params = {f"hidden_states_{name}": value}
+    hash(next(iter(params)))  # as JSON's reader does
+    before = time.thread_time()
+    options = read(params)
+    assert time.thread_time() - before < 0.02
+    assert len(options.refused) == 1
+    assert len(json.dumps(dict(options.refused))) < 1000
+
+
+def test_unknown_names_cost_and_are_answered_up_to_a_limit():
+    params: dict[str, Any] = {f"hidden_states_{'x' * 200}{i}": i for i in range(300_000)}
+    params["hidden_states_key"] = "k"
+    before = time.thread_time()
+    options = read(params)
+    assert time.thread_time() - before < 0.02
+    assert options.key == "k"  # what is known is found all the same
+    assert len(options.refused) <= MAX_UNKNOWN + 1
+    assert len(json.dumps(dict(options.refused))) < 4000
+    assert str(MAX_PARAMS) in options.refused["kv_transfer_params"]
+
+
+def test_what_is_refused_can_be_shown():
+    options = read({"hidden_states_\x1b[2J\u202e": 1, "hidden_states_key": ["\x1b"], "hidden_states_tokens": "\x9b\n"})
+    assert all(name.isprintable() and why.isprintable() for name, why in options.refused.items())

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 from types import SimpleNamespace
 
 import pytest
 from vllm import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
+from hsx_dist.connector.options import MAX_METADATA_DEPTH
 from hsx_dist.connector.scheduler import SchedulerHalf
 from hsx_dist.connector.settings import ConnectorSettings, read_settings
 from hsx_dist.errors import ConfigError
@@ -424,3 +426,95 @@ def test_a_path_of_the_clients_choice_lies_under_the_prefix_or_is_told(allowed):
     else:
         assert "hidden_states_path" in answer["hidden_states_meta"]["refused"]
         assert meta(scheduler).saves[0].name == ""
+
+
+def nested_in(depth: int) -> dict:
+    value: object = 1
+    for _ in range(depth):
+        value = [value]
+    return {"a": value}
+
+
+def test_metadata_of_any_depth_travels_as_text_and_harms_no_other_request_of_its_step():
+    """vLLM pickles a step's metadata for its worker processes, within the engine's step."""
+    scheduler = half()
+    requests = [
+        request(4, 4, request_id="deep-1", hidden_states_metadata=nested_in(600)),
+        request(4, 4, request_id="fits-1", hidden_states_metadata=nested_in(MAX_METADATA_DEPTH - 1)),
+        request(4, 4, request_id="none-1"),
+    ]
+    for r in requests:
+        scheduler.new_request(r)
+        held, answer = scheduler.request_finished(r, [1])
+        assert held
+        assert ("refused" in answer["hidden_states_meta"]) == (r.request_id == "deep-1")
+    told = pickle.loads(pickle.dumps(meta(scheduler)))
+    assert [save.metadata for save in told.saves] == ["", json.dumps(nested_in(MAX_METADATA_DEPTH - 1)), ""]
+    assert "metadata" not in told.saves[1].meta
+
+
+def test_what_vllm_pickles_of_a_request_for_its_workers_has_no_parameters_of_a_client():
+    """Of none, also those that are not ours; and the other choices of the prompt, which share them, keep theirs."""
+    shared = SamplingParams(
+        max_tokens=8,
+        extra_args={"kv_transfer_params": {"hidden_states_key": "k", "other": nested_in(100_000)}, "mine": 1},
+    )
+    scheduler = half()
+    for i in range(2):
+        r = Request(f"{i}_cmpl-x-0-1a2b3c4d", [1, 2, 3], shared, None)
+        scheduler.new_request(r)
+        pickle.dumps(r.sampling_params)
+        assert r.sampling_params.extra_args == {"mine": 1}
+        assert r.sampling_params.max_tokens == 8
+        assert r.kv_transfer_params["hidden_states_key"] == "k"
+        r.num_computed_tokens, r.status = 3, RequestStatus.FINISHED_LENGTH_CAPPED
+        assert scheduler.request_finished(r, [1])[1]["hidden_states_key"] == ("k-n1" if i else "k")
+    assert shared.extra_args["kv_transfer_params"]
+
+
+def test_a_request_id_of_any_length_costs_what_a_short_one_does():
+    scheduler = half()
+    long = "x" * 1_000_000 + "-1a2b3c4d"
+    stored, skipped = request(4, 4, request_id=long), request(4, 0, request_id=f"{long}9", hidden_states_key="k")
+    for r in (stored, skipped):
+        scheduler.new_request(r)
+    first = meta(scheduler, stored, skipped)
+    for r in (stored, skipped):
+        scheduler.request_finished(r, [1])
+    last = meta(scheduler)
+    (save,) = last.saves
+    assert save.request_id == long  # vLLM's own must come back whole
+    assert save.id == save.key == first.expected[0].request_id
+    assert last.skipped[0].request_id == first.expected[1].request_id != save.id
+    assert max(len(e.request_id) for e in first.expected) < 400
+
+
+def test_an_images_long_identifier_is_hashed():
+    scheduler = half()
+    told = []
+    for i, image in enumerate(("x" * 1_000_000, "x" * 1_000_001)):
+        r = request(4, 4, hidden_states_key=f"k{i}", request_id=f"r{i}-1")
+        r.mm_features = [SimpleNamespace(identifier=image)]
+        told += scheduler.request_finished(r, [1])[1]["hidden_states_meta"]["multimodal"]
+    assert len(set(told)) == 2
+    assert all(len(identifier) == 64 for identifier in told)
+
+
+def test_a_path_that_a_key_has_obeys_the_keys_claim_and_makes_none():
+    """Programs for vLLM's connector delete what they have read, and use the path again."""
+    scheduler = half(output="/data/x", allow_custom_save_path=True)
+
+    def ask(n: int, **params) -> dict:
+        r = request(n, n, request_id=f"{n}-{len(params)}-1", **params)
+        scheduler.new_request(r)
+        return scheduler.request_finished(r, [1])[1]
+
+    for n in (3, 4):
+        answer = ask(n, hidden_states_path="/data/x/mine.safetensors")
+        assert answer["hidden_states_path"] == "/data/x/mine.safetensors"
+        assert answer["hidden_states_key"] == "mine"
+    assert ask(3, hidden_states_key="row-17")["hidden_states_path"] == "/data/x/row-17.safetensors"
+    answer = ask(4, hidden_states_path="row-17.safetensors")
+    assert "used before" in answer["hidden_states_meta"]["reason"]
+    assert ask(3, hidden_states_path="row-17.safetensors")["hidden_states_key"] == "row-17"  # the same sample
+    assert all(not save.name for save in meta(scheduler).saves)  # each is put only where there is none

@@ -13,7 +13,13 @@ TOKENS = np.arange(100, 110)
 
 def chosen(prompt=10, **params):
     options = read_options(
-        "r", params, layer_ids=(1,), output="x", allow_custom_path=False, include_output_tokens=prompt < 10
+        "r",
+        params,
+        prompt_tokens=prompt,
+        layer_ids=(1,),
+        output="x",
+        allow_custom_path=False,
+        include_output_tokens=prompt < 10,
     )
     refused = dict(options.refused)
     return choose(options, prompt, TOKENS, refused), refused
@@ -61,7 +67,7 @@ def test_the_mask_is_asked_for_and_missing_or_of_another_length():
     assert "needs hidden_states_loss_mask" in refused["hidden_states_tokens"]
     got, refused = chosen(hidden_states_loss_mask=bytes(9))
     assert got.attached == {}
-    assert "expected 10 entries, one for each token of the prompt, came 9" in refused["hidden_states_loss_mask"]
+    assert "expected 10 entries, one for each token of the prompt, got 9" in refused["hidden_states_loss_mask"]
 
 
 def test_a_mean_says_over_what_it_was_taken():

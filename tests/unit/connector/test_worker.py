@@ -291,3 +291,53 @@ def test_pinned_memory_is_registered_and_given_back(monkeypatch, caplog):
         pin(memory)
     unpin(memory)
     assert "cudaHostUnregister of 64 bytes failed with error 2" in caplog.text
+
+
+def test_a_request_that_cannot_be_copied_costs_itself_alone():
+    """Its blocks come free, its failure is told, and no error reaches the engine's step."""
+    outlet = KeepingOutlet(1 << 20)
+    _, worker = half(outlet)
+    bad = dataclasses.replace(save(8, key="bad"), positions=np.array([0, 1_000_000]), id="short")
+    worker.step(Step(saves=[save(4, key="a"), bad, save(5, key="b")]))
+    assert worker.finished() == {"req-a", "req-bad", "req-b"}
+    assert worker.finished() == set()
+    assert {ref.segment.key for ref in outlet.refs} == {"a", "b"}
+    (skip,) = outlet.skipped
+    assert (skip.request_id, skip.key, skip.name) == ("short", "bad", "bad.safetensors")
+    assert "cannot be copied" in skip.reason
+    assert worker.pending == 0
+
+
+def test_a_request_that_cannot_be_told_costs_itself_alone():
+    outlet = KeepingOutlet(1 << 20)
+    _, worker = half(outlet)
+    kept = outlet.skip, outlet.expect
+
+    def refuse(which):
+        def call(item):
+            if item.request_id == "bad":
+                raise OSError("disk")
+            kept[which](item)
+
+        return call
+
+    outlet.skip, outlet.expect = refuse(0), refuse(1)
+    step = Step(
+        saves=[save(4)],
+        skipped=[Skip(i, i, f"{i}.safetensors", 0, "why") for i in ("bad", "c")],
+        expected=[Expect(i, i, 0) for i in ("bad", "d")],
+    )
+    worker.begin(step)
+    worker.step(step)
+    assert [e.request_id for e in outlet.expected] == ["d"]
+    assert [s.request_id for s in outlet.skipped] == ["c"]
+    assert worker.finished() == {"req-k"}
+
+
+def test_what_a_client_says_of_its_sample_goes_with_its_pages_as_text():
+    outlet = KeepingOutlet(1 << 20)
+    _, worker = half(outlet)
+    worker.step(Step(saves=[dataclasses.replace(save(4), metadata='{"a": 1}', id="short")]))
+    assert {(ref.segment.metadata, ref.segment.source.rpartition(":")[0]) for ref in outlet.refs} == {
+        ('{"a": 1}', "short")
+    }

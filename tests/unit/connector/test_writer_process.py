@@ -452,3 +452,32 @@ def test_it_runs_where_its_starter_was_allowed_to_run_not_where_the_engine_is(tm
             outlet.close(10)
     finally:
         os.sched_setaffinity(0, allowed)
+
+
+def test_a_page_that_cannot_be_sent_or_read_costs_its_sample_alone(outlet, tmp_path):
+    """All of them in one call, as the shipping thread makes it."""
+    writers, refs = outlet._writers, []
+    for key in ("a", "bad", "c", "bad-shape"):
+        rows = some(4)
+        offset = outlet.ring.allocate(rows.nbytes)
+        outlet.memory[offset : offset + rows.nbytes] = rows.reshape(-1).view(np.uint8)
+        attached = {"x": lambda: None} if key == "bad" else {}
+        segment = Segment(key, 0, 0, 4, 4, source=f"{key}:0", attached=attached)
+        ids = np.arange(4, dtype=np.int64)
+        refs.append(PageRef(offset, rows.shape, segment, 0, 4, 4, LAYERS, "float32", "LTH", ids))
+        outlet.expect(Expect(key, f"{key}.safetensors", 0, True))
+    whole = writers._ref
+
+    def _ref(page):
+        ref = whole(page)
+        return replace(ref, shape=(1 << 20, 1 << 20, 1)) if page.segment.key == "bad-shape" else ref
+
+    writers._ref = _ref
+    outlet.submit(*[(ref, None) for ref in refs])
+    submit(outlet, "later", some())
+    settle(outlet)
+    for key in ("a", "c", "later"):
+        assert states_of(tmp_path, key).shape[0] == 2
+    for key, why in (("bad", "cannot be passed on"), ("bad-shape", "cannot be read")):
+        with pytest.raises(SampleFailed, match=why):
+            hsx_dist.load_hidden_states(str(tmp_path / f"{key}.safetensors"), wait=30)

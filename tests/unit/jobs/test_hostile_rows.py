@@ -58,7 +58,13 @@ def check(item: Row | RowFate) -> None:
     if item.metadata:
         asked["hidden_states_metadata"] = item.metadata  # type: ignore[assignment]
     options = read_options(
-        "r", asked, layer_ids=(1,), output="/o", allow_custom_path=False, include_output_tokens=False
+        "r",
+        asked,
+        prompt_tokens=8,
+        layer_ids=(1,),
+        output="/o",
+        allow_custom_path=False,
+        include_output_tokens=False,
     )
     assert not options.refused
     assert options.key == item.key

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 
+from hsx_dist.logger import get_logger
 from hsx_dist.observe.logs import OFTEN, WINDOW_S, NotSoOften, Structured, shown_elsewhere
 
 
@@ -62,3 +64,58 @@ def test_what_a_library_shows_itself_is_not_shown_again():
             assert shown_elsewhere(made) is elsewhere
     finally:
         library.removeHandler(own)
+
+
+HOSTILE = "\x1b[2J\nfake\x9b\u202e\x7f"
+
+
+def lines_of(name: str, log_it) -> list[str]:
+    """What a handler with a plain formatter shows of a line of one of our loggers, as inside vLLM's server."""
+    out = io.StringIO()
+    handler = logging.StreamHandler(out)
+    log = get_logger(name)
+    log.addHandler(handler)
+    try:
+        log_it(log)
+    finally:
+        log.removeHandler(handler)
+    return out.getvalue().rstrip("\n").split("\n")
+
+
+def test_what_a_client_sent_is_escaped_whoever_shows_the_line():
+    key = f"k{HOSTILE}"
+    for log_it in (
+        lambda log: log.warning("of %s, %r, %d", key, key, 3),
+        lambda log: log.warning("of %(key)s", {"key": key}),
+        lambda log: log.error("because %s", ValueError(key)),
+        lambda log: log.error("in %s", [key]),
+    ):
+        (line,) = lines_of("hsx_test_escaped", log_it)
+        assert line.isprintable(), ascii(line)
+        assert "fake" in line
+    (line,) = lines_of("hsx_test_escaped", lambda log: log.warning("of %s", "x" * 1_000_000))
+    assert len(line) < 3000
+
+
+def test_a_traceback_keeps_its_lines_and_nothing_else():
+    def raise_it(log: logging.Logger) -> None:
+        try:
+            raise ValueError(HOSTILE)
+        except ValueError:
+            log.exception("of %s", HOSTILE)
+
+    lines = lines_of("hsx_test_escaped", raise_it)
+    assert len(lines) > 3
+    assert all(line.isprintable() for line in lines)
+    assert not any(line.startswith("fake") for line in lines)
+
+
+def test_lines_of_other_libraries_are_escaped_by_our_format():
+    for as_json in (False, True):
+        line = Structured({"run": f"r{HOSTILE}"}, as_json=as_json).format(record(f"x{HOSTILE}", key=HOSTILE))
+        assert all(part.isprintable() for part in line.split("\n")), ascii(line)
+        assert not any(part.startswith("fake") for part in line.split("\n"))
+        assert "fake" in line
+        if as_json:
+            assert line.isascii()
+            assert json.loads(line)["key"] == HOSTILE

@@ -11,6 +11,7 @@ import pytest
 from hsx_dist.errors import RunError, SampleNotFound
 from hsx_dist.observe.report import write_report
 from hsx_dist.observe.report.facts import gather_facts
+from hsx_dist.observe.report.page import escape
 from hsx_dist.observe.report.states import gather_states, spread
 from hsx_dist.reading import Run
 from hsx_dist.store import Store, open_store
@@ -157,3 +158,7 @@ def test_a_browser_shows_every_plot_without_an_error_or_a_request(small_run: Sto
         assert page.locator("#samples .tokens span[title]").count() > 100
     assert seen.errors == []
     assert seen.requests == [path.as_uri()]
+
+
+def test_no_character_turns_the_text_around_it():
+    assert escape("<b>\u202egnp\x1b\x9b") == "&lt;b&gt;\\u202egnp\\x1b\\x9b"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +17,7 @@ from hsx_dist.page import Page, Segment
 from hsx_dist.reading import Run
 from hsx_dist.store.local import LocalStore
 from hsx_dist.testing.runs import write_v1_run
+from hsx_dist.writers import sink as sink_module
 from hsx_dist.writers.events import Lost, Stored
 from hsx_dist.writers.sink import PartSink, SinkOptions
 from hsx_dist.writers.threads import ThreadSender
@@ -29,12 +31,13 @@ def test_what_pages_carry_is_stored_and_no_receipt_keeps_it(store):
     mask = np.arange(100, dtype=np.uint8) % 2
     for page in pages("a", 100):
         extra = {"attached": {"loss_mask": mask}} if page.segment.index == 0 else {}
-        sink.add(replace(page, segment=replace(page.segment, meta={"metadata": {"source": "web"}}, **extra)))
+        sink.add(replace(page, segment=replace(page.segment, metadata='{"source": "web"}', **extra)))
     sink.flush()
     assert sink.held_bytes == 0
     sink.close()
     (receipt,) = events
-    assert all(not proof.segment.meta and not proof.segment.attached for proof in receipt.segments)
+    kept = [(proof.segment.meta, proof.segment.metadata, proof.segment.attached) for proof in receipt.segments]
+    assert not any(any(what) for what in kept)
     sample = Run(written(store))["a"]
     assert sample.metadata == {"source": "web"}
     assert sample.load(tokens=(60, 70), framework="numpy")["loss_mask"].tolist() == mask[60:70].tolist()
@@ -208,3 +211,46 @@ def test_without_a_run_two_copies_of_a_sample_are_two_requests_and_both_are_told
     assert [type(t) for t in told] == [Stored, Stored]
     assert sorted(s.source for t in told for s in t.segments) == ["a", "b"]
     assert sink.held_bytes == 0
+
+
+def test_a_segment_that_no_part_can_hold_costs_itself_alone(store, monkeypatch):
+    """Whatever is wrong with it, the others of its part are stored."""
+    whole = sink_module.build_part
+
+    def build_part(segments, *args):
+        if any(s.segment.key.startswith("bad") for s in segments):
+            raise TypeError("no")
+        return whole(segments, *args)
+
+    monkeypatch.setattr(sink_module, "build_part", build_part)
+    events = []
+    sink = PartSink(store, options(), events.append)
+    for key in ("a", "bad", "b", "bad too"):
+        for page in pages(key, 4):
+            sink.add(page)
+    sink.flush()
+    for page in pages("bad alone", 4):
+        sink.add(page)
+    sink.flush()
+    for key in ("bad 1", "bad 2"):
+        for page in pages(key, 4):
+            sink.add(page)
+    sink.close()
+    assert sink.held_bytes == 0
+    lost = [s.key for e in events if isinstance(e, Lost) for s in e.segments]
+    assert lost == ["bad", "bad too", "bad alone", "bad 1", "bad 2"]
+    assert set(load_manifest(store).samples) == {"a", "b"}
+
+
+@pytest.mark.parametrize("meta", [{"a": float("nan")}, {"a": object()}, {1: 1, "b": 2}], ids=["nan", "object", "keys"])
+def test_what_cannot_be_said_of_a_sample_costs_it_alone(store, meta):
+    events = []
+    sink = PartSink(store, options(), events.append)
+    for key in ("a", "bad", "b"):
+        for page in pages(key, 4):
+            segment = replace(page.segment, meta=meta if key == "bad" else {})
+            with suppress(TypeError, ValueError):
+                sink.add(replace(page, segment=segment))
+    sink.close()
+    assert [s.key for e in events if isinstance(e, Lost) for s in e.segments] == ["bad"]
+    assert set(load_manifest(store).samples) == {"a", "b"}

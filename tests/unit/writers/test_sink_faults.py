@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import queue
 import threading
 import tracemalloc
 import weakref
@@ -246,3 +247,28 @@ def test_the_same_sample_again_lives_as_long_as_its_last_answer_says(store):
             sink.add(replace(page, segment=replace(page.segment, meta={"expires": expires})))
         sink.close()
         assert Part.open(store, "k.safetensors").segments[0].segment.meta["expires"] == expires
+
+
+def test_a_sample_that_is_to_live_longer_replaces_no_other_that_was_stored_meanwhile(store):
+    """The key's object is deleted, and the key used for another sample, between the look and the put."""
+
+    def add(sink: PartSink, expires: int, seed: int) -> None:
+        for page in pages("k", 5, seed=seed):
+            sink.add(replace(page, segment=replace(page.segment, meta={"expires": expires}, source=str(expires))))
+
+    hanging = HangingStore(store, Strike({"put"}))
+    events: queue.Queue = queue.Queue()
+    sink = PartSink(hanging, options(attempt=0, layout="sample"), events.put)
+    add(sink, 100, seed=0)
+    assert isinstance(events.get(timeout=30), Stored)
+    add(sink, 200, seed=0)
+    assert hanging.hanging.wait(30)  # it has looked, and is about to put
+    store.delete("k.safetensors")
+    add(sink, 300, seed=1)
+    with suppress(queue.Empty):
+        events.get(timeout=0.2)  # time enough to overtake
+    hanging.release()
+    sink.close()
+    told = {e.segments[0].source: type(e) for e in list(events.queue)}
+    there = Part.open(store, "k.safetensors").segments[0].segment
+    assert told.get("300", Stored) is (Stored if there.meta["expires"] == 300 else Lost)

@@ -1,0 +1,61 @@
+"""JSON values of unknown size and depth, turned into text at a bounded cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+
+def json_text(value: Any, *, max_bytes: int, max_depth: int) -> str:
+    """``value`` as JSON text in ASCII.
+
+    Walks the value level by level, without recursion, and stops as soon as it must be longer than ``max_bytes``: the
+    cost depends on the limits, not on the value.
+
+    Raises:
+        ValueError: nested deeper than ``max_depth`` (a scalar has depth 0), longer than ``max_bytes``, or no JSON
+            (other types, NaN, lone surrogates).
+    """
+    left, depth, level = max_bytes, 0, [value]
+    while level:
+        below: list[Any] = []
+        for item in level:
+            # A lower bound of the item's own length as JSON, which ``left`` must cover before anything is iterated.
+            if isinstance(item, str):
+                left -= len(item) + 2
+            elif isinstance(item, (list, tuple)):
+                left -= max(2 * len(item), 2)
+            elif isinstance(item, Mapping):
+                left -= max(4 * len(item), 2)
+            elif isinstance(item, int):
+                left -= max(item.bit_length() * 3 // 10, 1)
+            else:
+                left -= 1
+            if left < 0:
+                raise ValueError(f"expected at most {max_bytes} bytes as JSON, got more")
+            if isinstance(item, str):
+                if not item.isascii():
+                    _check_unicode(item)
+            elif isinstance(item, (list, tuple)):
+                below += item
+            elif isinstance(item, Mapping):
+                below += item.keys()
+                below += item.values()
+        if below and depth == max_depth:
+            raise ValueError(f"expected values nested at most {max_depth} deep, got deeper ones")
+        depth, level = depth + 1, below
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as e:
+        raise ValueError(f"expected what JSON can hold: {e}") from None
+    if len(text) > max_bytes:
+        raise ValueError(f"expected at most {max_bytes} bytes as JSON, got {len(text)}")
+    return text
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("expected text without lone surrogates, which readers may not take") from None

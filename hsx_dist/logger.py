@@ -1,0 +1,59 @@
+"""The loggers of this package. What clients and stored objects put into a message is escaped, whoever shows it.
+
+Inside vLLM's server other code configures logging, so escaping cannot be a formatter's alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from hsx_dist.text import printable, printable_lines
+
+#: Characters of one argument of a message that are shown.
+MAX_ARGUMENT = 2000
+
+_formatter = logging.Formatter()
+
+
+class _Escaped:
+    """An argument of a message, formatted when the message is."""
+
+    def __init__(self, value: object):
+        self._value = value
+
+    def __str__(self) -> str:
+        return printable(self._value, MAX_ARGUMENT)
+
+    def __repr__(self) -> str:
+        return printable(repr(self._value), MAX_ARGUMENT)
+
+
+def _escaped(value: Any) -> Any:
+    return value if value is None or isinstance(value, (int, float)) else _Escaped(value)
+
+
+class Escaping(logging.Filter):
+    """Makes a record's arguments and traceback printable. It filters nothing out."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg = printable_lines(record.msg)
+        if isinstance(record.args, Mapping):
+            record.args = {name: _escaped(value) for name, value in record.args.items()}
+        elif record.args:
+            record.args = tuple(map(_escaped, record.args))
+        if record.exc_info and not record.exc_text:
+            # Formatters use this text where there is one.
+            record.exc_text = printable_lines(_formatter.formatException(record.exc_info))
+        return True
+
+
+_escaping = Escaping()
+
+
+def get_logger(name: str) -> logging.Logger:
+    """The logger of a module of this package; ``logging.getLogger`` would show what clients send as it is."""
+    log = logging.getLogger(name)
+    log.addFilter(_escaping)  # once: a filter that is there is not added again
+    return log

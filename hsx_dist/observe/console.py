@@ -1,0 +1,45 @@
+"""What is printed on a terminal: every line that this package prints goes through here.
+
+Keys, reasons and names come from clients, rows and stored objects. They are shown as they are, without markup, and with
+their control and format characters escaped.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TextIO
+
+import rich.console
+from rich.text import Text
+
+from hsx_dist.text import ascii_json, printable, printable_lines
+
+
+def say(text: object, *, to: TextIO | None = None) -> None:
+    """Print one line, on standard output or ``to``."""
+    _write(printable(text), to)
+
+
+def say_lines(text: object, *, to: TextIO | None = None) -> None:
+    """Print an error or a traceback, whose line breaks are kept; lines after the first are indented."""
+    _write(printable_lines(text), to)
+
+
+def print_json(value: Any, *, indent: int | None = 1, to: TextIO | None = None) -> None:
+    """Print one JSON document, in ASCII."""
+    _write(ascii_json(value, indent=indent), to)
+
+
+def _write(text: str, to: TextIO | None) -> None:
+    print(text, file=sys.stdout if to is None else to, flush=True)
+
+
+class Console(rich.console.Console):
+    """rich's console for strings that mean nothing but themselves, also in the cells and titles of tables."""
+
+    def __init__(self, **options: Any):
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        # rich calls this for every string that it is given, wherever that stands.
+        return super().render_str(printable(text), **options)

@@ -1,0 +1,46 @@
+"""Text from clients, rows and stored objects, made safe for terminals and logs.
+
+Keys and reasons may hold escape sequences, line breaks, C1 controls or bidirectional overrides. Log lines
+(``observe.logs``) and terminals (``observe.console``) show them through these functions only.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+#: The longest reason that is stored, answered or put into an error, in characters.
+MAX_REASON = 1000
+
+
+def printable(text: object, limit: int | None = None) -> str:
+    """``text`` on one line, at most ``limit`` characters of it.
+
+    Characters that Unicode calls control, format, surrogate, private, unassigned or separator (except the space) become
+    ``\\n``, ``\\x1b``, ``\\u202e`` and so on.
+    """
+    shown = str(text)
+    if limit is not None and len(shown) > limit:
+        shown = f"{shown[: limit - 1]}…"
+    if shown.isprintable():
+        return shown
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+
+
+def printable_lines(text: object) -> str:
+    """``text`` with its line breaks; every line after the first is indented.
+
+    A line break in a client's text can then not fake a line that begins at the margin.
+    """
+    return "\n  ".join(map(printable, str(text).split("\n")))
+
+
+def bounded(text: object) -> str:
+    """Why something failed, as it is stored or answered: printable, at most ``MAX_REASON`` characters of the source."""
+    return printable(text, MAX_REASON)
+
+
+def ascii_json(value: Any, *, indent: int | None = None) -> str:
+    """JSON of printable ASCII and line breaks; what JSON cannot hold becomes text."""
+    # The json module leaves DEL as it is. Outside of strings it cannot occur.
+    return json.dumps(value, indent=indent, ensure_ascii=True, default=str).replace("\x7f", "\\u007f")

@@ -1,0 +1,191 @@
+"""The socket between an engine and the process that ships for it: who may use it, and what one bad page costs."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
+
+import numpy as np
+import pytest
+from pydantic import SecretStr
+
+from hsx_dist.connector.bridge import BridgeServer, SocketOutlet
+from hsx_dist.connector.outlet import PageRef, Shipped
+from hsx_dist.connector.settings import read_settings
+from hsx_dist.connector.step import Skip
+from hsx_dist.page import Page, Segment
+
+LAYERS, TOKENS, HIDDEN = (1, 2), 4, 8
+
+
+class Writers:
+    """A sender that keeps what it gets, and refuses pages of the keys in ``refuse``."""
+
+    def __init__(self, refuse=()):
+        self.pages: queue.Queue[tuple[str, np.ndarray]] = queue.Queue()
+        self.refuse = set(refuse)
+
+    def send(self, pages, release):
+        for page in pages:
+            if page.segment.key in self.refuse:
+                raise TypeError(f"no {page.segment.key}")
+            self.pages.put((page.segment.key, page.data.copy()))
+            release(page)
+
+    def flush(self): ...
+
+    def close(self): ...
+
+
+@pytest.fixture
+def bridge() -> Iterator[BridgeServer]:
+    writers, shipped, closed = Writers(), queue.Queue(), queue.Queue()
+    server = BridgeServer(lambda: writers, shipped.put, lambda: closed.put(True))
+    server.writers, server.shipped, server.ended = writers, shipped, closed
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def connect(bridge):
+    """Outlets of an engine's ranks, which end with the test."""
+    made: list[SocketOutlet] = []
+
+    def connect() -> SocketOutlet:
+        made.append(SocketOutlet(bridge.address, bridge.key, 1 << 20))
+        return made[-1]
+
+    yield connect
+    for outlet in made:
+        outlet.close(5)
+        # The thread that reads must leave ``recv`` for the socket to close.
+        socket.socket(fileno=os.dup(outlet._connection.fileno())).shutdown(socket.SHUT_RDWR)
+
+
+def submit(outlet: SocketOutlet, *keys: str, attached=None) -> None:
+    pages = []
+    for i, key in enumerate(keys):
+        shape = (len(LAYERS), TOKENS, HIDDEN)
+        offset = outlet.ring.allocate(int(np.prod(shape)) * 4)
+        assert offset is not None
+        segment = Segment(key, 0, 0, TOKENS, TOKENS, source=f"{key}:0", attached=(attached or {}).get(key, {}))
+        ids = np.arange(TOKENS, dtype=np.int64)
+        ref = PageRef(offset, shape, segment, 0, TOKENS, TOKENS, LAYERS, "float32", "LTH", ids)
+        outlet.memory[offset : offset + ref.nbytes] = i + 1
+        pages.append((ref, None))
+    outlet.submit(*pages)
+
+
+def told(bridge, n: int) -> dict[str, str | None]:
+    found = [bridge.shipped.get(timeout=30) for _ in range(n)]
+    return {shipped.key: shipped.reason for shipped in found}
+
+
+def until(condition) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_pages_reach_the_writers_of_a_process_that_has_the_key(bridge, connect):
+    outlet = connect()
+    submit(outlet, "a", "b")
+    outlet.skip(Skip("r", "c", "c.safetensors", 0, "too short"))
+    assert told(bridge, 3) == {"a": None, "b": None, "c": "too short"}
+    key, data = bridge.writers.pages.get(timeout=30)
+    assert key == "a"
+    assert data.view(np.uint8)[0, 0, 0] == 1
+    until(lambda: not outlet.ring.used_bytes)
+
+
+class Ran:
+    """Runs code where it is unpickled."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_nothing_that_a_stranger_sends_is_unpickled(bridge, connect, tmp_path):
+    with pytest.raises(AuthenticationError):
+        SocketOutlet(bridge.address, b"a guess", 1 << 20)
+    ran = tmp_path / "ran"
+    for first in (lambda _: None, lambda c: c.recv_bytes()):
+        # Without a key multiprocessing asks nothing of the peer. The bridge hangs up, sooner or later.
+        with suppress(EOFError, OSError), Client(bridge.address, "AF_UNIX") as stranger:
+            first(stranger)
+            while True:
+                stranger.send_bytes(pickle.dumps(Ran(str(ran))))
+        assert not ran.exists()
+    submit(connect(), "a")
+    assert told(bridge, 1) == {"a": None}
+    assert bridge.ended.empty()  # a stranger that goes is not the engine
+
+
+def test_a_stranger_that_says_nothing_delays_nobody(bridge, connect):
+    silent = [Client(bridge.address, "AF_UNIX") for _ in range(3)]
+    submit(connect(), "a")
+    assert told(bridge, 1) == {"a": None}
+    for connection in silent:
+        connection.close()
+
+
+def test_the_key_is_hidden_where_configurations_are_shown(bridge):
+    extra = {"hsx": {"via": "socket", "address": "x", "output": "y", "authkey": SecretStr(bridge.key.hex())}}
+    settings = read_settings(extra)
+    assert bytes.fromhex(settings.authkey.get_secret_value()) == bridge.key
+    copied = pickle.loads(pickle.dumps(extra))  # as vLLM hands it to its workers
+    for shown in (repr(extra), str(extra), repr(settings), str(settings), repr(copied)):
+        assert bridge.key.hex() not in shown
+    assert len(bridge.key) == 32
+    other = BridgeServer(Writers, print)
+    assert other.key != bridge.key
+    other.close()
+
+
+def test_a_page_that_cannot_be_pickled_costs_its_own_sample(bridge, connect):
+    outlet = connect()
+    submit(outlet, "a", "bad", "c", attached={"bad": {"x": lambda: None}})
+    found = told(bridge, 3)
+    assert found["a"] is found["c"] is None
+    assert "cannot be passed on" in str(found["bad"])
+    until(lambda: not outlet.ring.used_bytes)  # also its place in the ring comes back
+    submit(outlet, "d")
+    assert told(bridge, 1) == {"d": None}
+
+
+def test_a_page_that_cannot_be_read_costs_its_own_sample(bridge, connect, monkeypatch):
+    whole = PageRef.page
+
+    def page(self: PageRef, memory: np.ndarray) -> Page:
+        return whole(replace(self, offset=1 << 40) if self.segment.key == "bad" else self, memory)
+
+    monkeypatch.setattr(PageRef, "page", page)
+    outlet = connect()
+    submit(outlet, "a", "bad", "c")
+    found = told(bridge, 3)
+    assert found["a"] is found["c"] is None
+    assert "cannot be read" in str(found["bad"])
+    until(lambda: not outlet.ring.used_bytes)
+
+
+def test_pages_that_the_sender_refuses_are_told_and_their_places_come_back(bridge, connect):
+    bridge.writers.refuse = {"bad"}
+    outlet = connect()
+    submit(outlet, "bad")
+    assert "no bad" in str(told(bridge, 1)["bad"])
+    until(lambda: not outlet.ring.used_bytes)
+    outlet.submit()
+    outlet._thread.put(Shipped("z"))
+    assert told(bridge, 1) == {"z": None}

@@ -1,0 +1,60 @@
+"""JSON of unknown size: what is taken, what is refused, and at what cost."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from hsx_dist.json_limits import json_text
+
+FITTING = [
+    {}, [], "", "abc", 5, -1, 8, 64, 123456789, 10**30, 0.5, None, True,
+    [1, 2], [[], []], [0] * 9, {"a": 1}, {"": []}, {"a": {}, "b": {}}, {"k": [1, {"x": "\u00e9\x00"}]}, {1: "a"}, (1,),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", FITTING, ids=repr)
+def test_a_value_is_taken_up_to_its_exact_length(value):
+    length = len(json.dumps(value))
+    assert json_text(value, max_bytes=length, max_depth=3) == json.dumps(value)
+    with pytest.raises(ValueError, match="expected at most"):
+        json_text(value, max_bytes=length - 1, max_depth=3)
+
+
+def nested(depth: int) -> Any:
+    value: Any = "x"
+    for i in range(depth):
+        value = {"k": value} if i % 2 else [value]
+    return value
+
+
+def test_depth_has_a_limit_and_is_found_without_recursion():
+    assert json_text(nested(8), max_bytes=1000, max_depth=8)
+    for depth in (9, 600, 100_000):
+        with pytest.raises(ValueError, match="nested at most 8 deep"):
+            json_text(nested(depth), max_bytes=1 << 20, max_depth=8)
+    circle: dict[str, Any] = {}
+    circle["circle"] = circle
+    with pytest.raises(ValueError, match="deep"):
+        json_text(circle, max_bytes=1000, max_depth=8)
+
+
+@pytest.mark.parametrize("value", [float("nan"), {"a": float("inf")}, {"a": object()}, "\ud800", {"\ud800": 1}])
+def test_what_json_cannot_hold_is_refused(value):
+    with pytest.raises(ValueError):
+        json_text(value, max_bytes=1000, max_depth=8)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[0] * 3_000_000, dict.fromkeys(range(300_000)), "x" * 50_000_000, [["y"] * 3_000_000], 1 << 50_000_000],
+    ids=["list", "object", "text", "inner", "number"],
+)
+def test_the_cost_does_not_grow_with_the_value(value):
+    before = time.thread_time()
+    with pytest.raises(ValueError, match="expected at most"):
+        json_text(value, max_bytes=64 << 10, max_depth=8)
+    assert time.thread_time() - before < 0.02

@@ -1,0 +1,60 @@
+"""Text of clients on terminals and in logs."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+import hsx_dist
+from hsx_dist.text import MAX_REASON, ascii_json, bounded, printable, printable_lines
+
+HOSTILE = "a\x1b[2J\r\n\x7f\x9b31m\u202e\u2066\u200b\u2028\ufeff\U000e0041\ud800b"
+
+
+def test_nothing_that_moves_a_cursor_or_turns_text_around_is_left():
+    shown = printable(HOSTILE)
+    assert shown.isprintable()
+    assert shown == "a\\x1b[2J\\r\\n\\x7f\\x9b31m\\u202e\\u2066\\u200b\\u2028\\ufeff\\U000e0041\\ud800b"
+    assert printable("Grüße, שלום, 日本 🙂") == "Grüße, שלום, 日本 🙂"
+
+
+def test_length_has_a_limit():
+    assert len(printable("x" * 5000, 80)) == 80
+    assert len(bounded(ValueError("x" * 5000))) == MAX_REASON
+
+
+def test_a_line_break_begins_no_line_at_the_margin():
+    assert printable_lines("one\ntwo\x1b") == "one\n  two\\x1b"
+
+
+def test_json_is_ascii():
+    text = ascii_json({"key": HOSTILE, HOSTILE: 1})
+    assert text.isascii()
+    assert text.isprintable()
+    assert json.loads(text)["key"] == HOSTILE
+
+
+PACKAGE = Path(hsx_dist.__file__).parent
+#: The only modules that write to a terminal, or make a logger.
+MAY_PRINT, MAY_LOG = {"observe/console.py"}, {"logger.py"}
+SHOWN = [p for p in sorted(PACKAGE.rglob("*.py")) if "testing" not in p.parts]
+
+
+@pytest.mark.parametrize("path", SHOWN, ids=lambda p: p.relative_to(PACKAGE).as_posix())
+def test_nothing_is_printed_or_logged_but_through_what_escapes(path):
+    name = path.relative_to(PACKAGE).as_posix()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "rich.console":
+            assert {alias.name for alias in node.names} <= {"Group"}, f"{path}: use observe.console.Console"
+        if not isinstance(node, ast.Call):
+            continue
+        call = ast.unparse(node.func)
+        if name not in MAY_PRINT:
+            banned = call in ("print", "typer.echo", "click.echo", "traceback.print_exc", "rich.print")
+            assert not banned, f"{path}:{node.lineno}: use observe.console.say"
+            assert not call.startswith(("sys.stdout.write", "sys.stderr.write")), f"{path}:{node.lineno}"
+        if call == "logging.getLogger" and name not in MAY_LOG:
+            assert ast.unparse(node) != "logging.getLogger(__name__)", f"{path}:{node.lineno}: use logger.get_logger"
