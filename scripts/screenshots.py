@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hsx_dist.errors import RunError
+from hsx_dist.format.place import open_place
 from hsx_dist.format.runs import read_complete
 from hsx_dist.observe.report import write_report
 from hsx_dist.observe.top import look
@@ -52,7 +53,7 @@ def main() -> None:
         wait_until(head, lambda: rows_stored(store) > 0)
         with browser_page(width=1280, height=820, cookies=token(head)) as (page, _):
             shoot_running(page, head)
-            wait_until(head, lambda: read_complete(store) is not None)
+            wait_until(head, lambda: read_complete(open_place(store).store) is not None)
             shoot_log(page, head)
             report = Path(folder) / "report.html"
             report.write_text(write_report(store), encoding="utf-8")

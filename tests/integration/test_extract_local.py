@@ -83,7 +83,7 @@ def test_long_samples_lie_in_several_segments_and_read_as_one(run):
 def test_verify_passes_and_names_the_part_of_a_flipped_bit(run, tmp_path):
     root = Path(run.url)
     assert verify_run(open_store(str(root))).ok
-    part = sorted(root.glob("data/*.safetensors"))[1]
+    part = sorted(root.glob("run-*/data/*.safetensors"))[1]
     healthy = part.read_bytes()
     broken = bytearray(healthy)
     broken[len(broken) // 2] ^= 4
@@ -186,7 +186,7 @@ def test_codec_none_with_one_sample_an_object_is_vllms_own_file(tiny_model_path,
 
     rows = [{"id": "x/y", "token_ids": list(range(3, 60))}]
     run = hsx_dist.extract(rows, model=str(tiny_model_path), output=tmp_path, **settings(codec="none", layout="sample"))
-    (part,) = tmp_path.glob("data/*.safetensors")
+    (part,) = tmp_path.glob("run-*/data/part-*=x%2Fy.safetensors")
     with safe_open(part, "pt") as f:
         assert set(f.keys()) == {"hidden_states", "token_ids"}
         states, ids = f.get_tensor("hidden_states"), f.get_tensor("token_ids")

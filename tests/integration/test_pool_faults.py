@@ -162,7 +162,7 @@ def gate(weed, request):
     [
         ("halfway", "PUT", "data/"),  # in mid upload
         ("after", "PUT", "data/"),  # the part is stored, and its receipt is not begun
-        ("before", "HEAD", "attempts/0002"),  # whether a newer attempt exists is about to be asked
+        ("before", "HEAD", "attempts/0001.closed"),  # it is about to ask whether its attempt is closed
         ("before", "PUT", "manifest/"),  # between part and receipt
         ("after", "PUT", "manifest/"),  # the receipt is stored, and nobody was told
     ],

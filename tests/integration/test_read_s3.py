@@ -59,7 +59,7 @@ def test_a_cache_is_read_when_the_store_is_gone(url: str, s3: S3Server, tmp_path
 def test_a_run_is_used_up_while_it_is_followed(s3: S3Server) -> None:
     path = f"{s3.url}/reading/used"
     store = open_store(path, s3.storage_options)
-    store_run(store, list(SAMPLES.values()), per_part=3)
+    store = store_run(store, list(SAMPLES.values()), per_part=3).store
     dataset = HiddenStatesDataset(path, follow=True, storage_options=s3.storage_options)
     retention = dataset.retention("train")
     left = []

@@ -21,6 +21,7 @@ import pytest
 import yaml
 
 from hsx_dist.config import load_config
+from hsx_dist.format.place import find_place, open_place
 from hsx_dist.format.runs import load_manifest, read_heartbeat
 from hsx_dist.jobs.extract import run_extract
 from hsx_dist.reading import open_run
@@ -146,12 +147,12 @@ def test_what_dies_and_is_resumed_elsewhere_equals_a_run_that_was_left_alone(set
     config.write_text(yaml.safe_dump({**settings, "output": url, "min_replicas": 2, "max_replicas": 2}))
 
     def proven() -> int:
-        return len(load_manifest(store).samples)
+        return len(load_manifest(open_place(store).store).samples)
 
     with cluster(s3, plugin) as head:
         begun = submit(head, s3, config, wait=False)
         assert begun.returncode == 0, begun.stdout + begun.stderr
-        until(lambda: store.list("attempts/") and read_heartbeat(store, 1))
+        until(lambda: (place := find_place(store)) and read_heartbeat(place.store, 1))
         until(proven)
         kill_one(head, "ray::ReplicaActor")
         at = proven()
@@ -162,7 +163,8 @@ def test_what_dies_and_is_resumed_elsewhere_equals_a_run_that_was_left_alone(set
         kill_one(head, "python ray_jobs/extract.py")  # not the shell around it
         until(lambda: not processes(head, "ray::ReplicaActor") and not processes(head, "ray::WriterActor"))
 
-    before = load_manifest(store)
+    own = open_place(store).store
+    before = load_manifest(own)
     kept = {key: (s.attempt, s.segments) for key, s in before.samples.items()}
     assert 10 < len(kept) < len(good)
     status = run_status(store, observe_seconds=7)
@@ -177,9 +179,9 @@ def test_what_dies_and_is_resumed_elsewhere_equals_a_run_that_was_left_alone(set
         assert begun.returncode == 0, begun.stdout + begun.stderr
         until(lambda: proven() > len(kept))
         stop(head, "stopped")
-        until(lambda: (read_heartbeat(store, 2) or {})["state"] != "running")
-        assert (read_heartbeat(store, 2) or {})["state"] == "stopped: signal"
-        kept |= {key: (s.attempt, s.segments) for key, s in load_manifest(store).samples.items()}
+        until(lambda: (read_heartbeat(own, 2) or {})["state"] != "running")
+        assert (read_heartbeat(own, 2) or {})["state"] == "stopped: signal"
+        kept |= {key: (s.attempt, s.segments) for key, s in load_manifest(own).samples.items()}
         assert len(kept) < len(good)
         resumed = submit(head, s3, config, *fewer, wait=True)
     # A row that killed its engine is a failure, and the job says so; everything else is there.
@@ -187,7 +189,7 @@ def test_what_dies_and_is_resumed_elsewhere_equals_a_run_that_was_left_alone(set
     assert "attempt 3" in resumed.stdout
     assert resumed.returncode == 1
 
-    after = load_manifest(store)
+    after = load_manifest(own)
     assert {key: (after.samples[key].attempt, after.samples[key].segments) for key in kept} == kept
     for attempt, before_it in ((2, killed), (3, kept)):
         again = {key for r in after.receipts if r.attempt == attempt for key in r.table.keys()}  # noqa: SIM118

@@ -26,7 +26,8 @@ from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.container import Part
 from hsx_dist.format.description import Description
 from hsx_dist.format.header import build_header
-from hsx_dist.format.runs import load_manifest, newest_attempt, take_attempt
+from hsx_dist.format.place import open_place
+from hsx_dist.format.runs import load_manifest, take_attempt
 from hsx_dist.jobs.identity import check_same_input
 from hsx_dist.jobs.rows import read_rows
 from hsx_dist.observe.report.facts import gather_facts
@@ -75,8 +76,8 @@ def readers_of(store: LocalStore) -> list[Read]:
         lambda: print_run(store.url, (), as_json=False),
         lambda: print_run(store.url, (), as_json=True),
         lambda: verify_run(store, workers=1),
-        lambda: gather_facts(store, open_run(store.url)),
-        lambda: list(unproven(store, newest_attempt(store))),
+        lambda: gather_facts(open_run(store.url)),
+        lambda: unproven(open_place(store), seal=False),
         lambda: list(islice(Follower(store, sleep=lambda _: None, stalled_seconds=0), 5)),
         lambda: [s.load(framework="numpy") for s in open_run(store.url)],
         lambda: num_layers_of_any(store),
