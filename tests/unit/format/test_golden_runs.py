@@ -1,0 +1,93 @@
+"""Runs that version 1 stored once and for all: a complete one, and one whose driver was killed.
+
+Both are of SmolLM2, layers 2 and 15, in float32, for the rows of ``tests/golden/rows.jsonl``. Version 1 made them with
+``pool=threads``, ``part_seconds=0.05`` and ``task_rows=1``; SIGKILL ended the second one while it stored its third
+receipt. ``tests/integration/test_smollm2.py`` resumes it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from hsx_dist import open_run
+from hsx_dist.config import load_config
+from hsx_dist.format.checksum import crc32c_all, crc32c_hex
+from hsx_dist.format.place import open_place
+from hsx_dist.jobs.extract import is_complete, take_over
+from hsx_dist.reading import verify_run
+from hsx_dist.reading.garbage import remove_run, unfinished, unproven
+from hsx_dist.reading.status import run_status
+from hsx_dist.store import open_store
+from tests.golden.make import FOLDER
+
+#: key → crc32c of the states ``[n, 2, 576]`` in float32.
+STATES = json.loads((FOLDER / "v1-states.json").read_text())
+ROWS = {r["id"]: r["token_ids"] for r in map(json.loads, (FOLDER / "rows.jsonl").read_text().splitlines())}
+KEPT = {f"row-{i}" for i in range(6)}
+
+
+def read(url: str) -> dict[str, str]:
+    found = {}
+    for sample in open_run(url):
+        data = sample.load(framework="numpy")
+        assert data["token_ids"].tolist() == ROWS[sample.key]
+        assert data["layer_ids"].tolist() == [2, 15]
+        found[sample.key] = crc32c_hex(crc32c_all([np.ascontiguousarray(data["hidden_states"])]))
+    return found
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Any:
+    def copy(name: str) -> Any:
+        shutil.copytree(FOLDER / name, tmp_path / name)
+        return open_store(str(tmp_path / name))
+
+    return copy
+
+
+def test_a_complete_run_reads_as_it_did() -> None:
+    store = open_store(str(FOLDER / "v1-complete"))
+    assert read(store.url) == STATES
+    assert verify_run(store).ok
+    status = run_status(store)
+    assert (status.state, status.ok) == ("complete", True)
+    assert status.rows == {"total": 9, "stored": 8, "refused": 1, "failed": 0, "poison": 0, "open": 0}
+
+
+def test_an_unfinished_run_reads_as_far_as_it_went() -> None:
+    store = open_store(str(FOLDER / "v1-unfinished"))
+    assert read(store.url) == {key: STATES[key] for key in KEPT}
+    assert verify_run(store).ok
+    assert run_status(store, observe_seconds=0).state == "silent"
+
+
+def test_an_unfinished_run_is_taken_over_collected_and_removed(copied: Any) -> None:
+    root = copied("v1-unfinished")
+    place = open_place(root)
+    config = load_config(None, (), model="m", output=root.url)
+    attempt, ledger, manifest = take_over(config, place, Console(file=io.StringIO()))
+    assert (attempt, set(manifest.samples), manifest.void) == (2, KEPT, frozenset())
+    ledger.flush()
+    root.put("data/part-0001-local-0064c092-000004.safetensors", [b"its receipt never came"])
+    assert [info.name for info in unproven(place, seal=True)] == ["data/part-0001-local-0064c092-000004.safetensors"]
+    assert len(list(unfinished(root))) == 1
+    assert read(root.url) == {key: STATES[key] for key in KEPT}
+    assert not is_complete(place.store)
+    assert remove_run(root, place) > 10
+    assert [info.name for info in root.list()] == ["run.json"]
+
+
+def test_version_1_refuses_what_this_version_took(copied: Any) -> None:
+    """What version 1 asked of a receipt's first bytes; it read every one of them before it started."""
+    root = copied("v1-unfinished")
+    take_over(load_config(None, (), model="m", output=root.url), open_place(root), Console(file=io.StringIO()))
+    begins = {root.get(info.name)[:11] for info in root.list("manifest/") if info.name.endswith(".json")}
+    assert begins == {b'{"crc32c":"', b'{"seal":{"f'}
