@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from hsx_dist.reading import load_hidden_states, open_run
 from tests.integration.oracle import Oracle
 
 ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "golden"
 LAYERS = (2, 15, 27, 30)
 
 
@@ -89,3 +92,32 @@ def test_stored_states_are_those_of_transformers(rows, smollm2_path, tmp_path, d
         for layer, (whole, worst_row) in errors.items():
             error = worst_row if dtype == "float32" else whole
             assert error < (norm_limit if layer == 30 else layer_limit), (sample.key, layer, error)
+
+
+def test_a_run_that_version_1_began_is_finished(tmp_path: Path) -> None:
+    """Its driver was killed after six of nine rows. What it proved stays; the rest equals an undisturbed run."""
+    output = tmp_path / "run"
+    shutil.copytree(GOLDEN / "v1-unfinished", output)
+    settings = ["enforce_eager=true", "max_model_len=256", "dtype=float32"]
+    flags = ["--model", "builtin:smollm2-135m-instruct", "--input", str(GOLDEN / "rows.jsonl"), "--layers", "2,15"]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "hsx_dist.cli", "extract", *flags, "--output", str(output)),
+            *("--pool", "threads", "segment_bytes=600000", "resume=must"),
+            *(f"engine_kwargs.{setting}" for setting in settings),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "attempt 2: 9 rows, 6 of them done" in done.stdout
+    run, whole = open_run(str(output)), open_run(str(GOLDEN / "v1-complete"))
+    assert run.complete
+    assert (list(run.keys()), set(run.refused)) == (list(whole.keys()), set(whole.refused))
+    attempts = {key: run.index.attempt(i) for i, key in enumerate(run.keys())}
+    assert attempts == {f"row-{i}": 1 if i < 6 else 2 for i in range(8)}
+    for key in whole.keys():  # noqa: SIM118
+        ours, theirs = (r[key].load(framework="numpy")["hidden_states"] for r in (run, whole))
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-3)
