@@ -43,8 +43,9 @@ bench-full: $(READY)  ## all of every benchmark (hours); each writes its own tab
 pages: $(READY)  ## README's and the pages' commands and snippets, run in order as a reader would
 	$(BIN)/pytest tests/integration/test_documentation.py
 
-soak: $(READY)  ## two hundred thousand hostile parts (a minute or two), and an hour of writers killed at random (MINUTES=60)
+soak: $(READY)  ## hostile parts and claims, orders of events in runs, and an hour of writers killed at random (MINUTES=60)
 	$(BIN)/python -m tests.soak.run
+	HSX_PREEMPTIONS=3 $(BIN)/pytest -q -n 2 --timeout 7200 tests/unit/protocol
 	$(BIN)/python -m scripts.soak_pool --minutes $(or $(MINUTES),60) --tally benchmarks/results/soak-pool.json
 
 matrix: $(READY)  ## the connector's tests on every vLLM that it names as tested; the table goes to docs/

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,9 @@ from hsx_dist.reading import garbage, missing, retain
 from tests.unit.protocol import explorer
 from tests.unit.protocol.explorer import Violation, explore
 from tests.unit.protocol.scenarios import SCENARIOS
+
+#: Switches away from a process that could go on. One more multiplies the orders by the number of calls.
+PREEMPTIONS = int(os.environ.get("HSX_PREEMPTIONS", "1"))
 
 
 class Inline:
@@ -62,8 +66,8 @@ def _repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_the_promise_holds_in_every_order(name: str) -> None:
-    found = explore(SCENARIOS[name], preemptions=1)
-    print(name, found.orders, found.calls, len(found.states))
+    found = explore(SCENARIOS[name], preemptions=PREEMPTIONS)
+    print(f"{name}: {found.orders} orders, {found.calls} calls, {len(found.states)} states")
     assert found.orders > 1
 
 
