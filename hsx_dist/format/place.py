@@ -176,12 +176,10 @@ def is_description(name: str) -> bool:
 def _run_folders(root: Store) -> list[str]:
     found: list[str] = []
     after = None
-    while info := next(iter(root.list("run-", after)), None):
-        match = _FOLDER.match(info.name)
-        if match:
-            found.append(match[0])
-        # Behind all that lies in the folder: "0" is the character after "/".
-        after = f"{match[0][:-1]}0" if match else info.name
+    # One listing for each folder, and one for all that is no run's.
+    while match := next(filter(None, (_FOLDER.match(info.name) for info in root.list("run-", after))), None):
+        found.append(match[0])
+        after = f"{match[0][:-1]}0"  # behind all that lies in the folder: "0" is the character after "/"
     return found
 
 

@@ -44,6 +44,7 @@ __all__ = [
     "read_attempt",
     "read_complete",
     "read_heartbeat",
+    "receipts_after",
     "receipts_of",
     "require_conditional_puts",
     "scan_receipts",
@@ -90,7 +91,7 @@ def require_conditional_puts(store: Store) -> None:
         ConfigError: it replaces the object.
         StoreError: the store's.
     """
-    name = f"attempts/probe-{uuid.uuid4().hex}.json"
+    name = f"probe-{uuid.uuid4().hex}"
     store.put_if_absent(name, b"first")
     try:
         try:
@@ -186,7 +187,11 @@ def load_manifest(store: Store) -> Manifest:
 
 def scan_receipts(store: Store) -> Iterator[Receipt]:
     """The receipts that ``load_manifest`` reads, one after the other, with the same errors."""
-    complete = read_complete(store)
+    return receipts_after(store, read_complete(store))
+
+
+def receipts_after(store: Store, complete: Mapping[str, Any] | None) -> Iterator[Receipt]:
+    """``scan_receipts``, where the last completed attempt was read before."""
     after = 0
     if complete is not None:
         yield from read_compacted(store, complete)
@@ -280,8 +285,11 @@ def read_complete(store: Store, attempt: int | None = None) -> dict[str, Any] | 
 
     Raises ``FormatError`` when it cannot be read.
     """
-    name = complete_name(attempt or _last_completed(store) or 1)
-    found = find_json(store, name, COMPLETE_MEMBERS)
+    number = _last_completed(store) if attempt is None else attempt
+    found, name = None, _COMPLETE_V1
+    if number:
+        name = complete_name(number)
+        found = find_json(store, name, COMPLETE_MEMBERS)
     if found is None:
         name = _COMPLETE_V1
         found = find_json(store, name, COMPLETE_MEMBERS)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from hsx_dist.errors import StoreError
+from hsx_dist.errors import HsxError, StoreError
 from hsx_dist.format.place import Place
 from hsx_dist.format.runs import beat, is_fenced
 from hsx_dist.logger import get_logger
@@ -56,7 +56,7 @@ class Heartbeat:
             self._beat("running")
             try:
                 over = "" if self._end.is_set() else self._why_over()
-            except StoreError:
+            except HsxError:
                 continue  # asked again soon, and before each receipt
             if over:
                 self._on_over(over)

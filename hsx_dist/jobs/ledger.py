@@ -11,6 +11,9 @@ from hsx_dist.format.receipt_log import ReceiptLog
 from hsx_dist.format.runs import DRIVER, receipts_of
 from hsx_dist.store import Store
 
+#: A receipt of so many names stays far below the largest that is read.
+_PARTS_A_RECEIPT = 10_000
+
 
 class RowLedger:
     """Collects the fates of rows and stores them, a batch to a receipt."""
@@ -58,7 +61,8 @@ class RowLedger:
         Raises:
             Fenced: a newer attempt owns the run.
         """
-        self._append(void=tuple(parts))
+        for start in range(0, len(parts), _PARTS_A_RECEIPT):
+            self._append(void=tuple(parts[start : start + _PARTS_A_RECEIPT]))
 
     def _append(self, rows: tuple[RowFate, ...] = (), void: tuple[str, ...] = ()) -> None:
         created = datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -15,7 +15,7 @@ from hsx_dist.errors import NotFound, SampleConsumed, SampleNotFound
 from hsx_dist.format.container import Part
 from hsx_dist.format.manifest import Manifest, RowFate
 from hsx_dist.format.place import open_place
-from hsx_dist.format.runs import load_manifest, newest_attempt, read_complete, scan_receipts
+from hsx_dist.format.runs import load_manifest, newest_attempt, read_complete, receipts_after
 from hsx_dist.logger import get_logger
 from hsx_dist.page import Segment
 from hsx_dist.reading.index import Index, SampleEntry
@@ -112,7 +112,7 @@ class Run:
         # In this order: what is said to be complete must have been so before the receipts were read.
         complete = read_complete(self.store)
         self._complete = complete is not None and complete["attempt"] >= newest_attempt(self.store)
-        self.index = Index(scan_receipts(self.store))
+        self.index = Index(receipts_after(self.store, complete))
         self.__dict__.pop("manifest", None)
 
     @cached_property

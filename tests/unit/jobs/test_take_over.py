@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import hsx_dist
 from hsx_dist.config import load_config
-from hsx_dist.errors import ConfigError, Fenced, NotFound, RunError, SampleConsumed
+from hsx_dist.errors import ConfigError, EngineError, Fenced, NotFound, RunError, SampleConsumed
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.format.place import Place, bury, find_place, open_place, start_run
 from hsx_dist.format.receipt_log import ReceiptLog
-from hsx_dist.format.runs import load_manifest, write_complete
+from hsx_dist.format.runs import load_manifest, read_heartbeat, write_complete
+from hsx_dist.jobs import extract as extract_module
 from hsx_dist.jobs.extract import is_complete, open_or_start_run, require_not_removed, take_over
 from hsx_dist.reading import open_run, verify_run
 from hsx_dist.reading.missing import missing_parts
@@ -152,3 +154,40 @@ def test_opening_goes_on_with_the_run_that_is_there(place: Place) -> None:
     shutil.rmtree(place.root.url)
     found, manifest = open_or_start_run(config, place.root, {})
     assert (found.version, len(manifest.samples)) == (2, 0)
+
+
+class StartsNothing:
+    """A fleet that cannot start; it keeps what the heartbeat says while it closes."""
+
+    def __init__(self, place: Place):
+        self._place = place
+        self.states: list[str] = []
+
+    def start(self) -> None:
+        raise EngineError("no engine")
+
+    def close(self, *, quickly: bool = False) -> None:
+        beat = read_heartbeat(self._place.store, 1)
+        assert quickly
+        assert beat is not None
+        self.states.append(beat["state"])
+
+
+def test_the_last_heartbeat_follows_the_end_of_the_fleet(
+    tmp_path: Path, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then writers of the attempt may store, and gc must take the driver for alive."""
+    fleets: list[StartsNothing] = []
+
+    def make_fleet(config: Any, place: Place, *_: Any) -> StartsNothing:
+        fleets.append(StartsNothing(place))
+        return fleets[0]
+
+    monkeypatch.setattr(extract_module, "make_fleet", make_fleet)
+    with pytest.raises(EngineError):
+        hsx_dist.extract([[1, 2, 3]], model=str(tiny_model_path), layers=[1], output=tmp_path / "run")
+    (fleet,) = fleets
+    assert fleet.states == ["running"]
+    beat = read_heartbeat(open_place(LocalStore(tmp_path / "run")).store, 1)
+    assert beat is not None
+    assert beat["state"] == "failed"
