@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from hsx_dist.errors import StoreError
+from hsx_dist.errors import FormatError, StoreError
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.container import Part
-from hsx_dist.format.manifest import Receipt
+from hsx_dist.format.manifest import Receipt, parse_part_name
 from hsx_dist.format.runs import load_manifest, take_attempt
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import Store, open_store
@@ -55,6 +55,14 @@ def are_as_sent(store: Store) -> bool:
     return verify_run(store).ok
 
 
+def is_whole(store: Store, name: str) -> bool:
+    try:
+        part = Part.open(store, name)
+        return all(len(part.read(slot)) for slot in range(len(part.segments)))
+    except FormatError:
+        return False
+
+
 def main() -> None:
     folder, part_bytes = Path(sys.argv[1]), int(sys.argv[2])
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], check=True)
@@ -63,10 +71,12 @@ def main() -> None:
     events = store_missing(store, take_attempt(store, {}), part_bytes)
     parts = {e.part for e in events if isinstance(e, Receipt)}
     there = {str(f.relative_to(folder)) for f in (folder / "data").rglob("*") if f.is_file()}
+    # The disk may have had room for a part and none for its receipt: then the part is whole, and garbage.
+    broken = [name for name in there - parts if parse_part_name(name) is None or not is_whole(store, name)]
     found = {
         "fatal": [e.reason for e in events if isinstance(e, Lost) and e.fatal],
         "proven": len(load_manifest(store).samples),
-        "unproven_files": sorted(there - parts),
+        "broken_files": sorted(broken),
         "as_sent": are_as_sent(store),
     }
     subprocess.run(["mount", "-o", "remount,size=64m", str(folder)], check=True)

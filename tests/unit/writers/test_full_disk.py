@@ -33,7 +33,7 @@ def test_a_disk_that_is_full(tmp_path, part_bytes):
     assert found["fatal"]
     assert all("Free some space" in reason for reason in found["fatal"])
     assert 0 < found["proven"] < 24
-    assert found["unproven_files"] == []
+    assert found["broken_files"] == []
     assert found["as_sent"]
     assert found["lost_later"] == []
     assert found["proven_later"] == 24
