@@ -1,0 +1,125 @@
+"""The races of ``test_interleavings``, with real processes, real signals and real commands."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from hsx_dist import open_run
+from hsx_dist.config import load_config
+from hsx_dist.errors import RunError
+from hsx_dist.format.codecs import NoneCodec
+from hsx_dist.format.place import open_place, start_run
+from hsx_dist.jobs.extract import take_over
+from hsx_dist.reading import verify_run
+from hsx_dist.store.local import LocalStore
+from hsx_dist.testing.runs import RunWriter, store_run, whole
+from hsx_dist.testing.samples import random_sample
+from tests.unit.protocol.scenarios import sample
+
+pytestmark = pytest.mark.slow
+
+PROJECT = Path(__file__).parents[3]
+#: Before which call a writer pauses: the part, the question whether its attempt is closed, the receipt.
+MOMENTS = [("put", "data/"), ("head", "closed"), ("put_if_absent", "manifest/")]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> LocalStore:
+    """Sample ``a`` is proven by another writer of attempt 1, whose driver died."""
+    made = LocalStore(tmp_path / "run")
+    start_run(made, {"meaning": {"model": "m"}})
+    RunWriter(made, NoneCodec(), about={"model": "m"}).put([whole(sample("m", "a"))])
+    return made
+
+
+def hsx(*args: str, code: int = 0) -> str:
+    done = subprocess.run([sys.executable, "-m", "hsx_dist.cli", *args], cwd=PROJECT, capture_output=True, text=True)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@contextmanager
+def paused_writer(root: LocalStore, verb: str, part: str) -> Iterator[list[str]]:
+    """The block runs while the writer is stopped; then it goes on, and what it prints is in the list."""
+    argv = [sys.executable, "-m", "tests.unit.protocol.paused_writer", root.url, verb, part]
+    process = subprocess.Popen(argv, cwd=PROJECT, stdout=subprocess.PIPE, text=True)
+    said: list[str] = []
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "paused\n"
+        yield said
+        # It prints before it stops: the signal that lets it go on must not come first.
+        while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGCONT)
+        said += process.communicate(timeout=60)[0].split()
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(("verb", "part"), MOMENTS)
+def test_gc_next_to_a_writer_that_pauses(root: LocalStore, verb: str, part: str) -> None:
+    with paused_writer(root, verb, part) as said:
+        hsx("gc", root.url, "--delete", "--watch", "0.1")
+    # A writer of which gc saw nothing goes on; one whose part gc deleted is stopped.
+    assert said == (["stored"] if verb == "put" else ["Fenced"])
+    run = open_run(root.url)
+    assert sorted(run.keys()) == (["a", "b"] if verb == "put" else ["a"])
+    assert verify_run(root).ok
+    assert all(len(s.load()["token_ids"]) == 3 for s in run)
+
+
+@pytest.mark.parametrize(("verb", "part"), MOMENTS)
+def test_the_next_driver_next_to_a_writer_that_pauses(root: LocalStore, verb: str, part: str) -> None:
+    with paused_writer(root, verb, part) as said:
+        config = load_config(None, (), model="m", output=root.url)
+        _, _, manifest = take_over(config, open_place(root), Console(file=io.StringIO()))
+        assert set(manifest.samples) == {"a"}
+    assert said == ["Fenced"]
+    assert open_run(root.url).keys() == ["a"]  # what the driver was told is all there will be
+
+
+@pytest.mark.parametrize(("verb", "part"), MOMENTS)
+def test_a_writer_of_a_removed_run_reaches_nothing_of_the_next_one(root: LocalStore, verb: str, part: str) -> None:
+    with paused_writer(root, verb, part) as said:
+        hsx("rm", root.url, "--yes", "--watch", "0.1")
+        store_run(root, [random_sample("b", 5, seed=9)], info={"meaning": {"model": "other"}}, about={"model": "other"})
+    assert said == ["stored"]  # into the folder of its own run
+    (found,) = open_run(root.url)
+    assert (found.key, found.num_tokens, found.about["model"]) == ("b", 5, "other")
+    assert verify_run(root).ok
+    assert "of runs that were removed here" in hsx("gc", root.url, "--delete")
+    assert [s.key for s in open_run(root.url)] == ["b"]
+
+
+def test_a_removal_that_is_killed_leaves_nothing_to_adopt(tmp_path: Path) -> None:
+    root = LocalStore(tmp_path / "run")
+    store_run(root, [random_sample(f"k{i}", 3, seed=i) for i in range(400)], per_part=1)
+    data = Path(open_place(root).store.url, "manifest")
+    before = sum(1 for _ in data.rglob("*.json"))
+    process = subprocess.Popen([sys.executable, "-m", "hsx_dist.cli", "rm", root.url, "--yes"], cwd=PROJECT)
+    try:
+        while process.poll() is None and sum(1 for _ in data.rglob("*.json")) > before - 20:
+            time.sleep(0.002)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == -signal.SIGKILL, "the removal was quicker than the test"
+    assert "removed" in hsx("ls", root.url, code=2)
+    with pytest.raises(RunError, match="hsx rm"):
+        store_run(root, [random_sample("k0", 3)])
+    hsx("rm", root.url, "--yes")
+    store_run(root, [random_sample("k0", 3)])
+    assert len(open_run(root.url)) == 1
