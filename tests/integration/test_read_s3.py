@@ -52,7 +52,7 @@ def test_a_cache_is_read_when_the_store_is_gone(url: str, s3: S3Server, tmp_path
         return [i["key"] for i in HiddenStatesDataset(run, cache_dir=tmp_path / "cache", framework="numpy")]
 
     first = keys()
-    run._mine, run._reopen = MemoryStore(run.url), None  # an empty one
+    run._mine, run._reopen = MemoryStore(run.store.url), None  # an empty one
     assert keys() == first == sorted(SAMPLES)
 
 
