@@ -96,15 +96,18 @@ class Pool:
                 ray.get(actor.flush.remote())
                 self.events += [e for e in ray.get(actor.events.remote(0.05)) if not isinstance(e, Counted)]
 
-    def until_proven(self, store: Store, tries: int = 8) -> int:
-        """Send what no receipt proves, again and again; how often it took."""
-        for turn in range(1, tries + 1):
+    def until_proven(self, store: Store, seconds: float = 180) -> int:
+        """Send what no receipt proves, again and again; how often it took. On busy cores Ray starts an actor late."""
+        end = time.monotonic() + seconds
+        for turn in count(1):
             missing = SAMPLES.keys() - load_manifest(store).samples.keys()
             self.send([SAMPLES[key] for key in sorted(missing)])
             self.flush()
             if SAMPLES.keys() == load_manifest(store).samples.keys():
                 return turn
-        raise AssertionError(f"not proven after {tries} turns: {self.lost[-3:]}")
+            assert time.monotonic() < end, f"not proven after {turn} turns: {self.lost[-3:]}"
+            time.sleep(0.2)
+        raise AssertionError("unreachable")
 
     def close(self) -> None:
         for _, actor in self.writers:

@@ -189,10 +189,10 @@ def test_sampled_answers_are_vllms_own_and_the_same_in_a_resumed_run(tiny_model_
     # As if the run had been killed after three rows: the receipts of the others are not there.
     first = tmp_path / "half"
     half = hsx_dist.extract(prompts[:3], model=model, output=first, layout="sample", **settings)
+    assert all(sample.token_ids("numpy").tolist() != answers[sample.key] for sample in half)  # another run, other seeds
     of_half = json.loads((first / "run.json").read_text())
     (first / "run.json").write_text(json.dumps({**of_half, "id": info["id"]}))
     (first / f"run-{of_half['id']}").rename(first / f"run-{info['id']}")
-    assert all(sample.token_ids("numpy").tolist() != answers[sample.key] for sample in half)  # another run, other seeds
     resumed = hsx_dist.extract(prompts, model=model, output=first, layout="sample", **settings)
     for key in ("p3", "p4", "p5"):
         assert resumed[key].token_ids("numpy").tolist() == answers[key]
