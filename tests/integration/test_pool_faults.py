@@ -14,6 +14,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 import pytest
