@@ -7,6 +7,7 @@ Keys and reasons may hold escape sequences, line breaks, C1 controls or bidirect
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 #: The longest reason that is stored, answered or put into an error, in characters.
@@ -43,4 +44,17 @@ def bounded(text: object) -> str:
 def ascii_json(value: Any, *, indent: int | None = None) -> str:
     """JSON of printable ASCII and line breaks; what JSON cannot hold becomes text."""
     # The json module leaves DEL as it is. Outside of strings it cannot occur.
-    return json.dumps(value, indent=indent, ensure_ascii=True, default=str).replace("\x7f", "\\u007f")
+    try:
+        text = json.dumps(value, indent=indent, ensure_ascii=True, default=str, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(value), indent=indent, ensure_ascii=True, default=str, allow_nan=False)
+    return text.replace("\x7f", "\\u007f")
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with null in the place of numbers that JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -6,14 +6,15 @@ from collections.abc import Iterable, Sequence
 
 from hsx_dist.config import parse_storage_options
 from hsx_dist.errors import NotFound, RunError
-from hsx_dist.format.place import Place, find_place, is_description, leftovers
+from hsx_dist.format.place import Place, find_place, is_description, leftovers, run_objects
 from hsx_dist.format.runs import count, load_manifest, require_conditional_puts
 from hsx_dist.observe.console import print_json, say
 from hsx_dist.observe.units import bytes_text
 from hsx_dist.reading.expiry import expired, remove, require_conditional_deletes
-from hsx_dist.reading.garbage import left_behind, remove_run, unfinished, unproven
+from hsx_dist.reading.garbage import left_behind, own_unfinished, remove_run, unfinished, unproven
 from hsx_dist.reading.liveness import require_dead
 from hsx_dist.store import ObjectInfo, Store, open_store
+from hsx_dist.store.prefix import PrefixStore
 
 #: A server may be writing; a put that has not changed for so long was one of a process that is gone.
 _LONGEST_PUT_S = 86_400.0
@@ -26,9 +27,9 @@ def run_gc(path: str, options: Sequence[str], *, delete: bool, watch: float, as_
     if place is not None:
         _gc_run(place, path, delete=delete, watch=watch, as_json=as_json)
         return
-    if earlier := next(leftovers(store), None):
+    if earlier := leftovers(store, removed_only=True):
         raise RunError(
-            f"{path}: expected a run, or where a server stores, got {earlier} of an unfinished removal. Finish it "
+            f"{path}: expected a run, or where a server stores, got an unfinished removal ({earlier[0]}). Finish it "
             f"with `hsx rm {path} --yes`"
         )
     if next(iter(store.list()), None) is None:
@@ -74,7 +75,7 @@ def _gc_run(place: Place, path: str, *, delete: bool, watch: float, as_json: boo
         require_conditional_puts(place.store)
     found = _collect(place.store, unproven(place, seal=delete), "no receipt names", delete=delete, as_json=as_json)
     earlier = _collect(place.root, left_behind(place.root), "of a removed run:", delete=delete, as_json=as_json)
-    left = _collect(place.root, unfinished(place.root), "never finished", delete=delete, as_json=as_json)
+    left = _collect(place.root, own_unfinished(place), "never finished", delete=delete, as_json=as_json)
     size = sum(info.size for info in found)
     if as_json:
         print_json(
@@ -106,13 +107,21 @@ def run_rm(path: str, options: Sequence[str], *, yes: bool, watch: float) -> Non
             f"{bytes_text(counts['stored_bytes'])}; --yes removes them"
         )
         return
-    if not yes and (left := list(leftovers(root))):
-        say(f"{path}: no run, but what an unfinished removal left ({', '.join(left)}); --yes removes it")
+    left = leftovers(root) if place is None else []
+    if not yes and left:
+        say(f"{path}: no run, but objects of runs without a description; --yes removes them")
+        for folder in left:
+            count_of = sum(1 for _ in run_objects(root, folder))
+            say(f"{count_of:,} objects in {folder or 'attempts/, manifest/, data/, consumed/'}")
         return
-    if place is not None:
-        require_dead(place.store, watch_seconds=watch)
+    for store in [place.store] if place is not None else [_store_of(root, folder) for folder in left]:
+        require_dead(store, watch_seconds=watch)
     removed = remove_run(root, place)
     say(f"{removed:,} objects removed; one small object stays and marks that the run was removed")
     other = next((info.name for info in root.list() if not is_description(info.name)), None)
     if other is not None:
         say(f"{other} and others are not the run's, and stay")
+
+
+def _store_of(root: Store, folder: str) -> Store:
+    return PrefixStore(root, folder.rstrip("/")) if folder else root

@@ -183,8 +183,11 @@ class Description:
         return json.dumps(body, separators=(",", ":"), sort_keys=True, ensure_ascii=True, allow_nan=False)
 
     @classmethod
-    def from_json(cls, text: str) -> Description:
-        """Read and check every number. ``FormatError`` (``UnknownCodec`` for its codec) says what is wrong."""
+    def from_json(cls, text: str, num_tensors: int | None = None) -> Description:
+        """Read and check every number. ``FormatError`` (``UnknownCodec`` for its codec) says what is wrong.
+
+        ``num_tensors``: of the header's table. A description of more is refused before an object is made for each.
+        """
         body = _typed(parse_json(text, floats=True), dict, "the description")
         about = _get(body, "about", dict)
         check_depth([about, _get(body, "codec", dict)], "the description")
@@ -199,6 +202,7 @@ class Description:
         records = []
         # What is in ``common`` stands in the text once, and counts for every segment: a few KiB could mean many GiB.
         left = len(text)
+        tensors = 0
         for i, item in enumerate(items):
             try:
                 item = _typed(item, dict, "a segment")
@@ -210,6 +214,10 @@ class Description:
                         f"expected all segments together to have at most {len(text)} members and numbers, as the "
                         "description has bytes; got more"
                     )
+                each = [record.get(name) for name in ("attached", "layer_ids")]
+                tensors += 1 + sum(len(names) for names in each if isinstance(names, list | dict))
+                if schema == "segments" and num_tensors is not None and tensors > num_tensors:
+                    raise FormatError(f"expected the {num_tensors} tensors of the header, got more")
                 records.append(_record(record, codec, schema))
             except FormatError as e:
                 raise type(e)(f"segment {i}: {e}") from e

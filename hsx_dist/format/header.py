@@ -83,7 +83,7 @@ def parse_header(body: bytes, data_bytes: int) -> Header:
         raise IntegrityError(
             f"the description has crc32c {crc}, written was {shown(metadata.get('hsx_crc32c'))}: it changed"
         )
-    description = Description.from_json(text)
+    description = Description.from_json(text, len(entries))
     _check_table(entries, description.tensors)
     if data_bytes != description.data_bytes:
         raise FormatError(f"expected {description.data_bytes} bytes of data, the object has {data_bytes}: cut short?")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,6 +29,12 @@ def parse_json(text: str | bytes, *, floats: bool) -> Any:
     def refuse(token: str) -> Any:
         raise FormatError(f"expected JSON with whole numbers, got {token[:40]}")
 
+    def finite(token: str) -> float:
+        value = float(token)
+        if not math.isfinite(value):
+            raise FormatError(f"expected finite numbers, got {token[:40]}")
+        return value
+
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         d = dict(pairs)
         if len(d) != len(pairs):
@@ -36,8 +43,8 @@ def parse_json(text: str | bytes, *, floats: bool) -> Any:
 
     try:
         text = text if isinstance(text, str) else text.decode()
-        kwargs: dict[str, Any] = {} if floats else {"parse_float": refuse}
-        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse, **kwargs)
+        parse_float = finite if floats else refuse
+        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse, parse_float=parse_float)
     except FormatError:
         raise
     except (ValueError, RecursionError) as e:  # ValueError: also for a number of thousands of digits

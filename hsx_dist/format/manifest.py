@@ -154,6 +154,7 @@ class Manifest:
         self._conflicts: set[str] = set()
         self._disputed: dict[str, list[str]] = {}
         self._void: set[str] = set()  # parts that prove nothing any more
+        self._dirty: set[str] = set()  # keys whose proofs changed since it was decided which of them are the sample
         for receipt in receipts:
             self.add(receipt)
 
@@ -164,12 +165,14 @@ class Manifest:
 
     @property
     def refused(self) -> Mapping[str, RowFate]:
-        """By key: rows that cannot have a sample, and have none. A live view."""
+        """By key: rows that cannot have a sample, and have none. A view, up to date when it is asked for."""
+        self._decide()
         return MappingProxyType(self._refused)
 
     @property
     def failed(self) -> Mapping[str, RowFate]:
-        """By key: rows that were given up (their fate is ``failed`` or ``poison``), and have no sample. A live view."""
+        """By key: rows that were given up (``failed`` or ``poison``), without a sample. Up to date when asked."""
+        self._decide()
         return MappingProxyType(self._failed)
 
     @property
@@ -190,6 +193,7 @@ class Manifest:
     @property
     def conflicts(self) -> list[str]:
         """What contradicts itself, in words: a key with other tokens in the same attempt, receipts that differ."""
+        self._decide()
         return sorted({*self._conflicts, *(c for found in self._disputed.values() for c in found)})
 
     @property
@@ -221,6 +225,7 @@ class Manifest:
 
     def totals(self) -> Totals:
         """Counts of what readers see."""
+        self._decide()
         many = {place for places in self._many.values() for place in places}
         used = [place for places in self._chosen.values() for place in places]
         by_receipt: dict[int, list[int]] = {}
@@ -253,7 +258,7 @@ class Manifest:
                 self._conflicts.add(f"{receipt_name(*receipt.id)}: two receipts of this name differ")
             return
         if not self._void.issuperset(receipt.void):
-            self._declare_void(receipt.void)
+            self.declare_void(receipt.void)
         self._receipts[receipt.id] = receipt
         lost = receipt.part in self._void
         self._order.append(replace(receipt, segments=()) if lost else receipt)
@@ -267,7 +272,7 @@ class Manifest:
         for fate in receipt.rows:
             self._take_fate(receipt.id, fate)
 
-    def _declare_void(self, parts: Sequence[str]) -> None:
+    def declare_void(self, parts: Sequence[str]) -> None:
         """Take ``parts`` as lost, whether their receipts are known already or come later."""
         void = self._void.union(parts)
         if not void.isdisjoint(self._parts):
@@ -281,7 +286,6 @@ class Manifest:
 
     def _add_segments(self, number: int, table: SegmentTable) -> None:
         whole = table.whole.tolist()
-        unsettled = set()
         for slot, key in enumerate(table.keys()):
             place = number << _SLOT_BITS | slot
             known = self._many.get(key)
@@ -301,9 +305,7 @@ class Manifest:
                 else:
                     self._chosen[key] = (first,)
             known.append(place)
-            unsettled.add(key)
-        for key in unsettled:
-            self._settle(key)
+            self._dirty.add(key)
 
     def _take_fate(self, told: tuple[int, str, int], fate: RowFate) -> None:
         known = self._fates.get(fate.key)
@@ -319,6 +321,11 @@ class Manifest:
     def _drop_fate(self, key: str) -> None:
         self._refused.pop(key, None)
         self._failed.pop(key, None)
+
+    def _decide(self) -> None:
+        """Settle what changed. Not with each receipt: of a sample in many receipts each would cost all of them."""
+        while self._dirty:
+            self._settle(self._dirty.pop())
 
     def _settle(self, key: str) -> None:
         """Decide anew which segments, if any, are the sample of a ``key`` that has several."""
@@ -350,6 +357,9 @@ class Manifest:
 
     def _places(self, key: str) -> tuple[int, ...]:
         """Of the segments that make the sample ``key``; none when it is not whole."""
+        if key in self._dirty:
+            self._dirty.remove(key)
+            self._settle(key)
         if key in self._many:
             return self._chosen.get(key, ())
         place = None if key in self._partial else self._index.find(key)
@@ -357,6 +367,7 @@ class Manifest:
 
     def _placed(self) -> Iterator[tuple[str, int]]:
         """Every sample's key, and the place of its first segment."""
+        self._decide()
         for number, receipt in enumerate(self._order):
             whole = receipt.table.whole.tolist()
             for slot, key in enumerate(receipt.table.keys()):
@@ -379,6 +390,7 @@ class _Samples(Mapping[str, SampleRecord]):
 
     def __len__(self) -> int:
         m = self._manifest
+        m._decide()
         return len(m._index) - len(m._partial) - len(m._many) + len(m._chosen)
 
     def __contains__(self, key: object) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 from hsx_dist.errors import FormatError, RunError
 from hsx_dist.format.json_objects import dump_json, find_json, parse_json, put_own, shown
 from hsx_dist.format.run_members import RUN_MEMBERS
-from hsx_dist.store import Store
+from hsx_dist.store import ObjectInfo, Store
 from hsx_dist.store.prefix import PrefixStore
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "leftovers",
     "open_place",
     "read_run",
+    "run_objects",
     "start_run",
 ]
 
@@ -40,12 +41,18 @@ RUN = "run.json"
 #: What a run of version 1 consists of, next to ``run.json``.
 V1_OBJECTS = ("complete.json", "check.json")
 V1_FOLDERS = ("manifest/", "data/", "consumed/", "report/", "attempts/")
-#: What shows that a run of version 1 lies, or lay, at a place. ``data/`` alone may be somebody else's folder.
-_V1_TRACES = ("manifest/", "attempts/", "data/part-")
+#: Prefix → the names below it that a run gives to its objects.
+_OF_A_RUN = {
+    "attempts/": re.compile(r"attempts/[0-9]{4,9}(\.heartbeat|\.closed|\.complete)?\.json"),
+    "manifest/": re.compile(r"manifest/([0-9]{4,9}/[A-Za-z0-9._-]+/[0-9]{6,9}\.json|compacted-[0-9]{4,9}\.jsonl\.zst)"),
+    "data/part-": re.compile(r"data/part-[0-9]{4,9}-[A-Za-z0-9._-]+-[0-9]{6,9}(=[^/]*)?\.safetensors"),
+    "consumed/": re.compile(r"consumed/part-[^/]+\.safetensors/[^/]+\.json"),
+    "check.json": re.compile(r"check\.json"),
+}
 _FORMATS = {"hsx-run/1": 1, "hsx-run/2": 2}
-_ID = re.compile(r"[0-9a-f]{8,64}")
+_ID = re.compile(r"[0-9a-f]{16}")
 _POINTER = re.compile(r"run(\.[0-9]{4,})?\.json")
-_FOLDER = re.compile(r"run-([0-9a-f]{8,64})/")
+_FOLDER = re.compile(r"run-[0-9a-f]{16}/")
 
 
 @dataclass(frozen=True)
@@ -67,9 +74,9 @@ class Place:
         """The name of the run's folder in ``root``; empty for version 1."""
         return _folder(self.info) if self.version > 1 else ""
 
-    def store_in(self, root: Store) -> Store:
-        """The store of the run's own objects in ``root``, another store of the same place."""
-        return root if self.version == 1 else PrefixStore(root, self.folder)
+    def at(self, root: Store) -> Place:
+        """The same run in ``root``, another store of the same place."""
+        return _place(root, self.pointer, self.info)
 
     def removed(self) -> bool:
         """Whether the run was removed, as the store says now."""
@@ -91,10 +98,10 @@ def open_place(root: Store) -> Place:
     found, _, removed = _look(root)
     if found is not None:
         return found
-    if removed is not None:
+    if removed:
         raise RunError(
-            f"no run at {root.url}: expected a run, got the mark of one that was removed at {removed}. Start a run "
-            "there, or check the path"
+            f"no run at {root.url}: expected a run, got the mark of one that was removed at {removed[-1].get('at')}. "
+            "Start a run there, or check the path"
         )
     raise RunError(f"no run at {root.url}: expected {RUN} there; check the path, or that the run has been started")
 
@@ -110,10 +117,11 @@ def start_run(root: Store, info: Mapping[str, Any]) -> Place:
     Raises:
         RunError: there is a run, or another driver has just started one, or objects of an unfinished removal are left.
     """
-    if left := next(leftovers(root), None):
+    if left := leftovers(root):
         raise RunError(
-            f"{root.url}: expected an empty place or a run, got {left} and no description of a run: a removal did not "
-            f"finish, or {RUN} was deleted. Finish the removal with `hsx rm {root.url} --yes`, or choose another output"
+            f"{root.url}: expected an empty place or a run, got objects of a run ({left[0] or 'manifest/, data/'}) and "
+            f"no description of it: a removal did not finish, or {RUN} was deleted. Choose another output. `hsx rm` "
+            "without --yes lists what is left, and with it finishes the removal"
         )
     found, number, _ = _look(root)
     body = dump_json({"format": "hsx-run/2", "id": secrets.token_hex(8), **info})
@@ -125,23 +133,30 @@ def start_run(root: Store, info: Mapping[str, Any]) -> Place:
     return _place(root, _pointer(number), parse_json(body, floats=True))
 
 
-def leftovers(root: Store) -> Iterator[str]:
-    """The folders of runs that are not the run at ``root``: their removal did not finish, a process of theirs wrote
-    after it, or their description was deleted. With ``/`` at the end; the objects of a run of version 1 count as
-    ``manifest/``, ``attempts/`` and ``data/part-``."""
+def leftovers(root: Store, *, removed_only: bool = False) -> list[str]:
+    """The folders of runs that are not the run at ``root`` and of which objects are there, with ``/`` at the end; for a
+    run of version 1 the empty string.
+
+    Their removal did not finish, a process of theirs wrote after it, or their description was deleted.
+    ``removed_only``: those that a tombstone of this place names.
+    """
     # Folders are listed before the description is read: a run's description is stored before anything in its folder,
     # so that no folder of a run that starts meanwhile can be taken for a leftover.
-    found = [*_run_folders(root), *(p for p in _V1_TRACES if next(iter(root.list(p)), None) is not None)]
+    found = [folder for folder in [*_run_folders(root), ""] if next(run_objects(root, folder), None) is not None]
     if not found:
-        return
-    place = find_place(root)
-    for folder in found:
-        if _FOLDER.fullmatch(folder):
-            mine = place is not None and folder == f"{place.folder}/"
-        else:
-            mine = place is not None and place.version == 1
-        if not mine:
-            yield folder
+        return []
+    place, _, removed = _look(root)
+    known = {_folder(mark) + "/" if mark.get("version") != 1 else "" for mark in removed if mark.get("id")}
+    current = None if place is None else f"{place.folder}/" if place.version > 1 else ""
+    return [f for f in found if f != current and (f in known or not removed_only)]
+
+
+def run_objects(root: Store, folder: str) -> Iterator[ObjectInfo]:
+    """The objects in ``folder`` (empty: next to ``run.json``) with names that a run gives. Other files are not its."""
+    for prefix in _OF_A_RUN:
+        for info in root.list(folder + prefix):
+            if _OF_A_RUN[prefix].fullmatch(info.name.removeprefix(folder)):
+                yield info
 
 
 def bury(place: Place) -> None:
@@ -150,7 +165,7 @@ def bury(place: Place) -> None:
     Another process may have done so already, and started another run there: what ``place.pointer`` names is this run's
     description or its tombstone, and nothing else ever.
     """
-    place.root.put(place.pointer, [_tombstone(place.info.get("id"))])
+    place.root.put(place.pointer, [_tombstone(place.info.get("id") or "none", place.version)])
 
 
 def close_place(root: Store) -> None:
@@ -159,13 +174,14 @@ def close_place(root: Store) -> None:
     place, number, _ = _look(root)
     if place is None and number > 1:
         return  # it refuses the tombstone that is there
-    if place is not None or not put_own(root, _pointer(number), _tombstone(None)):
+    if place is not None or not put_own(root, _pointer(number), _tombstone("none", 1)):
         raise RunError(f"{root.url}: expected no run, got one that was just started. Look at it, then try again")
 
 
-def _tombstone(run_id: Any) -> bytes:
+def _tombstone(run_id: str, version: int) -> bytes:
     at = datetime.now(UTC).isoformat(timespec="seconds")
-    return dump_json({"format": "hsx-run/2", "removed": {"at": at, "id": run_id, "token": secrets.token_hex(8)}})
+    mark = {"at": at, "id": run_id, "version": version, "token": secrets.token_hex(8)}
+    return dump_json({"format": "hsx-run/2", "removed": mark})
 
 
 def is_description(name: str) -> bool:
@@ -183,16 +199,15 @@ def _run_folders(root: Store) -> list[str]:
     return found
 
 
-def _look(root: Store) -> tuple[Place | None, int, str | None]:
-    """(the run, the number of its description or of the next one, when the last run before it was removed)."""
-    number, removed = 1, None
-    while (found := _read(root, _pointer(number))) is not None:
+def _look(root: Store) -> tuple[Place | None, int, list[dict[str, Any]]]:
+    """(the run, the number of its description or of the next one, the tombstones of the runs before it)."""
+    removed: list[dict[str, Any]] = []
+    while (found := _read(root, _pointer(len(removed) + 1))) is not None:
         if "removed" not in found:
-            return _place(root, _pointer(number), found), number, removed
+            return _place(root, _pointer(len(removed) + 1), found), len(removed) + 1, removed
         mark = found["removed"]
-        removed = str(mark.get("at")) if isinstance(mark, dict) else "an unknown time"
-        number += 1
-    return None, number, removed
+        removed.append(mark if isinstance(mark, dict) else {})
+    return None, len(removed) + 1, removed
 
 
 def _place(root: Store, pointer: str, info: dict[str, Any]) -> Place:
@@ -212,7 +227,7 @@ def _read(root: Store, name: str) -> dict[str, Any] | None:
             f"{where}: expected format {' or '.join(_FORMATS)}, got {shown(found.get('format'))}. Update hsx_dist"
         )
     if _FORMATS[found["format"]] > 1 and "removed" not in found and not _is_id(found.get("id")):
-        raise FormatError(f"{where}: expected an id of 8 to 64 hex digits, got {shown(found.get('id'))}. It is damaged")
+        raise FormatError(f"{where}: expected an id of 16 hex digits, got {shown(found.get('id'))}. It is damaged")
     return found
 
 

@@ -17,7 +17,9 @@ def _layers(value: Any) -> str | None:
 
 _MEANING = {"model": or_null(text), "revision": or_null(text), "layers": or_null(_layers)}
 _PROGRESS = {
-    **dict.fromkeys(("rows", "tokens", "raw_bytes", "stored_bytes", "in_flight"), or_null(count)),
+    **dict.fromkeys(
+        ("rows", "tokens", "raw_bytes", "stored_bytes", "in_flight", "replicas", "under_way"), or_null(count)
+    ),
     **dict.fromkeys(("tokens_per_second", "seconds", "engines_timestamp"), or_null(number)),
     "fates": object_of(or_null(count)),
     "counted": object_of(number),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -115,9 +115,13 @@ def seal_attempts(store: Store, last: int, by: int) -> None:
     A writer of which nothing is stored yet has no log to seal. It cannot store a receipt either: after it has stored a
     part it looks whether its attempt is closed, and finds that it is.
     """
+    _seal(store, [attempt for attempt in attempts_of(store) if attempt <= last], by)
+
+
+def _seal(store: Store, attempts: Sequence[int], by: int) -> None:
     # A driver's log has its name by its attempt alone, so that it is sealed even where it holds nothing yet.
-    logs = {(attempt, DRIVER): 0 for attempt in attempts_of(store) if attempt <= last}
-    logs |= {log: number for log, number in list_logs(store).items() if log[0] <= last}
+    logs = {(attempt, DRIVER): 0 for attempt in attempts}
+    logs |= {log: number for log, number in list_logs(store).items() if log[0] in attempts}
     seal_logs(store, logs, f"attempt {by}")
 
 
@@ -128,7 +132,7 @@ def close_attempt(store: Store, attempt: int) -> None:
     would see it only until the attempt is complete.
     """
     _close(store, attempt, attempt)
-    seal_attempts(store, attempt, attempt)
+    _seal(store, [attempt], attempt)
 
 
 def read_attempt(store: Store, attempt: int) -> dict[str, Any] | None:

@@ -115,6 +115,8 @@ class Follower:
     def _everything(self) -> Iterator[Arrival]:
         """All receipts that are there and not known yet."""
         found = [r for r in scan_receipts(self._store) if r.seq >= self._next.get((r.attempt, r.writer), 1)]
+        # First: a sample whose part was lost comes with the attempt that computed it again.
+        self._manifest.declare_void([part for receipt in found for part in receipt.void])
         # What was done before comes first: a sample in several segments is then known as done, whichever came last.
         old = [r for r in found if r.seq < self._done.get((r.attempt, r.writer), (0,))[0]]
         for receipt in old:

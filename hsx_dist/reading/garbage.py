@@ -8,7 +8,9 @@ objects lie in a folder of its own, which no other run uses (``format.place``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 
+from hsx_dist.errors import NotFound
 from hsx_dist.format.manifest import parse_part_name
 from hsx_dist.format.place import (
     V1_FOLDERS,
@@ -18,14 +20,12 @@ from hsx_dist.format.place import (
     close_place,
     leftovers,
     open_place,
+    run_objects,
 )
 from hsx_dist.format.receipt_log import list_logs, seal_logs
 from hsx_dist.format.runs import all_receipts
 from hsx_dist.reading.missing import removed_parts
 from hsx_dist.store import ObjectInfo, Store
-
-#: What an unfinished removal of a run of version 1 may have left. ``data/`` may hold other files, too.
-_V1_LEFT = ("manifest/", "attempts/", "consumed/", "data/part-")
 
 
 def unproven(place: Place, *, seal: bool) -> list[ObjectInfo]:
@@ -61,14 +61,21 @@ def unfinished(store: Store, older_than: float = 0.0) -> Iterator[ObjectInfo]:
     return iter(()) if find is None else find(older_than)
 
 
+def own_unfinished(place: Place) -> Iterator[ObjectInfo]:
+    """``unfinished`` of this run and of its place alone: another run may lie in a folder of the place."""
+    folders = (f"{place.folder}/",) if place.version > 1 else V1_FOLDERS
+    return (i for i in unfinished(place.root) if "/" not in i.name or i.name.startswith(folders))
+
+
 def left_behind(root: Store) -> Iterator[ObjectInfo]:
-    """The objects of runs at this place whose removal did not finish, or that a process of theirs wrote after it."""
-    for folder in list(leftovers(root)):
-        yield from root.list(folder)
+    """The objects of runs that were removed from this place, as far as they are there: their removal did not finish, or
+    a process of theirs wrote after it."""
+    for folder in leftovers(root, removed_only=True):
+        yield from run_objects(root, folder)
 
 
 def remove_run(root: Store, place: Place | None, *, on_object: Callable[[str], None] = lambda _: None) -> int:
-    """Remove ``place``, the run at ``root``, or what an unfinished removal left; returns how many objects.
+    """Remove ``place``, the run at ``root``, and what unfinished removals left; returns how many objects.
 
     What is not a run's own stays, and so does one small object, the mark of the removal. From the first step on no
     driver resumes the run; called again it goes on.
@@ -76,30 +83,35 @@ def remove_run(root: Store, place: Place | None, *, on_object: Callable[[str], N
     Raises:
         RunError: there is no run, and nothing that an unfinished removal left.
     """
-    left = list(leftovers(root))
-    folders = [folder for folder in left if folder.startswith("run-")]
+    own: tuple[str, ...] = ()
+    names: list[str] = []
     if place is not None:
         bury(place)
-        folders += V1_FOLDERS if place.version == 1 else [f"{place.folder}/"]
-    elif not left:
+        own = V1_FOLDERS if place.version == 1 else (f"{place.folder}/",)
+        names = [name for name in V1_OBJECTS if place.version == 1 and _is_there(root, name)]
+    # Without a run here, also what no tombstone names: run_rm has shown it, and asked whether a driver works on it.
+    left = leftovers(root, removed_only=place is not None)
+    if place is None and not left:
         open_place(root)  # says that there is none
-    if len(folders) < len(left):
-        if place is None:
-            close_place(root)
-        folders += _V1_LEFT
+    if place is None and "" in left:
+        close_place(root)
+    found = chain(
+        names,
+        (info.name for folder in own for info in root.list(folder)),
+        (info.name for folder in left for info in run_objects(root, folder)),
+        (i.name for i in unfinished(root) if "/" not in i.name or i.name.startswith((*own, *filter(None, left)))),
+    )
     removed = 0
-    for name in _objects(root, folders, v1=place is not None and place.version == 1):
+    for name in found:
         root.delete(name)
         on_object(name)
         removed += 1
     return removed
 
 
-def _objects(root: Store, folders: list[str], *, v1: bool) -> Iterator[str]:
-    for name in V1_OBJECTS if v1 else ():
-        yield from (info.name for info in root.list(name) if info.name == name)
-    for folder in folders:
-        yield from (info.name for info in root.list(folder))
-    for info in unfinished(root):
-        if "/" not in info.name or info.name.startswith(tuple(folders)):
-            yield info.name
+def _is_there(root: Store, name: str) -> bool:
+    try:
+        root.head(name)
+    except NotFound:
+        return False
+    return True

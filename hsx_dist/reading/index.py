@@ -46,7 +46,8 @@ class Index:
         odd = _odd(keys, columns)
         rest = [replace(r, part=None, segments=()) for r in found if r.part is None or r.part in lost]
         manifest = _decide([*rest, *with_part], odd)
-        self._many = {keys[i]: manifest.samples[keys[i]] for i in np.flatnonzero(odd) if keys[i] in manifest.samples}
+        several = dict.fromkeys(keys[i] for i in np.flatnonzero(odd))
+        self._many = {key: manifest.samples[key] for key in several if key in manifest.samples}
         self.conflicts = manifest.conflicts
         self.parts = [replace(r, segments=()) for r in with_part]
         self._arrange(keys, columns, odd)
@@ -73,9 +74,11 @@ class Index:
         self.keys: list[str] = [found[i] for i in order]
         self.rows: _Array = row[order]
         self.tokens: _Array = joined("total", lambda r: r.num_tokens, np.int64)[order]
-        self.raw_bytes: _Array = joined("raw_bytes", lambda r: sum(p.raw_bytes for _, p in r.segments), np.int64)[order]
+        self.raw_bytes: _Array = joined("raw_bytes", lambda r: _total(p.raw_bytes for _, p in r.segments), np.int64)[
+            order
+        ]
         self.stored_bytes: _Array = joined(
-            "stored_bytes", lambda r: sum(p.stored_bytes for _, p in r.segments), np.int64
+            "stored_bytes", lambda r: _total(p.stored_bytes for _, p in r.segments), np.int64
         )[order]
         self.part_of: _Array = joined("part", lambda r: part_numbers[r.segments[0][0]], np.int32)[order]
         self._slot: _Array = joined("slot", lambda _: -1, np.int64)[order]
@@ -120,6 +123,11 @@ class Index:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_places": None}  # workers make their own, if they need it
+
+
+def _total(numbers: Iterable[int]) -> int:
+    """Their sum, as far as an array can hold it: receipts may claim more."""
+    return min(sum(numbers), np.iinfo(np.int64).max)
 
 
 def _columns(receipts: Sequence[Receipt]) -> dict[str, _Array]:

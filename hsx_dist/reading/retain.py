@@ -100,7 +100,7 @@ class Retention:
 
     def _mark_foreign(self) -> None:
         """Parts in which nothing is this rank's."""
-        for part in self._manifest.parts:
+        for part in list(self._manifest.parts):
             if part not in self._marked:
                 self._mark(part)
 
@@ -118,7 +118,10 @@ class Retention:
 
     def _used_up(self, part: str) -> bool:
         over: bool | None = None
-        for proof in self._manifest.parts[part].segments:
+        receipt = self._manifest.parts.get(part)
+        if receipt is None:
+            return False  # it was declared lost meanwhile
+        for proof in receipt.segments:
             key = proof.segment.key
             record = self._manifest.samples.get(key)
             if record is None:

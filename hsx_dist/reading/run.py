@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from hsx_dist.errors import NotFound, SampleConsumed, SampleNotFound
+from hsx_dist.errors import IntegrityError, NotFound, RunError, SampleConsumed, SampleNotFound
 from hsx_dist.format.container import Part
 from hsx_dist.format.manifest import Manifest, RowFate
 from hsx_dist.format.place import open_place
@@ -112,8 +112,18 @@ class Run:
         # In this order: what is said to be complete must have been so before the receipts were read.
         complete = read_complete(self.store)
         self._complete = complete is not None and complete["attempt"] >= newest_attempt(self.store)
-        self.index = Index(receipts_after(self.store, complete))
+        try:
+            index = Index(receipts_after(self.store, complete))
+        except (NotFound, IntegrityError):
+            self._require_not_removed()
+            raise
+        self._require_not_removed()  # half of a run that is being removed must not pass for the run
+        self.index = index
         self.__dict__.pop("manifest", None)
+
+    def _require_not_removed(self) -> None:
+        if self._place.removed():
+            raise RunError(f"{self._url}: expected a run, got one that is being removed. Check the path")
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -259,7 +269,8 @@ class Run:
         store = self._mine
         if self._reopen is not None:
             log.info("%s: read by fsspec in a forked process; start workers with spawn for the faster way", self._url)
-            store = self._place.store_in(self._reopen(True))
+            self._place = self._place.at(self._reopen(True))
+            store = self._place.store
         # The process last: a thread that sees it must not find the parent's store, whose calls would hang for ever.
         # Two threads may come here at once, and open two stores: no harm.
         self._parts = _Parts()
@@ -277,4 +288,5 @@ class Run:
         self.__dict__.update(state)
         self._pid, self._parts = os.getpid(), _Parts()
         if self._reopen is not None:
-            self._mine = self._place.store_in(self._reopen(False))
+            self._place = self._place.at(self._reopen(False))
+            self._mine = self._place.store

@@ -17,7 +17,7 @@ from hsx_dist.format.manifest import Manifest, Receipt, SegmentProof
 from hsx_dist.format.place import Place, open_place
 from hsx_dist.format.runs import check_receipts, count, load_manifest, read_complete
 from hsx_dist.page import token_hash
-from hsx_dist.reading.missing import is_removed
+from hsx_dist.reading.missing import is_removed, missing_parts
 from hsx_dist.reading.select import key_hash
 from hsx_dist.store import ObjectInfo, Store
 
@@ -106,7 +106,8 @@ def verify_run(
         report.problems.append(Problem("", str(e)))
         return report
     names = [n for n in sorted(manifest.parts) if sample == 1 or key_hash(f"{seed},{n}", b"verify") < sample * 2**64]
-    todo = [n for n in names if not known.take(manifest.parts[n], report)]
+    missing = set(missing_parts(store, manifest, place.version))
+    todo = [n for n in names if n in missing or not known.take(manifest.parts[n], report)]
     with ThreadPoolExecutor(workers, thread_name_prefix="hsx-verify") as pool:
         for name, (tally, messages) in zip(
             todo, pool.map(lambda n: _check(place, manifest.parts[n]), todo), strict=True

@@ -260,7 +260,9 @@ class FsspecStore:
 
     def _can_create(self) -> bool:
         pipe = getattr(self._fs, "_pipe_file", None) or self._fs.pipe_file
-        return "mode" in inspect.signature(pipe).parameters
+        # fsspec's own looks whether the object is there, and then writes: two writers may both find nothing.
+        checks_first = getattr(pipe, "__func__", None) is fsspec.AbstractFileSystem.pipe_file
+        return not checks_first and "mode" in inspect.signature(pipe).parameters
 
     def _list_s3(self, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
         bucket, root, _ = self._fs.split_path(self._root)

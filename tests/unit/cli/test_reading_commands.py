@@ -157,14 +157,17 @@ def test_gc_removes_what_no_receipt_names_and_nothing_else(store: Store, capsys:
     for name in (*garbage, "data/notes.txt"):
         run.put(name, [b"x" * 100])
     store.put("other/part.safetensors", [b"x"])
-    store.put("run-0123456789abcdef/data/part-0001-w-000001.safetensors", [b"x"])  # a writer of a removed run
+    # Neither another run nor other people's files.
+    others = ["run-20261123/run.json", "run-0123456789abcdef/attempts/0001.json", "manifest/train.csv"]
+    for name in others:
+        store.put(name, [b"x"])
     assert hsx("gc", store.url, "--json") == 0
     assert json.loads(capsys.readouterr().out) == {
         "path": store.url,
         "deleted": False,
         "garbage": garbage,
         "bytes": 200,
-        "removed_runs": ["run-0123456789abcdef/data/part-0001-w-000001.safetensors"],
+        "removed_runs": [],
         "unfinished": [],
     }
     assert names(run) == before | set(garbage) | {"data/notes.txt"}
@@ -172,7 +175,7 @@ def test_gc_removes_what_no_receipt_names_and_nothing_else(store: Store, capsys:
     seals = {receipt_name(1, "dead-11111111", 1), receipt_name(2, "later", 1)}
     assert names(run) == before | {"data/notes.txt"} | seals
     assert "other/part.safetensors" in names(store)
-    assert not any(name.startswith("run-0123456789abcdef") for name in names(store))
+    assert names(store).issuperset(others)
     assert hsx("verify", store.url) == 0
 
 
@@ -262,7 +265,7 @@ def test_rm_goes_on_where_it_was_interrupted(store: Store, capsys: pytest.Captur
         store_run(store, SAMPLES)
     assert hsx("gc", store.url, "--delete") == 2
     assert hsx("rm", store.url) == 0
-    assert "an unfinished removal left (run-" in capsys.readouterr().out
+    assert "objects in run-" in capsys.readouterr().out
     assert hsx("rm", store.url, "--yes") == 0
     assert names(store) == {"run.json"}
     store_run(store, SAMPLES)
@@ -299,3 +302,54 @@ def test_verify_takes_samples_and_goes_on(store: Store, tmp_path: Path, capsys: 
     assert (said["known"], said["parts"], said["ok"]) == (3, 3, True)
     assert verify("--workers", "1", status=1)["problems"][0]["part"] == name
     assert hsx("verify", store.url, "--sample", "0") == 2
+
+
+def test_gc_removes_what_a_writer_of_a_removed_run_wrote_later(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    late = open_place(store)
+    assert hsx("rm", store.url, "--yes") == 0
+    store_run(store, SAMPLES[:2])
+    late.store.put("data/part-0001-w-000009.safetensors", [b"x"])
+    assert hsx("gc", store.url) == 0
+    assert "1 objects of runs that were removed here" in capsys.readouterr().out
+    assert hsx("gc", store.url, "--delete") == 0
+    assert not any(name.startswith(late.folder) for name in names(store))
+
+
+def test_rm_removes_no_run_in_a_folder_of_the_place(tmp_path: Path) -> None:
+    root = open_store(str(tmp_path))
+    for name in ("run-20261123", "run-7cf513b1a2b3c4d5"):
+        store_run(open_store(str(tmp_path / name)), SAMPLES[:2])
+    before = names(root)
+    assert hsx("rm", root.url, "--yes") == 2
+    store_run(root, SAMPLES)
+    assert hsx("gc", root.url, "--delete") == 0
+    assert hsx("rm", root.url, "--yes") == 0
+    assert names(root) == before | {"run.json"}
+
+
+def test_a_reader_next_to_a_removal_does_not_take_half_of_a_run_for_the_run(store: Store) -> None:
+    run = open_run(store.url)
+    place = open_place(store)
+
+    class Killed(Exception):
+        pass
+
+    def kill(name: str) -> None:
+        if "manifest/" in name:
+            raise Killed
+
+    with pytest.raises(Killed):
+        remove_run(store, place, on_object=kill)
+    with pytest.raises(RunError, match="removed"):
+        run.refresh()
+    assert len(run) == 6
+
+
+def test_verify_that_goes_on_looks_for_parts_that_were_lost_since(store: Store, tmp_path: Path) -> None:
+    notes = str(tmp_path / "sound.jsonl")
+    assert hsx("verify", store.url, "--resume", notes) == 0
+    run = own(store)
+    run.delete(min(info.name for info in run.list("data/")))
+    assert hsx("verify", store.url, "--resume", notes) == 1

@@ -83,18 +83,18 @@ def test_after_a_removal_the_next_run_has_a_name_and_a_folder_of_its_own(root: L
     bury(first)  # a removal that paused meets its own run only
     assert open_place(root).info == second.info
     assert not second.removed()
-    first.store.put("data/late", [b"x"])  # so does a writer of the removed run
+    first.store.put("data/part-0001-w-000001.safetensors", [b"x"])  # so does a writer of the removed run
     assert names(second.store) == []
     assert list(leftovers(root)) == [f"{first.folder}/"]
 
 
 def test_a_driver_refuses_to_start_among_what_a_removal_left(root: LocalStore) -> None:
     place = start_run(root, {})
-    place.store.put("data/x", [b"x"])
+    place.store.put("attempts/0001.json", [b"x"])
     bury(place)
     with pytest.raises(RunError, match="hsx rm"):
         start_run(root, {})
-    place.store.delete("data/x")
+    place.store.delete("attempts/0001.json")
     start_run(root, {})
 
 
@@ -118,11 +118,21 @@ def test_a_run_of_version_1_lies_next_to_its_description(root: LocalStore) -> No
     root.put("manifest/0001/w/000001.json", [b"x"])
     assert list(leftovers(root)) == []
     bury(place)
-    assert list(leftovers(root)) == ["manifest/"]
+    assert leftovers(root, removed_only=True) == [""]
 
 
 def test_other_files_at_the_place_are_no_leftovers(root: LocalStore) -> None:
-    for name in ("data/mine.txt", "running/x", "run-notes/x", "run-abc", "README"):
+    names = ["data/mine.txt", "running/x", "run-notes/x", "run-abc", "README", "run-20261123/run.json"]
+    names += ["manifest/train.csv", "attempts/notes.txt", "data/part-00000-abc.snappy.parquet"]
+    names += ["run-0123456789abcdef/notes.txt", "run-0123456789abcdef/run-fedcba9876543210/attempts/0001.json"]
+    for name in names:
         root.put(name, [b"x"])
     assert list(leftovers(root)) == []
     start_run(root, {})
+
+
+def test_a_folder_that_no_tombstone_names_is_not_garbage(root: LocalStore) -> None:
+    """Its description may have been deleted by mistake."""
+    root.put("run-0123456789abcdef/attempts/0001.json", [b"x"])
+    assert leftovers(root) == ["run-0123456789abcdef/"]
+    assert leftovers(root, removed_only=True) == []

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 import hsx_dist
+from hsx_dist import HiddenStatesDataset
 from hsx_dist.config import load_config
 from hsx_dist.errors import ConfigError, EngineError, Fenced, NotFound, RunError, SampleConsumed
 from hsx_dist.format.manifest import RowFate
@@ -79,6 +80,17 @@ def test_a_lost_part_is_noticed_by_everyone_and_computed_again(place: Place) -> 
     third.put([whole(SAMPLES[0], 0)])
     assert sorted(open_run(place.root.url).keys()) == ["s0", "s2", "s3"]
     assert open_run(place.root.url)["s0"].load()["key"] == "s0"
+
+
+def test_a_follower_gets_the_sample_that_was_computed_again(place: Place) -> None:
+    first, _ = write(place)
+    place.store.delete(first)
+    attempt, ledger, manifest = taken(place)
+    again = RunWriter(place.root)
+    again.put([whole(s, i) for i, s in enumerate(SAMPLES[:2])])
+    write_complete(place.store, again.attempt, load_manifest(place.store), {"rows": 4})
+    found = {i["key"] for i in HiddenStatesDataset(place.root.url, follow=True, framework="numpy")}
+    assert found == {"s0", "s1", "s2", "s3"}
 
 
 def test_a_part_that_its_consumers_used_is_not_lost(place: Place) -> None:

@@ -234,8 +234,7 @@ def begun(model: str = "m", attempts: int = 1) -> Callable[[MemoryStore], None]:
 
 def there(store: Store) -> Place:
     """The run that ``begun`` made: a writer was told of it, and asks nobody again."""
-    place = _PREPARED[0]
-    return Place(store, place.pointer, place.version, place.info, place.store_in(store))
+    return _PREPARED[0].at(store)
 
 
 _PREPARED: list[Place] = []

@@ -141,7 +141,7 @@ def a_lost_part_is_not_declared(m: pytest.MonkeyPatch) -> None:
     """The driver alone knows; the old receipt stays as proof."""
 
     def declare(self: Any, parts: Any) -> None:
-        self._manifest._declare_void(parts)
+        self._manifest.declare_void(parts)
 
     m.setattr(ledger.RowLedger, "declare_lost", declare)
 
