@@ -7,11 +7,14 @@ a file claims.
 
 from __future__ import annotations
 
+import bz2
 import io
 import lzma
 import sys
 from collections.abc import Callable
 from typing import IO, Any
+
+from hsx_dist.errors import FormatError
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -27,7 +30,9 @@ _WINDOW_LOG = 27
 BROKEN: tuple[type[Exception], ...] = (EOFError, lzma.LZMAError, zstd.ZstdError)
 
 
-_Decompressor = zstd.ZstdDecompressor | lzma.LZMADecompressor
+_Decompressor = zstd.ZstdDecompressor | lzma.LZMADecompressor | bz2.BZ2Decompressor
+#: Rows may expand by so much beyond so many bytes. More is repetition that costs the driver an entry for each row.
+_MAX_EXPANSION, _FREE_BYTES = 1000, 1 << 30
 
 
 def zstd_decompressor() -> _Decompressor:
@@ -38,11 +43,13 @@ def xz_decompressor() -> _Decompressor:
     return lzma.LZMADecompressor(memlimit=MAX_DICTIONARY_BYTES)
 
 
-#: Ending of a name → what decompresses such a file. fsspec does the others, whose memory is bounded.
+#: Ending of a name → what decompresses such a file. fsspec does ``.gz``, whose memory and expansion are bounded.
 DECOMPRESSORS: dict[str, Callable[[], _Decompressor]] = {
     ".zst": zstd_decompressor,
     ".zstd": zstd_decompressor,
     ".xz": xz_decompressor,
+    ".lzma": xz_decompressor,
+    ".bz2": bz2.BZ2Decompressor,
 }
 
 
@@ -56,6 +63,7 @@ class DecompressedFile(io.RawIOBase):
         self._make = make
         self._frame: _Decompressor | None = None
         self._rest = b""  # compressed bytes after the end of a frame
+        self._read = self._made = 0  # bytes
 
     def readable(self) -> bool:
         return True
@@ -66,7 +74,10 @@ class DecompressedFile(io.RawIOBase):
         while True:
             data = b""
             if self._frame is None or self._frame.needs_input:
-                data = self._rest or self._source.read(_READ)
+                data = self._rest
+                if not data:
+                    data = self._source.read(_READ)
+                    self._read += len(data)
                 self._rest = b""
                 if not data and self._frame is not None:
                     raise EOFError("the file ends within a compressed frame")
@@ -74,7 +85,16 @@ class DecompressedFile(io.RawIOBase):
                     return 0
             if self._frame is None:
                 self._frame = self._make()
-            found = self._frame.decompress(data, len(target))
+            try:
+                found = self._frame.decompress(data, len(target))
+            except OSError as e:  # bz2's word for a damaged file
+                raise EOFError(str(e)) from e
+            self._made += len(found)
+            if self._made > _FREE_BYTES and self._made > _MAX_EXPANSION * self._read:
+                raise FormatError(
+                    f"expected at most {_MAX_EXPANSION} decompressed bytes for each compressed one, got more beyond "
+                    f"{_FREE_BYTES}. Give the file decompressed"
+                )
             if self._frame.eof:
                 self._rest = self._frame.unused_data
                 self._frame = None

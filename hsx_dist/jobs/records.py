@@ -26,6 +26,10 @@ _VALUES_AT_ONCE = 1 << 24
 #: A line longer than so many times the longest that is taken ends the input; so do more empty lines in a row.
 _SKIPPED, _MOST_EMPTY = 64, 100_000
 _BUFFER = 1 << 20
+#: A column chunk of Parquet may expand by so much beyond so many bytes: Arrow decompresses whole pages.
+_CHUNK_EXPANSION, _FREE_CHUNK_BYTES = 200, 256 << 20
+#: Rows that a batch may have without bytes; beyond, each takes a bit of at least one asked column.
+_FREE_ROWS = 1024
 _BROKEN: tuple[type[Exception], ...] = (*BROKEN, zlib.error, gzip.BadGzipFile)
 
 
@@ -141,6 +145,8 @@ def _columnar(
         else:
             batches = _arrow(file, columns, needed, shown)
         for batch in batches:
+            if batch.num_rows > _FREE_ROWS + 8 * batch.nbytes:
+                raise FormatError(f"expected bytes for each of {batch.num_rows} rows, got {batch.nbytes} bytes in all")
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 yield from _rows(batch.slice(start, BATCH_ROWS), most)
     except (ConfigError, FormatError):
@@ -238,6 +244,11 @@ def _claims(metadata: Any, chosen: set[str], most: int, shown: str) -> tuple[lis
                 raise FormatError(
                     f"expected rows of at most {most} bytes in {shown}, got {each} values a row in row group {g}, "
                     f"column {column.path_in_schema[:80]}. Split its rows, or raise input.max_row_bytes"
+                )
+            if column.total_uncompressed_size > _FREE_CHUNK_BYTES + _CHUNK_EXPANSION * column.total_compressed_size:
+                raise FormatError(
+                    f"expected at most {_CHUNK_EXPANSION} decompressed bytes for each stored one in {shown}, got more "
+                    f"in row group {g}, column {column.path_in_schema[:80]}. Write the file without compression"
                 )
             values = max(values, each)
     return list(packed), values

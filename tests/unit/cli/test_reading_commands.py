@@ -304,9 +304,7 @@ def test_verify_takes_samples_and_goes_on(store: Store, tmp_path: Path, capsys: 
     assert hsx("verify", store.url, "--sample", "0") == 2
 
 
-def test_gc_removes_what_a_writer_of_a_removed_run_wrote_later(
-    store: Store, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gc_removes_what_a_removed_run_wrote_later(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     late = open_place(store)
     assert hsx("rm", store.url, "--yes") == 0
     store_run(store, SAMPLES[:2])

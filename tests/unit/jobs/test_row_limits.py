@@ -17,6 +17,7 @@ import zstandard
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.manifest import RowFate
+from hsx_dist.jobs import decompress
 from hsx_dist.jobs.decompress import DECOMPRESSORS, DecompressedFile
 from hsx_dist.jobs.row_cost import cost_of_json, most_cost
 from hsx_dist.jobs.rows import Row, read_rows
@@ -160,3 +161,45 @@ def test_a_saved_data_sets_list_is_not_read_whole(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_bytes(b"[" * 100_000)
     with pytest.raises(ConfigError, match=r"state\.json"):
         read_rows(InputConfig(path=str(tmp_path)))
+
+
+def test_rows_without_bytes_are_refused(tmp_path: Path) -> None:
+    """A column of Arrow's null type has no bytes, and claims any number of rows."""
+    nothing = pa.Array.from_buffers(pa.null(), 2**31 - 1, [None])
+    path = tmp_path / "a.arrow"
+    batch = pa.RecordBatch.from_arrays([nothing], ["text"])
+    with pa.ipc.new_file(path, batch.schema) as writer:
+        writer.write_batch(batch)
+    with pytest.raises(FormatError, match="expected bytes for each of 2147483647 rows"):
+        list(read_rows(InputConfig(path=str(path))))
+
+
+def test_a_parquet_column_that_expands_too_far_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    text = pa.array(["a" * (300 << 20)])
+    pq.write_table(pa.table({"text": text}), path, compression="zstd", use_dictionary=False)
+    with pytest.raises(FormatError, match="200 decompressed bytes"):
+        list(read_rows(InputConfig(path=str(path))))
+
+
+@pytest.mark.parametrize("ending", ["xz", "zst", "bz2"])
+def test_an_expansion_without_end_is_an_error(tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decompress, "_FREE_BYTES", 1 << 20)
+    pack = {"xz": lzma.compress, "zst": zstandard.ZstdCompressor().compress, "bz2": bz2.compress}[ending]
+    path = tmp_path / f"a.jsonl.{ending}"
+    path.write_bytes(pack(b'{"text":"a"}\n' * 1_000_000))
+    with pytest.raises(FormatError, match="for each compressed one"):
+        for _ in read_rows(InputConfig(path=str(path))):
+            pass
+
+
+@pytest.mark.parametrize("ending", ["lzma", "bz2"])
+def test_every_frame_of_a_compressed_file_is_read(tmp_path: Path, ending: str) -> None:
+    lines = [b'{"text":"%d"}\n' % i for i in range(4)]
+    data = lzma.compress(b"".join(lines), lzma.FORMAT_ALONE) if ending == "lzma" else b"".join(map(bz2.compress, lines))
+    path = tmp_path / f"a.jsonl.{ending}"
+    path.write_bytes(data)
+    assert [row.text for row in read_rows(InputConfig(path=str(path))) if isinstance(row, Row)] == ["0", "1", "2", "3"]
+    path.write_bytes(data[:-3])
+    with pytest.raises(FormatError, match="broken compressed data"):
+        list(read_rows(InputConfig(path=str(path))))

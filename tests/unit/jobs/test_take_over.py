@@ -85,7 +85,7 @@ def test_a_lost_part_is_noticed_by_everyone_and_computed_again(place: Place) -> 
 def test_a_follower_gets_the_sample_that_was_computed_again(place: Place) -> None:
     first, _ = write(place)
     place.store.delete(first)
-    attempt, ledger, manifest = taken(place)
+    taken(place)
     again = RunWriter(place.root)
     again.put([whole(s, i) for i, s in enumerate(SAMPLES[:2])])
     write_complete(place.store, again.attempt, load_manifest(place.store), {"rows": 4})
