@@ -169,7 +169,9 @@ _BUCKETS = frozenset({"s3", "s3a", "s3n", "gs", "gcs", "oss", "obs", "cos", "tos
 _NAME_AND_HOST = frozenset(
     {"abfs", "abfss", "az", "adl", "wasb", "wasbs", "oci", "hf", "sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "root"}
 )
-_BUCKET = re.compile(r"[^:@]*|arn:aws[a-z-]*:s3[a-z-]*:[a-z0-9-]*:\d{12}:accesspoint(:[a-z0-9.-]+)?")
+_BUCKET = re.compile(r"[^:@]*|arn:aws[a-z-]*:s3[a-z-]*:[a-z0-9-]*:\d{12}:(accesspoint(:[a-z0-9.-]+)?|outpost)")
+#: ``github://ORG:REPOSITORY@REF``, as fsspec spells it; tokens have prefixes of their own.
+_REPOSITORY = re.compile(r"(?!.*(gh[a-z]_|github_pat_))[\w.-]+:[\w.-]+@[\w.-]+")
 _HOST = re.compile(r"([^:@]*|\[[0-9A-Fa-f:.%]+\])(:(?P<port>\d{0,5}))?")
 
 
@@ -190,16 +192,19 @@ def _breaks_the_rule(link: str) -> bool:
     if scheme in _NO_HOST:
         return False
     if scheme in _BUCKETS:
-        return _BUCKET.fullmatch(authority) is None
+        # Some libraries strip slashes: of s3:///NAME the bucket is NAME.
+        return _BUCKET.fullmatch(authority) is None or (not authority and "@" in link)
+    if scheme == "github" and _REPOSITORY.fullmatch(authority):
+        return False
     name, at, host = authority.rpartition("@")
     if at and (scheme not in _NAME_AND_HOST or ":" in name):
         return True
     found = _HOST.fullmatch(host)
     if found is None or int(found["port"] or 0) > 65535:
         return True
-    return (
-        found["port"] == "" and re.search(r"://[^/\s]*:/.*@", link, re.DOTALL) is not None
-    )  # a secret may begin with /
+    # A secret may begin with "/", or with digits and "/": then it reads as a port. A host with a port has a dot mostly.
+    doubtful = found["port"] == "" or (found["port"] and re.fullmatch(r"(?!localhost$)[\w-]+", found[1]))
+    return bool(doubtful) and re.search(r"://[^/\s]*:[0-9]*/.*@", link, re.DOTALL) is not None
 
 
 def _public_link(link: str) -> str:

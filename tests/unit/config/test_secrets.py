@@ -65,7 +65,7 @@ def test_a_credential_is_no_override(override: str) -> None:
         "store={storage_options: {secret: '${env:HOME}'}}",
         "output=s3://${env:HOME}/x",
         "output=s3://bucket/a@b:c",
-        "input.path=https://host:9000/a@b",
+        "input.path=https://host.example:9000/a@b",
         "chat_template_kwargs.note=at https://host:9000. Or me@host?",
     ],
 )
@@ -264,7 +264,7 @@ def test_a_reference_to_the_environment_is_no_credential() -> None:
         "https://${env:A}:${env:B}@h/x",
         "https://${env:A}@h/x",
         "s3://${env:A}/x",
-        "https://${env:A}:9000/a@b",
+        "https://${env:A}.example:9000/a@b",
     ):
         assert list(secret_paths(url)) == []
     for url in ("https://a:${env:B}@h/x", "https://a${env:B}@h/x", "s3://${env:A}:b/c@b"):
@@ -297,3 +297,17 @@ def test_an_argument_that_is_no_override_is_not_repeated(argument: str) -> None:
 def test_a_signed_url_is_a_credential(url):
     assert list(secret_paths({"input": {"path": url}})) == [("input", "path")]
     assert list(secret_paths({"input": {"path": url.partition("?")[0] + "?version=3"}})) == []
+
+
+def test_a_secret_that_reads_as_a_port_or_behind_no_bucket_is_found() -> None:
+    for url in ("https://user:123/4secret@host/x", "ssh://user:0/secret@host", "s3:///KEY:SECRET@bucket/x"):
+        assert has_credentials(url)
+        assert "ecret" not in public_url(url).lower()
+
+
+def test_names_with_colons_that_libraries_document_are_no_credentials() -> None:
+    arn = "s3://arn:aws:s3-outposts:us-east-1:123456789012:outpost/op-1/accesspoint/x"
+    for url in ("github://org:repo@main/data.jsonl", arn):
+        assert not has_credentials(url)
+        assert public_url(url) == url
+    assert has_credentials("github://user:ghp_abc@github/x")
