@@ -21,6 +21,7 @@ from hsx_dist.format.manifest import Manifest, RowFate
 from hsx_dist.format.place import Place, find_place, start_run
 from hsx_dist.format.runs import all_receipts, load_manifest, take_attempt, write_complete
 from hsx_dist.jobs.extract import complete, open_or_start_run, require_not_removed, take_over
+from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.reading import garbage
 from hsx_dist.reading.missing import removed_parts
@@ -139,6 +140,17 @@ def consuming(place: Callable[[Store], Place], keys: Sequence[str]) -> Any:
         Retention(place(root).store).ack(*keys)
 
     return main
+
+
+def reading(root: SteppedStore) -> frozenset[str] | str:
+    """A reader: the keys of a run whose samples it all read, or the error's name."""
+    try:
+        run = Run(root)
+        for key in run.index.keys:
+            run[key].load(framework="numpy")
+    except HsxError as e:
+        return type(e).__name__
+    return frozenset(run.index.keys)
 
 
 # -- the promise ----------------------------------------------------------------------------------------------------
@@ -271,14 +283,42 @@ def with_an_old_completion(store: MemoryStore) -> None:
     writer.put([whole(sample("m", "a")), (long, long.segments(1)[0], None)])
 
 
-def half(store: SteppedStore) -> None:
-    """Attempt 2 stores the rest of ``long``."""
+def with_half_a_sample(store: MemoryStore) -> None:
+    """Attempt 1, which runs, has stored one of two segments of ``long`` with ``a``."""
+    begun(attempts=0)(store)
+    writer = RunWriter(store, NoneCodec(), name="w2", about={"model": "m"})
+    long = sample("m", "long")
+    writer.put([whole(sample("m", "a")), (long, long.segments(1)[0], None)])
+
+
+def the_rest_and_the_end(store: SteppedStore) -> None:
+    """Attempt 1 stores the rest of ``long``, and completes the run."""
+    half(store, attempt=1)
+    place = there(store)
+    manifest = load_manifest(place.store)
+    complete(RowLedger(place.store, 1, manifest), 1, manifest, 2)
+
+
+def half(store: SteppedStore, attempt: int = 2) -> None:
+    """The attempt stores the rest of ``long``."""
     place = there(store)
     writer = object.__new__(RunWriter)
     writer.place, writer.store, writer.codec, writer.name = place, place.store, NoneCodec(), "w3"
-    writer.attached, writer.about, writer.attempt, writer.seq = None, {"model": "m"}, 2, 0
+    writer.attached, writer.about, writer.attempt, writer.seq = None, {"model": "m"}, attempt, 0
     long = sample("m", "long")
     writer.put([(long, long.segments(1)[1], None)])
+
+
+def the_reader_gets(*allowed: Any) -> Callable[[MemoryStore, dict[str, Actor]], None]:
+    """All that was proven when it began, and what was proven since; or one of these errors, never less."""
+
+    def check(store: MemoryStore, actors: dict[str, Actor]) -> None:
+        found = actors["reader"].result
+        assert found in allowed or (not isinstance(found, str) and found >= set(KEYS)), f"the reader got {found}"
+        for actor in actors.values():
+            assert actor.error is None, repr(actor.error)
+
+    return check
 
 
 def the_driver_notices(store: MemoryStore, actors: dict[str, Actor]) -> None:
@@ -333,9 +373,37 @@ SCENARIOS: dict[str, Scenario] = {
         promise,
         all_rows_are_stored(("a",)),
     ),
+    "a reader and a removal": Scenario(
+        remember(lambda store: (begun(attempts=0)(store), _store_all(store))[0]),
+        {"reader": reading, "rm": removing},
+        promise,
+        the_reader_gets("RunError", "NotFound"),
+    ),
+    "a reader, a driver and gc": Scenario(
+        remember(lambda store: (begun(attempts=0)(store), _store_all(store))[0]),
+        {"reader": reading, "driver": driving("m", (*KEYS, "c")), "gc": collecting},
+        promise,
+        the_reader_gets(),
+    ),
+    "a reader and a consumer": Scenario(
+        remember(lambda store: (begun(attempts=0)(store), _store_all(store))[0]),
+        {"reader": reading, "consumer": consuming(there, KEYS)},
+        promise,
+        the_reader_gets("SampleConsumed", "NotFound"),
+    ),
+    "a consumer and gc": Scenario(
+        remember(lambda store: (begun(attempts=0)(store), _store_all(store))[0]),
+        {"consumer": consuming(there, ("a",)), "gc": collecting},
+        only_these_are_used(("a",)),
+    ),
     "a consumer, the rest of a sample, and an old completion": Scenario(
         remember(with_an_old_completion),
         {"consumer": consuming(there, ("a",)), "writer": half},
+        only_these_are_used(("a",)),
+    ),
+    "a consumer and the driver that completes the run": Scenario(
+        remember(with_half_a_sample),
+        {"consumer": consuming(there, ("a",)), "driver": the_rest_and_the_end},
         only_these_are_used(("a",)),
     ),
     "a consumer and the next driver": Scenario(

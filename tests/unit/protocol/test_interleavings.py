@@ -11,6 +11,7 @@ import pytest
 from hsx_dist.format import place, receipt_log, runs
 from hsx_dist.jobs import extract, ledger
 from hsx_dist.reading import garbage, missing, retain
+from hsx_dist.reading import run as reading_run
 from tests.unit.protocol import explorer
 from tests.unit.protocol.explorer import Violation, explore
 from tests.unit.protocol.scenarios import SCENARIOS
@@ -120,6 +121,10 @@ def a_driver_does_not_look_for_a_removal(m: pytest.MonkeyPatch) -> None:
     m.setattr(place.Place, "removed", lambda _: False)
 
 
+def a_reader_does_not_look_for_a_removal(m: pytest.MonkeyPatch) -> None:
+    m.setattr(reading_run.Run, "_require_not_removed", lambda _: None)
+
+
 def a_driver_does_not_seal(m: pytest.MonkeyPatch) -> None:
     m.setattr(extract, "seal_attempts", lambda *_: None)
     m.setattr(receipt_log, "is_closed", lambda *_: False)
@@ -150,6 +155,11 @@ def a_consumer_believes_an_old_completion(m: pytest.MonkeyPatch) -> None:
     m.setattr(retain.Retention, "_is_over", lambda self: runs.read_complete(self._store) is not None)
 
 
+def a_consumer_does_not_look_again_at_the_end(m: pytest.MonkeyPatch) -> None:
+    real = retain.Retention._refresh
+    m.setattr(retain.Retention, "_refresh", lambda self: None if self._manifest.receipts else real(self))
+
+
 def a_consumer_marks_after_it_deletes(m: pytest.MonkeyPatch) -> None:
     real = retain.removal_mark
 
@@ -170,12 +180,14 @@ MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     names_without_a_run_id: "a writer of a removed run, rm, and a driver of another model",
     rm_deletes_the_description: "two removals and a driver",
     a_driver_does_not_look_for_a_removal: "a driver and a removal of its run",
+    a_reader_does_not_look_for_a_removal: "a reader and a removal",
     a_driver_does_not_seal: "a writer of the attempt before, and a driver that completes the run without its row",
     an_attempt_completes_without_being_closed: "a late writer of the attempt that completes the run, and gc",
     a_writer_does_not_ask_whether_its_attempt_is_closed: "a late writer of the attempt that completes the run, and gc",
     a_resume_does_not_look_for_parts: "a lost part is computed again",
     a_lost_part_is_not_declared: "the row of a lost part is refused",
     a_consumer_believes_an_old_completion: "a consumer, the rest of a sample, and an old completion",
+    a_consumer_does_not_look_again_at_the_end: "a consumer and the driver that completes the run",
     a_consumer_marks_after_it_deletes: "a consumer and the next driver",
 }
 
