@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from hsx_dist.page import Segment
 from hsx_dist.reading.index import Index, SampleEntry
 from hsx_dist.reading.missing import is_removed
 from hsx_dist.reading.sample import Piece, Sample
-from hsx_dist.store import Store, open_store
+from hsx_dist.store import ObjectInfo, Store, open_store
 
 if TYPE_CHECKING:
     from hsx_dist.reading.select import Selection
@@ -84,6 +85,36 @@ class _Parts:
                     while len(self._kept) > _HEADERS:
                         self._kept.popitem(last=False)
         return mine.result()
+
+
+class _Proven:
+    """Where a run's parts are read from. A part that is gone was used by all its consumers, or is lost."""
+
+    def __init__(self, store: Store, version: int):
+        self._store, self._version = store, version
+        self.url = store.url
+
+    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        with self._told(name):
+            return self._store.get_ranges(name, ranges)
+
+    def head(self, name: str) -> ObjectInfo:
+        with self._told(name):
+            return self._store.head(name)
+
+    @contextmanager
+    def _told(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except NotFound as e:
+            if is_removed(self._store, name, self._version):
+                raise SampleConsumed(
+                    f"{self.url}/{name}: its consumers have used it, and it was removed (retain: consumed)"
+                ) from e
+            raise NotFound(
+                f"{self.url}/{name}: expected the part that a receipt names, got no such object: it was deleted or "
+                "lost. Run the same extraction again: it computes the missing samples anew"
+            ) from e
 
 
 class Run:
@@ -251,17 +282,7 @@ class Run:
             ids = 8 * self.index.tokens_in[name]
             known = {"header_bytes": receipt.header_bytes, "size": receipt.size}
             known["front_bytes"] = ids if ids <= _MOST_IDS else 0
-        try:
-            return Part.open(store, name, **known)
-        except NotFound as e:
-            if not is_removed(store, name, self.version):
-                raise NotFound(
-                    f"{store.url}/{name}: expected the part that a receipt names, got no such object: it was deleted "
-                    "or lost. Run the same extraction again: it computes the missing samples anew"
-                ) from e
-            raise SampleConsumed(
-                f"{self.url}/{name}: its consumers have used it, and it was removed (retain: consumed)"
-            ) from e
+        return Part.open(_Proven(store, self.version), name, **known)
 
     # -- other processes -------------------------------------------------------------------------------------------
 

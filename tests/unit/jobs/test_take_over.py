@@ -95,7 +95,12 @@ def test_a_follower_gets_the_sample_that_was_computed_again(place: Place) -> Non
 
 def test_a_part_that_its_consumers_used_is_not_lost(place: Place) -> None:
     write(place)
+    before = open_run(place.root.url)
+    before["s0"].load()
     Retention(place.store).ack("s0", "s1")
+    for key in ("s0", "s1"):  # also in a part that is open already
+        with pytest.raises(SampleConsumed):
+            before[key].load()
     assert missing_parts(place.store, load_manifest(place.store), place.version) == []
     _, _, manifest = taken(place)
     assert len(manifest.samples) == 4
