@@ -57,15 +57,15 @@ def is_of_a_key(name: str) -> bool:
 
 
 #: A later run's description, and a run's folder: see ``format.place``.
-_RUN = re.compile(r"run\.[0-9]+\.json|run-[0-9a-f]+")
+_RUN = re.compile(r"run\.[0-9]+\.json|run-[0-9a-f]{16}")
 
 
 def is_of_a_run(name: str) -> bool:
     """Whether some file system takes ``name`` for one of a run's own objects, or for a run in a folder below."""
     parts = folded(name).split("/")
-    if parts[0] in RUN_NAMES or _RUN.fullmatch(parts[0]):
+    if parts[0] in RUN_NAMES or any(map(_RUN.fullmatch, parts)):
         return True
-    return parts[-1].endswith(".json") and (parts[-1] in RUN_NAMES or _RUN.fullmatch(parts[-1]) is not None)
+    return parts[-1].endswith(".json") and parts[-1] in RUN_NAMES
 
 
 def is_conflict(marker: bytes) -> bool:

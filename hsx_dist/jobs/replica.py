@@ -231,7 +231,7 @@ class Replica:
             try:
                 encoded = self._encoder.encode(row)
                 self._add(row, encoded)
-            except (InputError, ValueError, *self._refusals) as e:
+            except (InputError, ValueError, TypeError, *self._refusals) as e:
                 fate: Literal["refused", "failed"] = "refused"
                 if isinstance(e, TooLong) and self._spec.rules.too_long == "fail":
                     fate = "failed"

@@ -93,6 +93,9 @@ def _members(value: dict[Any, Any], name: str) -> dict[str, Any]:
     return found
 
 
+_EXACT = (str, int, float, bool, type(None))
+
+
 def _checked(value: Any, name: str) -> Any:
     if isinstance(value, str):
         if not is_unicode(value):
@@ -102,7 +105,10 @@ def _checked(value: Any, name: str) -> Any:
             raise InputError(f"{name}: expected integers of at most {_MAX_INT_BITS} bits, got {shown(value)}")
     elif value is not None and not isinstance(value, float):
         raise InputError(f"{name}: expected what JSON can hold, came {kind_of(value)}; leave it out of the row")
-    return value
+    if type(value) in _EXACT:
+        return value
+    # A subclass, such as NumPy's: what carries the row to an engine in another process knows only Python's own.
+    return str.__str__(value) if isinstance(value, str) else int(value) if isinstance(value, int) else float(value)
 
 
 def is_unicode(text: str) -> bool:

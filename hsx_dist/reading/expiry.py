@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
-from hsx_dist.errors import ConfigError, FormatError, NotFound
+from hsx_dist.errors import ConfigError, Denied, FormatError, NotFound
 from hsx_dist.format.companions import LOCK, MARKERS, lock_name
 from hsx_dist.format.container import Part
 from hsx_dist.format.json_objects import number, read_json
@@ -53,7 +53,7 @@ def _end(store: Store, name: str, size: int | None = None) -> float | None:
             ends = [read_json(store, name).get("expires")]
         else:
             ends = [s.segment.meta.get("expires") for s in Part.open(store, name, size=size).segments]
-    except (FormatError, NotFound, ValueError):
+    except (Denied, FormatError, NotFound, ValueError):
         return None
     return max(map(float, ends)) if ends and all(number(end) is None for end in ends) else None
 

@@ -206,7 +206,16 @@ def test_keys_and_paths_of_several_results():
 
 
 OF_A_RUN = [
-    *(RUN, "complete.json", CHECK, CONSUMED, "removed.json", "run.0002.json", "run-0123456789abcdef/data/x"),
+    *(
+        RUN,
+        "complete.json",
+        CHECK,
+        CONSUMED,
+        "removed.json",
+        "run.0002.json",
+        "run-0123456789abcdef/data/x",
+        "jobs/x/run-0123456789abcdef/data/y",
+    ),
     *(attempt_name(1), heartbeat_name(1), receipt_name(1, "w", 1), compacted_name(1), part_name(1, "w", 1)),
     *(
         "data/mine.safetensors",

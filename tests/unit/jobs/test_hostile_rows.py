@@ -283,3 +283,13 @@ def test_agreement_of_a_long_row_takes_linear_time() -> None:
     whole = "a" * 300_000
     assert _agreement("b" + "a" * 200_000 + "b", whole, 0) == 0
     assert _agreement("b" + "a" * 200_000, whole, 100) == 200_000
+
+
+def test_numbers_and_texts_of_other_libraries_become_pythons_own() -> None:
+    """An engine in another process is sent rows as msgpack, which knows no subclasses."""
+    import numpy as np
+
+    from hsx_dist.jobs.values import metadata_value
+
+    found = metadata_value({"a": [np.float64(0.5), np.str_("x"), True, 3]}, "metadata", 100)
+    assert [type(v) for v in found["a"]] == [float, str, bool, int]
