@@ -103,7 +103,7 @@ def test_a_run_that_version_1_began_is_finished(tmp_path: Path) -> None:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "hsx_dist.cli", "extract", *flags, "--output", str(output)),
-            *("--pool", "threads", "segment_bytes=600000", "resume=must"),
+            *("--pool", "threads", "resume=must"),
             *(f"engine_kwargs.{setting}" for setting in settings),
         ],
         capture_output=True,
