@@ -24,7 +24,7 @@ demo: $(READY)  ## extract hidden states of SmolLM2 into runs/demo on a local Ra
 demo-s3: $(READY)  ## the same into an S3 server that it starts and ends
 	$(BIN)/python scripts/demo.py --s3
 
-check: $(READY)  ## lint, format, types, unit tests: under a minute
+check: $(READY)  ## lint, format, types, quick unit tests: about two minutes
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
@@ -45,7 +45,7 @@ pages: $(READY)  ## README's and the pages' commands and snippets, run in order 
 
 soak: $(READY)  ## hostile parts and claims, orders of events in runs, and an hour of writers killed at random (MINUTES=60)
 	$(BIN)/python -m tests.soak.run
-	HSX_PREEMPTIONS=3 $(BIN)/pytest -q -n 2 --timeout 7200 tests/unit/protocol
+	HSX_PREEMPTIONS=2 $(BIN)/pytest -q -n 2 --timeout 7200 tests/unit/protocol
 	$(BIN)/python -m scripts.soak_pool --minutes $(or $(MINUTES),60) --tally benchmarks/results/soak-pool.json
 
 matrix: $(READY)  ## the connector's tests on every vLLM that it names as tested; the table goes to docs/
