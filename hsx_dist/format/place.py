@@ -26,6 +26,7 @@ from hsx_dist.store.prefix import PrefixStore
 __all__ = [
     "RUN",
     "Place",
+    "RunFolder",
     "find_place",
     "bury",
     "close_place",
@@ -53,6 +54,10 @@ _FORMATS = {"hsx-run/1": 1, "hsx-run/2": 2}
 _ID = re.compile(r"[0-9a-f]{16}")
 _POINTER = re.compile(r"run(\.[0-9]{4,})?\.json")
 _FOLDER = re.compile(r"run-[0-9a-f]{16}/")
+
+
+class RunFolder(PrefixStore):
+    """The folder of a run of version 2. No object in it has a name that only version 1 gives."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +219,7 @@ def _place(root: Store, pointer: str, info: dict[str, Any]) -> Place:
     version = _FORMATS[info["format"]]
     if version == 1:
         return Place(root, pointer, version, info, root)
-    return Place(root, pointer, version, info, PrefixStore(root, _folder(info)))
+    return Place(root, pointer, version, info, RunFolder(root, _folder(info)))
 
 
 def _read(root: Store, name: str) -> dict[str, Any] | None:

@@ -26,6 +26,7 @@ from hsx_dist.format.manifest import (
     parse_receipt_name,
     receipt_name,
 )
+from hsx_dist.format.place import RunFolder
 from hsx_dist.format.receipt_log import list_logs, new_receipts, read_entry, read_logs, seal_logs
 from hsx_dist.format.run_members import ATTEMPT_MEMBERS, COMPLETE_MEMBERS, HEARTBEAT_MEMBERS
 from hsx_dist.store import Store
@@ -38,8 +39,11 @@ __all__ = [
     "check_receipts",
     "count",
     "close_attempt",
+    "is_complete",
     "is_fenced",
+    "is_last",
     "load_manifest",
+    "newest_and_complete",
     "newest_attempt",
     "read_attempt",
     "read_complete",
@@ -152,6 +156,16 @@ def attempts_of(store: Store) -> list[int]:
 
 def _attempts(names: Iterable[str]) -> list[int]:
     return sorted(int(m[1]) for m in map(_ATTEMPT.fullmatch, names) if m)
+
+
+def is_complete(store: Store) -> bool:
+    """Whether the newest attempt accounted for every row. An earlier one's word is not enough."""
+    return is_last(store, read_complete(store))
+
+
+def is_last(store: Store, complete: Mapping[str, Any] | None) -> bool:
+    """Whether ``complete``, as it was read before, is of the newest attempt: then the run is complete."""
+    return complete is not None and not is_fenced(store, complete["attempt"])
 
 
 def is_fenced(store: Store, attempt: int) -> bool:
@@ -284,20 +298,37 @@ def count(manifest: Manifest) -> dict[str, int]:
     }
 
 
+def newest_and_complete(store: Store) -> tuple[int, dict[str, Any] | None]:
+    """The newest attempt (0: none was taken) and what the last completed one stored, as one listing shows them.
+
+    Raises ``FormatError`` as ``read_complete``.
+    """
+    names = [info.name for info in store.list("attempts/")]
+    completed = max((int(m[1]) for m in map(_COMPLETED.fullmatch, names) if m), default=0)
+    return max(_attempts(names), default=0), _find_complete(store, completed)
+
+
 def read_complete(store: Store, attempt: int | None = None) -> dict[str, Any] | None:
     """What the last completed attempt stored, or ``attempt`` alone; ``None`` when there is none.
 
     Raises ``FormatError`` when it cannot be read.
     """
-    number = _last_completed(store) if attempt is None else attempt
-    found, name = None, _COMPLETE_V1
-    if number:
-        name = complete_name(number)
+    if attempt is None:
+        return newest_and_complete(store)[1]
+    found = _find_complete(store, attempt)
+    return found if found is not None and found["attempt"] == attempt else None
+
+
+def _find_complete(store: Store, attempt: int) -> dict[str, Any] | None:
+    """What ``attempt`` stored (0: no attempt that stored it under ``complete_name``), else what version 1 did."""
+    names = [complete_name(attempt)] if attempt else []
+    if not isinstance(store, RunFolder):
+        names.append(_COMPLETE_V1)
+    for name in names:
         found = find_json(store, name, COMPLETE_MEMBERS)
-    if found is None:
-        name = _COMPLETE_V1
-        found = find_json(store, name, COMPLETE_MEMBERS)
-    if found is None or attempt not in (None, found.get("attempt")):
+        if found is not None:
+            break
+    else:
         return None
     where = f"{store.url}/{name}"
     _check_format(found, _COMPLETE_FORMAT, where)
@@ -316,11 +347,6 @@ def read_complete(store: Store, attempt: int | None = None) -> dict[str, Any] | 
         )
     found.setdefault("summary", {})
     return found
-
-
-def _last_completed(store: Store) -> int:
-    matches = (_COMPLETED.fullmatch(info.name) for info in store.list("attempts/"))
-    return max((int(m[1]) for m in matches if m), default=0)
 
 
 def _check_format(found: Mapping[str, Any], expected: str, where: str) -> None:

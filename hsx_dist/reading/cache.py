@@ -133,8 +133,8 @@ class CachedStore:
     def put_if_absent(self, name: str, data: bytes | Sequence[Buffer]) -> None:
         self._inner.put_if_absent(name, data)
 
-    def get(self, name: str) -> bytes:
-        return self._inner.get(name)
+    def get(self, name: str, most: int | None = None) -> bytes:
+        return self._inner.get(name, most)
 
     def head(self, name: str) -> ObjectInfo:
         return self._inner.head(name)

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from hsx_dist.errors import AlreadyExists, ConfigError, RunError
 from hsx_dist.format.manifest import Manifest
-from hsx_dist.format.runs import load_manifest, newest_attempt, read_complete, receipts_of
+from hsx_dist.format.runs import is_complete, load_manifest, receipts_of
 from hsx_dist.reading.missing import marks_folder, removal_mark
 from hsx_dist.reading.select import key_hash
 from hsx_dist.store import Store
@@ -127,7 +127,7 @@ class Retention:
             if record is None:
                 # The rest of it may still come, from the attempt that stored this segment.
                 if over is None:
-                    over = self._is_over()
+                    over = is_complete(self._store)
                     if over:
                         self._refresh()  # what is known of the run may be older than its end
                 if not over:
@@ -140,11 +140,6 @@ class Retention:
             ):
                 return False
         return True
-
-    def _is_over(self) -> bool:
-        """Whether the newest attempt has accounted for every row. An earlier one's word is not enough."""
-        complete = read_complete(self._store)
-        return complete is not None and bool(complete["attempt"] >= newest_attempt(self._store))
 
 
 def used_by_all(store: Store, folder: str, consumers: frozenset[str]) -> bool:

@@ -13,10 +13,11 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from hsx_dist.errors import IntegrityError, NotFound, RunError, SampleConsumed, SampleNotFound
+from hsx_dist.format.compacted import read_compacted
 from hsx_dist.format.container import Part
 from hsx_dist.format.manifest import Manifest, RowFate
 from hsx_dist.format.place import open_place
-from hsx_dist.format.runs import load_manifest, newest_attempt, read_complete, receipts_after
+from hsx_dist.format.runs import is_last, load_manifest, read_complete, receipts_after
 from hsx_dist.logger import get_logger
 from hsx_dist.page import Segment
 from hsx_dist.reading.index import Index, SampleEntry
@@ -142,9 +143,11 @@ class Run:
         """Read the manifest again."""
         # In this order: what is said to be complete must have been so before the receipts were read.
         complete = read_complete(self.store)
-        self._complete = complete is not None and complete["attempt"] >= newest_attempt(self.store)
+        self._complete = is_last(self.store, complete)
         try:
-            index = Index(receipts_after(self.store, complete))
+            # No later attempt, no later receipts: they are not listed.
+            whole = complete is not None and self._complete
+            index = Index((read_compacted if whole else receipts_after)(self.store, complete))
         except (NotFound, IntegrityError):
             self._require_not_removed()
             raise

@@ -50,8 +50,9 @@ class Store(Protocol):
         """Store ``data`` (of several buffers the concatenation) unless there is an object of that name:
         ``AlreadyExists``, and exactly one of several wins."""
 
-    def get(self, name: str) -> bytes:
-        """The whole object. ``NotFound`` when there is none."""
+    def get(self, name: str, most: int | None = None) -> bytes:
+        """The object, or its first ``most`` bytes (at least 1) where it is larger; one request. ``NotFound`` when there
+        is none. Memory is taken for bytes that are there, not for ``most``."""
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         """The bytes ``[start, stop)`` of each range, in the order asked; neighbours share a request.

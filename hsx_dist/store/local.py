@@ -89,9 +89,11 @@ class LocalStore:
                 ) from e
             _sync(fd)
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str, most: int | None = None) -> bytes:
         with self._telling("get", name), self._reading(name) as fd, open(fd, "rb", buffering=0, closefd=False) as file:
-            return file.read()
+            if most is None:
+                return file.read()
+            return bytes(_read(fd, 0, min(most, os.fstat(fd).st_size)))
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         check_ranges(name, ranges)

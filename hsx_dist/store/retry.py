@@ -75,8 +75,8 @@ class RetryStore:
 
         self._repeat(once)
 
-    def get(self, name: str) -> bytes:
-        return self._repeat(lambda: self._inner.get(name))
+    def get(self, name: str, most: int | None = None) -> bytes:
+        return self._repeat(lambda: self._inner.get(name, most))
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         return self._repeat(lambda: self._inner.get_ranges(name, ranges))
@@ -119,8 +119,8 @@ class RetryStore:
     def _holds(self, name: str, data: bytes | Sequence[Buffer]) -> bool:
         whole = data if isinstance(data, bytes) else b"".join(map(as_bytes_view, data))
         try:
-            # Its size first: another writer's object may be of any size.
-            return self._inner.head(name).size == len(whole) and self._inner.get(name) == whole
+            # Bounded: another writer's object may be of any size.
+            return self._inner.get(name, len(whole) + 1) == whole
         except NotFound:
             return False
 

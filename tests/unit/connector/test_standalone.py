@@ -214,7 +214,7 @@ def test_ordinary_requests_ask_the_store_nothing_before_their_sample_is_stored(t
     assert not counting.calls
     submit(outlet, "k3", some(), request="r3")
     outlet.close()
-    assert counting.calls == {"head": 1}
+    assert counting.calls == {"get": 1}
 
 
 def test_markers_count_as_pending_and_the_end_does_not_wait_for_them_longer_than_asked(tmp_path, caplog):

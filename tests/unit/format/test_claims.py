@@ -19,7 +19,7 @@ import pytest
 import zstandard
 
 from hsx_dist.cli.tables import layers_text
-from hsx_dist.errors import FormatError, IntegrityError, NotFound
+from hsx_dist.errors import FormatError, IntegrityError
 from hsx_dist.format import compacted
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.container import Part
@@ -197,27 +197,6 @@ def test_a_large_receipt_is_not_fetched(tmp_path: Path) -> None:
     os.truncate(tmp_path / "manifest/0001/w/000001.json", 1 << 40)
     with little_memory(), pytest.raises(FormatError, match="at most 100000000 bytes"):
         load_manifest(store)
-
-
-def test_an_object_that_is_replaced_while_it_is_read_is_read_again() -> None:
-    class Replaced(MemoryStore):
-        left = 2
-
-        def get_ranges(self, name: str, ranges: Any) -> list[memoryview]:
-            if self.left:
-                self.left -= 1
-                self.objects[name] += b" "
-            return super().get_ranges(name, ranges)
-
-    store = Replaced()
-    store.objects["x"] = b'{"a": ['
-    store.left = 0
-    with pytest.raises(FormatError, match="not JSON"):
-        read_json(store, "x")
-    store.objects["x"], store.left = b'{"a": 1}', 2
-    assert read_json(store, "x") == {"a": 1}
-    with pytest.raises(NotFound):
-        read_json(store, "y")
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from hsx_dist.errors import ConfigError, EngineError, Fenced, NotFound, RunError
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.format.place import Place, bury, find_place, open_place, start_run
 from hsx_dist.format.receipt_log import ReceiptLog
-from hsx_dist.format.runs import load_manifest, read_heartbeat, write_complete
+from hsx_dist.format.runs import is_complete, load_manifest, read_heartbeat, write_complete
 from hsx_dist.jobs import extract as extract_module
-from hsx_dist.jobs.extract import is_complete, open_or_start_run, require_not_removed, take_over
+from hsx_dist.jobs.extract import open_or_start_run, require_not_removed, take_over
 from hsx_dist.reading import open_run, verify_run
 from hsx_dist.reading.missing import missing_parts
 from hsx_dist.reading.retain import Retention
