@@ -41,12 +41,12 @@ __all__ = [
     "close_attempt",
     "is_complete",
     "is_fenced",
-    "is_last",
     "load_manifest",
     "newest_and_complete",
     "newest_attempt",
     "read_attempt",
     "read_complete",
+    "read_completion",
     "read_heartbeat",
     "receipts_after",
     "receipts_of",
@@ -160,12 +160,15 @@ def _attempts(names: Iterable[str]) -> list[int]:
 
 def is_complete(store: Store) -> bool:
     """Whether the newest attempt accounted for every row. An earlier one's word is not enough."""
-    return is_last(store, read_complete(store))
+    return read_completion(store)[1]
 
 
-def is_last(store: Store, complete: Mapping[str, Any] | None) -> bool:
-    """Whether ``complete``, as it was read before, is of the newest attempt: then the run is complete."""
-    return complete is not None and not is_fenced(store, complete["attempt"])
+def read_completion(store: Store) -> tuple[dict[str, Any] | None, bool]:
+    """What the last completed attempt stored, and whether no attempt follows it: then the run is complete."""
+    newest, complete = newest_and_complete(store)
+    # Asked after it was read: a listing may miss an attempt that was taken meanwhile, and show that an older one ended.
+    over = complete is not None and complete["attempt"] >= newest and not is_fenced(store, complete["attempt"])
+    return complete, over
 
 
 def is_fenced(store: Store, attempt: int) -> bool:
@@ -208,13 +211,15 @@ def scan_receipts(store: Store) -> Iterator[Receipt]:
     return receipts_after(store, read_complete(store))
 
 
-def receipts_after(store: Store, complete: Mapping[str, Any] | None) -> Iterator[Receipt]:
-    """``scan_receipts``, where the last completed attempt was read before."""
+def receipts_after(store: Store, complete: Mapping[str, Any] | None, *, over: bool = False) -> Iterator[Receipt]:
+    """``scan_receipts``, where the last completed attempt was read before. ``over``: no attempt follows it, so that no
+    later receipts are listed."""
     after = 0
     if complete is not None:
         yield from read_compacted(store, complete)
         after = int(complete["attempt"])
-    yield from read_logs(store, after)
+    if not over:
+        yield from read_logs(store, after)
 
 
 def all_receipts(store: Store) -> Iterator[Receipt]:

@@ -21,11 +21,13 @@ _COMPLETING_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A sample that has become whole, and the receipt that made it so."""
+    """A sample that has become whole, the receipt that made it so, and the bytes of its states, raw and as stored."""
 
     entry: SampleEntry
     writer: _Writer
     seq: int
+    raw_bytes: int
+    stored_bytes: int
 
 
 class Follower:
@@ -146,7 +148,9 @@ class Follower:
             record = self._manifest.samples.get(key)
             if record is not None and key not in self._seen:
                 self._seen.add(key)
-                arrivals.append(Arrival(entry_of(record), writer, receipt.seq))
+                raw = sum(proof.raw_bytes for _, proof in record.segments)
+                stored = sum(proof.stored_bytes for _, proof in record.segments)
+                arrivals.append(Arrival(entry_of(record), writer, receipt.seq, raw, stored))
         return arrivals
 
     def _find_writers(self) -> None:

@@ -27,7 +27,7 @@ from hsx_dist.format.description import Description
 from hsx_dist.format.expansion import VARIABLE, check_expansion
 from hsx_dist.format.json_objects import MAX_JSON_BYTES, read_json
 from hsx_dist.format.manifest import LARGEST_NUMBER, Manifest, parse_receipt_name, receipt_name
-from hsx_dist.format.place import read_run
+from hsx_dist.format.place import open_place, read_run
 from hsx_dist.format.runs import load_manifest, newest_attempt, read_complete, read_heartbeat, take_attempt
 from hsx_dist.format.segments import exact_sum
 from hsx_dist.reading import load_hidden_states
@@ -107,7 +107,7 @@ def test_attempts_are_those_that_are_listed() -> None:
         store.put(name, [b"{}"])
     assert newest_attempt(store) == 1
     store.put(f"attempts/{LARGEST_NUMBER - 1}.json", [b"{}"])
-    retention = Retention(store)
+    retention = Retention(open_place(store))
     retention._refresh()
     retention._refresh()  # would list once for each number below
     assert take_attempt(store, {}) == LARGEST_NUMBER
