@@ -78,8 +78,8 @@ class Place:
 
     @property
     def id(self) -> str:
-        """16 hex digits that no other run has, also not one at the same place: the run's random id; for version 1, which
-        has none, the hash of its description, which never changes."""
+        """16 hex digits that no other run has, also not one at the same place: its random id; for version 1, which has
+        none, the hash of its description, which never changes."""
         return _id(self.info)
 
     @property

@@ -239,7 +239,7 @@ def test_the_masks_of_attached_arrays_follow_too(tmp_path: Path) -> None:
         next(source)
 
 
-# -- damage --------------------------------------------------------------------------------------------------------------
+# -- damage ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("damage", ["removed", "cut", "no header"])
@@ -307,7 +307,7 @@ def test_no_more_samples_are_read_ahead_than_fit_where_the_run_names_no_layers()
     assert len(set(asked)) == 1
 
 
-# -- another run at the same place -----------------------------------------------------------------------------------------
+# -- another run at the same place -----------------------------------------------------------------------------------
 
 
 def another_run(place: Place, version: int) -> Place:
