@@ -302,8 +302,9 @@ def test_no_more_samples_are_read_ahead_than_fit_where_the_run_names_no_layers()
     asked: list[str] = []
     get = store.get_ranges
     store.get_ranges = lambda name, ranges: asked.append(name) or get(name, ranges)  # type: ignore[method-assign]
-    source = iter(HiddenStatesDataset(Run(store), follow=True, prefetch_bytes=1))
-    next(source)
+    source = iter(HiddenStatesDataset(Run(store), follow=True, prefetch_bytes=100))
+    item = next(source)
+    assert item["hidden_states"].nbytes > 100
     assert len(set(asked)) == 1
 
 
