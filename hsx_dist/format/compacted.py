@@ -11,7 +11,8 @@ import zstandard
 
 from hsx_dist.errors import FormatError, IntegrityError, NotFound
 from hsx_dist.format.checksum import crc32c, crc32c_hex
-from hsx_dist.format.manifest import Receipt, parse_receipt_name, receipt_name
+from hsx_dist.format.manifest import Receipt
+from hsx_dist.format.names import parse_receipt_name, receipt_name
 from hsx_dist.store import Store
 
 #: The largest compacted manifest that is read.

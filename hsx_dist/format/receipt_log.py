@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from hsx_dist.errors import AlreadyExists, Fenced, FormatError, HsxError, IntegrityError, NotFound
 from hsx_dist.format.description import MAX_HEADER_BYTES
 from hsx_dist.format.json_objects import get_small
-from hsx_dist.format.manifest import closed_name, parse_part_name, parse_receipt_name, receipt_name
+from hsx_dist.format.names import closed_name, parse_part_name, parse_receipt_name, receipt_name
 from hsx_dist.format.receipt import Receipt
 from hsx_dist.store import ObjectInfo, Store
 

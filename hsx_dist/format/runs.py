@@ -13,11 +13,10 @@ from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.compacted import pack_receipts, read_compacted
 from hsx_dist.format.json_objects import count as count_check
 from hsx_dist.format.json_objects import dump_json, find_json, put_own, shown
-from hsx_dist.format.manifest import (
+from hsx_dist.format.manifest import Manifest, Receipt
+from hsx_dist.format.names import (
     ATTEMPT_DIGITS,
     LARGEST_NUMBER,
-    Manifest,
-    Receipt,
     attempt_name,
     closed_name,
     compacted_name,

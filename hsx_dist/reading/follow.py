@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hsx_dist.errors import NotFound, RunStalled
-from hsx_dist.format.manifest import Manifest, Receipt, attempt_name, parse_receipt_name, receipt_name
+from hsx_dist.format.manifest import Manifest, Receipt
+from hsx_dist.format.names import attempt_name, parse_receipt_name, receipt_name
 from hsx_dist.format.receipt_log import read_entry
 from hsx_dist.format.runs import newest_attempt, read_complete, read_heartbeat, scan_receipts
 from hsx_dist.reading.index import SampleEntry, entry_of

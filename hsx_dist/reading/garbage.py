@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 
 from hsx_dist.errors import NotFound
-from hsx_dist.format.manifest import parse_part_name
+from hsx_dist.format.names import parse_part_name
 from hsx_dist.format.place import (
     V1_FOLDERS,
     V1_OBJECTS,

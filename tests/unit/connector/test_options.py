@@ -21,14 +21,7 @@ from hsx_dist.connector.options import (
     read_options,
 )
 from hsx_dist.format.companions import RUN_NAMES, is_of_a_key, marker_name
-from hsx_dist.format.manifest import (
-    CHECK,
-    attempt_name,
-    compacted_name,
-    heartbeat_name,
-    part_name,
-    receipt_name,
-)
+from hsx_dist.format.names import CHECK, attempt_name, compacted_name, heartbeat_name, part_name, receipt_name
 from hsx_dist.format.place import RUN
 from hsx_dist.page import object_name, sample_key
 from hsx_dist.reading.missing import CONSUMED

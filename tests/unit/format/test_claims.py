@@ -26,7 +26,8 @@ from hsx_dist.format.container import Part
 from hsx_dist.format.description import Description
 from hsx_dist.format.expansion import VARIABLE, check_expansion
 from hsx_dist.format.json_objects import MAX_JSON_BYTES, read_json
-from hsx_dist.format.manifest import LARGEST_NUMBER, Manifest, parse_receipt_name, receipt_name
+from hsx_dist.format.manifest import Manifest
+from hsx_dist.format.names import LARGEST_NUMBER, parse_receipt_name, receipt_name
 from hsx_dist.format.place import open_place, read_run
 from hsx_dist.format.runs import load_manifest, newest_attempt, read_complete, read_heartbeat, take_attempt
 from hsx_dist.format.segments import exact_sum
