@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import product
 
 import numpy as np
 import pytest
@@ -347,9 +348,10 @@ def test_what_a_client_says_of_its_sample_goes_with_its_pages_as_text():
     }
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("which", range(3))
-def test_a_page_that_fails_in_its_copy_costs_its_sample_alone(tmp_path, monkeypatch, stream, which):
+@pytest.mark.parametrize(
+    ("stream", "which", "apart"), [*product([False, True], range(3), [False]), (False, 0, True), (False, 1, True)]
+)
+def test_a_page_that_fails_in_its_copy_costs_its_sample_alone(tmp_path, monkeypatch, stream, which, apart):
     """The blocks and ring bytes come free, the client gets the reason, and other requests of the batch are stored."""
     copy_page = worker_module.gather
 
@@ -363,7 +365,7 @@ def test_a_page_that_fails_in_its_copy_costs_its_sample_alone(tmp_path, monkeypa
         recorded = RecordedCuda(monkeypatch)
         recorded.ended = set(range(100))
         monkeypatch.setattr(worker_module, "side_of", lambda _: StreamSide(Cuda(DEVICE)))
-    outlet = outlet_on(tmp_path)
+    outlet = outlet_on(tmp_path, apart=apart)
     _, worker = half(outlet, segment_bytes=1 << 20)
     bad = save(20, key="bad")  # three pages
     meta = Step(saves=[named(save(4, key="a")), named(bad), named(save(5, key="b"))])
@@ -378,6 +380,8 @@ def test_a_page_that_fails_in_its_copy_costs_its_sample_alone(tmp_path, monkeypa
     outlet.close(60)
     assert outlet.pending == 0
     assert outlet.ring.used_bytes == 0
+    if not apart:
+        assert outlet._writers.sink.held_bytes == 0  # also of the pages before
     assert outlet.meter.sums()["failed", ""] == 1
     assert sorted(p.name for p in tmp_path.glob("*.safetensors")) == ["a.safetensors", "b.safetensors"]
     marker = (tmp_path / "bad.error.json").read_text()
