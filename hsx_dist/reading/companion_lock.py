@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hsx_dist.errors import NotFound
+from hsx_dist.errors import Denied, NotFound
 from hsx_dist.format.companions import lock_name
 from hsx_dist.store.folders import SAFELY
 
@@ -18,6 +18,7 @@ def shared_lock(path: str) -> Iterator[None]:
 
     Raises:
         NotFound: a server holds it: what lies at ``path`` is not what its latest request asked for.
+        Denied: this user may not read the lock file.
     """
     fd = _take(path)
     try:
@@ -52,8 +53,16 @@ def _take(path: str, *, alone: bool = False) -> int | None:
         try:
             # No link that another user planted, and no FIFO, which would block.
             fd = os.open(lock, (os.O_RDWR if alone else os.O_RDONLY) | SAFELY)
+        except PermissionError as e:
+            if alone:
+                return None  # none that this user may hold
+            # Without the lock a reader could get what an earlier request of this name stored.
+            raise Denied(
+                f"{lock}: expected a lock file that this user may read, got {e.strerror}. Run the reader as the "
+                "server's user or in its group"
+            ) from e
         except OSError:
-            return None  # there is none, or none for this user
+            return None
         try:
             fcntl.flock(fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError:

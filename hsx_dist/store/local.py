@@ -51,8 +51,7 @@ class LocalStore:
 
     def __init__(self, root: str | os.PathLike[str]):
         self._root = Path(root).expanduser().absolute()
-        # Folders to sync before a put returns. Another process may have made the root and not synced its name yet.
-        self._unsynced = {self._root.parent}
+        self._durable: tuple[int, int] | None = None  # device and inode of the root whose name is synced
         self._synced: set[tuple[int, int]] = set()  # folders below the root whose names are synced
 
     @property
@@ -196,18 +195,21 @@ class LocalStore:
             yield fd
 
     def _make_root(self) -> None:
+        """Make the root, and sync its name and those of the folders above it, once. Another process may have made any
+        of them, and died before its sync."""
         if not self._root.is_dir():
-            for folder in reversed((self._root, *self._root.parents)):
-                if not folder.is_dir():
-                    # Before and after: another thread may sync the folder above in between.
-                    self._unsynced.add(folder.parent)
-                    with suppress(FileExistsError):
-                        folder.mkdir()
-                    self._unsynced.add(folder.parent)
-        for folder in tuple(self._unsynced):
-            with suppress(PermissionError), opened(folder) as fd:  # no permission: this process did not make the root
+            self._durable = None  # the file system may reuse the inode of a root that was removed
+            self._root.mkdir(parents=True, exist_ok=True)
+        found = self._root.stat()
+        key = (found.st_dev, found.st_ino)
+        if key == self._durable:
+            return
+        for folder in Path(os.path.realpath(self._root)).parents:
+            if folder.stat().st_dev != found.st_dev:
+                break  # the folder below is a mount point: no process made it by ``mkdir``
+            with suppress(PermissionError), opened(folder) as fd:  # searchable, but not readable
                 _sync(fd)
-            self._unsynced.discard(folder)
+        self._durable = key
 
     def _entered(self, parent: int, child: int, made: bool) -> None:
         """Sync a subfolder's name once, also of a subfolder that exists: an earlier put may have failed in its sync, or
