@@ -112,7 +112,7 @@ def remove(store: Store, name: str, now: float | None = None) -> bool:
     is_object = not name.endswith(MARKERS)
     local = is_object and "://" not in store.url
     try:
-        with exclusive_lock(f"{store.url}/{name}") if local else nullcontext(False) as has_lock:
+        with exclusive_lock(store.url, name) if local else nullcontext(False) as has_lock:
             version = store.version(name)
             end = _end(store, name)
             if end is None or end > now or not store.delete_version(name, version):

@@ -257,7 +257,7 @@ class LocalStore:
             unreadable(name.rstrip("/") or ".")
 
         try:
-            entries = self._entries(folder)
+            entries = _entries(self._root, folder)
         except FileNotFoundError:
             return  # nothing was ever stored, or the folder went away meanwhile
         except PermissionError:
@@ -284,12 +284,6 @@ class LocalStore:
                 yield from self._walk(name, prefix, after, linked, unreadable)
             elif stat.S_ISREG(about.st_mode):
                 yield ObjectInfo(name, about.st_size)
-
-    def _entries(self, folder: str) -> list[tuple[str, os.DirEntry[str]]]:
-        """A folder's entries by the names of their objects, sorted; those of folders end in ``/``."""
-        with os.scandir(self._root / folder) as found:
-            # "a-b" sorts before "a/b", but after "a": a folder takes its place with its slash.
-            return sorted((f"{folder}{e.name}{'/' if _is_folder(e) else ''}", e) for e in found)
 
     def _follow_once(self, entry: os.DirEntry[str], linked: set[tuple[int, int]]) -> None:
         """Refuse to list a linked folder twice: a few links can make a tree of any size."""
@@ -331,6 +325,13 @@ class LocalStore:
                 ) from e
             kind = Unavailable if e.errno in _TRANSIENT else StoreError
             raise kind(f"{where}: {e.strerror or e}") from e
+
+
+def _entries(root: Path, folder: str) -> list[tuple[str, os.DirEntry[str]]]:
+    """The entries of a folder below ``root`` by the names of their objects, sorted; those of folders end in ``/``."""
+    with os.scandir(root / folder) as found:
+        # "a-b" sorts before "a/b", but after "a": a folder takes its place with its slash.
+        return sorted((f"{folder}{e.name}{'/' if _is_folder(e) else ''}", e) for e in found)
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
