@@ -5,7 +5,7 @@ An object store is not a file system: objects appear whole or not at all, there 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -85,6 +85,26 @@ class Conditional(Protocol):
 
     def delete_version(self, name: str, version: str) -> bool:
         """Delete the object if ``version`` is still its version, in one step. Returns whether this call deleted it."""
+
+
+@runtime_checkable
+class Folders(Protocol):
+    """Optional methods of a store whose objects are files in folders. ``RetryStore`` has them for every store.
+
+    ``list`` raises ``Denied`` for a folder that this process may not read: a caller that concludes from the absence of
+    an object must see all of them. These methods take a callback for callers that judge each object alone.
+    """
+
+    def list_readable(self, unreadable: Callable[[str], None], after: str | None = None) -> Iterator[ObjectInfo]:
+        """As ``list``, without the folders that this process may not read. ``unreadable`` is called with the name of
+        each (``.`` for the root), and may get a name several times. ``Denied`` where the root cannot be read."""
+
+    def unfinished(
+        self, older_than: float = 0.0, unreadable: Callable[[str], None] | None = None
+    ) -> Iterator[ObjectInfo]:
+        """Files that killed processes left of their puts, unless they changed within ``older_than`` seconds. ``list``
+        does not show them, ``delete`` removes them. Other processes may be writing some of them. Without ``unreadable``
+        a folder that this process may not read raises ``Denied``."""
 
 
 def not_conditional(url: str) -> StoreError:

@@ -7,7 +7,7 @@ import os
 import stat
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -115,6 +115,11 @@ class LocalStore:
         with self._telling("list", prefix):
             yield from self._walk("", prefix, after, set())
 
+    def list_readable(self, unreadable: Callable[[str], None], after: str | None = None) -> Iterator[ObjectInfo]:
+        """See ``Folders``."""
+        with self._telling("list", ""):
+            yield from self._walk("", "", after, set(), unreadable)
+
     def delete(self, name: str) -> None:
         folder, _, last = check_name(name).rpartition("/")
         with (
@@ -149,17 +154,32 @@ class LocalStore:
                 return True
         return False
 
-    def unfinished(self, older_than: float = 0.0) -> Iterator[ObjectInfo]:
-        """What processes that were killed left of puts, unless it changed within ``older_than`` seconds: no ``list``
-        shows it, ``delete`` removes it. Some of it may be being written. Links are not followed."""
+    def unfinished(
+        self, older_than: float = 0.0, unreadable: Callable[[str], None] | None = None
+    ) -> Iterator[ObjectInfo]:
+        """See ``Folders``. Links are not followed."""
+
+        def failed(error: OSError) -> None:
+            path = Path(error.filename)
+            if isinstance(error, PermissionError) and unreadable is not None and path != self._root:
+                unreadable(path.relative_to(self._root).as_posix())
+            elif not isinstance(error, FileNotFoundError):
+                raise error
+
         with self._telling("list", UNFINISHED):
-            for folder, below, names in os.walk(self._root):
+            for folder, below, names in os.walk(self._root, onerror=failed):
                 below.sort()
                 for path in (Path(folder, name) for name in sorted(names) if name.startswith(UNFINISHED)):
-                    with suppress(FileNotFoundError):  # finished meanwhile
+                    try:
                         found = path.lstat()
-                        if time.time() - found.st_mtime >= older_than:
-                            yield ObjectInfo(path.relative_to(self._root).as_posix(), found.st_size)
+                    except FileNotFoundError:
+                        continue  # finished meanwhile
+                    except PermissionError as e:
+                        e.filename = folder
+                        failed(e)
+                        continue
+                    if time.time() - found.st_mtime >= older_than:
+                        yield ObjectInfo(path.relative_to(self._root).as_posix(), found.st_size)
 
     def _path(self, name: str) -> Path:
         if check_name(name).rpartition("/")[2].startswith(UNFINISHED):
@@ -224,28 +244,50 @@ class LocalStore:
                 self._synced.clear()
             self._synced.add(key)
 
-    def _walk(self, folder: str, prefix: str, after: str | None, linked: set[tuple[int, int]]) -> Iterator[ObjectInfo]:
-        """``linked``: device and inode of each folder that this listing entered through a link."""
+    def _walk(
+        self,
+        folder: str,
+        prefix: str,
+        after: str | None,
+        linked: set[tuple[int, int]],
+        unreadable: Callable[[str], None] | None = None,
+    ) -> Iterator[ObjectInfo]:
+        """``linked``: device and inode of each folder that this listing entered through a link. ``unreadable``: see
+        ``list_readable``; without it a folder that may not be read ends the listing."""
+
+        def skip(name: str) -> None:
+            if unreadable is None:
+                raise
+            unreadable(name.rstrip("/") or ".")
+
         try:
-            with os.scandir(self._root / folder) as found:
-                # "a-b" sorts before "a/b", but after "a": a folder takes its place with its slash.
-                entries = sorted((f"{folder}{e.name}/" if e.is_dir() else f"{folder}{e.name}", e) for e in found)
+            entries = _entries(self._root, folder)
         except FileNotFoundError:
             return  # nothing was ever stored, or the folder went away meanwhile
+        except PermissionError:
+            if not folder:
+                raise
+            skip(folder)
+            return
         for name, entry in entries:
-            if name.endswith("/"):
-                matches = name.startswith(prefix) or prefix.startswith(name)
-                if matches and (after is None or name > after or after.startswith(name)):
-                    if entry.is_symlink():
-                        self._follow_once(entry, linked)
-                    yield from self._walk(name, prefix, after, linked)
-            elif name.startswith(prefix) and (after is None or name > after):
-                if entry.name.startswith(UNFINISHED):
-                    continue
-                with suppress(FileNotFoundError):  # deleted meanwhile
-                    about = entry.stat()
-                    if stat.S_ISREG(about.st_mode):
-                        yield ObjectInfo(name, about.st_size)
+            is_folder = name.endswith("/")
+            matches = name.startswith(prefix) or (is_folder and prefix.startswith(name))
+            is_after = after is None or name > after or (is_folder and after.startswith(name))
+            if not matches or not is_after or (entry.name.startswith(UNFINISHED) and not is_folder):
+                continue
+            try:
+                if is_folder and entry.is_symlink():
+                    self._follow_once(entry, linked)
+                about = None if is_folder else entry.stat()
+            except FileNotFoundError:
+                continue  # deleted meanwhile
+            except PermissionError:
+                skip(name if is_folder else folder)
+                continue
+            if about is None:
+                yield from self._walk(name, prefix, after, linked, unreadable)
+            elif stat.S_ISREG(about.st_mode):
+                yield ObjectInfo(name, about.st_size)
 
     def _follow_once(self, entry: os.DirEntry[str], linked: set[tuple[int, int]]) -> None:
         """Refuse to list a linked folder twice: a few links can make a tree of any size."""
@@ -287,6 +329,20 @@ class LocalStore:
                 ) from e
             kind = Unavailable if e.errno in _TRANSIENT else StoreError
             raise kind(f"{where}: {e.strerror or e}") from e
+
+
+def _entries(root: Path, folder: str) -> list[tuple[str, os.DirEntry[str]]]:
+    """The entries of a folder below ``root`` by the names of their objects, sorted; those of folders end in ``/``."""
+    with os.scandir(root / folder) as found:
+        # "a-b" sorts before "a/b", but after "a": a folder takes its place with its slash.
+        return sorted((f"{folder}{e.name}{'/' if _is_folder(e) else ''}", e) for e in found)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except PermissionError:  # a link to what this process may not see. It may be a folder: no listing may ignore it
+        return True
 
 
 @contextmanager

@@ -41,6 +41,18 @@ def read(params, request_id="r-1", *, allowed=True, prompt_tokens=2):
     )
 
 
+@pytest.mark.parametrize("path", ["mine.safetensors", "sub/mine.safetensors", "row-17.safetensors"])
+def test_a_key_and_a_path_together_are_both_refused(path):
+    both = {"hidden_states_key": "row-17", "hidden_states_path": path}
+    options = read(both)
+    assert (options.key, options.path, options.by_path, options.chosen) == ("r-1", None, False, False)
+    assert set(options.refused) == set(both)
+    assert all("Give one" in reason for reason in options.refused.values())
+    # A path that is refused for a reason of its own is set aside alone.
+    assert (off := read(both, allowed=False)).key == "row-17"
+    assert set(off.refused) == {"hidden_states_path"}
+
+
 def test_nothing_asked_is_everything_under_the_requests_own_id():
     options = read({})
     assert (options.key, options.layer_ids, options.tokens, options.save) == ("r-1", CAPTURED, ALL, True)
