@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
-from hsx_dist.connector.undrafted import never_draft
+from hsx_dist.vllm_patches.undrafted import never_draft
 
 
 def request() -> Request:
