@@ -12,6 +12,7 @@ import io
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
+from uuid import UUID
 
 from hsx_dist.jobs.arrow_messages import Messages
 
@@ -41,6 +42,17 @@ def open_arrow(file: IO[bytes]) -> tuple[Any, Callable[[Sequence[str]], Iterator
     messages = Messages(file, size, footer, lambda data: data.replace(_EXTENSION, _NO_EXTENSION))
     schema = pa.ipc.read_schema(pa.py_buffer(messages.schema))
     return schema, lambda names: messages.batches(schema, names)
+
+
+def with_uuids_as_text(batch: Any) -> Any:
+    """A record batch in which a column of Arrow's type ``arrow.uuid`` is text; its storage type is 16 bytes."""
+    import pyarrow as pa
+
+    for i, field in enumerate(batch.schema):
+        if (field.metadata or {}).get(_NO_EXTENSION) == b"arrow.uuid" and field.type == pa.binary(16):
+            texts = [None if value is None else str(UUID(bytes=value)) for value in batch.column(i).to_pylist()]
+            batch = batch.set_column(i, field.name, pa.array(texts, pa.string()))
+    return batch
 
 
 def open_parquet(file: IO[bytes], read_dictionary: Sequence[str] = ()) -> Any:

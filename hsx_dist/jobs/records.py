@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from hsx_dist.config import public_url
 from hsx_dist.errors import ConfigError, FormatError, Unavailable
-from hsx_dist.jobs.arrow_files import open_arrow, open_parquet
+from hsx_dist.jobs.arrow_files import open_arrow, open_parquet, with_uuids_as_text
 from hsx_dist.jobs.decompress import BROKEN, check_expansion
 from hsx_dist.jobs.row_cost import cost_of_columns, most_cost
 from hsx_dist.jobs.sources import Input, Source
@@ -146,7 +146,7 @@ def _columnar(
             if batch.num_rows > _FREE_ROWS + 8 * batch.nbytes:
                 raise FormatError(f"expected bytes for each of {batch.num_rows} rows, got {batch.nbytes} bytes in all")
             for start in range(0, batch.num_rows, BATCH_ROWS):
-                yield from _rows(batch.slice(start, BATCH_ROWS), most)
+                yield from _rows(with_uuids_as_text(batch.slice(start, BATCH_ROWS)), most)
     except (ConfigError, FormatError):
         raise
     except (pa.ArrowException, ValueError, LookupError, MemoryError, OSError) as e:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pyarrow as pa
 import pyarrow.feather as feather
@@ -387,3 +388,13 @@ def test_dictionaries_that_grow_and_change_are_read(tmp_path: Path) -> None:
             writer.write_batch(pa.record_batch([column], schema=schema))
     found = [row.text for row in read_rows(InputConfig(path=str(tmp_path / "in.arrow"))) if isinstance(row, Row)]
     assert found == [word for words in texts for word in words]
+
+
+@pytest.mark.parametrize("write", [write_file, write_stream, write_feather, write_parquet])
+def test_a_uuid_is_text(tmp_path: Path, write: Write) -> None:
+    values = [UUID(int=7), None]
+    ids = pa.array([None if v is None else v.bytes for v in values], pa.binary(16))
+    uuids = pa.ExtensionArray.from_storage(pa.uuid(), ids)
+    path = write(tmp_path, pa.table({"text": ["a", "b"], "u": uuids}))
+    rows = [row for row in read_rows(InputConfig(path=str(path), metadata=["u"])) if isinstance(row, Row)]
+    assert [row.metadata for row in rows] == [{"u": str(values[0])}, {"u": None}]
