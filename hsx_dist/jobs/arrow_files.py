@@ -34,14 +34,11 @@ def open_arrow(file: IO[bytes]) -> tuple[Any, Callable[[Sequence[str]], Iterator
     Raises:
         pyarrow.ArrowInvalid: the file has neither format.
     """
-    import pyarrow as pa
-
     size = file.seek(0, io.SEEK_END)
     file.seek(0)
     footer = _footer(file, size, _ARROW_MAGIC)[1] if file.read(8).startswith(_ARROW_MAGIC) else None
     messages = Messages(file, size, footer, lambda data: data.replace(_EXTENSION, _NO_EXTENSION))
-    schema = pa.ipc.read_schema(pa.py_buffer(messages.schema))
-    return schema, lambda names: messages.batches(schema, names)
+    return messages.schema, messages.batches
 
 
 def with_uuids_as_text(batch: Any) -> Any:

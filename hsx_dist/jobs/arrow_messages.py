@@ -71,9 +71,12 @@ def _invalid(got: str) -> Exception:
 
 
 class Messages:
-    """The schema and the other messages of an Arrow file (``footer``: its footer) or stream of ``size`` bytes."""
+    """The schema and the other messages of an Arrow file (``footer``: its footer) or stream of ``size`` bytes.
+    ``clean`` removes extension types from the bytes of a schema."""
 
     def __init__(self, file: IO[bytes], size: int, footer: bytes | None, clean: Callable[[bytes], bytes]) -> None:
+        import pyarrow as pa
+
         self._file, self._size = file, size
         if footer is None:
             found = self._next(0)
@@ -92,9 +95,10 @@ class Messages:
             head = struct.pack("<I5H2xihBxI4x", 16, 10, 12, 4, 6, 8, 12, root.number(0, "<h"), _SCHEMA, 8 + at.at)
             schema = head + root.data
             self._blocks = [_number(root.data, i, "<q") for field in (2, 3) for i in root.items(field, _BLOCK)]
-        self.schema = _encapsulated(schema)
+        self._schema = _encapsulated(schema)
+        self.schema = pa.ipc.open_stream(pa.py_buffer(self._schema)).schema
 
-    def batches(self, schema: Any, names: Sequence[str]) -> Iterator[Any]:
+    def batches(self, names: Sequence[str]) -> Iterator[Any]:
         """The record batches with the columns ``names``.
 
         Raises:
@@ -104,8 +108,8 @@ class Messages:
         import pyarrow as pa
 
         feed = _Feed()
-        feed.add(self.schema)
-        wanted = [i for i, name in enumerate(schema.names) if name in names]
+        feed.add(self._schema)
+        wanted = [i for i, name in enumerate(self.schema.names) if name in names]
         options = pa.ipc.IpcReadOptions(included_fields=wanted)
         reader = pa.ipc.open_stream(feed, options=options)
         dictionaries: dict[int, tuple[int, int]] = {}
@@ -115,7 +119,7 @@ class Messages:
             batch = header.table(1) if header is not None and kind == _DICTIONARIES else header
             if kind not in (_DICTIONARIES, _BATCH) or header is None or batch is None:
                 raise _invalid(f"a message of type {kind}")
-            asked = _asked(batch, schema, set(wanted)) if kind == _BATCH else None
+            asked = _asked(batch, self.schema, set(wanted)) if kind == _BATCH else None
             made, stored = self._load(feed, message, batch, body, asked, dictionaries.values())
             if kind == _BATCH:
                 try:
