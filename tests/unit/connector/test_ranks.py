@@ -262,6 +262,23 @@ def test_sums_in_another_order_are_within_the_tolerance_and_partial_sums_are_not
     assert 0 < rounded < tolerance(torch.bfloat16) < partial / 2
 
 
+def test_nothing_is_copied_of_states_that_differ():
+    from hsx_dist.connector.metadata import StepMetadata
+
+    class Differing:
+        def check(self, saves):
+            raise ConfigError(f"{len(saves)} differ")
+
+    outlet = KeepingOutlet(1 << 20)
+    ours = connector(0, (0, 1), outlet)
+    ours._agreement = Differing()
+    # The saves of all ranks: each rank compares in the same step.
+    ours.bind_connector_metadata(StepMetadata(saves=[request(0), request(1, owner=1)]))
+    with pytest.raises(ConfigError, match="2 differ"):
+        ours.get_finished(set())
+    assert not outlet.refs
+
+
 def test_numbers_that_are_not_finite_must_be_the_same():
     rows = torch.ones(2, 1, 5, 4)
     rows[:, 0, 1, 0] = torch.nan
