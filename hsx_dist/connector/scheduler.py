@@ -78,7 +78,7 @@ class SchedulerHalf:
         self._next = StepMetadata()
         self._sequence = 0
         self._known: dict[str, _Known] = {}
-        #: Requests whose blocks we hold: told True, not yet reported by their owner.
+        #: Requests whose blocks we hold: told True, not yet reported by all ranks.
         self._held: set[str] = set()
         self._claims: OrderedDict[str, _Claim] = OrderedDict()  # by the name of the key's object: a key may be long
         self._owner_of: OrderedDict[str, int] = OrderedDict()  # by the name of an object that a client chose
