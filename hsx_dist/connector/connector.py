@@ -147,6 +147,12 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if not cache.is_cuda:
             storage = cache.untyped_storage()
             huge_pages.advise(storage.data_ptr(), storage.nbytes())
+        group = get_tp_group()
+        if group.world_size > 1:
+            check_siblings(getattr(get_kv_transfer_group(), "sub_connectors", ()), group.world_size)
+            self._agreement = Agreement(
+                cache, group.cpu_group, layer_ids=self._layer_ids, model=self._vllm_config.model_config.model
+            )
         captures.check_layer_zero(
             self._layer_ids,
             self._vllm_config.compilation_config.static_forward_context.values(),
@@ -159,12 +165,6 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             self._vllm_config,
             direct=self._settings.cache_writes == "direct",
         )
-        group = get_tp_group()
-        if group.world_size > 1:
-            check_siblings(getattr(get_kv_transfer_group(), "sub_connectors", ()), group.world_size)
-            self._agreement = Agreement(
-                cache, group.cpu_group, layer_ids=self._layer_ids, model=self._vllm_config.model_config.model
-            )
         settings = self._settings
         self._ranks = ranks_of(group, one_node=settings.one_node, limit=settings.owners)
         if settings.via == "socket":
