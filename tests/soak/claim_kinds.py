@@ -232,9 +232,10 @@ def compacted(rng: random.Random, folder: Path) -> list[Read]:
     begin = rng.choice([b"", line[:-2] + b',"more":[', b'{"crc32c":"00000000","receipt":['])
     packed = [packer.compress(begin)]
     block = filler * ((1 << 16) // len(filler))
-    blocks = 0
-    while blocks < max(size >> 16, 1) and sum(map(len, packed)) < LARGEST_OBJECT:
+    blocks = length = 0
+    while blocks < max(size >> 16, 1) and length < LARGEST_OBJECT:
         packed.append(packer.compress(block))
+        length += len(packed[-1])
         blocks += 1
     packed.append(packer.flush())
     data = b"".join(packed)
