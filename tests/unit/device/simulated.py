@@ -251,6 +251,7 @@ class Device:
         self.streams.append(Stream(self, len(self.streams)))
         self.stalls: list[str] = []  # where the host waited for a copy
         self.contexts: set[int] = set()  # devices that were current in a thread that waited for an event
+        self._refuse_stalls = False
         self._awaited: list[Mark] = []  # by other threads
         self._pinned: list[tuple[int, int]] = []
         self._kept: list[torch.Tensor] = []
@@ -370,8 +371,13 @@ class Device:
             self._stall("a copy from or to pageable memory" if not blocking else "a blocking copy")
         return to
 
+    def set_sync_debug_mode(self, mode: str) -> None:
+        self._refuse_stalls = mode == "error"
+
     def _stall(self, why: str) -> None:
         """The host waits for all that is queued on the current stream."""
+        if self._refuse_stalls:
+            raise RuntimeError(f"called a synchronizing CUDA operation: {why}")
         self.stalls.append(why + "\n" + "".join(traceback.format_stack(limit=12)))
         mark = Mark(self.current_stream())
         mark.stream.queue(mark)
@@ -496,6 +502,8 @@ def simulated_cuda(schedule: Schedule) -> Iterator[Device]:
             "is_available": lambda: True,
             "device_count": lambda: INDEX + 1,
             "_lazy_init": lambda: None,
+            "_sleep": lambda _: None,
+            "set_sync_debug_mode": device.set_sync_debug_mode,
         }.items():
             patch.setattr(torch.cuda, name, value)
         for cache in caches:
