@@ -19,6 +19,7 @@ from hsx_dist.connector.settings import ConnectorSettings
 from hsx_dist.connector.step import Expect, Save, Skip
 from hsx_dist.logger import get_logger
 from hsx_dist.page import token_hash
+from hsx_dist.text import bounded
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -54,6 +55,7 @@ class _Known:
     owner: int | None = None
     claim: _Claim | None = None
     conflict: str | None = None  # why its key cannot stand for it; told already
+    error: str | None = None  # why it could not be admitted
 
 
 class SchedulerHalf:
@@ -89,8 +91,17 @@ class SchedulerHalf:
     def new_request(self, request: Request) -> None:
         """Called when a request is queued, and again with the same one by no release that we know: idempotent."""
         if request.request_id not in self._known:
-            self._known[request.request_id] = self._admit(request)
+            self._known[request.request_id] = self._admitted(request)
             _withhold_params(request)
+
+    def _admitted(self, request: Request) -> _Known:
+        """Read a request's parameters. An error costs the request its states: raised, it would end the engine."""
+        try:
+            return self._admit(request)
+        except Exception as e:
+            log.exception("parameters of request %s cannot be read", request.request_id)
+            why = bounded(f"its parameters cannot be read: {type(e).__name__}: {e}")
+            return _Known(self._read(request), error=why)
 
     def _admit(self, request: Request) -> _Known:
         known = _Known(self._read(request))
@@ -169,8 +180,15 @@ class SchedulerHalf:
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Called once a request, whatever its end. What is whole is decided by the tokens that were computed, never
         by the request's status: a stop string looks like a client that hung up."""
-        known = self._known.pop(request.request_id, None) or self._admit(request)
-        held, answer = self._finish(known, request, block_ids)
+        known = self._known.pop(request.request_id, None) or self._admitted(request)
+        try:
+            held, answer = self._finish(known, request, block_ids)
+        except Exception as e:
+            # Raised, it would end the engine's step. Blocks that are not held must not be copied.
+            log.exception("hidden states of request %s cannot be saved", request.request_id)
+            self._held.discard(request.request_id)
+            self._next.saves = [s for s in self._next.saves if s.request_id != request.request_id]
+            held, answer = self._skip(known, request, bounded(f"cannot be saved: {type(e).__name__}: {e}"))
         if known.claim is not None:
             known.claim.users -= 1
             unused = known.claim.saved is None and known.claim.users == 0
@@ -180,6 +198,8 @@ class SchedulerHalf:
 
     def _finish(self, known: _Known, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         options = known.options
+        if known.error is not None:
+            return self._skip(known, request, known.error)
         if known.conflict is not None:
             return False, _nothing(known.conflict, {**options.refused, "hidden_states_key": known.conflict})
         if not options.save:

@@ -64,17 +64,30 @@ def load_hidden_states(
         if not name or folder.endswith(":/"):
             raise ConfigError(f"{path}: expected an object, or a run and a key, got a folder and no key")
         store = open_store(folder or ("/" if path.startswith("/") else "."), storage_options)
-        lock = f"{store.url}/{name}" if "://" not in store.url else None
-
-        def load() -> dict[str, Any]:
-            # Also while it is read: a server replaces what lies under a path that its client uses again.
-            with shared_lock(lock) if lock is not None else nullcontext():
-                return _sample_in_object(store, name, key).load(layers, tokens, framework)
-
-        return _wait_for(load, wait)
+        return load_object(store, name, key, layers=layers, tokens=tokens, wait=wait, framework=framework)
     store = open_store(path, storage_options)
     opened: list[Run] = []
     return _wait_for(lambda: _sample_in_run(store, key, opened), wait).load(layers, tokens, framework)
+
+
+def load_object(
+    store: Store,
+    name: str,
+    key: str | None = None,
+    *,
+    layers: Sequence[int] | None = None,
+    tokens: Tokens | None = None,
+    wait: float = 0,
+    framework: Framework = "auto",
+) -> dict[str, Any]:
+    """As ``load_hidden_states``, of the object ``name`` in ``store``."""
+
+    def load() -> dict[str, Any]:
+        # Also while it is read: a server replaces what lies under a path that its client uses again.
+        with shared_lock(store.url, name) if "://" not in store.url else nullcontext():
+            return _sample_in_object(store, name, key).load(layers, tokens, framework)
+
+    return _wait_for(load, wait)
 
 
 def _wait_for(find: Callable[[], _T], seconds: float) -> _T:

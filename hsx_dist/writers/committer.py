@@ -14,7 +14,8 @@ from typing import Any
 
 from hsx_dist.errors import AlreadyExists, SampleConflict
 from hsx_dist.format.container import EncodedPart, EncodedSegment, Part, same_sample
-from hsx_dist.format.manifest import Receipt, SegmentProof, part_name
+from hsx_dist.format.manifest import Receipt, SegmentProof
+from hsx_dist.format.names import part_name
 from hsx_dist.format.receipt_log import ReceiptLog
 from hsx_dist.logger import get_logger
 from hsx_dist.observe.metrics import Meter

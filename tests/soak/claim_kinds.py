@@ -94,7 +94,7 @@ def num_layers_of_any(store: LocalStore) -> int:
 
 
 def retain(store: LocalStore) -> None:
-    retention = Retention(store)
+    retention = Retention(open_place(store))
     for _ in range(2):
         retention._refresh()
     used_by_all(store, "consumed/", frozenset({"default"}))

@@ -518,3 +518,33 @@ def test_a_path_that_a_key_has_obeys_the_keys_claim_and_makes_none():
     assert "used before" in answer["hidden_states_meta"]["reason"]
     assert ask(3, hidden_states_path="row-17.safetensors")["hidden_states_key"] == "row-17"  # the same sample
     assert all(not save.name for save in meta(scheduler).saves)  # each is put only where there is none
+
+
+@pytest.mark.parametrize("step", ["_admit", "_covered", "_answer"])
+def test_an_error_that_one_request_causes_costs_it_alone(monkeypatch, step):
+    """Raised within the engine's step it would end the engine. ``_answer`` is called after the save was queued."""
+    work = getattr(SchedulerHalf, step)
+
+    def fail_for_bad(self, first, *args):
+        about = args[0] if step == "_covered" else first
+        if "bad" in str(getattr(about, "key", getattr(about, "request_id", ""))):
+            raise RecursionError("nested")
+        return work(self, first, *args)
+
+    monkeypatch.setattr(SchedulerHalf, step, fail_for_bad)
+    scheduler = half()
+    requests = [request(20, 20, request_id=name, hidden_states_key=name) for name in ("a", "bad", "b")]
+    for r in requests:
+        scheduler.new_request(r)
+    first = meta(scheduler, *requests)
+    answers = [scheduler.request_finished(r, [5, 9]) for r in requests]
+    assert [held for held, _ in answers] == [True, False, True]
+    assert "RecursionError: nested" in answers[1][1]["hidden_states_meta"]["reason"]
+    told = meta(scheduler)
+    assert [s.key for s in told.saves] == ["a", "b"]
+    (skip,) = told.skipped
+    assert (skip.key, skip.name, skip.quiet) == ("bad", "bad.safetensors", False)
+    assert "RecursionError: nested" in skip.reason
+    assert [e.request_id for e in first.expected] == ["a", "bad", "b"]
+    scheduler.copies_done({"a", "b"})
+    assert scheduler.pending == 0

@@ -214,7 +214,7 @@ def test_ordinary_requests_ask_the_store_nothing_before_their_sample_is_stored(t
     assert not counting.calls
     submit(outlet, "k3", some(), request="r3")
     outlet.close()
-    assert counting.calls == {"head": 1}
+    assert counting.calls == {"get": 1}
 
 
 def test_markers_count_as_pending_and_the_end_does_not_wait_for_them_longer_than_asked(tmp_path, caplog):
@@ -280,12 +280,12 @@ def test_what_a_sender_could_not_pass_on_is_told_and_its_room_comes_free():
     assert outlet.ring.used_bytes == 0
 
 
-def test_a_page_that_was_not_copied_is_never_shipped():
+def test_a_page_that_was_not_copied_reaches_its_writer_as_an_error():
     from hsx_dist.connector.outlet import LocalOutlet
 
     class KeepingSender:
         def send(self, pages, release):
-            sent.extend(p.segment.key for p in pages)
+            sent.extend((p.segment.key, bool(p.error)) for p in pages)
             for page in pages:
                 release(page)
 
@@ -300,7 +300,7 @@ def test_a_page_that_was_not_copied_is_never_shipped():
     submit(outlet, "a", some(), ready=broken)
     submit(outlet, "b", some(), ready=lambda: None)
     submit(outlet, "a", some(), request="again", ready=lambda: None)
-    # Of two pages the first is not copied: the second is of no use.
+    # Of two pages the first is not copied.
     n, layers = 6, some(6)
     segment = Segment("c", 0, 0, n, n, source="c:0")
     for start, ready in ((0, broken), (3, lambda: None)):
@@ -309,7 +309,7 @@ def test_a_page_that_was_not_copied_is_never_shipped():
         ids = np.arange(3, dtype=np.int64)
         outlet.submit((PageRef(offset, page.shape, segment, start, start + 3, 3, LAYERS, "float32", "LTH", ids), ready))
     outlet.close()
-    assert sent == ["b", "a"]
+    assert sent == [("a", True), ("b", False), ("a", False), ("c", True), ("c", False)]
     assert [(s.key, "illegal memory access" in (s.reason or "")) for s in told] == [
         ("a", True), ("b", False), ("a", False), ("c", True)
     ]  # fmt: skip
