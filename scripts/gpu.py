@@ -55,7 +55,7 @@ def environment(*, gpu: bool, root: Path = ROOT, run: Run = execute) -> Path:
 def main() -> int:
     python = environment(gpu=has_gpu())
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    argv = [python, "-m", "benchmarks.gpu.kit", *sys.argv[1:]]
+    argv: list[str | Path] = [python, "-m", "benchmarks.gpu.kit", *sys.argv[1:]]
     return subprocess.run(argv, cwd=ROOT, env=env, check=False).returncode
 
 

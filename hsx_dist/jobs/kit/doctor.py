@@ -8,8 +8,8 @@ from pathlib import Path
 
 from hsx_dist.jobs import doctor
 from hsx_dist.jobs.kit import states
-from hsx_dist.jobs.kit.outcomes import Outcome, run_check
 from hsx_dist.jobs.kit.outcomes import Check as Planned
+from hsx_dist.jobs.kit.outcomes import Outcome, run_check
 from hsx_dist.jobs.kit.page import about, write
 
 
@@ -25,8 +25,8 @@ def examine_machine(report: Path | None, wanted: Sequence[states.Case] | None = 
         if failed:
             planned = [_left_out(p) for p in planned]
         outcomes = [Outcome(p.group, p.name, "not run", "the program ended before this check began") for p in planned]
-        for i, check in enumerate(planned):
-            outcomes[i] = run_check(check)
+        for i, engine in enumerate(planned):
+            outcomes[i] = run_check(engine)
             if report is not None:
                 write(report, about(gpus), outcomes)
             yield shown(outcomes[i])

@@ -127,10 +127,11 @@ class KitExtension(HiddenStatesWorkerExtension):
         """How this worker runs."""
         runner = self.model_runner  # type: ignore[attr-defined]
         modules = {c.__module__ for c in type(runner).__mro__}
-        drafter = getattr(runner, "drafter", None)
+        layers = runner.vllm_config.compilation_config.static_forward_context.values()
+        watched = [layer.hsx_watch for layer in layers if hasattr(layer, "hsx_watch")]
         return {
             "v2": "vllm.v1.worker.gpu.model_runner" in modules,
-            "direct": getattr(drafter, "hsx_cache", None) is not None,
+            "direct": any(w.cache is not None for w in watched),
         }
 
 

@@ -45,14 +45,10 @@ def test_a_check_that_cannot_run_is_not_started():
 
 def test_what_a_check_started_ends_with_it(tmp_path):
     alive = tmp_path / "alive"
-    code = f"while True: open({str(alive)!r}, 'a').write('.'); time.sleep(0.05)"
-    outcome = run_check(
-        check(
-            f"subprocess.Popen([sys.executable, '-c', {'import time;' + code!r}], start_new_session=True);"
-            f"[time.sleep(0.05) for _ in range(400) if not os.path.exists({str(alive)!r})]; time.sleep(600)",
-            limit_s=10.0,
-        )
-    )
+    writes = f"import time\nwhile True: open({str(alive)!r}, 'a').write('.') and time.sleep(0.05)"
+    starts = f"subprocess.Popen([sys.executable, '-c', {writes!r}], start_new_session=True);"
+    waits = f"[time.sleep(0.05) for _ in range(400) if not os.path.exists({str(alive)!r})]; time.sleep(600)"
+    outcome = run_check(check(starts + waits, limit_s=10.0))
     assert outcome.state == "timed out"
     size = alive.stat().st_size
     assert size > 0

@@ -39,7 +39,9 @@ def test_a_token_that_is_repeated_is_far_from_the_models(tmp_path):
     reference = AutoModelForCausalLM.from_pretrained(states.make_model(tmp_path / "m", 1), dtype=torch.float32).eval()
     prompt = list(range(10, 40))
     with torch.inference_mode():
-        answer = reference.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist()
+        answer = reference.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[
+            0, len(prompt) :
+        ].tolist()
         assert greedy_slack(reference, (prompt, answer)) == 0
         repeated = [*answer[:5], answer[4], *answer[5:-1]]
         assert repeated != answer
@@ -52,9 +54,11 @@ def test_every_way_is_planned_and_has_a_name_of_its_own():
         assert len({c.name for c in planned}) == len(planned)
         for v2 in (False, True):
             mine = [c for c in planned if c.v2 is v2]
-            assert {(c.compiled, c.asynchronous) for c in mine if replace(c, compiled=False, asynchronous=False) == Case(v2=v2)} == {
-                (a, b) for a in (False, True) for b in (False, True)
-            }
+            assert {
+                (c.compiled, c.asynchronous)
+                for c in mine
+                if replace(c, compiled=False, asynchronous=False) == Case(v2=v2)
+            } == {(a, b) for a in (False, True) for b in (False, True)}
             assert any(c.ranks == max(gpus, 2) for c in mine)
             assert any(c.preempt for c in mine)
         assert any(c.direct for c in planned)
