@@ -53,7 +53,7 @@ def no_synchronization() -> Iterator[None]:
 @pytest.mark.parametrize("order", ["LTH", "TLH"])
 @pytest.mark.parametrize("seed", range(3))
 def test_states_are_those_that_the_model_wrote(cuda, seed, order, ring_pages):
-    run = Run(Cuda(cuda), requests(seed, count=64), order=order, ring_pages=ring_pages)
+    run = Run(Cuda(cuda), requests(seed, count=32), order=order, ring_pages=ring_pages)
     run.run()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -15,7 +16,7 @@ from hsx_dist.connector import worker as worker_module
 from hsx_dist.connector.ring import Ring
 from hsx_dist.connector.side import HostSide
 from tests.unit.device import simulated
-from tests.unit.device.request_runs import Run, WrongNumbers, requests
+from tests.unit.device.request_runs import Request, Run, WrongNumbers, requests
 from tests.unit.device.simulated import Device, Latest, ModelFirst, Random, Schedule, SideFirst, simulated_cuda
 
 pytestmark = pytest.mark.slow
@@ -59,10 +60,30 @@ def prepared(schedule: Schedule, seed: int, **options: Any) -> Iterator[tuple[Ru
 @pytest.mark.parametrize("schedule", schedules(0))
 def test_no_order_of_the_device_gives_wrong_numbers(schedule, order, ring_pages):
     for seed in SEEDS if schedule == "random" else SEEDS[:1]:
-        with prepared(schedules(seed)[schedule], seed, order=order, ring_pages=ring_pages) as (run, _):
+        with prepared(schedules(seed)[schedule], seed, order=order, ring_pages=ring_pages) as (run, device):
             assert not isinstance(run.worker._side, HostSide)
             run.run()
             assert run.host_waits == 0
+            # Each thread that touches the device has made it its own: else it makes a context on device 0.
+            assert device.contexts == {simulated.INDEX}
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_copies_wait_for_no_forward_pass_that_is_queued_after_a_step_began(announced):
+    """Else blocks are held as long as the next steps take."""
+    with prepared(Latest(), 0) as (run, device):
+        run.wanted = [Request(f"r{n}", n + 1, 20) for n in range(4)]
+        run.waiting = list(run.wanted)
+        if not announced:
+            run.worker.begin = lambda _: None
+        ended = run.step([])
+        assert [r.name for r in ended] == ["r0"]
+        ended = run.step(ended)
+        while not run.reader.kept:
+            device.grant()
+            time.sleep(1e-4)
+        assert any(map(callable, device.streams[0].items)) is announced
+        run.run(ended=ended)
 
 
 @pytest.mark.parametrize("schedule", ["latest", "random"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -17,10 +19,21 @@ for _name, _test in vars(on_gpu).items():
 
 @pytest.fixture
 def cuda():
-    """In the place of the GPU's."""
+    """In the place of the GPU's. It progresses while the host does something else, as a GPU does."""
     with simulated_cuda(Random(0)) as device:
-        yield DEVICE
-        assert device.streams
+        ended = threading.Event()
+
+        def progress() -> None:
+            while not ended.wait(1e-4):
+                device.tick()
+
+        thread = threading.Thread(target=progress)
+        thread.start()
+        try:
+            yield DEVICE
+        finally:
+            ended.set()
+            thread.join()
 
 
 def test_a_step_that_waits_is_noticed(cuda):
