@@ -77,7 +77,7 @@ def page(found: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
     word, css = verdict(outcomes)
     states = count(outcomes)
     gpus = Counter(found["gpus"])
-    device = ", ".join(f"{n} of {name}" if n > 1 else name for name, n in gpus.items())
+    device = ", ".join(f"{name} ({n} of them)" if n > 1 else name for name, n in gpus.items())
     facts = "".join(
         f"<div class=fact><b>{states.get(state, 0)}</b><span>{state}</span></div>"
         for state in ("passed", "failed", "crashed", "timed out", "not run")

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from tests.gpu import test_copies as on_gpu
+from tests.gpu import test_device_copies as on_gpu
 from tests.unit.device.simulated import DEVICE, Random, simulated_cuda
 
 pytestmark = pytest.mark.slow

@@ -65,5 +65,5 @@ def test_gpus_and_the_bandwidth_of_copies(tmp_path):
     }  # fmt: skip
     outcomes = [Outcome(COPIES, "side-stream copies", "passed", "", 9.0, {"results": [result]})]
     html = write(tmp_path, about(["NVIDIA H200", "NVIDIA H200"]), outcomes).read_text()
-    assert "2 of NVIDIA H200" in html
+    assert "NVIDIA H200 (2 of them)" in html
     assert "token-major</td><td class=n>50.0</td><td class=n>55.0</td><td class=n>0.91" in html
