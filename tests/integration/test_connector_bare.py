@@ -259,7 +259,7 @@ def test_a_client_that_sends_what_it_should_not_harms_only_itself(llm, oracle, o
     assert "used before" in answers[6]["hidden_states_meta"]["reason"]
     with pytest.raises(SampleFailed, match="used before"):
         hsx_dist.load_hidden_states(f"{output}/row-17.safetensors")
-    (output / "row-17.error.json").unlink()
+    (output / "row-17.safetensors.conflict.json").unlink()
     data = hsx_dist.load_hidden_states(f"{output}/row-17.safetensors", framework="torch")
     oracle.assert_equal(prompts[0], data["hidden_states"], LAYERS)
 

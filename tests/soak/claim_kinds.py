@@ -179,7 +179,7 @@ def documents(rng: random.Random, folder: Path) -> list[Read]:
     store.put(name, [body])
     if rng.random() < 0.3:
         os.truncate(folder / name, 1 << rng.randrange(12, 44))  # a file with holes: its size is a claim, too
-    markers = [f"m{i}{end}" for i, end in enumerate((".error.json", ".failed.json"))]
+    markers = ["m0.error.json", "m0.safetensors.conflict.json", "m1.failed.json"]
     for marker in markers:
         store.put(marker, [body])
         if rng.random() < 0.3:
@@ -418,6 +418,25 @@ def tables(rng: random.Random, folder: Path) -> list[Read]:
     return [lambda: list(islice(read_rows(InputConfig(path=str(path))), ROWS_READ))]
 
 
+def arrow_claims(rng: random.Random, folder: Path) -> list[Read]:
+    """Compressed Arrow files whose buffers claim any length to expand to, in columns, dictionaries or other columns."""
+    length = 8_068_407  # its bytes occur in no other place of the file
+    large: Any = pa.array(["\0" * length])
+    if rng.random() < 0.5:
+        large = large.dictionary_encode()
+    columns = {"text": large} if rng.random() < 0.7 else {"text": pa.array(["a"]), "more": large}
+    table = pa.table(columns)
+    path = folder / "in.arrow"
+    options = pa.ipc.IpcWriteOptions(compression=rng.choice(["zstd", "lz4"]))
+    make = rng.choice([pa.ipc.new_file, pa.ipc.new_stream])
+    with pa.OSFile(str(path), "wb") as f, make(f, table.schema, options=options) as w:
+        w.write_table(table)
+    claim = rng.choice([1, -1]) * (1 << rng.randrange(63))
+    claimed = path.read_bytes().replace(struct.pack("<q", length), struct.pack("<q", claim))
+    path.write_bytes(claimed)
+    return [lambda: list(islice(read_rows(InputConfig(path=str(path))), ROWS_READ))]
+
+
 KINDS: dict[str, Callable[[random.Random, Path], list[Read]]] = {
     "names": names,
     "members": members,
@@ -429,4 +448,5 @@ KINDS: dict[str, Callable[[random.Random, Path], list[Read]]] = {
     "segments that are not there": many_segments,
     "compressed lines": compressed_lines,
     "tables": tables,
+    "Arrow claims": arrow_claims,
 }

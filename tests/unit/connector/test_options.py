@@ -143,6 +143,7 @@ def test_a_wrong_value_is_refused_alone(name, value):
         "*.safetensors",
         "x" * 1025,
         "x.failed.json",
+        "x.safetensors.conflict.json",
         "a.lock/x.safetensors",
         "a.safetensors/x.safetensors",
         "a.error.json/x",

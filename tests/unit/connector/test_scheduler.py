@@ -46,6 +46,10 @@ def request(
     return r
 
 
+def an_image(identifier: str, offset: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=2))
+
+
 def meta(scheduler: SchedulerHalf, *new: Request):
     """One step, in which ``new`` are scheduled for the first time."""
     return scheduler.build_meta(
@@ -240,7 +244,7 @@ def test_an_aborted_request_with_outputs_stores_what_it_covers_labelled_or_nothi
         assert answer["hidden_states_meta"]["finish_reason"] == "abort"
         (save,) = meta(scheduler).saves
         assert len(save.token_ids) == 23
-        assert save.meta == {"prompt_tokens": 20, "finish_reason": "abort"}
+        assert {**save.meta, "identity": None} == {"prompt_tokens": 20, "finish_reason": "abort", "identity": None}
     else:
         assert "aborted_outputs" in meta(scheduler).skipped[0].reason
 
@@ -270,7 +274,7 @@ def test_images_are_told_apart_by_what_they_are_and_not_by_their_placeholders():
     told = []
     for i, image in enumerate(("cat", "cat", "dog")):
         r = request(4, 4, hidden_states_key="k", request_id=f"r{i}-1")
-        r.mm_features = [SimpleNamespace(identifier=image)]
+        r.mm_features = [an_image(image)]
         held, answer = scheduler.request_finished(r, [1])
         told.append((held, answer["hidden_states_meta"].get("multimodal")))
     assert told == [(True, ["cat"]), (True, ["cat"]), (False, None)]
@@ -281,11 +285,11 @@ def test_adapters_are_told_apart():
     told = []
     for i, adapter in enumerate((None, "a", "a", None)):
         r = request(4, 4, hidden_states_key="k" if i % 3 == 0 else "l", request_id=f"r{i}-1")
-        r.lora_request = SimpleNamespace(lora_name=adapter) if adapter else None
+        r.lora_request = SimpleNamespace(lora_name=adapter, lora_path=f"/{adapter}") if adapter else None
         told.append(scheduler.request_finished(r, [1])[1]["hidden_states_meta"].get("lora"))
     assert told == [None, "a", "a", None]
     r = request(4, 4, hidden_states_key="k", request_id="other-1")
-    r.lora_request = SimpleNamespace(lora_name="b")
+    r.lora_request = SimpleNamespace(lora_name="b", lora_path="/b")
     assert not scheduler.request_finished(r, [1])[0]
 
 
@@ -494,7 +498,7 @@ def test_an_images_long_identifier_is_hashed():
     told = []
     for i, image in enumerate(("x" * 1_000_000, "x" * 1_000_001)):
         r = request(4, 4, hidden_states_key=f"k{i}", request_id=f"r{i}-1")
-        r.mm_features = [SimpleNamespace(identifier=image)]
+        r.mm_features = [an_image(image)]
         told += scheduler.request_finished(r, [1])[1]["hidden_states_meta"]["multimodal"]
     assert len(set(told)) == 2
     assert all(len(identifier) == 64 for identifier in told)

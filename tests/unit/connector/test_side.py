@@ -52,54 +52,55 @@ def test_memory_of_other_devices_is_refused():
         side_of(torch.zeros(1, device="meta"))
 
 
-class TestAStreamOfCuda:
-    """Production classes over a recording ``torch.cuda``."""
+def test_copies_on_a_stream_wait_for_what_the_model_had_queued_when_the_step_began(cuda):
+    side = StreamSide(Cuda(DEVICE))
+    side.follow()
+    cuda.calls.append("the model's next run")
+    side.start([lambda: cuda.calls.append("copy")])
+    assert cuda.calls == [
+        "record 0 on model", "copies wait for 0", "the model's next run",
+        "enter copies", "copy", "leave copies", "record 1 on copies",
+    ]  # fmt: skip
 
-    def test_copies_wait_for_what_the_model_had_queued_when_the_step_began(self, cuda):
-        side = StreamSide(Cuda(DEVICE))
-        side.follow()
-        cuda.calls.append("the model's next run")
-        side.start([lambda: cuda.calls.append("copy")])
-        assert cuda.calls == [
-            "record 0 on model", "copies wait for 0", "the model's next run",
-            "enter copies", "copy", "leave copies", "record 1 on copies",
-        ]  # fmt: skip
 
-    def test_an_error_while_a_copy_is_queued_reaches_its_own_event_after_the_queued_part(self, cuda):
-        side = StreamSide(Cuda(DEVICE))
-        failed, later = side.start([lambda: 1 / 0, lambda: None])
-        cuda.ended = {0}
-        assert failed.query()
-        assert not later.query()
-        with pytest.raises(ZeroDivisionError):
-            failed.synchronize()
-        later.synchronize()
-        waited = [call for call in cuda.calls if call.startswith("wait")]
-        assert waited == ["wait for 0", "wait for 1"]  # the error is raised after the queued part has ended
+def test_on_a_stream_an_error_while_a_copy_is_queued_reaches_its_own_event_after_the_queued_part(cuda):
+    side = StreamSide(Cuda(DEVICE))
+    failed, later = side.start([lambda: 1 / 0, lambda: None])
+    cuda.ended = {0}
+    assert failed.query()
+    assert not later.query()
+    with pytest.raises(ZeroDivisionError):
+        failed.synchronize()
+    later.synchronize()
+    waited = [call for call in cuda.calls if call.startswith("wait")]
+    assert waited == ["wait for 0", "wait for 1"]  # the error is raised after the queued part has ended
 
-    def test_a_device_that_is_lost_surfaces(self, cuda):
-        side = StreamSide(Cuda(DEVICE))
-        cuda.lost = True
-        with pytest.raises(RuntimeError, match="illegal memory access"):
-            side.start([lambda: None])
 
-    def test_a_thread_that_waits_sets_the_device_first(self, cuda):
-        """On a thread without a device CUDA makes a context on GPU 0."""
-        side = StreamSide(Cuda(DEVICE))
-        (event,) = side.start([lambda: None])
-        for wait in (event.synchronize, side.close):
-            thread = threading.Thread(target=wait)
-            thread.start()
-            thread.join()
-        assert cuda.devices_of_waits == [DEVICE, DEVICE]
-
-    def test_an_idle_engine_waits_for_the_last_copy(self, cuda):
-        side = StreamSide(Cuda(DEVICE))
-        side.wait(30)
+def test_a_device_that_is_lost_surfaces(cuda):
+    side = StreamSide(Cuda(DEVICE))
+    cuda.lost = True
+    with pytest.raises(RuntimeError, match="illegal memory access"):
         side.start([lambda: None])
-        side.wait(0.001)
-        cuda.ended = {0}
-        side.wait(30)
+
+
+def test_a_thread_that_waits_sets_the_device_first(cuda):
+    """On a thread without a device CUDA makes a context on GPU 0."""
+    side = StreamSide(Cuda(DEVICE))
+    (event,) = side.start([lambda: None])
+    for wait in (event.synchronize, side.close):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
+    assert cuda.devices_of_waits == [DEVICE, DEVICE]
+
+
+def test_an_idle_engine_waits_for_the_last_copy(cuda):
+    side = StreamSide(Cuda(DEVICE))
+    side.wait(30)
+    side.start([lambda: None])
+    side.wait(0.001)
+    cuda.ended = {0}
+    side.wait(30)
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ def test_the_same_key_with_other_tokens_is_told_to_both_and_replaces_nothing(tmp
     outlet.close()
     with pytest.raises(SampleFailed, match="another sample of that key"):
         hsx_dist.load_hidden_states(str(tmp_path / "a.safetensors"))
-    (tmp_path / "a.error.json").unlink()
+    (tmp_path / "a.safetensors.conflict.json").unlink()
     np.testing.assert_array_equal(
         hsx_dist.load_hidden_states(str(tmp_path / "a.safetensors"), framework="numpy")["hidden_states"],
         first.transpose(1, 0, 2),
@@ -137,7 +137,7 @@ def test_the_end_is_not_waited_for_longer_than_asked(tmp_path):
 
 def test_whoever_reads_a_key_by_the_answer_of_its_second_use_is_told(tmp_path):
     """No moment at which the first sample is taken for the second: the lock is held until the marker is there."""
-    hanging = HangingStore(open_store(str(tmp_path)), Strike(PUTS, prefix="a.error"))
+    hanging = HangingStore(open_store(str(tmp_path)), Strike(PUTS, prefix="a.safetensors.conflict"))
     outlet = outlet_on(tmp_path, markers=hanging)
     submit(outlet, "a", some())
     path = str(tmp_path / "a.safetensors")

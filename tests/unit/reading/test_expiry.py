@@ -191,6 +191,7 @@ def test_an_object_that_is_stored_anew_after_gc_looked_stays(store, monkeypatch,
         monkeypatch.setattr(type(store), "delete_version", lambda *a: (server(), delete(*a))[1])
     assert not remove(store, found)
     assert b"4000000000" in store.get(name)
+    store.delete(name)
     store_anew(store, name, 1000)
     assert remove(store, name)
     assert list(store.list()) == []

@@ -16,6 +16,4 @@ def engine_config(model: Path, layer_ids: Sequence[int], **arguments: Any) -> An
         "num_speculative_tokens": 1,
         "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}},
     }
-    return EngineArgs(
-        str(model), max_model_len=128, speculative_config=speculative, **arguments
-    ).create_engine_config()
+    return EngineArgs(str(model), max_model_len=128, speculative_config=speculative, **arguments).create_engine_config()
