@@ -152,7 +152,7 @@ class Run:
         self.reader = LateReader()
         self.outlet = LocalOutlet(self.reader, ring_pages * PAGE_BYTES)
         self.worker = WorkerHalf(
-            self.cache, self.outlet, rank=0, layer_ids=LAYER_IDS, page_bytes=PAGE_BYTES, segment_bytes=2 * PAGE_BYTES
+            self.cache, self.outlet, layer_ids=LAYER_IDS, page_bytes=PAGE_BYTES, segment_bytes=2 * PAGE_BYTES
         )
         self.free = list(range(1, CACHE_BLOCKS))  # vLLM keeps block 0
         self.waiting, self.running = list(self.wanted), list[Request]()

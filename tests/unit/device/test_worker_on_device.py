@@ -16,7 +16,6 @@ for _name in (
     "test_a_request_longer_than_the_ring_goes_through_page_by_page",
     "test_while_the_ring_is_full_blocks_are_held_and_nothing_else_overtakes",
     "test_pages_say_whose_they_are_and_two_copies_are_told_apart",
-    "test_only_the_owner_copies_and_reports",
     "test_only_what_a_request_wants_is_copied",
     "test_at_the_end_what_waits_is_still_copied_and_what_could_not_be_is_counted",
     "test_a_mean_is_one_float32_row_over_all_tokens",
