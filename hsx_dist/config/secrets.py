@@ -69,6 +69,7 @@ _HARMLESS_OPTIONS = frozenset(
         "version_aware",
     }
 )
+_ENDPOINT_OPTION = "endpoint_url"
 # gcsfs takes these words as `token`: they say where to look for a credential, and are none themselves.
 _WHERE_TO_LOOK = frozenset({"anon", "cloud", "google_default", "cache"})
 
@@ -133,6 +134,25 @@ def check_url(url: str) -> None:
         )
 
 
+def check_endpoint(endpoint: str, source: str) -> None:
+    """Raise ConfigError unless ``endpoint`` is ``http[s]://HOST[:PORT]``, with or without a path.
+
+    Libraries take ``user:secret@host`` without a scheme, and a query may be a signature: the error does not show it.
+    ``source``: its setting.
+    """
+    check_url(endpoint)
+    if not _is_endpoint(endpoint):
+        raise ConfigError(
+            f"{source}: expected http://HOST[:PORT] or https://HOST[:PORT], without a query, got another form. Correct "
+            "it"
+        )
+
+
+def _is_endpoint(text: str) -> bool:
+    found = _ENDPOINT.fullmatch(text)
+    return found is not None and int(found["port"] or 0) <= 65535
+
+
 def check_no_credentials(url: str) -> None:
     """Raise ConfigError, which shows none, where ``has_credentials``, and as ``check_url``."""
     check_url(url)
@@ -190,6 +210,9 @@ _BEGINS = re.compile(
     re.IGNORECASE,
 )
 _BEFORE_AT = re.compile(r"(?<=://)[^/@]* [^/]*@")
+_ENDPOINT = re.compile(
+    r"https?://([^/?#\s]*@)?([^/?#@:\s]+|\[[0-9A-Fa-f:.%]+\])(:(?P<port>[0-9]{1,5}))?(/[^?#]*)?", re.IGNORECASE
+)
 _PARAMETER = re.compile(r"[?&;#]([^=&;#?\s]+)=")
 _NO_HOST = frozenset({"file", "local", "memory", "zip", "tar", "jar", "libarchive", "reference", "dir", "data"})
 _ODD_AUTHORITY = re.compile(rf"(?!({'|'.join(sorted(_NO_HOST))})://)[^:]*://[^/]*[ \\\uff20\ufe6b]", re.IGNORECASE)
@@ -208,7 +231,7 @@ def _as_read(text: str) -> str:
     if _BEGINS.match(text) is None:
         return text
     text = "".join(c for c in text if c.isprintable()).lstrip(" ")
-    text = re.sub(r"^(https?):[/\\]*", r"\1://", text, flags=re.IGNORECASE)
+    text = re.sub(r"(^|::)(https?):[/\\]*", r"\1\2://", text, flags=re.IGNORECASE)
     # Of prose that begins so, only what an ``@`` ends.
     return _BEFORE_AT.sub(lambda found: found[0].replace(" ", "%20"), text)
 
@@ -267,6 +290,9 @@ def secret_paths(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[st
         return
     if value is None or isinstance(value, bool) or is_env_reference(value):
         return
+    if _odd_endpoint(path[-1] if path else "", value):
+        yield path
+        return
     named_so = any(looks_secret(name) for name in path) and not (path[-1] == "token" and value in _WHERE_TO_LOOK)
     if named_so or (isinstance(value, str) and has_credentials(_without_references(value))):
         yield path
@@ -283,11 +309,15 @@ def hide_options(options: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         if isinstance(value, Mapping):
             shown[name] = hide_options(value)
-        elif str(name) not in _HARMLESS_OPTIONS or looks_secret(str(name)):
+        elif str(name) not in _HARMLESS_OPTIONS or looks_secret(str(name)) or _odd_endpoint(str(name), value):
             shown[name] = HIDDEN
         else:
             shown[name] = hide_secrets(value)
     return shown
+
+
+def _odd_endpoint(name: str, value: object) -> bool:
+    return name == _ENDPOINT_OPTION and isinstance(value, str) and not _is_endpoint(_without_references(value))
 
 
 def hide_secrets(value: Any, name: str = "", *, within: bool = False) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
+from zipfile import ZIP_DEFLATED, ZIP_STORED
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -18,6 +19,7 @@ from fsspec.spec import AbstractBufferedFile
 from hsx_dist.config import InputConfig, is_local, public_url
 from hsx_dist.errors import ConfigError
 from hsx_dist.jobs.decompress import DECOMPRESSORS, DecompressedFile
+from hsx_dist.store.opening import check_endpoints
 
 Format = Literal["jsonl", "text", "parquet", "arrow"]
 _T = TypeVar("_T")
@@ -31,6 +33,7 @@ _FORMATS: dict[str, Format] = {
     ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow",
 }  # fmt: skip
 _LINES = ("jsonl", "text")
+_ARCHIVES = frozenset({".zip", ".tar", ".lz4", ".sz", ".snappy"})
 #: What Hugging Face's ``Dataset.save_to_disk`` and ``DatasetDict.save_to_disk`` leave in their folders.
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
@@ -69,7 +72,8 @@ class Input:
         def opened() -> IO[bytes]:
             ending = posixpath.splitext(public_url(path))[1].lower()
             own = DECOMPRESSORS.get(ending) if compressed else None
-            file: Any = self._fs.open(path, "rb", compression="infer" if compressed and own is None else None)
+            _check_file(self._fs, path, ending)
+            file: Any = self._fs.open(path, "rb", compression="gzip" if compressed and ending == ".gz" else None)
             if own is not None:
                 return io.BufferedReader(DecompressedFile(file, own), _BUFFER)
             # The readline of fsspec's own files takes no length, and a line may be longer than there is memory for.
@@ -98,6 +102,7 @@ def _find(config: InputConfig, shown: str) -> Input:
         fs: Any = LocalFileSystem()
         path = str(Path(config.path).expanduser().absolute())
     else:
+        check_endpoints(config.storage_options)
         fs, path = fsspec.core.url_to_fs(config.path, **config.storage_options)
     try:
         # As it stands first: * and [ may be letters of a name, and ? begins the query of an http URL.
@@ -173,6 +178,27 @@ def _saved(fs: Any, folder: str, label: str) -> Source:
     return Source(label, tuple(files), "arrow")
 
 
+def _check_file(fs: Any, path: str, ending: str = "") -> None:
+    """Raise ConfigError for a file that cannot be read in bounded time and memory.
+
+    A FIFO or a device may never end. zipfile expands what it reads of a bzip2 or LZMA member in one call.
+    """
+    if isinstance(fs, LocalFileSystem) and Path(path).exists() and not Path(path).is_file():
+        raise ConfigError(f"input.path: expected a regular file, got a FIFO, socket or device: {path}. Remove it")
+    if ending in _ARCHIVES:
+        raise ConfigError(
+            f"input.path: expected a file of rows, plain or compressed as .gz, .zst, .xz or .bz2, got {ending}. "
+            "Extract it, or name one of its files: zip://NAME::FILE.zip"
+        )
+    while (inner := getattr(fs, "fs", None)) is not None and not hasattr(fs, "zip"):
+        fs = inner
+    members = getattr(fs, "zip", None)
+    if members is not None and members.getinfo(path.lstrip("/")).compress_type not in (ZIP_STORED, ZIP_DEFLATED):
+        raise ConfigError(
+            f"input.path: expected {path[:200]} in the zip file stored or deflated, got another compression. Extract it"
+        )
+
+
 def _within(fs: Any, folder: str, name: Any) -> str:
     """The path of ``name``, which a saved data set gives to a file or split directly in ``folder``.
 
@@ -194,6 +220,7 @@ def _within(fs: Any, folder: str, name: Any) -> str:
 
 
 def _json(fs: Any, path: str) -> dict[str, Any]:
+    _check_file(fs, path)
     try:
         with fs.open(path, "rb") as file:
             data = file.read(_LARGEST_LIST + 1)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from hsx_dist.config.secrets import check_no_credentials, check_url, public_url
+from hsx_dist.config.secrets import check_endpoint, check_no_credentials, public_url
 from hsx_dist.errors import ConfigError, Unavailable
 from hsx_dist.logger import get_logger
 from hsx_dist.store.base import Store
@@ -43,11 +44,20 @@ def open_store(
     if not url:
         raise ConfigError("expected the url of a store or the path of a folder, came an empty one; set it")
     check_no_credentials(url)
-    for options in (storage_options or {}, (storage_options or {}).get("client_kwargs") or {}):
-        check_url(str(options.get("endpoint_url") or ""))
+    check_endpoints(storage_options or {})
     if retry_seconds < 0:
         raise ConfigError(f"retry_seconds: expected 0 or more, came {retry_seconds}; set 0 for no repetition")
     return RetryStore(_open(url, storage_options, backend), RetryPolicy(seconds=retry_seconds), on_retry=on_retry)
+
+
+def check_endpoints(options: Mapping[str, Any]) -> None:
+    """Check the endpoints in fsspec's options and in the environment. Raises ``ConfigError``, without their text."""
+    for given in (options, options.get("client_kwargs") or {}):
+        if given.get("endpoint_url"):
+            check_endpoint(str(given["endpoint_url"]), "storage_options.endpoint_url")
+    for name, value in os.environ.items():
+        if value and name.startswith("AWS_ENDPOINT"):  # AWS_ENDPOINT, AWS_ENDPOINT_URL, AWS_ENDPOINT_URL_S3
+            check_endpoint(value, name)
 
 
 def _open(url: str, options: Mapping[str, Any] | None, backend: Backend) -> Store:

@@ -14,7 +14,7 @@ from hsx_dist.config.secrets import public_url
 from hsx_dist.errors import ConfigError, StoreError
 from hsx_dist.store.base import ObjectInfo, Store
 from hsx_dist.store.folders import SAFELY, is_link, opened
-from hsx_dist.store.local import LocalStore
+from hsx_dist.store.local import UNFINISHED, LocalStore
 from hsx_dist.store.opening import open_store
 from hsx_dist.store.retry import RetryStore
 
@@ -70,7 +70,7 @@ def open_within(prefix: str, place: object, storage_options: Mapping[str, Any] |
     name = None
     if _is_clean(place) and (base is None) == (named is None):
         name = _name_in_url(prefix, place) if base is None or named is None else _name_in_folder(base, named)
-    if name is None or not name.isprintable():
+    if name is None or not name.isprintable() or name.rpartition("/")[2].startswith(UNFINISHED):
         shown = repr(public_url(place)) if len(place) <= 200 else f"a text of {len(place)} characters"
         raise ConfigError(
             f"{public_url(prefix)}: expected a place under it, got {shown}. Configure the folder "

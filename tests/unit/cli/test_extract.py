@@ -82,6 +82,11 @@ def test_wrong_use(args: list[str]) -> None:
             )
         ),
         (["ls", "s3://b", "--storage-option", "endpoint_url=http://u:hunter2@h"], "no credential on a command line"),
+        (["ls", "s3://b", "--storage-option", "endpoint_url=u:hunter2@h:9000"], "no credential on a command line"),
+        (
+            ["ls", "s3://b", "--storage-option", "client_kwargs.endpoint_url=//u:hunter2@h"],
+            "no credential on a command",
+        ),
     ],
 )
 def test_a_wrong_setting_is_one_message(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

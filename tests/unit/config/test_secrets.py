@@ -12,6 +12,7 @@ from hsx_dist.config.secrets import (
     check_place_of_credentials,
     check_url,
     has_credentials,
+    hide_options,
     hide_secrets,
     secret_paths,
     url_secrets,
@@ -297,6 +298,7 @@ def test_nothing_that_a_library_drops_hides_a_credential(url: str) -> None:
             "https:/h/x",
             "http:\\h/x",
             "https:///h/x",
+            "zip://a::https:/u:p@h/x",
         ),
     ],
 )
@@ -390,3 +392,11 @@ def test_names_with_colons_that_libraries_document_are_no_credentials() -> None:
         assert not has_credentials(url)
         assert public_url(url) == url
     assert has_credentials("github://user:ghp_abc@github/x")
+
+
+@pytest.mark.parametrize("endpoint", [f"u:{SECRET}@h:1", f"//u:{SECRET}@h:1", f"http://h:1?sig={SECRET}", SECRET])
+def test_an_endpoint_of_another_form_may_hold_a_credential(endpoint: str) -> None:
+    options = {"endpoint_url": endpoint, "client_kwargs": {"endpoint_url": endpoint}}
+    assert len(list(secret_paths(options))) == 2
+    assert SECRET not in str(hide_options(options))
+    assert not list(secret_paths({"endpoint_url": "http://${env:HOST}:9000"}))

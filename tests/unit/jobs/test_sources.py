@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import zipfile
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -376,3 +378,34 @@ def test_text_that_is_not_utf8_costs_its_row_alone(tmp_path: Path, form: str) ->
         "the row's values cannot be read (UnicodeDecodeError); correct or cast the column",
         "four",
     ]
+
+
+@pytest.mark.parametrize("name", ["b.jsonl", "b.jsonl.gz", "b.parquet", "b.arrow", "state.json", "dataset_dict.json"])
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_a_fifo_or_a_device_is_no_input(name: str, kind: str, tmp_path: Path) -> None:
+    """Reading one may never end."""
+    lines(tmp_path / "a.jsonl", "a0")
+    if kind == "fifo":
+        os.mkfifo(tmp_path / name)
+    else:
+        (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="expected a regular file, got a FIFO, socket or device"):
+        read(tmp_path)
+    with pytest.raises(ConfigError, match="expected a regular file"):
+        read(f"file://{tmp_path}")
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_zip_files_members_expand_in_bounded_memory(method: int, tmp_path: Path) -> None:
+    """Python expands what it reads of a bzip2 or LZMA member in one call: 1 KB is then GiB."""
+    archive = tmp_path / "x.zip"
+    with zipfile.ZipFile(archive, "w", method) as file:
+        file.writestr("rows.jsonl", json.dumps({"text": "t"}))
+    chain = f"zip://rows.jsonl::{archive}"
+    if method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        assert [row.text for row in read(chain) if isinstance(row, Row)] == ["t"]
+    else:
+        with pytest.raises(ConfigError, match="stored or deflated"):
+            read(chain)
+    with pytest.raises(ConfigError, match=r"expected a file of rows, .* got \.zip"):
+        read(archive)

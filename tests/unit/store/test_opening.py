@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError, Unavailable
+from hsx_dist.jobs.sources import find_input
 from hsx_dist.store import open_store
 from hsx_dist.store.fsspec import FsspecStore
+from hsx_dist.store.opening import Backend
 
 
 @pytest.mark.parametrize(
@@ -98,3 +101,40 @@ except ConfigError as e:
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert "FsspecStore('s3://bucket/x')" in said
     assert "the package obstore is missing" in said
+
+
+ODD_ENDPOINTS = [
+    "me:hunter2secret@minio:9000",
+    "//me:hunter2secret@minio:9000",
+    "minio:9000",
+    "ftp://minio",
+    "http://",
+    "http://minio:90OO",
+    "http://minio:90000",
+    "http://minio:9000/?sig=hunter2secret",
+    "http://minio:9000/#hunter2secret",
+]
+
+
+@pytest.mark.parametrize("backend", ["obstore", "fsspec"])
+@pytest.mark.parametrize("endpoint", ODD_ENDPOINTS)
+def test_an_endpoint_is_http_and_a_host(endpoint: str, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    for options in ({"endpoint_url": endpoint}, {"client_kwargs": {"endpoint_url": endpoint}}):
+        with pytest.raises(ConfigError, match="endpoint_url: expected http://HOST") as told:
+            open_store("s3://b/x", options, backend=backend)
+        assert "hunter2" not in str(told.value)
+        with pytest.raises(ConfigError, match="endpoint_url: expected http://HOST"):
+            find_input(InputConfig.model_construct(path="s3://b/x.jsonl", storage_options=options))
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.setenv(name, endpoint)
+        with pytest.raises(ConfigError, match=f"{name}: expected http://HOST"):
+            open_store("s3://b/x", backend=backend)
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["http://h", "https://h.example:9000/base/", "HTTP://[::1]:9000", "http://10.0.0.1:1"]
+)
+def test_ordinary_endpoints_are_taken(endpoint: str) -> None:
+    open_store("s3://b/x", {"endpoint_url": endpoint, "key": "k", "secret": "s"})

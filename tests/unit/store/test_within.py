@@ -270,3 +270,9 @@ def test_a_fifo_or_a_device_is_no_object(tmp_path: Path) -> None:
             use(name)
     with pytest.raises(StoreError, match="name of an object"):
         list(store.list())
+
+
+@pytest.mark.parametrize("prefix", ["s3://bucket/a", "/data/a"])
+def test_the_name_of_an_unfinished_file_is_refused(prefix: str) -> None:
+    with pytest.raises(ConfigError, match="expected a place under it"):
+        open_within(prefix, f"{prefix}/x/.hsx-unfinished-1")
