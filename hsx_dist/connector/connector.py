@@ -30,6 +30,7 @@ from hsx_dist.connector.cache_writes import take_over
 from hsx_dist.connector.captures import keep_captures
 from hsx_dist.connector.metadata import StepMetadata
 from hsx_dist.connector.outlet import Outlet, registered
+from hsx_dist.connector.resets import copy_before_resets
 from hsx_dist.connector.scheduler import SchedulerHalf
 from hsx_dist.connector.settings import ConnectorSettings, read_settings
 from hsx_dist.connector.stats import HiddenStatesPromMetrics, HiddenStatesStats
@@ -70,6 +71,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._outlet: Outlet | None = None
         self._increments: Increments | None = None
         if role == KVConnectorRole.SCHEDULER:
+            copy_before_resets()
             self._scheduler = SchedulerHalf(
                 self._settings,
                 block_size=self._block_size,

@@ -223,6 +223,64 @@ def test_aborted_after_its_end_while_its_blocks_are_held_changes_nothing(llm, or
     assert not core.scheduler.requests  # no block stays held
 
 
+def held(llm) -> int:
+    return llm.llm_engine.engine_core.engine_core.scheduler.connector.pending
+
+
+@pytest.mark.parametrize("reset", ["plain", "running", "sleep"])
+def test_a_reset_after_the_last_answer_copies_its_states_first(llm, oracle, reset):
+    from vllm import SamplingParams
+
+    prompt = ids(100)
+    for _ in range(2):
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], SamplingParams(max_tokens=1), use_tqdm=False)
+        assert held(llm)
+        assert output.num_cached_tokens == 0  # the second time: of nothing that came before the reset
+        if reset == "sleep":
+            llm.sleep(1)
+            llm.wake_up()
+        else:
+            assert llm.reset_prefix_cache(reset_running_requests=reset == "running")
+        assert not held(llm)
+        flush(llm, 60)
+        data = hsx_dist.load_hidden_states(output.kv_transfer_params["hidden_states_path"], framework="torch")
+        oracle.assert_equal(prompt, data["hidden_states"], LAYERS)
+
+
+def test_a_reset_under_way_recomputes_running_requests_and_keeps_finished_ones(llm, oracle, output):
+    from vllm import SamplingParams
+
+    engine, prompts = llm.llm_engine, {"short": ids(40), "long": ids(150)}
+    for key, tokens in (("short", 8), ("long", 20)):
+        params = {"hidden_states_key": f"reset-{key}", "include_output_tokens": True}
+        engine.add_request(
+            key,
+            {"prompt_token_ids": prompts[key]},
+            SamplingParams(
+                max_tokens=tokens, ignore_eos=True, temperature=0, extra_args={"kv_transfer_params": params}
+            ),
+        )
+    answers: dict = {}
+    while engine.has_unfinished_requests():
+        answers |= {o.request_id: o for o in engine.step()}
+        if "long" in answers and held(llm):
+            assert not answers["long"].finished
+            assert not llm.reset_prefix_cache()  # one is running
+            assert not held(llm)
+            assert llm.reset_prefix_cache(reset_running_requests=True)
+            break
+    else:
+        pytest.fail("the short request never ended before the long one")
+    while engine.has_unfinished_requests():
+        answers |= {o.request_id: o for o in engine.step()}
+    flush(llm, 60)
+    for key, prompt in prompts.items():
+        data = hsx_dist.load_hidden_states(f"{output}/reset-{key}.safetensors", framework="torch")
+        tokens = [*prompt, *answers[key].outputs[0].token_ids[:-1]]
+        assert data["token_ids"].tolist() == tokens
+        oracle.assert_equal(tokens, data["hidden_states"], LAYERS)
+
+
 def test_a_client_that_sends_what_it_should_not_harms_only_itself(llm, oracle, output):
     """Next to others in one batch: metadata 600 deep, names by the thousand, paths of a run and of another's key."""
     deep: object = 1
