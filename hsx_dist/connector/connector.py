@@ -28,9 +28,9 @@ from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 from hsx_dist.connector import huge_pages
 from hsx_dist.connector.cache_writes import take_over
 from hsx_dist.connector.captures import keep_captures
+from hsx_dist.connector.flush import pending_of
 from hsx_dist.connector.metadata import StepMetadata
 from hsx_dist.connector.outlet import Outlet, registered
-from hsx_dist.connector.resets import copy_before_resets
 from hsx_dist.connector.scheduler import SchedulerHalf
 from hsx_dist.connector.settings import ConnectorSettings, read_settings
 from hsx_dist.connector.stats import HiddenStatesPromMetrics, HiddenStatesStats
@@ -41,6 +41,7 @@ from hsx_dist.errors import ConfigError
 from hsx_dist.logger import get_logger
 from hsx_dist.observe.logs import configure_logging
 from hsx_dist.observe.metrics import Increments
+from hsx_dist.vllm_patches import resets
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -71,7 +72,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._outlet: Outlet | None = None
         self._increments: Increments | None = None
         if role == KVConnectorRole.SCHEDULER:
-            copy_before_resets()
+            resets.install(pending_of)
             self._scheduler = SchedulerHalf(
                 self._settings,
                 block_size=self._block_size,

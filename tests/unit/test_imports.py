@@ -35,7 +35,9 @@ ALLOWED: dict[str, set[str]] = {
     "speculators": {"errors", "config", "reading", "store"},
     "observe": {"errors", "page", "config", "layers", "store", "format", "reading", "text"},
     "writers": {"errors", "page", "config", "layers", "store", "format", "observe", "madvise", "logger", "text"},
+    "vllm_patches": {"errors", "logger"},
     "connector": {
+        "vllm_patches",
         "errors",
         "isa",
         "json_limits",
@@ -67,13 +69,15 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "ray": ("writers/ray_pool.py", "observe/ray_metrics.py", "jobs/", "ray.py"),
     "vllm": (
         "connector/",
+        "vllm_patches/",
         "jobs/",
         "testing/exact_model.py",
         "testing/exact_vllm.py",
+        "testing/gpu_defaults.py",
         "testing/unruly_model.py",
         "testing/unruly_vllm.py",
     ),
-    "torch": ("isa.py", "connector/", "jobs/", "reading/", "exporting/", "speculators.py", "testing/"),
+    "torch": ("isa.py", "connector/", "vllm_patches/", "jobs/", "reading/", "exporting/", "speculators.py", "testing/"),
     "transformers": ("connector/", "jobs/", "testing/"),
 }
 

@@ -154,21 +154,23 @@ def state_of(request_id: str, layer: int, position: int, token: int) -> list[flo
 @pytest.fixture
 def drive(vllm_config, monkeypatch):
     """Function that runs requests to their end; see ``run``."""
-    # A CPU's engine has no drafts; a GPU's has, unless the test says otherwise.
     never_draft = connector.never_draft
+    # Drafts are the tests' choice here, not that of the connector on this machine.
+    monkeypatch.setattr(connector, "never_draft", lambda _: None)
 
     def started(prompts, *, order, acceptance=None, **arguments):
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(order == "v2")))  # decides how requests resume
-        monkeypatch.setattr(connector, "never_draft", never_draft if acceptance is None else lambda _: None)
-        return run(vllm_config, prompts, order=order, acceptance=acceptance, **arguments)
+        prepare = never_draft if acceptance is None else lambda _: None
+        return run(vllm_config, prompts, prepare, order=order, acceptance=acceptance, **arguments)
 
     return started
 
 
-def run(vllm_config, prompts, *, order, blocks, depth, acceptance, abort_after=None, max_tokens=6, **params):
+def run(vllm_config, prompts, prepare, *, order, blocks, depth, acceptance, abort_after=None, max_tokens=6, **wanted):
     """Run requests to their end with ``depth`` steps scheduled ahead; the shipped rows by key, and the runner.
 
-    ``acceptance``: the share of right drafts; None: no drafts are scheduled. ``params``: ``kv_transfer_params``.
+    ``prepare`` is called with each request. ``acceptance``: the share of right drafts; None: no drafts are scheduled.
+    ``wanted``: ``kv_transfer_params``.
     """
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
@@ -193,19 +195,14 @@ def run(vllm_config, prompts, *, order, blocks, depth, acceptance, abort_after=N
     hasher = get_request_block_hasher(BLOCK, sha256)
     runner = MadeUpRunner(blocks, order, acceptance)
     for i, prompt in enumerate(prompts):
-        scheduler.add_request(
-            Request(
-                request_id=f"r{i}-00000000",
-                prompt_token_ids=prompt,
-                sampling_params=SamplingParams(
-                    max_tokens=max_tokens,
-                    ignore_eos=True,
-                    extra_args={"kv_transfer_params": {"hidden_states_key": f"k{i}", **params}},
-                ),
-                pooling_params=None,
-                block_hasher=hasher,
-            )
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": {"hidden_states_key": f"k{i}", **wanted}},
         )
+        request = Request(f"r{i}-00000000", prompt, params, pooling_params=None, block_hasher=hasher)
+        scheduler.add_request(request)
+        prepare(request)
     rows: dict[str, dict[int, tuple[int, np.ndarray]]] = {}
     under_way: deque = deque()
     steps = 0

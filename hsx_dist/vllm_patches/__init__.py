@@ -1,0 +1,17 @@
+"""All patches of vLLM's internals, one file each. Importing this package imports nothing of vLLM.
+
+================ ==================== ============================ ==========================================
+file             vLLM                 replaces                     if vLLM no longer has it
+================ ==================== ============================ ==========================================
+``captures``     0.31, 0.32, 0.33     methods of                   a warning; the connector refuses layer 0
+                                      ``EagleModelMixin``,
+                                      ``SpeculativeConfig
+                                      .compute_hash``
+``cache_writes`` 0.31, 0.32, 0.33     ``ExtractHiddenStates        a warning; captured layers are not counted,
+                 (V1 runner)          Proposer.propose``           ``cache_writes: direct`` is ignored
+``undrafted``    0.31, 0.32, 0.33     a request's class            vLLM verifies drafts again
+                 (V1 runner)
+================ ==================== ============================ ==========================================
+
+What differs between releases without a patch is in ``hsx_dist/connector/versions.py``.
+"""
