@@ -158,7 +158,7 @@ def borrowing_environment(release: str, lender: Environment) -> Environment:
     folder = FOLDER / f"{release}-python"
     if folder.exists():
         shutil.rmtree(folder)
-    uv("pip", "install", "--quiet", "--python", str(lender.python), "--no-deps", "--target", str(folder),
+    uv("pip", "install", "--quiet", "--python", str(lender.python), "--no-deps", "--compile-bytecode", "--target", str(folder),
        f"vllm=={release}.*")  # fmt: skip
     (info,) = folder.glob("vllm-*.dist-info")
     version = info.name.removeprefix("vllm-").removesuffix(".dist-info")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -11,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import hsx_dist
 from hsx_dist.connector.flush import flush
@@ -67,7 +70,12 @@ def llm(tiny_model_path, output):
         from vllm import LLM
 
         # As with eager execution on a GPU: what the model captured must not change under it.
-        engine = LLM(**engine_arguments(tiny_model_path, output), ir_op_priority=use_inplace_norm())
+        engine = LLM(
+            **engine_arguments(tiny_model_path, output),
+            ir_op_priority=use_inplace_norm(),
+            enable_lora=True,
+            max_lora_rank=8,
+        )
     yield engine
     engine.llm_engine.engine_core.shutdown()
 
@@ -129,6 +137,51 @@ def test_each_request_of_a_batch_gets_what_it_asked_for(llm, oracle, output):
 
     strided = hsx_dist.load_hidden_states(str(output / "mine" / "six.safetensors"), framework="torch")
     assert strided["token_ids"].tolist() == prompts[5][::7]
+
+
+def write_adapter(model: Path, folder: Path) -> tuple[Path, Path]:
+    """A random LoRA adapter of ``model``, and the model that has it merged."""
+    merged, adapter = folder / "merged", folder / "adapter"
+    shutil.copytree(model, merged)
+    adapter.mkdir()
+    weights, low_rank = load_file(merged / "model.safetensors"), {}
+    generator = torch.Generator().manual_seed(3)
+    for name in [n for n in weights if n.endswith(("q_proj.weight", "v_proj.weight", "down_proj.weight"))]:
+        out, into = weights[name].shape
+        a, b = torch.randn(4, into, generator=generator) * 0.2, torch.randn(out, 4, generator=generator) * 0.2
+        weights[name] += 2 * b @ a
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        low_rank |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+    save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
+    save_file(low_rank, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "bias": "none", "task_type": "CAUSAL_LM"}))
+    return adapter, merged
+
+
+def test_an_adapters_states_are_those_of_the_model_with_it_merged(llm, oracle, tiny_model_path, tmp_path):
+    """In one batch with the model's own states of the same prompt, which a prefix hit must not give."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    adapter, merged = write_adapter(tiny_model_path, tmp_path)
+    prompt = ids(100)
+    for hit in (0, 96):
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt}] * 2,
+            SamplingParams(max_tokens=1),
+            use_tqdm=False,
+            lora_request=[None, LoRARequest("tuned", 1, str(adapter))],
+        )
+        flush(llm, 60)
+        assert [o.num_cached_tokens for o in outputs] == [hit, hit]
+        samples = [
+            hsx_dist.load_hidden_states(o.kv_transfer_params["hidden_states_path"], framework="torch") for o in outputs
+        ]
+        oracle.assert_equal(prompt, samples[0]["hidden_states"], LAYERS)
+        Oracle(merged).assert_equal(prompt, samples[1]["hidden_states"], LAYERS)
+        assert [s["meta"].get("lora") for s in samples] == [None, "tuned"]
+        assert (samples[0]["hidden_states"][:, 1:] - samples[1]["hidden_states"][:, 1:]).abs().max() > 0.01
 
 
 def test_a_prefix_hit_that_covers_all_but_one_token(llm, oracle):
