@@ -10,14 +10,16 @@ import vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 from vllm.platforms import current_platform
 
-from hsx_dist.connector.undrafted import never_draft
+from hsx_dist.vllm_patches.undrafted import never_draft, uses_v1_runner
 
 
 class _Undrafted:
-    """As ours on the CPU build: else every decoded token is computed twice there, which is no connector's doing."""
+    """No drafts on the V1 runner, as with ours: otherwise it computes every decoded token twice."""
+
+    _vllm_config: Any
 
     def on_new_request(self, request: Any) -> None:
-        if current_platform.is_cpu():
+        if uses_v1_runner(self._vllm_config):
             never_draft(request)
 
 

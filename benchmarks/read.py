@@ -28,7 +28,8 @@ import numpy as np
 from benchmarks.provenance import provenance
 from benchmarks.states import smollm2_states
 from hsx_dist.format.codecs import SplitCodec, planes
-from hsx_dist.format.manifest import Manifest, Receipt, SegmentProof, part_name
+from hsx_dist.format.manifest import Manifest, Receipt, SegmentProof
+from hsx_dist.format.names import part_name
 from hsx_dist.format.runs import take_attempt, write_complete
 from hsx_dist.page import Segment
 from hsx_dist.reading import Run, open_run

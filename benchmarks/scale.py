@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.provenance import provenance
-from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SegmentProof, part_name, receipt_name
+from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SegmentProof
+from hsx_dist.format.names import part_name, receipt_name
 from hsx_dist.format.runs import load_manifest, take_attempt, write_complete
 from hsx_dist.jobs.driver import Driver
 from hsx_dist.jobs.extract import count_rows

@@ -63,7 +63,8 @@ class RunError(HsxError, RuntimeError):
 
 
 class RunMismatch(RunError):
-    """The run at the output was made with settings that would give its samples another meaning."""
+    """The run is not the one that was meant: it was made with settings that would give its samples another meaning, or
+    it is another run than the one that a state was taken from."""
 
 
 class Fenced(RunError):

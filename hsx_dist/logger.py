@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from operator import index
 from typing import Any
 
 from hsx_dist.text import printable, printable_lines
@@ -28,6 +29,21 @@ class _Escaped:
 
     def __repr__(self) -> str:
         return printable(repr(self._value), MAX_ARGUMENT)
+
+    # For %d, %x and %f: NumPy's and torch's numbers are neither int nor float. A text stays refused there.
+    def __int__(self) -> int:
+        return int(self._number())
+
+    def __index__(self) -> int:
+        return index(self._number())
+
+    def __float__(self) -> float:
+        return float(self._number())
+
+    def _number(self) -> Any:
+        if isinstance(self._value, (str, bytes, bytearray)):
+            raise TypeError(f"expected a number, got a {type(self._value).__name__}")
+        return self._value
 
 
 def _escaped(value: Any) -> Any:

@@ -122,6 +122,7 @@ class Page:
     order: Literal["LTH", "TLH"]
     token_ids: np.ndarray[Any, Any]  # int64 [stop - start]
     data: np.ndarray[Any, Any]
+    error: str = ""  # why the states were not copied; then ``data`` means nothing, and the segment is lost
 
     @property
     def num_tokens(self) -> int:

@@ -17,9 +17,10 @@ from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
 
 from hsx_dist.config import parse_storage_options
 from hsx_dist.errors import ConfigError, SampleFailed
-from hsx_dist.reading import Run, load_hidden_states, open_run
-from hsx_dist.store import open_store
-from hsx_dist.store.within import place_within
+from hsx_dist.reading import Run, open_run
+from hsx_dist.reading.load import load_object
+from hsx_dist.store import Store
+from hsx_dist.store.within import open_within
 
 __all__ = ["HsxBackend", "HsxTransfer", "main"]
 
@@ -74,21 +75,16 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         return {"hidden_states": loaded["hidden_states"], "token_ids": loaded["token_ids"]}
 
     def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, torch.Tensor] | None:
-        """The sample that an answer's ``kv_transfer_params`` name, waiting for it.
+        """The sample in the object that an answer's ``kv_transfer_params`` name, waiting for it.
 
         Raises:
             ConfigError: the answer names no place under ``storage_path``.
+            NotFound: there is no object after ``wait`` seconds.
+            StoreError: the store's; ``storage_path`` is a folder, and there is a link in the object's path.
         """
-        path = self._place(hs_transfer_params.get("hidden_states_path"))
-        key = None if path.endswith(".safetensors") else hs_transfer_params.get("hidden_states_key")
-        if key is not None and not isinstance(key, str):
-            raise ConfigError(
-                f"expected hidden_states_key in the server's answer to be a string, got {type(key).__name__}"
-            )
+        store, name = self._open(hs_transfer_params.get("hidden_states_path"))
         try:
-            loaded = load_hidden_states(
-                path, key, layers=self._layers, wait=self._wait, storage_options=self._options, framework="torch"
-            )
+            loaded = load_object(store, name, layers=self._layers, wait=self._wait, framework="torch")
         except SampleFailed:
             return None
         return {"hidden_states": loaded["hidden_states"], "token_ids": loaded["token_ids"]}
@@ -99,18 +95,18 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         Raises:
             ConfigError: ``handle`` is no place under ``storage_path``.
         """
-        if not self._delete or not handle.endswith(".safetensors"):
-            return
-        folder, _, name = self._place(handle).rpartition("/")
-        open_store(folder, self._options).delete(name)
+        if self._delete:
+            store, name = self._open(handle)
+            if name.endswith(".safetensors"):
+                store.delete(name)
 
-    def _place(self, named: object) -> str:
+    def _open(self, named: object) -> tuple[Store, str]:
         if self._storage_path is None:
             raise ConfigError(
                 "--hsx-storage-path: expected the folder or URL under which the server stores, got none. Set it: a "
                 "server's answer names a path, and no other place is read"
             )
-        return place_within(self._storage_path, named)
+        return open_within(self._storage_path, named, self._options)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_run": None, "_rows": {}}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from numbers import Integral, Real
 from typing import Any
 
 #: The longest reason that is stored, answered or put into an error, in characters.
@@ -42,13 +43,19 @@ def bounded(text: object) -> str:
 
 
 def ascii_json(value: Any, *, indent: int | None = None) -> str:
-    """JSON of printable ASCII and line breaks; what JSON cannot hold becomes text."""
+    """JSON of printable ASCII and line breaks. NumPy's numbers become JSON's; what JSON cannot hold becomes text."""
     # The json module leaves DEL as it is. Outside of strings it cannot occur.
     try:
-        text = json.dumps(value, indent=indent, ensure_ascii=True, default=str, allow_nan=False)
+        text = json.dumps(value, indent=indent, ensure_ascii=True, default=_plain, allow_nan=False)
     except ValueError:
-        text = json.dumps(_finite(value), indent=indent, ensure_ascii=True, default=str, allow_nan=False)
+        text = json.dumps(_finite(value), indent=indent, ensure_ascii=True, default=_plain, allow_nan=False)
     return text.replace("\x7f", "\\u007f")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Integral):
+        return int(value)
+    return _finite(float(value)) if isinstance(value, Real) else str(value)
 
 
 def _finite(value: Any) -> Any:

@@ -158,8 +158,8 @@ def borrowing_environment(release: str, lender: Environment) -> Environment:
     folder = FOLDER / f"{release}-python"
     if folder.exists():
         shutil.rmtree(folder)
-    uv("pip", "install", "--quiet", "--python", str(lender.python), "--no-deps", "--compile-bytecode", "--target", str(folder),
-       f"vllm=={release}.*")  # fmt: skip
+    common = ["--quiet", "--python", str(lender.python), "--no-deps", "--compile-bytecode"]
+    uv("pip", "install", *common, "--target", str(folder), f"vllm=={release}.*")
     (info,) = folder.glob("vllm-*.dist-info")
     version = info.name.removeprefix("vllm-").removesuffix(".dist-info")
     info = info.rename(folder / f"vllm-{version}+cpu.dist-info")

@@ -8,13 +8,16 @@ from hsx_dist.config import parse_storage_options
 from hsx_dist.errors import NotFound, RunError
 from hsx_dist.format.place import Place, find_place, is_description, leftovers, run_objects
 from hsx_dist.format.runs import count, load_manifest, require_conditional_puts
+from hsx_dist.logger import get_logger
 from hsx_dist.observe.console import print_json, say
 from hsx_dist.observe.units import bytes_text
-from hsx_dist.reading.expiry import expired, remove, require_conditional_deletes
+from hsx_dist.reading.expiry import expired, readable, remove, require_conditional_deletes
 from hsx_dist.reading.garbage import left_behind, own_unfinished, remove_run, unfinished, unproven
 from hsx_dist.reading.liveness import require_dead
 from hsx_dist.store import ObjectInfo, Store, open_store
 from hsx_dist.store.prefix import PrefixStore
+
+log = get_logger(__name__)
 
 #: A server may be writing; a put that has not changed for so long was one of a process that is gone.
 _LONGEST_PUT_S = 86_400.0
@@ -32,23 +35,34 @@ def run_gc(path: str, options: Sequence[str], *, delete: bool, watch: float, as_
             f"{path}: expected a run, or where a server stores, got an unfinished removal ({earlier[0]}). Finish it "
             f"with `hsx rm {path} --yes`"
         )
-    if next(iter(store.list()), None) is None:
+    unreadable: dict[str, None] = {}
+
+    def skipped(folder: str) -> None:
+        if folder not in unreadable:
+            unreadable[folder] = None
+            log.warning("gc skips a folder that it may not read: folder=%s", folder)
+
+    if next(readable(store, skipped), None) is None and not unreadable:
         raise NotFound(f"{path}: expected a run, or where a server stores, and nothing is stored there; check the path")
     names = []
     if delete:
         require_conditional_deletes(store)
-    for name, _ in expired(store):
+    for name, _ in expired(store, unreadable=skipped):
         if delete and not remove(store, name):
             continue  # in use, or stored anew
         names.append(name)
         if not as_json:
             say(f"{'removed' if delete else 'expired'} {name}")
-    left = _collect(store, unfinished(store, _LONGEST_PUT_S), "never finished", delete=delete, as_json=as_json)
+    dead = unfinished(store, _LONGEST_PUT_S, skipped)
+    left = _collect(store, dead, "never finished", delete=delete, as_json=as_json)
     if as_json:
-        print_json({"path": path, "deleted": delete, "expired": names, "unfinished": [info.name for info in left]})
+        found = {"expired": names, "unfinished": [info.name for info in left], "unreadable": list(unreadable)}
+        print_json({"path": path, "deleted": delete, **found})
         return
     say(f"{len(names):,} objects and markers {'removed' if delete else 'have expired; --delete removes them'}")
     _tell_unfinished(left, delete=delete)
+    if unreadable:
+        say(f"{len(unreadable):,} folders may not be read, and were skipped: run gc as their owner")
 
 
 def _collect(store: Store, garbage: Iterable[ObjectInfo], why: str, *, delete: bool, as_json: bool) -> list[ObjectInfo]:

@@ -64,6 +64,12 @@ def check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
             f"engine_kwargs.pipeline_parallel_size: expected 1, came {kwargs['pipeline_parallel_size']!r}; vLLM's "
             "extract_hidden_states has no pipeline parallelism. Use tensor_parallel_size"
         )
+    for name, accepted in (("runner", ("auto", "generate")), ("convert", ("auto", "none"))):
+        if str(kwargs.get(name, accepted[0])) not in accepted:
+            lines.append(
+                f"engine_kwargs.{name}: expected {' or '.join(accepted)}, got {kwargs[name]!r}: a pooling engine caches "
+                "no hidden states. Remove it"
+            )
     if lines:
         raise ValueError("\n".join(lines))
 

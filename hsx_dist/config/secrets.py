@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from unicodedata import normalize
 from urllib.parse import unquote
 
 from hsx_dist.errors import ConfigError
@@ -111,19 +112,38 @@ def has_credentials(text: str) -> bool:
     A link that breaks its rule may hold a credential, since secrets contain slashes: in ``s3://KEY:SEC/RET@bucket``
     the bucket would be ``KEY:SEC``. An ``@`` behind a valid authority belongs to a path (``s3://bucket/a@b``). A query
     or a fragment with a parameter such as ``X-Amz-Signature``, ``sig`` or ``token`` is a credential. A local path or a
-    hub id has no ``://`` and holds none.
+    hub id has no ``://`` and holds none. A text that begins as a URL is judged as any library reads it (``check_url``).
     """
+    text = _as_read(text)
     return any(map(_breaks_the_rule, _links(text))) or is_signed_url(text)
 
 
+def check_url(url: str) -> None:
+    """Raise ConfigError for a URL that libraries read in different ways. The error shows no credentials.
+
+    urllib drops tabs and line breaks, and obstore's parser more; obstore takes a backslash for a slash, and any number
+    of slashes behind ``http:``; fsspec changes nothing. So a URL has no control characters, no whitespace but single
+    spaces within its path, and neither a backslash nor a wide ``@`` before it.
+    """
+    odd = "://" in url and (not url.isprintable() or url != url.strip(" "))
+    if odd or _as_read(url) != url or (_LINK.match(url) and any(map(_ODD_AUTHORITY.match, _links(url)))):
+        raise ConfigError(
+            f"{public_url(url)}: expected scheme://place/path without control characters, without whitespace outside "
+            "its path, and without a backslash before it, got another form. Write the URL so"
+        )
+
+
 def check_no_credentials(url: str) -> None:
-    """Raise ConfigError, which shows none, where ``has_credentials``."""
+    """Raise ConfigError, which shows none, where ``has_credentials``, and as ``check_url``."""
+    check_url(url)
     if has_credentials(url):
         raise ConfigError(_REFUSED.format(public_url(url)))
 
 
 def check_place_of_credentials(url: str) -> None:
-    """Raise ConfigError where a URL has credentials that no library finds there: in a bucket's name, or as a port."""
+    """Raise ConfigError where a URL has credentials that no library finds there (in a bucket's name, or as a port), and
+    as ``check_url``."""
+    check_url(url)
     for link in filter(_breaks_the_rule, _links(url)):
         if link.partition("://")[0].lower() in _BUCKETS or "@" not in _authority(link):
             raise ConfigError(_REFUSED.format(public_url(url)))
@@ -135,6 +155,7 @@ def public_url(url: str) -> str:
     Of a link with credentials (see ``has_credentials``) only what follows its last ``@`` is left. A text without
     ``://`` is returned unchanged.
     """
+    url = _as_read(url)
     if "://" not in url:
         return url
     links = _links(url)
@@ -153,7 +174,7 @@ def is_signed_url(text: str) -> bool:
 
 def url_secrets(text: str) -> Iterator[str]:
     """What comes before the ``@`` of each link with credentials: as it is, and its parts."""
-    for link in filter(_breaks_the_rule, _links(text)):
+    for link in filter(_breaks_the_rule, _links(_as_read(text))):
         secret = link.partition("://")[2].rpartition("@")[0]
         yield from (secret, unquote(secret), *secret.split(":", 1), *unquote(secret).split(":", 1))
 
@@ -163,8 +184,15 @@ _REFUSED = (
     "a profile or storage_options"
 )
 _LINK = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+#: ``scheme://``, chained or not, also with what libraries drop between its characters.
+_BEGINS = re.compile(
+    r"[\0-\x20]*(?:[a-z0-9+.-]+::)*(?:[a-z][a-z0-9+.-]*:[\0-\x1f\x7f-\x9f]*/[\0-\x1f\x7f-\x9f]*/|https?:[\0-\x1f]*[/\\])",
+    re.IGNORECASE,
+)
+_BEFORE_AT = re.compile(r"(?<=://)[^/@]* [^/]*@")
 _PARAMETER = re.compile(r"[?&;#]([^=&;#?\s]+)=")
 _NO_HOST = frozenset({"file", "local", "memory", "zip", "tar", "jar", "libarchive", "reference", "dir", "data"})
+_ODD_AUTHORITY = re.compile(rf"(?!({'|'.join(sorted(_NO_HOST))})://)[^:]*://[^/]*[ \\\uff20\ufe6b]", re.IGNORECASE)
 _BUCKETS = frozenset({"s3", "s3a", "s3n", "gs", "gcs", "oss", "obs", "cos", "tos", "r2", "b2"})
 _NAME_AND_HOST = frozenset(
     {"abfs", "abfss", "az", "adl", "wasb", "wasbs", "oci", "hf", "sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "root"}
@@ -173,6 +201,16 @@ _BUCKET = re.compile(r"[^:@]*|arn:aws[a-z-]*:s3[a-z-]*:[a-z0-9-]*:\d{12}:(access
 #: ``github://ORG:REPOSITORY@REF``, as fsspec spells it; tokens have prefixes of their own.
 _REPOSITORY = re.compile(r"(?!.*(gh[a-z]_|github_pat_))[\w.-]+:[\w.-]+@[\w.-]+")
 _HOST = re.compile(r"([^:@]*|\[[0-9A-Fa-f:.%]+\])(:(?P<port>\d{0,5}))?")
+
+
+def _as_read(text: str) -> str:
+    """A text that begins as a URL, without what some library drops. Any other text as it is: it may be prose."""
+    if _BEGINS.match(text) is None:
+        return text
+    text = "".join(c for c in text if c.isprintable()).lstrip(" ")
+    text = re.sub(r"^(https?):[/\\]*", r"\1://", text, flags=re.IGNORECASE)
+    # Of prose that begins so, only what an ``@`` ends.
+    return _BEFORE_AT.sub(lambda found: found[0].replace(" ", "%20"), text)
 
 
 def _links(text: str) -> list[str]:
@@ -184,7 +222,8 @@ def _links(text: str) -> list[str]:
 def _authority(link: str) -> str:
     # Settings hold texts with URLs in them, hence blanks and punctuation. Percent-encoding hides nothing.
     rest = re.split(r"[/\s]", link.partition("://")[2], maxsplit=1)[0]
-    return unquote(rest).removesuffix("::").rstrip(",.;!?)}\"'`>*")
+    # Some libraries take a full-width ``@`` for an ``@``.
+    return normalize("NFKC", unquote(rest)).removesuffix("::").rstrip(",.;!?)}\"'`>*")
 
 
 def _breaks_the_rule(link: str) -> bool:

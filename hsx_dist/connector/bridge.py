@@ -69,7 +69,6 @@ class SocketOutlet:
         self._thread = ShippingThread(
             self._deliver,
             self.meter,
-            drop=lambda ref, _: self.ring.free(ref.offset),
             idle=self._tell,
             least_bytes=min(CALL_BYTES, self.ring.capacity // 4),
             linger_s=LINGER_S,

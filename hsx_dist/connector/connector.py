@@ -22,26 +22,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
-from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 
 from hsx_dist.connector import huge_pages
-from hsx_dist.connector.cache_writes import take_over
-from hsx_dist.connector.captures import keep_captures
+from hsx_dist.connector.engine_checks import check_engine
 from hsx_dist.connector.flush import pending_of
 from hsx_dist.connector.metadata import StepMetadata
 from hsx_dist.connector.outlet import Outlet, registered
 from hsx_dist.connector.scheduler import SchedulerHalf
 from hsx_dist.connector.settings import ConnectorSettings, read_settings
 from hsx_dist.connector.stats import HiddenStatesPromMetrics, HiddenStatesStats
-from hsx_dist.connector.undrafted import never_draft
 from hsx_dist.connector.versions import check_version, layers_first
 from hsx_dist.connector.worker import WorkerHalf
 from hsx_dist.errors import ConfigError
 from hsx_dist.logger import get_logger
 from hsx_dist.observe.logs import configure_logging
 from hsx_dist.observe.metrics import Increments
-from hsx_dist.vllm_patches import resets
+from hsx_dist.vllm_patches import captures, resets
+from hsx_dist.vllm_patches.cache_writes import watch
+from hsx_dist.vllm_patches.undrafted import never_draft, uses_v1_runner
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -63,7 +62,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         check_version(VLLM_VERSION)
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
-        self._layer_ids = captured_layers(vllm_config)
+        self._layer_ids = check_engine(vllm_config)
         self._group = hidden_state_group(kv_cache_config, vllm_config.model_config.model)
         spec = kv_cache_config.kv_cache_groups[self._group].kv_cache_spec
         self._block_size = spec.block_size
@@ -89,8 +88,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         assert self._scheduler is not None
         self._scheduler.new_request(request)
-        if current_platform.is_cpu():
-            # Elsewhere the rejection sampler is right, and what is scheduled stays vLLM's affair.
+        if uses_v1_runner(self._vllm_config):
             never_draft(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -138,7 +136,6 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
         from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
 
-        keep_captures()
         layers = get_layers_from_vllm_config(self._vllm_config, CacheOnlyAttentionLayer, list(kv_caches))
         if len(layers) != 1:
             raise ConfigError(f"expected one hidden-state cache layer, found {len(layers)}: {sorted(layers)}")
@@ -147,8 +144,18 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if not cache.is_cuda:
             storage = cache.untyped_storage()
             huge_pages.advise(storage.data_ptr(), storage.nbytes())
-        if self._settings.cache_writes == "direct":
-            take_over(next(iter(layers.values())))
+        captures.check_layer_zero(
+            self._layer_ids,
+            self._vllm_config.compilation_config.static_forward_context.values(),
+            self._vllm_config.model_config.model,
+        )
+        watch(
+            next(iter(layers.values())),
+            cache,
+            self._layer_ids,
+            self._vllm_config,
+            direct=self._settings.cache_writes == "direct",
+        )
         rank = get_tensor_model_parallel_rank()
         if self._settings.via == "socket":
             # A process that vLLM made, and in which nobody has told our lines where to go and what to say of it.
@@ -277,22 +284,6 @@ def warn_of_short_limits(settings: ConnectorSettings, vllm_config: VllmConfig, r
             envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS,
             settings.drain_seconds,
         )
-
-
-def captured_layers(vllm_config: VllmConfig) -> tuple[int, ...]:
-    """The captured layer ids in the order of the cache's layer axis: vLLM sorts and deduplicates what was asked for.
-
-    Raises:
-        ConfigError: the engine does not run the ``extract_hidden_states`` method.
-    """
-    spec = vllm_config.speculative_config
-    if spec is None or spec.method != "extract_hidden_states":
-        raise ConfigError(
-            "HiddenStatesConnector needs speculative_config={'method': 'extract_hidden_states', ...}; "
-            f"this engine has {spec.method if spec else 'none'}"
-        )
-    ids = getattr(spec.draft_model_config.hf_config, "eagle_aux_hidden_state_layer_ids", None) or ()
-    return tuple(sorted({int(i) for i in ids}))
 
 
 def hidden_state_group(kv_cache_config: KVCacheConfig, model: str = "this model") -> int:

@@ -30,8 +30,14 @@ log = get_logger(__name__)
 
 #: How long the end waits for lock files that are being made.
 END_S = 5.0
-#: How long a lock that another process holds is tried: `hsx gc` holds it for a moment, another server for a request.
+#: How long a step waits, for all its locks together, while other processes hold some: `hsx gc` holds a lock for a
+#: moment, another server for a request.
 BRIEF_S = 0.02
+#: Seconds between two tries of these locks.
+PAUSE_S = 0.001
+#: Any process that may open a lock file can hold its lock. vLLM's ``load_hidden_states`` opens it for reading: the
+#: server's group may, other users may not.
+MODE = 0o640
 
 
 @dataclass(slots=True)
@@ -52,6 +58,7 @@ class CompanionLocks:
         self._names: dict[str, str] = {}  # holder → name
         self._mutex = threading.Lock()  # never held across the file system by ``release``: steps wait for ``hold``
         self._asked: queue.Queue[tuple[str, str] | None] = queue.Queue()
+        self._end: float | None = None  # when the current step stops waiting for other processes
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="hsx-lock", daemon=True)
         with any_core():
@@ -63,42 +70,69 @@ class CompanionLocks:
             self._asked.put((name, holder))
 
     def wait(self) -> None:
-        """Until all that was asked for is held, or was found to be impossible (which is logged)."""
-        if self._asked.unfinished_tasks:
-            self._asked.join()
+        """Block until each lock that was asked for is held, cannot be made (which is logged), or stays with another
+        process. Ends a step: other processes delay the next one for at most ``BRIEF_S`` again."""
+        self._asked.join()
+        self._end = None
 
     def _run(self) -> None:
-        while (asked := self._asked.get()) is not None:
+        busy: list[tuple[str, str]] = []  # other processes hold these locks; they are tried again after all others
+        while True:
             try:
-                self.hold(*asked)
-            except Exception as e:  # noqa: BLE001 - an engine must not die of a name that its file system does not take
-                log.warning("no lock file for %r: %s", asked[0], e)
-            finally:
-                self._asked.task_done()
-        self._asked.task_done()
+                asked = self._asked.get(timeout=PAUSE_S if busy else None)
+            except queue.Empty:
+                busy = [asked for asked in busy if not self._settle(*asked)]
+                continue
+            if asked is None:
+                break
+            if not self._settle(*asked):
+                busy.append(asked)
+        for _ in (None, *busy):
+            self._asked.task_done()
+
+    def _settle(self, name: str, holder: str) -> bool:
+        """Whether a lock that was asked for needs no other try."""
+        try:
+            settled = self._hold(name, holder, last=self._end is not None and time.monotonic() >= self._end)
+        except Exception as e:  # noqa: BLE001 - an engine must not die of a name that its file system does not take
+            log.warning("no lock file for %r: %s", name, e)
+            settled = True
+        if settled:
+            self._asked.task_done()
+        elif self._end is None:
+            self._end = time.monotonic() + BRIEF_S
+        return settled
 
     def hold(self, name: str, holder: str) -> None:
         """Make the lock file of an object and hold it, for one more ``holder`` (a request; once each). Waits for the
-        file system, but for nobody who has the lock.
+        file system, but for no process that holds the lock.
 
         Raises:
             OSError: the file cannot be made.
         """
+        while not self._hold(name, holder, last=True):
+            pass  # removed meanwhile
+
+    def _hold(self, name: str, holder: str, *, last: bool) -> bool:
         with self._mutex:
             if holder in self._names:
-                return
+                return True
             lock = self._held.get(name)
             if lock is None:
-                lock = self._held[name] = _Lock(*self._open(name))
+                taken = self._open(name, last=last)
+                if taken is None:
+                    return False
+                lock = self._held[name] = _Lock(*taken)
             lock.holders.add(holder)
             self._names[holder] = name
+            return True
 
     def release(self, holder: str, *, stored: bool) -> None:
         """One holder less; the last one opens the lock. Where there is no object the lock file goes too."""
         with self._mutex:
             taken = holder in self._names
         if not taken:
-            self.wait()  # else a lock that was asked for would be taken after it was given back, for ever
+            self._asked.join()  # else a lock that was asked for would be taken after it was given back, for ever
         with self._mutex:
             name = self._names.pop(holder, None)
             lock = self._held.get(name) if name is not None else None
@@ -140,10 +174,12 @@ class CompanionLocks:
 
     def _renew(self, name: str, lock: _Lock) -> None:
         try:
-            fd, held = self._open(name)
+            while (taken := self._open(name, last=True)) is None:
+                pass  # removed meanwhile
         except OSError as e:
             log.warning("no lock file for %r: %s", name, e)
             return
+        fd, held = taken
         with self._mutex:
             if self._held.get(name) is lock:
                 fd, lock.fd, lock.held = lock.fd, fd, held
@@ -163,32 +199,27 @@ class CompanionLocks:
             self._held.clear()
             self._names.clear()
 
-    def _open(self, name: str) -> tuple[int, bool]:
-        """(descriptor of the lock file, whether it is held: else another process writes this very object)"""
+    def _open(self, name: str, *, last: bool) -> tuple[int, bool] | None:
+        """(descriptor of the lock file, whether it is held: else another process writes this very object); None when
+        another process removed the file meanwhile or, unless this is the ``last`` try, holds it."""
         try:
-            return self._take(name)
+            return self._take(name, last=last)
         except FileNotFoundError:
             self._folder.mkdir(parents=True, exist_ok=True)
-            return self._take(name)
+            return self._take(name, last=last)
 
-    def _take(self, name: str) -> tuple[int, bool]:
-        folder, _, last = lock_name(name).rpartition("/")
-        end = time.monotonic() + BRIEF_S
+    def _take(self, name: str, *, last: bool) -> tuple[int, bool] | None:
+        folder, _, file = lock_name(name).rpartition("/")
         with opened(self._folder, folder, make=True, own_links=True) as place:
-            while True:
-                fd = _open_file(place, last)
-                try:
-                    if _flock(fd, fcntl.LOCK_EX):
-                        if is_at(fd, place, last):
-                            return os.dup(fd), True
-                    elif _flock(fd, fcntl.LOCK_SH):
-                        return _replace(place, last), True
-                    elif time.monotonic() > end:
-                        return os.dup(fd), False
-                finally:
-                    os.close(fd)
-                # Removed meanwhile, or held by `hsx gc`, which is about to remove it.
-                time.sleep(BRIEF_S / 20)
+            fd = _open_file(place, file)
+            try:
+                if _flock(fd, fcntl.LOCK_EX):
+                    return (os.dup(fd), True) if is_at(fd, place, file) else None
+                if _flock(fd, fcntl.LOCK_SH):
+                    return _replace(place, file), True
+                return (os.dup(fd), False) if last else None
+            finally:
+                os.close(fd)
 
     def _remove(self, name: str) -> None:
         folder, _, last = lock_name(name).rpartition("/")
@@ -198,10 +229,14 @@ class CompanionLocks:
 
 def _open_file(place: int, name: str, flags: int = 0) -> int:
     """Open or make a lock file. A link or a FIFO that another user planted is an ``OSError``."""
-    fd = os.open(name, os.O_CREAT | os.O_RDWR | SAFELY | flags, 0o644, dir_fd=place)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    fd = os.open(name, os.O_CREAT | os.O_RDWR | SAFELY | flags, MODE, dir_fd=place)
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, "expected a regular file as lock file", name)
+    if found.st_mode & ~MODE & 0o777 and found.st_uid == os.geteuid():  # of an earlier version, or vLLM's connector
+        with contextlib.suppress(OSError):  # a file system without modes
+            os.fchmod(fd, stat.S_IMODE(found.st_mode) & MODE)
     return fd
 
 

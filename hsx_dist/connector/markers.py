@@ -1,7 +1,7 @@
-"""Failure markers beside the objects of a bare connector, stored by threads of their own: steps only say what to tell.
+"""Markers next to the objects of a bare connector, stored by threads of their own: steps only say what to store.
 
-Of one name the latest wins, and one thread at a time works on it; a marker that says that a key stands for two samples
-(a conflict) is never taken back.
+One thread at a time works on a name. Of a name's failure marker the latest call decides; a conflict marker stays. The
+rule between objects and markers is in ``format.companions``.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from hsx_dist.errors import HsxError, NotFound
-from hsx_dist.format.companions import is_conflict, marker_name
+from hsx_dist.errors import FormatError, HsxError, NotFound
+from hsx_dist.format.companions import conflict_name, is_conflict, is_of_a_key, marker_name
+from hsx_dist.format.container import Part
+from hsx_dist.format.identity import is_of_another
 from hsx_dist.format.json_objects import MAX_JSON_BYTES, get_small
 from hsx_dist.logger import get_logger
 from hsx_dist.store import Store
@@ -35,19 +37,25 @@ _REMEMBERED = 65536
 
 @dataclass(slots=True)
 class _Act:
-    """``body``: the marker to store; None: take away what is there."""
+    """What is to be done for one name.
 
-    body: bytes | None
-    conflict: bool = False
-    then: list[Callable[[], None]] = field(default_factory=list)
+    ``markers``: name → the marker to store, None to remove it. ``failed``: hash of a request of which nothing is stored
+    → the conflict marker to store if there is an object of another request.
+    """
+
+    markers: dict[str, bytes | None]
+    failed: dict[str, bytes]
+    then: list[Callable[[], None]]
 
 
 class Markers:
     """What was told of names under ``store``. Thread-safe; only ``clear(patient=True)`` may wait."""
 
-    def __init__(self, store: Store, ttl: float | None = None):
+    def __init__(self, store: Store, ttl: float | None = None, about: Mapping[str, Any] | None = None):
+        """``about``: what this server's objects say of the model."""
         self._store = store
         self._ttl = ttl
+        self._about = about or {}
         self._lock = threading.Condition()
         self._waiting: dict[str, _Act] = {}
         self._busy: set[str] = set()  # names that a thread works on or will
@@ -56,28 +64,42 @@ class Markers:
         self._pool = DaemonPool(_THREADS, "hsx-mark")
 
     def fail(
-        self, key: str, name: str, reason: str, *, conflict: bool = False, then: Callable[[], None] | None = None
+        self,
+        key: str,
+        name: str,
+        reason: str,
+        *,
+        requests: Iterable[str] = (),
+        then: Callable[[], None] | None = None,
     ) -> None:
-        """Mark the object ``name``; then call ``then``, also where the marker could not be stored."""
-        body: dict[str, Any] = {"key": key, "error": bounded(reason)}
-        if conflict:
-            body["conflict"] = True
-        if self._ttl is not None:
-            body["expires"] = round(time.time() + self._ttl)
-        if not conflict:
-            with self._lock:
-                self._marked[name] = None
-                if len(self._marked) > _REMEMBERED:
-                    self._marked.popitem(last=False)
-        self._put(name, _Act(json.dumps(body).encode(), conflict, [then] if then else []))
+        """Store the failure marker of ``name``, or its conflict marker where there is an object of another request than
+        ``requests`` (hashes); then call ``then``, also where the marker could not be stored."""
+        with self._lock:
+            self._marked[name] = None
+            if len(self._marked) > _REMEMBERED:
+                self._marked.popitem(last=False)
+        more = {"until_stored": True} if is_of_a_key(name) else {}
+        self._put(key, name, {marker_name(name): self._body(key, reason, **more)}, requests, then)
 
-    def clear(self, name: str, *, then: Callable[[], None] | None = None, patient: bool = False) -> None:
-        """Take a marker away that is no conflict's; then call ``then``. ``patient``: wait while many others wait."""
+    def conflict(self, key: str, name: str, reason: str, *, then: Callable[[], None] | None = None) -> None:
+        """Store the conflict marker of ``name``; then call ``then``, also where it could not be stored."""
+        self._put(key, name, {conflict_name(name): self._body(key, reason, conflict=True)}, (), then)
+
+    def clear(
+        self,
+        key: str,
+        name: str,
+        *,
+        requests: Iterable[str] = (),
+        then: Callable[[], None] | None = None,
+        patient: bool = False,
+    ) -> None:
+        """Remove the failure marker of ``name``; otherwise as ``fail``. ``patient``: wait while many others wait."""
         with self._lock:
             self._marked.pop(name, None)
             while patient and len(self._busy) >= _MANY and not self._closed:
                 self._lock.wait(1.0)
-        self._put(name, _Act(None, False, [then] if then else []))
+        self._put(key, name, {marker_name(name): None}, requests, then)
 
     def failed(self, name: str) -> bool:
         """Whether this process has marked the name, as far as it remembers; conflicts do not count."""
@@ -98,15 +120,29 @@ class Markers:
         self._pool.close(wait=False)
         return left
 
-    def _put(self, name: str, act: _Act) -> None:
+    def _body(self, key: str, reason: str, **more: bool) -> bytes:
+        body: dict[str, Any] = {"key": key, "error": bounded(reason), **more}
+        if self._ttl is not None:
+            body["expires"] = round(time.time() + self._ttl)
+        return json.dumps(body).encode()
+
+    def _put(
+        self,
+        key: str,
+        name: str,
+        markers: dict[str, bytes | None],
+        requests: Iterable[str],
+        then: Callable[[], None] | None,
+    ) -> None:
+        # A path's objects are replaced: that there is another request's is no conflict.
+        failed = {r: self._body(key, used_before(key), conflict=True) for r in requests if is_of_a_key(name)}
+        act = _Act(markers, failed, [then] if then else [])
         with self._lock:
             before = self._waiting.get(name)
             refused = self._closed or (before is None and len(self._waiting) >= _MOST_WAITING)
             if not refused:
                 if before is not None:
-                    act.then = before.then + act.then
-                    if before.conflict and not act.conflict:
-                        act.body, act.conflict = before.body, True
+                    act = _Act(before.markers | markers, before.failed | failed, before.then + act.then)
                 self._waiting[name] = act
             start = not refused and name not in self._busy
             if start:
@@ -114,7 +150,7 @@ class Markers:
         if start:
             self._pool.submit(self._work, name)
         elif refused:
-            if act.body is not None:
+            if any(markers.values()):
                 log.error("no failure marker is stored for %s: too many wait for the store, or it is the end", name)
             _call(act.then)
 
@@ -124,9 +160,9 @@ class Markers:
         try:
             self._do(name, act)
         except HsxError as e:
-            log.error("the failure marker of %s could not be %s: %s", name, "stored" if act.body else "removed", e)
+            log.error("the markers of %s could not be stored or removed: %s", name, e)
         except Exception:
-            log.exception("the failure marker of %s could not be %s", name, "stored" if act.body else "removed")
+            log.exception("the markers of %s could not be stored or removed", name)
         _call(act.then)
         with self._lock:
             again = name in self._waiting
@@ -137,20 +173,40 @@ class Markers:
             self._pool.submit(self._work, name)
 
     def _do(self, name: str, act: _Act) -> None:
-        marker = marker_name(name)
-        if act.conflict and act.body is not None:
-            self._store.put(marker, [act.body])
+        conflict, failure = conflict_name(name), marker_name(name)
+        if body := act.markers.get(conflict):
+            self._store.put(conflict, [body])
+        if failure in act.markers and not self._replace(failure, act.markers[failure]):
             return
+        # After the put: of this look and another server's put of the object, one is the later.
+        if act.failed:
+            try:
+                part = Part.open(self._store, name)
+            except (NotFound, FormatError):
+                return
+            for request, used in act.failed.items():
+                if is_of_another(part, request, self._about):
+                    self._store.put(conflict, [used])
+            self._replace(failure, None)
+
+    def _replace(self, marker: str, body: bytes | None) -> bool:
+        """Store or remove a failure marker. False: an earlier version left a conflict marker there, which stays."""
         try:
             there = get_small(self._store, marker, MAX_JSON_BYTES)
         except NotFound:
             there = None
         if there is not None and is_conflict(there):
-            return
-        if act.body is not None:
-            self._store.put(marker, [act.body])
+            return False
+        if body is not None:
+            self._store.put(marker, [body])
         elif there is not None:
             self._store.delete(marker)
+        return True
+
+
+def used_before(key: str) -> str:
+    """Why a key cannot stand for a second sample."""
+    return f"the key {key!r} was used before for another sample; choose another"
 
 
 def _call(then: list[Callable[[], None]]) -> None:

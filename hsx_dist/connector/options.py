@@ -174,6 +174,10 @@ def read_options(
     prompt, choice = place(request_id)
     key = read("hidden_states_key", None, _key)
     path = read("hidden_states_path", None, lambda v: custom_name(v, output, allow_custom_path, prompt, choice))
+    if key is not None and path is not None:
+        for name in ("hidden_states_key", "hidden_states_path"):
+            refused[name] = "expected hidden_states_key or hidden_states_path, got both. Give one of them"
+        key = path = None
     if key is not None:
         name_of = sample_key(key, prompt=prompt, choice=choice)
     else:

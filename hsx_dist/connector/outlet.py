@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal, ParamSpec, Protocol
 
@@ -47,6 +47,7 @@ class PageRef:
     dtype: str
     order: Literal["LTH", "TLH"]
     token_ids: np.ndarray[Any, Any]
+    error: str = ""  # ``Page.error``
 
     @property
     def nbytes(self) -> int:
@@ -72,6 +73,7 @@ class PageRef:
             order=self.order,
             token_ids=self.token_ids,
             data=data,
+            error=self.error,
         )
 
 
@@ -140,16 +142,14 @@ class ShippingThread:
         deliver: Callable[[list[PageRef], list[Shipped]], None],
         meter: Meter,
         *,
-        drop: Callable[[PageRef, str], None],
         idle: Callable[[], None] | None = None,
         least_bytes: int = 0,
         linger_s: float = 0.0,
     ):
-        """``drop``: takes the room of a page back that is not delivered, and is told why. ``idle``: called every second
-        without anything to ship. With it, pages are counted where they arrive. ``least_bytes``: fewer wait up to
-        ``linger_s`` seconds for more, so that what delivers them need not be called for each."""
+        """``idle``: called every second without anything to ship. With it, pages are counted where they arrive.
+        ``least_bytes``: fewer wait up to ``linger_s`` seconds for more, so that what delivers them need not be called
+        for each."""
         self._deliver = deliver
-        self._drop = drop
         self._failed: dict[tuple[str, str], str] = {}  # samples of which a page was not copied, and why
         self._meter = meter
         self._idle = idle
@@ -204,27 +204,9 @@ class ShippingThread:
             self._ahead.extend((None,) if items is None else items)
         return self._ahead.popleft()
 
-    def _is_copied(self, ref: PageRef, ready: Callable[[], None] | None, told: list[Shipped]) -> bool:
-        """Wait for a page's copy. One that fails costs its sample, which is told once: nothing else of it is shipped,
-        and never what lies in the ring instead. The engine meets the same error at its next step."""
-        sample = (ref.segment.key, ref.segment.source)
-        try:
-            if ready is not None:
-                ready()
-        except Exception as e:
-            log.exception("a page of %s was not copied", ref.segment.key)
-            if sample not in self._failed:
-                self._failed[sample] = bounded(f"its states were not copied: {type(e).__name__}: {e}")
-                told.append(Shipped(ref.segment.key, self._failed[sample]))
-        why = self._failed.get(sample)
-        if why is not None:
-            self._drop(ref, why)
-            if ref.last:
-                del self._failed[sample]
-        return why is None
-
     def _copied(self, items: Sequence[Item]) -> tuple[list[PageRef], list[Shipped]]:
-        """Pages in the ring, once they are there, and what there is to tell; in order."""
+        """Pages in the ring, once their copies have ended, and what there is to tell; in order. The page of a copy that
+        failed carries the error to its writer, which drops the sample's other pages too."""
         last = next((ready for item in reversed(items) if not isinstance(item, Shipped) and (ready := item[1])), None)
         if last is not None:
             with suppress(Exception):  # asked again below
@@ -234,10 +216,19 @@ class ShippingThread:
         for item in items:
             if isinstance(item, Shipped):
                 told.append(item)
-            elif self._is_copied(*item, told):
-                refs.append(item[0])
-                if item[0].last:
-                    told.append(Shipped(item[0].segment.key))
+                continue
+            ref, ready = item
+            sample = (ref.segment.key, ref.segment.source)
+            try:
+                if ready is not None:
+                    ready()
+            except Exception as e:
+                log.exception("a page of %s was not copied", ref.segment.key)
+                ref = replace(ref, error=bounded(f"its states were not copied: {type(e).__name__}: {e}"))
+                self._failed.setdefault(sample, ref.error)
+            refs.append(ref)
+            if ref.last:
+                told.append(Shipped(ref.segment.key, self._failed.pop(sample, None)))
         return refs, told
 
     def _run(self) -> None:
@@ -367,7 +358,6 @@ class LocalOutlet:
         self._thread = ShippingThread(
             self._ship,
             self.meter,
-            drop=self._drop,
             least_bytes=min(least_bytes, self.ring.capacity // 4),
             linger_s=LINGER_S,
         )
@@ -387,10 +377,6 @@ class LocalOutlet:
     @property
     def pending(self) -> int:
         return self._thread.pending
-
-    def _drop(self, ref: PageRef, why: str) -> None:
-        self.ring.free(ref.offset)
-        self._lost(ref.segment, why)
 
     def _lost(self, segment: Segment, why: str) -> None:
         """A page of ``segment`` was not shipped."""

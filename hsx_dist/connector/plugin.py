@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hsx_dist.connector.cores  # noqa: F401 - early: it reads what vLLM is about to change
-from hsx_dist.connector.captures import keep_captures
 from hsx_dist.isa import avoid_broken_amx
+from hsx_dist.vllm_patches import captures
 
 NAME = "HiddenStatesConnector"
 
@@ -17,4 +17,4 @@ def register() -> None:
     # A second registration of a name is an error in vLLM, and a plugin that raises is only logged.
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, "hsx_dist.connector.connector", NAME)
-    keep_captures()  # before a model is traced
+    captures.install()  # before a model is built

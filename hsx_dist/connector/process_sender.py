@@ -227,6 +227,7 @@ class ProcessSender:
             dtype=page.dtype,
             order=page.order,
             token_ids=page.token_ids,
+            error=page.error,
         )
 
     def _living(self) -> _Child | None:

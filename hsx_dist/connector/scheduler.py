@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.v1.request import RequestStatus
 
+from hsx_dist.connector.markers import used_before
 from hsx_dist.connector.metadata import StepMetadata
 from hsx_dist.connector.options import OURS, PARAMS, RequestOptions, read_options
 from hsx_dist.connector.selection import Chosen, choose
 from hsx_dist.connector.settings import ConnectorSettings
 from hsx_dist.connector.step import Expect, Save, Skip
+from hsx_dist.format.identity import IDENTITY, identity_hash
 from hsx_dist.logger import get_logger
-from hsx_dist.page import token_hash
+from hsx_dist.text import bounded
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -35,25 +38,28 @@ MAX_IDENTIFIER = 128
 
 @dataclass(slots=True)
 class _Claim:
-    """What a key that a client chose stands for.
+    """The sample that a key stands for (``format.identity``).
 
-    ``asked``: what is known of it when a request is queued; ``saved``: all of it, once it was passed on; ``users``:
-    requests of it that have not finished.
+    ``request``: hash of the request; ``tokens``: hash of the computed tokens, once a sample was passed on; ``users``:
+    requests of the key that have not finished.
     """
 
-    asked: str
-    saved: str | None = None
+    request: str
+    tokens: str | None = None
     users: int = 0
 
 
 @dataclass(slots=True)
 class _Known:
-    """A request that has not finished. ``owner`` is chosen when it is first scheduled."""
+    """A request that has not finished. ``owner`` is chosen when it is first scheduled. ``request``: its hash, where the
+    client chose the name."""
 
     options: RequestOptions
+    request: str = ""
     owner: int | None = None
     claim: _Claim | None = None
     conflict: str | None = None  # why its key cannot stand for it; told already
+    error: str | None = None  # why it could not be admitted
 
 
 class SchedulerHalf:
@@ -89,47 +95,42 @@ class SchedulerHalf:
     def new_request(self, request: Request) -> None:
         """Called when a request is queued, and again with the same one by no release that we know: idempotent."""
         if request.request_id not in self._known:
-            self._known[request.request_id] = self._admit(request)
+            self._known[request.request_id] = self._admitted(request)
             _withhold_params(request)
 
+    def _admitted(self, request: Request) -> _Known:
+        """Read a request's parameters. An error costs the request its states: raised, it would end the engine."""
+        try:
+            return self._admit(request)
+        except Exception as e:
+            log.exception("parameters of request %s cannot be read", request.request_id)
+            why = bounded(f"its parameters cannot be read: {type(e).__name__}: {e}")
+            return _Known(self._read(request), error=why)
+
     def _admit(self, request: Request) -> _Known:
-        known = _Known(self._read(request))
-        asked = self._asked(request, known.options)
-        if asked is None:
-            return known
-        key, name = known.options.key, known.options.name
+        options = self._read(request)
+        if not options.chosen or not options.save:
+            return _Known(options)
+        known = _Known(options, _request_hash(request, options))
+        key, name = options.key, options.name
+        if options.path is not None or not request.prompt_token_ids or request.prompt_embeds is not None:
+            return known  # what is there is replaced, as by vLLM's connector; nothing is stored without token ids
         if known.options.by_path and name not in self._claims:
             # Programs for vLLM's connector delete an object and use its path again: paths claim no key. That none of
             # them replaces an object is the store's to decide, by put-if-absent.
             return known
-        claim = self._claims.setdefault(name, _Claim(asked))
+        claim = self._claims.setdefault(name, _Claim(known.request))
         self._claims.move_to_end(name)
         if len(self._claims) > REMEMBERED_KEYS:
             self._claims.popitem(last=False)
-        if claim.asked != asked:
-            known.conflict = _used_before(key)
+        if claim.request != known.request:
+            known.conflict = used_before(key)
             # In the next step, before its first token: whoever reads the key by its answer is to find the marker.
             self._tell(known, known.conflict, conflict=True)
         else:
             known.claim = claim
             claim.users += 1
         return known
-
-    def _asked(self, request: Request, options: RequestOptions) -> str | None:
-        """What a key stands for, as far as it is known before anything is computed; None where it is not to be
-        checked. What lies under a path that no key has is replaced, as by vLLM's connector."""
-        prompt = request.prompt_token_ids
-        if not options.chosen or options.path is not None or not options.save or not prompt:
-            return None
-        ids = np.asarray(prompt, dtype=np.int64)
-        which = str(options.tokens)
-        if not options.include_output_tokens:  # then the selection's outcome is known too
-            chosen = choose(options, len(ids), ids, {})
-            which = chosen.which if chosen is not None else "none"
-        elif options.tokens.kind == "loss_mask" and options.loss_mask is not None:
-            which += token_hash(options.loss_mask.astype(np.int64))
-        told = (options.layer_ids, options.include_output_tokens, _inputs(request))
-        return f"{token_hash(ids)} {which} {told}"
 
     def _read(self, request: Request) -> RequestOptions:
         s = self._settings
@@ -169,17 +170,26 @@ class SchedulerHalf:
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Called once a request, whatever its end. What is whole is decided by the tokens that were computed, never
         by the request's status: a stop string looks like a client that hung up."""
-        known = self._known.pop(request.request_id, None) or self._admit(request)
-        held, answer = self._finish(known, request, block_ids)
+        known = self._known.pop(request.request_id, None) or self._admitted(request)
+        try:
+            held, answer = self._finish(known, request, block_ids)
+        except Exception as e:
+            # Raised, it would end the engine's step. Blocks that are not held must not be copied.
+            log.exception("hidden states of request %s cannot be saved", request.request_id)
+            self._held.discard(request.request_id)
+            self._next.saves = [s for s in self._next.saves if s.request_id != request.request_id]
+            held, answer = self._skip(known, request, bounded(f"cannot be saved: {type(e).__name__}: {e}"))
         if known.claim is not None:
             known.claim.users -= 1
-            unused = known.claim.saved is None and known.claim.users == 0
+            unused = known.claim.tokens is None and known.claim.users == 0
             if unused and self._claims.get(known.options.name) is known.claim:
                 del self._claims[known.options.name]  # nothing was passed on: the key stands for nothing
         return held, answer
 
     def _finish(self, known: _Known, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         options = known.options
+        if known.error is not None:
+            return self._skip(known, request, known.error)
         if known.conflict is not None:
             return False, _nothing(known.conflict, {**options.refused, "hidden_states_key": known.conflict})
         if not options.save:
@@ -197,14 +207,16 @@ class SchedulerHalf:
         if self._settings.ttl_seconds is not None:
             meta["expires"] = round(time.time() + self._settings.ttl_seconds)
         meta |= _inputs(request)
+        computed = identity_hash(tokens)
+        if self._settings.one_object:
+            meta[IDENTITY] = {"request": known.request or _request_hash(request, options), "tokens": computed}
         if known.claim is not None:
-            what = f"{token_hash(tokens)} {chosen.which}"
-            if (known.claim.saved or what) != what:  # the same prompt with other generated tokens
-                conflict = _used_before(options.key)
+            if (known.claim.tokens or computed) != computed:  # the same prompt with other generated tokens
+                conflict = used_before(options.key)
                 return self._skip(
                     known, request, conflict, refused={**refused, "hidden_states_key": conflict}, conflict=True
                 )
-            known.claim.saved = what
+            known.claim.tokens = computed
         self._next.saves.append(
             Save(
                 request_id=request.request_id,
@@ -247,7 +259,9 @@ class SchedulerHalf:
     def _tell(self, known: _Known, reason: str, *, quiet: bool = False, conflict: bool = False) -> None:
         options = known.options
         owner = self._owner(known)  # also of one that was never scheduled: to tell
-        self._next.skipped.append(Skip(options.id, options.key, options.name, owner, reason, quiet, conflict))
+        self._next.skipped.append(
+            Skip(options.id, options.key, options.name, owner, reason, quiet, conflict, known.request)
+        )
 
     def _covered(
         self, request: Request, options: RequestOptions
@@ -305,7 +319,8 @@ class SchedulerHalf:
             known = self._known.get(new.req_id)
             if known is not None and known.owner is None and known.options.save and known.conflict is None:
                 options = known.options
-                meta.expected.append(Expect(options.id, options.name, self._owner(known), options.chosen))
+                owner = self._owner(known)
+                meta.expected.append(Expect(options.id, options.name, owner, options.chosen, known.request))
         return meta
 
     def copies_done(self, request_ids: set[str]) -> None:
@@ -352,6 +367,31 @@ def _withhold_params(request: Request) -> None:
         request.sampling_params = own
 
 
+def _request_hash(request: Request, options: RequestOptions) -> str:
+    """The hash of what is known of a sample when its request is queued: see ``format.identity``."""
+    if not request.prompt_token_ids or request.prompt_embeds is not None:
+        return identity_hash(options.id)  # nothing is stored of it: it is the same as no other
+    prompt = np.asarray(request.prompt_token_ids, dtype=np.int64)
+    lora = request.lora_request
+    inputs = {
+        "lora": None if lora is None else [lora.lora_name, lora.lora_path],
+        "images": [[f.identifier, f.mm_position.offset, f.mm_position.length] for f in request.mm_features or ()],
+        "cache_salt": request.cache_salt,
+        "layers": options.layer_ids,
+        "outputs": options.include_output_tokens,
+        "metadata": json.loads(options.metadata or "null"),
+    }
+    if not options.include_output_tokens:  # what is selected is known too, by whatever words it was asked for
+        chosen = choose(options, len(prompt), prompt, {})
+        found = None if chosen is None else [chosen.meta, len(chosen.token_ids)]
+        arrays = {} if chosen is None else chosen.attached
+    else:
+        found = [asdict(options.tokens)]
+        arrays = {} if options.loss_mask is None else {"loss_mask": options.loss_mask}
+    names = sorted(arrays)
+    return identity_hash(prompt, inputs, found, names, *(arrays[name] for name in names))
+
+
 def _inputs(request: Request) -> dict[str, Any]:
     """What else than its tokens a request's states come from."""
     found: dict[str, Any] = {}
@@ -368,10 +408,6 @@ def _short(identifier: str) -> str:
     if len(identifier) <= MAX_IDENTIFIER:
         return identifier
     return hashlib.sha256(identifier.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _used_before(key: str) -> str:
-    return f"the key {key!r} was used before for another prompt, other tokens, layers or inputs; choose another"
 
 
 def _nothing(reason: str, refused: dict[str, str]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from hsx_dist.connector.options import RequestOptions
-from hsx_dist.page import token_hash
 
 #: What stands in a mean's ``token_ids``: it is no token's state.
 NO_TOKEN = -1
@@ -19,8 +18,8 @@ class Chosen:
     """The tokens that are stored.
 
     ``token_ids``: theirs, int64 ``[n]``; ``positions``: where they stand in the request, None for all; ``mean_of``: of
-    how many tokens the mean is stored, 0 for rows of their own; ``meta``, ``attached``: what tells of it; ``which``:
-    the same for the same choice.
+    how many tokens the mean is stored, 0 for rows of their own; ``meta``, ``attached``: what is stored about the
+    choice. Two choices from the same tokens differ in these or in ``n``.
     """
 
     token_ids: np.ndarray[Any, Any]
@@ -28,7 +27,6 @@ class Chosen:
     mean_of: int = 0
     meta: dict[str, Any] = field(default_factory=dict)
     attached: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
-    which: str = "all"
 
 
 def choose(
@@ -45,7 +43,7 @@ def choose(
     if kind == "mean":
         ids = {"request_token_ids": tokens.astype(np.int32)}  # so that it can be checked over what it was taken
         none = np.array([NO_TOKEN], np.int64)
-        return Chosen(none, None, total, {"tokens": {"mean": True, "of": total}}, ids, "mean")
+        return Chosen(none, None, total, {"tokens": {"mean": True, "of": total}}, ids)
     if kind == "loss_mask":
         if mask is None:
             refused.setdefault("hidden_states_tokens", "needs hidden_states_loss_mask; all tokens are stored")
@@ -55,16 +53,16 @@ def choose(
                 return None
             attached = {"loss_mask": mask[at], "positions": at.astype(np.int32)}
             meta = {"tokens": {"loss_mask": True, "of": total}}
-            return Chosen(tokens[at], at, 0, meta, attached, token_hash(at))
+            return Chosen(tokens[at], at, 0, meta, attached)
     span = options.tokens.of(total)
     if not span:
         refused["hidden_states_tokens"] = f"selects none of the {total} tokens; all are stored"
         span = range(total)
     attached = {} if mask is None else {"loss_mask": mask[span.start : span.stop : span.step]}
     if span == range(total):
-        return Chosen(tokens, attached=attached, which=str(span))
+        return Chosen(tokens, attached=attached)
     meta = {"tokens": {"start": span.start, "step": span.step, "of": total}}
-    return Chosen(tokens[span.start : span.stop : span.step], span, 0, meta, attached, str(span))
+    return Chosen(tokens[span.start : span.stop : span.step], span, 0, meta, attached)
 
 
 def _whole_mask(mask: np.ndarray[Any, Any] | None, generated: int) -> np.ndarray[Any, Any] | None:

@@ -46,14 +46,19 @@ class _Request:
 
     name: str
     chosen: bool
+    request: str = ""  # its hash, where the client chose the name
 
 
 @dataclass(slots=True)
 class _Name:
-    """Requests of one object that were scheduled and have not ended, and how the latest to end failed."""
+    """Requests of one object that were scheduled and have not ended.
+
+    ``failure``: key and reason of the latest to end, if it failed. ``failed``: hashes of all that failed.
+    """
 
     requests: set[str] = field(default_factory=set)
-    failure: tuple[str, str] | None = None  # key, reason
+    failure: tuple[str, str] | None = None
+    failed: set[str] = field(default_factory=set)
 
 
 class Writers(Sender, Protocol):
@@ -89,7 +94,7 @@ class StoreOutlet(LocalOutlet):
         meter: Meter | None = None,
     ):
         self._locks = locks
-        self._markers = Markers(markers, settings.ttl_seconds)
+        self._markers = Markers(markers, settings.ttl_seconds, about)
         self._requests: dict[str, _Request] = {}  # by request id
         self._names: dict[str, _Name] = {}
         self._submitted: dict[str, str] = {}  # request id → name, of what is neither stored nor failed
@@ -113,12 +118,12 @@ class StoreOutlet(LocalOutlet):
     def expect(self, expected: Expect) -> None:
         name, request_id = expected.name, expected.request_id
         with self._state:
-            self._requests[request_id] = _Request(name, expected.chosen)
+            self._requests[request_id] = _Request(name, expected.chosen, expected.request)
             self._names.setdefault(name, _Name()).requests.add(request_id)
         if self._locks is not None:
             self._locks.ask(name, request_id)
         if expected.chosen and self._markers.failed(name):
-            self._markers.clear(name)  # an earlier request's: it is not about this one
+            self._markers.clear("", name)  # an earlier request's: it is not about this one
 
     def submit(self, *pages: Copied) -> None:
         with self._state:
@@ -136,6 +141,8 @@ class StoreOutlet(LocalOutlet):
         if not skip.quiet:
             log.warning("hidden states of %s are not stored: %s", skip.key, skip.reason, extra={"key": skip.key})
         reason = None if skip.quiet else skip.reason
+        with self._state:
+            self._requests.setdefault(skip.request_id, _Request(skip.name, chosen=True, request=skip.request))
         self._end(skip.request_id, skip.key, skip.name, stored=False, reason=reason, conflict=skip.conflict)
 
     def prepared(self) -> None:
@@ -173,8 +180,8 @@ class StoreOutlet(LocalOutlet):
     def _end(self, request_id: str, key: str, name: str, *, stored: bool, reason: str | None, conflict: bool) -> None:
         """What became of a request: its object is there, or (``reason``) it is not. Its lock opens once that is told.
 
-        While others of the same name are under way a failure waits for them: the object that they store is no
-        failure's, and a marker would be in the way of their readers.
+        While others of the same name are under way a failure waits for them: their readers are not to meet its marker,
+        and what they store may be another request's.
         """
         with self._state:
             request = self._requests.pop(request_id, None)
@@ -184,22 +191,24 @@ class StoreOutlet(LocalOutlet):
                 group.failure = None
             elif reason is not None and not conflict:
                 group.failure = (key, reason)
+                if request is not None and request.request:
+                    group.failed.add(request.request)
             last = not group.requests
             if last:
                 self._names.pop(name, None)
-            failure = group.failure if last else None
+            failure, failed = (group.failure, group.failed) if last else (None, set())
 
         def release() -> None:
             if self._locks is not None:
                 self._locks.release(request_id, stored=stored)
 
         if conflict:
-            self._markers.fail(key, name, reason or "", conflict=True, then=release)
+            self._markers.conflict(key, name, reason or "", then=release)
         elif failure is not None:
-            self._markers.fail(failure[0], name, failure[1], then=release)
+            self._markers.fail(failure[0], name, failure[1], requests=failed, then=release)
         elif stored and (request is None or request.chosen):
             # Also where this process knows of no marker: an earlier server may have left one.
-            self._markers.clear(name, then=release, patient=True)
+            self._markers.clear(key, name, requests=failed, then=release, patient=True)
         else:
             release()
 

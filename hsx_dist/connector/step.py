@@ -39,6 +39,7 @@ class Expect:
     name: str
     owner: int
     chosen: bool = False  # the client chose the name, and may use it again
+    request: str = ""  # its hash (``format.identity``), where the client chose the name
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,6 +55,7 @@ class Skip:
     quiet: bool = False
     #: Its key stands for another sample already.
     conflict: bool = False
+    request: str = ""  # as in ``Expect``
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -64,9 +65,12 @@ class _Copy:
     """A save under way: ``next`` is the first token not yet copied, ``event`` the last copy's."""
 
     save: Save
-    #: int64, on the cache's device: the blocks, or (where only some tokens or layers are wanted) a slot for each token
+    #: int64, on the host: the blocks, or (where only some tokens or layers are wanted) a slot for each token
     places: torch.Tensor
     rows: bool
+    layers: tuple[int, ...]  # entries of the cache's layer axis
+    layer_ids: tuple[int, ...]
+    dtype: torch.dtype
     sample_hash: str
     source: str
     next: int = 0
@@ -79,8 +83,6 @@ class _Page:
 
     copy: _Copy
     ref: PageRef
-    layers: tuple[int, ...]  # entries of the cache's layer axis
-    dtype: torch.dtype
 
 
 class WorkerHalf:
@@ -116,13 +118,14 @@ class WorkerHalf:
         if page > outlet.ring.capacity:
             raise ConfigError(
                 f"in_flight_bytes: expected room for a page of {page} bytes ({self.plan.page_tokens} tokens of "
-                f"{layers} layers), came a ring of {outlet.ring.capacity}; raise in_flight_bytes or lower page_bytes"
+                f"{layers} layers), got a ring of {outlet.ring.capacity}. Raise in_flight_bytes or lower page_bytes"
             )
         self._memory = torch.from_numpy(outlet.memory)
         self._side = side_of(cache)
         self._pinned = cache.is_cuda and not self._memory.is_pinned()
         if self._pinned:
             pin(self._memory)
+        self._followed = False  # copies out of this step's saves wait for the model's earlier steps
         self._waiting: deque[_Copy] = deque()  # not all pages copied, oldest first
         self._copied: list[_Copy] = []  # all copies started, not all done
         self._refused: set[str] = set()  # requests that could not be planned: their blocks may go at once
@@ -130,8 +133,16 @@ class WorkerHalf:
         self._meter.watch("blocks_held", lambda: self.blocks_held)
 
     def begin(self, meta: Step) -> None:
-        """Before the model runs: say what is to come, so that it is prepared meanwhile."""
+        """Prepare a step before the model runs: its lock files are made, and copies wait for earlier steps alone."""
         self._each(self._outlet.expect, meta.expected)
+        if any(save.owner == self._rank for save in meta.saves):
+            self._follow()
+
+    def _follow(self) -> None:
+        """Let copies wait for the steps that wrote their states. Called before this step's model run is queued:
+        otherwise copies would wait for that as well, and hold their blocks for longer."""
+        self._side.follow()
+        self._followed = True
 
     def step(self, meta: Step) -> None:
         """Take what finished since the last step, and copy what there is room for. Depends on no order of vLLM's calls
@@ -144,10 +155,11 @@ class WorkerHalf:
                 self._side.wait(IDLE_WAIT_S)
             return
         before = time.monotonic()
-        self._side.follow()
-        with self._side.here():
-            self._waiting.extend(copy for save in mine if (copy := self._planned(save)) is not None)
-            self._pump()
+        if mine and not self._followed:
+            self._follow()
+        self._followed = False
+        self._waiting.extend(copy for save in mine if (copy := self._planned(save)) is not None)
+        self._pump()
         copied = time.monotonic()
         self._meter.add("copy_seconds", copied - before)
         if self._waiting and meta.idle:
@@ -185,10 +197,36 @@ class WorkerHalf:
             else:
                 at = torch.from_numpy(positions)
             places = places[at // self._block_size] * self._block_size + at % self._block_size
-        places = to_device(places, self._cache.device)
         # A mean has no token ids of its own: what tells two of them apart is over which it was taken.
         ids = save.attached["request_token_ids"] if save.mean_of else save.token_ids
-        return _Copy(save, places, rows, token_hash(ids), f"{save.id or save.request_id}:{uuid4().hex[:12]}")
+        layers = save.layers or tuple(range(len(self._layer_ids)))
+        copy = _Copy(
+            save,
+            places,
+            rows,
+            layers,
+            tuple(self._layer_ids[i] for i in layers),
+            torch.float32 if save.mean_of else self._cache.dtype,
+            token_hash(ids),
+            f"{save.id or save.request_id}:{uuid4().hex[:12]}",
+        )
+        nbytes = self._nbytes(copy, 0, min(self.plan.page_tokens, len(save.token_ids)))
+        if nbytes > self._outlet.ring.capacity:
+            raise ConfigError(
+                f"in_flight_bytes: expected at least {nbytes} bytes in the ring for a page of this selection, got "
+                f"{self._outlet.ring.capacity}. Raise in_flight_bytes"
+            )
+        return copy
+
+    def _shape(self, copy: _Copy, start: int, stop: int) -> tuple[int, int, int]:
+        """Shape of the page of tokens ``[start, stop)``."""
+        if copy.rows:
+            return len(copy.layers), stop - start, self._cache.shape[3]
+        # Page and segment lengths are whole blocks, so a page starts with a block.
+        return page_shape(self._cache, -(-stop // self._block_size) - start // self._block_size, self._order)
+
+    def _nbytes(self, copy: _Copy, start: int, stop: int) -> int:
+        return math.prod(self._shape(copy, start, stop)) * copy.dtype.itemsize
 
     def drain(self, seconds: float) -> int:
         """At the end of the engine: copy what still waits, for at most ``seconds``; how many requests were left."""
@@ -241,29 +279,18 @@ class WorkerHalf:
 
     def _place(self, copy: _Copy) -> _Page | None:
         """The next page, with its place in the ring; None where there is no room now."""
-        shape: tuple[int, int, int]
-        order: Order
         tokens = copy.save.token_ids
         total, start = len(tokens), copy.next
         index = start // self.plan.segment_tokens
         segment_start = index * self.plan.segment_tokens
         segment_stop = min(segment_start + self.plan.segment_tokens, total)
         stop = min(start + self.plan.page_tokens, segment_stop)
-        layers = copy.save.layers or tuple(range(len(self._layer_ids)))
-        if copy.rows:
-            shape, order = (len(layers), stop - start, self._cache.shape[3]), "LTH"
-        else:
-            # Page and segment lengths are whole blocks, so a page starts with a block.
-            blocks = -(-stop // self._block_size) - start // self._block_size
-            shape, order = page_shape(self._cache, blocks, self._order), self._order
-        dtype = torch.float32 if copy.save.mean_of else self._cache.dtype
-        nbytes = shape[0] * shape[1] * shape[2] * dtype.itemsize
-        offset = self._outlet.ring.allocate(nbytes)
+        offset = self._outlet.ring.allocate(self._nbytes(copy, start, stop))
         if offset is None:
             return None
         ref = PageRef(
             offset=offset,
-            shape=shape,
+            shape=self._shape(copy, start, stop),
             segment=Segment(
                 key=copy.save.key,
                 index=index,
@@ -281,24 +308,28 @@ class WorkerHalf:
             start=start,
             stop=stop,
             chunk_tokens=self.plan.page_tokens,
-            layer_ids=tuple(self._layer_ids[i] for i in layers),
-            dtype=str(dtype).removeprefix("torch."),
-            order=order,
+            layer_ids=copy.layer_ids,
+            dtype=str(copy.dtype).removeprefix("torch."),
+            order="LTH" if copy.rows else self._order,
             token_ids=tokens[start:stop],
         )
         copy.next = stop
-        return _Page(copy, ref, layers, dtype)
+        return _Page(copy, ref)
 
     def _copy(self, page: _Page) -> None:
         """Into its place, beside the steps: on their thread where the cache is on a device, else on another one."""
         ref, copy = page.ref, page.copy
-        out = self._memory[ref.offset : ref.offset + ref.nbytes].view(page.dtype).view(ref.shape)
+        places = copy.places
+        if not copy.save.mean_of:
+            grain = 1 if copy.rows else self._block_size
+            places = places[ref.start // grain : -(-ref.stop // grain)]
+        places = to_device(places, self._cache.device)
+        out = self._memory[ref.offset : ref.offset + ref.nbytes].view(copy.dtype).view(ref.shape)
         if copy.save.mean_of:
-            out.copy_(mean_rows(self._cache, copy.places, page.layers), non_blocking=True)
+            out.copy_(mean_rows(self._cache, places, copy.layers), non_blocking=True)
         elif copy.rows:
-            gather_rows(self._cache, copy.places[ref.start : ref.stop], page.layers, out)
+            gather_rows(self._cache, places, copy.layers, out)
         else:
-            places = copy.places[ref.start // self._block_size : -(-ref.stop // self._block_size)]
             gather(self._cache, places, out, ref.order)
 
 

@@ -81,7 +81,14 @@ def export_run(
     folder = Path(dest)
     options = options or ExportOptions()
     exporter = exporter_of(to)(run, options)
-    statement = {"exporter": to, "run": run.url, "samples": len(run), "layer_ids": LAYER_IDS, **exporter.statement()}
+    statement = {
+        "exporter": to,
+        "run": run.url,
+        "run_id": run.id,
+        "samples": len(run),
+        "layer_ids": LAYER_IDS,
+        **exporter.statement(),
+    }
     _claim(folder, statement)
     firsts = range(0, len(run), exporter.per_file)
     todo = [f for f in firsts[shard::shards] if not (folder / exporter.file(f)).exists()]
@@ -124,6 +131,7 @@ def _claim(folder: Path, statement: dict[str, Any]) -> None:
             f.write(text)
     except FileExistsError:
         there = _statement(path)
+        there.setdefault("run_id", statement["run_id"])  # earlier versions did not store it
         differs = sorted(k for k in {*there, *statement} if there.get(k) != statement.get(k))
         if differs:
             raise ConfigError(

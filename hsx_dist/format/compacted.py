@@ -11,8 +11,8 @@ import zstandard
 
 from hsx_dist.errors import FormatError, IntegrityError, NotFound
 from hsx_dist.format.checksum import crc32c, crc32c_hex
-from hsx_dist.format.json_objects import get_small
-from hsx_dist.format.manifest import Receipt, parse_receipt_name, receipt_name
+from hsx_dist.format.manifest import Receipt
+from hsx_dist.format.names import parse_receipt_name, receipt_name
 from hsx_dist.store import Store
 
 #: The largest compacted manifest that is read.
@@ -48,7 +48,9 @@ def read_compacted(store: Store, complete: Mapping[str, Any]) -> Iterator[Receip
     about = complete["manifest"]
     where = f"{store.url}/{about['name']}"
     try:
-        packed = get_small(store, about["name"], MAX_COMPACTED_BYTES)
+        if about["size"] > MAX_COMPACTED_BYTES:
+            raise FormatError(f"{where}: expected at most {MAX_COMPACTED_BYTES} bytes, got {about['size']}. {_INSTEAD}")
+        packed = store.get(about["name"], about["size"] + 1)
     except NotFound as e:
         raise IntegrityError(f"{where}: expected the compacted manifest of a completed attempt, got no object") from e
     found = crc32c_hex(crc32c(packed))

@@ -1,8 +1,25 @@
-"""What may lie beside an object of a server: its lock (on a file system) and its failure marker. Names only.
+"""What may lie next to an object of a server: its lock (on a file system) and its markers.
 
 A marker is JSON, ``{"key", "error"}``, with ``expires`` (seconds since the epoch) where the server gives its objects a
-time to live, and with ``"conflict": true`` where the key was used for two samples: such a marker stays until somebody
-deletes it.
+time to live. Of an object there are at most two, and this is the rule between them and the object:
+
+- The conflict marker (``conflict_name``, ``"conflict": true``): the key was used for two samples. Readers raise,
+  whether there is an object or not. No process replaces or removes it; only an operator or ``hsx gc`` does.
+- The failure marker (``marker_name``): nothing is stored of some request. For a *key* it has ``"until_stored": true``,
+  and readers raise only where there is no object. Without that member it is a *path's*: a path's objects are replaced,
+  the object is an earlier request's, and readers raise. They also do for a marker of an earlier version, which may be a
+  conflict marker under this name.
+
+The object of a key is put by put-if-absent. Nothing replaces it but itself with a later end. So once it is stored,
+readers of a key go by two facts, the object and the conflict marker. No process takes either back: the order in which
+servers put and clear markers changes nothing. A conflict is found in every order:
+
+- A second sample that was computed fails at the put-if-absent, and its server puts the conflict marker.
+- Of a request that stores nothing, the server first puts the failure marker and then looks at the object. If the object
+  is another request's (``identity.is_of_another``), the server puts the conflict marker. If the object comes after that
+  look, the key was free: the failed request stands for nothing, and its marker was there before the object.
+
+A lock is released, where there are locks, only after that.
 """
 
 from __future__ import annotations
@@ -13,8 +30,9 @@ import unicodedata
 
 OBJECT = ".safetensors"
 LOCK = ".lock"
-#: Ends of markers: ``KEY.error.json`` of ``KEY.safetensors``, ``NAME.failed.json`` of any other name a client chose.
-MARKERS = (".error.json", ".failed.json")
+#: Ends of markers. Failures: ``KEY.error.json`` of ``KEY.safetensors``, ``NAME.failed.json`` of any other name a client
+#: chose. Conflicts: ``NAME.conflict.json``.
+MARKERS = (".error.json", ".failed.json", ".conflict.json")
 #: No object may end so.
 RESERVED = (LOCK, *MARKERS)
 #: Objects of a run at the top of its prefix, and the first folders of its other objects.
@@ -34,6 +52,11 @@ _IGNORED = dict.fromkeys([0x00AD, 0x034F, 0x061C, 0x180E, *range(0x200B, 0x2010)
 def marker_name(name: str) -> str:
     """The failure marker of the object ``name``: no two objects share one."""
     return f"{name.removesuffix(OBJECT)}{MARKERS[0]}" if name.endswith(OBJECT) else f"{name}{MARKERS[1]}"
+
+
+def conflict_name(name: str) -> str:
+    """The conflict marker of the object ``name``."""
+    return f"{name}{MARKERS[2]}"
 
 
 def lock_name(name: str) -> str:
@@ -69,7 +92,7 @@ def is_of_a_run(name: str) -> bool:
 
 
 def is_conflict(marker: bytes) -> bool:
-    """Whether a marker says that its key stands for two samples."""
+    """Whether a failure marker is a conflict marker of an earlier version."""
     try:
         found = json.loads(marker)
     except (ValueError, RecursionError):  # also where it is no UTF-8

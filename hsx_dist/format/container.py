@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-import numpy as np
+import struct
+from dataclasses import replace
 
 from hsx_dist.format.container_read import Part
 from hsx_dist.format.container_write import EncodedPart, EncodedSegment, SegmentEncoder, build_part
 from hsx_dist.format.description import SegmentInfo
+from hsx_dist.format.header import build_header, parse_header
+from hsx_dist.store.base import Buffer
 
-__all__ = ["EncodedPart", "EncodedSegment", "Part", "SegmentEncoder", "SegmentInfo", "build_part", "same_sample"]
+__all__ = ["EncodedPart", "EncodedSegment", "Part", "SegmentEncoder", "SegmentInfo", "build_part", "with_expires"]
 
 
-def same_sample(part: Part, segment: EncodedSegment, about: Mapping[str, Any]) -> bool:
-    """Whether a stored part holds the sample that ``segment`` is: the same key, tokens, layers and dtype of the same
-    model. The states themselves may differ in their last bits, as batches do."""
-    if len(part.segments) != 1 or any(part.about.get(k) != about.get(k) for k in ("model", "revision", "norm")):
-        return False
-    there, here = part.segments[0], segment.info
-    return (
-        (there.segment.key, there.segment.index, there.segment.total) == (here.segment.key, 0, here.segment.total)
-        and (there.layer_ids, there.dtype, there.hidden_size) == (here.layer_ids, here.dtype, here.hidden_size)
-        and all(there.segment.meta.get(k) == here.segment.meta.get(k) for k in ("tokens", "multimodal", "lora"))
-        and np.array_equal(part.token_ids(0), segment.token_ids)
-    )
+def with_expires(data: bytes, part: Part, expires: float | None) -> list[Buffer] | None:
+    """A stored object of one segment with another ``expires`` in its ``meta`` (None: without); every other byte of its
+    description and its data is the same.
+
+    Args:
+        data: the whole object.
+        part: the same object, as it was opened.
+        expires: seconds since the epoch.
+
+    Returns:
+        The object's buffers; None where ``data`` is not the object that was opened: it was replaced in between.
+    """
+    if len(data) != part.size:
+        return None
+    length = 8 + struct.unpack_from("<Q", data)[0]
+    header = parse_header(data[8:length], len(data) - length)
+    if not part.has(header):
+        return None
+    (record,) = header.description.segments
+    meta = {name: value for name, value in record.info.segment.meta.items() if name != "expires"}
+    if expires is not None:
+        meta["expires"] = expires
+    segment = replace(record.info.segment, meta=meta)
+    record = replace(record, info=replace(record.info, segment=segment))
+    return [build_header(replace(header.description, segments=(record,))), memoryview(data)[length:]]

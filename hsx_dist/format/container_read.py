@@ -115,6 +115,10 @@ class Part:
     def segments(self) -> tuple[SegmentInfo, ...]:
         return self._segments
 
+    def has(self, header: Header) -> bool:
+        """Whether ``header`` is this part's: also what it says of its data, by checksums."""
+        return header.description == self._header.description
+
     def check_size(self) -> None:
         """Ask the store for the object's size: ``size`` may be a receipt's claim. ``FormatError`` if they differ."""
         found = self._store.head(self.name).size

@@ -16,8 +16,6 @@ MAX_JSON_BYTES = 4 << 20
 MAX_NUMBER = 2**62
 #: Deeper JSON is refused: what writes it out again, or pickles it, recurses.
 MAX_DEPTH = 200
-#: An object that is replaced while it is read is read again, so many times.
-_TRIES = 5
 
 #: What a member must be: says what was expected where the value is something else, else None.
 Check = Callable[[Any], str | None]
@@ -69,40 +67,31 @@ def shown(value: Any) -> str:
 
 
 def get_small(store: Store, name: str, most: int, size: int | None = None) -> bytes:
-    """The object ``name``, if it has at most ``most`` bytes: larger ones are not fetched.
+    """The object ``name``, if it has at most ``most`` bytes; of a larger one no more than that is fetched. One request.
 
-    ``size``: of the object, where a listing gave it; it saves a request. An object that is replaced by a longer one
-    in the meantime is cut: its JSON or its checksum tells.
+    ``size``: of the object, where a listing gave it. A larger object is then not asked for.
 
     Raises:
         NotFound: there is no such object.
-        FormatError: the object is larger, or was replaced by a shorter one.
+        FormatError: the object is larger.
     """
-    size = store.head(name).size if size is None else size
-    if size > most:
-        raise FormatError(f"{store.url}/{name}: expected at most {most} bytes, got {size}")
-    try:
-        return bytes(store.get_ranges(name, [(0, size)])[0])
-    except ValueError as e:
-        raise FormatError(f"{store.url}/{name}: expected {size} bytes, got fewer: it was replaced. Try again") from e
+    limit = most if size is None else size
+    if limit <= most:
+        data = store.get(name, limit + 1)
+        if len(data) <= limit:
+            return data
+    got = "more" if size is None else f"{size} or more"
+    raise FormatError(f"{store.url}/{name}: expected at most {min(most, limit)} bytes, got {got}. It is damaged")
 
 
 def read_json(store: Store, name: str) -> dict[str, Any]:
-    """The JSON object stored under ``name``, which may be replaced at any time.
+    """The JSON object stored under ``name``.
 
     Raises:
         NotFound: there is no such object.
         FormatError: it is no JSON object, or larger than ``MAX_JSON_BYTES``.
     """
-    tries = _TRIES
-    while True:
-        size = store.head(name).size
-        try:
-            return _parsed(get_small(store, name, MAX_JSON_BYTES, size), f"{store.url}/{name}")
-        except FormatError:
-            tries -= 1
-            if not tries or store.head(name).size == size:
-                raise
+    return _parsed(get_small(store, name, MAX_JSON_BYTES), f"{store.url}/{name}")
 
 
 def find_json(store: Store, name: str, checks: Mapping[str, Check]) -> dict[str, Any] | None:

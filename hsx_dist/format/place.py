@@ -10,6 +10,8 @@ Runs of version 1 (``hsx-run/1``) have no id in their names: their objects lie n
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import secrets
 from collections.abc import Iterator, Mapping
@@ -26,6 +28,7 @@ from hsx_dist.store.prefix import PrefixStore
 __all__ = [
     "RUN",
     "Place",
+    "RunFolder",
     "find_place",
     "bury",
     "close_place",
@@ -55,6 +58,10 @@ _POINTER = re.compile(r"run(\.[0-9]{4,})?\.json")
 _FOLDER = re.compile(r"run-[0-9a-f]{16}/")
 
 
+class RunFolder(PrefixStore):
+    """The folder of a run of version 2. No object in it has a name that only version 1 gives."""
+
+
 @dataclass(frozen=True)
 class Place:
     """A run at a place.
@@ -70,6 +77,12 @@ class Place:
     store: Store
 
     @property
+    def id(self) -> str:
+        """16 hex digits that no other run has, also not one at the same place: its random id; for version 1, which has
+        none, the hash of its description, which never changes."""
+        return _id(self.info)
+
+    @property
     def folder(self) -> str:
         """The name of the run's folder in ``root``; empty for version 1."""
         return _folder(self.info) if self.version > 1 else ""
@@ -81,7 +94,7 @@ class Place:
     def removed(self) -> bool:
         """Whether the run was removed, as the store says now."""
         found = _read(self.root, self.pointer)
-        return found is None or "removed" in found or found.get("id") != self.info.get("id")
+        return found is None or "removed" in found or _id(found) != self.id
 
 
 def find_place(root: Store) -> Place | None:
@@ -214,7 +227,7 @@ def _place(root: Store, pointer: str, info: dict[str, Any]) -> Place:
     version = _FORMATS[info["format"]]
     if version == 1:
         return Place(root, pointer, version, info, root)
-    return Place(root, pointer, version, info, PrefixStore(root, _folder(info)))
+    return Place(root, pointer, version, info, RunFolder(root, _folder(info)))
 
 
 def _read(root: Store, name: str) -> dict[str, Any] | None:
@@ -229,6 +242,12 @@ def _read(root: Store, name: str) -> dict[str, Any] | None:
     if _FORMATS[found["format"]] > 1 and "removed" not in found and not _is_id(found.get("id")):
         raise FormatError(f"{where}: expected an id of 16 hex digits, got {shown(found.get('id'))}. It is damaged")
     return found
+
+
+def _id(info: Mapping[str, Any]) -> str:
+    if _FORMATS[info["format"]] > 1:
+        return str(info["id"])
+    return hashlib.blake2b(json.dumps(info, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def _folder(info: Mapping[str, Any]) -> str:

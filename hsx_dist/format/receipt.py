@@ -18,6 +18,7 @@ from hsx_dist.errors import FormatError, IntegrityError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.description import MAX_TOKENS
 from hsx_dist.format.json_objects import parse_json, shown
+from hsx_dist.format.names import LARGEST_NUMBER, WRITER
 from hsx_dist.format.segments import SegmentProof, SegmentTable
 
 __all__ = ["Receipt", "RowFate", "SegmentProof"]
@@ -34,10 +35,6 @@ _HEX8, _HEX = re.compile(r"[0-9a-f]{8}"), re.compile(r"[0-9a-f]*")
 #: Largest numbers that a receipt may hold: sums over the receipts of any run then fit 64 bits, or are taken exactly.
 MAX_PART_BYTES = 1 << 50
 _LARGEST_ROW = 2**62
-#: The largest attempt, and the largest receipt number of a writer: nine digits.
-LARGEST_NUMBER = 999_999_999
-#: Names of writers.
-WRITER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _PART = re.compile(r"[!-~]{1,1024}")
 _Json = dict[str, Any]
 

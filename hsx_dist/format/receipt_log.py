@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from hsx_dist.errors import AlreadyExists, Fenced, FormatError, HsxError, IntegrityError, NotFound
 from hsx_dist.format.description import MAX_HEADER_BYTES
 from hsx_dist.format.json_objects import get_small
-from hsx_dist.format.manifest import closed_name, parse_part_name, parse_receipt_name, receipt_name
+from hsx_dist.format.names import closed_name, parse_part_name, parse_receipt_name, receipt_name
 from hsx_dist.format.receipt import Receipt
 from hsx_dist.store import ObjectInfo, Store
 
@@ -28,8 +28,6 @@ Log = tuple[int, str]
 
 _SEAL = b'{"seal":'
 _SEAL_FORMAT = "hsx-seal/1"
-#: A seal is smaller; the last object of a log is read to see whether it is one only if it is not larger.
-_LARGEST_SEAL = 1024
 #: No part has a longer header, and a segment takes more of it than of a receipt.
 _LARGEST_RECEIPT = MAX_HEADER_BYTES
 _THREADS = 16
@@ -134,8 +132,7 @@ def _seal(store: Store, log: Log, last: int, body: bytes) -> None:
 
 
 def _is_sealed(store: Store, name: str) -> bool:
-    size = store.head(name).size
-    return size <= _LARGEST_SEAL and get_small(store, name, _LARGEST_SEAL, size).startswith(_SEAL)
+    return store.get(name, len(_SEAL)) == _SEAL
 
 
 def read_logs(store: Store, after_attempt: int = 0) -> Iterator[Receipt]:

@@ -13,11 +13,10 @@ from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.compacted import pack_receipts, read_compacted
 from hsx_dist.format.json_objects import count as count_check
 from hsx_dist.format.json_objects import dump_json, find_json, put_own, shown
-from hsx_dist.format.manifest import (
+from hsx_dist.format.manifest import Manifest, Receipt
+from hsx_dist.format.names import (
     ATTEMPT_DIGITS,
     LARGEST_NUMBER,
-    Manifest,
-    Receipt,
     attempt_name,
     closed_name,
     compacted_name,
@@ -26,6 +25,7 @@ from hsx_dist.format.manifest import (
     parse_receipt_name,
     receipt_name,
 )
+from hsx_dist.format.place import RunFolder
 from hsx_dist.format.receipt_log import list_logs, new_receipts, read_entry, read_logs, seal_logs
 from hsx_dist.format.run_members import ATTEMPT_MEMBERS, COMPLETE_MEMBERS, HEARTBEAT_MEMBERS
 from hsx_dist.store import Store
@@ -38,11 +38,14 @@ __all__ = [
     "check_receipts",
     "count",
     "close_attempt",
+    "is_complete",
     "is_fenced",
     "load_manifest",
+    "newest_and_complete",
     "newest_attempt",
     "read_attempt",
     "read_complete",
+    "read_completion",
     "read_heartbeat",
     "receipts_after",
     "receipts_of",
@@ -154,6 +157,19 @@ def _attempts(names: Iterable[str]) -> list[int]:
     return sorted(int(m[1]) for m in map(_ATTEMPT.fullmatch, names) if m)
 
 
+def is_complete(store: Store) -> bool:
+    """Whether the newest attempt accounted for every row. An earlier one's word is not enough."""
+    return read_completion(store)[1]
+
+
+def read_completion(store: Store) -> tuple[dict[str, Any] | None, bool]:
+    """What the last completed attempt stored, and whether no attempt follows it: then the run is complete."""
+    newest, complete = newest_and_complete(store)
+    # Asked after it was read: a listing may miss an attempt that was taken meanwhile, and show that an older one ended.
+    over = complete is not None and complete["attempt"] >= newest and not is_fenced(store, complete["attempt"])
+    return complete, over
+
+
 def is_fenced(store: Store, attempt: int) -> bool:
     """Whether a newer attempt was taken. Attempts have no gaps, so that one request is enough."""
     try:
@@ -194,13 +210,15 @@ def scan_receipts(store: Store) -> Iterator[Receipt]:
     return receipts_after(store, read_complete(store))
 
 
-def receipts_after(store: Store, complete: Mapping[str, Any] | None) -> Iterator[Receipt]:
-    """``scan_receipts``, where the last completed attempt was read before."""
+def receipts_after(store: Store, complete: Mapping[str, Any] | None, *, over: bool = False) -> Iterator[Receipt]:
+    """``scan_receipts``, where the last completed attempt was read before. ``over``: no attempt follows it, so that no
+    later receipts are listed."""
     after = 0
     if complete is not None:
         yield from read_compacted(store, complete)
         after = int(complete["attempt"])
-    yield from read_logs(store, after)
+    if not over:
+        yield from read_logs(store, after)
 
 
 def all_receipts(store: Store) -> Iterator[Receipt]:
@@ -284,20 +302,37 @@ def count(manifest: Manifest) -> dict[str, int]:
     }
 
 
+def newest_and_complete(store: Store) -> tuple[int, dict[str, Any] | None]:
+    """The newest attempt (0: none was taken) and what the last completed one stored, as one listing shows them.
+
+    Raises ``FormatError`` as ``read_complete``.
+    """
+    names = [info.name for info in store.list("attempts/")]
+    completed = max((int(m[1]) for m in map(_COMPLETED.fullmatch, names) if m), default=0)
+    return max(_attempts(names), default=0), _find_complete(store, completed)
+
+
 def read_complete(store: Store, attempt: int | None = None) -> dict[str, Any] | None:
     """What the last completed attempt stored, or ``attempt`` alone; ``None`` when there is none.
 
     Raises ``FormatError`` when it cannot be read.
     """
-    number = _last_completed(store) if attempt is None else attempt
-    found, name = None, _COMPLETE_V1
-    if number:
-        name = complete_name(number)
+    if attempt is None:
+        return newest_and_complete(store)[1]
+    found = _find_complete(store, attempt)
+    return found if found is not None and found["attempt"] == attempt else None
+
+
+def _find_complete(store: Store, attempt: int) -> dict[str, Any] | None:
+    """What ``attempt`` stored (0: no attempt that stored it under ``complete_name``), else what version 1 did."""
+    names = [complete_name(attempt)] if attempt else []
+    if not isinstance(store, RunFolder):
+        names.append(_COMPLETE_V1)
+    for name in names:
         found = find_json(store, name, COMPLETE_MEMBERS)
-    if found is None:
-        name = _COMPLETE_V1
-        found = find_json(store, name, COMPLETE_MEMBERS)
-    if found is None or attempt not in (None, found.get("attempt")):
+        if found is not None:
+            break
+    else:
         return None
     where = f"{store.url}/{name}"
     _check_format(found, _COMPLETE_FORMAT, where)
@@ -316,11 +351,6 @@ def read_complete(store: Store, attempt: int | None = None) -> dict[str, Any] | 
         )
     found.setdefault("summary", {})
     return found
-
-
-def _last_completed(store: Store) -> int:
-    matches = (_COMPLETED.fullmatch(info.name) for info in store.list("attempts/"))
-    return max((int(m[1]) for m in matches if m), default=0)
 
 
 def _check_format(found: Mapping[str, Any], expected: str, where: str) -> None:

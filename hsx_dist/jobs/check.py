@@ -13,7 +13,7 @@ from rich.table import Table
 from hsx_dist.config import ExtractConfig
 from hsx_dist.errors import FormatError, NotFound
 from hsx_dist.format.json_objects import check_members, count, read_json
-from hsx_dist.format.manifest import CHECK
+from hsx_dist.format.names import CHECK
 from hsx_dist.format.place import Place
 from hsx_dist.isa import avoid_broken_amx
 from hsx_dist.jobs.preflight import Model

@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
+from functools import cache
 from pathlib import Path
 
+from hsx_dist.errors import ConfigError
 from hsx_dist.logger import get_logger
 from hsx_dist.store.folders import open_own, private_folder
 
@@ -17,29 +19,30 @@ class CoreClaim:
     """Cores of this machine that no other claim of ours holds; given up when the process ends, however it ends."""
 
     def __init__(self, count: int):
-        """Claim up to ``count`` of the cores that this process may run on; ``cores`` says which.
-
-        Raises:
-            ConfigError: another user prepared the folder of the claims.
-        """
+        """Claim up to ``count`` of the cores that this process may run on; ``cores`` says which. None where the folder
+        of the claims cannot be used, which is logged: any user can make a folder of that name."""
         self.cores: list[int] = []
         self._files: list[int] = []
+        try:
+            self._claim(count)
+        except (ConfigError, OSError) as e:
+            self.release()
+            self.cores = []
+            _warn(f"{type(e).__name__}: {e}")
+
+    def _claim(self, count: int) -> None:
         folder = private_folder(Path(tempfile.gettempdir()) / f"hsx-cores-{os.geteuid()}")
         try:
             for core in sorted(os.sched_getaffinity(0)):
                 if len(self.cores) == count:
                     break
-                fd = open_own(folder, str(core), os.O_CREAT | os.O_RDWR)
+                self._files.append(open_own(folder, str(core), os.O_CREAT | os.O_RDWR))
                 try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(self._files[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    os.close(fd)
-                    continue
-                self.cores.append(core)
-                self._files.append(fd)
-        except BaseException:
-            self.release()
-            raise
+                    os.close(self._files.pop())
+                else:
+                    self.cores.append(core)
         finally:
             os.close(folder)
 
@@ -47,6 +50,11 @@ class CoreClaim:
         for fd in self._files:
             os.close(fd)
         self._files.clear()
+
+
+@cache
+def _warn(why: str) -> None:
+    log.warning("no cores are reserved for engines of this process; engines of one machine may share cores: %s", why)
 
 
 def omp_binding(cores: list[int], ranks: int, wanted: int) -> str:

@@ -20,9 +20,9 @@ from hsx_dist.format.place import Place, find_place, start_run
 from hsx_dist.format.receipt_log import seal_logs
 from hsx_dist.format.runs import (
     close_attempt,
+    is_complete,
     load_manifest,
     newest_attempt,
-    read_complete,
     require_conditional_puts,
     seal_attempts,
     take_attempt,
@@ -183,12 +183,6 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
         console.print(told, soft_wrap=True)
         return RunSummary.of(root.url, manifest, stopped=driver.ended)
     return finish(config, place, manifest, model, console, computed=progress)
-
-
-def is_complete(store: Store) -> bool:
-    """Whether the newest attempt accounted for every row."""
-    complete = read_complete(store)
-    return complete is not None and bool(complete["attempt"] >= newest_attempt(store))
 
 
 def take_over(config: ExtractConfig, place: Place, console: Console) -> tuple[int, RowLedger, Manifest]:

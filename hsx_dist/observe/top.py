@@ -10,7 +10,7 @@ from typing import Any
 
 from hsx_dist.config.secrets import public_url
 from hsx_dist.format.place import open_place
-from hsx_dist.format.runs import newest_attempt, read_complete, read_heartbeat
+from hsx_dist.format.runs import newest_and_complete, read_heartbeat
 from hsx_dist.observe.units import duration
 from hsx_dist.store import Store
 
@@ -88,9 +88,8 @@ def look(root: Store, before: Standing | None = None) -> Standing:
     """
     place = open_place(root)
     store = place.store
-    attempt = newest_attempt(store)
+    attempt, complete = newest_and_complete(store)
     beat = read_heartbeat(store, attempt) if attempt else None
-    complete = read_complete(store)
     state = str(beat.get("state", "?")) if beat else "not started" if not attempt else "starting"
     if complete is not None and complete["attempt"] >= attempt:
         state = "complete"

@@ -35,8 +35,10 @@ class CachedStore:
     replaced nor removed.
     """
 
-    def __init__(self, inner: Store, folder: Path, max_bytes: int):
+    def __init__(self, inner: Store, folder: Path, max_bytes: int, run_id: str = ""):
+        """``run_id``: objects of another run are others, also where they have the same URL."""
         self._inner = inner
+        self._run = run_id
         self._folder = folder
         self._max = max_bytes
         self._added = 0
@@ -59,7 +61,7 @@ class CachedStore:
 
     def _place(self, name: str, span: tuple[int, int]) -> tuple[str, str]:
         """(folder of the cache, file in it)"""
-        text = f"{self.url}\0{name}\0{span[0]}\0{span[1]}".encode("utf-8", "surrogatepass")
+        text = f"{self._run}\0{self.url}\0{name}\0{span[0]}\0{span[1]}".encode("utf-8", "surrogatepass")
         digest = hashlib.blake2b(text, digest_size=16).hexdigest()
         return digest[:2], digest
 
@@ -133,8 +135,8 @@ class CachedStore:
     def put_if_absent(self, name: str, data: bytes | Sequence[Buffer]) -> None:
         self._inner.put_if_absent(name, data)
 
-    def get(self, name: str) -> bytes:
-        return self._inner.get(name)
+    def get(self, name: str, most: int | None = None) -> bytes:
+        return self._inner.get(name, most)
 
     def head(self, name: str) -> ObjectInfo:
         return self._inner.head(name)

@@ -23,7 +23,7 @@ from hsx_dist.reading.arrays import resolve_framework
 from hsx_dist.reading.cache import CachedStore
 from hsx_dist.reading.follow import Arrival, Follower
 from hsx_dist.reading.items import ItemSpec
-from hsx_dist.reading.order import Progress, canonical_order, fingerprint, restore
+from hsx_dist.reading.order import Progress, canonical_order, fingerprint, require_run, restore
 from hsx_dist.reading.prefetch import read_ahead, reused_memory
 from hsx_dist.reading.retain import rank_of
 from hsx_dist.reading.run import Run, open_run
@@ -65,12 +65,19 @@ class _Reader:
         self.selection = source if isinstance(source, Selection) else select(source)
         self.run = self.selection.run
         if cache_dir is not None:
-            self.run = self.run.with_store(partial(CachedStore, folder=Path(cache_dir), max_bytes=cache_bytes))
+            cached = partial(CachedStore, folder=Path(cache_dir), max_bytes=cache_bytes, run_id=self.run.id)
+            self.run = self.run.with_store(cached)
         spec.check_layers(self.run)
         self.spec = spec
 
     def make(self, place: int, epoch: int, empty: Empty | None = None) -> dict[str, Any]:
         return self.spec.make(self.run.at(place), epoch, empty)
+
+    def nbytes(self, place: int) -> int:
+        """As ``ItemSpec.nbytes``."""
+        index = self.run.index
+        sizes = int(index.tokens[place]), int(index.raw_bytes[place]), int(index.stored_bytes[place])
+        return self.spec.nbytes(self.run, index.keys[place], *sizes)
 
     def memory(self, prefetch_bytes: int) -> Empty | None:
         """Where items' states lie; fresh memory for numpy, which gets other arrays than those that are decoded into."""
@@ -199,7 +206,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
             groups, shuffle=self._shuffle, buffer=self._buffer, seed=self._seed, epoch=progress.epoch
         )
         places = selection.places[progress.mine(order)[progress.taken :]]
-        tasks = ((int(place), reader.spec.nbytes(self.run, int(place))) for place in places)
+        tasks = ((int(place), reader.nbytes(int(place))) for place in places)
         epoch, empty = progress.epoch, self._reader.memory(self._prefetch)
         for place, future in read_ahead(
             lambda place: reader.make(place, epoch, empty), tasks, threads=self._threads, max_bytes=self._prefetch
@@ -231,22 +238,23 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
                 f"state: expected the state of shard {shard} of {shards}, came that of shard {resume['shard']} of "
                 f"{resume['shards']}; a run that is followed goes on with the same ranks and workers"
             )
-        follower = self._follower = Follower(
-            self.run.store, state=None if resume is None else resume["position"], **(self._follow or {})
-        )
-        nbytes = 0 if self.run.layer_ids else 1
-        empty = self._reader.memory(self._prefetch)
+        position = None
+        if resume is not None:
+            position, self.skipped = resume["position"], resume.get("skipped", self.skipped)
+        follower = self._follower = Follower(self.run.store, state=position, **(self._follow or {}))
+        reader, empty = self._reader, self._reader.memory(self._prefetch)
 
         def tasks() -> Iterator[tuple[Arrival | None, int]]:
             for arrival in follower:
                 if arrival is None:
                     yield None, 0
                 elif rank_of(arrival.entry.key, shards) == shard:
-                    yield arrival, nbytes or self._follow_bytes(arrival)
+                    sizes = arrival.entry.num_tokens, arrival.raw_bytes, arrival.stored_bytes
+                    yield arrival, reader.spec.nbytes(self.run, arrival.entry.key, *sizes)
 
         def make(arrival: Arrival | None) -> dict[str, Any]:
             assert arrival is not None, "read_ahead runs no pauses"
-            return self._reader.spec.make(self.run.sample_of(arrival.entry), 0, empty)
+            return reader.spec.make(self.run.sample_of(arrival.entry), 0, empty)
 
         for arrival, future in read_ahead(make, tasks(), threads=self._threads, max_bytes=self._prefetch):
             assert arrival is not None, "read_ahead yields no pauses"
@@ -256,49 +264,50 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
                 yield item
                 del item
 
-    def _follow_bytes(self, arrival: Arrival) -> int:
-        sample = self.run.sample_of(arrival.entry)
-        start, stop = self._reader.spec.span(sample.num_tokens, sample.key, 0)
-        layers = len(self._reader.spec.layers or sample.layer_ids)
-        return 4 * (stop - start) * layers * sample.hidden_size * (1 if sample.dtype != "float32" else 2)
-
     def retention(self, consumer: str = "default", *, consumers: Sequence[str] | None = None) -> Retention:
         """``ack(key)`` of this rank's samples; parts that all ``consumers`` have used are removed."""
         from hsx_dist.reading.retain import Retention
 
-        return Retention(self.run.store, consumer, consumers=consumers, rank=self._rank, world_size=self._world)
+        return Retention(self.run.place, consumer, consumers=consumers, rank=self._rank, world_size=self._world)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Where this process's iteration stands, to the sample; JSON types. ``merge_states`` joins ranks."""
-        shards, shard = self._shards()
-        if self._follow is not None:
-            position = self._follower.position if self._follower is not None else {}
-            return {"follow": True, "shards": shards, "shard": shard, "position": position}
-        if self._progress is None:
-            if self._resume is not None:
-                return dict(self._resume)
-            return self.start_state()
-        return self._progress.to_dict(self._fingerprint()) | {"skipped": self.skipped}
+        if self._resume is not None:  # loaded, and not gone on from yet
+            return dict(self._resume)
+        if self._follower is not None:
+            return self._state_of(self._follower.position)
+        return self.start_state() if self._progress is None else self._state_of(self._progress)
 
     def start_state(self) -> dict[str, Any]:
         """The state before the first sample of the epoch that is set."""
         shards, shard = self._shards()
-        return Progress(self._epoch.get(), shards, shard).to_dict(self._fingerprint()) | {"skipped": self.skipped}
+        return self._state_of({} if self._follow is not None else Progress(self._epoch.get(), shards, shard))
+
+    def _state_of(self, at: Progress | dict[str, Any]) -> dict[str, Any]:
+        """``at``: the progress in an epoch, or a follower's position."""
+        if isinstance(at, Progress):
+            found = at.to_dict(self._fingerprint())
+        else:
+            shards, shard = self._shards()
+            found = {"follow": True, "shards": shards, "shard": shard, "position": at}
+        return {**found, "run": self.run.id, "skipped": self.skipped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iteration goes on where ``state`` was taken.
 
         Raises:
             ConfigError: it is the state of another data set; or, when iteration begins, of another shard.
+            RunMismatch: it is of another run, such as one that was removed from the same place.
         """
         if bool(state.get("follow")) != (self._follow is not None):
             raise ConfigError("state: expected that of a data set with the same follow")
         if self._follow is None:
             restore(state, self._fingerprint(), state.get("shards") or 1, state.get("shard") or 0)
             self._epoch.set(state["epoch"])
-        self._resume, self._progress = dict(state), None
+        require_run(state, self.run.id, self.run.url)
+        self._resume = dict(state)
 
     def _fingerprint(self) -> str:
         found = self.__dict__.get("_print")

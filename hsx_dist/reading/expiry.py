@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,14 +18,24 @@ from hsx_dist.format.container import Part
 from hsx_dist.format.json_objects import number, read_json
 from hsx_dist.format.place import find_place
 from hsx_dist.reading.companion_lock import exclusive_lock
-from hsx_dist.store import Store
-from hsx_dist.store.base import Conditional, not_conditional
+from hsx_dist.store import ObjectInfo, Store
+from hsx_dist.store.base import Conditional, Folders, not_conditional
 
 
-def expired(store: Store, now: float | None = None) -> Iterator[tuple[str, float]]:
+def readable(store: Store, unreadable: Callable[[str], None]) -> Iterator[ObjectInfo]:
+    """The store's objects, without folders that this process may not read: ``unreadable`` is called with their names.
+
+    For objects that are judged one by one. Where a missing object means something, as in a run, use ``Store.list``.
+    """
+    return store.list_readable(unreadable) if isinstance(store, Folders) else store.list()
+
+
+def expired(
+    store: Store, now: float | None = None, *, unreadable: Callable[[str], None] = lambda _: None
+) -> Iterator[tuple[str, float]]:
     """(name, when it expired in seconds since the epoch) of objects and markers under the store's URL, as listed.
 
-    Objects that cannot be read as ours are left alone.
+    Objects that cannot be read as ours, and folders that cannot be read, are left alone: see ``readable``.
 
     Raises:
         ConfigError: there is a run at the URL.
@@ -37,7 +47,7 @@ def expired(store: Store, now: float | None = None) -> Iterator[tuple[str, float
             "the run as a whole, or name another prefix"
         )
     now = time.time() if now is None else now
-    for info in store.list():
+    for info in readable(store, unreadable):
         if info.name.endswith(LOCK):
             continue
         end = _end(store, info.name, info.size)
@@ -102,7 +112,7 @@ def remove(store: Store, name: str, now: float | None = None) -> bool:
     is_object = not name.endswith(MARKERS)
     local = is_object and "://" not in store.url
     try:
-        with exclusive_lock(f"{store.url}/{name}") if local else nullcontext(False) as has_lock:
+        with exclusive_lock(store.url, name) if local else nullcontext(False) as has_lock:
             version = store.version(name)
             end = _end(store, name)
             if end is None or end > now or not store.delete_version(name, version):

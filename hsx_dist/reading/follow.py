@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hsx_dist.errors import NotFound, RunStalled
-from hsx_dist.format.manifest import Manifest, Receipt, attempt_name, parse_receipt_name, receipt_name
+from hsx_dist.format.manifest import Manifest, Receipt
+from hsx_dist.format.names import attempt_name, parse_receipt_name, receipt_name
 from hsx_dist.format.receipt_log import read_entry
 from hsx_dist.format.runs import newest_attempt, read_complete, read_heartbeat, scan_receipts
 from hsx_dist.reading.index import SampleEntry, entry_of
@@ -21,11 +22,13 @@ _COMPLETING_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A sample that has become whole, and the receipt that made it so."""
+    """A sample that has become whole, the receipt that made it so, and the bytes of its states, raw and as stored."""
 
     entry: SampleEntry
     writer: _Writer
     seq: int
+    raw_bytes: int
+    stored_bytes: int
 
 
 class Follower:
@@ -146,7 +149,9 @@ class Follower:
             record = self._manifest.samples.get(key)
             if record is not None and key not in self._seen:
                 self._seen.add(key)
-                arrivals.append(Arrival(entry_of(record), writer, receipt.seq))
+                raw = sum(proof.raw_bytes for _, proof in record.segments)
+                stored = sum(proof.stored_bytes for _, proof in record.segments)
+                arrivals.append(Arrival(entry_of(record), writer, receipt.seq, raw, stored))
         return arrivals
 
     def _find_writers(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 
 from hsx_dist.errors import NotFound
-from hsx_dist.format.manifest import parse_part_name
+from hsx_dist.format.names import parse_part_name
 from hsx_dist.format.place import (
     V1_FOLDERS,
     V1_OBJECTS,
@@ -26,6 +26,7 @@ from hsx_dist.format.receipt_log import list_logs, seal_logs
 from hsx_dist.format.runs import all_receipts
 from hsx_dist.reading.missing import removed_parts
 from hsx_dist.store import ObjectInfo, Store
+from hsx_dist.store.base import Folders
 
 
 def unproven(place: Place, *, seal: bool) -> list[ObjectInfo]:
@@ -54,11 +55,12 @@ def _unnamed(store: Store, parts: list[ObjectInfo]) -> list[ObjectInfo]:
     return [info for info in parts if info.name not in named]
 
 
-def unfinished(store: Store, older_than: float = 0.0) -> Iterator[ObjectInfo]:
+def unfinished(
+    store: Store, older_than: float = 0.0, unreadable: Callable[[str], None] | None = None
+) -> Iterator[ObjectInfo]:
     """What puts left of which the process was killed, where the store is a folder: of everything below it, unless it
-    changed within ``older_than`` seconds."""
-    find = getattr(store, "unfinished", None)
-    return iter(()) if find is None else find(older_than)
+    changed within ``older_than`` seconds. ``unreadable``: see ``store.base.Folders``."""
+    return store.unfinished(older_than, unreadable) if isinstance(store, Folders) else iter(())
 
 
 def own_unfinished(place: Place) -> Iterator[ObjectInfo]:

@@ -81,17 +81,15 @@ class ItemSpec:
             before = spare if self.crop == "end" else 0
         return start + before, stop - (spare - before)
 
-    def nbytes(self, run: Run, place: int) -> int:
-        """What fetching and decoding the sample takes, at most, in bytes: the stored chunks, and the states."""
-        index = run.index
-        total, layers = int(index.tokens[place]), run.layer_ids
-        start, stop = self.span(total, index.keys[place], 0)
-        share = (stop - start) / total
-        if self.layers is not None and layers:
-            share *= len(self.layers) / len(layers)
+    def nbytes(self, run: Run, key: str, num_tokens: int, raw_bytes: int, stored_bytes: int) -> int:
+        """What fetching and decoding a sample takes, at most, in bytes: the stored chunks, and the states. From what
+        receipts prove of it: its part is not read."""
+        start, stop = self.span(num_tokens, key, 0)
+        share = (stop - start) / num_tokens
+        if self.layers is not None and run.layer_ids:
+            share *= len(self.layers) / len(run.layer_ids)
         wide = 1 if self.framework != "numpy" else 2  # bf16 becomes float32
-        stored = max(1.0, index.stored_bytes[place] / max(1, index.raw_bytes[place]))
-        return int(index.raw_bytes[place] * share * (wide + stored))
+        return int(raw_bytes * share * (wide + max(1.0, stored_bytes / max(1, raw_bytes))))
 
     def make(self, sample: Sample, epoch: int, empty: Empty | None = None) -> dict[str, Any]:
         """The item; ``empty`` as ``Sample.load``'s.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hsx_dist.errors import RunError
-from hsx_dist.format.runs import newest_attempt, read_complete, read_heartbeat
+from hsx_dist.format.runs import newest_and_complete, newest_attempt, read_heartbeat
 from hsx_dist.store import Store
 
 #: A driver beats every 5 seconds; of one that lives, a change is seen within so many.
@@ -24,36 +24,42 @@ class Tenure:
 
     ``state``: ``complete``; ``running``; ``silent`` (its driver died, or is cut off from the store); ``new`` (nobody
     took an attempt yet: 0); or what its driver said at its end: ``stopped: why``, ``failed``, ``fenced``, ``finished``.
-    ``heartbeat``: the last one seen, if any; ``complete``: what ``complete.json`` says, if it is of this attempt.
+    ``heartbeat``: the last one seen, if any. ``completed``: what the last completed attempt stored, when the
+    observation began. It may be of an earlier attempt; ``complete`` is not.
     """
 
     attempt: int
     state: str
     heartbeat: dict[str, Any]
-    complete: dict[str, Any] | None
+    completed: dict[str, Any] | None
+
+    @property
+    def complete(self) -> dict[str, Any] | None:
+        """What the attempt stored, if it is complete."""
+        return self.completed if self.state == "complete" else None
 
 
 def observe(store: Store, seconds: float, *, sleep: Callable[[float], None] = time.sleep) -> Tenure:
     """The newest attempt. While its driver has not said that it ended, its heartbeat is watched for up to ``seconds``:
     as soon as it changes the driver is known to live."""
-    attempt, complete = newest_attempt(store), read_complete(store)
+    attempt, complete = newest_and_complete(store)
     heart = (read_heartbeat(store, attempt) if attempt else None) or {}
     if complete is not None and complete["attempt"] >= attempt:
         return Tenure(attempt, "complete", heart, complete)
     if not attempt:
-        return Tenure(0, "new", {}, None)
+        return Tenure(0, "new", {}, complete)
     first, waited, pause = heart.get("value"), 0.0, min(_LOOK_EVERY_S, seconds)
     while heart.get("state", "running") == "running":
         if heart.get("value") != first:
-            return Tenure(attempt, "running", heart, None)
+            return Tenure(attempt, "running", heart, complete)
         if waited >= seconds:
-            return Tenure(attempt, "silent", heart, None)
+            return Tenure(attempt, "silent", heart, complete)
         sleep(pause)
         waited += pause
         if (newer := newest_attempt(store)) != attempt:
-            return Tenure(newer, "running", {}, None)  # whoever took it has only just begun
+            return Tenure(newer, "running", {}, complete)  # whoever took it has only just begun
         heart = read_heartbeat(store, attempt) or heart
-    return Tenure(attempt, str(heart["state"]), heart, None)
+    return Tenure(attempt, str(heart["state"]), heart, complete)
 
 
 def require_dead(

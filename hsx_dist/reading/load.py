@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
 from hsx_dist.errors import ConfigError, FormatError, NotFound, RunError, SampleFailed, SampleNotFound
-from hsx_dist.format.companions import OBJECT, marker_name
+from hsx_dist.format.companions import OBJECT, conflict_name, marker_name
 from hsx_dist.format.container import Part
 from hsx_dist.format.json_objects import read_json
 from hsx_dist.format.place import RUN
@@ -64,17 +64,30 @@ def load_hidden_states(
         if not name or folder.endswith(":/"):
             raise ConfigError(f"{path}: expected an object, or a run and a key, got a folder and no key")
         store = open_store(folder or ("/" if path.startswith("/") else "."), storage_options)
-        lock = f"{store.url}/{name}" if "://" not in store.url else None
-
-        def load() -> dict[str, Any]:
-            # Also while it is read: a server replaces what lies under a path that its client uses again.
-            with shared_lock(lock) if lock is not None else nullcontext():
-                return _sample_in_object(store, name, key).load(layers, tokens, framework)
-
-        return _wait_for(load, wait)
+        return load_object(store, name, key, layers=layers, tokens=tokens, wait=wait, framework=framework)
     store = open_store(path, storage_options)
     opened: list[Run] = []
     return _wait_for(lambda: _sample_in_run(store, key, opened), wait).load(layers, tokens, framework)
+
+
+def load_object(
+    store: Store,
+    name: str,
+    key: str | None = None,
+    *,
+    layers: Sequence[int] | None = None,
+    tokens: Tokens | None = None,
+    wait: float = 0,
+    framework: Framework = "auto",
+) -> dict[str, Any]:
+    """As ``load_hidden_states``, of the object ``name`` in ``store``."""
+
+    def load() -> dict[str, Any]:
+        # Also while it is read: a server replaces what lies under a path that its client uses again.
+        with shared_lock(store.url, name) if "://" not in store.url else nullcontext():
+            return _sample_in_object(store, name, key).load(layers, tokens, framework)
+
+    return _wait_for(load, wait)
 
 
 def _wait_for(find: Callable[[], _T], seconds: float) -> _T:
@@ -107,18 +120,20 @@ def _sample_in_run(store: Store, key: str, opened: list[Run]) -> Sample:
 
 
 def _sample_in_object(store: Store, name: str, key: str | None) -> Sample:
-    missing = None
-    try:
-        part = Part.open(store, name)
-    except NotFound as e:
-        missing = e
-    # Also where there is an object: its key may have been used for two samples, and the marker says so.
-    _raise_marker(store, name)
-    if missing is not None:
+    part = _part(store, name)
+    where = f"{store.url.rstrip('/')}/{name}"
+    # The rule between objects and markers is in ``format.companions``.
+    failure = _marker(store, marker_name(name))
+    if part is None and failure is not None:
+        part = _part(store, name)  # it may have been stored between the two looks
+    conflict = _marker(store, conflict_name(name))
+    for marker in (conflict, failure):
+        if marker is not None and (part is None or marker.get("until_stored") is not True):
+            raise SampleFailed(f"{where}: its producer failed: {bounded(marker.get('error', 'it gives no reason'))}")
+    if part is None:
         if not name.endswith(OBJECT):
             _raise_run(store, name)
-        raise missing
-    where = f"{store.url.rstrip('/')}/{name}"
+        raise NotFound(f"{where}: expected an object, got none")
     found = [(i, info.segment) for i, info in enumerate(part.segments) if key in (None, info.segment.key)]
     keys = sorted({segment.key for _, segment in found})
     if not found:
@@ -144,12 +159,17 @@ def _raise_run(store: Store, name: str) -> None:
     raise ConfigError(f"{where}: expected a run and a key, or an object; got a run and no key. List keys with hsx ls")
 
 
-def _raise_marker(store: Store, name: str) -> None:
-    marker = marker_name(name)
+def _part(store: Store, name: str) -> Part | None:
     try:
-        reason = bounded(read_json(store, marker)["error"])
+        return Part.open(store, name)
     except NotFound:
-        return
-    except (FormatError, KeyError):
-        reason = f"(no reason in {marker})"
-    raise SampleFailed(f"{store.url.rstrip('/')}/{name}: its producer failed: {reason}")
+        return None
+
+
+def _marker(store: Store, name: str) -> dict[str, Any] | None:
+    try:
+        return read_json(store, name)
+    except NotFound:
+        return None
+    except FormatError:
+        return {"error": f"no reason in {name}"}

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hsx_dist.errors import ConfigError
+from hsx_dist.errors import ConfigError, RunMismatch
 
 _VERSION = "hsx-dataset/1"
 #: What a ``MixedDataset`` calls its state.
@@ -86,6 +86,16 @@ def fingerprint(seed: int, shuffle: bool, buffer: int, keys: Iterable[str]) -> s
     return h.hexdigest()
 
 
+def require_run(state: Mapping[str, Any], run_id: str, url: str) -> None:
+    """``RunMismatch`` when ``state`` was taken from another run than ``run_id``, which is at ``url``. States of earlier
+    versions do not name a run."""
+    if state.get("run", run_id) != run_id:
+        raise RunMismatch(
+            f"state: expected run {str(state['run'])[:40]}, from which it was taken, got run {run_id} at {url}. Open "
+            "that run, or begin this one without the state"
+        )
+
+
 def restore(state: Mapping[str, Any], expected: str, shards: int, shard: int) -> Progress:
     """The progress that a state (one shard's, or ``merge_states``') means for this shard.
 
@@ -136,8 +146,8 @@ def merge_states(states: Any) -> dict[str, Any]:
             raise ConfigError("states: expected states of shards, came one that is merged already; use it as it is")
         by_shard[state["shard"]] = state
     first = found[0]
-    for name in ("samples", "shards", "history"):
-        if any(state[name] != first[name] for state in found):
+    for name in ("run", "samples", "shards", "history"):
+        if any(state.get(name) != first.get(name) for state in found):
             raise ConfigError(f"states: expected shards of one data set, they differ in {name!r}")
     missing = sorted(set(range(first["shards"])) - set(by_shard))
     if missing:

@@ -11,11 +11,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from hsx_dist.errors import AlreadyExists, ConfigError, RunError
 from hsx_dist.format.manifest import Manifest
-from hsx_dist.format.runs import load_manifest, newest_attempt, read_complete, receipts_of
+from hsx_dist.format.place import Place
+from hsx_dist.format.runs import is_complete, load_manifest, receipts_of
 from hsx_dist.reading.missing import marks_folder, removal_mark
+from hsx_dist.reading.order import require_run
 from hsx_dist.reading.select import key_hash
 from hsx_dist.store import Store
 
@@ -36,14 +39,14 @@ class Retention:
 
     def __init__(
         self,
-        store: Store,
+        place: Place,
         consumer: str = "default",
         *,
         consumers: Sequence[str] | None = None,
         rank: int = 0,
         world_size: int = 1,
     ):
-        self._store = store
+        self._place, self._store = place, place.store
         self._me = f"{consumer}.{rank}of{world_size}.json"
         self._consumers = frozenset(consumers or [consumer])
         bad = [name for name in {consumer, *self._consumers} if not _NAME.fullmatch(name)]
@@ -80,14 +83,15 @@ class Retention:
         for part in sorted(parts):
             self._mark(part)
 
-    def state_dict(self) -> dict[str, list[str]]:
+    def state_dict(self) -> dict[str, Any]:
         """What was used of parts that are not used up; store it with the trainer's checkpoint."""
         records = ((key, self._manifest.samples.get(key)) for key in sorted(self._used))
         open_ = [k for k, r in records if r is not None and any(part not in self._marked for part, _ in r.segments)]
-        return {"used": open_}
+        return {"run": self._place.id, "used": open_}
 
-    def load_state_dict(self, state: Mapping[str, Sequence[str]]) -> None:
-        """Go on where ``state_dict`` was taken."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken. ``RunMismatch``: it was taken from another run."""
+        require_run(state, self._place.id, self._place.root.url)
         self._used.update(state["used"])
 
     def _refresh(self) -> None:
@@ -127,7 +131,7 @@ class Retention:
             if record is None:
                 # The rest of it may still come, from the attempt that stored this segment.
                 if over is None:
-                    over = self._is_over()
+                    over = is_complete(self._store)
                     if over:
                         self._refresh()  # what is known of the run may be older than its end
                 if not over:
@@ -140,11 +144,6 @@ class Retention:
             ):
                 return False
         return True
-
-    def _is_over(self) -> bool:
-        """Whether the newest attempt has accounted for every row. An earlier one's word is not enough."""
-        complete = read_complete(self._store)
-        return complete is not None and bool(complete["attempt"] >= newest_attempt(self._store))
 
 
 def used_by_all(store: Store, folder: str, consumers: frozenset[str]) -> bool:

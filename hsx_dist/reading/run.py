@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from hsx_dist.errors import IntegrityError, NotFound, RunError, SampleConsumed, SampleNotFound
 from hsx_dist.format.container import Part
 from hsx_dist.format.manifest import Manifest, RowFate
-from hsx_dist.format.place import open_place
-from hsx_dist.format.runs import load_manifest, newest_attempt, read_complete, receipts_after
+from hsx_dist.format.place import Place, open_place
+from hsx_dist.format.runs import load_manifest, read_completion, receipts_after
 from hsx_dist.logger import get_logger
 from hsx_dist.page import Segment
 from hsx_dist.reading.index import Index, SampleEntry
@@ -141,10 +141,9 @@ class Run:
     def refresh(self) -> None:
         """Read the manifest again."""
         # In this order: what is said to be complete must have been so before the receipts were read.
-        complete = read_complete(self.store)
-        self._complete = complete is not None and complete["attempt"] >= newest_attempt(self.store)
+        complete, self._complete = read_completion(self.store)
         try:
-            index = Index(receipts_after(self.store, complete))
+            index = Index(receipts_after(self.store, complete, over=self._complete))
         except (NotFound, IntegrityError):
             self._require_not_removed()
             raise
@@ -162,9 +161,21 @@ class Run:
         return load_manifest(self.store)
 
     @property
+    def id(self) -> str:
+        """16 hex digits that no other run has, also not one at the same path."""
+        return self._place.id
+
+    @property
     def version(self) -> int:
         """Of the run's state: 1, or 2."""
         return self._place.version
+
+    @property
+    def place(self) -> Place:
+        """The run at its place, by this process's stores."""
+        if self._pid != os.getpid():
+            self._after_fork()
+        return self._place
 
     @property
     def store(self) -> Store:

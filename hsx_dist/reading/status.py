@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from hsx_dist.format.manifest import Totals
+from hsx_dist.format.manifest import Manifest, Totals
 from hsx_dist.format.place import open_place
-from hsx_dist.format.runs import load_manifest
+from hsx_dist.format.runs import receipts_after
 from hsx_dist.reading.liveness import OBSERVE_SECONDS, observe
 from hsx_dist.reading.missing import missing_parts
 from hsx_dist.store import Store
@@ -60,7 +60,7 @@ def run_status(
     place = open_place(root)
     store = place.store
     found = observe(store, observe_seconds, sleep=sleep)
-    manifest = load_manifest(store)
+    manifest = Manifest(receipts_after(store, found.completed))
     progress = dict(found.heartbeat.get("progress") or {})
     total = progress.get("rows") if found.complete is None else found.complete["summary"].get("rows")
     poison = sum(fate.fate == "poison" for fate in manifest.failed.values())

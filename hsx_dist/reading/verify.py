@@ -107,7 +107,7 @@ def verify_run(
         return report
     names = [n for n in sorted(manifest.parts) if sample == 1 or key_hash(f"{seed},{n}", b"verify") < sample * 2**64]
     missing = set(missing_parts(store, manifest, place.version))
-    todo = [n for n in names if n in missing or not known.take(manifest.parts[n], report)]
+    todo = [n for n in names if n in missing or not known.take(place.id, manifest.parts[n], report)]
     with ThreadPoolExecutor(workers, thread_name_prefix="hsx-verify") as pool:
         for name, (tally, messages) in zip(
             todo, pool.map(lambda n: _check(place, manifest.parts[n]), todo), strict=True
@@ -116,7 +116,7 @@ def verify_run(
             found = [Problem(name, message) for message in messages]
             report.problems.extend(found)
             if not found and not tally.consumed:
-                known.note(manifest.parts[name], tally)
+                known.note(place.id, manifest.parts[name], tally)
             if on_part is not None:
                 on_part(name, found)
     report.samples = len(manifest.samples)
@@ -129,11 +129,12 @@ def verify_run(
 
 
 class _Known:
-    """Parts that were found sound before: a line of JSON each in a file."""
+    """Parts that were found sound before: a line of JSON each in a file. Lines of earlier versions do not name the run:
+    they count for every run."""
 
     def __init__(self, path: Path | None):
         self._path = path
-        self._sound: dict[tuple[str, str], dict[str, int]] = {}
+        self._sound: dict[tuple[str | None, str, str], dict[str, int]] = {}
         if path is not None:
             try:
                 with path.open("a+") as f:
@@ -148,12 +149,13 @@ class _Known:
             for line in text.splitlines():
                 try:
                     d = json.loads(line)
-                    self._sound[d["part"], d["crc32c"]] = {n: int(d[n]) for n in _TALLIED}
-                except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+                    self._sound[d.get("run"), d["part"], d["crc32c"]] = {n: int(d[n]) for n in _TALLIED}
+                except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
                     continue  # the last line of a process that was killed
 
-    def take(self, receipt: Receipt, report: VerifyReport) -> bool:
-        tally = self._sound.get((receipt.part or "", receipt.crc32c))
+    def take(self, run_id: str, receipt: Receipt, report: VerifyReport) -> bool:
+        found = (self._sound.get((run, receipt.part or "", receipt.crc32c)) for run in (run_id, None))
+        tally = next(filter(None, found), None)
         if tally is not None:
             report.add(
                 VerifyReport(
@@ -162,11 +164,11 @@ class _Known:
             )
         return tally is not None
 
-    def note(self, receipt: Receipt, tally: VerifyReport) -> None:
+    def note(self, run_id: str, receipt: Receipt, tally: VerifyReport) -> None:
         if self._path is not None:
             counts = {n: getattr(tally, n) for n in _TALLIED}
             with self._path.open("a") as f:
-                f.write(json.dumps({"part": receipt.part, "crc32c": receipt.crc32c, **counts}) + "\n")
+                f.write(json.dumps({"run": run_id, "part": receipt.part, "crc32c": receipt.crc32c, **counts}) + "\n")
 
 
 def _check(place: Place, receipt: Receipt) -> tuple[VerifyReport, list[str]]:

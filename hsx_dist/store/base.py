@@ -5,7 +5,7 @@ An object store is not a file system: objects appear whole or not at all, there 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -50,8 +50,9 @@ class Store(Protocol):
         """Store ``data`` (of several buffers the concatenation) unless there is an object of that name:
         ``AlreadyExists``, and exactly one of several wins."""
 
-    def get(self, name: str) -> bytes:
-        """The whole object. ``NotFound`` when there is none."""
+    def get(self, name: str, most: int | None = None) -> bytes:
+        """The object, or its first ``most`` bytes (at least 1) where it is larger; one request. ``NotFound`` when there
+        is none. Memory is taken for bytes that are there, not for ``most``."""
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         """The bytes ``[start, stop)`` of each range, in the order asked; neighbours share a request.
@@ -84,6 +85,26 @@ class Conditional(Protocol):
 
     def delete_version(self, name: str, version: str) -> bool:
         """Delete the object if ``version`` is still its version, in one step. Returns whether this call deleted it."""
+
+
+@runtime_checkable
+class Folders(Protocol):
+    """Optional methods of a store whose objects are files in folders. ``RetryStore`` has them for every store.
+
+    ``list`` raises ``Denied`` for a folder that this process may not read: a caller that concludes from the absence of
+    an object must see all of them. These methods take a callback for callers that judge each object alone.
+    """
+
+    def list_readable(self, unreadable: Callable[[str], None], after: str | None = None) -> Iterator[ObjectInfo]:
+        """As ``list``, without the folders that this process may not read. ``unreadable`` is called with the name of
+        each (``.`` for the root), and may get a name several times. ``Denied`` where the root cannot be read."""
+
+    def unfinished(
+        self, older_than: float = 0.0, unreadable: Callable[[str], None] | None = None
+    ) -> Iterator[ObjectInfo]:
+        """Files that killed processes left of their puts, unless they changed within ``older_than`` seconds. ``list``
+        does not show them, ``delete`` removes them. Other processes may be writing some of them. Without ``unreadable``
+        a folder that this process may not read raises ``Denied``."""
 
 
 def not_conditional(url: str) -> StoreError:

@@ -102,8 +102,15 @@ class FsspecStore:
             )
         self._call("put-if-absent", name, lambda: self._pipe(path, data, mode="create", **whole))
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str, most: int | None = None) -> bytes:
         path = self._path(name)
+        if most is not None:
+            if self._scheme == "file":
+                return LocalStore(self._root).get(name, most)  # fsspec allocates what is asked for
+            limit = self._limit(min(most, _LARGEST_OBJECT))
+            return bytes(self._call(
+                "get", name, lambda: self._fs.cat_file(path, start=0, end=most, **limit), past_end=b""
+            ))  # fmt: skip
         # s3fs asks for the size first, unless it is told not to cut the answer.
         whole = {"max_concurrency": 1} if self._s3 else {}
         longest = self._limit(patience=10 * self._patience)  # its size is not known

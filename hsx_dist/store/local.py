@@ -7,7 +7,7 @@ import os
 import stat
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -51,8 +51,7 @@ class LocalStore:
 
     def __init__(self, root: str | os.PathLike[str]):
         self._root = Path(root).expanduser().absolute()
-        # Folders to sync before a put returns. Another process may have made the root and not synced its name yet.
-        self._unsynced = {self._root.parent}
+        self._durable: tuple[int, int] | None = None  # device and inode of the root whose name is synced
         self._synced: set[tuple[int, int]] = set()  # folders below the root whose names are synced
 
     @property
@@ -89,9 +88,11 @@ class LocalStore:
                 ) from e
             _sync(fd)
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str, most: int | None = None) -> bytes:
         with self._telling("get", name), self._reading(name) as fd, open(fd, "rb", buffering=0, closefd=False) as file:
-            return file.read()
+            if most is None:
+                return file.read()
+            return bytes(_read(fd, 0, min(most, os.fstat(fd).st_size)))
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         check_ranges(name, ranges)
@@ -113,6 +114,11 @@ class LocalStore:
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
         with self._telling("list", prefix):
             yield from self._walk("", prefix, after, set())
+
+    def list_readable(self, unreadable: Callable[[str], None], after: str | None = None) -> Iterator[ObjectInfo]:
+        """See ``Folders``."""
+        with self._telling("list", ""):
+            yield from self._walk("", "", after, set(), unreadable)
 
     def delete(self, name: str) -> None:
         folder, _, last = check_name(name).rpartition("/")
@@ -148,17 +154,32 @@ class LocalStore:
                 return True
         return False
 
-    def unfinished(self, older_than: float = 0.0) -> Iterator[ObjectInfo]:
-        """What processes that were killed left of puts, unless it changed within ``older_than`` seconds: no ``list``
-        shows it, ``delete`` removes it. Some of it may be being written. Links are not followed."""
+    def unfinished(
+        self, older_than: float = 0.0, unreadable: Callable[[str], None] | None = None
+    ) -> Iterator[ObjectInfo]:
+        """See ``Folders``. Links are not followed."""
+
+        def failed(error: OSError) -> None:
+            path = Path(error.filename)
+            if isinstance(error, PermissionError) and unreadable is not None and path != self._root:
+                unreadable(path.relative_to(self._root).as_posix())
+            elif not isinstance(error, FileNotFoundError):
+                raise error
+
         with self._telling("list", UNFINISHED):
-            for folder, below, names in os.walk(self._root):
+            for folder, below, names in os.walk(self._root, onerror=failed):
                 below.sort()
                 for path in (Path(folder, name) for name in sorted(names) if name.startswith(UNFINISHED)):
-                    with suppress(FileNotFoundError):  # finished meanwhile
+                    try:
                         found = path.lstat()
-                        if time.time() - found.st_mtime >= older_than:
-                            yield ObjectInfo(path.relative_to(self._root).as_posix(), found.st_size)
+                    except FileNotFoundError:
+                        continue  # finished meanwhile
+                    except PermissionError as e:
+                        e.filename = folder
+                        failed(e)
+                        continue
+                    if time.time() - found.st_mtime >= older_than:
+                        yield ObjectInfo(path.relative_to(self._root).as_posix(), found.st_size)
 
     def _path(self, name: str) -> Path:
         if check_name(name).rpartition("/")[2].startswith(UNFINISHED):
@@ -194,18 +215,21 @@ class LocalStore:
             yield fd
 
     def _make_root(self) -> None:
+        """Make the root, and sync its name and those of the folders above it, once. Another process may have made any
+        of them, and died before its sync."""
         if not self._root.is_dir():
-            for folder in reversed((self._root, *self._root.parents)):
-                if not folder.is_dir():
-                    # Before and after: another thread may sync the folder above in between.
-                    self._unsynced.add(folder.parent)
-                    with suppress(FileExistsError):
-                        folder.mkdir()
-                    self._unsynced.add(folder.parent)
-        for folder in tuple(self._unsynced):
-            with suppress(PermissionError), opened(folder) as fd:  # no permission: this process did not make the root
+            self._durable = None  # the file system may reuse the inode of a root that was removed
+            self._root.mkdir(parents=True, exist_ok=True)
+        found = self._root.stat()
+        key = (found.st_dev, found.st_ino)
+        if key == self._durable:
+            return
+        for folder in Path(os.path.realpath(self._root)).parents:
+            if folder.stat().st_dev != found.st_dev:
+                break  # the folder below is a mount point: no process made it by ``mkdir``
+            with suppress(PermissionError), opened(folder) as fd:  # searchable, but not readable
                 _sync(fd)
-            self._unsynced.discard(folder)
+        self._durable = key
 
     def _entered(self, parent: int, child: int, made: bool) -> None:
         """Sync a subfolder's name once, also of a subfolder that exists: an earlier put may have failed in its sync, or
@@ -220,28 +244,50 @@ class LocalStore:
                 self._synced.clear()
             self._synced.add(key)
 
-    def _walk(self, folder: str, prefix: str, after: str | None, linked: set[tuple[int, int]]) -> Iterator[ObjectInfo]:
-        """``linked``: device and inode of each folder that this listing entered through a link."""
+    def _walk(
+        self,
+        folder: str,
+        prefix: str,
+        after: str | None,
+        linked: set[tuple[int, int]],
+        unreadable: Callable[[str], None] | None = None,
+    ) -> Iterator[ObjectInfo]:
+        """``linked``: device and inode of each folder that this listing entered through a link. ``unreadable``: see
+        ``list_readable``; without it a folder that may not be read ends the listing."""
+
+        def skip(name: str) -> None:
+            if unreadable is None:
+                raise
+            unreadable(name.rstrip("/") or ".")
+
         try:
-            with os.scandir(self._root / folder) as found:
-                # "a-b" sorts before "a/b", but after "a": a folder takes its place with its slash.
-                entries = sorted((f"{folder}{e.name}/" if e.is_dir() else f"{folder}{e.name}", e) for e in found)
+            entries = _entries(self._root, folder)
         except FileNotFoundError:
             return  # nothing was ever stored, or the folder went away meanwhile
+        except PermissionError:
+            if not folder:
+                raise
+            skip(folder)
+            return
         for name, entry in entries:
-            if name.endswith("/"):
-                matches = name.startswith(prefix) or prefix.startswith(name)
-                if matches and (after is None or name > after or after.startswith(name)):
-                    if entry.is_symlink():
-                        self._follow_once(entry, linked)
-                    yield from self._walk(name, prefix, after, linked)
-            elif name.startswith(prefix) and (after is None or name > after):
-                if entry.name.startswith(UNFINISHED):
-                    continue
-                with suppress(FileNotFoundError):  # deleted meanwhile
-                    about = entry.stat()
-                    if stat.S_ISREG(about.st_mode):
-                        yield ObjectInfo(name, about.st_size)
+            is_folder = name.endswith("/")
+            matches = name.startswith(prefix) or (is_folder and prefix.startswith(name))
+            is_after = after is None or name > after or (is_folder and after.startswith(name))
+            if not matches or not is_after or (entry.name.startswith(UNFINISHED) and not is_folder):
+                continue
+            try:
+                if is_folder and entry.is_symlink():
+                    self._follow_once(entry, linked)
+                about = None if is_folder else entry.stat()
+            except FileNotFoundError:
+                continue  # deleted meanwhile
+            except PermissionError:
+                skip(name if is_folder else folder)
+                continue
+            if about is None:
+                yield from self._walk(name, prefix, after, linked, unreadable)
+            elif stat.S_ISREG(about.st_mode):
+                yield ObjectInfo(name, about.st_size)
 
     def _follow_once(self, entry: os.DirEntry[str], linked: set[tuple[int, int]]) -> None:
         """Refuse to list a linked folder twice: a few links can make a tree of any size."""
@@ -283,6 +329,20 @@ class LocalStore:
                 ) from e
             kind = Unavailable if e.errno in _TRANSIENT else StoreError
             raise kind(f"{where}: {e.strerror or e}") from e
+
+
+def _entries(root: Path, folder: str) -> list[tuple[str, os.DirEntry[str]]]:
+    """The entries of a folder below ``root`` by the names of their objects, sorted; those of folders end in ``/``."""
+    with os.scandir(root / folder) as found:
+        # "a-b" sorts before "a/b", but after "a": a folder takes its place with its slash.
+        return sorted((f"{folder}{e.name}{'/' if _is_folder(e) else ''}", e) for e in found)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except PermissionError:  # a link to what this process may not see. It may be a folder: no listing may ignore it
+        return True
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from hsx_dist.config.secrets import check_no_credentials, public_url
+from hsx_dist.config.secrets import check_no_credentials, check_url, public_url
 from hsx_dist.errors import ConfigError, Unavailable
 from hsx_dist.logger import get_logger
 from hsx_dist.store.base import Store
@@ -43,6 +43,8 @@ def open_store(
     if not url:
         raise ConfigError("expected the url of a store or the path of a folder, came an empty one; set it")
     check_no_credentials(url)
+    for options in (storage_options or {}, (storage_options or {}).get("client_kwargs") or {}):
+        check_url(str(options.get("endpoint_url") or ""))
     if retry_seconds < 0:
         raise ConfigError(f"retry_seconds: expected 0 or more, came {retry_seconds}; set 0 for no repetition")
     return RetryStore(_open(url, storage_options, backend), RetryPolicy(seconds=retry_seconds), on_retry=on_retry)

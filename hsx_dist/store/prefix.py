@@ -27,8 +27,8 @@ class PrefixStore:
     def put_if_absent(self, name: str, data: bytes | Sequence[Buffer]) -> None:
         self._inner.put_if_absent(self._full(name), data)
 
-    def get(self, name: str) -> bytes:
-        return self._inner.get(self._full(name))
+    def get(self, name: str, most: int | None = None) -> bytes:
+        return self._inner.get(self._full(name), most)
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         return self._inner.get_ranges(self._full(name), ranges)

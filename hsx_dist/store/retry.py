@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from hsx_dist.errors import AlreadyExists, NotFound, Unavailable
-from hsx_dist.store.base import Buffer, Conditional, ObjectInfo, Store, as_bytes_view, not_conditional
+from hsx_dist.store.base import Buffer, Conditional, Folders, ObjectInfo, Store, as_bytes_view, not_conditional
 
 T = TypeVar("T")
 
@@ -75,8 +75,8 @@ class RetryStore:
 
         self._repeat(once)
 
-    def get(self, name: str) -> bytes:
-        return self._repeat(lambda: self._inner.get(name))
+    def get(self, name: str, most: int | None = None) -> bytes:
+        return self._repeat(lambda: self._inner.get(name, most))
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         return self._repeat(lambda: self._inner.get_ranges(name, ranges))
@@ -85,10 +85,22 @@ class RetryStore:
         return self._repeat(lambda: self._inner.head(name))
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
+        return self._continued(lambda after: self._inner.list(prefix, after), after)
+
+    def list_readable(self, unreadable: Callable[[str], None], after: str | None = None) -> Iterator[ObjectInfo]:
+        """See ``Folders``; ``list`` where the store has no folders."""
+        inner = self._inner
+        if not isinstance(inner, Folders):
+            return self.list("", after)
+        return self._continued(lambda after: inner.list_readable(unreadable, after), after)
+
+    def _continued(
+        self, begin: Callable[[str | None], Iterator[ObjectInfo]], after: str | None
+    ) -> Iterator[ObjectInfo]:
         attempts = _Attempts(self._policy, self._sleep, self._clock, self._on_retry)
         while True:
             try:
-                for info in self._inner.list(prefix, after):
+                for info in begin(after):
                     after = info.name  # a listing that breaks off goes on behind what it gave
                     attempts = _Attempts(self._policy, self._sleep, self._clock, self._on_retry)
                     yield info
@@ -111,16 +123,17 @@ class RetryStore:
             raise not_conditional(self.url)
         return self._inner
 
-    def unfinished(self, older_than: float = 0.0) -> Iterator[ObjectInfo]:
-        """As ``LocalStore.unfinished``; nothing where a store is no folder."""
-        find = getattr(self._inner, "unfinished", None)
-        return iter(()) if find is None else find(older_than)
+    def unfinished(
+        self, older_than: float = 0.0, unreadable: Callable[[str], None] | None = None
+    ) -> Iterator[ObjectInfo]:
+        """See ``Folders``; nothing where the store has no folders."""
+        return self._inner.unfinished(older_than, unreadable) if isinstance(self._inner, Folders) else iter(())
 
     def _holds(self, name: str, data: bytes | Sequence[Buffer]) -> bool:
         whole = data if isinstance(data, bytes) else b"".join(map(as_bytes_view, data))
         try:
-            # Its size first: another writer's object may be of any size.
-            return self._inner.head(name).size == len(whole) and self._inner.get(name) == whole
+            # Bounded: another writer's object may be of any size.
+            return self._inner.get(name, len(whole) + 1) == whole
         except NotFound:
             return False
 

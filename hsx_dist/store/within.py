@@ -2,43 +2,88 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 from hsx_dist.config.secrets import public_url
-from hsx_dist.errors import ConfigError
+from hsx_dist.errors import ConfigError, StoreError
+from hsx_dist.store.base import ObjectInfo, Store
+from hsx_dist.store.folders import SAFELY, is_link, opened
+from hsx_dist.store.local import LocalStore
+from hsx_dist.store.opening import open_store
+from hsx_dist.store.retry import RetryStore
 
 _LOCAL = ("file", "local")
 #: A name in these stores is a path that a server decodes.
 _DECODED = ("http", "https", "webdav", "webdavs")
+#: Linux's longest path, and more than an object store takes.
+_MAX_PLACE = 4096
 
 
-def place_within(prefix: str, place: object) -> str:
-    """``place``, an object or folder under ``prefix``, as it may be opened: a local one without links.
+class ConfinedFolder(LocalStore):
+    """A ``LocalStore`` that follows no link below its root. It reads, writes and deletes objects by name.
 
-    Schemes, hosts and buckets are compared as they are written, paths component by component. A local place may pass
-    links that stay under the prefix, but must not be one itself: a store deletes the link's name.
+    Each call walks from the open root to the object's folder without following links, and opens the object relative to
+    that folder. A folder or an object that another process swaps for a link at any moment raises ``StoreError``.
+    """
+
+    def head(self, name: str) -> ObjectInfo:
+        with self._telling("head", name), self._reading(name) as fd:
+            return ObjectInfo(name, os.fstat(fd).st_size)
+
+    def _walk(self, *_args: object, **_kwargs: object) -> Iterator[ObjectInfo]:
+        raise StoreError(f"list {self.url}: expected the name of an object in a confined folder, got none. Name it")
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[int]:
+        folder, last = self._split(name)
+        with opened(self._root, folder) as parent:
+            if is_link(parent, last):
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+            self._require_file(name, os.stat(last, dir_fd=parent, follow_symlinks=False))
+            fd = os.open(last, os.O_RDONLY | SAFELY, dir_fd=parent)
+        try:
+            self._require_file(name, os.fstat(fd))
+            yield fd
+        finally:
+            os.close(fd)
+
+
+def open_within(prefix: str, place: object, storage_options: Mapping[str, Any] | None = None) -> tuple[Store, str]:
+    """The store at ``prefix``, and the name of ``place``, an object under ``prefix``, in that store.
+
+    Schemes, hosts and buckets are compared as they are written, paths component by component. ``place`` may lead to its
+    folder through links. The name has none, and a ``ConfinedFolder`` meets none: what is used is what was checked.
 
     Raises:
         ConfigError: ``place`` is no text, not under ``prefix``, or has a component, a chain (``a::b``) or credentials
-            that could lead out of it.
+            that could lead out of it; as ``open_store``.
     """
     if not isinstance(place, str):
         raise ConfigError(f"{public_url(prefix)}: expected the name of a place under it, got a {type(place).__name__}")
     base, named = _local(prefix), _local(place)
-    if base is not None and named is not None:
-        found = _resolved(base, named)
-    elif base is None and named is None:
-        found = place if _url_within(prefix, place) else None
-    else:
-        found = None
-    if found is None:
+    name = None
+    if _is_clean(place) and (base is None) == (named is None):
+        name = _name_in_url(prefix, place) if base is None or named is None else _name_in_folder(base, named)
+    if name is None or not name.isprintable():
+        shown = repr(public_url(place)) if len(place) <= 200 else f"a text of {len(place)} characters"
         raise ConfigError(
-            f"{public_url(prefix)}: expected a place under it, got {public_url(place)[:200]!r}. Configure the folder "
+            f"{public_url(prefix)}: expected a place under it, got {shown}. Configure the folder "
             "or URL where the server stores, and trust no server that stores elsewhere"
         )
-    return found
+    return open_store(prefix, storage_options) if base is None else RetryStore(ConfinedFolder(base)), name
+
+
+def _is_clean(place: str) -> bool:
+    try:
+        return len(os.fsencode(place)) <= _MAX_PLACE and "\0" not in place
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
 
 
 def _local(text: str) -> str | None:
@@ -49,25 +94,24 @@ def _local(text: str) -> str | None:
     return rest if scheme.lower() in _LOCAL and rest.startswith("/") else None
 
 
-def _resolved(base: str, named: str) -> str | None:
-    root = Path(base).expanduser()
+def _name_in_folder(base: str, named: str) -> str | None:
     path = Path(named)
-    if "\0" in named or path.name in ("", "..") or ".." in path.parts:
+    if path.name in ("", "..") or ".." in path.parts:
         return None
-    folder = Path(os.path.realpath(root))
+    folder = Path(os.path.realpath(Path(base).expanduser()))
     found = Path(os.path.realpath(path.parent)) / path.name
-    if found.is_symlink() or found == folder or not found.is_relative_to(folder):
-        return None
-    return str(found)
+    return found.relative_to(folder).as_posix() if folder in found.parents else None
 
 
-def _url_within(prefix: str, place: str) -> bool:
+def _name_in_url(prefix: str, place: str) -> str | None:
     scheme, _, rest = prefix.partition("://")
     named_scheme, _, named = place.partition("://")
     base, parts = rest.rstrip("/").split("/"), named.split("/")
-    if "::" in place or any(c in place for c in "?#\\") or not place.isprintable():
-        return False
+    if "::" in place or any(c in place for c in "?#\\"):
+        return None
     decoded = unquote(named).split("/") if scheme.lower() in _DECODED else parts
     if any(part in ("", ".", "..") for part in (*parts, *decoded)):
-        return False
-    return scheme.lower() == named_scheme.lower() and len(parts) > len(base) and parts[: len(base)] == base
+        return None
+    if scheme.lower() != named_scheme.lower() or len(parts) <= len(base) or parts[: len(base)] != base:
+        return None
+    return "/".join(parts[len(base) :])

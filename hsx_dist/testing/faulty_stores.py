@@ -71,8 +71,8 @@ class WrappedStore:
         size = sum(as_bytes_view(b).nbytes for b in as_buffers(data))
         self._call("put_if_absent", name, lambda: self._inner.put_if_absent(name, data), size)
 
-    def get(self, name: str) -> bytes:
-        return self._call("get", name, lambda: self._inner.get(name), 0)
+    def get(self, name: str, most: int | None = None) -> bytes:
+        return self._call("get", name, lambda: self._inner.get(name, most), 0)
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         return self._call("get_ranges", name, lambda: self._inner.get_ranges(name, ranges), 0)

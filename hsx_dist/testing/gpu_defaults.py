@@ -13,19 +13,20 @@ from typing import Any
 
 from hsx_dist.testing.exact_model import write_plugin
 
+V2, AHEAD = "VLLM_USE_V2_MODEL_RUNNER", "HSX_TESTING_SCHEDULE_AHEAD"
+
 
 def gpu_defaults(folder: Path, *, v2: bool = True, ahead: bool = True) -> dict[str, str]:
     """Write plugins into ``folder``, and return the environment variables that make processes use them.
 
-    Set the variables before vLLM is imported. A process that has imported it already must start its engine in a
-    spawned child process.
+    Set the variables before a process imports vLLM. ``check_defaults`` says whether its engines use them.
 
     Args:
         folder: a folder that outlives the processes.
         v2: run the V2 model runner, else V1.
         ahead: schedule asynchronously, else each step after the last one.
     """
-    variables = {"VLLM_USE_V2_MODEL_RUNNER": str(int(v2)), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    variables = {V2: str(int(v2)), AHEAD: str(int(ahead)), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if v2:
         target = "hsx_dist.testing.interpreted_triton"
         write_plugin(folder, "hsx_interpreted_triton", target, group="triton.backends", entry="cpu")
@@ -52,3 +53,15 @@ def schedule_ahead() -> None:
 
     check_and_update_config.hsx = True  # type: ignore[attr-defined]
     CpuPlatform.check_and_update_config = staticmethod(check_and_update_config)
+
+
+def check_defaults(vllm_config: Any) -> None:
+    """Check that an engine has the runner and the scheduling that this process's variables ask for.
+
+    Raises:
+        AssertionError: it has another one.
+    """
+    has = {V2: vllm_config.use_v2_model_runner, AHEAD: vllm_config.scheduler_config.async_scheduling}
+    for variable, value in has.items():
+        wanted = os.environ.get(variable, "0") == "1"
+        assert bool(value) == wanted, f"{variable}: expected {wanted}, got {value}"

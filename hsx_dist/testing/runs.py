@@ -10,7 +10,8 @@ import numpy as np
 
 from hsx_dist.format.codecs import Codec, SplitCodec
 from hsx_dist.format.container import SegmentEncoder, build_part
-from hsx_dist.format.manifest import Receipt, RowFate, SegmentProof, part_name, receipt_name
+from hsx_dist.format.manifest import Receipt, RowFate, SegmentProof
+from hsx_dist.format.names import part_name, receipt_name
 from hsx_dist.format.place import RUN, open_place, start_run
 from hsx_dist.format.runs import load_manifest, take_attempt, write_complete
 from hsx_dist.page import Segment, token_hash

@@ -90,6 +90,16 @@ class StoreSuite:
         assert store.head("large").size == len(whole)
         assert store.get("large") == whole
 
+    def test_of_a_larger_object_only_its_beginning_comes(self, store: Store) -> None:
+        store.put("a/b", [b"0123456789"])
+        store.put("empty", [b""])
+        for most in (1, 9, 10, 11, 1 << 20, 1 << 33):
+            assert store.get("a/b", most) == b"0123456789"[:most], most
+            assert store.get("empty", most) == b"", most
+            for missing in ("a/c", "a"):
+                with pytest.raises(NotFound):
+                    store.get(missing, most)
+
     @pytest.mark.parametrize("name", _ODD_NAMES)
     def test_names_are_kept_as_they_are(self, store: Store, name: str) -> None:
         store.put(name, [name.encode()])

@@ -31,8 +31,8 @@ class MemoryStore:
             if self.objects.setdefault(check_name(name), data) is not data:
                 raise AlreadyExists(f"{self.url}/{name}: expected no such object, there is one")
 
-    def get(self, name: str) -> bytes:
-        content = self._content(name)
+    def get(self, name: str, most: int | None = None) -> bytes:
+        content = self._content(name)[:most]
         self._count(1, len(content))
         return content
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from hsx_dist.errors import AlreadyExists, SampleConflict
-from hsx_dist.format.container import EncodedPart, EncodedSegment, Part, same_sample
-from hsx_dist.format.manifest import Receipt, SegmentProof, part_name
+from hsx_dist.errors import AlreadyExists, FormatError, NotFound, SampleConflict
+from hsx_dist.format.container import EncodedPart, EncodedSegment, Part, with_expires
+from hsx_dist.format.identity import same_sample
+from hsx_dist.format.manifest import Receipt, SegmentProof
+from hsx_dist.format.names import part_name
 from hsx_dist.format.receipt_log import ReceiptLog
 from hsx_dist.logger import get_logger
 from hsx_dist.observe.metrics import Meter
@@ -87,23 +90,46 @@ class PartCommitter:
         return first.segment.name or f"{sample}.safetensors"
 
     def _put_new(self, name: str, buffers: Sequence[Any], segment: EncodedSegment) -> None:
-        """Store an object whose name follows from its key. Where there is one already it must be the same sample; it is
-        stored again only to live longer.
+        """Store an object whose name follows from its key. Where there is one already it must be the same sample; it
+        stays, and lives at least as long as this one would.
 
         Raises:
             SampleConflict: the key stands for something else.
         """
+        stored = False
+        while not stored:
+            try:
+                self._store.put_if_absent(name, buffers)
+                stored = True
+            except AlreadyExists:
+                with suppress(NotFound):  # a client or hsx gc deleted it in between
+                    stored = self._keep(name, segment)
+
+    def _keep(self, name: str, segment: EncodedSegment) -> bool:
+        """Renew the object that is there, which must be the same sample. False: it was replaced in between.
+
+        Raises:
+            NotFound: there is none any more.
+            SampleConflict: it is another sample, or it cannot be read.
+        """
         try:
-            self._store.put_if_absent(name, buffers)
-        except AlreadyExists:
-            there = Part.open(self._store, name)
-            if not same_sample(there, segment, self._about):
-                raise SampleConflict(
-                    f"{self._store.url}/{name}: expected a key that is used once, or again for the same tokens, layers "
-                    "and model; there is another sample of that key. Choose another key"
-                ) from None
-            if there.segments[0].segment.meta.get("expires") != segment.segment.meta.get("expires"):
-                self._store.put(name, buffers)
+            part = Part.open(self._store, name)
+            same = same_sample(part, segment, self._about)
+        except FormatError:
+            same = False
+        if not same:
+            raise SampleConflict(
+                f"{self._store.url}/{name}: expected a key that is used once, or again for the same sample; there is "
+                "another sample of that key. Choose another key"
+            ) from None
+        before = part.segments[0].segment.meta.get("expires")
+        expires = _later(before, segment.segment.meta.get("expires"))
+        if expires == before:
+            return True
+        renewed = with_expires(self._store.get(name), part, expires)
+        if renewed is not None:
+            self._store.put(name, renewed)
+        return renewed is not None
 
     def _receipt(self, segments: Sequence[EncodedSegment], part: EncodedPart, name: str) -> Receipt:
         """Of a stored part, without its number."""
@@ -132,3 +158,8 @@ class PartCommitter:
             rows=(),
             created=datetime.now(UTC).isoformat(timespec="milliseconds"),
         )
+
+
+def _later(one: float | None, other: float | None) -> float | None:
+    """The later of two ends; None is never."""
+    return None if one is None or other is None else max(one, other)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
-from hsx_dist.errors import Fenced, HsxError, SampleConflict, StoreError, Unavailable
+from hsx_dist.errors import EngineError, Fenced, HsxError, SampleConflict, StoreError, Unavailable
 from hsx_dist.format.blocks import BlockPool
 from hsx_dist.format.codecs import Codec
 from hsx_dist.format.container import EncodedPart, EncodedSegment, SegmentEncoder, build_part
@@ -143,6 +143,8 @@ class PartSink:
             filling = self._filling_for(page)
             if filling.lost:
                 return
+            if page.error:
+                raise EngineError(page.error)
             scan = Scan.empty(len(page.layer_ids))
             size = filling.encoder.add(page, partial(scan.look, page.dtype))
             with self._lock:

@@ -51,14 +51,15 @@ def latent_attention(vocab_size: int) -> Any:
 
 
 def linear_attention(vocab_size: int) -> Any:
-    """Qwen3-Next with dense layers: three with gated delta nets, one with full attention."""
+    """Qwen3-Next: three layers with gated delta nets, one with full attention. vLLM wants one with experts; each token
+    gets both experts, so that rounding cannot choose another one."""
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
     heads |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     heads |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    experts |= {"shared_expert_intermediate_size": 64, "mlp_only_layers": [0, 1, 2, 3]}
+    experts = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    experts |= {"shared_expert_intermediate_size": 64, "mlp_only_layers": [0, 1, 2]}
     return Qwen3NextForCausalLM(Qwen3NextConfig(vocab_size=vocab_size, **heads, **experts, **SIZES))
 
 

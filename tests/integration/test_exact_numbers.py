@@ -85,7 +85,7 @@ def test_layer_k_is_the_constant_k_in_bfloat16(engine):
 
 @pytest.mark.parametrize("engine", ["direct"], indirect=True)
 def test_states_written_straight_into_the_cache_are_the_same(engine, monkeypatch):
-    from hsx_dist.connector import cache_writes
+    from hsx_dist.vllm_patches import cache_writes
 
     real, written = cache_writes.write_rows, []
     monkeypatch.setattr(cache_writes, "write_rows", lambda *a: (written.append(len(a[1])), real(*a)))

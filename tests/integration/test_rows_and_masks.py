@@ -180,7 +180,7 @@ def test_sampled_answers_are_vllms_own_and_the_same_in_a_resumed_run(tiny_model_
         split = data["meta"]["prompt_tokens"]
         assert data["loss_mask"].tolist() == [0] * split + [1] * (len(data["token_ids"]) - split)
         answers[sample.key] = data["token_ids"].tolist()
-    # Really sampled, and not from vLLM's rejection sampler, which repeats a token (connector/undrafted.py).
+    # Really sampled, and not from vLLM's rejection sampler, which repeats a token (vllm_patches/undrafted.py).
     assert len({tuple(a[-11:]) for a in answers.values()}) == 6
     assert all(len(set(a[-11:])) > 5 for a in answers.values())
     info = json.loads((tmp_path / "whole" / "run.json").read_text())

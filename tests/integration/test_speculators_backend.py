@@ -16,7 +16,7 @@ from hs_connectors import HiddenStatesBackend
 from speculators.train.data import ArrowDataset
 from torch.utils.data import DataLoader
 
-from hsx_dist.errors import ConfigError
+from hsx_dist.errors import ConfigError, StoreError
 from hsx_dist.speculators import HsxBackend, HsxTransfer
 from hsx_dist.store import open_store
 from hsx_dist.testing.runs import store_run
@@ -99,7 +99,6 @@ def test_only_what_lies_under_the_storage_path_is_read_or_removed(prepared: tupl
     for named in (
         str(outside),
         f"{tmp_path}/states/../outside.safetensors",
-        f"{tmp_path}/states/link.safetensors",
         f"{tmp_path}/states/up/outside.safetensors",
         f"file://{outside}",
         "http://169.254.169.254/latest/meta-data.safetensors",
@@ -111,6 +110,11 @@ def test_only_what_lies_under_the_storage_path_is_read_or_removed(prepared: tupl
         if named.endswith(".safetensors"):
             with pytest.raises(ConfigError, match="expected a place under it"):
                 reader.delete(named)
+    with pytest.raises(StoreError, match="links are not followed"):
+        reader.get_generated({"hidden_states_path": f"{tmp_path}/states/link.safetensors"})
+    for odd in ("x" * 5000, "\ud800", "a\0b"):
+        with pytest.raises(ConfigError, match="expected a place under it"):
+            reader.get_generated({"hidden_states_path": f"{tmp_path}/states/{odd}.safetensors"})
     for wrong in (None, 3, [str(outside)]):
         with pytest.raises(ConfigError, match="the name of a place under it"):
             reader.get_generated({"hidden_states_path": wrong})

@@ -94,7 +94,7 @@ def num_layers_of_any(store: LocalStore) -> int:
 
 
 def retain(store: LocalStore) -> None:
-    retention = Retention(store)
+    retention = Retention(open_place(store))
     for _ in range(2):
         retention._refresh()
     used_by_all(store, "consumed/", frozenset({"default"}))
@@ -179,7 +179,7 @@ def documents(rng: random.Random, folder: Path) -> list[Read]:
     store.put(name, [body])
     if rng.random() < 0.3:
         os.truncate(folder / name, 1 << rng.randrange(12, 44))  # a file with holes: its size is a claim, too
-    markers = [f"m{i}{end}" for i, end in enumerate((".error.json", ".failed.json"))]
+    markers = ["m0.error.json", "m0.safetensors.conflict.json", "m1.failed.json"]
     for marker in markers:
         store.put(marker, [body])
         if rng.random() < 0.3:

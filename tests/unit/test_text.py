@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
+import math
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import hsx_dist
@@ -35,6 +38,11 @@ def test_json_is_ascii():
     assert text.isascii()
     assert text.isprintable()
     assert json.loads(text)["key"] == HOSTILE
+
+
+def test_numbers_of_other_libraries_are_numbers_in_json():
+    values = {"i": np.int64(3), "f": np.float32(0.5), "d": Fraction(1, 4), "n": np.float32("nan"), "x": math.inf}
+    assert json.loads(ascii_json(values)) == {"i": 3, "f": 0.5, "d": 0.25, "n": None, "x": None}
 
 
 PACKAGE = Path(hsx_dist.__file__).parent

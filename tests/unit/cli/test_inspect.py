@@ -11,7 +11,8 @@ import pytest
 
 from hsx_dist.cli import main
 from hsx_dist.format.codecs import resolve_codec
-from hsx_dist.format.manifest import Receipt, RowFate, receipt_name
+from hsx_dist.format.manifest import Receipt, RowFate
+from hsx_dist.format.names import receipt_name
 from hsx_dist.format.runs import load_manifest, take_attempt, write_complete
 from hsx_dist.page import Page, Segment
 from hsx_dist.store import Store, open_store

@@ -15,7 +15,7 @@ from hsx_dist import HiddenStatesMapDataset, open_run
 from hsx_dist.cli import main
 from hsx_dist.cli.cat import run_cat
 from hsx_dist.errors import FormatError, RunError
-from hsx_dist.format.manifest import receipt_name
+from hsx_dist.format.names import receipt_name
 from hsx_dist.format.place import open_place
 from hsx_dist.format.runs import beat, take_attempt
 from hsx_dist.reading import Sample

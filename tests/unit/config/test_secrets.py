@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 
 from hsx_dist.config import ExtractConfig, load_config, looks_secret, public_url
-from hsx_dist.config.secrets import has_credentials, hide_secrets, secret_paths, url_secrets
+from hsx_dist.config.secrets import (
+    check_no_credentials,
+    check_place_of_credentials,
+    check_url,
+    has_credentials,
+    hide_secrets,
+    secret_paths,
+    url_secrets,
+)
+from hsx_dist.connector.settings import read_settings
 from hsx_dist.errors import ConfigError
 from hsx_dist.store import open_store
 
@@ -239,6 +248,76 @@ def test_a_credential_in_a_url_is_found_and_not_shown(url: str, monkeypatch: pyt
         config = load_config(None, output="o", model="m", input={"path": url})
         text = f"{config!r} {json.dumps(config.public())}"
     assert SECRET not in text
+
+
+HIDING = [
+    *(f"https://{SECRET[:3]}{c}{SECRET[3:]}@h/x" for c in "\t\n\r\0\x1b\x7f\x85\u2028\u3000\u200b \\"),
+    *(f"https://u:{SECRET}{c}@h/x" for c in "\t\n "),
+    *(f"{c}https://{SECRET}@h/x" for c in "\t\n \x01"),
+    f"h\nttps://{SECRET}@h/x",
+    f"https:\t//{SECRET}@h/x",
+    f"https:/\n/{SECRET}@h/x",
+    f"https:/{SECRET}@h/x",
+    f"https:\\\\{SECRET}@h/x",
+    f"https:///{SECRET}@h/x",
+    f"https://{SECRET}\uff20h/x",
+    f"simplecache::https://u:{SECRET}\t@h/x",
+    f"zip://a b::https://{SECRET}\n@h/x",
+    f"s3://k:{SECRET}\t@b/x",
+]
+
+
+@pytest.mark.parametrize("url", HIDING)
+def test_nothing_that_a_library_drops_hides_a_credential(url: str) -> None:
+    assert has_credentials(url)
+    parts = (SECRET, SECRET[:3] + " ", SECRET[3:] + "@")
+    assert not any(part in public_url(url) for part in parts)
+    assert list(secret_paths({"input": {"path": url}})) == [("input", "path")]
+    for take in (
+        lambda: open_store(url),
+        lambda: load_config(None, output=url, model="m"),
+        lambda: load_config(None, output="o", model=url),
+        lambda: load_config(None, output="o", model="m", input={"path": url}),
+        lambda: read_settings({"shared_storage_path": url}),
+    ):
+        with pytest.raises(ConfigError) as e:
+            take()
+        assert not any(part in str(e.value) for part in parts)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *(f"s3://b/x{c}y" for c in "\t\n\r\0\x1b\x7f\x85\u2028\u3000\u200b"),
+        *(
+            "s3://b b/x",
+            "s3://b/x ",
+            " s3://b/x",
+            "https://evil\\.good.org/x",
+            "https:/h/x",
+            "http:\\h/x",
+            "https:///h/x",
+        ),
+    ],
+)
+def test_a_url_that_libraries_read_in_different_ways_is_refused(url: str) -> None:
+    for take in (check_url, check_no_credentials, check_place_of_credentials, open_store):
+        with pytest.raises(ConfigError, match="expected scheme://place/path") as e:
+            take(url)
+        assert str(e.value).isprintable()
+    for options in ({"endpoint_url": url}, {"client_kwargs": {"endpoint_url": url}}):
+        with pytest.raises(ConfigError, match="expected scheme://place/path"):
+            open_store("s3://b/x", options)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["s3://b/my runs/x", "zip://a b.jsonl::s3://b/x.zip", "memory://a b/c", "/data/a\tb ", "file:///a b/c\\d", "a b"],
+)
+def test_spaces_in_paths_stay(url: str) -> None:
+    check_url(url)
+    assert not has_credentials(url)
+    assert public_url(url) == url
 
 
 @pytest.mark.parametrize("url", WITHOUT)

@@ -15,14 +15,14 @@ from hsx_dist.store import open_store
 HIDDEN, LAYERS = 8, (1, 2)
 
 
-def outlet_on(tmp_path, *, store=None, markers=None, locks=True, apart=False, **settings) -> StoreOutlet:
+def outlet_on(tmp_path, *, store=None, markers=None, locks=True, apart=False, about=None, **settings) -> StoreOutlet:
     """``apart``: writers in a process of their own, instead of threads that store into ``store``."""
     extra = {"hsx": {"output": str(tmp_path), "in_flight_bytes": 1 << 20, "segment_bytes": 1 << 18, **settings}}
     given = read_settings(extra)
     return StoreOutlet(
         process_writers(given) if apart else thread_writers(store or open_store(str(tmp_path)), given.writer_threads),
         given,
-        {"model": "m", "revision": None, "norm": "pre"},
+        {"model": "m", "revision": None, "norm": "pre", **(about or {})},
         markers=markers or open_store(str(tmp_path)),
         locks=CompanionLocks(tmp_path) if locks else None,
     )

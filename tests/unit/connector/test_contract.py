@@ -16,7 +16,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, HiddenStateCacheSpec, 
 
 from hsx_dist.connector.connector import (
     HiddenStatesConnector,
-    captured_layers,
     hidden_state_group,
     warn_of_short_limits,
 )
@@ -46,15 +45,6 @@ def test_the_group_of_hidden_states_is_found_by_its_spec_wherever_it_stands():
     for groups in ((full, full), (hidden, hidden)):
         with pytest.raises(ConfigError, match="some/model: expected one hidden-state cache group"):
             hidden_state_group(cache(*groups), "some/model")
-
-
-def test_layer_ids_are_in_the_engines_order_which_sorts_and_deduplicates():
-    hf = SimpleNamespace(eagle_aux_hidden_state_layer_ids=[15, 2, 15])
-    speculative = SimpleNamespace(method="extract_hidden_states", draft_model_config=SimpleNamespace(hf_config=hf))
-    assert captured_layers(SimpleNamespace(speculative_config=speculative)) == (2, 15)
-    for other in (None, SimpleNamespace(method="eagle3")):
-        with pytest.raises(ConfigError, match="extract_hidden_states"):
-            captured_layers(SimpleNamespace(speculative_config=other))
 
 
 def test_one_rank_reports_a_request_and_the_hybrid_cache_manager_stays_on():
@@ -126,7 +116,7 @@ def test_rays_executor_takes_a_stores_credentials_along_only_where_it_is_told(mo
 def test_expandable_segments_are_refused_by_vllm_for_ours_as_for_any_connector(monkeypatch):
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector="HiddenStatesConnector"),
-        model_config=SimpleNamespace(enable_cumem_allocator=False),
+        model_config=SimpleNamespace(enable_cumem_allocator=False, enable_sleep_mode=False),
     )
     VllmConfig._verify_kv_transfer_compat(config)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

@@ -14,7 +14,7 @@ os.sched_setaffinity(0, {max(mine)})  # as vLLM binds its threads
 from hsx_dist.connector.outlet import Shipped, ShippingThread
 from hsx_dist.observe.metrics import Meter
 seen = []
-shipping = ShippingThread(lambda *_: seen.append(os.sched_getaffinity(0)), Meter(), drop=print)
+shipping = ShippingThread(lambda *_: seen.append(os.sched_getaffinity(0)), Meter())
 shipping.put(Shipped("k"))
 shipping.close(None)
 assert seen == [mine], (seen, mine)

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import os
+import subprocess
+import sys
 import threading
+import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from hsx_dist.connector.locks import CompanionLocks
+from hsx_dist.errors import Denied
+from hsx_dist.reading.companion_lock import exclusive_lock, shared_lock
 
 
 def is_held(path) -> bool:
@@ -54,10 +60,10 @@ def test_asked_for_it_is_held_by_a_thread_and_given_back_in_whatever_order(tmp_p
     inside, go = threading.Event(), threading.Event()
     make = CompanionLocks._open
 
-    def waiting(self, name):
+    def waiting(self, name, *, last):
         inside.set()
         assert go.wait(30)
-        return make(self, name)
+        return make(self, name, last=last)
 
     monkeypatch.setattr(CompanionLocks, "_open", waiting)
     locks = CompanionLocks(tmp_path)
@@ -84,7 +90,7 @@ def test_asked_for_it_is_held_by_a_thread_and_given_back_in_whatever_order(tmp_p
 def test_a_file_system_that_hangs_does_not_keep_a_process_from_ending(tmp_path, monkeypatch):
     go = threading.Event()
 
-    def hanging(*_):
+    def hanging(*_, **__):
         assert go.wait(60)
         raise OSError("too late")
 
@@ -253,6 +259,9 @@ def test_a_lock_that_gc_holds_for_a_moment_is_waited_for(tmp_path, monkeypatch):
     with path.open("r+") as gc:
         fcntl.flock(gc, fcntl.LOCK_EX)
         locks.ask("a", "r")
+        locks.ask("b", "s")
+        while not (tmp_path / "b.lock").exists():
+            pass  # "a" was tried
         path.unlink()
     locks.wait()
     assert is_held(path)
@@ -267,3 +276,105 @@ def test_a_lock_that_another_process_holds_is_not_removed(tmp_path):
     assert is_held(tmp_path / "a.lock")
     first.release("r", stored=False)
     assert list(tmp_path.iterdir()) == []
+
+
+HOLDER = """
+import fcntl, sys
+files = [open(name) for name in sys.argv[1:]]  # for reading, as vLLM's load_hidden_states opens them
+for file in files:
+    fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def another_process_that_holds(*paths: Path):
+    for path in paths:
+        path.touch()
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, *map(str, paths)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout.readline() == b"held\n"
+        yield process
+    finally:
+        process.communicate()
+
+
+def test_locks_that_another_process_holds_delay_a_step_once_for_all(tmp_path, monkeypatch):
+    seconds, count = 1.0, 40
+    monkeypatch.setattr("hsx_dist.connector.locks.BRIEF_S", seconds)
+    names = [f"{i}.safetensors" for i in range(count)]
+    with another_process_that_holds(*[tmp_path / f"{name}.lock" for name in names]):
+        locks = CompanionLocks(tmp_path)
+        before = time.monotonic()
+        for name in names:
+            locks.ask(name, name)
+        locks.ask("mine", "mine")
+        locks.wait()
+        waited = time.monotonic() - before
+        assert seconds <= waited < seconds * count / 2
+        assert is_held(tmp_path / "mine.lock")
+        assert locks._end is None  # the next step has its own time
+        for name in names:
+            locks.release(name, stored=False)
+        assert all(is_held(tmp_path / f"{name}.lock") for name in names)
+
+
+def test_a_lock_that_another_process_holds_delays_no_other_lock_and_is_taken_when_it_opens(tmp_path, monkeypatch):
+    monkeypatch.setattr("hsx_dist.connector.locks.BRIEF_S", 600.0)
+    paths = [tmp_path / f"{name}.lock" for name in "ab"]
+    with another_process_that_holds(*paths) as process:
+        locks = CompanionLocks(tmp_path)
+        for name in "abc":
+            locks.ask(name, name)
+        while not (tmp_path / "c.lock").exists() or not is_held(tmp_path / "c.lock"):
+            assert process.poll() is None
+    locks.wait()
+    locks.release("a", stored=False)
+    locks.release("c", stored=False)
+    assert [p.name for p in tmp_path.iterdir()] == ["b.lock"]
+    assert is_held(tmp_path / "b.lock")
+
+
+def test_the_end_waits_for_no_lock_of_another_process(tmp_path, monkeypatch):
+    monkeypatch.setattr("hsx_dist.connector.locks.BRIEF_S", 600.0)
+    with another_process_that_holds(tmp_path / "a.lock"):
+        locks = CompanionLocks(tmp_path)
+        locks.ask("a", "r")
+        locks.release_all()
+        locks.wait()
+
+
+@pytest.mark.parametrize("there", [None, 0o666])
+def test_only_the_servers_user_and_group_can_open_a_lock_file(tmp_path, there):
+    """Every user who can open it can hold the lock. vLLM's ``load_hidden_states`` needs to read it."""
+    path = tmp_path / "a.lock"
+    if there is not None:  # of an earlier version
+        path.touch()
+        path.chmod(there)
+    locks = CompanionLocks(tmp_path)
+    before = os.umask(0)
+    try:
+        locks.hold("a", "r")
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o640
+    locks.release("r", stored=True)
+
+
+def test_a_reader_that_may_not_open_the_lock_file_is_told_what_to_do(tmp_path, monkeypatch):
+    """Without the lock it could get what an earlier request of this name stored."""
+
+    def denied(*_args, **_kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", denied)
+    with (
+        pytest.raises(Denied, match=r"a.lock: expected a lock file that this user may read, .* in its group"),
+        shared_lock(str(tmp_path / "a")),
+    ):
+        pass
+    with exclusive_lock(str(tmp_path / "a")) as held:
+        assert not held

@@ -43,28 +43,38 @@ def hanging(store):
 def test_the_latest_wins_but_for_a_conflict(store, hanging, conflict):
     markers, slow = hanging
     told: list[int] = []
-    markers.fail("a", "a.safetensors", "second", conflict=conflict, then=lambda: told.append(1))
-    markers.clear("a.safetensors", then=lambda: told.append(2))
+    (markers.conflict if conflict else markers.fail)("a", "a.safetensors", "second", then=lambda: told.append(1))
+    markers.clear("a", "a.safetensors", then=lambda: told.append(2))
     assert markers.pending == 1
     assert told == []
     slow.release()
     settle(markers)
     assert told == [1, 2]  # whoever waits for what was told hears of it, also of what was overtaken
     if conflict:
-        assert json.loads(store.objects["a.error.json"])["error"] == "second"
         markers.fail("a", "a.safetensors", "third")
-        markers.clear("a.safetensors")
+        markers.clear("a", "a.safetensors")
         settle(markers)
-        assert json.loads(store.objects["a.error.json"]) == {"key": "a", "error": "second", "conflict": True}
+        (name,) = store.objects
+        assert name == "a.safetensors.conflict.json"
+        assert json.loads(store.objects[name]) == {"key": "a", "error": "second", "conflict": True}
     else:
         assert store.objects == {}
+
+
+def test_a_conflict_marker_of_an_earlier_version_stays(store):
+    store.put("a.error.json", [b'{"key": "a", "error": "twice", "conflict": true}'])
+    markers = Markers(store)
+    markers.fail("a", "a.safetensors", "aborted", requests=["1"])
+    markers.clear("a", "a.safetensors")
+    settle(markers)
+    assert store.objects == {"a.error.json": b'{"key": "a", "error": "twice", "conflict": true}'}
 
 
 def test_a_thread_that_stores_waits_where_many_names_wait_and_a_step_does_not(hanging, monkeypatch):
     markers, slow = hanging
     monkeypatch.setattr(module, "_MANY", 1)
-    markers.clear("b.safetensors")  # as a step does
-    patient = threading.Thread(target=markers.clear, args=("c.safetensors",), kwargs={"patient": True})
+    markers.clear("b", "b.safetensors")  # as a step does
+    patient = threading.Thread(target=markers.clear, args=("c", "c.safetensors"), kwargs={"patient": True})
     patient.start()
     patient.join(0.2)
     assert patient.is_alive()

@@ -21,14 +21,7 @@ from hsx_dist.connector.options import (
     read_options,
 )
 from hsx_dist.format.companions import RUN_NAMES, is_of_a_key, marker_name
-from hsx_dist.format.manifest import (
-    CHECK,
-    attempt_name,
-    compacted_name,
-    heartbeat_name,
-    part_name,
-    receipt_name,
-)
+from hsx_dist.format.names import CHECK, attempt_name, compacted_name, heartbeat_name, part_name, receipt_name
 from hsx_dist.format.place import RUN
 from hsx_dist.page import object_name, sample_key
 from hsx_dist.reading.missing import CONSUMED
@@ -46,6 +39,18 @@ def read(params, request_id="r-1", *, allowed=True, prompt_tokens=2):
         allow_custom_path=allowed,
         include_output_tokens=False,
     )
+
+
+@pytest.mark.parametrize("path", ["mine.safetensors", "sub/mine.safetensors", "row-17.safetensors"])
+def test_a_key_and_a_path_together_are_both_refused(path):
+    both = {"hidden_states_key": "row-17", "hidden_states_path": path}
+    options = read(both)
+    assert (options.key, options.path, options.by_path, options.chosen) == ("r-1", None, False, False)
+    assert set(options.refused) == set(both)
+    assert all("Give one" in reason for reason in options.refused.values())
+    # A path that is refused for a reason of its own is set aside alone.
+    assert (off := read(both, allowed=False)).key == "row-17"
+    assert set(off.refused) == {"hidden_states_path"}
 
 
 def test_nothing_asked_is_everything_under_the_requests_own_id():
@@ -138,6 +143,7 @@ def test_a_wrong_value_is_refused_alone(name, value):
         "*.safetensors",
         "x" * 1025,
         "x.failed.json",
+        "x.safetensors.conflict.json",
         "a.lock/x.safetensors",
         "a.safetensors/x.safetensors",
         "a.error.json/x",

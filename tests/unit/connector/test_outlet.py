@@ -25,10 +25,10 @@ def page(i: int, nbytes: int) -> tuple[PageRef, None]:
 class Thread:
     def __init__(self, **options):
         self.calls: queue.Queue[list[str]] = queue.Queue()
-        self.thread = ShippingThread(self._deliver, Meter(), drop=print, **options)
+        self.thread = ShippingThread(self._deliver, Meter(), **options)
 
     def _deliver(self, refs: list[PageRef], told: list[Shipped]) -> None:
-        self.calls.put([ref.segment.key for ref in refs] or [shipped.key for shipped in told])
+        self.calls.put([ref.segment.key + ref.error for ref in refs] or [shipped.key for shipped in told])
 
 
 def test_small_pages_wait_for_one_another():
@@ -48,7 +48,7 @@ def test_of_copies_that_end_in_order_the_last_is_waited_for_first():
 
     for i, name in enumerate("abc"):
         thread.thread.put((page(i, 40)[0], partial(ready, name)))
-    assert thread.calls.get(timeout=60) == ["k0", "k2"]
+    assert thread.calls.get(timeout=60) == ["k0", "k1its states were not copied: ValueError: not copied", "k2"]
     assert asked == ["c", "a", "b", "c"]
 
 

@@ -46,6 +46,10 @@ def request(
     return r
 
 
+def an_image(identifier: str, offset: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=2))
+
+
 def meta(scheduler: SchedulerHalf, *new: Request):
     """One step, in which ``new`` are scheduled for the first time."""
     return scheduler.build_meta(
@@ -240,7 +244,7 @@ def test_an_aborted_request_with_outputs_stores_what_it_covers_labelled_or_nothi
         assert answer["hidden_states_meta"]["finish_reason"] == "abort"
         (save,) = meta(scheduler).saves
         assert len(save.token_ids) == 23
-        assert save.meta == {"prompt_tokens": 20, "finish_reason": "abort"}
+        assert {**save.meta, "identity": None} == {"prompt_tokens": 20, "finish_reason": "abort", "identity": None}
     else:
         assert "aborted_outputs" in meta(scheduler).skipped[0].reason
 
@@ -270,7 +274,7 @@ def test_images_are_told_apart_by_what_they_are_and_not_by_their_placeholders():
     told = []
     for i, image in enumerate(("cat", "cat", "dog")):
         r = request(4, 4, hidden_states_key="k", request_id=f"r{i}-1")
-        r.mm_features = [SimpleNamespace(identifier=image)]
+        r.mm_features = [an_image(image)]
         held, answer = scheduler.request_finished(r, [1])
         told.append((held, answer["hidden_states_meta"].get("multimodal")))
     assert told == [(True, ["cat"]), (True, ["cat"]), (False, None)]
@@ -281,11 +285,11 @@ def test_adapters_are_told_apart():
     told = []
     for i, adapter in enumerate((None, "a", "a", None)):
         r = request(4, 4, hidden_states_key="k" if i % 3 == 0 else "l", request_id=f"r{i}-1")
-        r.lora_request = SimpleNamespace(lora_name=adapter) if adapter else None
+        r.lora_request = SimpleNamespace(lora_name=adapter, lora_path=f"/{adapter}") if adapter else None
         told.append(scheduler.request_finished(r, [1])[1]["hidden_states_meta"].get("lora"))
     assert told == [None, "a", "a", None]
     r = request(4, 4, hidden_states_key="k", request_id="other-1")
-    r.lora_request = SimpleNamespace(lora_name="b")
+    r.lora_request = SimpleNamespace(lora_name="b", lora_path="/b")
     assert not scheduler.request_finished(r, [1])[0]
 
 
@@ -494,7 +498,7 @@ def test_an_images_long_identifier_is_hashed():
     told = []
     for i, image in enumerate(("x" * 1_000_000, "x" * 1_000_001)):
         r = request(4, 4, hidden_states_key=f"k{i}", request_id=f"r{i}-1")
-        r.mm_features = [SimpleNamespace(identifier=image)]
+        r.mm_features = [an_image(image)]
         told += scheduler.request_finished(r, [1])[1]["hidden_states_meta"]["multimodal"]
     assert len(set(told)) == 2
     assert all(len(identifier) == 64 for identifier in told)
@@ -518,3 +522,33 @@ def test_a_path_that_a_key_has_obeys_the_keys_claim_and_makes_none():
     assert "used before" in answer["hidden_states_meta"]["reason"]
     assert ask(3, hidden_states_path="row-17.safetensors")["hidden_states_key"] == "row-17"  # the same sample
     assert all(not save.name for save in meta(scheduler).saves)  # each is put only where there is none
+
+
+@pytest.mark.parametrize("step", ["_admit", "_covered", "_answer"])
+def test_an_error_that_one_request_causes_costs_it_alone(monkeypatch, step):
+    """Raised within the engine's step it would end the engine. ``_answer`` is called after the save was queued."""
+    work = getattr(SchedulerHalf, step)
+
+    def fail_for_bad(self, first, *args):
+        about = args[0] if step == "_covered" else first
+        if "bad" in str(getattr(about, "key", getattr(about, "request_id", ""))):
+            raise RecursionError("nested")
+        return work(self, first, *args)
+
+    monkeypatch.setattr(SchedulerHalf, step, fail_for_bad)
+    scheduler = half()
+    requests = [request(20, 20, request_id=name, hidden_states_key=name) for name in ("a", "bad", "b")]
+    for r in requests:
+        scheduler.new_request(r)
+    first = meta(scheduler, *requests)
+    answers = [scheduler.request_finished(r, [5, 9]) for r in requests]
+    assert [held for held, _ in answers] == [True, False, True]
+    assert "RecursionError: nested" in answers[1][1]["hidden_states_meta"]["reason"]
+    told = meta(scheduler)
+    assert [s.key for s in told.saves] == ["a", "b"]
+    (skip,) = told.skipped
+    assert (skip.key, skip.name, skip.quiet) == ("bad", "bad.safetensors", False)
+    assert "RecursionError: nested" in skip.reason
+    assert [e.request_id for e in first.expected] == ["a", "bad", "b"]
+    scheduler.copies_done({"a", "b"})
+    assert scheduler.pending == 0

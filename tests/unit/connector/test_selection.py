@@ -7,6 +7,7 @@ import pytest
 
 from hsx_dist.connector.options import read_options
 from hsx_dist.connector.selection import choose
+from hsx_dist.format.identity import identity_hash
 
 TOKENS = np.arange(100, 110)
 
@@ -80,6 +81,7 @@ def test_a_mean_says_over_what_it_was_taken():
 
 def test_other_choices_of_one_request_are_told_apart():
     masks = [bytes([1] + [0] * 9), bytes([0, 1] + [0] * 8)]
-    by_mask = [chosen(hidden_states_tokens="loss_mask", hidden_states_loss_mask=m)[0].which for m in masks]
-    others = [chosen(hidden_states_tokens=t)[0].which for t in ("all", "mean", "last", "stride:2")]
-    assert len({*by_mask, *others}) == 6
+    by_mask = [chosen(hidden_states_tokens="loss_mask", hidden_states_loss_mask=m)[0] for m in masks]
+    others = [chosen(hidden_states_tokens=t)[0] for t in ("all", "mean", "last", "stride:2", [0, 5], [0, 6])]
+    told = {identity_hash(c.meta, len(c.token_ids), sorted(c.attached), *c.attached.values()) for c in by_mask + others}
+    assert len(told) == 8

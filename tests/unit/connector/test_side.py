@@ -1,12 +1,18 @@
 """Copies beside the engine's steps, on a host."""
 
-import sys
 import threading
 
 import pytest
 import torch
 
-from hsx_dist.connector.side import HostSide, side_of
+from hsx_dist.connector.side import Cuda, HostSide, StreamSide, side_of
+from hsx_dist.errors import ConfigError
+from tests.unit.connector.recorded_cuda import DEVICE, RecordedCuda
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    return RecordedCuda(monkeypatch)
 
 
 def test_a_cache_in_host_memory_is_copied_on_a_thread():
@@ -30,33 +36,71 @@ def test_copies_run_one_after_another_and_starting_one_waits_for_none():
     assert ran == [1, 2, 3]
 
 
-def test_a_copy_that_fails_is_met_by_whoever_asks_and_by_every_later_step():
+def test_an_error_of_a_copy_reaches_its_own_event_alone():
     side = HostSide()
+    before, failed, later = side.start([lambda: None, lambda: 1 / 0, lambda: None])
+    with pytest.raises(ZeroDivisionError):
+        failed.synchronize()
+    before.synchronize()
+    later.synchronize()
+    assert all(event.query() for event in (before, failed, later))
+    side.close()
+
+
+def test_memory_of_other_devices_is_refused():
+    with pytest.raises(ConfigError, match=r"CUDA, ROCm or CPU device, got meta\. Use"):
+        side_of(torch.zeros(1, device="meta"))
+
+
+def test_copies_on_a_stream_wait_for_what_the_model_had_queued_when_the_step_began(cuda):
+    side = StreamSide(Cuda(DEVICE))
+    side.follow()
+    cuda.calls.append("the model's next run")
+    side.start([lambda: cuda.calls.append("copy")])
+    assert cuda.calls == [
+        "record 0 on model", "copies wait for 0", "the model's next run",
+        "enter copies", "copy", "leave copies", "record 1 on copies",
+    ]  # fmt: skip
+
+
+def test_on_a_stream_an_error_while_a_copy_is_queued_reaches_its_own_event_after_the_queued_part(cuda):
+    side = StreamSide(Cuda(DEVICE))
     failed, later = side.start([lambda: 1 / 0, lambda: None])
+    cuda.ended = {0}
+    assert failed.query()
+    assert not later.query()
     with pytest.raises(ZeroDivisionError):
         failed.synchronize()
     later.synchronize()
-    with pytest.raises(ZeroDivisionError):
-        later.query()
+    waited = [call for call in cuda.calls if call.startswith("wait")]
+    assert waited == ["wait for 0", "wait for 1"]  # the error is raised after the queued part has ended
 
 
-def test_a_copy_that_fails_is_never_said_to_be_done():
-    def ended(event) -> bool:
-        while not event.query():
-            pass
-        return True
+def test_a_device_that_is_lost_surfaces(cuda):
+    side = StreamSide(Cuda(DEVICE))
+    cuda.lost = True
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        side.start([lambda: None])
 
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # the gap between what is done and what is listed as failed is a short one
-    try:
-        for _ in range(500):
-            side = HostSide()
-            (failed,) = side.start([lambda: 1 / 0])
-            with pytest.raises(ZeroDivisionError):
-                ended(failed)
-            side.close()
-    finally:
-        sys.setswitchinterval(before)
+
+def test_a_thread_that_waits_sets_the_device_first(cuda):
+    """On a thread without a device CUDA makes a context on GPU 0."""
+    side = StreamSide(Cuda(DEVICE))
+    (event,) = side.start([lambda: None])
+    for wait in (event.synchronize, side.close):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
+    assert cuda.devices_of_waits == [DEVICE, DEVICE]
+
+
+def test_an_idle_engine_waits_for_the_last_copy(cuda):
+    side = StreamSide(Cuda(DEVICE))
+    side.wait(30)
+    side.start([lambda: None])
+    side.wait(0.001)
+    cuda.ended = {0}
+    side.wait(30)
 
 
 @pytest.fixture

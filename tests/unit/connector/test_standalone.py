@@ -62,7 +62,7 @@ def test_the_same_key_with_other_tokens_is_told_to_both_and_replaces_nothing(tmp
     outlet.close()
     with pytest.raises(SampleFailed, match="another sample of that key"):
         hsx_dist.load_hidden_states(str(tmp_path / "a.safetensors"))
-    (tmp_path / "a.error.json").unlink()
+    (tmp_path / "a.safetensors.conflict.json").unlink()
     np.testing.assert_array_equal(
         hsx_dist.load_hidden_states(str(tmp_path / "a.safetensors"), framework="numpy")["hidden_states"],
         first.transpose(1, 0, 2),
@@ -137,7 +137,7 @@ def test_the_end_is_not_waited_for_longer_than_asked(tmp_path):
 
 def test_whoever_reads_a_key_by_the_answer_of_its_second_use_is_told(tmp_path):
     """No moment at which the first sample is taken for the second: the lock is held until the marker is there."""
-    hanging = HangingStore(open_store(str(tmp_path)), Strike(PUTS, prefix="a.error"))
+    hanging = HangingStore(open_store(str(tmp_path)), Strike(PUTS, prefix="a.safetensors.conflict"))
     outlet = outlet_on(tmp_path, markers=hanging)
     submit(outlet, "a", some())
     path = str(tmp_path / "a.safetensors")
@@ -214,7 +214,7 @@ def test_ordinary_requests_ask_the_store_nothing_before_their_sample_is_stored(t
     assert not counting.calls
     submit(outlet, "k3", some(), request="r3")
     outlet.close()
-    assert counting.calls == {"head": 1}
+    assert counting.calls == {"get": 1}
 
 
 def test_markers_count_as_pending_and_the_end_does_not_wait_for_them_longer_than_asked(tmp_path, caplog):
@@ -280,12 +280,12 @@ def test_what_a_sender_could_not_pass_on_is_told_and_its_room_comes_free():
     assert outlet.ring.used_bytes == 0
 
 
-def test_a_page_that_was_not_copied_is_never_shipped():
+def test_a_page_that_was_not_copied_reaches_its_writer_as_an_error():
     from hsx_dist.connector.outlet import LocalOutlet
 
     class KeepingSender:
         def send(self, pages, release):
-            sent.extend(p.segment.key for p in pages)
+            sent.extend((p.segment.key, bool(p.error)) for p in pages)
             for page in pages:
                 release(page)
 
@@ -300,7 +300,7 @@ def test_a_page_that_was_not_copied_is_never_shipped():
     submit(outlet, "a", some(), ready=broken)
     submit(outlet, "b", some(), ready=lambda: None)
     submit(outlet, "a", some(), request="again", ready=lambda: None)
-    # Of two pages the first is not copied: the second is of no use.
+    # Of two pages the first is not copied.
     n, layers = 6, some(6)
     segment = Segment("c", 0, 0, n, n, source="c:0")
     for start, ready in ((0, broken), (3, lambda: None)):
@@ -309,7 +309,7 @@ def test_a_page_that_was_not_copied_is_never_shipped():
         ids = np.arange(3, dtype=np.int64)
         outlet.submit((PageRef(offset, page.shape, segment, start, start + 3, 3, LAYERS, "float32", "LTH", ids), ready))
     outlet.close()
-    assert sent == ["b", "a"]
+    assert sent == [("a", True), ("b", False), ("a", False), ("c", True), ("c", False)]
     assert [(s.key, "illegal memory access" in (s.reason or "")) for s in told] == [
         ("a", True), ("b", False), ("a", False), ("c", True)
     ]  # fmt: skip

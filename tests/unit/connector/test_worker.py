@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
+import hsx_dist.connector.worker as worker_module
 from hsx_dist.connector.outlet import PageRef
 from hsx_dist.connector.ring import Ring
+from hsx_dist.connector.side import Cuda, StreamSide
 from hsx_dist.connector.step import Expect, Save, Skip, Step
 from hsx_dist.connector.worker import IDLE_WAIT_S, Plan, WorkerHalf, pin, unpin
 from hsx_dist.errors import ConfigError
 from hsx_dist.observe.metrics import Meter
+from tests.unit.connector.recorded_cuda import DEVICE, RecordedCuda
+from tests.unit.connector.small_outlet import outlet_on
 
 BLOCKS, LAYERS, BLOCK, HIDDEN = 64, 3, 4, 8
 ROW = LAYERS * HIDDEN * 4
@@ -341,3 +346,88 @@ def test_what_a_client_says_of_its_sample_goes_with_its_pages_as_text():
     assert {(ref.segment.metadata, ref.segment.source.rpartition(":")[0]) for ref in outlet.refs} == {
         ('{"a": 1}', "short")
     }
+
+
+@pytest.mark.parametrize(
+    ("stream", "which", "apart"), [*product([False, True], range(3), [False]), (False, 0, True), (False, 1, True)]
+)
+def test_a_page_that_fails_in_its_copy_costs_its_sample_alone(tmp_path, monkeypatch, stream, which, apart):
+    """The blocks and ring bytes come free, the client gets the reason, and other requests of the batch are stored."""
+    copy_page = worker_module.gather
+
+    def copy_or_fail(cache, places, out, order):
+        if places[0] == bad.block_ids[2 * which]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        copy_page(cache, places, out, order)
+
+    monkeypatch.setattr(worker_module, "gather", copy_or_fail)
+    if stream:
+        recorded = RecordedCuda(monkeypatch)
+        recorded.ended = set(range(100))
+        monkeypatch.setattr(worker_module, "side_of", lambda _: StreamSide(Cuda(DEVICE)))
+    outlet = outlet_on(tmp_path, apart=apart)
+    _, worker = half(outlet, segment_bytes=1 << 20)
+    bad = save(20, key="bad")  # three pages
+    meta = Step(saves=[named(save(4, key="a")), named(bad), named(save(5, key="b"))])
+    worker.begin(meta)
+    worker.step(meta)
+    named_by_steps = worker.finished()
+    while worker.pending:
+        worker.step(Step(idle=True))
+        named_by_steps |= worker.finished()
+    assert named_by_steps == {"req-a", "req-bad", "req-b"}
+    worker.close()
+    outlet.close(60)
+    assert outlet.pending == 0
+    assert outlet.ring.used_bytes == 0
+    if not apart:
+        assert outlet._writers.sink.held_bytes == 0  # also of the pages before
+    assert outlet.meter.sums()["failed", ""] == 1
+    assert sorted(p.name for p in tmp_path.glob("*.safetensors")) == ["a.safetensors", "b.safetensors"]
+    marker = (tmp_path / "bad.error.json").read_text()
+    assert "its states were not copied: OutOfMemoryError: CUDA out of memory" in marker
+
+
+def named(s: Save) -> Save:
+    return dataclasses.replace(s, name=f"{s.key}.safetensors")
+
+
+def test_copies_wait_for_earlier_steps_and_not_for_the_models_run_of_their_own_step(monkeypatch):
+    recorded = RecordedCuda(monkeypatch)
+    monkeypatch.setattr(worker_module, "side_of", lambda _: StreamSide(Cuda(DEVICE)))
+    outlet = KeepingOutlet(1 << 20)
+    _, worker = half(outlet)
+    for meta in (Step(), Step(saves=[save(4)]), Step()):
+        worker.begin(meta)
+        recorded.calls.append("the model's run")
+        worker.step(meta)
+    assert [call for call in recorded.calls if not call.startswith(("enter", "leave", "wait"))] == [
+        "the model's run", "record 0 on model", "copies wait for 0", "the model's run", "record 1 on copies",
+        "the model's run",
+    ]  # fmt: skip
+    worker.step(Step(saves=[save(4)]))  # a caller that announced no step: the copies wait for all that is queued
+    assert [call for call in recorded.calls if "2" in call] == ["record 2 on model", "copies wait for 2"]
+
+
+def test_a_device_that_is_lost_ends_the_step(monkeypatch):
+    recorded = RecordedCuda(monkeypatch)
+    monkeypatch.setattr(worker_module, "side_of", lambda _: StreamSide(Cuda(DEVICE)))
+    _, worker = half(KeepingOutlet(1 << 20))
+    worker.step(Step(saves=[save(4)]))
+    recorded.lost = True
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        worker.finished()
+
+
+def test_a_selection_that_never_fits_into_the_ring_costs_itself_alone():
+    """A mean is float32, so that one row may need more bytes than a page of the cache's dtype."""
+    outlet = KeepingOutlet(64)  # a page is 48 bytes
+    cache = torch.randn(BLOCKS, LAYERS, 1, HIDDEN).to(torch.bfloat16)
+    worker = WorkerHalf(cache, outlet, rank=0, layer_ids=(1, 2, 3), page_bytes=1, segment_bytes=1 << 20)
+    mean = dataclasses.replace(
+        save(1, key="mean"), token_ids=np.array([-1]), mean_of=1, attached={"request_token_ids": np.zeros(1, np.int32)}
+    )
+    worker.step(Step(saves=[mean, save(1, key="b")]))
+    assert worker.finished() == {"req-mean", "req-b"}
+    assert [ref.segment.key for ref in outlet.refs] == ["b"]
+    assert "in_flight_bytes: expected at least 96 bytes" in outlet.skipped[0].reason

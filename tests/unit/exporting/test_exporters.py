@@ -18,7 +18,9 @@ from hsx_dist import open_run
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.exporting import ExportOptions, export_run, register_exporter
 from hsx_dist.exporting.export import EXPORTERS
+from hsx_dist.format.place import open_place
 from hsx_dist.reading import Run
+from hsx_dist.reading.garbage import remove_run
 from hsx_dist.store import open_store
 from hsx_dist.testing.models import tiny_llama
 from hsx_dist.testing.runs import store_run
@@ -244,6 +246,20 @@ def test_an_export_goes_on_and_refuses_another_in_its_place(run: Run, tmp_path: 
     assert export_run(run, "vllm", tmp_path).written == 0
     with pytest.raises(ConfigError, match="layers"):
         export_run(run, "vllm", tmp_path, ExportOptions(aux_layers=(2,)))
+
+
+def test_an_export_does_not_go_on_with_another_run_at_the_same_place(tmp_path: Path) -> None:
+    root, dest = open_store(str(tmp_path / "run")), tmp_path / "dest"
+    store_run(root, SAMPLES)
+    export_run(open_run(root.url), "vllm", dest, shard=0, shards=2)
+    said = statement(dest)
+    (dest / "export.json").write_text(json.dumps({k: v for k, v in said.items() if k != "run_id"}))
+    assert export_run(open_run(root.url), "vllm", dest).there > 0  # begun by an earlier version
+    (dest / "export.json").write_text(json.dumps(said))
+    remove_run(root, open_place(root))
+    store_run(root, SAMPLES)
+    with pytest.raises(ConfigError, match="run_id"):
+        export_run(open_run(root.url), "vllm", dest)
 
 
 def test_an_export_waits_for_another_one_to_say_what_the_folder_holds(

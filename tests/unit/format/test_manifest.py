@@ -9,17 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hsx_dist.format.manifest import (
-    Manifest,
-    Receipt,
-    RowFate,
-    SegmentProof,
-    attempt_name,
-    heartbeat_name,
-    parse_receipt_name,
-    part_name,
-    receipt_name,
-)
+from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SegmentProof
+from hsx_dist.format.names import attempt_name, heartbeat_name, parse_receipt_name, part_name, receipt_name
 from hsx_dist.page import Segment, token_hash
 
 

@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hsx_dist.errors import Fenced
-from hsx_dist.format.manifest import Receipt, part_name, receipt_name
+from hsx_dist.format.manifest import Receipt
+from hsx_dist.format.names import part_name, receipt_name
 from hsx_dist.format.receipt_log import ReceiptLog, list_logs, new_receipts, read_entry, read_logs, seal_logs
 from hsx_dist.format.runs import DRIVER, seal_attempts, take_attempt
 from hsx_dist.testing.stores import MemoryStore

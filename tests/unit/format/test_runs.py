@@ -11,15 +11,8 @@ import pytest
 
 from hsx_dist.errors import AlreadyExists, ConfigError, Fenced, FormatError, IntegrityError
 from hsx_dist.format import runs
-from hsx_dist.format.manifest import (
-    Receipt,
-    RowFate,
-    SegmentProof,
-    attempt_name,
-    complete_name,
-    part_name,
-    receipt_name,
-)
+from hsx_dist.format.manifest import Receipt, RowFate, SegmentProof
+from hsx_dist.format.names import attempt_name, complete_name, part_name, receipt_name
 from hsx_dist.page import Segment, token_hash
 from hsx_dist.store import ObjectInfo
 from hsx_dist.store.local import LocalStore

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
+import torch
 
+import hsx_dist.jobs.cores as cores_module
 from hsx_dist.config import load_config
 from hsx_dist.config.secrets import credential_environment
 from hsx_dist.errors import ConfigError
-from hsx_dist.jobs.cores import CoreClaim, omp_binding
+from hsx_dist.jobs.cores import CoreClaim, omp_binding, prepare_cpu
 from hsx_dist.jobs.extract import engine_spec
 from hsx_dist.jobs.placement import place, placed_spec
 from hsx_dist.jobs.preflight import Model
@@ -42,25 +45,39 @@ def test_two_claims_share_no_core():
     third.release()
 
 
-def test_claims_in_a_folder_that_another_user_prepared_are_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["link", "others may enter", "file", "links in it", "no folder can be made"])
+def test_a_folder_of_claims_that_another_user_prepared_keeps_no_engine_from_starting(
+    tmp_path, monkeypatch, caplog, kind
+):
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    cores_module._warn.cache_clear()
     folder, victim = tmp_path / f"hsx-cores-{os.geteuid()}", tmp_path / "victim"
     victim.mkdir(mode=0o700)
-    folder.symlink_to(victim)
-    with pytest.raises(ConfigError, match=r"expected a folder of user \d+ .*TMPDIR"):
-        CoreClaim(1)
+    if kind == "link":
+        folder.symlink_to(victim)
+    elif kind == "others may enter":
+        folder.mkdir()
+        folder.chmod(0o777)
+    elif kind == "file":
+        folder.touch()
+    elif kind == "links in it":
+        folder.mkdir(mode=0o700)
+        last = max(os.sched_getaffinity(0))
+        (folder / str(last)).symlink_to(victim / "made")
+    else:
+        monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "missing"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(2):
+        claim = prepare_cpu(1, len(os.sched_getaffinity(0)))
+        assert claim is not None
+        assert claim.cores == []
+        assert os.environ.pop("VLLM_CPU_OMP_THREADS_BIND") == "nobind"
     assert list(victim.iterdir()) == []
-    folder.unlink()
-    folder.mkdir()
-    folder.chmod(0o777)
-    with pytest.raises(ConfigError, match="mode 777"):
-        CoreClaim(1)
-    folder.chmod(0o700)
-    for core in os.sched_getaffinity(0):
-        (folder / str(core)).symlink_to(victim / "made")
-    with pytest.raises(OSError, match="symbolic links"):
-        CoreClaim(1)
-    assert list(victim.iterdir()) == []
+    assert kind != "others may enter" or list(folder.iterdir()) == []
+    assert caplog.text.count("no cores are reserved for engines of this process") == 1
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from hsx_dist.errors import EngineError, Fenced, StoreError
-from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SegmentProof, part_name
+from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SegmentProof
+from hsx_dist.format.names import part_name
 from hsx_dist.format.runs import load_manifest, take_attempt
 from hsx_dist.jobs.driver import Driver
 from hsx_dist.jobs.fleet import (

@@ -17,9 +17,9 @@ from hsx_dist.errors import ConfigError, EngineError, Fenced, NotFound, RunError
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.format.place import Place, bury, find_place, open_place, start_run
 from hsx_dist.format.receipt_log import ReceiptLog
-from hsx_dist.format.runs import load_manifest, read_heartbeat, write_complete
+from hsx_dist.format.runs import is_complete, load_manifest, read_heartbeat, write_complete
 from hsx_dist.jobs import extract as extract_module
-from hsx_dist.jobs.extract import is_complete, open_or_start_run, require_not_removed, take_over
+from hsx_dist.jobs.extract import open_or_start_run, require_not_removed, take_over
 from hsx_dist.reading import open_run, verify_run
 from hsx_dist.reading.missing import missing_parts
 from hsx_dist.reading.retain import Retention
@@ -97,7 +97,7 @@ def test_a_part_that_its_consumers_used_is_not_lost(place: Place) -> None:
     write(place)
     before = open_run(place.root.url)
     before["s0"].load()
-    Retention(place.store).ack("s0", "s1")
+    Retention(place).ack("s0", "s1")
     for key in ("s0", "s1"):  # also in a part that is open already
         with pytest.raises(SampleConsumed):
             before[key].load()
@@ -111,7 +111,7 @@ def test_a_part_that_its_consumers_used_is_not_lost(place: Place) -> None:
 def test_a_part_of_which_one_consumer_told_and_that_is_gone_is_lost(tmp_path: Path) -> None:
     place = start_run(LocalStore(tmp_path / "run"), {"meaning": {}})
     first, _ = write(place)
-    Retention(place.store, "a", consumers=["a", "b"]).ack("s0", "s1")
+    Retention(place, "a", consumers=["a", "b"]).ack("s0", "s1")
     place.store.delete(first)
     with pytest.raises(NotFound):
         open_run(place.root.url)["s0"].load()

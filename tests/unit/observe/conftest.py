@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from hsx_dist.format.codecs import resolve_codec
-from hsx_dist.format.manifest import Receipt, RowFate, receipt_name
+from hsx_dist.format.manifest import Receipt, RowFate
+from hsx_dist.format.names import receipt_name
 from hsx_dist.format.runs import beat, load_manifest, take_attempt, write_complete
 from hsx_dist.observe.metrics import Increments, Meter
 from hsx_dist.observe.progress import Progress

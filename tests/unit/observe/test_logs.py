@@ -5,8 +5,14 @@ from __future__ import annotations
 import io
 import json
 import logging
+from decimal import Decimal
+from fractions import Fraction
 
-from hsx_dist.logger import get_logger
+import numpy as np
+import pytest
+import torch
+
+from hsx_dist.logger import _Escaped, get_logger
 from hsx_dist.observe.logs import OFTEN, WINDOW_S, NotSoOften, Structured, shown_elsewhere
 
 
@@ -95,6 +101,18 @@ def test_what_a_client_sent_is_escaped_whoever_shows_the_line():
         assert "fake" in line
     (line,) = lines_of("hsx_test_escaped", lambda log: log.warning("of %s", "x" * 1_000_000))
     assert len(line) < 3000
+
+
+def test_numbers_of_other_libraries_are_numbers_in_a_line():
+    for number in (np.int64(7), np.uint8(7), np.float32(7), torch.tensor(7), Decimal(7), Fraction(7)):
+        (line,) = lines_of("hsx_test_escaped", lambda log, n=number: log.warning("%d rows, %.1f", n, n))
+        assert line == "7 rows, 7.0"
+        (line,) = lines_of("hsx_test_escaped", lambda log, n=number: log.warning("%(n)05d", {"n": n}))
+        assert line == "00007"
+    (line,) = lines_of("hsx_test_escaped", lambda log: log.warning("%x", np.int64(255)))
+    assert line == "ff"
+    with pytest.raises(TypeError):
+        logging.LogRecord("x", 30, "", 1, "%d", (_Escaped("12"),), None).getMessage()
 
 
 def test_a_traceback_keeps_its_lines_and_nothing_else():

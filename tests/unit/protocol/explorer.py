@@ -88,8 +88,8 @@ class SteppedStore:
     def put_if_absent(self, name: str, data: bytes | Sequence[Buffer]) -> None:
         self._call("put_if_absent", name, lambda: self._inner.put_if_absent(name, data))
 
-    def get(self, name: str) -> bytes:
-        return self._call("get", name, lambda: self._inner.get(name))
+    def get(self, name: str, most: int | None = None) -> bytes:
+        return self._call("get", name, lambda: self._inner.get(name, most), most)
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         views = self._call("get_ranges", name, lambda: tuple(map(bytes, self._inner.get_ranges(name, ranges))))

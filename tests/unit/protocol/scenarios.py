@@ -137,7 +137,7 @@ def consuming(place: Callable[[Store], Place], keys: Sequence[str]) -> Any:
     """A consumer with ``retain: consumed``."""
 
     def main(root: SteppedStore) -> None:
-        Retention(place(root).store).ack(*keys)
+        Retention(place(root)).ack(*keys)
 
     return main
 

@@ -152,7 +152,7 @@ def a_lost_part_is_not_declared(m: pytest.MonkeyPatch) -> None:
 
 
 def a_consumer_believes_an_old_completion(m: pytest.MonkeyPatch) -> None:
-    m.setattr(retain.Retention, "_is_over", lambda self: runs.read_complete(self._store) is not None)
+    m.setattr(retain, "is_complete", lambda store: runs.read_complete(store) is not None)
 
 
 def a_consumer_does_not_look_again_at_the_end(m: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import json
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -68,6 +70,83 @@ def test_the_command_only_lists_until_it_is_told_to_delete(prefix, capsys):
     assert sorted(p.name for p in prefix.iterdir()) == sorted(set(before) - gone)
 
 
+#: Root passes every permission check by its capabilities. Without them it is a file's owner like any other.
+AS_A_USER = """
+import ctypes, os, sys
+if os.geteuid() == 0 and ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()):
+    raise OSError("capset failed")
+"""
+
+
+def as_a_user(code, *arguments):
+    """What a process prints that permissions stop: (stdout, stderr)."""
+    done = subprocess.run(
+        [sys.executable, "-c", AS_A_USER + code, *arguments], capture_output=True, text=True, timeout=120
+    )
+    return done.stdout, done.stderr
+
+
+@pytest.fixture
+def with_unreadable_folders(tmp_path):
+    for sub in ("a-first", "m/closed/deep", "m/no-look", "m/open", "z"):
+        put(open_store(str(tmp_path / sub)), "old", {"expires": 1000})
+    (tmp_path / "m" / "open" / "link").symlink_to(tmp_path / "m" / "closed" / "deep")
+    modes = {"a-first": 0o000, "m/closed": 0o000, "m/no-look": 0o400}
+    for name, mode in modes.items():
+        (tmp_path / name).chmod(mode)
+    yield tmp_path
+    for name in modes:
+        (tmp_path / name).chmod(0o700)
+
+
+GC = "from hsx_dist.cli import main\nmain(['gc', *sys.argv[1:]])"
+
+
+def test_folders_that_may_not_be_read_are_skipped_reported_and_logged_once(with_unreadable_folders):
+    root = with_unreadable_folders
+    unreadable = ["a-first", "m/closed", "m/no-look", "m/open/link"]
+    for more in ([], ["--delete"]):
+        out, err = as_a_user(GC, str(root), "--json", *more)
+        found = json.loads(out)
+        assert found["expired"] == ["m/open/old.safetensors", "z/old.safetensors"], err
+        assert sorted(found["unreadable"]) == unreadable
+        assert [err.count(f"folder={name}") for name in unreadable] == [1, 1, 1, 1]
+    assert not (root / "z" / "old.safetensors").exists()
+    out, err = as_a_user(GC, str(root))
+    assert "4 folders may not be read" in out, err
+
+
+def test_a_listing_from_which_something_is_concluded_ends_there(with_unreadable_folders):
+    root = with_unreadable_folders
+    code = """
+from hsx_dist.errors import Denied
+from hsx_dist.store import open_store
+store = open_store(sys.argv[1])
+for find in (store.list, lambda: store.list("m/open/l"), store.unfinished, open_store(sys.argv[1] + "/m/no-look").list,
+             lambda: open_store(sys.argv[1] + "/a-first").list_readable(print)):
+    try:
+        print(list(find()))
+    except Denied:
+        print("denied")
+"""
+    out, err = as_a_user(code, str(root))
+    assert out.split() == ["denied"] * 5, err
+
+
+def test_gc_and_rm_of_a_run_end_at_a_folder_that_may_not_be_read(tmp_path):
+    write_v1_run(open_store(str(tmp_path)), {"meaning": {}})
+    closed = tmp_path / "data" / "more"
+    closed.mkdir(parents=True)
+    closed.chmod(0)
+    try:
+        for command in (["gc", str(tmp_path), "--json"], ["rm", str(tmp_path), "--yes"]):
+            out, err = as_a_user(f"from hsx_dist.cli import main\nmain({command!r})")
+            assert "Permission denied" in err, (out, err)
+            assert "garbage" not in out
+    finally:
+        closed.chmod(0o700)
+
+
 def test_a_run_is_refused(tmp_path):
     store = open_store(str(tmp_path))
     write_v1_run(store, {"meaning": {}})
@@ -112,6 +191,7 @@ def test_an_object_that_is_stored_anew_after_gc_looked_stays(store, monkeypatch,
         monkeypatch.setattr(type(store), "delete_version", lambda *a: (server(), delete(*a))[1])
     assert not remove(store, found)
     assert b"4000000000" in store.get(name)
+    store.delete(name)
     store_anew(store, name, 1000)
     assert remove(store, name)
     assert list(store.list()) == []

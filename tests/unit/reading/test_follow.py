@@ -10,14 +10,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hsx_dist import HiddenStatesDataset, open_run
-from hsx_dist.errors import ConfigError, RunError, RunStalled, SampleConsumed
-from hsx_dist.format.place import open_place
+from hsx_dist import HiddenStatesDataset, MixedDataset, TokenBatches, merge_states, open_run
+from hsx_dist.errors import (
+    ConfigError,
+    FormatError,
+    NotFound,
+    RunError,
+    RunMismatch,
+    RunStalled,
+    SampleConsumed,
+    Unavailable,
+)
+from hsx_dist.format.place import Place, open_place
 from hsx_dist.format.runs import beat, take_attempt
 from hsx_dist.reading.follow import Follower
+from hsx_dist.reading.garbage import remove_run
 from hsx_dist.reading.retain import Retention, rank_of
+from hsx_dist.reading.run import Run
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import open_store
+from hsx_dist.testing.faulty_stores import WrappedStore
 from hsx_dist.testing.runs import RunWriter, store_run, whole, write_v1_run
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
@@ -154,11 +166,12 @@ def test_ranks_divide_what_is_followed(tmp_path: Path) -> None:
 
 def test_a_part_is_removed_once_every_consumer_has_used_it(tmp_path: Path) -> None:
     place = open_store(str(tmp_path / "run"))
-    store = store_run(place, SAMPLES, per_part=4).store
+    run_place = store_run(place, SAMPLES, per_part=4).place
+    store = run_place.store
     parts = sorted(i.name for i in store.list("data/"))
     run = open_run(place.url)
-    ranks = [Retention(store, "train", consumers=["train", "probe"], rank=r, world_size=2) for r in range(2)]
-    probe = Retention(store, "probe", consumers=["train", "probe"])
+    ranks = [Retention(run_place, "train", consumers=["train", "probe"], rank=r, world_size=2) for r in range(2)]
+    probe = Retention(run_place, "probe", consumers=["train", "probe"])
     first = [s.key for s in SAMPLES[:4]]
     for key in first:
         ranks[rank_of(key, 2)].ack(key)
@@ -167,7 +180,7 @@ def test_a_part_is_removed_once_every_consumer_has_used_it(tmp_path: Path) -> No
     assert sorted(i.name for i in store.list("data/")) == parts
     probe.ack(*first[:3])
     assert sorted(i.name for i in store.list("data/")) == parts
-    restarted = Retention(store, "probe", consumers=["train", "probe"])
+    restarted = Retention(run_place, "probe", consumers=["train", "probe"])
     restarted.load_state_dict(json.loads(json.dumps(probe.state_dict())))
     restarted.ack(first[3])
     left = sorted(i.name for i in store.list("data/"))
@@ -182,7 +195,7 @@ def test_a_part_is_removed_once_every_consumer_has_used_it(tmp_path: Path) -> No
     with pytest.raises(RunError, match="another rank"):
         ranks[0].ack(wrong)
     with pytest.raises(ConfigError, match="consumers"):
-        Retention(store, "../x")
+        Retention(run_place, "../x")
 
 
 def test_a_part_that_holds_half_a_sample_stays_until_the_run_is_over() -> None:
@@ -192,7 +205,7 @@ def test_a_part_that_holds_half_a_sample_stays_until_the_run_is_over() -> None:
     long = random_sample("long", 40)
     a, b = long.segments(16)
     writer.put([whole(SAMPLES[0]), (long, a, None)])
-    retention = Retention(store)
+    retention = Retention(open_place(store))
     retention.ack(SAMPLES[0].key)
     assert len(list(store.list("data/"))) == 1
     writer.put([(long, b, None)])
@@ -204,10 +217,10 @@ def test_what_was_read_of_the_manifest_is_not_read_again_for_a_new_part(monkeypa
     store = MemoryStore()
     write_v1_run(store, {})
     writer = RunWriter(store)
-    retention = Retention(store)
+    retention = Retention(open_place(store))
     read: list[str] = []
-    get = store.get_ranges
-    monkeypatch.setattr(store, "get_ranges", lambda name, ranges: read.append(name) or get(name, ranges))
+    get = store.get
+    monkeypatch.setattr(store, "get", lambda name, most=None: read.append(name) or get(name, most))
     for sample in SAMPLES:
         writer.put([whole(sample)])
         retention.ack(sample.key)
@@ -224,3 +237,169 @@ def test_the_masks_of_attached_arrays_follow_too(tmp_path: Path) -> None:
     assert [next(source)["loss_mask"].sum() for _ in range(3)] == [len(s.token_ids) - 2 for s in SAMPLES[:3]]
     with pytest.raises(RunStalled):
         next(source)
+
+
+# -- damage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["removed", "cut", "no header"])
+def test_a_part_that_cannot_be_opened_is_skipped_and_counted(tmp_path: Path, damage: str, caplog: Any) -> None:
+    place = store_run(open_store(str(tmp_path / "run")), SAMPLES, per_part=4).place
+    part = sorted(i.name for i in place.store.list("data/"))[1]
+    if damage == "removed":
+        place.store.delete(part)
+    else:
+        place.store.put(part, [place.store.get(part)[:100] if damage == "cut" else b"\xff" * 5000])
+    dataset = HiddenStatesDataset(place.root.url, follow=True, on_error="skip")
+    sound = [s.key for i, s in enumerate(SAMPLES) if i // 4 != 1]
+    assert [item["key"] for item in dataset] == sound
+    assert dataset.skipped == 4
+    assert len([r for r in caplog.records if "skipped" in r.getMessage()]) == 4
+    # The position is behind them.
+    state = json.loads(json.dumps(dataset.state_dict()))
+    restarted = HiddenStatesDataset(place.root.url, follow=True)
+    restarted.load_state_dict(state)
+    assert list(restarted) == []
+    assert restarted.skipped == 4
+    strict = HiddenStatesDataset(place.root.url, follow=True)
+    source = iter(strict)
+    assert [next(source)["key"] for _ in range(4)] == sound[:4]
+    with pytest.raises((FormatError, NotFound), match=Path(part).name):
+        next(source)
+
+
+def test_a_store_that_is_out_of_reach_skips_no_sample(tmp_path: Path) -> None:
+    place = store_run(open_store(str(tmp_path / "run")), SAMPLES, per_part=4).place
+    down = [False]
+
+    class Down(WrappedStore):
+        def get_ranges(self, name: str, ranges: Any) -> list[memoryview]:
+            if down[0]:
+                raise Unavailable(f"{name}: no answer")
+            return super().get_ranges(name, ranges)
+
+    run = open_run(place.root.url).with_store(Down)
+    dataset = HiddenStatesDataset(run, follow=True, on_error="skip", threads=1, prefetch_bytes=1)
+    source = iter(dataset)
+    first = [next(source)["key"] for _ in range(5)]
+    down[0] = True
+    with pytest.raises(Unavailable):
+        list(source)
+    assert dataset.skipped == 0
+    down[0] = False
+    restarted = HiddenStatesDataset(run, follow=True)
+    restarted.load_state_dict(json.loads(json.dumps(dataset.state_dict())))
+    assert first + [item["key"] for item in restarted] == [s.key for s in SAMPLES]
+
+
+def test_no_more_samples_are_read_ahead_than_fit_where_the_run_names_no_layers() -> None:
+    store = MemoryStore()
+    write_v1_run(store, {})
+    writer = RunWriter(store)
+    for sample in SAMPLES:
+        writer.put([whole(sample)])
+    writer.complete()
+    asked: list[str] = []
+    get = store.get_ranges
+    store.get_ranges = lambda name, ranges: asked.append(name) or get(name, ranges)  # type: ignore[method-assign]
+    source = iter(HiddenStatesDataset(Run(store), follow=True, prefetch_bytes=100))
+    item = next(source)
+    assert item["hidden_states"].nbytes > 100
+    assert len(set(asked)) == 1
+
+
+# -- another run at the same place -----------------------------------------------------------------------------------
+
+
+def another_run(place: Place, version: int) -> Place:
+    """The run is removed, and another one of the same keys, names and sizes takes its place."""
+    url = place.root.url
+    if version == 2:
+        remove_run(place.root, place)
+    else:  # as version 1 did
+        for info in list(place.root.list()):
+            place.root.delete(info.name)
+    return store_run(open_store(url), SAMPLES, version=version, info={"created": "later"}).place
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_no_state_applies_to_another_run_at_the_same_place(tmp_path: Path, version: int) -> None:
+    place = store_run(open_store(str(tmp_path / "run")), SAMPLES, version=version).place
+    url = place.root.url
+
+    def consumers(place: Place) -> list[Any]:
+        followed, plain = HiddenStatesDataset(url, follow=True), HiddenStatesDataset(url)
+        tokens = TokenBatches(HiddenStatesDataset(url, framework="torch"), 8)
+        return [followed, plain, MixedDataset([HiddenStatesDataset(url)]), tokens, followed.retention("train")]
+
+    before = consumers(place)
+    for consumer in before[:4]:
+        next(iter(consumer))
+    before[4].ack(SAMPLES[0].key)
+    states = [json.loads(json.dumps(consumer.state_dict())) for consumer in before]
+    for consumer, state in zip(consumers(place), states, strict=True):
+        consumer.load_state_dict(state)  # the same run
+    other = another_run(place, version)
+    assert other.id != place.id
+    for consumer, state in zip(consumers(other), states, strict=True):
+        with pytest.raises(RunMismatch, match=f"expected run {place.id}, .* got run {other.id}"):
+            consumer.load_state_dict(state)
+    merged = merge_states([states[1]])
+    with pytest.raises(RunMismatch, match=place.id):
+        HiddenStatesDataset(url).load_state_dict(merged)
+    with pytest.raises(ConfigError, match="'run'"):
+        merge_states([{**states[1], "shards": 2}, {**states[1], "shards": 2, "shard": 1, "run": other.id}])
+
+
+def test_a_state_of_an_earlier_version_names_no_run_and_is_loaded(tmp_path: Path) -> None:
+    url = store_run(open_store(str(tmp_path / "run")), SAMPLES).place.root.url
+    for follow in (False, True):
+        dataset = HiddenStatesDataset(url, follow=follow)
+        source = iter(dataset)
+        first = [next(source)["key"] for _ in range(3)]
+        state = {k: v for k, v in dataset.state_dict().items() if k not in ("run", "skipped" if follow else "run")}
+        restarted = HiddenStatesDataset(url, follow=follow)
+        restarted.load_state_dict(state)
+        assert restarted.state_dict() == state  # nothing is lost where it is saved again at once
+        assert first + [item["key"] for item in restarted] == [s.key for s in SAMPLES]
+    retention = dataset.retention()
+    retention.load_state_dict({"used": [SAMPLES[0].key]})
+    retention.ack(*(s.key for s in SAMPLES[1:4]))
+    assert len(list(dataset.run.store.list("data/"))) == 3
+
+
+def test_a_run_of_version_1_that_was_replaced_counts_as_removed(tmp_path: Path) -> None:
+    place = store_run(open_store(str(tmp_path / "run")), SAMPLES, version=1).place
+    run = open_run(place.root.url)
+    assert not place.removed()
+    another_run(place, 1)
+    assert place.removed()
+    with pytest.raises(RunError, match="is being removed"):
+        run.refresh()
+
+
+def test_a_cache_holds_nothing_of_a_run_that_was_replaced(tmp_path: Path) -> None:
+    place = store_run(open_store(str(tmp_path / "run")), SAMPLES, version=1).place
+    url, cache = place.root.url, tmp_path / "cache"
+    assert len(list(HiddenStatesDataset(url, cache_dir=cache))) == len(SAMPLES)
+    for info in list(place.root.list()):
+        place.root.delete(info.name)
+    others = [random_sample(s.key, len(s.token_ids), seed=100 + i) for i, s in enumerate(SAMPLES)]
+    store_run(place.root, others, version=1, info={"created": "later"})
+    items = list(HiddenStatesDataset(url, cache_dir=cache, framework="numpy"))
+    plain = list(HiddenStatesDataset(url, framework="numpy"))
+    assert [i["hidden_states"].tobytes() for i in items] == [i["hidden_states"].tobytes() for i in plain]
+
+
+def test_sound_parts_that_were_noted_are_of_one_run(tmp_path: Path) -> None:
+    place, notes = store_run(open_store(str(tmp_path / "run")), SAMPLES, version=1).place, tmp_path / "notes"
+    parts = len(list(place.store.list("data/")))
+    assert verify_run(place.root, resume=notes).known == 0
+    assert verify_run(place.root, resume=notes).known == parts
+    other = another_run(place, 1)
+    assert verify_run(other.root, resume=notes).known == 0
+    assert verify_run(other.root, resume=notes).known == parts
+    lines = [json.loads(line) for line in notes.read_text().splitlines()]
+    assert {line.pop("run") for line in lines} == {place.id, other.id}
+    notes.write_text("".join(json.dumps(line) + "\n" for line in lines))  # as an earlier version wrote them
+    assert verify_run(other.root, resume=notes).known == parts

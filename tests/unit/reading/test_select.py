@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from hsx_dist import open_run
 from hsx_dist.errors import ConfigError, SampleNotFound
-from hsx_dist.format.manifest import Receipt, RowFate, SegmentProof, part_name, receipt_name
+from hsx_dist.format.manifest import Receipt, RowFate, SegmentProof
+from hsx_dist.format.names import part_name, receipt_name
 from hsx_dist.format.runs import load_manifest, take_attempt, write_complete
 from hsx_dist.page import Segment
 from hsx_dist.reading import Run

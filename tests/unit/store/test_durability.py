@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hsx_dist.errors import AlreadyExists, Unavailable
 from hsx_dist.store import RetryPolicy, RetryStore
+from hsx_dist.store.folders import opened
 from hsx_dist.store.local import LocalStore
 from tests.unit.store.on_a_failing_disk import NO_LOOP
 
@@ -51,11 +55,15 @@ class Disk:
         """Names in ``folder``, without those of files that are being written."""
         return {name for name in self._names.get(str(folder), ()) if not name.startswith(".")}
 
-    def holds(self, path: Path, above: Path) -> bool:
-        """Whether the object is there, and every folder between it and ``above``."""
+    def holds(self, path: Path) -> bool:
+        """Whether the object is there, and every folder between it and the mount point."""
         chain = [path, *path.parents]
-        chain = chain[: chain.index(above)]
+        chain = chain[: chain.index(mount_point(path))]
         return self._files[path.stat().st_ino] and all(p.name in self.synced(p.parent) for p in chain)
+
+
+def mount_point(path: Path) -> Path:
+    return [above for above in path.parents if above.stat().st_dev == path.parent.stat().st_dev][-1]
 
 
 def _patient(root: Path) -> RetryStore:
@@ -71,27 +79,61 @@ def test_a_retry_syncs_what_the_failed_sync_did_not(
     store = _patient(root)
     if verb == "put over another":
         LocalStore(root).put("a/b/object", [b"old"])
-    disk = Disk(monkeypatch, fails)
+    above = len(root.parents) - len(mount_point(root.parent).parents)
+    # First and last folder above the root, the root, "a", the file, "b". There is no further sync.
+    disk = Disk(monkeypatch, [0, above - 1, above, above + 1, above + 2, above + 3, above + 4][fails])
     if verb == "put_if_absent":
         store.put_if_absent("a/b/object", b"1")
     else:
         store.put("a/b/object", [b"1"])
     assert store.get("a/b/object") == b"1"
-    made_by_this_store = verb != "put over another"
-    assert disk.holds(root / "a/b/object", tmp_path.resolve() if made_by_this_store else root)
-    assert disk.failed == (fails < (6 if made_by_this_store else 5))
+    assert disk.holds(root / "a/b/object")
+    assert disk.failed == (fails < 6)
     assert [p.name for p in (root / "a/b").iterdir()] == ["object"]
 
 
 def test_a_put_below_a_folder_of_another_process_syncs_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other process died between making the folder and syncing its name."""
-    root = tmp_path.resolve() / "run"
+    """The other process died between making the folders and syncing their names."""
+    root = tmp_path.resolve() / "new" / "project" / "run"
     (root / "data").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(root.parent)
     disk = Disk(monkeypatch, -1)
-    LocalStore(root).put("data/a", [b"1"])
-    assert disk.holds(root / "data/a", tmp_path.resolve())
+    LocalStore(tmp_path / "link" / "run").put("data/a", [b"1"])
+    assert disk.holds(root / "data/a")
+
+
+def test_a_folder_above_that_may_not_be_read_keeps_no_other_from_being_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path.resolve() / "new" / "private" / "run"
+    root.mkdir(parents=True)
+
+    def open_or_refuse(path: Path, *args: Any, **kwargs: Any) -> AbstractContextManager[int]:
+        if path == root.parent:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr("hsx_dist.store.local.opened", open_or_refuse)
+    disk = Disk(monkeypatch, -1)
+    LocalStore(root).put("a", [b"1"])
+    assert disk.synced(root) == {"a"}
+    assert disk.synced(root.parent) == set()
+    assert "private" in disk.synced(root.parents[1])
+    assert "new" in disk.synced(root.parents[2])
+
+
+def test_a_root_that_was_removed_and_made_again_is_synced_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path.resolve() / "run"
+    store = LocalStore(root)
+    store.put("a", [b"1"])
+    shutil.rmtree(root)
+    disk = Disk(monkeypatch, -1)
+    store.put("a", [b"1"])
+    assert disk.holds(root / "a")
 
 
 def test_an_object_that_keeps_others_from_storing_is_there_after_a_power_cut(
@@ -101,7 +143,8 @@ def test_an_object_that_keeps_others_from_storing_is_there_after_a_power_cut(
     root = tmp_path.resolve() / "run"
     (root / "data").mkdir(parents=True)
     with monkeypatch.context() as broken:
-        Disk(broken, 3)  # before: of the root's name, of the folder's, and of the file
+        above = len(root.parents) - len(mount_point(root.parent).parents)
+        Disk(broken, above + 2)  # before: of the names above, of the folder's, and of the file
         with pytest.raises(Unavailable):
             LocalStore(root).put_if_absent("data/a", b"1")
     disk = Disk(monkeypatch, -1)
@@ -120,7 +163,8 @@ def test_a_folder_that_was_removed_and_made_again_is_synced_again(
     (root / "data").rmdir()
     disk = Disk(monkeypatch, -1)
     store.put("data/a", [b"1"])
-    assert disk.holds(root / "data/a", root)
+    assert disk.synced(root) >= {"data"}
+    assert disk.synced(root / "data") == {"a"}
 
 
 def test_known_folders_are_not_synced_for_every_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

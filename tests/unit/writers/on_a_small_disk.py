@@ -18,7 +18,8 @@ import numpy as np
 from hsx_dist.errors import FormatError, StoreError
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.container import Part
-from hsx_dist.format.manifest import Receipt, parse_part_name
+from hsx_dist.format.manifest import Receipt
+from hsx_dist.format.names import parse_part_name
 from hsx_dist.format.runs import load_manifest, take_attempt
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import Store, open_store

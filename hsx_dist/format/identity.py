@@ -1,0 +1,95 @@
+"""What makes two requests of one key the same sample. The scheduler, the writers and the markers use this definition.
+
+Two requests are the same sample if all of these are equal:
+
+- the model, its revision and the norm;
+- the request: the ids of its prompt, the LoRA adapter (name and path), the images (identifiers and places), the cache
+  salt, the layers, the selection, the loss mask, the metadata, and whether generated tokens are included
+  (``identity["request"]``, known when the request is queued);
+- the ids of all tokens that were computed, stored or not (``identity["tokens"]``);
+- what the object holds: layers, dtype, hidden size, token ids, attached arrays and every member of ``meta``, but for
+  those in ``OF_ONE_COMPUTATION``; and the codec, where one of the two is lossy.
+
+The states may differ in their last bits, as batches do. The hashes are 128 bits of SHA-256: no client can find another
+request with the hash of a given one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from hsx_dist.format.container_read import Part
+from hsx_dist.format.container_write import EncodedSegment
+from hsx_dist.format.description import stored_meta
+
+#: The member of ``meta`` that holds both hashes: ``{"request", "tokens"}``.
+IDENTITY = "identity"
+#: Members of ``meta`` that describe one computation of a sample, not the sample.
+OF_ONE_COMPUTATION = frozenset({"bad", "expires", "finish_reason"})
+_OF_THE_MODEL = ("model", "revision", "norm")
+
+
+def identity_hash(*parts: Any) -> str:
+    """128 bits of the SHA-256 of arrays and JSON values in this order, as 32 hex digits."""
+    digest = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            kind, data = f"{part.dtype.str} {part.shape}", np.ascontiguousarray(part).tobytes()
+        else:
+            kind, data = "json", _canonical(part).encode()
+        digest.update(f"{kind} {len(data)}\n".encode())
+        digest.update(data)
+    return digest.hexdigest()[:32]
+
+
+def same_sample(part: Part, segment: EncodedSegment, about: Mapping[str, Any]) -> bool:
+    """Whether a stored part is the sample that ``segment`` of ``about`` is."""
+    if len(part.segments) != 1 or not _same_model(part, about):
+        return False
+    there, here = part.segments[0], segment.info
+    stored, ours = stored_meta(there.segment), stored_meta(here.segment)
+    if IDENTITY not in stored:
+        if "tokens" in stored:
+            return False  # the object does not say which tokens were not selected
+        ours.pop(IDENTITY, None)  # an earlier version's: it holds all tokens
+    codecs = (part.codec, segment.codec)
+    return (
+        (there.segment.key, there.segment.index, there.segment.total) == (here.segment.key, 0, here.segment.total)
+        and (there.layer_ids, there.dtype, there.hidden_size) == (here.layer_ids, here.dtype, here.hidden_size)
+        and (codecs[0] == codecs[1] or not any(codec.lossy for codec in codecs))
+        and _canonical(_lasting(stored)) == _canonical(_lasting(ours))
+        and part.attached_names(0) == segment.attached.keys()
+        and np.array_equal(part.token_ids(0), segment.token_ids)
+        and all(_same_array(array, segment.attached[name]) for name, array in part.attached(0).items())
+    )
+
+
+def is_of_another(part: Part, request: str, about: Mapping[str, Any]) -> bool:
+    """Whether a stored part is known to be no sample of the request with that hash. Nothing was stored of the request,
+    so its tokens are not compared. False for a part of an earlier version, which does not name its request."""
+    if not _same_model(part, about):
+        return True
+    identity = part.segments[0].segment.meta.get(IDENTITY)
+    return identity is not None and not (isinstance(identity, dict) and identity.get("request") == request)
+
+
+def _same_model(part: Part, about: Mapping[str, Any]) -> bool:
+    return all(part.about.get(name) == about.get(name) for name in _OF_THE_MODEL)
+
+
+def _lasting(meta: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in meta.items() if name not in OF_ONE_COMPUTATION}
+
+
+def _canonical(value: Any) -> str:
+    """JSON text that tells 1, 1.0 and true apart, which Python's comparison does not."""
+    return json.dumps(value, separators=(",", ":"), sort_keys=True)
+
+
+def _same_array(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
+    return (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())

@@ -1,0 +1,109 @@
+"""The names of a run's objects, and what a name says."""
+
+from __future__ import annotations
+
+import re
+
+from hsx_dist.errors import FormatError
+
+__all__ = [
+    "ATTEMPT_DIGITS",
+    "CHECK",
+    "LARGEST_NUMBER",
+    "WRITER",
+    "attempt_name",
+    "closed_name",
+    "compacted_name",
+    "complete_name",
+    "heartbeat_name",
+    "parse_part_name",
+    "parse_receipt_name",
+    "part_name",
+    "receipt_name",
+]
+
+#: The largest attempt, and the largest receipt number of a writer: nine digits.
+LARGEST_NUMBER = 999_999_999
+#: Names of writers.
+WRITER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+#: What comparing samples with the model found (``check_samples``).
+CHECK = "check.json"
+#: Numbers in names as ``_number`` writes them. ``\\d`` would match digits of other scripts, and any length.
+ATTEMPT_DIGITS, _SEQ_DIGITS = "[0-9]{4}|[1-9][0-9]{4,8}", "[0-9]{6}|[1-9][0-9]{6,8}"
+_RECEIPT = re.compile(rf"manifest/({ATTEMPT_DIGITS})/({WRITER.pattern})/({_SEQ_DIGITS})\.json")
+_PART = re.compile(rf"data/part-({ATTEMPT_DIGITS})-({WRITER.pattern})-({_SEQ_DIGITS})(?:=[^/]*)?\.safetensors")
+
+
+def attempt_name(attempt: int) -> str:
+    """``attempts/0001.json``: who holds the attempt."""
+    return f"attempts/{_number(attempt, 4)}.json"
+
+
+def heartbeat_name(attempt: int) -> str:
+    """``attempts/0001.heartbeat.json``: a value that changes while its holder lives."""
+    return f"attempts/{_number(attempt, 4)}.heartbeat.json"
+
+
+def closed_name(attempt: int) -> str:
+    """``attempts/0001.closed.json``: no writer of the attempt stores a receipt after it has seen this."""
+    return f"attempts/{_number(attempt, 4)}.closed.json"
+
+
+def complete_name(attempt: int) -> str:
+    """``attempts/0001.complete.json``: the attempt accounted for every row. Its own, so that an earlier attempt that
+    pauses before it stores this cannot replace a later one's."""
+    return f"attempts/{_number(attempt, 4)}.complete.json"
+
+
+def receipt_name(attempt: int, writer: str, seq: int) -> str:
+    """``manifest/0001/WRITER/000001.json``"""
+    return f"manifest/{_number(attempt, 4)}/{_writer(writer)}/{_number(seq, 6)}.json"
+
+
+def part_name(attempt: int, writer: str, seq: int, sample: str = "") -> str:
+    """``data/part-0001-WRITER-000001.safetensors``; of a part that is one ``sample``, with ``=SAMPLE`` before the end.
+
+    No two parts of a run share a name, whatever they hold: a writer that pauses cannot replace another's part.
+    """
+    return f"data/part-{_number(attempt, 4)}-{_writer(writer)}-{_number(seq, 6)}{sample and f'={sample}'}.safetensors"
+
+
+def compacted_name(attempt: int) -> str:
+    """``manifest/compacted-0001.jsonl.zst``: all receipts that counted when the attempt completed the run."""
+    return f"manifest/compacted-{_number(attempt, 4)}.jsonl.zst"
+
+
+def parse_receipt_name(name: str) -> tuple[int, str, int] | None:
+    """``(attempt, writer, seq)`` of a name that ``receipt_name`` makes; ``None`` for any other name."""
+    return _parsed(_RECEIPT.fullmatch(name))
+
+
+def parse_part_name(name: str) -> tuple[int, str, int] | None:
+    """``(attempt, writer, seq)`` of a name that ``part_name`` makes; ``None`` for any other name."""
+    return _parsed(_PART.fullmatch(name))
+
+
+def _parsed(found: re.Match[str] | None) -> tuple[int, str, int] | None:
+    if found is None or not (int(found[1]) and int(found[3])):
+        return None
+    return int(found[1]), found[2], int(found[3])
+
+
+def _number(n: int, digits: int) -> str:
+    if n < 1:
+        raise ValueError(f"expected a number from 1 on, got {n}")
+    if n > LARGEST_NUMBER:
+        raise FormatError(
+            f"expected attempts and receipts to be numbered up to {LARGEST_NUMBER}, got {n}. Remove the object whose "
+            "name claims the number before it"
+        )
+    return f"{n:0{digits}d}"
+
+
+def _writer(name: str) -> str:
+    if not WRITER.fullmatch(name):
+        raise ValueError(
+            f"expected a writer's name of at most 128 letters, digits, '_', '-', '.', came {name!r}; "
+            "object_name makes one"
+        )
+    return name

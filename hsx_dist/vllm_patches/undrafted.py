@@ -1,0 +1,39 @@
+"""Requests without draft tokens, for the V1 model runner.
+
+Versions: vLLM 0.31, 0.32 and 0.33 with the V1 runner. Upstream: issue 56417.
+
+What vLLM does: the drafter of ``extract_hidden_states`` only writes states into the cache. The "draft" that it returns
+is the token that was just sampled. The next step computes that token again to verify it. This doubles the decoded
+tokens, and the V1 runner accepts the draft where it must not: with asynchronous scheduling an accepted draft repeats a
+token, and the rejection sampler of the CPU build neither follows the model's distribution nor the request's seed.
+The V2 runner verifies correctly, and keeps its drafts.
+
+What is changed: a request's class gets an attribute ``spec_token_ids`` that is always empty, so the scheduler never
+schedules a draft. States are cached all the same: the drafter runs on every scheduled token.
+
+How a change of vLLM is noticed: the tests run the real schedulers and count scheduled drafts. If vLLM renames the
+attribute, drafts are verified as without the patch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_UNDRAFTED: dict[type, type] = {}
+
+
+def uses_v1_runner(vllm_config: Any) -> bool:
+    """Whether an engine of this configuration has the V1 model runner. Releases before the V2 runner have no switch."""
+    return not getattr(vllm_config, "use_v2_model_runner", False)
+
+
+def never_draft(request: Any) -> None:
+    """Make ``request``, as the scheduler holds it, one whose draft tokens are always empty."""
+    found = type(request)
+    if found in _UNDRAFTED.values():
+        return
+    if found not in _UNDRAFTED:
+        # vLLM's scheduler assigns the attribute and reads it back; there is no option for it by request.
+        nothing = property(lambda _: [], lambda _, __: None)
+        _UNDRAFTED[found] = type(found.__name__, (found,), {"spec_token_ids": nothing})
+    request.__class__ = _UNDRAFTED[found]

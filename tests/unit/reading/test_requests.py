@@ -1,0 +1,137 @@
+"""How many requests it takes to open a run, to poll it, and to load a sample: each is a round trip to a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from hsx_dist import load_hidden_states
+from hsx_dist.format.json_objects import MAX_JSON_BYTES, read_json
+from hsx_dist.format.place import start_run
+from hsx_dist.observe.top import look
+from hsx_dist.reading import load
+from hsx_dist.reading.follow import Follower
+from hsx_dist.reading.run import Run
+from hsx_dist.reading.status import run_status
+from hsx_dist.store import Store
+from hsx_dist.testing.faulty_stores import T, Verb, WrappedStore
+from hsx_dist.testing.runs import RunWriter, store_run, whole, write_v1_run
+from hsx_dist.testing.samples import random_sample
+from hsx_dist.testing.stores import MemoryStore
+
+SAMPLES = [random_sample(f"s{i}", 4 + i, seed=i) for i in range(8)]
+
+
+class Asked(WrappedStore):
+    """Notes each request as ``verb name``, without the run's folder."""
+
+    def __init__(self, inner: Store):
+        super().__init__(inner)
+        self.requests: list[str] = []
+
+    def _call(self, verb: Verb, name: str, call: Callable[[], T], nbytes: int) -> T:
+        self.requests.append(f"{verb} {name.partition('/')[2] if name.startswith('run-') else name}")
+        return super()._call(verb, name, call, nbytes)
+
+    def take(self) -> list[str]:
+        found, self.requests = self.requests, []
+        return found
+
+
+def complete_run(version: int = 2) -> Asked:
+    store = MemoryStore()
+    store_run(store, SAMPLES, per_part=4, version=version)
+    return Asked(store)
+
+
+def unfinished_run(version: int = 2) -> Asked:
+    """Two receipts of one writer, no heartbeat."""
+    store = MemoryStore()
+    (start_run if version == 2 else write_v1_run)(store, {})
+    writer = RunWriter(store)
+    for row, sample in enumerate(SAMPLES[:2]):
+        writer.put([whole(sample, row)])
+    return Asked(store)
+
+
+OPEN_COMPLETE = [
+    "get run.json",
+    "list attempts/",
+    "get attempts/0001.complete.json",
+    "head attempts/0002.json",
+    "get manifest/compacted-0001.jsonl.zst",
+    "get run.json",
+]
+RECEIPTS = ["list manifest/", "get manifest/0001/w/000001.json", "get manifest/0001/w/000002.json"]
+OPEN_UNFINISHED = ["get run.json", "list attempts/", *RECEIPTS, "get run.json"]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_opening_a_complete_run(version: int) -> None:
+    store = complete_run(version)
+    assert Run(store).complete
+    assert store.take() == OPEN_COMPLETE
+
+
+def test_opening_an_unfinished_run() -> None:
+    store = unfinished_run()
+    assert not Run(store).complete
+    assert sorted(store.take()) == sorted(OPEN_UNFINISHED)
+    store = unfinished_run(version=1)
+    Run(store)
+    assert sorted(store.take()) == sorted([*OPEN_UNFINISHED, "get complete.json"])
+
+
+@pytest.mark.parametrize(("make", "opening"), [(complete_run, OPEN_COMPLETE), (unfinished_run, OPEN_UNFINISHED)])
+def test_loading_one_sample(make: Callable[[], Asked], opening: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make()
+    monkeypatch.setattr(load, "open_store", lambda *_: store)
+    load_hidden_states("s3://bucket/run", SAMPLES[0].key, framework="numpy")
+    part = "get_ranges data/part-0001-w-000001.safetensors"
+    assert sorted(store.take()) == sorted([*opening, part, part])
+
+
+def test_the_status_of_a_run() -> None:
+    store = complete_run()
+    assert run_status(store, observe_seconds=0).state == "complete"
+    about = ["get run.json", "list attempts/", "get attempts/0001.heartbeat.json", "list data/"]
+    completed = ["get attempts/0001.complete.json", "get manifest/compacted-0001.jsonl.zst", "list manifest/"]
+    assert sorted(store.take()) == sorted([*about, *completed])
+    store = unfinished_run()
+    assert run_status(store, observe_seconds=0).state == "silent"
+    assert sorted(store.take()) == sorted([*about, *RECEIPTS])
+
+
+def test_one_look_of_top() -> None:
+    store = unfinished_run()
+    look(store)
+    assert store.take() == ["get run.json", "list attempts/", "get attempts/0001.heartbeat.json"]
+
+
+def test_a_poll_of_a_follower_with_nothing_new() -> None:
+    store = unfinished_run()
+    follower = iter(Follower(Run(store).store, sleep=lambda _: None))
+    store.take()
+    assert [next(follower) is None for _ in range(3)] == [False, False, True]
+    store.take()  # all that was there, and the first poll, which looks for the newest attempt
+    for _ in range(3):
+        assert next(follower) is None
+        assert store.take() == [
+            "get attempts/0001.complete.json",
+            "get manifest/0001/w/000003.json",
+            "head attempts/0002.json",
+            "get attempts/0001.heartbeat.json",
+        ]
+
+
+def test_json_is_one_request_of_no_more_bytes_than_it_may_have() -> None:
+    store = MemoryStore()
+    store.put("x", [b'{"a": 1}'])
+    assert read_json(store, "x") == {"a": 1}
+    assert store.requests == 1
+    store.put("x", [b" " * (MAX_JSON_BYTES * 2)])
+    store.reset()
+    with pytest.raises(Exception, match="at most"):
+        read_json(store, "x")
+    assert (store.requests, store.bytes_read) == (1, MAX_JSON_BYTES + 1)
