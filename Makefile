@@ -48,7 +48,7 @@ soak: $(READY)  ## hostile parts and claims, orders of events in runs, and an ho
 	HSX_PREEMPTIONS=2 $(BIN)/pytest -q -n 2 --timeout 7200 tests/unit/protocol
 	$(BIN)/python -m scripts.soak_pool --minutes $(or $(MINUTES),60) --tally benchmarks/results/soak-pool.json
 
-matrix: $(READY)  ## the connector's tests on every vLLM that it names as tested; the table goes to docs/
+matrix: $(READY)  ## the connector's tests on every tested vLLM, both model runners; the table goes to docs/
 	$(BIN)/python scripts/matrix.py
 
 docs: $(READY)  ## the documentation's site in docs/_build/html; warnings are errors
