@@ -7,7 +7,7 @@ SOURCES := hsx_dist benchmarks examples ray_jobs scripts tests
 STORES := tests/integration/test_store_s3.py tests/integration/test_store_gcs.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-s3 check test bench bench-full pages matrix soak tables docs screenshots lock clean
+.PHONY: help setup demo demo-s3 check test bench bench-full pages matrix gpu soak tables docs screenshots lock clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1	/p' Makefile
@@ -46,10 +46,14 @@ pages: $(READY)  ## README's and the pages' commands and snippets, run in order 
 soak: $(READY)  ## hostile parts and claims, orders of events in runs, and an hour of writers killed at random (MINUTES=60)
 	$(BIN)/python -m tests.soak.run
 	HSX_PREEMPTIONS=2 $(BIN)/pytest -q -n 2 --timeout 7200 tests/unit/protocol
+	HSX_SEEDS=100 $(BIN)/pytest -q -n 2 --timeout 7200 tests/unit/device
 	$(BIN)/python -m scripts.soak_pool --minutes $(or $(MINUTES),60) --tally benchmarks/results/soak-pool.json
 
 matrix: $(READY)  ## the connector's tests on every tested vLLM, both model runners; the table goes to docs/
 	$(BIN)/python scripts/matrix.py
+
+gpu:  ## what a GPU proves, in under 20 minutes: gpu-report.html and gpu-report.json; without a GPU, what a CPU can
+	$(PYTHON) scripts/gpu.py
 
 docs: $(READY)  ## the documentation's site in docs/_build/html; warnings are errors
 	$(BIN)/sphinx-build -W --keep-going -q -b html -d docs/_build/doctrees docs docs/_build/html
@@ -65,5 +69,5 @@ lock: $(READY)  ## requirements/dev.lock from dev.in and overrides.txt
 	    $(if $(PIP_FIND_LINKS),,--torch-backend cpu) --python-version 3.11 --no-header --quiet --output-file dev.lock
 
 clean:  ## everything that is made here, the environment too; runs stay
-	rm -rf .venv .matrix build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .matrix .gpu build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

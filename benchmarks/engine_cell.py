@@ -59,6 +59,9 @@ class CellSpec:
     engine_core: int | None = None
     other_core: int | None = None
     profile: str = ""
+    made_up_weights: bool = False  # by vLLM, for a model that has a configuration alone
+    compiled: bool = False
+    step_tokens: int = 2048
 
     @property
     def sample_tokens(self) -> int:
@@ -77,10 +80,11 @@ def engine_arguments(spec: CellSpec) -> dict[str, Any]:
         "dtype": "bfloat16",
         "skip_tokenizer_init": True,
         "max_model_len": spec.prompt_tokens + spec.output_tokens + 8,
-        "max_num_batched_tokens": 2048,
+        "max_num_batched_tokens": spec.step_tokens,
         "max_num_seqs": spec.concurrency,
         "enable_prefix_caching": False,  # or nothing would be computed
-        "enforce_eager": True,
+        "enforce_eager": not spec.compiled,
+        "load_format": "dummy" if spec.made_up_weights else "auto",
         "distributed_executor_backend": "uni",
         "disable_log_stats": True,
     }
@@ -173,6 +177,13 @@ class Cell:
                 self.send()
                 under_way += 1
             under_way -= self.step()
+
+    def batch(self, size: int) -> None:
+        """So many requests at once, until all have their answers."""
+        for _ in range(size):
+            self.send()
+        while size:
+            size -= self.step()
 
     def flush(self) -> None:
         """Until everything that was computed is stored."""

@@ -82,7 +82,6 @@ class Ways:
         self._worker = WorkerHalf(
             cache.view,
             self._outlet,
-            rank=0,
             layer_ids=tuple(range(cache.shape.layers)),
             page_bytes=PAGE_BYTES,
             segment_bytes=SEGMENT_BYTES,

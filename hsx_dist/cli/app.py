@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
@@ -132,14 +133,23 @@ def doctor(
     overrides: Overrides = None,
     config: ConfigFile = None,
     engine: Annotated[
-        bool, typer.Option("--engine", help="Start the engine too, and check its states by its own head.")
+        bool,
+        typer.Option(
+            "--engine",
+            help="Start the engine too, and check its states by its own head. Without settings: engines of every kind "
+            "that this machine runs, against transformers, which takes minutes.",
+        ),
     ] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option("--report", help="With --engine and without settings: folder for gpu-report.html and .json."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check versions, model, store and nodes, and (--engine) the engine itself; exit status 1 where one fails."""
     from hsx_dist.cli.doctor import run_doctor
 
-    raise typer.Exit(run_doctor(config, overrides or (), engine=engine, as_json=as_json))
+    raise typer.Exit(run_doctor(config, overrides or (), engine=engine, as_json=as_json, report=report))
 
 
 @app.command("ls")

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hsx_dist.cli.status import FINE, FOUND_BAD
 from hsx_dist.config import load_config, resolve_paths
 from hsx_dist.errors import ConfigError
 from hsx_dist.observe.console import print_json, say, say_lines
 
+if TYPE_CHECKING:
+    from hsx_dist.jobs.doctor import Check
+
 _SHOWN = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
 
-def run_doctor(config: str | None, overrides: Sequence[str], *, engine: bool, as_json: bool) -> int:
+def run_doctor(
+    config: str | None, overrides: Sequence[str], *, engine: bool, as_json: bool, report: Path | None = None
+) -> int:
     """Print each check as soon as it is done; the exit status is 1 when one failed."""
     from hsx_dist.jobs.doctor import examine
 
     given = config is not None or bool(overrides)
+    if report is not None and (given or not engine):
+        raise ConfigError("--report: expected with --engine and without settings, got others; see hsx doctor --help")
     if engine and not given:
-        raise ConfigError("--engine: expected --config FILE, or settings such as model=…, came neither; give them")
+        from hsx_dist.jobs.kit.doctor import examine_machine
+
+        return _told(examine_machine(report), as_json)
     settings = resolve_paths(load_config(config, overrides), Path.cwd()) if given else None
+    return _told(examine(settings, engine=engine), as_json)
+
+
+def _told(checks: Iterable[Check], as_json: bool) -> int:
     found = []
-    for check in examine(settings, engine=engine):
+    for check in checks:
         found.append(check)
         if not as_json:
             say_lines(f"{_SHOWN[check.state]}  {check.name}: {check.message}")

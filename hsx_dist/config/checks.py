@@ -67,8 +67,8 @@ def check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
     for name, accepted in (("runner", ("auto", "generate")), ("convert", ("auto", "none"))):
         if str(kwargs.get(name, accepted[0])) not in accepted:
             lines.append(
-                f"engine_kwargs.{name}: expected {' or '.join(accepted)}, got {kwargs[name]!r}: a pooling engine caches "
-                "no hidden states. Remove it"
+                f"engine_kwargs.{name}: expected {' or '.join(accepted)}, got {kwargs[name]!r}: a pooling engine "
+                "caches no hidden states. Remove it"
             )
     if lines:
         raise ValueError("\n".join(lines))

@@ -29,6 +29,7 @@ from hsx_dist.connector.engine_checks import check_engine
 from hsx_dist.connector.flush import pending_of
 from hsx_dist.connector.metadata import StepMetadata
 from hsx_dist.connector.outlet import Outlet, registered
+from hsx_dist.connector.ranks import Agreement, Ranks, check_parallelism, check_siblings, ranks_of
 from hsx_dist.connector.scheduler import SchedulerHalf
 from hsx_dist.connector.settings import ConnectorSettings, read_settings
 from hsx_dist.connector.stats import HiddenStatesPromMetrics, HiddenStatesStats
@@ -62,12 +63,15 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         check_version(VLLM_VERSION)
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
+        check_parallelism(vllm_config.parallel_config)
         self._layer_ids = check_engine(vllm_config)
         self._group = hidden_state_group(kv_cache_config, vllm_config.model_config.model)
         spec = kv_cache_config.kv_cache_groups[self._group].kv_cache_spec
         self._block_size = spec.block_size
         self._scheduler: SchedulerHalf | None = None
-        self._worker: WorkerHalf | None = None
+        self._ranks: Ranks | None = None
+        self._agreement: Agreement | None = None
+        self._worker: WorkerHalf | None = None  # only on ranks that store
         self._outlet: Outlet | None = None
         self._increments: Increments | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -122,7 +126,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler is not None and self._scheduler.has_news
 
     def get_finished_count(self) -> int | None:
-        return 1  # a request's owner alone reports it
+        return None  # every rank reports each request: vLLM waits for all of them if any connector returns None
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -133,7 +137,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     # -- every worker rank ---------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        from vllm.distributed.parallel_state import get_tp_group
         from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
 
         layers = get_layers_from_vllm_config(self._vllm_config, CacheOnlyAttentionLayer, list(kv_caches))
@@ -144,6 +149,12 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if not cache.is_cuda:
             storage = cache.untyped_storage()
             huge_pages.advise(storage.data_ptr(), storage.nbytes())
+        group = get_tp_group()
+        if group.world_size > 1:
+            check_siblings(getattr(get_kv_transfer_group(), "sub_connectors", ()), group.world_size)
+            self._agreement = Agreement(
+                cache, group.cpu_group, layer_ids=self._layer_ids, model=self._vllm_config.model_config.model
+            )
         captures.check_layer_zero(
             self._layer_ids,
             self._vllm_config.compilation_config.static_forward_context.values(),
@@ -156,19 +167,19 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             self._vllm_config,
             direct=self._settings.cache_writes == "direct",
         )
-        rank = get_tensor_model_parallel_rank()
-        if self._settings.via == "socket":
+        settings = self._settings
+        self._ranks = ranks_of(group, one_node=settings.one_node, limit=settings.owners)
+        if settings.via == "socket":
             # A process that vLLM made, and in which nobody has told our lines where to go and what to say of it.
-            about = {"run": self._settings.output, "replica": self._settings.replica or "", "rank": str(rank)}
+            about = {"run": settings.output, "replica": settings.replica or "", "rank": str(self._ranks.rank)}
             configure_logging(logging.INFO, **about)
-        if self._settings.owners is not None and rank >= self._settings.owners:
-            return  # no sample is ever this rank's; on another node it could not even reach whoever ships
+        if not self._ranks.stores:
+            return
         self._outlet = make_outlet(self._settings, self._vllm_config)
         self._increments = Increments(self._outlet.meter)
         self._worker = WorkerHalf(
             cache,
             self._outlet,
-            rank=rank,
             layer_ids=self._layer_ids,
             page_bytes=self._settings.page_bytes,
             # Where every sample is an object of its own, it is one segment however long it is.
@@ -180,7 +191,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
             assert isinstance(connector_metadata, StepMetadata)
-            self._worker.begin(connector_metadata)
+            assert self._ranks is not None
+            self._worker.begin(self._ranks.own(connector_metadata))
 
     def start_load_kv(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -195,13 +207,19 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         pass
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        if self._worker is None:
-            return None, None
+        done: set[str] = set()
         if self.has_connector_metadata():
             meta = self._get_connector_metadata()
             assert isinstance(meta, StepMetadata)
-            self._worker.step(meta)
-        return self._worker.finished() or None, None
+            assert self._ranks is not None
+            if self._agreement is not None:
+                self._agreement.check(meta.saves)
+            done = self._ranks.others(meta)
+            if self._worker is not None:
+                self._worker.step(self._ranks.own(meta))
+        if self._worker is not None:
+            done |= self._worker.finished()
+        return done or None, None
 
     @property
     def pending(self) -> int:

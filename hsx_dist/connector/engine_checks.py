@@ -36,8 +36,8 @@ def check_engine(vllm_config: VllmConfig) -> tuple[int, ...]:
     device = vllm_config.device_config.device_type
     if device not in DEVICES:
         raise ConfigError(
-            f"device: expected one of {', '.join(DEVICES)}, got {device!r}: there is no code to copy from it. Use a CPU "
-            "or a GPU that vLLM drives through CUDA or ROCm"
+            f"device: expected one of {', '.join(DEVICES)}, got {device!r}: there is no code to copy from it. Use a "
+            "CPU or a GPU that vLLM drives through CUDA or ROCm"
         )
     ids = [int(i) for i in getattr(spec.draft_model_config.hf_config, "eagle_aux_hidden_state_layer_ids", None) or ()]
     last = model.get_total_num_hidden_layers()

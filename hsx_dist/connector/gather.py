@@ -54,7 +54,9 @@ def gather(cache: torch.Tensor, block_ids: torch.Tensor, out: torch.Tensor, orde
     On a CUDA cache the work is queued on the current stream; ``out`` may be pinned host memory, then a staging
     tensor of the page's size is used on the device.
     """
-    runs, step, scale, outer, inner = _block_runs(cache.shape, cache.stride(), order, cache.device)
+    runs, step, scale, outer, inner = _block_runs(
+        cache.shape, cache.stride(), order, cache.device, _stream_id(cache.device)
+    )
     index = outer[:, None, None] + block_ids[None, :, None] * scale + inner
     _select(cache, runs, step, index, out)
 
@@ -82,7 +84,8 @@ def gather_rows(cache: torch.Tensor, slots: torch.Tensor, layers: Sequence[int],
         raise ValueError(f"expected layer positions from 0 to {available - 1}, got {wrong}")
     step = math.gcd(s_block, s_layer, s_token) or 1
     start = (slots // block) * (s_block // step) + (slots % block) * (s_token // step)
-    _select(cache, hidden, step, _layer_steps(tuple(layers), s_layer // step, cache.device)[:, None] + start, out)
+    steps = _layer_steps(tuple(layers), s_layer // step, cache.device, _stream_id(cache.device))
+    _select(cache, hidden, step, steps[:, None] + start, out)
 
 
 def mean_rows(cache: torch.Tensor, slots: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
@@ -113,9 +116,15 @@ def _select(cache: torch.Tensor, length: int, step: int, index: torch.Tensor, ou
         out.copy_(target, non_blocking=True)
 
 
+def _stream_id(device: torch.device) -> int:
+    """Key of the caches below. A tensor that one stream still fills is not ready for another stream, and nothing orders
+    the streams of two connectors of a process."""
+    return torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
+
+
 @lru_cache(maxsize=64)
 def _block_runs(
-    shape: tuple[int, ...], strides: tuple[int, ...], order: Order, device: torch.device
+    shape: tuple[int, ...], strides: tuple[int, ...], order: Order, device: torch.device, _stream: int
 ) -> tuple[int, int, int, torch.Tensor, torch.Tensor]:
     """How a block is read: length of a run in elements, the step between the rows of the view, what a block counts in
     such steps, and the steps to each outer (a layer, where layers come first in the page) and inner run of a block."""
@@ -141,7 +150,7 @@ def _block_runs(
 
 
 @lru_cache(maxsize=64)
-def _layer_steps(layers: tuple[int, ...], step: int, device: torch.device) -> torch.Tensor:
+def _layer_steps(layers: tuple[int, ...], step: int, device: torch.device, _stream: int) -> torch.Tensor:
     return to_device(torch.tensor([layer * step for layer in layers], dtype=torch.int64), device)
 
 

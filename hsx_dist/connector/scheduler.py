@@ -77,14 +77,14 @@ class SchedulerHalf:
     ):
         self._settings = settings
         self._block_size = block_size
-        self._owners = min(settings.owners or tensor_parallel_size, tensor_parallel_size)
+        self._ranks = tensor_parallel_size
         self._layer_ids = layer_ids
         self._dtype = dtype
         self._hidden_size = hidden_size
         self._next = StepMetadata()
         self._sequence = 0
         self._known: dict[str, _Known] = {}
-        #: Requests whose blocks we hold: told True, not yet reported by their owner.
+        #: Requests whose blocks we hold: told True, not yet reported by all ranks.
         self._held: set[str] = set()
         self._claims: OrderedDict[str, _Claim] = OrderedDict()  # by the name of the key's object: a key may be long
         self._owner_of: OrderedDict[str, int] = OrderedDict()  # by the name of an object that a client chose
@@ -152,15 +152,16 @@ class SchedulerHalf:
         return options
 
     def _owner(self, known: _Known) -> int:
-        """The rank that stores it: in turn; but of one name always the same, which alone knows in what order requests
-        of it came, which of them are under way, and whether its marker says that the key stands for two samples."""
+        """What decides which rank stores it (``Ranks.owns``): in turn; but of one name always the same, which alone
+        knows in what order requests of it came, which of them are under way, and whether its marker says that the key
+        stands for two samples."""
         if known.owner is None:
             name = known.options.name
             known.owner = self._owner_of.get(name)
             if known.owner is None:
-                known.owner = self._sequence % self._owners
+                known.owner = self._sequence % self._ranks
                 self._sequence += 1
-            if known.options.chosen and self._owners > 1:
+            if known.options.chosen and self._ranks > 1:
                 self._owner_of[name] = known.owner
                 self._owner_of.move_to_end(name)
                 if len(self._owner_of) > REMEMBERED_KEYS:

@@ -71,11 +71,21 @@ class ConnectorSettings(BaseModel):
     owners: int | None = Field(
         None,
         ge=1,
-        description="so many ranks, from 0, copy and ship; null: all. Ranks on other nodes than rank 0 cannot",
+        description="at most so many ranks, from 0, copy and ship; null: all that can (``one_node``)",
     )
     replica: str | None = Field(None, description="the job's replica whose engine this is, for its ranks' log lines")
     ttl_seconds: float | None = Field(None, gt=0, description="objects may be removed by hsx gc after so long")
     drain_seconds: float = Field(4.0, ge=0, description="how long shutdown waits for what was copied to be stored")
+
+    @property
+    def local(self) -> bool:
+        """Whether samples are stored in a folder of this machine."""
+        return "://" not in self.output or self.output.startswith(("file://", "local://"))
+
+    @property
+    def one_node(self) -> bool:
+        """Whether only ranks on one node can store: the others have another disk, or cannot reach ``address``."""
+        return self.via != "store" or self.local
 
     @property
     def one_object(self) -> bool:

@@ -323,7 +323,6 @@ def store_outlet(settings: ConnectorSettings, vllm_config: VllmConfig) -> StoreO
         "vllm": vllm.__version__,
         "hsx": __version__,
     }
-    local = "://" not in settings.output or settings.output.startswith(("file://", "local://"))
     meter = Meter()
     with any_core():  # encoding and storing are not to take the engine's time
         # Opened here too: what is wrong with it is the engine's to say.
@@ -335,6 +334,6 @@ def store_outlet(settings: ConnectorSettings, vllm_config: VllmConfig) -> StoreO
             settings,
             about,
             markers=open_store(settings.output, settings.storage_options, retry_seconds=MARKER_SECONDS),
-            locks=CompanionLocks(store.url) if local and settings.use_synchronization_lock else None,
+            locks=CompanionLocks(store.url) if settings.local and settings.use_synchronization_lock else None,
             meter=meter,
         )

@@ -16,7 +16,7 @@ class Save:
     key: str
     token_ids: np.ndarray[Any, Any]  # int64 [T]: the tokens to store
     block_ids: np.ndarray[Any, Any]  # int64: the cache blocks of the request, from its first
-    owner: int  # the tensor-parallel rank that copies, ships and reports
+    owner: int  # counts the ranks that store, modulo their number: ``Ranks.owns``
     row: int | None = None  # the input row, as the driver counts
     #: Where the tokens stand in the request: a range, or int64 ``[T]``; None: all from the first.
     positions: range | np.ndarray[Any, Any] | None = None
@@ -33,7 +33,8 @@ class Save:
 
 @dataclass(slots=True, frozen=True)
 class Expect:
-    """A request that was scheduled for the first time: where its sample will lie, and which rank will store it."""
+    """A request that was scheduled for the first time: where its sample will lie, and which rank will store it
+    (``Ranks.owns``)."""
 
     request_id: str  # ``RequestOptions.id``
     name: str

@@ -86,14 +86,13 @@ class _Page:
 
 
 class WorkerHalf:
-    """State of the connector in one worker rank."""
+    """State of the connector in one worker rank that stores samples. Its steps have this rank's requests alone."""
 
     def __init__(
         self,
         cache: torch.Tensor,
         outlet: Outlet,
         *,
-        rank: int,
         layer_ids: tuple[int, ...],
         page_bytes: int,
         segment_bytes: int,
@@ -103,7 +102,6 @@ class WorkerHalf:
         self._cache = cache
         self._order: Order = cache_order(cache)
         self._outlet = outlet
-        self._rank = rank
         self._layer_ids = layer_ids
         self._block_size = block_size
         self.plan = Plan.of(
@@ -135,7 +133,7 @@ class WorkerHalf:
     def begin(self, meta: Step) -> None:
         """Prepare a step before the model runs: its lock files are made, and copies wait for earlier steps alone."""
         self._each(self._outlet.expect, meta.expected)
-        if any(save.owner == self._rank for save in meta.saves):
+        if meta.saves:
             self._follow()
 
     def _follow(self) -> None:
@@ -149,16 +147,15 @@ class WorkerHalf:
         after ``begin``: the states of a finished request were written in an earlier step."""
         self._each(self._outlet.skip, meta.skipped)
         self._outlet.prepared()  # the answers of this step are not out yet
-        mine = [save for save in meta.saves if save.owner == self._rank]
-        if not mine and not self._waiting:
+        if not meta.saves and not self._waiting:
             if self._copied and meta.idle:
                 self._side.wait(IDLE_WAIT_S)
             return
         before = time.monotonic()
-        if mine and not self._followed:
+        if meta.saves and not self._followed:
             self._follow()
         self._followed = False
-        self._waiting.extend(copy for save in mine if (copy := self._planned(save)) is not None)
+        self._waiting.extend(copy for save in meta.saves if (copy := self._planned(save)) is not None)
         self._pump()
         copied = time.monotonic()
         self._meter.add("copy_seconds", copied - before)
@@ -167,13 +164,12 @@ class WorkerHalf:
             self._meter.add("store_wait_seconds", time.monotonic() - copied)
 
     def _each(self, call: Callable[[_R], None], requests: Sequence[_R]) -> None:
-        """``call`` for each of this rank's requests. An error costs its own request: it would end the engine's step."""
+        """``call`` for each request. An error costs its own request: it would end the engine's step."""
         for request in requests:
-            if request.owner == self._rank:
-                try:
-                    call(request)
-                except Exception:
-                    log.exception("request %s is not accounted for", request.request_id)
+            try:
+                call(request)
+            except Exception:
+                log.exception("request %s is not accounted for", request.request_id)
 
     def _planned(self, save: Save) -> _Copy | None:
         """How a request is copied; None where that fails: then its blocks may go, and its failure is told."""

@@ -10,8 +10,11 @@ from __future__ import annotations
 import base64
 import io
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
+from uuid import UUID
+
+from hsx_dist.jobs.arrow_messages import Messages
 
 #: The key under which a field's metadata names its extension type. All of Arrow's schemas hold it as these bytes.
 _EXTENSION = b"ARROW:extension:name"
@@ -21,66 +24,32 @@ _ARROW_SCHEMA = b"ARROW:schema"
 _NO_EXTENSION = b"-" * len(_EXTENSION)
 _NO_ARROW_SCHEMA = b"-" * len(_ARROW_SCHEMA)
 _ARROW_MAGIC, _PARQUET_MAGIC = b"ARROW1", b"PAR1"
-_CONTINUATION = b"\xff\xff\xff\xff"
 _BUFFER = 1 << 20
 
 
-class _Patched(io.RawIOBase):
-    """``file`` with the bytes from ``at`` on replaced by ``data``, which stay in memory."""
-
-    def __init__(self, file: IO[bytes], at: int, data: bytes) -> None:
-        super().__init__()
-        self._file, self._at, self._data = file, at, data
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return self._file.seek(offset, whence)
-
-    def read(self, size: int = -1) -> bytes:  # type: ignore[override]
-        """At most ``size`` bytes; all that are left without it."""
-        at = self._file.tell()
-        found = self._file.read(size)
-        begin, end = max(at, self._at), min(at + len(found), self._at + len(self._data))
-        if begin >= end:
-            return found
-        return b"".join((found[: begin - at], self._data[begin - self._at : end - self._at], found[end - at :]))
-
-
-def open_arrow(file: IO[bytes]) -> tuple[Any, Any]:
-    """The schema and an iterator of the record batches of an Arrow file (also Feather version 2) or an Arrow stream.
+def open_arrow(file: IO[bytes]) -> tuple[Any, Callable[[Sequence[str]], Iterator[Any]]]:
+    """The schema of an Arrow file (also Feather version 2) or an Arrow stream, and a function that reads the record
+    batches with some of its columns.
 
     Raises:
         pyarrow.ArrowInvalid: the file has neither format.
     """
-    import pyarrow as pa
-
     size = file.seek(0, io.SEEK_END)
     file.seek(0)
-    begins = file.read(8)
-    if begins.startswith(_ARROW_MAGIC):
-        at, footer, tail = _footer(file, size, _ARROW_MAGIC)
-        patched = _Patched(file, at, footer.replace(_EXTENSION, _NO_EXTENSION) + tail)
-        # The length read above: Arrow must not find another footer in a file that grows.
-        reader = pa.ipc.open_file(patched, footer_offset=size)
-        return reader.schema, (reader.get_batch(i) for i in range(reader.num_record_batches))
-    # Before Arrow 0.15 messages had no continuation mark.
-    prefix = begins if begins.startswith(_CONTINUATION) else begins[:4]
-    length = int.from_bytes(prefix[-4:], "little")
-    if length > size - len(prefix):
-        raise pa.ArrowInvalid(f"expected a schema of {length} bytes, the stream has {size}")
-    file.seek(len(prefix))
-    schema = file.read(length)
-    file.seek(0)
-    stream = pa.ipc.open_stream(_Patched(file, 0, prefix + schema.replace(_EXTENSION, _NO_EXTENSION)))
-    return stream.schema, iter(stream)
+    footer = _footer(file, size, _ARROW_MAGIC)[1] if file.read(8).startswith(_ARROW_MAGIC) else None
+    messages = Messages(file, size, footer, lambda data: data.replace(_EXTENSION, _NO_EXTENSION))
+    return messages.schema, messages.batches
+
+
+def with_uuids_as_text(batch: Any) -> Any:
+    """A record batch in which a column of Arrow's type ``arrow.uuid`` is text; its storage type is 16 bytes."""
+    import pyarrow as pa
+
+    for i, field in enumerate(batch.schema):
+        if (field.metadata or {}).get(_NO_EXTENSION) == b"arrow.uuid" and field.type == pa.binary(16):
+            texts = [None if value is None else str(UUID(bytes=value)) for value in batch.column(i).to_pylist()]
+            batch = batch.set_column(i, field.name, pa.array(texts, pa.string()))
+    return batch
 
 
 def open_parquet(file: IO[bytes], read_dictionary: Sequence[str] = ()) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -104,28 +105,41 @@ def compare(
         dtype=getattr(torch, dtype),
         trust_remote_code=bool(config.engine_kwargs.get("trust_remote_code", False)),
     ).eval()
-    norm = final_norm(reference)
-    sums: dict[int, list[float]] = {}
     with torch.inference_mode():
-        for sample in samples:
-            data = sample.load(framework="torch")
-            ids: torch.Tensor = data["token_ids"]
-            theirs = reference(ids[None], output_hidden_states=True, use_cache=False).hidden_states
-            for i, layer in enumerate(sample.layer_ids):
-                ours = data["hidden_states"][:, i]
-                if layer == num_layers and norm is None:
-                    continue
-                if layer == num_layers and norm is not None:
-                    ours = norm(ours)
-                a, b = ours.double(), theirs[layer][0].double()
-                difference, size = (a - b).norm(dim=1), b.norm(dim=1)
-                total = sums.setdefault(layer, [0.0, 0.0, 0.0])
-                total[0] += float(difference.square().sum())
-                total[1] += float(size.square().sum())
-                worst = float((difference / size.clamp_min(1e-30)).max())
-                total[2] = worst if worst != worst else max(total[2], worst)
+        errors = layer_errors(map(_loaded, samples), reference, num_layers)
     del reference
     gc.collect()
+    return errors
+
+
+def _loaded(sample: Sample) -> Stored:
+    data = sample.load(framework="torch")
+    return data["token_ids"], sample.layer_ids, data["hidden_states"]
+
+
+#: Token ids ``[T]``, layer ids, and states ``[T, L, H]`` of a sample.
+Stored = tuple["torch.Tensor", Sequence[int], "torch.Tensor"]
+
+
+def layer_errors(stored: Iterable[Stored], reference: Any, num_layers: int) -> list[LayerError]:
+    """Errors by layer id against ``reference``, a transformers model on the host. Needs inference mode."""
+    norm = final_norm(reference)
+    sums: dict[int, list[float]] = {}
+    for ids, layer_ids, states in stored:
+        theirs = reference(ids[None], output_hidden_states=True, use_cache=False).hidden_states
+        for i, layer in enumerate(layer_ids):
+            ours = states[:, i].to(theirs[layer].dtype)
+            if layer == num_layers and norm is None:
+                continue
+            if layer == num_layers and norm is not None:
+                ours = norm(ours)
+            a, b = ours.double(), theirs[layer][0].double()
+            difference, size = (a - b).norm(dim=1), b.norm(dim=1)
+            total = sums.setdefault(layer, [0.0, 0.0, 0.0])
+            total[0] += float(difference.square().sum())
+            total[1] += float(size.square().sum())
+            worst = float((difference / size.clamp_min(1e-30)).max())
+            total[2] = worst if worst != worst else max(total[2], worst)
     return [
         LayerError(layer, layer == num_layers, (total[0] / max(total[1], 1e-300)) ** 0.5, total[2])
         for layer, total in sorted(sums.items())

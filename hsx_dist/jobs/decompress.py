@@ -30,6 +30,20 @@ _WINDOW_LOG = 27
 BROKEN: tuple[type[Exception], ...] = (EOFError, lzma.LZMAError, zstd.ZstdError)
 
 
+#: What is decompressed as a whole may take so many times its stored bytes, beyond so many bytes.
+_HELD_EXPANSION, _HELD_FREE_BYTES = 200, 256 << 20
+
+
+def check_expansion(made: int, stored: int, what: str) -> None:
+    """Raise FormatError before ``stored`` bytes are decompressed in one step to a claimed ``made`` bytes that are more
+    than a table holds."""
+    if made > _HELD_FREE_BYTES + _HELD_EXPANSION * stored:
+        raise FormatError(
+            f"expected at most {_HELD_EXPANSION} decompressed bytes for each stored one, got more in {what}. Write the "
+            "file without compression"
+        )
+
+
 _Decompressor = zstd.ZstdDecompressor | lzma.LZMADecompressor | bz2.BZ2Decompressor
 #: Rows may expand by so much beyond so many bytes. More is repetition that costs the driver an entry for each row.
 _MAX_EXPANSION, _FREE_BYTES = 1000, 1 << 30

@@ -16,8 +16,8 @@ from typing import IO, Any
 
 from hsx_dist.config import public_url
 from hsx_dist.errors import ConfigError, FormatError, Unavailable
-from hsx_dist.jobs.arrow_files import open_arrow, open_parquet
-from hsx_dist.jobs.decompress import BROKEN
+from hsx_dist.jobs.arrow_files import open_arrow, open_parquet, with_uuids_as_text
+from hsx_dist.jobs.decompress import BROKEN, check_expansion
 from hsx_dist.jobs.row_cost import cost_of_columns, most_cost
 from hsx_dist.jobs.sources import Input, Source
 
@@ -26,8 +26,6 @@ _VALUES_AT_ONCE = 1 << 24
 #: A line longer than so many times the longest that is taken ends the input; so do more empty lines in a row.
 _SKIPPED, _MOST_EMPTY = 64, 100_000
 _BUFFER = 1 << 20
-#: A column chunk of Parquet may expand by so much beyond so many bytes: Arrow decompresses whole pages.
-_CHUNK_EXPANSION, _FREE_CHUNK_BYTES = 200, 256 << 20
 #: Rows that a batch may have without bytes; beyond, each takes a bit of at least one asked column.
 _FREE_ROWS = 1024
 _BROKEN: tuple[type[Exception], ...] = (*BROKEN, zlib.error, gzip.BadGzipFile)
@@ -148,7 +146,7 @@ def _columnar(
             if batch.num_rows > _FREE_ROWS + 8 * batch.nbytes:
                 raise FormatError(f"expected bytes for each of {batch.num_rows} rows, got {batch.nbytes} bytes in all")
             for start in range(0, batch.num_rows, BATCH_ROWS):
-                yield from _rows(batch.slice(start, BATCH_ROWS), most)
+                yield from _rows(with_uuids_as_text(batch.slice(start, BATCH_ROWS)), most)
     except (ConfigError, FormatError):
         raise
     except (pa.ArrowException, ValueError, LookupError, MemoryError, OSError) as e:
@@ -245,19 +243,15 @@ def _claims(metadata: Any, chosen: set[str], most: int, shown: str) -> tuple[lis
                     f"expected rows of at most {most} bytes in {shown}, got {each} values a row in row group {g}, "
                     f"column {column.path_in_schema[:80]}. Split its rows, or raise input.max_row_bytes"
                 )
-            if column.total_uncompressed_size > _FREE_CHUNK_BYTES + _CHUNK_EXPANSION * column.total_compressed_size:
-                raise FormatError(
-                    f"expected at most {_CHUNK_EXPANSION} decompressed bytes for each stored one in {shown}, got more "
-                    f"in row group {g}, column {column.path_in_schema[:80]}. Write the file without compression"
-                )
+            where = f"row group {g}, column {column.path_in_schema[:80]} of {shown}"
+            check_expansion(column.total_uncompressed_size, column.total_compressed_size, where)
             values = max(values, each)
     return list(packed), values
 
 
 def _arrow(file: IO[bytes], columns: Sequence[str], needed: Sequence[str], shown: str) -> Iterator[Any]:
-    schema, batches = open_arrow(file)
-    chosen = _chosen(schema.names, columns, needed, shown)
-    return (_checked(batch.select(chosen)) for batch in batches)
+    schema, read = open_arrow(file)
+    return map(_checked, read(_chosen(schema.names, columns, needed, shown)))
 
 
 def _chosen(there: Sequence[str], columns: Sequence[str], needed: Sequence[str], shown: str) -> list[str]:

@@ -35,6 +35,8 @@ def _cost(column: Any) -> int:
     types = pa.types
     if any(f(kind) for f in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)):
         return 80 * n + 4 * int(pc.sum(pc.binary_length(column)).as_py() or 0)
+    if types.is_fixed_size_binary(kind):
+        return (80 + 4 * kind.byte_width) * n
     if types.is_list(kind) or types.is_large_list(kind) or types.is_map(kind):
         offsets = column.offsets
         start, stop = offsets[0].as_py(), offsets[n].as_py()

@@ -89,10 +89,8 @@ class LocalStore:
             _sync(fd)
 
     def get(self, name: str, most: int | None = None) -> bytes:
-        with self._telling("get", name), self._reading(name) as fd, open(fd, "rb", buffering=0, closefd=False) as file:
-            if most is None:
-                return file.read()
-            return bytes(_read(fd, 0, min(most, os.fstat(fd).st_size)))
+        with self._telling("get", name), self._reading(name) as fd, open(fd, "rb", closefd=False) as file:
+            return file.read(-1 if most is None else min(most, os.fstat(fd).st_size))
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         check_ranges(name, ranges)

@@ -8,7 +8,9 @@ The stream that enters layer k holds, at token t of a request, in channel j, the
 ``token``    the token's id
 ``context``  the sum of the request's token ids 0..t, as layer k-1's *real attention over
              the KV cache* gives it; 0 at k = 0
-``rank``     the tensor-parallel rank that computed it
+``rank``     the tensor-parallel rank that computed it, times ``RANK_STEP``: too little
+             for the connector to refuse; at a token ``UNREDUCED`` divided by it, as if
+             each rank had its part of a sum
 ``channel``  j
 ============ ==========================================================================
 
@@ -35,6 +37,10 @@ from hsx_dist.testing.models import write_tiny_tokenizer
 
 ARCHITECTURE = "HsxExactForCausalLM"
 FIELDS = ("layer", "position", "token", "context", "rank", "channel")
+#: Ranks differ by this much, which is exact in bfloat16 and small next to the other fields.
+RANK_STEP = 2.0**-6
+#: A token id at which ranks differ by as much as partial sums do.
+UNREDUCED = 2
 #: vLLM's CPU attention has kernels for few head sizes; this is the smallest.
 HEAD_DIM = 32
 
@@ -107,7 +113,7 @@ def expected_states(
         "position": np.arange(len(ids), dtype=np.float32)[:, None, None],
         "token": ids,
         "context": np.cumsum(ids, axis=0) * (layer > 0),
-        "rank": np.full((1, 1, 1), rank, dtype=np.float32),
+        "rank": rank * np.where(ids == UNREDUCED, np.float32(1 / RANK_STEP), np.float32(RANK_STEP)),
         "channel": channel,
     }
     shape = (len(ids), len(layer_ids), hidden_size)

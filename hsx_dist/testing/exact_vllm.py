@@ -16,6 +16,8 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.interfaces import EagleModelMixin, SupportsEagle3
 
+from hsx_dist.testing.exact_model import RANK_STEP, UNREDUCED
+
 
 class ExactLayer(nn.Module):
     """One attention over the token ids of the request so far."""
@@ -78,7 +80,7 @@ class ExactModel(nn.Module, EagleModelMixin):
             "position": positions[:, None].float(),
             "token": token,
             "context": context,
-            "rank": torch.full_like(token, get_tensor_model_parallel_rank()),
+            "rank": get_tensor_model_parallel_rank() * torch.where(token == UNREDUCED, 1 / RANK_STEP, RANK_STEP),
             "channel": channel[None, :],
         }
         out = torch.empty(token.shape[0], self.hidden_size, device=token.device, dtype=torch.float32)

@@ -65,10 +65,12 @@ def tiny_llama(
     max_positions: int = 512,
     seed: int = 0,
     dtype: str = "float32",
+    spread: float = 0.2,
 ) -> Path:
     """Write a random ``LlamaForCausalLM`` with a working byte-level tokenizer and chat template to ``path``.
 
-    ``dtype`` is torch's name; ``vocab`` at least 320. The same arguments give the same weights.
+    ``dtype`` is torch's name; ``vocab`` at least 320; ``spread``: standard deviation of the weights. The same arguments
+    give the same weights.
     """
     if vocab < 320:
         raise ValueError(f"expected vocab >= 320 (256 bytes, special tokens, some merges), got {vocab}")
@@ -87,7 +89,7 @@ def tiny_llama(
         num_key_value_heads=kv_heads,
         head_dim=hidden // heads,
         max_position_embeddings=max_positions,
-        initializer_range=0.2,  # the usual 0.02 leaves every layer's output almost equal to its input
+        initializer_range=spread,  # the usual 0.02 leaves every layer's output almost equal to its input
         tie_word_embeddings=False,
         bos_token_id=0,
         eos_token_id=1,

@@ -95,8 +95,9 @@ def check_layer_zero(layer_ids: Sequence[int], layers: Iterable[Any], model: str
     found = [m for m in _models if any(id(part) in mine for part in m.modules())]
     if not found:
         raise ConfigError(
-            f"layer 0 of {model}: expected a model that captures through vLLM's EagleModelMixin, built after hsx_dist's "
-            "plugin was loaded, got none. Capture layers from 1 on. If VLLM_PLUGINS is set, add hsx_dist to it"
+            f"layer 0 of {model}: expected a model that captures through vLLM's EagleModelMixin, built after the "
+            "plugin of hsx_dist was loaded, got none. Capture layers from 1 on. If VLLM_PLUGINS is set, add "
+            "hsx_dist to it"
         )
     for one in found:
         if own := _own_capture(type(one)):

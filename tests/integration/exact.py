@@ -13,7 +13,7 @@ import pytest
 
 from hsx_dist.connector.flush import flush
 from hsx_dist.reading import load_hidden_states
-from hsx_dist.testing.exact_model import exact_model, expected_states, next_tokens, registered
+from hsx_dist.testing.exact_model import RANK_STEP, exact_model, expected_states, next_tokens, registered
 from hsx_dist.testing.gpu_defaults import check_defaults
 
 LAYERS = 4
@@ -33,12 +33,24 @@ class Engine:
         *,
         fields: Sequence[str],
         hsx: Mapping[str, Any] | None = None,
+        beside: Sequence[Mapping[str, Any]] = (),
         **arguments: Any,
     ):
+        """``beside``: other connectors, with ours in vLLM's ``MultiConnector``."""
         from vllm import LLM
 
         self.fields = tuple(fields)
         self._names = count()
+        ours = {
+            "kv_connector": "HiddenStatesConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": str(output), "hsx": dict(hsx or {})},
+        }
+        several = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"connectors": [*beside, ours]},
+        }
         self.llm = LLM(
             str(model),
             max_model_len=MAX_LEN,
@@ -51,11 +63,7 @@ class Engine:
                 "num_speculative_tokens": 1,
                 "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(CAPTURED)}},
             },
-            kv_transfer_config={
-                "kv_connector": "HiddenStatesConnector",
-                "kv_role": "kv_producer",
-                "kv_connector_extra_config": {"shared_storage_path": str(output), "hsx": dict(hsx or {})},
-            },
+            kv_transfer_config=several if beside else ours,
             worker_extension_cls="hsx_dist.connector.flush.HiddenStatesWorkerExtension",
             **arguments,
         )
@@ -104,7 +112,7 @@ class Engine:
 
     def rank_of(self, states: np.ndarray[Any, Any]) -> int:
         """The rank that says to have computed the first row; the others are held against it."""
-        return int(states[0, 0, self.fields.index("rank")]) if "rank" in self.fields else 0
+        return int(states[0, 0, self.fields.index("rank")] / RANK_STEP) if "rank" in self.fields else 0
 
     def counter(self, name: str) -> int:
         """One of vLLM's own counters."""

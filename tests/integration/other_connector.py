@@ -1,4 +1,7 @@
-"""Another connector for vLLM's ``MultiConnector``: it keeps every finished request's blocks for a few steps."""
+"""Another connector for vLLM's ``MultiConnector``: it keeps every finished request's blocks for a few steps.
+
+Its ``get_finished_count`` is the base class's, None: vLLM waits for the reports of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +41,6 @@ class OtherConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         return bool(self._finished)
-
-    def get_finished_count(self) -> int:
-        return 1
 
     def start_load_kv(self, *args: Any, **kwargs: Any) -> None: ...
     def wait_for_layer_load(self, layer_name: str) -> None: ...

@@ -2,19 +2,53 @@
 
 from __future__ import annotations
 
-from hsx_dist.testing.exact_model import FIELDS
+import time
+from pathlib import Path
+
+import pytest
+from vllm import SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from hsx_dist.testing.exact_model import FIELDS, UNREDUCED
 from tests.integration.exact import prompts, started
 
+OTHER = {
+    "kv_connector": "OtherConnector",
+    "kv_connector_module_path": "tests.integration.other_connector",
+    "kv_role": "kv_producer",
+}
 
-def test_two_ranks_in_child_processes_each_ship_rows_of_their_own(tmp_path, monkeypatch):
-    """Where states are replicated, a sample put together from two ranks would go unseen; here the rank is a number."""
+
+def test_two_ranks_in_child_processes_each_ship_rows_of_their_own(tmp_path, monkeypatch, capfd):
+    """Where states are replicated, a sample put together from two ranks would go unseen; here the rank is a number.
+
+    Beside another connector, whose reports vLLM expects from every rank: no block stays held. At the end the ranks
+    differ as partial sums do, and the engine refuses to go on.
+    """
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # else two ranks on one NUMA node do not start
     monkeypatch.setenv(
         "VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn"
     )  # children that know the model by its plugin alone
+    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()), prepend=":")  # the other connector's
     fields = [f for f in FIELDS if f != "context"]  # its sums are not exact in bfloat16
-    with started(tmp_path, in_process=False, dtype="bfloat16", fields=fields, tensor_parallel_size=2) as engine:
+    arguments = {"dtype": "bfloat16", "fields": fields, "tensor_parallel_size": 2, "beside": [OTHER]}
+    with started(tmp_path, in_process=False, **arguments) as engine:
         outputs = engine.run(prompts(9, 1, 31, 32, 64, 65, 100, 200, 255, top=256))
         ranks = [engine.rank_of(engine.load(o)["hidden_states"].float().numpy()) for o in outputs]
         assert sorted(set(ranks)) == [0, 1]
         assert abs(ranks.count(0) - ranks.count(1)) <= 1  # in turn
+        assert all(o.kv_transfer_params["other"] == "was here" for o in outputs)
+
+        end = time.monotonic() + 60
+        while not engine.llm.reset_prefix_cache():  # refused while a block is held
+            assert time.monotonic() < end, "blocks of finished requests never came free"
+            time.sleep(0.1)
+
+        # So many that one of them is compared: the 16th request.
+        unreduced = [{"prompt_token_ids": [UNREDUCED, *prompt]} for prompt in prompts(9, *[20] * 16, top=256)]
+        with pytest.raises(EngineDeadError):
+            engine.llm.generate(unreduced, SamplingParams(max_tokens=1), use_tqdm=False)
+        said = capfd.readouterr()
+        assert f"{tmp_path / 'model'}: expected the same hidden states on all 2 tensor-parallel ranks" in (
+            said.out + said.err
+        )

@@ -48,6 +48,8 @@ from tests.soak.mutations import VALUES, spots
 store_run = partial(testing_runs.store_run, version=1)
 
 ROWS_READ = 3000
+#: Bytes of a compacted manifest: what is claimed beyond the stored bytes is tested, not large objects.
+LARGEST_OBJECT = 16 << 20
 
 Read = Callable[[], object]
 
@@ -230,15 +232,18 @@ def compacted(rng: random.Random, folder: Path) -> list[Read]:
     begin = rng.choice([b"", line[:-2] + b',"more":[', b'{"crc32c":"00000000","receipt":['])
     packed = [packer.compress(begin)]
     block = filler * ((1 << 16) // len(filler))
-    for _ in range(max(size >> 16, 1)):
+    blocks = length = 0
+    while blocks < max(size >> 16, 1) and length < LARGEST_OBJECT:
         packed.append(packer.compress(block))
+        length += len(packed[-1])
+        blocks += 1
     packed.append(packer.flush())
     data = b"".join(packed)
     if rng.random() < 0.3:
         data = (folder / about["name"]).read_bytes()
     store.put(about["name"], [data])
     about |= {"size": len(data), "crc32c": crc32c_hex(crc32c(data))}
-    about["raw_size"] = rng.choice([size, len(begin) + len(block) * max(size >> 16, 1), 1 << rng.randrange(64)])
+    about["raw_size"] = rng.choice([size, len(begin) + len(block) * blocks, 1 << rng.randrange(64)])
     about["receipts"] = rng.choice([1, 1 << rng.randrange(64)])
     store.put("attempts/0001.complete.json", [json.dumps(complete).encode()])
     return readers_of(store)
@@ -418,6 +423,25 @@ def tables(rng: random.Random, folder: Path) -> list[Read]:
     return [lambda: list(islice(read_rows(InputConfig(path=str(path))), ROWS_READ))]
 
 
+def arrow_claims(rng: random.Random, folder: Path) -> list[Read]:
+    """Compressed Arrow files whose buffers claim any length to expand to, in columns, dictionaries or other columns."""
+    length = 8_068_407  # its bytes occur in no other place of the file
+    large: Any = pa.array(["\0" * length])
+    if rng.random() < 0.5:
+        large = large.dictionary_encode()
+    columns = {"text": large} if rng.random() < 0.7 else {"text": pa.array(["a"]), "more": large}
+    table = pa.table(columns)
+    path = folder / "in.arrow"
+    options = pa.ipc.IpcWriteOptions(compression=rng.choice(["zstd", "lz4"]))
+    make = rng.choice([pa.ipc.new_file, pa.ipc.new_stream])
+    with pa.OSFile(str(path), "wb") as f, make(f, table.schema, options=options) as w:
+        w.write_table(table)
+    claim = rng.choice([1, -1]) * (1 << rng.randrange(63))
+    claimed = path.read_bytes().replace(struct.pack("<q", length), struct.pack("<q", claim))
+    path.write_bytes(claimed)
+    return [lambda: list(islice(read_rows(InputConfig(path=str(path))), ROWS_READ))]
+
+
 KINDS: dict[str, Callable[[random.Random, Path], list[Read]]] = {
     "names": names,
     "members": members,
@@ -429,4 +453,5 @@ KINDS: dict[str, Callable[[random.Random, Path], list[Read]]] = {
     "segments that are not there": many_segments,
     "compressed lines": compressed_lines,
     "tables": tables,
+    "Arrow claims": arrow_claims,
 }

@@ -25,8 +25,7 @@ USED_BY = {
     "load_decoder": {"jobs/decode.py"},
     "snapshot_download": {"exporting/weights.py"},
     # These decode an Arrow schema, and with it the extension types that a library registered.
-    "open_stream": {"jobs/arrow_files.py"},
-    "open_file": {"jobs/arrow_files.py"},
+    "open_stream": {"jobs/arrow_messages.py"},
     "ParquetFile": {"jobs/arrow_files.py"},
     "read_metadata": {"jobs/arrow_files.py"},
     # The conformance suites pickle codecs and errors that they made.
@@ -35,7 +34,7 @@ USED_BY = {
 #: No module uses these.
 UNUSED = {
     *("AutoModelForCausalLM", "hf_hub_download", "cloudpickle", "dill", "joblib", "marshal", "runpy", "Unpickler"),
-    *("read_table", "read_schema", "read_message", "read_record_batch", "read_feather", "ParquetDataset"),
+    *("open_file", "read_table", "read_schema", "read_message", "read_record_batch", "read_feather", "ParquetDataset"),
     *("RecordBatchStreamReader", "RecordBatchFileReader", "load_from_disk", "load_dataset", "read_parquet"),
     *("allow_pickle", "unsafe_load", "full_load"),
 }

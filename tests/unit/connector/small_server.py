@@ -34,7 +34,6 @@ class SmallServer:
         self._worker = WorkerHalf(
             torch.randn(BLOCKS, len(LAYERS), BLOCK, HIDDEN),
             self.outlet,
-            rank=0,
             layer_ids=LAYERS,
             page_bytes=1 << 16,
             segment_bytes=1 << 18,

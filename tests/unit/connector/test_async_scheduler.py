@@ -58,9 +58,7 @@ class MadeUpRunner:
 
         self.cache = torch.full((blocks, len(LAYERS), BLOCK, HIDDEN), -1.0)
         self.outlet = KeepingOutlet(1 << 22)
-        self.worker = WorkerHalf(
-            self.cache, self.outlet, rank=0, layer_ids=LAYERS, page_bytes=1 << 12, segment_bytes=1 << 20
-        )
+        self.worker = WorkerHalf(self.cache, self.outlet, layer_ids=LAYERS, page_bytes=1 << 12, segment_bytes=1 << 20)
         self.order = order
         self.acceptance = acceptance
         self.random = np.random.default_rng(0)

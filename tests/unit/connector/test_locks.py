@@ -373,8 +373,8 @@ def test_a_reader_that_may_not_open_the_lock_file_is_told_what_to_do(tmp_path, m
     monkeypatch.setattr(os, "open", denied)
     with (
         pytest.raises(Denied, match=r"a.lock: expected a lock file that this user may read, .* in its group"),
-        shared_lock(str(tmp_path / "a")),
+        shared_lock(str(tmp_path), "a"),
     ):
         pass
-    with exclusive_lock(str(tmp_path / "a")) as held:
+    with exclusive_lock(str(tmp_path), "a") as held:
         assert not held

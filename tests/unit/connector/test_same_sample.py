@@ -447,7 +447,7 @@ def test_no_order_of_object_marker_and_clear_hides_a_sample_or_gives_another(sam
             events[put_at] = put
             events[clear_at] = events.get(clear_at, []) + clear
             failing = act(Between(store, events), "fail", "aborted", requests=[request])
-            looked = next(i for i, call in enumerate(failing.calls) if call == ("head", NAME))
+            looked = [name for _, name in failing.calls].index(NAME)
             for at, what in ((put_at, put), (clear_at, clear)):
                 if at >= len(failing.calls):
                     what[0]()
@@ -484,7 +484,7 @@ def test_a_reader_that_looked_before_the_object_was_stored_looks_again():
     with suppress(SampleFailed):
         read(reader)
     # Before each call up to the look at the marker: then the reader has not met the truth of any moment.
-    for at in range(reader.calls.index(("head", "k.error.json")) + 1):
+    for at in range([name for _, name in reader.calls].index("k.error.json") + 1):
         act(store, "fail", "aborted", requests=["1" * 32])
         racing = Between(store, {at: [lambda: put_old(store, {}, PROMPT)]})
         assert read(racing)["token_ids"].tolist() == PROMPT

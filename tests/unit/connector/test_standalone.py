@@ -196,6 +196,7 @@ def test_when_all_requests_of_a_key_fail_the_last_tells(tmp_path):
     outlet = outlet_on(tmp_path)
     for request in "rs":
         outlet.expect(Expect(request, "a.safetensors", 0, True))
+    outlet.prepared()
     outlet.skip(Skip("r", "a", "a.safetensors", 0, "computed 3 of 9 tokens"))
     assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors.lock"]
     outlet.skip(Skip("s", "a", "a.safetensors", 0, "the request asked for none", quiet=True))

@@ -60,11 +60,9 @@ class KeepingOutlet:
         return pages
 
 
-def half(outlet, *, rank=0, page_bytes=2 * BLOCK * ROW, segment_bytes=4 * BLOCK * ROW):
+def half(outlet, *, page_bytes=2 * BLOCK * ROW, segment_bytes=4 * BLOCK * ROW):
     cache = torch.randn(BLOCKS, LAYERS, BLOCK, HIDDEN)
-    worker = WorkerHalf(
-        cache, outlet, rank=rank, layer_ids=(1, 2, 3), page_bytes=page_bytes, segment_bytes=segment_bytes
-    )
+    worker = WorkerHalf(cache, outlet, layer_ids=(1, 2, 3), page_bytes=page_bytes, segment_bytes=segment_bytes)
     return cache, worker
 
 
@@ -151,18 +149,6 @@ def test_pages_say_whose_they_are_and_two_copies_are_told_apart():
     assert {source.rpartition(":")[0] for source in sources} == {"req-k"}
 
 
-def test_only_the_owner_copies_and_reports():
-    outlet = KeepingOutlet(1 << 20)
-    _, worker = half(outlet, rank=1)
-    told = {"skipped": [Skip("r", "c", "c.safetensors", 0, "why")], "expected": [Expect("s", "s.safetensors", 0)]}
-    step = Step(saves=[save(8, key="a", owner=0), save(8, key="b", owner=1)], **told)
-    worker.begin(step)
-    worker.step(step)
-    assert worker.finished() == {"req-b"}
-    assert {p.segment.key for p, _ in outlet.take()} == {"b"}
-    assert outlet.skipped == outlet.expected == []  # rank 0's
-
-
 def test_what_readers_rely_on_is_asked_for_before_the_model_runs_and_there_when_its_step_ends():
     outlet = KeepingOutlet(1 << 20)
     _, worker = half(outlet)
@@ -195,7 +181,7 @@ def test_only_what_a_request_wants_is_copied(order, positions, layers):
     cache = torch.randn(BLOCKS, LAYERS, BLOCK, HIDDEN)
     if order == "TLH":
         cache = cache.permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3)
-    worker = WorkerHalf(cache, outlet, rank=0, layer_ids=(1, 2, 3), page_bytes=2 * BLOCK * ROW, segment_bytes=1 << 20)
+    worker = WorkerHalf(cache, outlet, layer_ids=(1, 2, 3), page_bytes=2 * BLOCK * ROW, segment_bytes=1 << 20)
     n = 30
     s = save(n)
     at = positions if positions is not None else range(n)
@@ -235,7 +221,7 @@ def test_a_mean_is_one_float32_row_over_all_tokens(n, dtype, token_major, monkey
     cache = torch.randn(BLOCKS, LAYERS, BLOCK, HIDDEN).to(dtype)
     if token_major:
         cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
-    worker = WorkerHalf(cache, outlet, rank=0, layer_ids=(1, 2, 3), page_bytes=1 << 16, segment_bytes=1 << 16)
+    worker = WorkerHalf(cache, outlet, layer_ids=(1, 2, 3), page_bytes=1 << 16, segment_bytes=1 << 16)
     s = save(n)
     ids = s.token_ids.astype(np.int32)
     s = dataclasses.replace(
@@ -423,7 +409,7 @@ def test_a_selection_that_never_fits_into_the_ring_costs_itself_alone():
     """A mean is float32, so that one row may need more bytes than a page of the cache's dtype."""
     outlet = KeepingOutlet(64)  # a page is 48 bytes
     cache = torch.randn(BLOCKS, LAYERS, 1, HIDDEN).to(torch.bfloat16)
-    worker = WorkerHalf(cache, outlet, rank=0, layer_ids=(1, 2, 3), page_bytes=1, segment_bytes=1 << 20)
+    worker = WorkerHalf(cache, outlet, layer_ids=(1, 2, 3), page_bytes=1, segment_bytes=1 << 20)
     mean = dataclasses.replace(
         save(1, key="mean"), token_ids=np.array([-1]), mean_of=1, attached={"request_token_ids": np.zeros(1, np.int32)}
     )

@@ -11,6 +11,7 @@ from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pyarrow as pa
 import pyarrow.feather as feather
@@ -294,3 +295,106 @@ def test_a_cut_or_changed_table_is_a_typed_error_and_runs_nothing(tmp_path: Path
             with suppress(FormatError, Unavailable):
                 read(path)
             assert not trap.sprung()
+
+
+# -- claims of compressed buffers ------------------------------------------------------------------------------------
+
+#: A length whose bytes occur in no other place of a file, of each of 8 texts.
+TEXT = 8_068_407
+
+
+def bomb_table(*, dictionary: bool = False, column: str = "text") -> pa.Table:
+    """A few KiB, compressed, that stand for ``8 * TEXT`` bytes in ``column``; as a dictionary, for ``TEXT``."""
+    text = pa.array([f"row {i}" for i in range(8)])
+    zeros = pa.array(["\0" * TEXT] * 8)
+    large = zeros.dictionary_encode() if dictionary else zeros
+    return pa.table({column: large} if column == "text" else {"text": text, column: large})
+
+
+def claiming(path: Path, needle: int, claim: int) -> None:
+    """Make every compressed buffer that claims ``needle`` bytes claim ``claim``."""
+    data = path.read_bytes()
+    assert needle.to_bytes(8, "little") in data
+    path.write_bytes(data.replace(needle.to_bytes(8, "little"), claim.to_bytes(8, "little")))
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+@pytest.mark.parametrize("write", [write_file, write_stream])
+@pytest.mark.parametrize("dictionary", [False, True])
+@pytest.mark.parametrize("claim", [1 << 30, 3 << 30, 1 << 62, -2])
+def test_a_buffer_that_claims_too_much_is_refused_before_it_is_expanded(
+    tmp_path: Path, codec: str, write: Write, dictionary: bool, claim: int
+) -> None:
+    table = bomb_table(dictionary=dictionary)
+    path = write(tmp_path, table, compression=codec)
+    claiming(path, TEXT if dictionary else 8 * TEXT, claim & ((1 << 64) - 1))
+    before = pa.total_allocated_bytes(), pa.default_memory_pool().max_memory()
+    with pytest.raises(FormatError, match=r"expected at most 200|expected Arrow"):
+        list(read_rows(InputConfig(path=str(path))))
+    assert pa.default_memory_pool().max_memory() <= max(before[1], before[0] + (64 << 20))
+
+
+@pytest.mark.parametrize("write", [write_file, write_stream, write_feather])
+def test_columns_that_are_not_asked_for_are_neither_read_nor_expanded(tmp_path: Path, write: Write) -> None:
+    path = write(tmp_path, bomb_table(column="more"), **({} if write is write_feather else {"compression": "zstd"}))
+    claiming(path, 8 * TEXT, 1 << 62)
+    rows = [row for row in read_rows(InputConfig(path=str(path))) if isinstance(row, Row)]
+    assert [row.text for row in rows] == [f"row {i}" for i in range(8)]
+
+
+def test_the_last_of_many_types_is_found_among_the_buffers(tmp_path: Path) -> None:
+    n = 5
+    columns = {
+        "null": pa.nulls(n),
+        "bool": pa.array([True] * n),
+        "fixed": pa.array([b"abc"] * n, pa.binary(3)),
+        "view": pa.array(["a view that is longer than twelve bytes"] * n, pa.string_view()),
+        "list": pa.array([[["a"], []]] * n),
+        "large_list": pa.array([[1]] * n, pa.large_list(pa.int8())),
+        "list_view": pa.array([[1]] * n, pa.list_view(pa.int8())),
+        "fixed_list": pa.array([["a", "b"]] * n, pa.list_(pa.string(), 2)),
+        "map": pa.array([[("a", 1)]] * n, pa.map_(pa.string(), pa.int64())),
+        "struct": pa.array([{"a": 1, "b": {"c": "d"}}] * n),
+        "dictionary": pa.array(["a"] * n).dictionary_encode(),
+        "decimal": pa.array([1] * n, pa.decimal128(10)),
+        "runs": pa.RunEndEncodedArray.from_arrays(pa.array([n], pa.int32()), pa.array(["a"])),
+        "sparse": pa.UnionArray.from_sparse(pa.array([0] * n, pa.int8()), [pa.array(["a"] * n)]),
+        "dense": pa.UnionArray.from_dense(
+            pa.array([0] * n, pa.int8()), pa.array(range(n), pa.int32()), [pa.array(["a"] * n)]
+        ),
+        "large": pa.array(["a"] * n, pa.large_string()),
+        "text": pa.array([f"row {i}" for i in range(n)]),
+    }
+    for write in (write_file, write_stream):
+        for compression in (None, "zstd"):
+            path = write(tmp_path, pa.table(columns), compression=compression)
+            data = path.read_bytes()
+            with path.open("rb") as file:
+                schema, read = open_arrow(file)
+                assert schema.names == list(columns)
+                for name, column in columns.items():
+                    assert [b.column(0).to_pylist() for b in read([name])] == [column.to_pylist()], name
+                asked = [b.nbytes for b in read(["text"])]
+            assert sum(asked) < len(data) / 4
+
+
+def test_dictionaries_that_grow_and_change_are_read(tmp_path: Path) -> None:
+    texts = [["a", "b"], ["a", "b", "c"], ["x"]]
+    options = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=True, compression="zstd")
+    schema = pa.schema({"text": pa.dictionary(pa.int32(), pa.string())})
+    with pa.ipc.new_stream(tmp_path / "in.arrow", schema, options=options) as writer:
+        for words in texts:
+            column = pa.DictionaryArray.from_arrays(pa.array(range(len(words)), pa.int32()), pa.array(words))
+            writer.write_batch(pa.record_batch([column], schema=schema))
+    found = [row.text for row in read_rows(InputConfig(path=str(tmp_path / "in.arrow"))) if isinstance(row, Row)]
+    assert found == [word for words in texts for word in words]
+
+
+@pytest.mark.parametrize("write", [write_file, write_stream, write_feather, write_parquet])
+def test_a_uuid_is_text(tmp_path: Path, write: Write) -> None:
+    values = [UUID(int=7), None]
+    ids = pa.array([None if v is None else v.bytes for v in values], pa.binary(16))
+    uuids = pa.ExtensionArray.from_storage(pa.uuid(), ids)
+    path = write(tmp_path, pa.table({"text": ["a", "b"], "u": uuids}))
+    rows = [row for row in read_rows(InputConfig(path=str(path), metadata=["u"])) if isinstance(row, Row)]
+    assert [row.metadata for row in rows] == [{"u": str(values[0])}, {"u": None}]

@@ -154,9 +154,10 @@ def test_the_command_says_a_line_a_check_and_fails(
     with pytest.raises(SystemExit) as e:
         main(["doctor", "--json", "--config", str(tmp_path / "c.yaml")])
     assert json.loads(capsys.readouterr().out)["ok"] is True
-    with pytest.raises(SystemExit) as e:
-        main(["doctor", "--engine"])
-    assert e.value.code == 2
+    for given in (["--report", str(tmp_path)], ["--engine", "--report", str(tmp_path), "layers=1"]):
+        with pytest.raises(SystemExit) as e:
+            main(["doctor", *given])
+        assert e.value.code == 2
 
 
 def test_an_engine_is_not_started_after_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from hsx_dist.testing.exact_model import FIELDS, exact_model, expected_states, next_tokens
+from hsx_dist.testing.exact_model import FIELDS, RANK_STEP, exact_model, expected_states, next_tokens
 
 
 def test_every_field_says_where_a_number_belongs():
@@ -22,7 +22,7 @@ def test_every_field_says_where_a_number_belongs():
             "position": [[0, 0], [1, 1], [2, 2]],
             "token": [[7, 7], [5, 5], [400, 400]],
             "context": [[0, 7], [0, 12], [0, 412]],
-            "rank": [[1, 1]] * 3,
+            "rank": [[RANK_STEP] * 2] * 3,
             "channel": [[j, j]] * 3,
         }[FIELDS[j % len(FIELDS)]]
         assert states[:, :, j].tolist() == expected

@@ -1,0 +1,137 @@
+"""Everything that a GPU can prove, and one page about it: ``make gpu`` sets up and runs this.
+
+    python -m benchmarks.gpu.kit [--results FOLDER] [--minutes 20] [--only WORD]
+
+Runs tests/gpu, engines of every kind against transformers, the copies' bandwidth and the throughput of prefill, each in
+a process of its own. Writes FOLDER/gpu-report.html and FOLDER/gpu-report.json, anew after each check. Without a GPU it
+runs what a CPU can; the page says why the rest did not run. The exit status is 1 where a check failed, crashed or timed
+out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+from benchmarks.gpu import prefill
+from benchmarks.provenance import ROOT
+from hsx_dist.jobs.kit import states
+from hsx_dist.jobs.kit.outcomes import Check, Outcome, State, python, run_check, run_checks
+from hsx_dist.jobs.kit.page import COPIES, THROUGHPUT, about, write
+from hsx_dist.testing.processes import end_on_sigterm
+
+TESTS = "tests on the device"
+MINUTES = 20.0
+
+
+def plan(folder: Path, gpus: int) -> list[Check]:
+    """What runs, in this order: what proves most comes first."""
+    no_gpu = "" if gpus else "no CUDA device"
+    small = () if gpus else ("--small", "--seconds", "1")
+    return [
+        Check(TESTS, "tests/gpu", limit_s=300.0, cannot=no_gpu),
+        Check(COPIES, "side-stream copies", python("-m", "benchmarks.gpu.kit", "--copies"), cannot=no_gpu),
+        *states.checks(folder, gpus),
+        *(
+            Check(THROUGHPUT, name, python("-m", "benchmarks.gpu.prefill", sink, *small))
+            for sink, name in prefill.SINKS.items()
+        ),
+    ]
+
+
+def run_tests(check: Check) -> list[Outcome]:
+    """tests/gpu, an outcome a test."""
+    with tempfile.TemporaryDirectory(prefix="hsx-kit-tests-") as folder:
+        xml = Path(folder, "tests.xml")
+        code = (
+            "import sys, pytest; from hsx_dist.jobs.kit.outcomes import claim;"
+            f"status = int(pytest.main(['-q', '-p', 'no:cacheprovider', '--junitxml={xml}', 'tests/gpu']));"
+            "claim('passed' if status == 0 else 'failed', f'pytest ended with status {status}')"
+        )
+        whole = run_check(Check(check.group, check.name, python("-c", code), check.limit_s))
+        tests = of_junit(check.group, xml) if xml.exists() else []
+    # pytest writes its file at the end. Without one, or where all tests passed and pytest did not: the whole counts.
+    covered = tests and (whole.state == "passed" or any(t.bad for t in tests))
+    return tests if covered else [*tests, whole]
+
+
+def of_junit(group: str, xml: Path) -> list[Outcome]:
+    found = []
+    for case in ElementTree.parse(xml).iter("testcase"):
+        state: State = "passed"
+        message = ""
+        for child in case:
+            if child.tag in ("failure", "error"):
+                state, message = "failed", f"{child.get('message', '')}\n{child.text or ''}"
+            elif child.tag == "skipped":
+                state, message = "not run", child.get("message", "")
+        found.append(Outcome(group, str(case.get("name")), state, message, float(case.get("time", 0))))
+    return found
+
+
+def run_kit(checks: Sequence[Check], results: Path, gpus: Sequence[str], seconds: float) -> list[Outcome]:
+    """Run the checks, and write the page after each."""
+    head = about(gpus)
+    single: dict[str, list[Outcome]] = {}
+
+    def each(check: Check) -> Outcome:
+        if check.group != TESTS or check.cannot:
+            return run_check(check)
+        single[check.name] = run_tests(check)
+        return single[check.name][-1]
+
+    def spread(outcomes: Sequence[Outcome]) -> list[Outcome]:
+        return [one for o in outcomes for one in (single.get(o.name) if o.group == TESTS else None) or [o]]
+
+    def report(outcomes: list[Outcome]) -> None:
+        write(results, head, spread(outcomes))
+
+    return spread(run_checks(checks, seconds=seconds, report=report, run=each))
+
+
+def measure_copies() -> None:
+    """In a process of its own: some shapes of ``benchmarks.gpu.copies``."""
+    import torch
+
+    from benchmarks.gpu import copies
+    from hsx_dist.jobs.kit.outcomes import claim
+
+    results = []
+    with torch.inference_mode():
+        for shape in copies.shapes():
+            if shape.tokens == 8192:  # neither the shortest requests nor the longest
+                results.append(copies.measure(shape, torch.device("cuda"), rounds=2))
+                torch.cuda.empty_cache()
+    low = min(r["of_limit"] for r in results)
+    claim("passed", f"at least {low:.2f} of the device's peak in {len(results)} shapes", {"results": results})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=ROOT, help="folder for the page, by default the checkout")
+    parser.add_argument("--minutes", type=float, default=MINUTES)
+    parser.add_argument("--only", default="", help="of the checks those whose group or name has this word")
+    parser.add_argument("--copies", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.copies:
+        measure_copies()
+        return 0
+    end_on_sigterm()
+    gpus = states.visible_gpus()
+    with tempfile.TemporaryDirectory(prefix="hsx-kit-") as folder:
+        checks = [c for c in plan(Path(folder), len(gpus)) if args.only in f"{c.group}: {c.name}"]
+        if not checks:
+            parser.error(f"--only: expected a word of a check's name, got {args.only!r}")
+        outcomes = run_kit(checks, args.results, gpus, args.minutes * 60)
+    for o in outcomes:
+        print(f"{o.state:9}  {o.group}: {o.name}: {o.message.partition(chr(10))[0]}")
+    print(f"see {args.results / 'gpu-report.html'}")
+    return 1 if any(o.bad for o in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

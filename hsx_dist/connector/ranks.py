@@ -1,0 +1,193 @@
+"""Tensor-parallel ranks: which of them store samples, and whether all of them hold the same states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hsx_dist.connector.step import Expect, Save, Skip, Step
+from hsx_dist.errors import ConfigError
+from hsx_dist.logger import get_logger
+
+log = get_logger(__name__)
+
+#: Rows of one request that ``Agreement`` compares, in each layer.
+COMPARED_ROWS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This worker's rank, and the ranks that store samples, in ascending order."""
+
+    rank: int
+    owners: tuple[int, ...]
+
+    @property
+    def stores(self) -> bool:
+        """Whether this rank owns any requests."""
+        return self.rank in self.owners
+
+    def owns(self, request: Save | Skip | Expect) -> bool:
+        """Whether this rank stores, marks or expects the request's sample. True on exactly one rank."""
+        return self.owners[request.owner % len(self.owners)] == self.rank
+
+    def own(self, step: Step) -> Step:
+        """The part of a step that concerns this rank's requests."""
+        return Step(
+            saves=[s for s in step.saves if self.owns(s)],
+            skipped=[s for s in step.skipped if self.owns(s)],
+            expected=[e for e in step.expected if self.owns(e)],
+            idle=step.idle,
+        )
+
+    def others(self, step: Step) -> set[str]:
+        """vLLM's ids of the saved requests that other ranks own. vLLM frees a request's blocks when every rank has
+        reported it; a rank that copies nothing reports it in the step in which it sees the save."""
+        return {s.request_id for s in step.saves if not self.owns(s)}
+
+
+def ranks_of(group: Any, *, one_node: bool, limit: int | None) -> Ranks:
+    """The ranks of vLLM's tensor-parallel ``group`` (a ``GroupCoordinator``). Collective: every rank calls it.
+
+    Args:
+        one_node: only ranks on the node of rank 0 store: a local path, or a process to connect to, exists on one node.
+        limit: at most this many ranks store; None: no limit.
+    """
+    owners = list(range(group.world_size))
+    if one_node and len(owners) > 1:
+        # Compares shared memory, so it holds for every executor: `nnodes` stays 1 under Ray.
+        from vllm.distributed.parallel_state import in_the_same_node_as
+
+        same = in_the_same_node_as(group.cpu_group, source_rank=0)
+        owners = [rank for rank in owners if same[rank]]
+    return Ranks(group.rank_in_group, tuple(owners[:limit]))
+
+
+def check_parallelism(parallel_config: Any) -> None:
+    """Refuse engines whose workers are not the tensor-parallel ranks of one scheduler.
+
+    Raises:
+        ConfigError: prefill context parallelism, or an external launcher with tensor parallelism.
+    """
+    # Workers of other context-parallel ranks have the same tensor-parallel rank: each sample would be stored twice.
+    context = getattr(parallel_config, "prefill_context_parallel_size", 1)
+    if context > 1:
+        raise ConfigError(
+            f"prefill_context_parallel_size: expected 1 with HiddenStatesConnector, got {context}. "
+            "Use tensor_parallel_size or data parallelism"
+        )
+    # Each rank then has a scheduler, which frees blocks by its own worker's reports: the schedulers would diverge.
+    if parallel_config.distributed_executor_backend == "external_launcher" and parallel_config.tensor_parallel_size > 1:
+        raise ConfigError(
+            "distributed_executor_backend: expected mp or ray with HiddenStatesConnector and tensor_parallel_size "
+            f"{parallel_config.tensor_parallel_size}, got external_launcher. Remove it"
+        )
+
+
+def check_siblings(connectors: Iterable[Any], world_size: int) -> None:
+    """Refuse other connectors in vLLM's ``MultiConnector`` whose reports come from some ranks only.
+
+    vLLM waits for as many reports of a request as the connectors say, and for all ranks if one of them says None, as
+    ours does. The reports of the others would never be complete, and the blocks that they hold would never come free.
+
+    Args:
+        connectors: instances, ours included.
+
+    Raises:
+        ConfigError: a connector expects another number of reports than there are ranks.
+    """
+    for connector in connectors:
+        count = connector.get_finished_count()
+        if count is not None and count != world_size:
+            raise ConfigError(
+                f"{type(connector).__name__}.get_finished_count(): expected None or {world_size}, the number of ranks, "
+                f"in a MultiConnector with HiddenStatesConnector, got {count}: vLLM would wait for reports that never "
+                "arrive. Remove that connector, or set tensor_parallel_size to 1"
+            )
+
+
+class Agreement:
+    """Compares the captured states of all ranks.
+
+    States must be replicated: the owner of a request stores its own. Some models capture sums that are reduced over
+    ranks later, inside the next norm. Then each rank holds other numbers, and none of them is right.
+    """
+
+    def __init__(self, cache: torch.Tensor, group: Any, *, layer_ids: Sequence[int], model: str):
+        """``cache``: ``[blocks, layers, block_size, hidden]``. ``group``: all ranks, on the CPU (gloo)."""
+        self._cache = cache
+        self._group = group
+        self._layer_ids = layer_ids
+        self._model = model
+        self._saved = 0
+        self._tolerance = tolerance(cache.dtype)
+
+    def check(self, saves: Sequence[Save]) -> None:
+        """Compare a few rows of the first of ``saves``, before anything of them is copied.
+
+        Collective: every rank calls it in each step with the same saves, which the scheduler sends to all. Compares at
+        the first save, the second, the fourth and so on: kernels differ with the batch, and the cost stays small.
+
+        Raises:
+            ConfigError: the ranks differ by more than rounding. All ranks raise it.
+        """
+        before, self._saved = self._saved, self._saved + len(saves)
+        if before.bit_length() == self._saved.bit_length():
+            return
+        rows = self._rows(saves[0])
+        gathered = [torch.empty_like(rows).view(torch.uint8) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(gathered, rows.view(torch.uint8), group=self._group)  # gloo does not know every float type
+        distances = row_distances(torch.stack([other.view(rows.dtype) for other in gathered]))
+        worst = float(distances.max())
+        if worst == 0:
+            return
+        rank, _, layer = (int(i) for i in np.unravel_index(int(distances.argmax()), distances.shape))
+        where = f"ranks 0 and {rank} differ by {worst:.2g} of a row's size at layer {self._layer_ids[layer]}"
+        if worst > self._tolerance:
+            raise ConfigError(
+                f"{self._model}: expected the same hidden states on all {len(gathered)} tensor-parallel ranks, but "
+                f"{where}: the model captures sums before they are reduced over ranks. Set tensor_parallel_size to 1, "
+                "or use another model"
+            )
+        log.warning("%s: %s, which is within rounding (%.2g)", self._model, where, self._tolerance)
+
+    def _rows(self, save: Save) -> torch.Tensor:
+        """Rows of the request's tokens, from the first to the last: ``[rows, layers, hidden]`` on the CPU."""
+        count = save.mean_of or len(save.token_ids)
+        at = np.linspace(0, count - 1, COMPARED_ROWS).astype(np.int64)
+        if save.positions is not None:
+            at = np.asarray(save.positions)[at]
+        block_size = self._cache.shape[2]
+        blocks = torch.from_numpy(save.block_ids[at // block_size]).to(self._cache.device)
+        slots = torch.from_numpy(at % block_size).to(self._cache.device)
+        return self._cache[blocks, :, slots].cpu().contiguous()
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Largest ``row_distances`` that rounding explains.
+
+    vLLM's reductions give all ranks the same bits, so this is a margin. 60 layers summed in bfloat16, by 16 ranks each
+    in another order, differ by 1.5 eps. Without the last layer's reduction they differ by 6 eps
+    (``test_sums_in_another_order…``). 1e-4 allows for TF32 in float32.
+    """
+    return max(2 * torch.finfo(dtype).eps, 1e-4)
+
+
+def row_distances(ranks: torch.Tensor) -> torch.Tensor:
+    """How far each rank's rows are from rank 0's: the sum of absolute differences, divided by the sum of rank 0's
+    absolute values. ``[ranks, rows, layers, hidden]`` → float32 ``[ranks, rows, layers]``.
+
+    Sums, not squares: few channels have much larger values than all others, and would hide the differences of those.
+    Numbers that are not finite on rank 0 must be the same on the others; else the distance is infinite.
+    """
+    ranks = ranks.float()
+    first = ranks[:1]
+    same = (ranks == first) | (ranks.isnan() & first.isnan())
+    apart = torch.where(same, 0.0, (ranks - first).abs()).sum(-1)
+    size = first.abs().nan_to_num(0.0, 0.0, 0.0).sum(-1)
+    return torch.where(apart == 0, 0.0, apart / size).nan_to_num(torch.inf, torch.inf, torch.inf)

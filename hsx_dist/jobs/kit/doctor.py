@@ -1,0 +1,43 @@
+"""``hsx doctor --engine`` without settings: this machine, and engines of every kind that it runs."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hsx_dist.jobs import doctor
+from hsx_dist.jobs.kit import states
+from hsx_dist.jobs.kit.outcomes import Check as Planned
+from hsx_dist.jobs.kit.outcomes import Outcome, run_check
+from hsx_dist.jobs.kit.page import about, write
+
+
+def examine_machine(report: Path | None, wanted: Sequence[states.Case] | None = None) -> Iterator[doctor.Check]:
+    """Checks, each as soon as it is done. ``report``: folder for the page, written anew after each engine."""
+    failed = False
+    for check in doctor.examine(None):
+        failed |= check.state == "fail"
+        yield check
+    gpus = states.visible_gpus()
+    with tempfile.TemporaryDirectory(prefix="hsx-doctor-") as folder:
+        planned = states.checks(Path(folder), len(gpus), wanted)
+        if failed:
+            planned = [_left_out(p) for p in planned]
+        outcomes = [Outcome(p.group, p.name, "not run", "the program ended before this check began") for p in planned]
+        for i, engine in enumerate(planned):
+            outcomes[i] = run_check(engine)
+            if report is not None:
+                write(report, about(gpus), outcomes)
+            yield shown(outcomes[i])
+
+
+def _left_out(planned: Planned) -> Planned:
+    return Planned(planned.group, planned.name, cannot="a check of the machine failed; mend that first")
+
+
+def shown(outcome: Outcome) -> doctor.Check:
+    """As a line of the doctor. An engine that did not run is a warning: nothing is known of it."""
+    state: doctor.State = "ok" if outcome.state == "passed" else "fail" if outcome.bad else "warn"
+    said = outcome.message if state == "ok" else f"{outcome.state}: {outcome.message}"
+    return doctor.Check(outcome.name, state, said)

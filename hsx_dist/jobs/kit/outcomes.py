@@ -1,0 +1,124 @@
+"""Checks in child processes. A check has passed only if its own process wrote so, and then ended with status 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from hsx_dist.testing.processes import child
+
+State = Literal["passed", "failed", "crashed", "timed out", "not run"]
+#: What a check's own process may claim.
+_Claim = Literal["passed", "failed", "not run"]
+
+#: Name of the variable with the file for a check's result.
+RESULT = "HSX_KIT_RESULT"
+#: Characters of a log that a message shows.
+_TAIL = 1500
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A planned check. ``argv``: its program; ``cannot``: why it cannot run on this machine."""
+
+    group: str
+    name: str
+    argv: tuple[str, ...] = ()
+    limit_s: float = 240.0
+    env: Mapping[str, str] = field(default_factory=dict)
+    cannot: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a check. ``figures``: measured numbers, JSON types."""
+
+    group: str
+    name: str
+    state: State
+    message: str
+    seconds: float = 0.0
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def bad(self) -> bool:
+        return self.state in ("failed", "crashed", "timed out")
+
+
+def claim(state: _Claim, message: str, figures: Mapping[str, Any] | None = None) -> None:
+    """In a check's process: write its result."""
+    body = {"state": state, "message": message, "figures": dict(figures or {})}
+    Path(os.environ[RESULT]).write_text(json.dumps(body))
+
+
+def run_check(check: Check) -> Outcome:
+    """Run the check's process, and end all that it started."""
+    if check.cannot:
+        return Outcome(check.group, check.name, "not run", check.cannot)
+    with tempfile.TemporaryDirectory(prefix="hsx-kit-") as folder:
+        result, log = Path(folder, "result.json"), Path(folder, "log")
+        began = time.monotonic()
+        with child(check.argv, log=log, env={**check.env, RESULT: str(result)}) as running:
+            try:
+                status = running.process.wait(check.limit_s)
+            except subprocess.TimeoutExpired:
+                # Workers in process groups of their own too.
+                running.terminate(0)
+                status = None
+        seconds = time.monotonic() - began
+        state, message, figures = _judge(status, result, log, check.limit_s)
+    return Outcome(check.group, check.name, state, message, seconds, figures)
+
+
+def _judge(status: int | None, result: Path, log: Path, limit_s: float) -> tuple[State, str, dict[str, Any]]:
+    tail = log.read_text(errors="replace")[-_TAIL:].strip()
+    if status is None:
+        return "timed out", f"did not end within {limit_s:.0f} s; its log ends:\n{tail}", {}
+    if status != 0:
+        how = signal.Signals(-status).name if -status in list(signal.Signals) else f"status {status}"
+        return "crashed", f"ended with {how}; its log ends:\n{tail}", {}
+    try:
+        found = json.loads(result.read_text())
+        state, message, figures = found["state"], str(found["message"]), dict(found["figures"])
+        if state not in get_args(_Claim):
+            raise ValueError(state)
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        return "crashed", f"ended without a result ({type(e).__name__}); its log ends:\n{tail}", {}
+    return state, message, figures
+
+
+def run_checks(
+    checks: Sequence[Check],
+    *,
+    seconds: float,
+    report: Callable[[list[Outcome]], None],
+    run: Callable[[Check], Outcome] = run_check,
+) -> list[Outcome]:
+    """Run the checks in order, for at most about ``seconds``. ``report`` is called before the first check and after
+    each, with an outcome for every check: those without their turn yet are *not run*."""
+    end = time.monotonic() + seconds
+    outcomes = [
+        Outcome(c.group, c.name, "not run", c.cannot or "the program ended before this check began") for c in checks
+    ]
+    report(outcomes)
+    for i, check in enumerate(checks):
+        if time.monotonic() + min(check.limit_s, 60.0) > end and not check.cannot:
+            outcomes[i] = Outcome(check.group, check.name, "not run", f"the {seconds / 60:.0f} minutes were used up")
+        else:
+            outcomes[i] = run(check)
+        report(outcomes)
+    return outcomes
+
+
+def python(*arguments: str) -> tuple[str, ...]:
+    """A program of this interpreter."""
+    return (sys.executable, *arguments)

@@ -1,0 +1,37 @@
+"""The kit end to end, with the least that a CPU can: one engine, and checks of every other fate."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from benchmarks.gpu import kit
+from hsx_dist.jobs.kit import states
+from hsx_dist.jobs.kit.outcomes import Check, python
+from hsx_dist.jobs.kit.states import Case
+
+pytestmark = pytest.mark.integration
+
+
+def test_the_kit_writes_a_page_of_what_ran_and_of_what_did_not(tmp_path):
+    case = Case(direct=True, preempt=True)  # vLLM's answer to each is checked in the engine
+    planned = [
+        *(c for c in kit.plan(tmp_path / "a", 0) if c.cannot),
+        *states.checks(tmp_path / "b", 0, [case]),
+        Check("made up", "a crash", python("-c", "import os; os.abort()")),
+    ]
+    outcomes = kit.run_kit(planned, tmp_path, [], 600)
+    found = {o.name: o for o in outcomes}
+    ours = found[case.name]
+    assert ours.state == "passed", ours
+    assert max(ours.figures["errors"].values()) < 0.05 < min(ours.figures["shifted"].values())
+    assert found["a crash"].state == "crashed"
+    assert {o.state for o in outcomes if o.name not in (case.name, "a crash")} == {"not run"}
+    assert found["tests/gpu"].message == "no CUDA device"
+    body = json.loads((tmp_path / "gpu-report.json").read_text())
+    assert body["states"] == {"passed": 1, "crashed": 1, "not run": len(planned) - 2}
+    html = (tmp_path / "gpu-report.html").read_text()
+    assert len(re.findall(r'<span class="state good">passed</span>', html)) == 1
+    assert "SIGABRT" in html

@@ -1,0 +1,174 @@
+"""The kit's programs where no engine and no GPU is needed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu import copies, kit, prefill
+from benchmarks.gpu.ways import Shape
+from hsx_dist.jobs.kit import states
+from hsx_dist.jobs.kit.outcomes import RESULT, Check, Outcome
+from hsx_dist.jobs.kit.page import COPIES, THROUGHPUT
+from hsx_dist.jobs.kit.states import Case
+from scripts import gpu
+
+
+@pytest.fixture
+def result(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv(RESULT, str(tmp_path / "result.json"))
+    return tmp_path / "result.json"
+
+
+def test_everything_is_planned_and_fits_into_the_time(tmp_path):
+    planned = kit.plan(tmp_path, 2)
+    assert not any(c.cannot for c in planned)
+    assert [c.name for c in planned if c.group == THROUGHPUT] == list(prefill.SINKS.values())
+    assert {c.name for c in planned if c.group == states.GROUP} == {c.name for c in states.cases(2)}
+    without = kit.plan(tmp_path / "cpu", 0)
+    assert [c.name for c in without] == [c.name for c in kit.plan(tmp_path / "one", 1)]
+    assert {c.cannot for c in without if c.group in (kit.TESTS, COPIES)} == {"no CUDA device"}
+    assert all("--small" in c.argv for c in without if c.group == THROUGHPUT)
+
+
+JUNIT = """<testsuites><testsuite>
+<testcase name="good" time="1.5"/>
+<testcase name="bad" time="0.1"><failure message="wrong states">trace</failure></testcase>
+<testcase name="broken" time="0.1"><error message="no fixture">trace</error></testcase>
+<testcase name="left out" time="0"><skipped message="no second GPU"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_each_test_reads_as_what_it_was(tmp_path):
+    (tmp_path / "tests.xml").write_text(JUNIT)
+    found = {o.name: (o.state, o.message.partition("\n")[0]) for o in kit.of_junit("g", tmp_path / "tests.xml")}
+    assert found == {
+        "good": ("passed", ""), "bad": ("failed", "wrong states"), "broken": ("failed", "no fixture"),
+        "left out": ("not run", "no second GPU"),
+    }  # fmt: skip
+
+
+def test_without_a_gpu_each_of_its_tests_is_not_run():
+    found = kit.run_tests(Check(kit.TESTS, "tests/gpu", limit_s=120.0))
+    assert {o.state for o in found} == {"not run"}, found
+    assert {"no CUDA device" in o.message for o in found} == {True}
+    assert len(found) > 10
+
+
+@pytest.mark.parametrize(
+    ("xml", "whole", "states"),
+    [
+        (JUNIT, "failed", ["passed", "failed", "failed", "not run"]),
+        ("", "crashed", ["crashed"]),  # pytest died: its tests are unknown
+        ("<a><testcase name='good'/></a>", "crashed", ["passed", "crashed"]),
+        ("<a/>", "passed", ["passed"]),
+    ],
+)
+def test_a_run_of_tests_that_broke_is_no_pass(monkeypatch, xml, whole, states):
+    def run(check: Check) -> Outcome:
+        (path,) = (a.split("--junitxml=")[1].split("'")[0] for a in check.argv if "--junitxml=" in a)
+        if xml:
+            Path(path).write_text(xml)
+        return Outcome(check.group, check.name, whole, "")
+
+    monkeypatch.setattr(kit, "run_check", run)
+    assert [o.state for o in kit.run_tests(Check(kit.TESTS, "tests/gpu"))] == states
+
+
+def test_copies_claim_what_they_measured(result, monkeypatch):
+    shape = Shape("tiny", 2, 256, 8192, "LTH")
+    monkeypatch.setattr(copies, "shapes", lambda: [shape, Shape("long", 2, 256, 65536, "LTH")])
+    real = copies.measure
+    monkeypatch.setattr(copies, "measure", lambda s, _, rounds: real(s, torch.device("cpu"), rounds, least_bytes=1))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    kit.measure_copies()
+    found = json.loads(result.read_text())
+    assert [r["model"] for r in found["figures"]["results"]] == ["tiny"]
+
+
+class Engine:
+    """In the place of ``engine_cell.Cell``: an answer a step."""
+
+    def __init__(self, spec) -> None:
+        self.spec, self.sent, self.stored, self.under_way = spec, 0, 0, 0
+        self.engine = self.engine_core = self
+
+    def send(self):
+        self.sent += 1
+        self.under_way += 1
+
+    def step(self):
+        self.under_way -= 1
+        return 1
+
+    batch = prefill.Cell.batch
+
+    def flush(self):
+        assert not self.under_way
+        self.stored = self.sent
+
+    def clear(self):
+        pass
+
+    def check(self):
+        assert self.stored == self.sent
+
+    def shutdown(self):
+        self.sent = -1
+
+
+@pytest.mark.parametrize("sink", prefill.SINKS)
+def test_prefill_measures_every_batch(sink, result, monkeypatch):
+    made = []
+    monkeypatch.setattr(prefill, "Cell", lambda spec: made.append(Engine(spec)) or made[-1])
+    monkeypatch.setattr(sys, "argv", ["prefill", sink, "--batches", "1,4", "--seconds", "0"])
+    monkeypatch.setattr(prefill.os, "_exit", lambda _: None)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    prefill.main()
+    (cell,) = made
+    assert (cell.spec.made_up_weights, cell.spec.compiled, cell.spec.concurrency) == (True, True, 4)
+    assert (cell.spec.output.startswith("s3://"), bool(cell.spec.storage_options)) == (sink == "discard",) * 2
+    found = json.loads(result.read_text())
+    assert found["state"] == "passed"
+    assert set(found["figures"]["tokens_per_s"]) == {"1", "4"}
+    assert "Qwen3-4B" in found["figures"]["load"]
+
+
+def test_a_model_without_weights_is_one_that_transformers_knows(tmp_path):
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(prefill.qwen3_4b_shape(tmp_path / "m"))
+    assert (config.num_hidden_layers, config.hidden_size) == (prefill.CAPTURED[-1], prefill.HIDDEN)
+
+
+def test_the_set_up_makes_an_environment_once(tmp_path):
+    ran: list[list[str]] = []
+    run = lambda argv: ran.append([str(a) for a in argv])  # noqa: E731
+    python = gpu.environment(gpu=False, root=tmp_path, run=run)
+    assert (python, ran) == (tmp_path / ".venv/bin/python", [["make", "setup"]])
+    ran.clear()
+    (tmp_path / ".gpu").mkdir()
+    python = gpu.environment(gpu=True, root=tmp_path, run=run)
+    assert python == tmp_path / ".gpu/bin/python"
+    venv, pip, install = ran
+    assert venv[1:3] == ["-m", "venv"]
+    assert pip[-1] == "uv"
+    assert {"auto", f"{tmp_path}[vllm,s3,report]", "pytest"} <= set(install)
+    assert "cpu" not in " ".join(install)
+    ran.clear()
+    assert gpu.environment(gpu=True, root=tmp_path, run=run) == python
+    assert ran == []
+
+
+def test_the_program_ends_with_1_where_a_check_failed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(kit.states, "visible_gpus", list)
+    monkeypatch.setattr(kit, "end_on_sigterm", lambda: None)
+    for state, status in (("passed", 0), ("not run", 0), ("timed out", 1)):
+        monkeypatch.setattr(kit, "run_check", lambda c, s=state: Outcome(c.group, c.name, s, "why\nlog"))
+        monkeypatch.setattr(sys, "argv", ["kit", "--results", str(tmp_path), "--only", Case().name])
+        assert kit.main() == status
+        assert f"{state:9}  {states.GROUP}: {Case().name}: why\n" in capsys.readouterr().out

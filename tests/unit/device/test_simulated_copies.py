@@ -1,0 +1,180 @@
+"""The worker half, its ring and the copies, on a simulated device whose every operation is as late as CUDA allows."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from hsx_dist.connector import outlet as outlet_module
+from hsx_dist.connector import worker as worker_module
+from hsx_dist.connector.ring import Ring
+from hsx_dist.connector.side import HostSide
+from tests.unit.device import simulated
+from tests.unit.device.request_runs import Request, Run, WrongNumbers, requests
+from tests.unit.device.simulated import Device, Latest, ModelFirst, Random, Schedule, SideFirst, simulated_cuda
+
+pytestmark = pytest.mark.slow
+
+#: ``make soak`` takes more.
+SEEDS = range(int(os.environ.get("HSX_SEEDS", "3")))
+
+
+class Simulated:
+    """The simulated device as ``Backend``."""
+
+    def __init__(self, device: Device):
+        self.device = device
+
+    def put(self, host: torch.Tensor) -> torch.Tensor:
+        return self.device.put(host)
+
+    def before_forward(self) -> None:
+        pass
+
+    def stuck(self) -> None:
+        self.device.grant()
+
+    def stalled(self) -> int:
+        return len(self.device.stalls)
+
+
+def schedules(seed: int) -> dict[str, Schedule]:
+    return {"latest": Latest(), "side first": SideFirst(), "model first": ModelFirst(), "random": Random(seed)}
+
+
+@contextmanager
+def prepared(schedule: Schedule, seed: int, **options: Any) -> Iterator[tuple[Run, Device]]:
+    with simulated_cuda(schedule) as device, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_module, "IDLE_WAIT_S", 0.0)  # the device's time is not the host's
+        yield Run(Simulated(device), requests(seed), **options), device
+
+
+@pytest.mark.parametrize("ring_pages", [1, 4])
+@pytest.mark.parametrize("order", ["LTH", "TLH"])
+@pytest.mark.parametrize("schedule", schedules(0))
+def test_no_order_of_the_device_gives_wrong_numbers(schedule, order, ring_pages):
+    for seed in SEEDS if schedule == "random" else SEEDS[:1]:
+        with prepared(schedules(seed)[schedule], seed, order=order, ring_pages=ring_pages) as (run, device):
+            assert not isinstance(run.worker._side, HostSide)
+            run.run()
+            assert run.host_waits == 0
+            # Each thread that touches the device has made it its own: else it makes a context on device 0.
+            assert device.contexts == {simulated.INDEX}
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_copies_wait_for_no_forward_pass_that_is_queued_after_a_step_began(announced):
+    """Else blocks are held as long as the next steps take."""
+    with prepared(Latest(), 0) as (run, device):
+        run.wanted = [Request(f"r{n}", n + 1, 20) for n in range(4)]
+        run.waiting = list(run.wanted)
+        if not announced:
+            run.worker.begin = lambda _: None
+        ended = run.step([])
+        assert [r.name for r in ended] == ["r0"]
+        ended = run.step(ended)
+        while not run.reader.kept:
+            device.grant()
+            time.sleep(1e-4)
+        assert any(map(callable, device.streams[0].items)) is announced
+        run.run(ended=ended)
+
+
+@pytest.mark.parametrize("schedule", ["latest", "random"])
+def test_two_connectors_of_one_process(schedule):
+    """What one prepares on its stream and keeps, the other uses on its own."""
+    with prepared(schedules(0)[schedule], 0) as (one, device):
+        other, ended = Run(Simulated(device), requests(1)), list[Any]()
+
+        def step_other(_: Run) -> None:
+            ended[:] = other.step(list(ended))
+
+        one.run(drive=step_other)
+        other.run(ended=ended)
+
+
+# -- what the simulation is worth: each fault must be noticed ---------------------------------------------------------
+
+
+def no_wait_of_the_copies(patch: pytest.MonkeyPatch) -> None:
+    """An event is missing: copies do not wait for what the model writes."""
+    patch.setattr(simulated.Stream, "wait_event", lambda *_: None)
+
+
+def no_wait_of_the_writers(patch: pytest.MonkeyPatch) -> None:
+    """The shipping thread does not wait for a page's copy."""
+    patch.setattr(simulated.Event, "synchronize", lambda _: None)
+
+
+def blocks_released_early(patch: pytest.MonkeyPatch) -> None:
+    """A request is reported when its copies were started."""
+    patch.setattr(simulated.Event, "query", lambda _: True)
+
+
+def event_recorded_before_the_copy(patch: pytest.MonkeyPatch) -> None:
+    """An event stands for less than what was queued before it."""
+
+    def record(self: simulated.Event, stream: simulated.Stream | None = None) -> None:
+        stream = stream or self.simulation.current_stream()
+        self.mark = simulated.Mark(stream)
+        stream.items.appendleft(self.mark)
+
+    patch.setattr(simulated.Event, "record", record)
+
+
+def copies_on_the_models_stream(patch: pytest.MonkeyPatch) -> None:
+    """Events of the side stream say nothing of copies on another one."""
+    patch.setattr(simulated.Device, "stream", lambda *_: nullcontext())
+
+
+def slot_given_back_before_it_is_read(patch: pytest.MonkeyPatch) -> None:
+    real = outlet_module.send_pages
+
+    def send_pages(sender: Any, refs: Any, memory: Any, free: Any) -> Any:
+        for ref in refs:
+            free(ref.offset)
+        return real(sender, refs, memory, lambda _: None)
+
+    patch.setattr(outlet_module, "send_pages", send_pages)
+
+
+def slots_given_back_with_any_other(patch: pytest.MonkeyPatch) -> None:
+    """The ring takes pages for free that were taken before the one that is given back."""
+
+    def free(self: Any, offset: int) -> None:
+        with self._lock:
+            self._by_offset.pop(offset, None)
+            self._live.clear()
+
+    patch.setattr(Ring, "free", free)
+
+
+MUTATIONS = [
+    no_wait_of_the_copies,
+    no_wait_of_the_writers,
+    blocks_released_early,
+    event_recorded_before_the_copy,
+    copies_on_the_models_stream,
+    slot_given_back_before_it_is_read,
+    slots_given_back_with_any_other,
+]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
+def test_a_fault_is_noticed(mutation, monkeypatch):
+    noticed = []
+    for name, schedule in schedules(0).items():
+        with monkeypatch.context() as patch:
+            mutation(patch)
+            with prepared(schedule, 0, ring_pages=3) as (run, _):
+                try:
+                    run.run()
+                except (WrongNumbers, IndexError):  # poison is no index
+                    noticed.append(name)
+    assert noticed

@@ -1,0 +1,43 @@
+"""The worker half's unit tests, once more with their caches on the simulated device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hsx_dist.connector.side import HostSide
+from tests.unit.connector import test_worker
+from tests.unit.device.simulated import Latest, SideFirst, simulated_cuda
+
+for _name in (
+    "test_pages_hold_exactly_the_tokens_of_the_request",
+    "test_a_request_longer_than_the_ring_goes_through_page_by_page",
+    "test_while_the_ring_is_full_blocks_are_held_and_nothing_else_overtakes",
+    "test_pages_say_whose_they_are_and_two_copies_are_told_apart",
+    "test_only_what_a_request_wants_is_copied",
+    "test_at_the_end_what_waits_is_still_copied_and_what_could_not_be_is_counted",
+    "test_a_mean_is_one_float32_row_over_all_tokens",
+    "test_any_positions_and_what_is_attached_to_the_first_segment_alone",
+    "test_a_request_that_cannot_be_copied_costs_itself_alone",
+):
+    globals()[_name] = getattr(test_worker, _name)
+
+
+@pytest.fixture(autouse=True, params=[Latest, SideFirst], ids=["latest", "side first"])
+def device(request, monkeypatch):
+    """A half's cache is the device's; the tests go on reading the same memory as the host's."""
+    made = []
+    with simulated_cuda(request.param()) as simulated:
+        real = test_worker.WorkerHalf
+
+        def on_device(cache: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            made.append(real(simulated.put(cache), *args, **kwargs))
+            return made[-1]
+
+        monkeypatch.setattr(test_worker, "WorkerHalf", on_device)
+        yield
+        assert made
+        assert not any(isinstance(worker._side, HostSide) for worker in made)
+        assert simulated.stalls == []

@@ -1,0 +1,54 @@
+"""``hsx doctor --engine`` without settings, without its engines."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hsx_dist.cli import main
+from hsx_dist.jobs import doctor as machine
+from hsx_dist.jobs.kit import doctor, states
+from hsx_dist.jobs.kit.outcomes import Check, Outcome
+
+
+@pytest.fixture
+def ran(monkeypatch) -> list[str]:
+    """Names of the engines that were started; the first one's states are wrong."""
+    started: list[str] = []
+
+    def run(check: Check) -> Outcome:
+        if check.cannot:
+            return Outcome(check.group, check.name, "not run", check.cannot)
+        started.append(check.name)
+        return Outcome(check.group, check.name, "failed" if len(started) == 1 else "passed", "as said")
+
+    monkeypatch.setattr(doctor, "run_check", run)
+    monkeypatch.setattr(states, "visible_gpus", list)
+    return started
+
+
+def test_every_engine_is_a_line_and_the_page_is_written(ran, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(machine, "_all", lambda _: iter([machine.Check("torch", "ok", "2")]))
+    with pytest.raises(SystemExit) as e:
+        main(["doctor", "--engine", "--report", str(tmp_path)])
+    assert e.value.code == 1
+    lines = capsys.readouterr().out.splitlines()
+    names = [case.name for case in states.cases(0)]
+    assert len(lines) == 1 + len(names) + 1
+    for line, name in zip(lines[1:], names, strict=False):
+        assert line[6:].startswith(f"{name}: ")
+    assert lines[1].startswith("FAIL  runner V1, eager, synchronous scheduling: failed: as said")
+    assert any(line.startswith("warn") and "not run: vLLM's V2 model runner needs a GPU" in line for line in lines)
+    assert 1 < len(ran) < len(names)
+    assert json.loads((tmp_path / "gpu-report.json").read_text())["states"] == {
+        "passed": len(ran) - 1, "failed": 1, "not run": len(names) - len(ran),
+    }  # fmt: skip
+
+
+def test_no_engine_is_started_on_a_machine_that_cannot(ran, monkeypatch):
+    monkeypatch.setattr(machine, "_all", lambda _: iter([machine.Check("torch", "fail", "expected it")]))
+    found = list(doctor.examine_machine(None))
+    assert ran == []
+    assert {c.state for c in found[1:]} == {"warn"}
+    assert {c.message for c in found[1:]} == {"not run: a check of the machine failed; mend that first"}

@@ -1,0 +1,73 @@
+"""What a check's process does is what its outcome says, and nothing better."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from hsx_dist.jobs.kit.outcomes import Check, Outcome, python, run_check, run_checks
+
+CLAIM = "from hsx_dist.jobs.kit.outcomes import claim; import os, sys, signal, time, subprocess;"
+PASSED = "claim('passed', 'well', {'n': 1});"
+
+
+def check(code: str, **more) -> Check:
+    return Check("group", "name", python("-c", CLAIM + code), **more)
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "words"),
+    [
+        (PASSED, "passed", "well"),
+        ("claim('failed', 'wrong states')", "failed", "wrong states"),
+        ("claim('not run', 'vLLM ran otherwise')", "not run", "vLLM ran otherwise"),
+        ("pass", "crashed", "without a result"),
+        ("print('last words'); 1 / 0", "crashed", "ZeroDivisionError"),
+        (PASSED + "sys.exit(3)", "crashed", "status 3"),
+        (PASSED + "os.kill(os.getpid(), signal.SIGSEGV)", "crashed", "SIGSEGV"),
+        ("claim('perfect', '')", "crashed", "without a result"),
+        ("open(os.environ['HSX_KIT_RESULT'], 'w').write('{')", "crashed", "without a result"),
+        (PASSED + "print('begun', flush=True); time.sleep(600)", "timed out", "begun"),
+    ],
+)
+def test_a_check_reads_as_what_it_was(code, state, words):
+    outcome = run_check(check(code, limit_s=3.0 if state == "timed out" else 60.0))
+    assert outcome.state == state, outcome
+    assert words in outcome.message
+    assert outcome.figures == ({"n": 1} if state == "passed" else {})
+
+
+def test_a_check_that_cannot_run_is_not_started():
+    outcome = run_check(Check("group", "name", ("/no/such/program",), cannot="no CUDA device"))
+    assert (outcome.state, outcome.message) == ("not run", "no CUDA device")
+
+
+def test_what_a_check_started_ends_with_it(tmp_path):
+    alive = tmp_path / "alive"
+    writes = f"import time\nwhile True: open({str(alive)!r}, 'a').write('.') and time.sleep(0.05)"
+    starts = f"subprocess.Popen([sys.executable, '-c', {writes!r}], start_new_session=True);"
+    waits = f"[time.sleep(0.05) for _ in range(400) if not os.path.exists({str(alive)!r})]; time.sleep(600)"
+    outcome = run_check(check(starts + waits, limit_s=10.0))
+    assert outcome.state == "timed out"
+    size = alive.stat().st_size
+    assert size > 0
+    time.sleep(0.5)
+    assert alive.stat().st_size == size
+
+
+def test_a_check_without_its_turn_is_not_run():
+    checks = [Check("g", "a"), Check("g", "b", cannot="no GPU"), Check("g", "c")]
+    seen: list[list[str]] = []
+
+    def run(one: Check) -> Outcome:
+        if one.name == "c":
+            raise KeyboardInterrupt
+        return Outcome(one.group, one.name, "not run" if one.cannot else "passed", one.cannot)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_checks(checks, seconds=600, report=lambda o: seen.append([x.state for x in o]), run=run)
+    assert seen == [["not run"] * 3, ["passed", "not run", "not run"], ["passed", "not run", "not run"]]
+    (late, *_), ran = run_checks(checks[:1], seconds=0, report=lambda _: None, run=run), []
+    assert (late.state, ran) == ("not run", [])
+    assert "used up" in late.message
