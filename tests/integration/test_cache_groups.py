@@ -131,7 +131,8 @@ def test_hidden_states_are_found_among_caches_of_other_kinds(
     finally:
         llm.llm_engine.engine_core.shutdown()
     oracle = Oracle(model, getattr(torch, dtype))
-    tolerance = 1e-3 if dtype == "float32" else 0.05
+    # In bfloat16 rounding gives 3 % of a layer and 6 % of a row; another token's row is off by 100 %.
+    of_logprobs, of_rows = (1e-3, 1e-3) if dtype == "float32" else (0.05, 0.1)
     for prompt, output in zip(prompts, outputs, strict=True):
         data = hsx_dist.load_hidden_states(output.kv_transfer_params["hidden_states_path"], framework="torch")
         assert data["token_ids"].tolist() == prompt
@@ -140,7 +141,7 @@ def test_hidden_states_are_found_among_caches_of_other_kinds(
         after = [*output.prompt_logprobs[1:], output.outputs[0].logprobs[0]]  # of the token after each
         for row, theirs in zip(last, after, strict=True):
             for token, its in theirs.items():
-                assert float(row[token]) == pytest.approx(its.logprob, abs=tolerance)
+                assert float(row[token]) == pytest.approx(its.logprob, abs=of_logprobs)
         if compared or len(prompt) == 1:
             errors = oracle.errors(prompt, data["hidden_states"], layers)
-            assert all(row < tolerance for _, row in errors.values()), errors
+            assert all(row < of_rows for _, row in errors.values()), errors
