@@ -49,7 +49,7 @@ soak: $(READY)  ## hostile parts and claims, orders of events in runs, and an ho
 	HSX_SEEDS=100 $(BIN)/pytest -q -n 2 --timeout 7200 tests/unit/device
 	$(BIN)/python -m scripts.soak_pool --minutes $(or $(MINUTES),60) --tally benchmarks/results/soak-pool.json
 
-matrix: $(READY)  ## the connector's tests on every vLLM that it names as tested; the table goes to docs/
+matrix: $(READY)  ## the connector's tests on every tested vLLM, both model runners; the table goes to docs/
 	$(BIN)/python scripts/matrix.py
 
 gpu:  ## what a GPU proves, in under 20 minutes: gpu-report.html and gpu-report.json; without a GPU, what a CPU can

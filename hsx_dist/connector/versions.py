@@ -12,6 +12,8 @@ vLLM   axes of the hidden-state cache's view              ``has_pending_block_fr
 
 The axes changed with vLLM's pull request 51718. Between 0.31 and 0.32 nothing that the connector uses differs: what
 was added to its base class (the tier of external cache hits, the groups that a load restores) is about loading.
+In 0.33 the V2 model runner asks for the results before the drafter runs, as V1 does, and a connector class says whether
+it supports sleep mode (default: yes).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 #: First and last minor release that ``make matrix`` runs.
-TESTED = ((0, 31), (0, 32))
+TESTED = ((0, 31), (0, 33))
 #: Before it, the scheduler does not ask whether blocks are about to come free: with a slow store it preempts running
 #: requests for the blocks that a finished one holds, or stands still.
 OLDEST = (0, 30)

@@ -135,13 +135,18 @@ def register() -> None:
     ModelRegistry.register_model(ARCHITECTURE, "hsx_dist.testing.exact_vllm:HsxExactForCausalLM")
 
 
-def write_plugin(folder: Path, name: str, function: str) -> Path:
-    """Write the metadata of a distribution ``name`` whose ``vllm.general_plugins`` entry point is ``function``
-    (``module:name``), and return ``folder``: vLLM calls it in every process that has the folder on its search path."""
+def write_plugin(
+    folder: Path, name: str, target: str, *, group: str = "vllm.general_plugins", entry: str | None = None
+) -> Path:
+    """Write the metadata of a distribution ``name`` with one entry point, and return ``folder``.
+
+    Each process that has the folder on its search path finds the entry point, ``target`` (``module:name``) in
+    ``group``, under the name ``entry`` (default: ``name``). vLLM calls its plugins in every process.
+    """
     info = Path(folder) / f"{name}-1.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {function}\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{entry or name} = {target}\n")
     return Path(folder)
 
 

@@ -11,6 +11,8 @@ file             vLLM                 replaces                     if vLLM no lo
                  (V1 runner)          Proposer.propose``           ``cache_writes: direct`` is ignored
 ``undrafted``    0.31, 0.32, 0.33     a request's class            vLLM verifies drafts again
                  (V1 runner)
+``resets``       0.31, 0.32, 0.33     ``EngineCore                 a warning; a reset fails while blocks are held
+                                      .reset_prefix_cache``
 ================ ==================== ============================ ==========================================
 
 What differs between releases without a patch is in ``hsx_dist/connector/versions.py``.

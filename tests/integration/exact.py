@@ -14,6 +14,7 @@ import pytest
 from hsx_dist.connector.flush import flush
 from hsx_dist.reading import load_hidden_states
 from hsx_dist.testing.exact_model import RANK_STEP, exact_model, expected_states, next_tokens, registered
+from hsx_dist.testing.gpu_defaults import check_defaults
 
 LAYERS = 4
 CAPTURED = tuple(range(LAYERS + 1))
@@ -66,6 +67,7 @@ class Engine:
             worker_extension_cls="hsx_dist.connector.flush.HiddenStatesWorkerExtension",
             **arguments,
         )
+        check_defaults(self.llm.llm_engine.vllm_config)
 
     def run(self, prompts: Sequence[Sequence[int]], new_tokens: int = 1) -> list[Any]:
         """Generate after all prompts at once, and hold every stored number against what it must be.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -11,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import hsx_dist
 from hsx_dist.connector.flush import flush
@@ -67,7 +70,14 @@ def llm(tiny_model_path, output):
         from vllm import LLM
 
         # As with eager execution on a GPU: what the model captured must not change under it.
-        engine = LLM(**engine_arguments(tiny_model_path, output), ir_op_priority=use_inplace_norm())
+        engine = LLM(
+            **engine_arguments(tiny_model_path, output),
+            ir_op_priority=use_inplace_norm(),
+            enable_lora=True,
+            max_num_seqs=16,  # vLLM with adapters: a step must hold a token and a draft of each
+            max_lora_rank=8,
+            max_loras=2,  # vLLM's CPU kernels compute a request without an adapter with the last slot: it stays empty
+        )
     yield engine
     engine.llm_engine.engine_core.shutdown()
 
@@ -129,6 +139,51 @@ def test_each_request_of_a_batch_gets_what_it_asked_for(llm, oracle, output):
 
     strided = hsx_dist.load_hidden_states(str(output / "mine" / "six.safetensors"), framework="torch")
     assert strided["token_ids"].tolist() == prompts[5][::7]
+
+
+def write_adapter(model: Path, folder: Path) -> tuple[Path, Path]:
+    """A random LoRA adapter of ``model``, and the model that has it merged."""
+    merged, adapter = folder / "merged", folder / "adapter"
+    shutil.copytree(model, merged)
+    adapter.mkdir()
+    weights, low_rank = load_file(merged / "model.safetensors"), {}
+    generator = torch.Generator().manual_seed(3)
+    for name in [n for n in weights if n.endswith(("q_proj.weight", "v_proj.weight", "down_proj.weight"))]:
+        out, into = weights[name].shape
+        a, b = torch.randn(4, into, generator=generator) * 0.2, torch.randn(out, 4, generator=generator) * 0.2
+        weights[name] += 2 * b @ a
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        low_rank |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+    save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
+    save_file(low_rank, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "bias": "none", "task_type": "CAUSAL_LM"}))
+    return adapter, merged
+
+
+def test_an_adapters_states_are_those_of_the_model_with_it_merged(llm, oracle, tiny_model_path, tmp_path):
+    """In one batch with the model's own states of the same prompt, which a prefix hit must not give."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    adapter, merged = write_adapter(tiny_model_path, tmp_path)
+    prompt = ids(100)
+    for hit in (0, 96):
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt}] * 2,
+            SamplingParams(max_tokens=1),
+            use_tqdm=False,
+            lora_request=[None, LoRARequest("tuned", 1, str(adapter))],
+        )
+        flush(llm, 60)
+        assert [o.num_cached_tokens for o in outputs] == [hit, hit]
+        samples = [
+            hsx_dist.load_hidden_states(o.kv_transfer_params["hidden_states_path"], framework="torch") for o in outputs
+        ]
+        oracle.assert_equal(prompt, samples[0]["hidden_states"], LAYERS)
+        Oracle(merged).assert_equal(prompt, samples[1]["hidden_states"], LAYERS)
+        assert [s["meta"].get("lora") for s in samples] == [None, "tuned"]
+        assert (samples[0]["hidden_states"][:, 1:] - samples[1]["hidden_states"][:, 1:]).abs().max() > 0.01
 
 
 def test_a_prefix_hit_that_covers_all_but_one_token(llm, oracle):
@@ -221,6 +276,64 @@ def test_aborted_after_its_end_while_its_blocks_are_held_changes_nothing(llm, or
     data = hsx_dist.load_hidden_states(f"{output}/late-abort.safetensors", framework="torch")
     oracle.assert_equal(prompt, data["hidden_states"], LAYERS)
     assert not core.scheduler.requests  # no block stays held
+
+
+def held(llm) -> int:
+    return llm.llm_engine.engine_core.engine_core.scheduler.connector.pending
+
+
+@pytest.mark.parametrize("reset", ["plain", "running", "sleep"])
+def test_a_reset_after_the_last_answer_copies_its_states_first(llm, oracle, reset):
+    from vllm import SamplingParams
+
+    prompt = ids(100)
+    for _ in range(2):
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], SamplingParams(max_tokens=1), use_tqdm=False)
+        assert held(llm)
+        assert output.num_cached_tokens == 0  # the second time: of nothing that came before the reset
+        if reset == "sleep":
+            llm.sleep(1)
+            llm.wake_up()
+        else:
+            assert llm.reset_prefix_cache(reset_running_requests=reset == "running")
+        assert not held(llm)
+        flush(llm, 60)
+        data = hsx_dist.load_hidden_states(output.kv_transfer_params["hidden_states_path"], framework="torch")
+        oracle.assert_equal(prompt, data["hidden_states"], LAYERS)
+
+
+def test_a_reset_under_way_recomputes_running_requests_and_keeps_finished_ones(llm, oracle, output):
+    from vllm import SamplingParams
+
+    engine, prompts = llm.llm_engine, {"short": ids(40), "long": ids(150)}
+    for key, tokens in (("short", 8), ("long", 20)):
+        params = {"hidden_states_key": f"reset-{key}", "include_output_tokens": True}
+        engine.add_request(
+            key,
+            {"prompt_token_ids": prompts[key]},
+            SamplingParams(
+                max_tokens=tokens, ignore_eos=True, temperature=0, extra_args={"kv_transfer_params": params}
+            ),
+        )
+    answers: dict = {}
+    while engine.has_unfinished_requests():
+        answers |= {o.request_id: o for o in engine.step()}
+        if "long" in answers and held(llm):
+            assert not answers["long"].finished
+            assert not llm.reset_prefix_cache()  # one is running
+            assert not held(llm)
+            assert llm.reset_prefix_cache(reset_running_requests=True)
+            break
+    else:
+        pytest.fail("the short request never ended before the long one")
+    while engine.has_unfinished_requests():
+        answers |= {o.request_id: o for o in engine.step()}
+    flush(llm, 60)
+    for key, prompt in prompts.items():
+        data = hsx_dist.load_hidden_states(f"{output}/reset-{key}.safetensors", framework="torch")
+        tokens = [*prompt, *answers[key].outputs[0].token_ids[:-1]]
+        assert data["token_ids"].tolist() == tokens
+        oracle.assert_equal(tokens, data["hidden_states"], LAYERS)
 
 
 def test_a_client_that_sends_what_it_should_not_harms_only_itself(llm, oracle, output):

@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 import time
+import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -114,7 +115,9 @@ def test_a_store_that_hangs_holds_the_engine_and_nothing_grows(tmp_path):
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     argv += [word for pair in arguments.items() for word in pair if word is not None]
     url = f"http://127.0.0.1:{port}"
-    with child(argv, log=tmp_path / "log", env={"VLLM_LOGGING_LEVEL": "WARNING"}) as server:
+    with child(
+        argv, log=tmp_path / "log", env={"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_SERVER_DEV_MODE": "1"}
+    ) as server:
         server.wait_until(lambda: http_status(f"{url}/health") == 200, 240)
         import openai
 
@@ -164,7 +167,15 @@ def test_a_store_that_hangs_holds_the_engine_and_nothing_grows(tmp_path):
         assert len(done) == standing
         assert grown < IN_FLIGHT // 10, grown
         assert http_status(f"{url}/health") == 200
+        # A reset waits for the held blocks, and recomputes the requests that are running.
+        answers: list[dict] = []
+        reset = threading.Thread(target=lambda: answers.append(reset_prefix_cache(url)), daemon=True)
+        reset.start()
+        time.sleep(2)
+        assert not answers
         store.go.set()
+        reset.join(60)
+        assert answers == [{"success": True}]
         for thread in threads:
             thread.join(120)
         assert not failed, failed
@@ -174,6 +185,14 @@ def test_a_store_that_hangs_holds_the_engine_and_nothing_grows(tmp_path):
         wait_until(lambda: store.puts > 200)
     store.shutdown()
     store.server_close()
+
+
+def reset_prefix_cache(url: str) -> dict:
+    """The server's answer."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    request = urllib.request.Request(f"{url}/reset_prefix_cache?reset_running_requests=true", method="POST")
+    with opener.open(request, timeout=120) as answer:
+        return json.load(answer)
 
 
 def wait_until(condition, seconds: float = 60) -> None:

@@ -73,6 +73,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
         "jobs/",
         "testing/exact_model.py",
         "testing/exact_vllm.py",
+        "testing/gpu_defaults.py",
         "testing/unruly_model.py",
         "testing/unruly_vllm.py",
     ),

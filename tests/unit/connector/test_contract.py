@@ -116,7 +116,7 @@ def test_rays_executor_takes_a_stores_credentials_along_only_where_it_is_told(mo
 def test_expandable_segments_are_refused_by_vllm_for_ours_as_for_any_connector(monkeypatch):
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector="HiddenStatesConnector"),
-        model_config=SimpleNamespace(enable_cumem_allocator=False),
+        model_config=SimpleNamespace(enable_cumem_allocator=False, enable_sleep_mode=False),
     )
     VllmConfig._verify_kv_transfer_compat(config)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

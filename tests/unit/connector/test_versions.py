@@ -29,16 +29,16 @@ def test_minor_release(version, release):
     assert minor_release(version) == release
 
 
-@pytest.mark.parametrize("version", ["0.31.0", "0.31.2", "0.32.0", "0.32.1+cpu"])
+@pytest.mark.parametrize("version", ["0.31.0", "0.31.2", "0.32.1+cpu", "0.33.0"])
 def test_tested_versions_are_taken_without_a_word(version):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_version(version)
 
 
-@pytest.mark.parametrize("version", ["0.30.2", "0.33.0", "1.2.3", "0.1.dev1+g0", "dev"])
+@pytest.mark.parametrize("version", ["0.30.2", "0.34.0", "1.2.3", "0.1.dev1+g0", "dev"])
 def test_an_unknown_version_gets_a_warning_that_names_the_tested_range(version):
-    with pytest.warns(UntestedVllm, match=r"0\.31 to 0\.32") as told:
+    with pytest.warns(UntestedVllm, match=r"0\.31 to 0\.33") as told:
         check_version(version)
     assert version in str(told[0].message)
 
@@ -65,7 +65,7 @@ def test_the_installed_vllm_is_one_of_the_tested():
 def test_jobs_go_by_the_same_range():
     from hsx_dist.jobs import preflight
 
-    assert preflight.TESTED["vllm"] == ("0.31", "0.33")
+    assert preflight.TESTED["vllm"] == ("0.31", "0.34")
     assert preflight.LOWEST["vllm"] == "0.30"
 
 

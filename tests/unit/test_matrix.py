@@ -1,0 +1,44 @@
+"""``scripts/matrix.py``: which rows of the page's table a run replaces."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from hsx_dist.connector.versions import TESTED
+from scripts import matrix
+
+
+def outcome(release: str, configuration: str, **fields) -> matrix.Outcome:
+    versions = {"torch": "2.13.0", "transformers": "5.19.0", "python": "3.11.7"}
+    return matrix.Outcome(release, configuration, versions=versions, **fields)
+
+
+def test_a_run_of_some_configurations_keeps_the_other_rows():
+    first = matrix.merged("", matrix.rows([outcome("0.31", "V1, synchronous"), outcome("0.33", "V2, asynchronous")]))
+    new = outcome("0.33", "V2, asynchronous", failed={1: ["a::b"], 2: []})
+    second = matrix.merged(first, matrix.rows([new, outcome("0.32", "V1, synchronous")]))
+    rows = second.splitlines()[2:]
+    assert [row[:8] for row in rows] == ["| 0.31 |"] * 2 + ["| 0.32 |"] * 2 + ["| 0.33 ("] * 2
+    assert rows[:2] == first.splitlines()[2:4]
+    assert "| 1 `a::b` |" in rows[4]
+    assert matrix.merged(second, {}) == second
+
+
+def test_a_release_without_a_cpu_build_says_whose_kernels_it_has():
+    (row, _) = matrix.rows([outcome("0.33", "V1, synchronous")])
+    assert row == "| 0.33 (kernels: 0.32) | V1, synchronous | 1 |"
+
+
+def test_an_outcome_is_good_only_if_tests_passed_with_one_rank_and_with_two():
+    assert not outcome("0.32", "x").ok
+    assert not outcome("0.32", "x", passed={1: 5, 2: 0}).ok
+    assert outcome("0.32", "x", passed={1: 5, 2: 1}).ok
+    assert not outcome("0.32", "x", passed={1: 5, 2: 1}, failed={1: [], 2: ["t"]}).ok
+
+
+def test_the_page_has_a_row_of_each_tested_release():
+    page = (Path(__file__).parents[2] / "docs/connector.md").read_text()
+    table = page.partition(matrix.BEGIN)[2].partition(matrix.END)[0]
+    (_, first), (_, last) = TESTED
+    assert set(re.findall(r"^\| 0\.(\d+)", table, re.MULTILINE)) == {str(n) for n in range(first, last + 1)}
