@@ -10,8 +10,9 @@ Two requests are the same sample if all of these are equal:
 - what the object holds: layers, dtype, hidden size, token ids, attached arrays and every member of ``meta``, but for
   those in ``OF_ONE_COMPUTATION``; and the codec, where one of the two is lossy.
 
-The states may differ in their last bits, as batches do. The hashes are 128 bits of SHA-256: no client can find another
-request with the hash of a given one.
+A reader compares ``meta["identity"]`` with the answer's (``load_hidden_states(identity=)``): the key alone does not say
+which of two requests a sample is of. The states may differ in their last bits, as batches do. The hashes are 128 bits
+of SHA-256: no client can find another request with the hash of a given one.
 """
 
 from __future__ import annotations
