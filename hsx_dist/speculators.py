@@ -76,8 +76,8 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         return {"hidden_states": loaded["hidden_states"], "token_ids": loaded["token_ids"]}
 
     def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, torch.Tensor] | None:
-        """The sample in the object that an answer's ``kv_transfer_params`` name, waiting for it. ``None`` if the request
-        failed.
+        """Wait for the object that an answer's ``kv_transfer_params`` name, and load its sample. ``None`` if the
+        request failed.
 
         Raises:
             SampleConflict: the object is another request's: its identity is not the answer's.

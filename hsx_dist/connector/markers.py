@@ -184,10 +184,14 @@ class Markers:
                 part = Part.open(self._store, name)
             except (NotFound, FormatError):
                 return
+            hidden = None
             for request, used in act.failed.items():
-                if is_of_another(part, request, self._about):
-                    self._store.put(conflict, [used])
-            self._replace(failure, None)
+                match is_of_another(part, request, self._about):
+                    case True:
+                        self._store.put(conflict, [used])
+                    case None:
+                        hidden = act.markers.get(failure)
+            self._replace(failure, None if hidden is None else _hiding(hidden))
 
     def _replace(self, marker: str, body: bytes | None) -> bool:
         """Store or remove a failure marker. False: an earlier version left a conflict marker there, which stays."""
@@ -202,6 +206,13 @@ class Markers:
         elif there is not None:
             self._store.delete(marker)
         return True
+
+
+def _hiding(marker: bytes) -> bytes:
+    """A failure marker that also counts where there is an object."""
+    body = json.loads(marker)
+    body.pop("until_stored", None)
+    return json.dumps(body).encode()
 
 
 def used_before(key: str) -> str:

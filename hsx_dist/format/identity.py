@@ -70,13 +70,15 @@ def same_sample(part: Part, segment: EncodedSegment, about: Mapping[str, Any]) -
     )
 
 
-def is_of_another(part: Part, request: str, about: Mapping[str, Any]) -> bool:
-    """Whether a stored part is known to be no sample of the request with that hash. Nothing was stored of the request,
-    so its tokens are not compared. False for a part of an earlier version, which does not name its request."""
+def is_of_another(part: Part, request: str, about: Mapping[str, Any]) -> bool | None:
+    """Whether a stored part is no sample of the request with that hash. Nothing was stored of the request, so its
+    tokens are not compared. None: unknown, as a part of an earlier version does not name its request."""
     if not _same_model(part, about):
         return True
     identity = part.segments[0].segment.meta.get(IDENTITY)
-    return identity is not None and not (isinstance(identity, dict) and identity.get("request") == request)
+    if identity is None:
+        return None
+    return not (isinstance(identity, dict) and identity.get("request") == request)
 
 
 def _same_model(part: Part, about: Mapping[str, Any]) -> bool:

@@ -108,3 +108,15 @@ def test_no_order_gives_another_requests_sample(tmp_path, how):
     how(tmp_path)
     with pytest.raises((SampleConflict, SampleFailed)):
         of_b(tmp_path)
+
+
+def test_a_failed_request_does_not_get_an_object_without_identity(tmp_path):
+    store_a(tmp_path, identity=None)
+    outlet = outlet_on(tmp_path)
+    outlet.skip(Skip("B", "k", NAME, 0, "aborted", request=B["request"]))
+    outlet.close()
+    assert not (tmp_path / f"{NAME}.conflict.json").exists()
+    with pytest.raises(SampleFailed, match="aborted"):
+        hsx_dist.load_hidden_states(str(tmp_path / NAME))
+    store_a(tmp_path, identity=None)
+    assert hsx_dist.load_hidden_states(str(tmp_path / NAME))["key"] == "k"
