@@ -89,7 +89,7 @@ class Conditional(Protocol):
         """Delete the object if ``version`` is still its version, in one step. Returns whether this call deleted it."""
 
     def put_version(self, name: str, buffers: Sequence[Buffer], version: str) -> bool:
-        """As ``put``, if ``version`` is still the object's version, in one step. Returns whether this call stored it."""
+        """As ``put`` if ``version`` is still the version, in one step. Returns whether this call stored the object."""
 
 
 @runtime_checkable

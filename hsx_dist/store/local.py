@@ -149,7 +149,7 @@ class LocalStore:
         return False
 
     def put_version(self, name: str, buffers: Sequence[Buffer], version: str) -> bool:
-        """See ``Conditional``. As ``delete_version``: False also while another process replaces or deletes the object."""
+        """See ``Conditional``. False also while another process replaces or deletes the object."""
         folder, last = self._split(name)
         views = [view for view in map(as_bytes_view, buffers) if view.nbytes]
         with (

@@ -8,8 +8,9 @@ import time
 import pytest
 
 import hsx_dist
+from hsx_dist.connector.locks import CompanionLocks
 from hsx_dist.connector.step import Skip
-from hsx_dist.errors import ConfigError, SampleConflict, SampleFailed, StoreError
+from hsx_dist.errors import ConfigError, NotFound, SampleConflict, SampleFailed, StoreError
 from hsx_dist.store import open_store
 from hsx_dist.testing.faulty_stores import PUTS, FailingStore, Strike
 from hsx_dist.testing.runs import store_run
@@ -120,3 +121,23 @@ def test_a_failed_request_does_not_get_an_object_without_identity(tmp_path):
         hsx_dist.load_hidden_states(str(tmp_path / NAME))
     store_a(tmp_path, identity=None)
     assert hsx_dist.load_hidden_states(str(tmp_path / NAME))["key"] == "k"
+
+
+def test_a_lock_that_another_server_or_gc_held_is_taken_when_it_opens(tmp_path):
+    """The engine's step does not wait for it, and the readers of its request do, once the other process is done."""
+    other, locks = CompanionLocks(tmp_path), CompanionLocks(tmp_path)
+    other.hold(NAME, "A")
+    (tmp_path / NAME).touch()
+    locks.ask(NAME, "B")
+    locks.wait()
+    assert not locks._held[NAME].held
+    other.release("A", stored=True)
+    until(lambda: locks._held[NAME].held)
+    with pytest.raises(NotFound, match="a server holds"):
+        hsx_dist.load_hidden_states(str(tmp_path / NAME))
+    locks.release("B", stored=True)
+    locks.ask(NAME, "C")
+    locks.wait()
+    assert locks._held[NAME].held
+    for each in (other, locks):
+        each.release_all()
