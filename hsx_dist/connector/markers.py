@@ -31,6 +31,10 @@ _THREADS = 4
 _MOST_WAITING = 65536
 #: A thread that stores waits while more names than this are to be looked at, so that they do not pile up.
 _MANY = 256
+#: Seconds after which a marker that the store refused is stored again.
+_AGAIN_S = 5.0
+#: How many requests whose marker the store refused keep their locks, each an open file.
+_MOST_KEPT = 256
 #: Names marked by this process that are remembered: a later request of one takes its marker away at once.
 _REMEMBERED = 65536
 
@@ -60,6 +64,8 @@ class Markers:
         self._waiting: dict[str, _Act] = {}
         self._busy: set[str] = set()  # names that a thread works on or will
         self._marked: OrderedDict[str, None] = OrderedDict()
+        self._kept: dict[str, _Act] = {}  # what the store refused, and is tried again
+        self._trying = False
         self._closed = False
         self._pool = DaemonPool(_THREADS, "hsx-mark")
 
@@ -73,7 +79,7 @@ class Markers:
         then: Callable[[], None] | None = None,
     ) -> None:
         """Store the failure marker of ``name``, or its conflict marker where there is an object of another request than
-        ``requests`` (hashes); then call ``then``, also where the marker could not be stored."""
+        ``requests`` (hashes); then call ``then``. A marker that the store refuses is stored again later: see ``_MOST_KEPT``."""
         with self._lock:
             self._marked[name] = None
             if len(self._marked) > _REMEMBERED:
@@ -82,7 +88,7 @@ class Markers:
         self._put(key, name, {marker_name(name): self._body(key, reason, **more)}, requests, then)
 
     def conflict(self, key: str, name: str, reason: str, *, then: Callable[[], None] | None = None) -> None:
-        """Store the conflict marker of ``name``; then call ``then``, also where it could not be stored."""
+        """Store the conflict marker of ``name``; then call ``then``, as ``fail`` does."""
         self._put(key, name, {conflict_name(name): self._body(key, reason, conflict=True)}, (), then)
 
     def clear(
@@ -138,7 +144,7 @@ class Markers:
         failed = {r: self._body(key, used_before(key), conflict=True) for r in requests if is_of_a_key(name)}
         act = _Act(markers, failed, [then] if then else [])
         with self._lock:
-            before = self._waiting.get(name)
+            before = self._waiting.get(name) or self._kept.pop(name, None)
             refused = self._closed or (before is None and len(self._waiting) >= _MOST_WAITING)
             if not refused:
                 if before is not None:
@@ -159,11 +165,24 @@ class Markers:
             act = self._waiting.pop(name)
         try:
             self._do(name, act)
-        except HsxError as e:
-            log.error("the markers of %s could not be stored or removed: %s", name, e)
-        except Exception:
-            log.exception("the markers of %s could not be stored or removed", name)
-        _call(act.then)
+            done = True
+        except Exception as e:
+            done = False
+            log.error(
+                "the markers of %s could not be stored or removed: %s", name, e, exc_info=not isinstance(e, HsxError)
+            )
+        with self._lock:
+            again = name in self._waiting
+            # Without its marker a request's readers would get an earlier object: its lock stays until the store takes it.
+            kept = not done and any(act.markers.values()) and not (again or self._closed)
+            kept = kept and len(self._kept) < _MOST_KEPT
+            if kept:
+                self._kept[name] = act
+                if not self._trying:
+                    self._trying = True
+                    threading.Thread(target=self._try_again, name="hsx-mark-again", daemon=True).start()
+        if not kept:
+            _call(act.then)
         with self._lock:
             again = name in self._waiting
             if not again:
@@ -171,6 +190,19 @@ class Markers:
             self._lock.notify_all()
         if again:
             self._pool.submit(self._work, name)
+
+    def _try_again(self) -> None:
+        while True:
+            time.sleep(_AGAIN_S)
+            with self._lock:
+                if self._closed or not self._kept:
+                    self._trying = False
+                    return
+                names = [name for name in self._kept if name not in self._busy]
+                self._waiting.update((name, self._kept.pop(name)) for name in names)
+                self._busy.update(names)
+            for name in names:
+                self._pool.submit(self._work, name)
 
     def _do(self, name: str, act: _Act) -> None:
         conflict, failure = conflict_name(name), marker_name(name)
