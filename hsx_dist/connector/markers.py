@@ -51,6 +51,9 @@ class _Act:
     failed: dict[str, bytes]
     then: list[Callable[[], None]]
 
+    def and_then(self, later: _Act) -> _Act:
+        return _Act(self.markers | later.markers, self.failed | later.failed, self.then + later.then)
+
 
 class Markers:
     """What was told of names under ``store``. Thread-safe; only ``clear(patient=True)`` may wait."""
@@ -79,7 +82,8 @@ class Markers:
         then: Callable[[], None] | None = None,
     ) -> None:
         """Store the failure marker of ``name``, or its conflict marker where there is an object of another request than
-        ``requests`` (hashes); then call ``then``. A marker that the store refuses is stored again later: see ``_MOST_KEPT``."""
+        ``requests`` (hashes); then call ``then``. A marker that the store refuses is stored again later: see
+        ``_MOST_KEPT``."""
         with self._lock:
             self._marked[name] = None
             if len(self._marked) > _REMEMBERED:
@@ -148,7 +152,7 @@ class Markers:
             refused = self._closed or (before is None and len(self._waiting) >= _MOST_WAITING)
             if not refused:
                 if before is not None:
-                    act = _Act(before.markers | markers, before.failed | failed, before.then + act.then)
+                    act = before.and_then(act)
                 self._waiting[name] = act
             start = not refused and name not in self._busy
             if start:
@@ -173,10 +177,11 @@ class Markers:
             )
         with self._lock:
             again = name in self._waiting
-            # Without its marker a request's readers would get an earlier object: its lock stays until the store takes it.
-            kept = not done and any(act.markers.values()) and not (again or self._closed)
-            kept = kept and len(self._kept) < _MOST_KEPT
-            if kept:
+            # Without the marker, readers would get an earlier object: the lock stays until the marker is stored.
+            kept = not done and any(act.markers.values()) and not self._closed and len(self._kept) < _MOST_KEPT
+            if kept and again:
+                self._waiting[name] = act.and_then(self._waiting[name])
+            elif kept:
                 self._kept[name] = act
                 if not self._trying:
                     self._trying = True
