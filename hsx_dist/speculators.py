@@ -16,9 +16,9 @@ import torch
 from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
 
 from hsx_dist.config import parse_storage_options
-from hsx_dist.errors import ConfigError, SampleFailed
+from hsx_dist.errors import ConfigError, SampleConflict, SampleFailed
 from hsx_dist.reading import Run, open_run
-from hsx_dist.reading.load import load_object
+from hsx_dist.reading.load import answered_identity, load_object
 from hsx_dist.store import Store
 from hsx_dist.store.within import open_within
 
@@ -53,6 +53,7 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         self._wait, self._delete, self._storage_path = wait, delete_generated, storage_path
         self._run: Run | None = None
         self._rows: dict[int, int] = {}
+        self._others: set[str] = set()  # names of answers whose objects are another request's
 
     def setup(self) -> None:
         """Open the run: once in each process that reads."""
@@ -75,29 +76,44 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         return {"hidden_states": loaded["hidden_states"], "token_ids": loaded["token_ids"]}
 
     def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, torch.Tensor] | None:
-        """The sample in the object that an answer's ``kv_transfer_params`` name, waiting for it.
+        """Wait for the object that an answer's ``kv_transfer_params`` name, and load its sample. ``None`` if the
+        request failed.
 
         Raises:
+            SampleConflict: the object is another request's: its identity is not the answer's.
             ConfigError: the answer names no place under ``storage_path``.
             NotFound: there is no object after ``wait`` seconds.
             StoreError: the store's; ``storage_path`` is a folder, and there is a link in the object's path.
         """
         store, name = self._open(hs_transfer_params.get("hidden_states_path"))
         try:
-            loaded = load_object(store, name, layers=self._layers, wait=self._wait, framework="torch")
+            loaded = load_object(
+                store,
+                name,
+                layers=self._layers,
+                wait=self._wait,
+                identity=answered_identity(hs_transfer_params),
+                framework="torch",
+            )
+        except SampleConflict:
+            self._others.add(name)
+            raise
         except SampleFailed:
             return None
         return {"hidden_states": loaded["hidden_states"], "token_ids": loaded["token_ids"]}
 
     def delete(self, handle: str) -> None:
-        """Remove a server's object, if that was asked for. A run's parts stay.
+        """Remove a server's object, if that was asked for. A run's parts stay, and so does another request's object:
+        speculators also calls this after ``get_generated`` raised.
 
         Raises:
             ConfigError: ``handle`` is no place under ``storage_path``.
         """
         if self._delete:
             store, name = self._open(handle)
-            if name.endswith(".safetensors"):
+            if name in self._others:
+                self._others.discard(name)
+            elif name.endswith(".safetensors"):
                 store.delete(name)
 
     def _open(self, named: object) -> tuple[Store, str]:

@@ -35,6 +35,8 @@ END_S = 5.0
 BRIEF_S = 0.02
 #: Seconds between two tries of these locks.
 PAUSE_S = 0.001
+#: Seconds between two tries of locks that were not taken within ``BRIEF_S``.
+RETRY_S = 0.005
 #: Any process that may open a lock file can hold its lock. vLLM's ``load_hidden_states`` opens it for reading: the
 #: server's group may, other users may not.
 MODE = 0o640
@@ -43,7 +45,7 @@ MODE = 0o640
 @dataclass(slots=True)
 class _Lock:
     fd: int
-    held: bool  # else the file is another process's to remove
+    held: bool  # else the file is another process's to remove, and the thread tries to take the lock
     holders: set[str] = field(default_factory=set)
     going: bool = False  # the last holder's thread is looking whether the file goes too
     stored: bool = False  # an object was stored under it: the file stays
@@ -79,9 +81,11 @@ class CompanionLocks:
         busy: list[tuple[str, str]] = []  # other processes hold these locks; they are tried again after all others
         while True:
             try:
-                asked = self._asked.get(timeout=PAUSE_S if busy else None)
+                asked = self._asked.get(timeout=PAUSE_S if busy else RETRY_S if self._lacking() else None)
             except queue.Empty:
                 busy = [asked for asked in busy if not self._settle(*asked)]
+                if not busy:
+                    self._take_lacking()
                 continue
             if asked is None:
                 break
@@ -89,6 +93,29 @@ class CompanionLocks:
                 busy.append(asked)
         for _ in (None, *busy):
             self._asked.task_done()
+
+    def _lacking(self) -> dict[str, _Lock]:
+        """Locks that another process held, of requests that have not ended."""
+        with self._mutex:
+            return {name: lock for name, lock in self._held.items() if not lock.held and not lock.going}
+
+    def _take_lacking(self) -> None:
+        """Try again to take them: without its lock, readers of a request would get an earlier request's object."""
+        for name, lock in self._lacking().items():
+            try:
+                taken = self._open(name, last=False)
+            except OSError:
+                continue
+            if taken is None:
+                continue
+            fd, held = taken
+            with self._mutex:
+                kept = self._held.get(name) is lock and not lock.going
+                if kept:
+                    fd, lock.fd, lock.held = lock.fd, fd, held
+            if held and not kept and not self._is_there(name):
+                self._remove(name)
+            os.close(fd)
 
     def _settle(self, name: str, holder: str) -> bool:
         """Whether a lock that was asked for needs no other try."""

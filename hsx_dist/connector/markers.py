@@ -31,6 +31,10 @@ _THREADS = 4
 _MOST_WAITING = 65536
 #: A thread that stores waits while more names than this are to be looked at, so that they do not pile up.
 _MANY = 256
+#: Seconds after which a marker that the store refused is stored again.
+_AGAIN_S = 5.0
+#: How many requests whose marker the store refused keep their locks, each an open file.
+_MOST_KEPT = 256
 #: Names marked by this process that are remembered: a later request of one takes its marker away at once.
 _REMEMBERED = 65536
 
@@ -47,6 +51,9 @@ class _Act:
     failed: dict[str, bytes]
     then: list[Callable[[], None]]
 
+    def and_then(self, later: _Act) -> _Act:
+        return _Act(self.markers | later.markers, self.failed | later.failed, self.then + later.then)
+
 
 class Markers:
     """What was told of names under ``store``. Thread-safe; only ``clear(patient=True)`` may wait."""
@@ -60,6 +67,8 @@ class Markers:
         self._waiting: dict[str, _Act] = {}
         self._busy: set[str] = set()  # names that a thread works on or will
         self._marked: OrderedDict[str, None] = OrderedDict()
+        self._kept: dict[str, _Act] = {}  # what the store refused, and is tried again
+        self._trying = False
         self._closed = False
         self._pool = DaemonPool(_THREADS, "hsx-mark")
 
@@ -73,7 +82,8 @@ class Markers:
         then: Callable[[], None] | None = None,
     ) -> None:
         """Store the failure marker of ``name``, or its conflict marker where there is an object of another request than
-        ``requests`` (hashes); then call ``then``, also where the marker could not be stored."""
+        ``requests`` (hashes); then call ``then``. A marker that the store refuses is stored again later: see
+        ``_MOST_KEPT``."""
         with self._lock:
             self._marked[name] = None
             if len(self._marked) > _REMEMBERED:
@@ -82,7 +92,7 @@ class Markers:
         self._put(key, name, {marker_name(name): self._body(key, reason, **more)}, requests, then)
 
     def conflict(self, key: str, name: str, reason: str, *, then: Callable[[], None] | None = None) -> None:
-        """Store the conflict marker of ``name``; then call ``then``, also where it could not be stored."""
+        """Store the conflict marker of ``name``; then call ``then``, as ``fail`` does."""
         self._put(key, name, {conflict_name(name): self._body(key, reason, conflict=True)}, (), then)
 
     def clear(
@@ -138,11 +148,11 @@ class Markers:
         failed = {r: self._body(key, used_before(key), conflict=True) for r in requests if is_of_a_key(name)}
         act = _Act(markers, failed, [then] if then else [])
         with self._lock:
-            before = self._waiting.get(name)
+            before = self._waiting.get(name) or self._kept.pop(name, None)
             refused = self._closed or (before is None and len(self._waiting) >= _MOST_WAITING)
             if not refused:
                 if before is not None:
-                    act = _Act(before.markers | markers, before.failed | failed, before.then + act.then)
+                    act = before.and_then(act)
                 self._waiting[name] = act
             start = not refused and name not in self._busy
             if start:
@@ -159,11 +169,25 @@ class Markers:
             act = self._waiting.pop(name)
         try:
             self._do(name, act)
-        except HsxError as e:
-            log.error("the markers of %s could not be stored or removed: %s", name, e)
-        except Exception:
-            log.exception("the markers of %s could not be stored or removed", name)
-        _call(act.then)
+            done = True
+        except Exception as e:
+            done = False
+            log.error(
+                "the markers of %s could not be stored or removed: %s", name, e, exc_info=not isinstance(e, HsxError)
+            )
+        with self._lock:
+            again = name in self._waiting
+            # Without the marker, readers would get an earlier object: the lock stays until the marker is stored.
+            kept = not done and any(act.markers.values()) and not self._closed and len(self._kept) < _MOST_KEPT
+            if kept and again:
+                self._waiting[name] = act.and_then(self._waiting[name])
+            elif kept:
+                self._kept[name] = act
+                if not self._trying:
+                    self._trying = True
+                    threading.Thread(target=self._try_again, name="hsx-mark-again", daemon=True).start()
+        if not kept:
+            _call(act.then)
         with self._lock:
             again = name in self._waiting
             if not again:
@@ -171,6 +195,19 @@ class Markers:
             self._lock.notify_all()
         if again:
             self._pool.submit(self._work, name)
+
+    def _try_again(self) -> None:
+        while True:
+            time.sleep(_AGAIN_S)
+            with self._lock:
+                if self._closed or not self._kept:
+                    self._trying = False
+                    return
+                names = [name for name in self._kept if name not in self._busy]
+                self._waiting.update((name, self._kept.pop(name)) for name in names)
+                self._busy.update(names)
+            for name in names:
+                self._pool.submit(self._work, name)
 
     def _do(self, name: str, act: _Act) -> None:
         conflict, failure = conflict_name(name), marker_name(name)
@@ -184,10 +221,14 @@ class Markers:
                 part = Part.open(self._store, name)
             except (NotFound, FormatError):
                 return
+            hidden = None
             for request, used in act.failed.items():
-                if is_of_another(part, request, self._about):
-                    self._store.put(conflict, [used])
-            self._replace(failure, None)
+                match is_of_another(part, request, self._about):
+                    case True:
+                        self._store.put(conflict, [used])
+                    case None:
+                        hidden = act.markers.get(failure)
+            self._replace(failure, None if hidden is None else _hiding(hidden))
 
     def _replace(self, marker: str, body: bytes | None) -> bool:
         """Store or remove a failure marker. False: an earlier version left a conflict marker there, which stays."""
@@ -202,6 +243,13 @@ class Markers:
         elif there is not None:
             self._store.delete(marker)
         return True
+
+
+def _hiding(marker: bytes) -> bytes:
+    """A failure marker that also counts where there is an object."""
+    body = json.loads(marker)
+    body.pop("until_stored", None)
+    return json.dumps(body).encode()
 
 
 def used_before(key: str) -> str:

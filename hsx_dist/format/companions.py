@@ -4,11 +4,12 @@ A marker is JSON, ``{"key", "error"}``, with ``expires`` (seconds since the epoc
 time to live. Of an object there are at most two, and this is the rule between them and the object:
 
 - The conflict marker (``conflict_name``, ``"conflict": true``): the key was used for two samples. Readers raise,
-  whether there is an object or not. No process replaces or removes it; only an operator or ``hsx gc`` does.
+  whether there is an object or not. No server replaces or removes it. An operator does, and ``hsx gc`` once the object
+  is gone: as long as there is an object, readers of the other request must not find it.
 - The failure marker (``marker_name``): nothing is stored of some request. For a *key* it has ``"until_stored": true``,
   and readers raise only where there is no object. Without that member it is a *path's*: a path's objects are replaced,
   the object is an earlier request's, and readers raise. They also do for a marker of an earlier version, which may be a
-  conflict marker under this name.
+  conflict marker under this name. ``hsx gc`` removes such markers too only once the object is gone.
 
 The object of a key is put by put-if-absent. Nothing replaces it but itself with a later end. So once it is stored,
 readers of a key go by two facts, the object and the conflict marker. No process takes either back: the order in which
@@ -16,8 +17,10 @@ servers put and clear markers changes nothing. A conflict is found in every orde
 
 - A second sample that was computed fails at the put-if-absent, and its server puts the conflict marker.
 - Of a request that stores nothing, the server first puts the failure marker and then looks at the object. If the object
-  is another request's (``identity.is_of_another``), the server puts the conflict marker. If the object comes after that
-  look, the key was free: the failed request stands for nothing, and its marker was there before the object.
+  is another request's (``identity.is_of_another``), the server puts the conflict marker. If the object does not say its
+  request, the server puts the failure marker again without ``until_stored``: it hides the object until a later request
+  of the key is stored. If the object comes after that look, the key was free: the failed request stands for nothing,
+  and its marker was there before the object.
 
 A lock is released, where there are locks, only after that.
 """
@@ -71,6 +74,12 @@ def folded(name: str) -> str:
     for _ in range(2):
         name = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).translate(_IGNORED).casefold())
     return "/".join(part.partition(":")[0].rstrip(". ") for part in name.split("/"))
+
+
+def marked_name(marker: str) -> str:
+    """The object whose marker ``marker`` (a name) is."""
+    end = next(end for end in MARKERS if marker.endswith(end))
+    return marker.removesuffix(end) + (OBJECT if end == MARKERS[0] else "")
 
 
 def is_of_a_key(name: str) -> bool:

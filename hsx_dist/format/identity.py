@@ -10,8 +10,9 @@ Two requests are the same sample if all of these are equal:
 - what the object holds: layers, dtype, hidden size, token ids, attached arrays and every member of ``meta``, but for
   those in ``OF_ONE_COMPUTATION``; and the codec, where one of the two is lossy.
 
-The states may differ in their last bits, as batches do. The hashes are 128 bits of SHA-256: no client can find another
-request with the hash of a given one.
+A reader compares ``meta["identity"]`` with the answer's (``load_hidden_states(identity=)``): the key alone does not say
+which of two requests a sample is of. The states may differ in their last bits, as batches do. The hashes are 128 bits
+of SHA-256: no client can find another request with the hash of a given one.
 """
 
 from __future__ import annotations
@@ -69,13 +70,15 @@ def same_sample(part: Part, segment: EncodedSegment, about: Mapping[str, Any]) -
     )
 
 
-def is_of_another(part: Part, request: str, about: Mapping[str, Any]) -> bool:
-    """Whether a stored part is known to be no sample of the request with that hash. Nothing was stored of the request,
-    so its tokens are not compared. False for a part of an earlier version, which does not name its request."""
+def is_of_another(part: Part, request: str, about: Mapping[str, Any]) -> bool | None:
+    """Whether a stored part is no sample of the request with that hash. Nothing was stored of the request, so its
+    tokens are not compared. None: unknown, as a part of an earlier version does not name its request."""
     if not _same_model(part, about):
         return True
     identity = part.segments[0].segment.meta.get(IDENTITY)
-    return identity is not None and not (isinstance(identity, dict) and identity.get("request") == request)
+    if identity is None:
+        return None
+    return not (isinstance(identity, dict) and identity.get("request") == request)
 
 
 def _same_model(part: Part, about: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from hsx_dist.errors import ConfigError, Denied, FormatError, NotFound
-from hsx_dist.format.companions import LOCK, MARKERS, lock_name
+from hsx_dist.format.companions import LOCK, MARKERS, lock_name, marked_name
 from hsx_dist.format.container import Part
 from hsx_dist.format.json_objects import number, read_json
 from hsx_dist.format.place import find_place
@@ -68,6 +68,19 @@ def _end(store: Store, name: str, size: int | None = None) -> float | None:
     return max(map(float, ends)) if ends and all(number(end) is None for end in ends) else None
 
 
+def _hides(store: Store, marker: str) -> bool:
+    """Whether readers raise because of the marker although there is an object."""
+    try:
+        if read_json(store, marker).get("until_stored") is True:
+            return False
+        store.head(marked_name(marker))
+    except FormatError:  # replaced since it was read as ours
+        return True
+    except NotFound:
+        return False
+    return True
+
+
 def require_conditional_deletes(store: Store) -> None:
     """Check on a probe object that the store spares an object which was stored anew: some servers ignore the condition.
 
@@ -95,6 +108,9 @@ def require_conditional_deletes(store: Store) -> None:
 def remove(store: Store, name: str, now: float | None = None) -> bool:
     """Delete an object or marker if it has expired, and the lock file next to an object; whether it was deleted.
 
+    A marker that hides an object stays as long as the object: without the marker, readers of a request that failed or
+    conflicted would get the object, which is another request's.
+
     A server may store the name anew at any moment. The version is read before the end, and the delete is conditional on
     that version, so no order of events deletes an object that has not expired:
 
@@ -115,7 +131,9 @@ def remove(store: Store, name: str, now: float | None = None) -> bool:
         with exclusive_lock(store.url, name) if local else nullcontext(False) as has_lock:
             version = store.version(name)
             end = _end(store, name)
-            if end is None or end > now or not store.delete_version(name, version):
+            if end is None or end > now or (not is_object and _hides(store, name)):
+                return False
+            if not store.delete_version(name, version):
                 return False
             if has_lock:
                 store.delete(lock_name(name))

@@ -8,9 +8,18 @@ from contextlib import nullcontext
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
-from hsx_dist.errors import ConfigError, FormatError, NotFound, RunError, SampleFailed, SampleNotFound
+from hsx_dist.errors import (
+    ConfigError,
+    FormatError,
+    NotFound,
+    RunError,
+    SampleConflict,
+    SampleFailed,
+    SampleNotFound,
+)
 from hsx_dist.format.companions import OBJECT, conflict_name, marker_name
 from hsx_dist.format.container import Part
+from hsx_dist.format.identity import IDENTITY
 from hsx_dist.format.json_objects import read_json
 from hsx_dist.format.place import RUN
 from hsx_dist.reading.arrays import Framework
@@ -18,7 +27,7 @@ from hsx_dist.reading.companion_lock import shared_lock
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Piece, Sample, Tokens
 from hsx_dist.store import Store, open_store
-from hsx_dist.text import bounded
+from hsx_dist.text import bounded, printable
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
 _T = TypeVar("_T")
@@ -31,6 +40,7 @@ def load_hidden_states(
     layers: Sequence[int] | None = None,
     tokens: Tokens | None = None,
     wait: float = 0,
+    identity: Mapping[str, str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     framework: Framework = "auto",
 ) -> dict[str, Any]:
@@ -44,6 +54,8 @@ def load_hidden_states(
         tokens: a slice or ``(start, stop)``; negative numbers count from the end.
         wait: seconds to wait for the sample to appear, on a file system also for its lock (``PATH.lock``, which a
             server holds until what became of its request is stored); a failure that its producer tells ends the wait.
+        identity: the answer's ``hidden_states_meta["identity"]``. Load only the sample of that request. Without it a
+            key that is used for two requests can give the other request's sample.
         storage_options: fsspec's.
         framework: ``torch``, ``numpy``, or ``auto``.
 
@@ -54,7 +66,8 @@ def load_hidden_states(
     Raises:
         NotFound, SampleNotFound: there is no such object, run or sample, after ``wait`` seconds.
         SampleFailed: the producer says that it will never be there.
-        ConfigError: no key for a run; no such layer.
+        SampleConflict: the sample still has another ``identity``, or none, after ``wait`` seconds.
+        ConfigError: no key for a run; no such layer; ``identity`` is not the value of an answer.
         FormatError, IntegrityError: the stored bytes are not what they must be.
         StoreError: the store's.
     """
@@ -64,10 +77,18 @@ def load_hidden_states(
         if not name or folder.endswith(":/"):
             raise ConfigError(f"{path}: expected an object, or a run and a key, got a folder and no key")
         store = open_store(folder or ("/" if path.startswith("/") else "."), storage_options)
-        return load_object(store, name, key, layers=layers, tokens=tokens, wait=wait, framework=framework)
+        return load_object(
+            store, name, key, layers=layers, tokens=tokens, wait=wait, identity=identity, framework=framework
+        )
     store = open_store(path, storage_options)
     opened: list[Run] = []
-    return _wait_for(lambda: _sample_in_run(store, key, opened), wait).load(layers, tokens, framework)
+
+    def find() -> Sample:
+        sample = _sample_in_run(store, key, opened)
+        _require_identity(sample, identity, f"{store.url}: {key!r}")
+        return sample
+
+    return _wait_for(find, wait).load(layers, tokens, framework)
 
 
 def load_object(
@@ -78,6 +99,7 @@ def load_object(
     layers: Sequence[int] | None = None,
     tokens: Tokens | None = None,
     wait: float = 0,
+    identity: Mapping[str, str] | None = None,
     framework: Framework = "auto",
 ) -> dict[str, Any]:
     """As ``load_hidden_states``, of the object ``name`` in ``store``."""
@@ -85,9 +107,37 @@ def load_object(
     def load() -> dict[str, Any]:
         # Also while it is read: a server replaces what lies under a path that its client uses again.
         with shared_lock(store.url, name) if "://" not in store.url else nullcontext():
-            return _sample_in_object(store, name, key).load(layers, tokens, framework)
+            sample = _sample_in_object(store, name, key)
+            _require_identity(sample, identity, f"{store.url.rstrip('/')}/{name}")
+            return sample.load(layers, tokens, framework)
 
     return _wait_for(load, wait)
+
+
+def _require_identity(sample: Sample, identity: Mapping[str, str] | None, where: str) -> None:
+    """Raises:
+    SampleConflict: the sample has another identity, or none.
+    ConfigError: ``identity`` is not the value of an answer.
+    """
+    if identity is None:
+        return
+    if not isinstance(identity, Mapping) or not identity:
+        raise ConfigError(
+            f"identity: expected the answer's hidden_states_meta[{IDENTITY!r}], got {printable(repr(identity), 200)}"
+        )
+    found = sample.meta.get(IDENTITY)
+    if found != dict(identity):
+        other = "one without identity" if found is None else f"that of request {printable(found, 200)}"
+        raise SampleConflict(
+            f"{where}: expected the sample of request {printable(identity, 200)}, got {other}: the key or path was "
+            "used for another request, or its object is of an earlier version. Use another key"
+        )
+
+
+def answered_identity(answer: Mapping[str, Any]) -> Any:
+    """The identity in ``kv_transfer_params`` of an answer. ``None`` in an answer of vLLM's own connector."""
+    meta = answer.get("hidden_states_meta")
+    return meta.get(IDENTITY) if isinstance(meta, Mapping) else None
 
 
 def _wait_for(find: Callable[[], _T], seconds: float) -> _T:
@@ -95,7 +145,7 @@ def _wait_for(find: Callable[[], _T], seconds: float) -> _T:
     while True:
         try:
             return find()
-        except (NotFound, SampleNotFound):
+        except (NotFound, SampleConflict, SampleNotFound):  # a path's object is replaced, a key's marker is stored
             left = end - time.monotonic()
             if left <= 0:
                 raise

@@ -5,7 +5,9 @@ An object store is not a file system: objects appear whole or not at all, there 
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -75,7 +77,7 @@ class Store(Protocol):
 
 @runtime_checkable
 class Conditional(Protocol):
-    """Optional methods of a store: deletes that spare an object which was stored anew.
+    """Optional methods of a store: deletes and puts that spare an object which was stored anew.
 
     ``RetryStore`` has them for every store; they raise ``StoreError`` where the inner store has none.
     """
@@ -85,6 +87,9 @@ class Conditional(Protocol):
 
     def delete_version(self, name: str, version: str) -> bool:
         """Delete the object if ``version`` is still its version, in one step. Returns whether this call deleted it."""
+
+    def put_version(self, name: str, buffers: Sequence[Buffer], version: str) -> bool:
+        """As ``put`` if ``version`` is still the version, in one step. Returns whether this call stored the object."""
 
 
 @runtime_checkable
@@ -105,6 +110,30 @@ class Folders(Protocol):
         """Files that killed processes left of their puts, unless they changed within ``older_than`` seconds. ``list``
         does not show them, ``delete`` removes them. Other processes may be writing some of them. Without ``unreadable``
         a folder that this process may not read raises ``Denied``."""
+
+
+def replaces_conditionally(store: Store) -> bool:
+    """Whether the store does what ``put_version`` says, tried on a probe object: some servers ignore the condition.
+
+    Raises:
+        Unavailable: the store's.
+    """
+    name = f".hsx-probe-{uuid.uuid4().hex}"
+    if not isinstance(store, Conditional):
+        return False
+    try:
+        store.put(name, [b"old"])
+        old = store.version(name)
+        store.put(name, [b"new"])
+        spared = not store.put_version(name, [b"x"], old) and store.get(name) == b"new"
+        return spared and store.put_version(name, [b"newer"], store.version(name)) and store.get(name) == b"newer"
+    except StoreError as e:
+        if e.retryable:
+            raise
+        return False
+    finally:
+        with suppress(StoreError):
+            store.delete(name)
 
 
 def not_conditional(url: str) -> StoreError:

@@ -194,6 +194,34 @@ class FsspecStore:
             return False
         return True
 
+    def put_version(self, name: str, buffers: Sequence[Buffer], version: str) -> bool:
+        """See ``Conditional``. Some servers ignore the condition: see ``replaces_conditionally``."""
+        bucket, key, *_ = self._fs.split_path(self._path(name)) if self._s3 or self._gcs else ("", "")
+        data = b"".join(map(as_bytes_view, buffers))
+        try:
+            if self._s3:
+                self._call("put-version", name, lambda: self._fs.call_s3(
+                    "put_object", Bucket=bucket, Key=key, Body=data, IfMatch=version, **self._limit(len(data))
+                ))  # fmt: skip
+            elif self._gcs:
+                self._call("put-version", name, lambda: self._fs.call(
+                    "POST",
+                    f"{self._fs._location}/upload/storage/v1/b/{{}}/o",
+                    bucket,
+                    uploadType="media",
+                    name=key,
+                    ifGenerationMatch=version,
+                    headers={"Content-Type": "application/octet-stream"},
+                    data=data,
+                    json_out=True,
+                    **self._limit(len(data)),
+                ))  # fmt: skip
+            else:
+                raise not_conditional(self.url)
+        except (AlreadyExists, NotFound):
+            return False
+        return True
+
     # -- how -----------------------------------------------------------------------------------------------------
 
     def _connect(self) -> tuple[Any, str]:
@@ -332,7 +360,7 @@ class FsspecStore:
     def _told(self, error: Exception, verb: str, name: str, fs: Any) -> HsxError:
         """An error of the back end's as the store's own. ``fs``: which met it."""
         told = translate(error, f"{verb} {self.url}/{name}", self._bucket, self._redact)
-        if verb not in ("put-if-absent", "delete-version") and isinstance(told, AlreadyExists):
+        if verb not in ("put-if-absent", "put-version", "delete-version") and isinstance(told, AlreadyExists):
             told = StoreError(f"{verb} {self.url}/{name}: {self._redact(str(error))}")
         renewed = expired(error) and not self._given_token() and self._renew(fs)
         return Unavailable(str(told)) if renewed else told

@@ -141,16 +141,43 @@ class LocalStore:
             self._telling("delete", name),
             suppress(FileNotFoundError),
             opened(self._root, folder) as fd,
-            _opened(os.open(last, os.O_RDWR | SAFELY, dir_fd=fd)) as file,
+            self._locked(fd, last, version) as unchanged,
         ):
+            if unchanged:
+                os.unlink(last, dir_fd=fd)
+            return unchanged
+        return False
+
+    def put_version(self, name: str, buffers: Sequence[Buffer], version: str) -> bool:
+        """See ``Conditional``. False also while another process replaces or deletes the object."""
+        folder, last = self._split(name)
+        views = [view for view in map(as_bytes_view, buffers) if view.nbytes]
+        with (
+            self._telling("put", name),
+            self._writing(folder) as fd,
+            _unfinished(fd, views) as temporary,
+            self._locked(fd, last, version) as unchanged,
+        ):
+            if unchanged:
+                os.rename(temporary, last, src_dir_fd=fd, dst_dir_fd=fd)
+                _sync(fd)
+            return unchanged
+
+    @contextmanager
+    def _locked(self, folder: int, last: str, version: str) -> Iterator[bool]:
+        """Keep puts and conditional deletes from a file in the open ``folder``. Yields whether ``version`` is still its
+        version, and False where there is no file or another process holds it."""
+        try:
+            file = os.open(last, os.O_RDWR | SAFELY, dir_fd=folder)
+        except FileNotFoundError:
+            yield False
+            return
+        with _opened(file):
             try:
                 locked = lock_exclusively(file)
             except OSError as e:
                 raise not_conditional(self.url) from e
-            if locked and is_at(file, fd, last) and _version(os.fstat(file)) == version:
-                os.unlink(last, dir_fd=fd)
-                return True
-        return False
+            yield locked and is_at(file, folder, last) and _version(os.fstat(file)) == version
 
     def unfinished(
         self, older_than: float = 0.0, unreadable: Callable[[str], None] | None = None

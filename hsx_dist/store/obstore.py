@@ -162,6 +162,23 @@ class ObstoreStore:
     def delete_version(self, name: str, version: str) -> bool:
         return self._conditional().delete_version(name, version)
 
+    def put_version(self, name: str, buffers: Sequence[Buffer], version: str) -> bool:
+        """See ``Conditional``. Some servers ignore the condition: see ``replaces_conditionally``."""
+        if self._scheme not in ("s3", "s3a", "gs", "gcs"):
+            raise not_conditional(self.url)
+        path = self._path(name)
+        views = [view for view in map(as_bytes_view, buffers) if view.nbytes]
+        size = sum(view.nbytes for view in views)
+        mode = {"e_tag": version} if self._scheme in ("s3", "s3a") else {"version": version}
+        try:
+            # Not repeated within obstore, as in ``put_if_absent``.
+            self._call("put-version", name, lambda obs, client: obs.put(
+                client, path, views, mode=mode, use_multipart=False, **self._described()
+            ), nbytes=size, retries=0)  # fmt: skip
+        except (AlreadyExists, NotFound):
+            return False
+        return True
+
     # -- how -----------------------------------------------------------------------------------------------------
 
     def _conditional(self) -> Conditional:
@@ -262,7 +279,7 @@ class ObstoreStore:
     def _told(self, error: BaseException, verb: str, name: str, connection: Connection) -> HsxError:
         """An error of the back end's as the store's own."""
         told = translate(error, f"{verb} {self.url}/{name}", self._bucket, self._redact)
-        if verb != "put-if-absent" and isinstance(told, AlreadyExists):
+        if verb not in ("put-if-absent", "put-version") and isinstance(told, AlreadyExists):
             told = StoreError(f"{verb} {self.url}/{name}: {self._redact(str(error).splitlines()[0])}")
         return Unavailable(str(told)) if self._mended(error, connection) else told
 

@@ -118,6 +118,10 @@ class RetryStore:
         """See ``Conditional``. False also where a delete went through and its answer was lost."""
         return self._repeat(lambda: self._conditional().delete_version(name, version))
 
+    def put_version(self, name: str, buffers: Sequence[Buffer], version: str) -> bool:
+        """See ``Conditional``. False also where a put went through and its answer was lost."""
+        return self._repeat(lambda: self._conditional().put_version(name, buffers, version))
+
     def _conditional(self) -> Conditional:
         if not isinstance(self._inner, Conditional):
             raise not_conditional(self.url)

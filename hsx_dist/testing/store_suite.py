@@ -19,7 +19,7 @@ import pytest
 
 from hsx_dist.errors import AlreadyExists, NotFound, StoreError
 from hsx_dist.store import Buffer, ObjectInfo, Store
-from hsx_dist.store.base import Conditional
+from hsx_dist.store.base import Conditional, replaces_conditionally
 
 _BAD_NAMES = ["", "/a", "a/", "a//b", "../a", "a/../b", "./a", "a\x00b"]
 _ODD_NAMES = ["a b", "%20", "a+b", "key~0123", "ä/ß.bin", "a=b/c&d", "x.y.z", "a%2Fb", "quo'te", "日本"]
@@ -28,12 +28,13 @@ _ODD_NAMES = ["a b", "%20", "a+b", "key~0123", "ä/ß.bin", "a=b/c&d", "x.y.z", 
 class StoreSuite:
     """What every ``Store`` must do.
 
-    ``racers``: how many threads race for one name. ``has_conditional_deletes``: whether the store does what
-    ``Conditional`` says.
+    ``racers``: how many threads race for one name. ``has_conditional_deletes``, ``has_conditional_puts``: whether
+    the store does what ``Conditional`` says.
     """
 
     racers = 8
     has_conditional_deletes = True
+    has_conditional_puts = True
 
     @pytest.fixture
     def store(self) -> Store:
@@ -246,6 +247,26 @@ class StoreSuite:
         for missing in ("sub/a", "never/was"):
             with pytest.raises(NotFound):
                 conditional.version(missing)
+        assert list(store.list()) == []
+
+    def test_a_conditional_put_spares_what_was_stored_anew(self, store: Store) -> None:
+        conditional = cast(Conditional, store)
+        store.put("sub/a", [b"old"])
+        if not isinstance(store, Conditional) or not self.has_conditional_puts:
+            assert not replaces_conditionally(store)
+            assert [info.name for info in store.list()] == ["sub/a"]
+            return
+        assert replaces_conditionally(store)
+        old = conditional.version("sub/a")
+        store.put("sub/a", [b"new"])
+        assert conditional.put_version("sub/a", [b"x"], old) is False
+        assert store.get("sub/a") == b"new"
+        new = conditional.version("sub/a")
+        assert conditional.put_version("sub/a", [b"new", b"er"], new) is True
+        assert store.get("sub/a") == b"newer"
+        assert conditional.put_version("sub/a", [b"x"], new) is False
+        store.delete("sub/a")
+        assert conditional.put_version("sub/a", [b"x"], new) is False
         assert list(store.list()) == []
 
     # -- listing -------------------------------------------------------------------------------------------------

@@ -70,6 +70,15 @@ class MemoryStore:
             del self.objects[name]
             return True
 
+    def put_version(self, name: str, buffers: Sequence[Buffer], version: str) -> bool:
+        new = b"".join(as_bytes_view(b) for b in buffers)
+        with self._lock:
+            content = self.objects.get(name)
+            if content is None or hashlib.sha256(content).hexdigest() != version:
+                return False
+            self.objects[name] = new
+            return True
+
     def reset(self) -> None:
         """Count from zero."""
         self.requests = self.bytes_read = 0

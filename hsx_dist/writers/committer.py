@@ -24,6 +24,7 @@ from hsx_dist.observe.metrics import Meter
 from hsx_dist.observe.units import bytes_text
 from hsx_dist.page import object_name, token_hash
 from hsx_dist.store import Store
+from hsx_dist.store.base import Conditional, replaces_conditionally
 from hsx_dist.writers.events import Stored
 from hsx_dist.writers.turns import Turns
 
@@ -46,6 +47,7 @@ class PartCommitter:
         self._about = about
         self._meter = meter
         self._turns = Turns()
+        self._renews: bool | None = None  # whether the store has conditional puts, once that is known
         self._log = ReceiptLog(store, attempt, writer)
 
     def commit(
@@ -106,7 +108,8 @@ class PartCommitter:
                     stored = self._keep(name, segment)
 
     def _keep(self, name: str, segment: EncodedSegment) -> bool:
-        """Renew the object that is there, which must be the same sample. False: it was replaced in between.
+        """Renew the object that is there, which must be the same sample. Without conditional puts it keeps its end:
+        a put without a condition could replace another client's object. False: it was replaced in between.
 
         Raises:
             NotFound: there is none any more.
@@ -126,10 +129,19 @@ class PartCommitter:
         expires = _later(before, segment.segment.meta.get("expires"))
         if expires == before:
             return True
+        if self._renews is None:
+            self._renews = replaces_conditionally(self._store)
+            if not self._renews:
+                log.warning(
+                    "%s has no conditional puts: objects of keys that are used again keep their end", self._store.url
+                )
+        if not self._renews:
+            return True
+        assert isinstance(self._store, Conditional)
+        # Before the object is read: a put of another client since then refuses this one.
+        version = self._store.version(name)
         renewed = with_expires(self._store.get(name), part, expires)
-        if renewed is not None:
-            self._store.put(name, renewed)
-        return renewed is not None
+        return renewed is not None and self._store.put_version(name, renewed, version)
 
     def _receipt(self, segments: Sequence[EncodedSegment], part: EncodedPart, name: str) -> Receipt:
         """Of a stored part, without its number."""

@@ -92,11 +92,32 @@ def test_more_than_can_wait_is_dropped_and_its_lock_opened(hanging, monkeypatch,
     assert "b.safetensors" in caplog.text
 
 
-def test_a_store_that_refuses_markers_stops_nothing(store, caplog):
-    markers = Markers(FailingStore(store, Denied("not allowed"), Strike(PUTS)))
-    told: list[int] = []
-    markers.fail("a", "a.safetensors", "why", then=lambda: told.append(1))
+def test_a_lock_stays_until_the_store_takes_the_marker(store, caplog, monkeypatch):
+    monkeypatch.setattr(module, "_AGAIN_S", 0.01)
+    markers = Markers(FailingStore(store, Denied("not allowed"), Strike(PUTS, times=3)))
+    told: list[dict[str, bytes]] = []
+    markers.conflict("a", "a.safetensors", "why", then=lambda: told.append(dict(store.objects)))
+    end = time.monotonic() + 30
+    while not told:
+        assert time.monotonic() < end
+        time.sleep(0.002)
+    assert list(told[0]) == ["a.safetensors.conflict.json"]
+    assert "not allowed" in caplog.text
     settle(markers)
-    assert told == [1]
+    assert markers.close() == []
+
+
+def test_a_store_that_refuses_markers_keeps_few_locks_and_stops_no_end(store, caplog, monkeypatch):
+    monkeypatch.setattr(module, "_MOST_KEPT", 1)
+    monkeypatch.setattr(module, "_AGAIN_S", 3600)
+    markers = Markers(FailingStore(store, Denied("not allowed"), Strike(PUTS)))
+    told: list[str] = []
+    for key in "ab":
+        markers.fail(key, f"{key}.safetensors", "why", then=lambda key=key: told.append(key))
+        settle(markers)
+    assert told == ["b"]
+    markers.clear("a", "a.safetensors", then=lambda: told.append("again"))  # of a later request, which is stored
+    settle(markers)
+    assert told == ["b", "a", "again"]
     assert "not allowed" in caplog.text
     assert markers.close() == []

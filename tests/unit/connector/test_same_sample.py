@@ -275,27 +275,54 @@ def test_an_object_that_is_deleted_while_it_is_looked_at_is_stored(store, tmp_pa
     assert read(store)["token_ids"].tolist() == [9] * 6
 
 
-def test_an_object_that_is_replaced_before_it_is_renewed_is_looked_at_again(store, tmp_path):
+@pytest.mark.parametrize("moment", ["version", "get", "put_version"])
+def test_an_object_that_is_replaced_before_it_is_renewed_is_looked_at_again(store, tmp_path, moment):
     """It expired, gc deleted it, and another server stored another sample of the key."""
 
     class Replacing(WrappedStore):
-        def get(self, name):
-            if name == NAME and not replaced:
+        def _before(self, verb, name):
+            if name == NAME and verb == moment and not replaced:
                 replaced.append(1)
                 store.delete(NAME)
                 other = SmallServer(tmp_path, store, ttl_seconds=60)
                 other.ask([9] * 6, key="k")
                 other.close()
+
+        def get(self, name):
+            self._before("get", name)
             return super().get(name)
+
+        def version(self, name):
+            self._before("version", name)
+            return store.version(name)
+
+        def put_version(self, name, buffers, version):
+            self._before("put_version", name)
+            return store.put_version(name, buffers, version)
+
+        def delete_version(self, name, version):
+            return store.delete_version(name, version)
 
     replaced: list[int] = []
     for seconds, of in ((60, store), (3600, Replacing(store))):
         server = SmallServer(tmp_path, of, markers=store, ttl_seconds=seconds)
         server.ask(PROMPT, key="k")
         server.close()
+    assert replaced
     assert Part.open(store, NAME).token_ids(0).tolist() == [9] * 6
     with pytest.raises(SampleFailed, match="another sample"):
         read(store)
+
+
+def test_without_conditional_puts_an_object_keeps_its_end_which_is_logged_once(store, tmp_path, caplog):
+    for seconds, of in ((60, store), (3600, WrappedStore(store))):
+        server = SmallServer(tmp_path, of, markers=store, ttl_seconds=seconds)
+        for _ in range(2):
+            server.ask(PROMPT, key="k")
+        server.close()
+    assert read(store)["meta"]["expires"] < time.time() + 600
+    assert caplog.text.count("has no conditional puts") == 1
+    assert names(store) == {NAME}
 
 
 def test_only_the_end_of_the_object_that_was_opened_is_changed():

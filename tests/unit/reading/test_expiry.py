@@ -319,3 +319,25 @@ def test_a_probe_leaves_nothing(store):
 def test_an_odd_end_is_none(tmp_path, end):
     (tmp_path / "a.error.json").write_text(f'{{"expires": {end}}}')
     assert list(expired(open_store(str(tmp_path)))) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "marker", "more", "hides"),
+    [
+        ("old.safetensors", "old.safetensors.conflict.json", {"conflict": True}, True),
+        ("old.safetensors", "old.error.json", {"conflict": True}, True),  # an earlier version's
+        ("old.safetensors", "old.error.json", {}, True),  # of a path
+        ("sub/old.bin", "sub/old.bin.failed.json", {}, True),
+        ("old.safetensors", "old.error.json", {"until_stored": True}, False),
+    ],
+)
+def test_a_marker_that_hides_an_object_stays_as_long_as_the_object(store, name, marker, more, hides):
+    put(store, "old", {"expires": 3000})
+    content = store.get("old.safetensors")
+    store.delete("old.safetensors")
+    store.put(name, [content])
+    store.put(marker, [json.dumps({"key": "old", "error": "x", "expires": 1000, **more}).encode()])
+    assert remove(store, marker, 2000) is not hides
+    assert remove(store, name, 4000)
+    assert remove(store, marker, 4000) is hides
+    assert list(store.list()) == []

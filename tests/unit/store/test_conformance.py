@@ -28,7 +28,7 @@ class TestOpenedFile(StoreSuite):
 
 class TestFileThroughFsspec(StoreSuite):
     racers = 16
-    has_conditional_deletes = False
+    has_conditional_deletes = has_conditional_puts = False
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
@@ -37,7 +37,7 @@ class TestFileThroughFsspec(StoreSuite):
 
 class TestFileThroughObstore(StoreSuite):
     racers = 16
-    has_conditional_deletes = False
+    has_conditional_deletes = has_conditional_puts = False
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
@@ -46,7 +46,7 @@ class TestFileThroughObstore(StoreSuite):
 
 class TestMemory(StoreSuite):
     racers = 16
-    has_conditional_deletes = False
+    has_conditional_deletes = has_conditional_puts = False
 
     @pytest.fixture
     def store(self) -> Iterator[Store]:
