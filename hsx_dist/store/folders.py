@@ -31,15 +31,14 @@ def opened(
     *,
     make: bool = False,
     own_links: bool = False,
-    entered: Callable[[int, int, bool], None] | None = None,
+    entered: Callable[[int, int, str], None] | None = None,
 ) -> Iterator[int]:
     """Descriptor of the folder ``path`` (``/`` between its components) below ``root``. ``root`` itself may be a link.
 
     Args:
         make: make the folders that are missing. A folder of another user is refused where every user may make folders.
         own_links: follow links to folders that belong to this process's user or to root.
-        entered: called for each component with the descriptors of a folder and of its subfolder, and whether this call
-            made the subfolder.
+        entered: called for each component with the descriptors of a folder and of its subfolder, and the name.
 
     Raises:
         OSError: ``ELOOP`` for a link that is not followed, ``EACCES`` for a folder of another user; what ``open`` and
@@ -48,10 +47,10 @@ def opened(
     folder = os.open(root, _FOLDER)
     try:
         for name in path.split("/") if path else ():
-            child, made = _enter(folder, name, make=make, own_links=own_links)
+            child = _enter(folder, name, make=make, own_links=own_links)
             try:
                 if entered is not None:
-                    entered(folder, child, made)
+                    entered(folder, child, name)
             except BaseException:
                 os.close(child)
                 raise
@@ -62,8 +61,7 @@ def opened(
         os.close(folder)
 
 
-def _enter(folder: int, name: str, *, make: bool, own_links: bool) -> tuple[int, bool]:
-    made = False
+def _enter(folder: int, name: str, *, make: bool, own_links: bool) -> int:
     while True:
         try:
             child = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
@@ -72,16 +70,15 @@ def _enter(folder: int, name: str, *, make: bool, own_links: bool) -> tuple[int,
                 raise
             with suppress(FileExistsError):
                 os.mkdir(name, dir_fd=folder)
-                made = True
             continue
         except OSError as e:
             if e.errno not in (errno.ENOTDIR, errno.ELOOP) or not is_link(folder, name):
                 raise
-            return _through(folder, name, own_links=own_links), False
+            return _through(folder, name, own_links=own_links)
         if make and _is_planted(folder, child):
             os.close(child)
             raise PermissionError(errno.EACCES, f"the folder {name!r} belongs to another user")
-        return child, made
+        return child
 
 
 def is_link(folder: int, name: str) -> bool:

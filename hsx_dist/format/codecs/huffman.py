@@ -95,8 +95,8 @@ def _caches() -> bool:
     else:
         folder = given
     get_logger(__name__).warning(
-        "expected a cache of numba that only this user can write, got %s, which another user can write or replace. Each "
-        "process compiles the decoder; set NUMBA_CACHE_DIR to an empty folder of mode 0700 below folders of your own",
+        "expected a cache of numba that only this user can write, got %s, which another user can write or replace. "
+        "Each process compiles the decoder; set NUMBA_CACHE_DIR to an empty folder of mode 0700 that you own",
         folder,
     )
     return False
