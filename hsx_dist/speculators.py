@@ -9,6 +9,7 @@ must be the run's input row *i*, with the same tokens; speculators compares them
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
 
 from hsx_dist.config import parse_storage_options
 from hsx_dist.errors import ConfigError, SampleConflict, SampleFailed
+from hsx_dist.format.companions import OBJECT, is_of_a_run
 from hsx_dist.reading import Run, open_run
 from hsx_dist.reading.load import answered_identity, load_object
 from hsx_dist.store import Store
@@ -111,9 +113,11 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         """
         if self._delete:
             store, name = self._open(handle)
+            # ``storage_path`` may lie within a run, or lead there through a link.
+            path = f"{os.path.realpath(store.url) if store.url.startswith('/') else store.url}/{name}"
             if name in self._others:
                 self._others.discard(name)
-            elif name.endswith(".safetensors"):
+            elif name.endswith(OBJECT) and not is_of_a_run(path):
                 store.delete(name)
 
     def _open(self, named: object) -> tuple[Store, str]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from hsx_dist.config import parse_storage_options
-from hsx_dist.errors import NotFound, RunError
+from hsx_dist.errors import Denied, NotFound, RunError
 from hsx_dist.format.place import Place, find_place, is_description, leftovers, run_objects
 from hsx_dist.format.runs import count, load_manifest, require_conditional_puts
 from hsx_dist.logger import get_logger
 from hsx_dist.observe.console import print_json, say
 from hsx_dist.observe.units import bytes_text
-from hsx_dist.reading.expiry import expired, readable, remove, require_conditional_deletes
+from hsx_dist.reading.expiry import expired, is_expired, readable, remove, require_conditional_deletes
 from hsx_dist.reading.garbage import left_behind, own_unfinished, remove_run, unfinished, unproven
 from hsx_dist.reading.liveness import require_dead
 from hsx_dist.store import ObjectInfo, Store, open_store
@@ -44,34 +44,73 @@ def run_gc(path: str, options: Sequence[str], *, delete: bool, watch: float, as_
 
     if next(readable(store, skipped), None) is None and not unreadable:
         raise NotFound(f"{path}: expected a run, or where a server stores, and nothing is stored there; check the path")
-    names = []
+    names: list[str] = []
+    busy: list[str] = []
+    denied: list[str] = []
     if delete:
         require_conditional_deletes(store)
-    for name, _ in expired(store, unreadable=skipped):
-        if delete and not remove(store, name):
-            continue  # in use, or stored anew
+
+    def tried(name: str) -> bool:
+        try:
+            if delete and not remove(store, name):
+                return False  # in use, or stored anew
+        except Denied as e:
+            _not_allowed(name, e, denied)
+            return True
         names.append(name)
         if not as_json:
             say(f"{'removed' if delete else 'expired'} {name}")
+        return True
+
+    for name, _ in expired(store, unreadable=skipped):
+        if not tried(name):
+            busy.append(name)
+    busy = [name for name in busy if not tried(name) and is_expired(store, name)]
     dead = unfinished(store, _LONGEST_PUT_S, skipped)
-    left = _collect(store, dead, "never finished", delete=delete, as_json=as_json)
+    left = _collect(store, dead, "never finished", delete=delete, as_json=as_json, denied=denied)
     if as_json:
         found = {"expired": names, "unfinished": [info.name for info in left], "unreadable": list(unreadable)}
-        print_json({"path": path, "deleted": delete, **found})
+        print_json({"path": path, "deleted": delete, **found, "in_use": busy, "denied": denied})
         return
+    for name in busy:
+        say(f"in use {name}")
     say(f"{len(names):,} objects and markers {'removed' if delete else 'have expired; --delete removes them'}")
     _tell_unfinished(left, delete=delete)
     if unreadable:
         say(f"{len(unreadable):,} folders may not be read, and were skipped: run gc as their owner")
+    if busy:
+        say(f"{len(busy):,} objects are in use, and stay: run gc again")
+    if denied:
+        say(f"{len(denied):,} files may not be removed, and stay: run gc as their owner")
 
 
-def _collect(store: Store, garbage: Iterable[ObjectInfo], why: str, *, delete: bool, as_json: bool) -> list[ObjectInfo]:
-    """All of ``garbage``, told one by one with ``why``; removed if ``delete``."""
+def _not_allowed(name: str, error: Denied, denied: list[str]) -> None:
+    denied.append(name)
+    log.warning("gc may not remove a file: name=%s error=%s", name, error)
+
+
+def _collect(
+    store: Store,
+    garbage: Iterable[ObjectInfo],
+    why: str,
+    *,
+    delete: bool,
+    as_json: bool,
+    denied: list[str] | None = None,
+) -> list[ObjectInfo]:
+    """All of ``garbage``, reported one by one with ``why``; removed if ``delete``. Names that may not be removed go to
+    ``denied`` instead; without it they end the command."""
     found = []
     for info in garbage:
-        found.append(info)
         if delete:
-            store.delete(info.name)
+            try:
+                store.delete(info.name)
+            except Denied as e:
+                if denied is None:
+                    raise
+                _not_allowed(info.name, e, denied)
+                continue
+        found.append(info)
         if not as_json:
             say(f"{'removed' if delete else why} {info.name}")
     return found

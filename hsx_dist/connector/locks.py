@@ -261,7 +261,10 @@ def _open_file(place: int, name: str, flags: int = 0) -> int:
     if not stat.S_ISREG(found.st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, "expected a regular file as lock file", name)
-    if found.st_mode & ~MODE & 0o777 and found.st_uid == os.geteuid():  # of an earlier version, or vLLM's connector
+    own = (
+        found.st_uid == os.geteuid() and found.st_nlink == 1
+    )  # else another user may have linked this user's file here
+    if own and found.st_mode & ~MODE & 0o777:  # of an earlier version, or vLLM's connector
         with contextlib.suppress(OSError):  # a file system without modes
             os.fchmod(fd, stat.S_IMODE(found.st_mode) & MODE)
     return fd

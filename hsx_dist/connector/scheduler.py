@@ -34,6 +34,8 @@ log = get_logger(__name__)
 REMEMBERED_KEYS = 65536
 #: Characters of an image's identifier that are stored as they are.
 MAX_IDENTIFIER = 128
+#: Characters of each text of a request that is hashed here, on the scheduler's thread: about 10 microseconds.
+MAX_TEXT = 1024
 
 
 @dataclass(slots=True)
@@ -103,12 +105,14 @@ class SchedulerHalf:
         try:
             return self._admit(request)
         except Exception as e:
-            log.exception("parameters of request %s cannot be read", request.request_id)
+            log.exception("parameters of request %s cannot be read", bounded(request.request_id))
             why = bounded(f"its parameters cannot be read: {type(e).__name__}: {e}")
             return _Known(self._read(request), error=why)
 
     def _admit(self, request: Request) -> _Known:
         options = self._read(request)
+        if options.save and (why := _too_long(request)):
+            return _Known(options, error=why)
         if not options.chosen or not options.save:
             return _Known(options)
         known = _Known(options, _request_hash(request, options))
@@ -176,7 +180,7 @@ class SchedulerHalf:
             held, answer = self._finish(known, request, block_ids)
         except Exception as e:
             # Raised, it would end the engine's step. Blocks that are not held must not be copied.
-            log.exception("hidden states of request %s cannot be saved", request.request_id)
+            log.exception("hidden states of request %s cannot be saved", known.options.id)
             self._held.discard(request.request_id)
             self._next.saves = [s for s in self._next.saves if s.request_id != request.request_id]
             held, answer = self._skip(known, request, bounded(f"cannot be saved: {type(e).__name__}: {e}"))
@@ -368,6 +372,19 @@ def _withhold_params(request: Request) -> None:
         request.sampling_params = own
 
 
+def _too_long(request: Request) -> str | None:
+    """Why a request's texts are not hashed. A client chooses the images' identifiers (vLLM's ``uuid``) and the cache
+    salt, of any length. vLLM bounds the number of images."""
+    lora = request.lora_request
+    texts = [("the identifier of an image", feature.identifier) for feature in request.mm_features or ()]
+    texts += [("cache_salt", request.cache_salt or "")]
+    texts += [] if lora is None else [("a LoRA adapter's name", lora.lora_name), ("its path", lora.lora_path)]
+    for what, text in texts:
+        if len(text) > MAX_TEXT:
+            return f"expected {what} of at most {MAX_TEXT} characters, got {len(text)}. Send a shorter one"
+    return None
+
+
 def _request_hash(request: Request, options: RequestOptions) -> str:
     """The hash of what is known of a sample when its request is queued: see ``format.identity``."""
     if not request.prompt_token_ids or request.prompt_embeds is not None:
@@ -405,7 +422,8 @@ def _inputs(request: Request) -> dict[str, Any]:
 
 
 def _short(identifier: str) -> str:
-    """The identifier of an image, which may be the client's own: hashed where it is longer than a hash."""
+    """The identifier of an image, which may be the client's own: hashed where it is longer than a hash. ``_too_long``
+    bounds it."""
     if len(identifier) <= MAX_IDENTIFIER:
         return identifier
     return hashlib.sha256(identifier.encode("utf-8", "surrogatepass")).hexdigest()

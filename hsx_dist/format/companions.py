@@ -45,6 +45,14 @@ RUN_NAMES = frozenset(
         *("attempts", "consumed", "data", "manifest", "removed", "report"),
     }
 )
+#: Prefix → the names below it that a run gives to its objects, next to its description.
+OBJECTS_OF_A_RUN = {
+    "attempts/": re.compile(r"attempts/[0-9]{4,9}(\.heartbeat|\.closed|\.complete)?\.json"),
+    "manifest/": re.compile(r"manifest/([0-9]{4,9}/[A-Za-z0-9._-]+/[0-9]{6,9}\.json|compacted-[0-9]{4,9}\.jsonl\.zst)"),
+    "data/part-": re.compile(r"data/part-[0-9]{4,9}-[A-Za-z0-9._-]+-[0-9]{6,9}(=[^/]*)?\.safetensors"),
+    "consumed/": re.compile(r"consumed/part-[^/]+\.safetensors/[^/]+\.json"),
+    "check.json": re.compile(r"check\.json"),
+}
 #: How ``page.object_name`` makes names of keys, folded.
 _OF_A_KEY = re.compile(r"[a-z0-9_%-][a-z0-9._%~-]{0,127}")
 #: Some file systems ignore these characters in names.
@@ -93,11 +101,15 @@ _RUN = re.compile(r"run\.[0-9]+\.json|run-[0-9a-f]{16}")
 
 
 def is_of_a_run(name: str) -> bool:
-    """Whether some file system takes ``name`` for one of a run's own objects, or for a run in a folder below."""
+    """Whether some file system takes ``name`` for one of a run's own objects, or for one of a run in a folder below."""
     parts = folded(name).split("/")
     if parts[0] in RUN_NAMES or any(map(_RUN.fullmatch, parts)):
         return True
-    return parts[-1].endswith(".json") and parts[-1] in RUN_NAMES
+    if parts[-1].endswith(".json") and parts[-1] in RUN_NAMES:
+        return True
+    # A run of version 1 has no folder with its id.
+    below = ["/".join(parts[k:]) for k in range(1, len(parts))]
+    return any(pattern.fullmatch(rest) for pattern in OBJECTS_OF_A_RUN.values() for rest in below)
 
 
 def is_conflict(marker: bytes) -> bool:

@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from hsx_dist.errors import FormatError, RunError
+from hsx_dist.format.companions import OBJECTS_OF_A_RUN
 from hsx_dist.format.json_objects import dump_json, find_json, parse_json, put_own, shown
 from hsx_dist.format.run_members import RUN_MEMBERS
 from hsx_dist.store import ObjectInfo, Store
@@ -44,14 +45,6 @@ RUN = "run.json"
 #: What a run of version 1 consists of, next to ``run.json``.
 V1_OBJECTS = ("complete.json", "check.json")
 V1_FOLDERS = ("manifest/", "data/", "consumed/", "report/", "attempts/")
-#: Prefix → the names below it that a run gives to its objects.
-_OF_A_RUN = {
-    "attempts/": re.compile(r"attempts/[0-9]{4,9}(\.heartbeat|\.closed|\.complete)?\.json"),
-    "manifest/": re.compile(r"manifest/([0-9]{4,9}/[A-Za-z0-9._-]+/[0-9]{6,9}\.json|compacted-[0-9]{4,9}\.jsonl\.zst)"),
-    "data/part-": re.compile(r"data/part-[0-9]{4,9}-[A-Za-z0-9._-]+-[0-9]{6,9}(=[^/]*)?\.safetensors"),
-    "consumed/": re.compile(r"consumed/part-[^/]+\.safetensors/[^/]+\.json"),
-    "check.json": re.compile(r"check\.json"),
-}
 _FORMATS = {"hsx-run/1": 1, "hsx-run/2": 2}
 _ID = re.compile(r"[0-9a-f]{16}")
 _POINTER = re.compile(r"run(\.[0-9]{4,})?\.json")
@@ -166,9 +159,9 @@ def leftovers(root: Store, *, removed_only: bool = False) -> list[str]:
 
 def run_objects(root: Store, folder: str) -> Iterator[ObjectInfo]:
     """The objects in ``folder`` (empty: next to ``run.json``) with names that a run gives. Other files are not its."""
-    for prefix in _OF_A_RUN:
+    for prefix in OBJECTS_OF_A_RUN:
         for info in root.list(folder + prefix):
-            if _OF_A_RUN[prefix].fullmatch(info.name.removeprefix(folder)):
+            if OBJECTS_OF_A_RUN[prefix].fullmatch(info.name.removeprefix(folder)):
                 yield info
 
 

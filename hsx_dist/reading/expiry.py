@@ -55,6 +55,12 @@ def expired(
             yield info.name, end
 
 
+def is_expired(store: Store, name: str) -> bool:
+    """Whether there is an object or marker of this name that has expired."""
+    end = _end(store, name)
+    return end is not None and end <= time.time()
+
+
 def _end(store: Store, name: str, size: int | None = None) -> float | None:
     """When the object or marker expires, in seconds since the epoch; None: never, or it cannot be read as ours."""
     try:

@@ -20,6 +20,8 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 #: Refers to a link itself; macOS has no such flag.
 _LINK = getattr(os, "O_PATH", 0)
+#: As the kernel follows in one path.
+_MOST_LINKS = 40
 
 
 @contextmanager
@@ -29,15 +31,14 @@ def opened(
     *,
     make: bool = False,
     own_links: bool = False,
-    entered: Callable[[int, int, bool], None] | None = None,
+    entered: Callable[[int, int, str], None] | None = None,
 ) -> Iterator[int]:
     """Descriptor of the folder ``path`` (``/`` between its components) below ``root``. ``root`` itself may be a link.
 
     Args:
         make: make the folders that are missing. A folder of another user is refused where every user may make folders.
         own_links: follow links to folders that belong to this process's user or to root.
-        entered: called for each component with the descriptors of a folder and of its subfolder, and whether this call
-            made the subfolder.
+        entered: called for each component with the descriptors of a folder and of its subfolder, and the name.
 
     Raises:
         OSError: ``ELOOP`` for a link that is not followed, ``EACCES`` for a folder of another user; what ``open`` and
@@ -46,10 +47,10 @@ def opened(
     folder = os.open(root, _FOLDER)
     try:
         for name in path.split("/") if path else ():
-            child, made = _enter(folder, name, make=make, own_links=own_links)
+            child = _enter(folder, name, make=make, own_links=own_links)
             try:
                 if entered is not None:
-                    entered(folder, child, made)
+                    entered(folder, child, name)
             except BaseException:
                 os.close(child)
                 raise
@@ -60,8 +61,7 @@ def opened(
         os.close(folder)
 
 
-def _enter(folder: int, name: str, *, make: bool, own_links: bool) -> tuple[int, bool]:
-    made = False
+def _enter(folder: int, name: str, *, make: bool, own_links: bool) -> int:
     while True:
         try:
             child = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
@@ -70,16 +70,15 @@ def _enter(folder: int, name: str, *, make: bool, own_links: bool) -> tuple[int,
                 raise
             with suppress(FileExistsError):
                 os.mkdir(name, dir_fd=folder)
-                made = True
             continue
         except OSError as e:
             if e.errno not in (errno.ENOTDIR, errno.ELOOP) or not is_link(folder, name):
                 raise
-            return _through(folder, name, own_links=own_links), False
+            return _through(folder, name, own_links=own_links)
         if make and _is_planted(folder, child):
             os.close(child)
             raise PermissionError(errno.EACCES, f"the folder {name!r} belongs to another user")
-        return child, made
+        return child
 
 
 def is_link(folder: int, name: str) -> bool:
@@ -142,13 +141,40 @@ def private_folder(path: Path) -> int:
 
 
 def is_trusted(path: Path) -> bool:
-    """Whether only this process's user, root and a group of theirs may write the folder; made where it is missing."""
+    """Whether only this process's user and root can write the folder, and can replace it, a folder above it or a link
+    on the way to it. Made where it is missing.
+
+    A group counts as other users: its members are not known here. Write permission is harmless below a folder that no
+    other user can enter.
+    """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.stat()
+        own = (0, os.geteuid())
+        at, enterable, links = Path("/"), True, 0
+        names = list(reversed(path.absolute().parts[1:]))
+        while True:
+            found = at.lstat()
+            if found.st_uid not in own:
+                return False
+            if stat.S_ISLNK(found.st_mode):
+                links += 1
+                if links > _MOST_LINKS:
+                    return False
+                target = at.readlink()
+                names += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+                at, enterable = Path("/") if target.is_absolute() else at.parent, True
+                continue
+            enterable = enterable and bool(found.st_mode & (stat.S_IXGRP | stat.S_IXOTH))
+            writable = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            # In a sticky folder other users can make names, and cannot replace those of this user.
+            if enterable and writable and not (names and found.st_mode & stat.S_ISVTX):
+                return False
+            if not names:
+                return True
+            name = names.pop()
+            at, enterable = (at.parent, True) if name == ".." else (at / name, enterable)
     except OSError:
         return False
-    return found.st_uid in (0, os.geteuid()) and not found.st_mode & stat.S_IWOTH
 
 
 def _not_private(path: Path, got: str) -> str:

@@ -29,13 +29,15 @@ from hsx_dist.store.direct import write_direct
 from hsx_dist.store.faults import FULL
 from hsx_dist.store.folders import SAFELY, is_at, opened
 from hsx_dist.store.inode_lock import lock_exclusively, wait_for_deletes
+from hsx_dist.store.synced import SyncedFolders
 
 #: Unfinished objects lie beside their final name, as a rename must stay within one file system.
 UNFINISHED = ".hsx-unfinished-"
 _IOV_MAX = 512
-_FOLDERS_REMEMBERED = 65536
 _TRANSIENT = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EINTR})
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
+
+_synced = SyncedFolders()
 
 
 class LocalStore:
@@ -51,8 +53,6 @@ class LocalStore:
 
     def __init__(self, root: str | os.PathLike[str]):
         self._root = Path(root).expanduser().absolute()
-        self._durable: tuple[int, int] | None = None  # device and inode of the root whose name is synced
-        self._synced: set[tuple[int, int]] = set()  # folders below the root whose names are synced
 
     @property
     def url(self) -> str:
@@ -235,39 +235,21 @@ class LocalStore:
     @contextmanager
     def _writing(self, folder: str) -> Iterator[int]:
         """The open folder, made and synced in the folder above it."""
-        self._make_root()
-        with opened(self._root, folder, make=True, own_links=True, entered=self._entered) as fd:
+        self._root.mkdir(parents=True, exist_ok=True)
+        with opened(self._root) as root:
+            _synced.once(os.path.realpath(self._root), root, lambda: self._sync_root(root))
+        with opened(self._root, folder, make=True, own_links=True, entered=_sync_name) as fd:
             yield fd
 
-    def _make_root(self) -> None:
-        """Make the root, and sync its name and those of the folders above it, once. Another process may have made any
-        of them, and died before its sync."""
-        if not self._root.is_dir():
-            self._durable = None  # the file system may reuse the inode of a root that was removed
-            self._root.mkdir(parents=True, exist_ok=True)
-        found = self._root.stat()
-        key = (found.st_dev, found.st_ino)
-        if key == self._durable:
-            return
+    def _sync_root(self, root: int) -> None:
+        """Sync the names of the root and of the folders above it. Another process may have made any of them, and died
+        before its sync."""
+        device = os.fstat(root).st_dev
         for folder in Path(os.path.realpath(self._root)).parents:
-            if folder.stat().st_dev != found.st_dev:
+            if folder.stat().st_dev != device:
                 break  # the folder below is a mount point: no process made it by ``mkdir``
             with suppress(PermissionError), opened(folder) as fd:  # searchable, but not readable
                 _sync(fd)
-        self._durable = key
-
-    def _entered(self, parent: int, child: int, made: bool) -> None:
-        """Sync a subfolder's name once, also of a subfolder that exists: an earlier put may have failed in its sync, or
-        another process may have died before it."""
-        found = os.fstat(child)
-        key = (found.st_dev, found.st_ino)
-        if made:
-            self._synced.discard(key)  # the file system may reuse the inode of a folder that was removed
-        if key not in self._synced:
-            _sync(parent)
-            if len(self._synced) >= _FOLDERS_REMEMBERED:
-                self._synced.clear()
-            self._synced.add(key)
 
     def _walk(
         self,
@@ -433,6 +415,13 @@ def _version(found: os.stat_result) -> str:
     if not stat.S_ISREG(found.st_mode):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
     return f"{found.st_dev}-{found.st_ino}-{found.st_size}-{found.st_mtime_ns}-{found.st_ctime_ns}"
+
+
+def _sync_name(parent: int, child: int, name: str) -> None:
+    """Sync a subfolder's name once, also of a subfolder that exists: an earlier put may have failed in its sync, or
+    another process may have died before it."""
+    above = os.fstat(parent)
+    _synced.once((above.st_dev, above.st_ino, name), child, lambda: _sync(parent))
 
 
 def _sync(folder: int) -> None:

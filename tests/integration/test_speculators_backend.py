@@ -17,6 +17,7 @@ from speculators.train.data import ArrowDataset
 from torch.utils.data import DataLoader
 
 from hsx_dist.errors import ConfigError, StoreError
+from hsx_dist.format.names import part_name
 from hsx_dist.speculators import HsxBackend, HsxTransfer
 from hsx_dist.store import open_store
 from hsx_dist.testing.runs import store_run
@@ -83,6 +84,23 @@ def test_what_a_server_stored_is_read_and_removed(prepared: tuple[str, Path], tm
     assert not path.exists()
     (tmp_path / "failed.error.json").write_text('{"error": "aborted"}')
     assert reader.get_generated({"hidden_states_path": str(tmp_path / "failed.safetensors")}) is None
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("storage", ["", "run", "data", "link"])
+def test_a_runs_parts_are_never_removed(tmp_path: Path, version: int, storage: str) -> None:
+    folder = tmp_path / "jobs"
+    store = open_store(str(folder / "run"))
+    if version == 1:
+        store.put(part_name(1, "w", 1), [b"part"])
+    else:
+        store_run(store, SAMPLES[:2], per_part=2)
+    (part,) = (folder / "run").rglob("*.safetensors")
+    (tmp_path / "link").symlink_to(part.parent)
+    places = {"": folder, "run": folder / "run", "data": part.parent, "link": tmp_path / "link"}
+    reader = HsxTransfer(None, None, delete_generated=True, storage_path=str(places[storage]))
+    reader.delete(str(part))
+    assert part.exists()
 
 
 def test_only_what_lies_under_the_storage_path_is_read_or_removed(prepared: tuple[str, Path], tmp_path: Path) -> None:

@@ -81,24 +81,39 @@ if config.DISABLE_JIT:
     raise ImportError("NUMBA_DISABLE_JIT is set, and what follows works on addresses")
 
 
-#: numba unpickles what it finds in its cache.
-_CACHES = not config.CACHE_DIR or is_trusted(Path(config.CACHE_DIR))
-if not _CACHES:
+def _caches() -> bool:
+    """Whether numba may keep compiled code. It unpickles what it finds in its folder, so no other user may write it."""
+    given = Path(config.CACHE_DIR) if config.CACHE_DIR else None
+    if given is None or is_trusted(given):
+        try:
+            folder = Path(njit(cache=True)(_nothing).stats.cache_path)
+        except RuntimeError:  # no folder that may be written
+            return False
+        # Python itself runs what it finds in the package's __pycache__.
+        if folder == Path(__file__).parent / "__pycache__" or is_trusted(folder):
+            return True
+    else:
+        folder = given
     get_logger(__name__).warning(
-        "NUMBA_CACHE_DIR: expected a folder that only this user can write, got %s. Each process compiles the decoder; "
-        "name another folder",
-        config.CACHE_DIR,
+        "expected a cache of numba that only this user can write, got %s, which another user can write or replace. "
+        "Each process compiles the decoder; set NUMBA_CACHE_DIR to an empty folder of mode 0700 that you own",
+        folder,
     )
+    return False
+
+
+def _nothing() -> None:
+    pass
+
+
+_CACHES = _caches()
 
 
 def _jit(*signature: Any, **options: Any) -> Callable[[Any], Any]:
     """numba's ``njit`` that releases the interpreter's lock, and keeps the compiled code where there is a place."""
 
     def compiled(function: Any) -> Any:
-        try:
-            return njit(*signature, nogil=True, cache=_CACHES, **options)(function)
-        except RuntimeError:  # no folder that may be written: compiled anew in each process
-            return njit(*signature, nogil=True, **options)(function)
+        return njit(*signature, nogil=True, cache=_CACHES, **options)(function)
 
     return compiled
 

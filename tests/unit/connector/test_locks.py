@@ -364,6 +364,17 @@ def test_only_the_servers_user_and_group_can_open_a_lock_file(tmp_path, there):
     locks.release("r", stored=True)
 
 
+def test_a_file_that_another_user_linked_in_the_place_of_a_lock_keeps_its_mode(tmp_path):
+    command = tmp_path / "command"
+    command.touch()
+    command.chmod(0o4755)
+    (tmp_path / "a.lock").hardlink_to(command)
+    locks = CompanionLocks(tmp_path)
+    locks.hold("a", "r")
+    locks.release("r", stored=True)
+    assert command.stat().st_mode & 0o7777 == 0o4755
+
+
 def test_a_reader_that_may_not_open_the_lock_file_is_told_what_to_do(tmp_path, monkeypatch):
     """Without the lock it could get what an earlier request of this name stored."""
 

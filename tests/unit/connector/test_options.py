@@ -21,10 +21,20 @@ from hsx_dist.connector.options import (
     read_options,
 )
 from hsx_dist.format.companions import RUN_NAMES, is_of_a_key, marker_name
-from hsx_dist.format.names import CHECK, attempt_name, compacted_name, heartbeat_name, part_name, receipt_name
-from hsx_dist.format.place import RUN
+from hsx_dist.format.names import (
+    CHECK,
+    attempt_name,
+    closed_name,
+    compacted_name,
+    complete_name,
+    heartbeat_name,
+    part_name,
+    receipt_name,
+)
+from hsx_dist.format.place import RUN, start_run
 from hsx_dist.page import object_name, sample_key
 from hsx_dist.reading.missing import CONSUMED
+from hsx_dist.store import open_store
 
 CAPTURED = (2, 15, 30)
 
@@ -244,6 +254,28 @@ def test_no_path_is_an_object_of_a_run(path):
     assert "hidden_states_path" in options.refused
     assert options.name == "r-1.safetensors"
     assert read({"hidden_states_path": "mine/data/x.safetensors"}).path == "mine/data/x.safetensors"
+
+
+@pytest.mark.parametrize("folder", ["old", "jobs/2026/old", "Old."])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(attempt_name(2), heartbeat_name(2), closed_name(2), complete_name(2), receipt_name(1, "W.x", 1)),
+        *(compacted_name(1), part_name(1, "W.x", 1), part_name(1, "w", 1, "sample"), CHECK),
+    ],
+)
+def test_no_path_is_an_object_of_a_run_without_an_id_in_a_folder_below(folder, name):
+    for path in (f"{folder}/{name}", f"{folder}/{name.upper()}"):
+        options = read({"hidden_states_path": path})
+        assert "hidden_states_path" in options.refused
+        assert options.name == "r-1.safetensors"
+
+
+def test_a_request_keeps_no_run_from_starting_in_a_folder_below(tmp_path):
+    path = f"nightly/{part_name(1, 'w', 1)}"
+    options = read({"hidden_states_path": path})
+    open_store(str(tmp_path)).put(options.name, [b"x"])
+    start_run(open_store(str(tmp_path / "nightly")), {})
 
 
 def test_the_reserved_names_are_all_that_runs_have():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import pickle
@@ -12,7 +13,7 @@ from vllm import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
 from hsx_dist.connector.options import MAX_METADATA_DEPTH
-from hsx_dist.connector.scheduler import SchedulerHalf
+from hsx_dist.connector.scheduler import MAX_TEXT, SchedulerHalf
 from hsx_dist.connector.settings import ConnectorSettings, read_settings
 from hsx_dist.errors import ConfigError
 
@@ -496,7 +497,7 @@ def test_a_request_id_of_any_length_costs_what_a_short_one_does():
 def test_an_images_long_identifier_is_hashed():
     scheduler = half()
     told = []
-    for i, image in enumerate(("x" * 1_000_000, "x" * 1_000_001)):
+    for i, image in enumerate(("x" * 1000, "x" * 1001)):
         r = request(4, 4, hidden_states_key=f"k{i}", request_id=f"r{i}-1")
         r.mm_features = [an_image(image)]
         told += scheduler.request_finished(r, [1])[1]["hidden_states_meta"]["multimodal"]
@@ -552,3 +553,42 @@ def test_an_error_that_one_request_causes_costs_it_alone(monkeypatch, step):
     assert [e.request_id for e in first.expected] == ["a", "bad", "b"]
     scheduler.copies_done({"a", "b"})
     assert scheduler.pending == 0
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+@pytest.mark.parametrize("what", ["image", "salt", "lora", "lora path"])
+def test_texts_of_a_client_are_bounded_before_they_are_hashed(monkeypatch, what, keyed):
+    hashed = []
+    sha256 = hashlib.sha256
+
+    class Digest:
+        def __init__(self, data=b""):
+            self._digest = sha256()
+            self.update(data)
+
+        def update(self, data):
+            hashed.append(len(data))
+            self._digest.update(data)
+
+        def hexdigest(self):
+            return self._digest.hexdigest()
+
+    monkeypatch.setattr(hashlib, "sha256", Digest)
+    for length, saved in ((MAX_TEXT, True), (MAX_TEXT + 1, False), (1_000_000, False)):
+        scheduler = half()
+        text = "\u03b1" * length
+        made = request(20, 20, **({"hidden_states_key": "row-7"} if keyed else {}))
+        if what == "image":
+            made.mm_features = [an_image("short"), an_image(text)]
+        elif what == "salt":
+            made.cache_salt = text
+        else:
+            name, path = (text, "/a") if what == "lora" else ("a", text)
+            made.lora_request = SimpleNamespace(lora_name=name, lora_path=path)
+        scheduler.new_request(made)
+        held, answer = scheduler.request_finished(made, [5, 9])
+        assert held is saved
+        if not saved:
+            assert f"of at most {MAX_TEXT} characters, got {length}" in answer["hidden_states_meta"]["reason"]
+            assert [s.reason for s in meta(scheduler).skipped] == [answer["hidden_states_meta"]["reason"]]
+    assert max(hashed, default=0) < 10 * MAX_TEXT

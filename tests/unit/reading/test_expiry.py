@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -114,6 +115,36 @@ def test_folders_that_may_not_be_read_are_skipped_reported_and_logged_once(with_
     assert not (root / "z" / "old.safetensors").exists()
     out, err = as_a_user(GC, str(root))
     assert "4 folders may not be read" in out, err
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")
+def test_a_file_of_another_user_stops_no_gc(prefix):
+    """In a folder that every user can write, such as the default output."""
+    prefix.chmod(0o1777)
+    os.chown(prefix, 1234, 1234)
+    for name in (".hsx-unfinished-x", "bad.error.json"):
+        (prefix / name).touch()
+        os.utime(prefix / name, (1000, 1000))
+        (prefix / name).chmod(0o644)
+        os.chown(prefix / name, 1234, 1234)
+    out, err = as_a_user(GC, str(prefix), "--delete", "--json")
+    found = json.loads(out)
+    assert sorted(found["expired"]) == ["odd.bin.failed.json", "old.safetensors"], err
+    assert sorted(found["denied"]) == [".hsx-unfinished-x", "bad.error.json"]
+    assert (prefix / "bad.error.json").exists()
+    out, _ = as_a_user(GC, str(prefix), "--delete")
+    assert "2 files may not be removed, and stay" in out
+
+
+def test_an_object_in_use_is_tried_again_and_reported(prefix):
+    with (prefix / "old.safetensors.lock").open() as reader:
+        fcntl.flock(reader, fcntl.LOCK_SH)
+        out, _ = as_a_user(GC, str(prefix), "--delete", "--json")
+    found = json.loads(out)
+    assert found["in_use"] == ["old.safetensors"]
+    assert sorted(found["expired"]) == ["bad.error.json", "odd.bin.failed.json"]
+    assert json.loads(as_a_user(GC, str(prefix), "--delete", "--json")[0])["in_use"] == []
+    assert not (prefix / "old.safetensors").exists()
 
 
 def test_a_listing_from_which_something_is_concluded_ends_there(with_unreadable_folders):

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from hsx_dist.errors import AlreadyExists, Unavailable
-from hsx_dist.store import RetryPolicy, RetryStore
+from hsx_dist.store import RetryPolicy, RetryStore, local
 from hsx_dist.store.folders import opened
 from hsx_dist.store.local import LocalStore
+from hsx_dist.store.synced import SyncedFolders
 from tests.unit.store.on_a_failing_disk import NO_LOOP
 
 
@@ -79,6 +80,7 @@ def test_a_retry_syncs_what_the_failed_sync_did_not(
     store = _patient(root)
     if verb == "put over another":
         LocalStore(root).put("a/b/object", [b"old"])
+        monkeypatch.setattr(local, "_synced", SyncedFolders())  # another process put it
     above = len(root.parents) - len(mount_point(root.parent).parents)
     # First and last folder above the root, the root, "a", the file, "b". There is no further sync.
     disk = Disk(monkeypatch, [0, above - 1, above, above + 1, above + 2, above + 3, above + 4][fails])
@@ -165,6 +167,45 @@ def test_a_folder_that_was_removed_and_made_again_is_synced_again(
     store.put("data/a", [b"1"])
     assert disk.synced(root) >= {"data"}
     assert disk.synced(root / "data") == {"a"}
+
+
+@pytest.mark.parametrize("which", ["root", "folder"])
+def test_a_folder_that_another_process_made_again_is_synced_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """A file system may give the inode of a removed folder to the next one."""
+    root = tmp_path.resolve() / "run"
+    store = LocalStore(root)
+    for _ in range(10):
+        store.put("data/a", [b"1"])
+        shutil.rmtree(root if which == "root" else root / "data")
+        (root / "data").mkdir(parents=True)
+        with monkeypatch.context() as patch:
+            disk = Disk(patch, -1)
+            store.put("data/a", [b"1"])
+            assert disk.holds(root / "data/a") if which == "root" else disk.synced(root) >= {"data"}
+
+
+def test_a_folder_that_was_renamed_is_synced_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path.resolve() / "run"
+    store = LocalStore(root)
+    store.put("data/a", [b"1"])
+    (root / "data").rename(root / "other")
+    disk = Disk(monkeypatch, -1)
+    store.put("other/b", [b"1"])
+    assert disk.synced(root) >= {"other"}
+
+
+def test_remembered_folders_keep_few_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_synced", SyncedFolders(most=3))
+    store = LocalStore(tmp_path)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for k in range(20):
+        store.put(f"{k}/a", [b"1"])
+    assert len(list(Path("/proc/self/fd").iterdir())) == before + 3
+    disk = Disk(monkeypatch, -1)
+    store.put("0/b", [b"1"])  # forgotten
+    assert "0" in disk.synced(tmp_path)
 
 
 def test_known_folders_are_not_synced_for_every_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
