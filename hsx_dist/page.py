@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -99,6 +99,10 @@ class Segment:
     @property
     def num_tokens(self) -> int:
         return self.stop - self.start
+
+    def bare(self) -> Segment:
+        """The segment without ``meta``, ``attached`` and ``metadata``."""
+        return replace(self, meta={}, attached={}, metadata="")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -38,6 +38,7 @@ from hsx_dist.connector.shared_memory import mapped, reserve
 from hsx_dist.connector.step import Expect, Skip
 from hsx_dist.logger import get_logger
 from hsx_dist.observe.metrics import Increments, Meter, Series
+from hsx_dist.page import Segment
 from hsx_dist.writers.base import CALL_BYTES, Sender
 
 log = get_logger(__name__)
@@ -74,6 +75,9 @@ class SocketOutlet:
             linger_s=LINGER_S,
         )
         threading.Thread(target=self._take_back, name="hsx-free", daemon=True).start()
+
+    def admit(self, _: Segment, /) -> bool:
+        return True
 
     def submit(self, *pages: Copied) -> None:
         self._thread.put(*pages)

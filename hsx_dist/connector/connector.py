@@ -84,6 +84,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
                 hidden_size=vllm_config.model_config.get_hidden_size(),
             )
+            model = vllm_config.model_config
+            token_bytes = len(self._layer_ids) * model.get_hidden_size() * model.dtype.itemsize
+            warn_of_long_samples(self._settings, model.max_model_len, token_bytes)
 
         warn_of_short_limits(self._settings, vllm_config, role)
 
@@ -262,6 +265,20 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             )
         if self._settings.via != "process":  # else its owner closes it
             self._outlet.close(max(end - time.monotonic(), 0.1))
+
+
+def warn_of_long_samples(settings: ConnectorSettings, longest: int, token_bytes: int) -> None:
+    """Log a warning if the states of one request can exceed what a bare connector's writers hold encoded."""
+    if settings.via == "store" and longest * token_bytes > settings.encoded_bytes:
+        log.warning(
+            "a request of max_model_len=%d tokens has %d bytes of states, and in_flight_bytes=%d allows %d encoded "
+            "bytes: the writers of each worker hold one such request whole, beyond in_flight_bytes. Provide memory, "
+            "raise in_flight_bytes, or lower --max-model-len",
+            longest,
+            longest * token_bytes,
+            settings.in_flight_bytes,
+            settings.encoded_bytes,
+        )
 
 
 def warn_of_short_limits(settings: ConnectorSettings, vllm_config: VllmConfig, role: KVConnectorRole) -> None:

@@ -11,9 +11,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import queue
+import resource
 import stat
+import sys
 import threading
 import time
 import uuid
@@ -51,6 +54,10 @@ class _Lock:
     stored: bool = False  # an object was stored under it: the file stays
 
 
+class _TooManyLocks(OSError):
+    """Half of the process's file descriptors hold locks."""
+
+
 class CompanionLocks:
     """The locks of one worker on objects under ``folder``. Thread-safe."""
 
@@ -62,6 +69,7 @@ class CompanionLocks:
         self._asked: queue.Queue[tuple[str, str] | None] = queue.Queue()
         self._end: float | None = None  # when the current step stops waiting for other processes
         self._closed = False
+        self._short = False  # descriptors do not suffice for all locks; logged once until they do
         self._thread = threading.Thread(target=self._run, name="hsx-lock", daemon=True)
         with any_core():
             self._thread.start()
@@ -121,6 +129,9 @@ class CompanionLocks:
         """Whether a lock that was asked for needs no other try."""
         try:
             settled = self._hold(name, holder, last=self._end is not None and time.monotonic() >= self._end)
+        except _TooManyLocks as e:
+            log.log(logging.DEBUG if self._short else logging.WARNING, "no lock file for %r: %s", name, e)
+            self._short = settled = True
         except Exception as e:  # noqa: BLE001 - an engine must not die of a name that its file system does not take
             log.warning("no lock file for %r: %s", name, e)
             settled = True
@@ -146,6 +157,7 @@ class CompanionLocks:
                 return True
             lock = self._held.get(name)
             if lock is None:
+                self._check_room()
                 taken = self._open(name, last=last)
                 if taken is None:
                     return False
@@ -153,6 +165,21 @@ class CompanionLocks:
             lock.holders.add(holder)
             self._names[holder] = name
             return True
+
+    def _check_room(self) -> None:
+        """Raises:
+        _TooManyLocks: the locks hold as many descriptors as they may. The others are for sockets and the store.
+        """
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        most = limit // 2 if limit != resource.RLIM_INFINITY else sys.maxsize
+        if len(self._held) >= most:
+            raise _TooManyLocks(
+                errno.EMFILE,
+                f"expected at most {most} open lock files (half of RLIMIT_NOFILE), got one more. Readers of this "
+                "sample must poll. Raise ulimit -n",
+            )
+        if len(self._held) < most // 2:
+            self._short = False
 
     def release(self, holder: str, *, stored: bool) -> None:
         """One holder less; the last one opens the lock. Where there is no object the lock file goes too."""

@@ -7,6 +7,7 @@ wait for a local file system.
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -97,6 +98,10 @@ class Outlet(Protocol):
     ring: Ring
     meter: Meter
     memory: np.ndarray[Any, Any]  # uint8 [ring.capacity]
+
+    def admit(self, segment: Segment, /) -> bool:
+        """Whether the first page of a sample may be submitted now. If False, its blocks stay held. Returns at once."""
+        ...
 
     def submit(self, *pages: Copied) -> None:
         """Ship pages whose copies were started, in the order in which they end. Returns at once."""
@@ -244,7 +249,9 @@ class ShippingThread:
                     break
                 items.append(item)
                 if not isinstance(item, Shipped):
-                    nbytes += item[0].nbytes
+                    ref = item[0]
+                    # With the metadata: the pages travel as one message.
+                    nbytes += ref.nbytes + (len(ref.segment.metadata) if ref.start == ref.segment.start else 0)
                 if nbytes >= COALESCE_BYTES:
                     break
                 wait = end - time.monotonic() if 0 < nbytes < self._least else 0.0
@@ -345,11 +352,13 @@ class LocalOutlet:
         meter: Meter | None = None,
         least_bytes: int = 0,
         memory: np.ndarray[Any, Any] | None = None,
+        sample_bytes: int = sys.maxsize,
     ):
         """``least_bytes``: fewer wait a moment for more, where ``sender`` calls somebody. ``memory``: where the ring
-        lies, uint8 of ``in_flight_bytes``, where somebody else is to see it; else this makes it."""
+        lies, uint8 of ``in_flight_bytes``, where somebody else is to see it; else this makes it. ``sample_bytes``:
+        limit of the ring's ``claim``."""
         self.meter = Meter() if meter is None else meter
-        self.ring = Ring(in_flight_bytes)
+        self.ring = Ring(in_flight_bytes, sample_bytes)
         self.meter.watch("ring_bytes", lambda: self.ring.used_bytes)
         # Touched here: page faults in the step path cost three times the copy.
         self.memory = huge_pages.zeroed(self.ring.capacity) if memory is None else memory
@@ -361,6 +370,9 @@ class LocalOutlet:
             least_bytes=min(least_bytes, self.ring.capacity // 4),
             linger_s=LINGER_S,
         )
+
+    def admit(self, _: Segment, /) -> bool:
+        return True
 
     def submit(self, *pages: Copied) -> None:
         self._thread.put(*pages)

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -201,7 +201,7 @@ class ProcessSender:
                 else:
                     sent.append(ref)
                     self._held[ref.offset] = partial(release, page)
-                    copy = self._copies.setdefault(source, _Copy(page.segment))
+                    copy = self._copies.setdefault(source, _Copy(page.segment.bare()))
                     copy.whole = whole
                     if whole and copy.told:
                         del self._copies[source]
@@ -219,7 +219,7 @@ class ProcessSender:
             offset=page.data.ctypes.data - self._base,
             shape=(a, b, c),
             # What a client said of its sample, a loss mask for instance, may be as long as the sample: once is enough.
-            segment=page.segment if first else replace(page.segment, meta={}, attached={}, metadata=""),
+            segment=page.segment if first else page.segment.bare(),
             start=page.start,
             stop=page.stop,
             chunk_tokens=page.chunk_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 
@@ -16,8 +17,11 @@ class Ring:
     that copies into it is the one that holds the ``Ring``.
     """
 
-    def __init__(self, capacity: int):
+    def __init__(self, capacity: int, most_claimed: int = sys.maxsize):
+        """``most_claimed``: limit in bytes of ``claim``."""
         self.capacity = capacity - capacity % ALIGN
+        self._most_claimed = most_claimed
+        self._claimed = 0
         self._lock = threading.Condition()
         self._head = 0  # where the next allocation starts
         self._live: deque[list[int]] = deque()  # [offset, end, freed], oldest first
@@ -64,10 +68,29 @@ class Ring:
                 self._live.popleft()
             self._lock.notify_all()
 
+    def claim(self, nbytes: int) -> bool:
+        """Count ``nbytes`` that a sample occupies outside the ring. Returns False if they exceed the limit now; a
+        sample larger than the limit is claimed when no other is."""
+        with self._lock:
+            if self._claimed and self._claimed + nbytes > self._most_claimed:
+                return False
+            self._claimed += nbytes
+            return True
+
+    def unclaim(self, nbytes: int) -> None:
+        """Give back what ``claim`` counted."""
+        with self._lock:
+            self._claimed -= nbytes
+            self._lock.notify_all()
+
+    @property
+    def claimed_bytes(self) -> int:
+        return self._claimed
+
     def wait(self, timeout: float) -> None:
         """Wait until something is given back, at most ``timeout`` seconds."""
         with self._lock:
-            if self._live:
+            if self._live or self._claimed:
                 self._lock.wait(timeout)
 
     @property

@@ -82,6 +82,19 @@ class ConnectorSettings(BaseModel):
         """Whether samples are stored in a folder of this machine."""
         return "://" not in self.output or self.output.startswith(("file://", "local://"))
 
+    # The other parts of ``in_flight_bytes``: half for the ring, ``sample_bytes`` in each of the two processes, and a
+    # tenth for the store's client.
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Limit of the bytes that a bare connector's writers hold encoded; one larger sample is stored alone."""
+        return self.in_flight_bytes * 3 // 10
+
+    @property
+    def sample_bytes(self) -> int:
+        """Limit of what samples occupy besides their states: metadata, token ids, attached arrays, objects."""
+        return self.in_flight_bytes // 20
+
     @property
     def one_node(self) -> bool:
         """Whether only ranks on one node can store: the others have another disk, or cannot reach ``address``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -38,6 +39,8 @@ log = get_logger(__name__)
 
 #: A marker is worth this many seconds of trying: it only spares a reader its own time limit.
 MARKER_SECONDS = 10.0
+#: Python objects of one sample in one process, without metadata and arrays.
+SAMPLE_BYTES = 8 << 10
 
 
 @dataclass(slots=True)
@@ -79,8 +82,8 @@ MakeWriters = Callable[[SinkOptions, Callable[[Event], None], Meter, int], Write
 class StoreOutlet(LocalOutlet):
     """A local outlet with writers of its own. A failure leaves ``KEY.error.json`` for whoever waits.
 
-    The host memory of ``in_flight_bytes`` is shared: half for the ring, two fifths for what is encoded and not yet
-    stored, and the rest for what the store's client holds of what it sends.
+    ``in_flight_bytes`` is divided: half for the ring, three tenths for encoded bytes that are not stored yet, a
+    twentieth in each process for what samples occupy besides their states, and the rest for the store's client.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class StoreOutlet(LocalOutlet):
         self._requests: dict[str, _Request] = {}  # by request id
         self._names: dict[str, _Name] = {}
         self._submitted: dict[str, str] = {}  # request id → name, of what is neither stored nor failed
+        self._claims: dict[str, int] = {}  # request id → bytes that count against the ring's limit until its end
         self._settling = 0  # stored or failed, and on its way to whoever tells
         self._state = threading.Lock()
         half = settings.in_flight_bytes // 2
@@ -106,12 +110,14 @@ class StoreOutlet(LocalOutlet):
             about=about,
             writer="worker",
             layout="sample",
-            max_bytes=settings.in_flight_bytes * 2 // 5,
+            max_bytes=settings.encoded_bytes,
             on_bad_rows=settings.on_bad_rows,
         )
         meter = Meter() if meter is None else meter
         self._writers = make_writers(options, self._on_event, meter, half)
-        super().__init__(self._writers, half, meter=meter, memory=self._writers.memory)
+        super().__init__(
+            self._writers, half, meter=meter, memory=self._writers.memory, sample_bytes=settings.sample_bytes
+        )
 
     # -- called by steps: no store, no lock that a writer holds; locks' files are a local file system's ------------
 
@@ -124,6 +130,16 @@ class StoreOutlet(LocalOutlet):
             self._locks.ask(name, request_id)
         if expected.chosen and self._markers.failed(name):
             self._markers.clear("", name)  # an earlier request's: it is not about this one
+
+    def admit(self, segment: Segment, /) -> bool:
+        request_id = request_of(segment)
+        with self._state:
+            if request_id not in self._claims:
+                nbytes = bytes_besides(segment)
+                if not self.ring.claim(nbytes):
+                    return False
+                self._claims[request_id] = nbytes
+            return True
 
     def submit(self, *pages: Copied) -> None:
         with self._state:
@@ -199,6 +215,9 @@ class StoreOutlet(LocalOutlet):
             failure, failed = (group.failure, group.failed) if last else (None, set())
 
         def release() -> None:
+            with self._state:
+                claimed = self._claims.pop(request_id, 0)
+            self.ring.unclaim(claimed)
             if self._locks is not None:
                 self._locks.release(request_id, stored=stored)
 
@@ -275,6 +294,13 @@ def process_writers(settings: ConnectorSettings) -> MakeWriters:
         return ProcessSender(spec, on_event, meter)
 
     return make
+
+
+def bytes_besides(segment: Segment) -> int:
+    """Upper estimate of the bytes that a sample occupies in one process besides its states, until it is stored."""
+    attached = sum(array.nbytes for array in segment.attached.values())
+    # A str of other than ASCII characters takes up to four bytes for each.
+    return SAMPLE_BYTES + sys.getsizeof(segment.metadata) + 2 * len(str(segment.meta)) + attached + 8 * segment.total
 
 
 def request_of(segment: Segment) -> str:

@@ -281,26 +281,29 @@ class WorkerHalf:
         segment_start = index * self.plan.segment_tokens
         segment_stop = min(segment_start + self.plan.segment_tokens, total)
         stop = min(start + self.plan.page_tokens, segment_stop)
+        segment = Segment(
+            key=copy.save.key,
+            index=index,
+            start=segment_start,
+            stop=segment_stop,
+            total=total,
+            row=copy.save.row,
+            sample_hash=copy.sample_hash,
+            source=copy.source,
+            meta=copy.save.meta,
+            attached=copy.save.attached if index == 0 else {},
+            name=copy.save.name,
+            metadata=copy.save.metadata,
+        )
+        if start == 0 and not self._outlet.admit(segment):
+            return None
         offset = self._outlet.ring.allocate(self._nbytes(copy, start, stop))
         if offset is None:
             return None
         ref = PageRef(
             offset=offset,
             shape=self._shape(copy, start, stop),
-            segment=Segment(
-                key=copy.save.key,
-                index=index,
-                start=segment_start,
-                stop=segment_stop,
-                total=total,
-                row=copy.save.row,
-                sample_hash=copy.sample_hash,
-                source=copy.source,
-                meta=copy.save.meta,
-                attached=copy.save.attached if index == 0 else {},
-                name=copy.save.name,
-                metadata=copy.save.metadata,
-            ),
+            segment=segment,
             start=start,
             stop=stop,
             chunk_tokens=self.plan.page_tokens,

@@ -22,6 +22,7 @@ from typing import Any
 from hsx_dist.connector.outlet import PageRef
 from hsx_dist.connector.shared_memory import mapped
 from hsx_dist.errors import HsxError
+from hsx_dist.format.receipt import Receipt
 from hsx_dist.observe.console import say_lines
 from hsx_dist.observe.metrics import Increments, Meter
 from hsx_dist.page import Page, Segment
@@ -76,6 +77,8 @@ class _Teller:
         self._queue.put(("free", (offset, nbytes)))
 
     def event(self, event: Event) -> None:
+        assert not isinstance(event, Receipt)  # there is no run
+        event = replace(event, segments=tuple(segment.bare() for segment in event.segments))
         self.numbers()  # whoever sees the end of a sample finds it counted
         self._queue.put(("event", event))
 

@@ -47,10 +47,14 @@ class BlockPool:
     @property
     def nbytes(self) -> int:
         """Of all blocks, in use or free."""
+        self.trim()
+        return self._total
+
+    def trim(self) -> None:
+        """Unmap free blocks beyond the limit."""
         with self._lock:
             self._collect()
             self._trim(0)
-            return self._total
 
     def _fitting(self, nbytes: int) -> mmap.mmap:
         """The smallest free block that is large enough and not wasteful, or a new one."""

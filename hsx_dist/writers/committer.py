@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -147,7 +146,7 @@ class PartCommitter:
         """Of a stored part, without its number."""
         proofs = tuple(
             SegmentProof(
-                segment=replace(s.segment, meta={}, metadata=""),  # as it is read back: a driver keeps millions of them
+                segment=s.segment.bare(),  # as it is read back: a driver keeps millions of them
                 slot=slot,
                 token_hash=token_hash(s.token_ids),
                 raw_bytes=s.raw_nbytes,

@@ -112,6 +112,7 @@ class PartSink:
         self._open = _OpenPart()
         self._held = 0
         self._storing = 0  # parts
+        self._finishing = 0  # segments that are whole, and in no part yet
         self._dead: HsxError | None = None
         self._next_part = 1
         self._arrivals = 0
@@ -139,6 +140,7 @@ class PartSink:
         key = self._place(page.segment)
         grown = -page.nbytes
         filling = None
+        done = False
         try:
             filling = self._filling_for(page)
             if filling.lost:
@@ -157,6 +159,7 @@ class PartSink:
                 done = here and filling.encoder.complete
                 if done:
                     del self._filling[key]
+                    self._finishing += 1
             if done:
                 grown -= self._finish(filling)
         except Exception as e:
@@ -165,6 +168,7 @@ class PartSink:
         finally:
             with self._lock:
                 self._held += grown
+                self._finishing -= done
                 if filling is not None:
                     filling.left -= 1
                     if filling.lost and filling.left <= 0 and self._filling.get(key) is filling:
@@ -242,7 +246,7 @@ class PartSink:
                     raise self._dead
                 if self._held + nbytes <= self._opt.max_bytes:
                     break
-                if not self._storing:
+                if not self._storing and not self._finishing:
                     if not self._open.segments:
                         break  # only unfinished segments are held: taking more pages is the only way on
                     self._seal_locked()  # starved: store what is whole, as nothing else will make room
@@ -301,6 +305,7 @@ class PartSink:
         finally:
             # Its memory is free before its bytes count as free: else whoever waits for them takes fresh memory beside.
             part.segments.clear()
+            self._blocks.trim()
             with self._lock:
                 self._storing -= 1
                 self._held -= nbytes

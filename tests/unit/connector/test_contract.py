@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, HiddenStateCacheSpec, 
 from hsx_dist.connector.connector import (
     HiddenStatesConnector,
     hidden_state_group,
+    warn_of_long_samples,
     warn_of_short_limits,
 )
 from hsx_dist.connector.settings import read_settings
@@ -99,6 +100,16 @@ def test_an_engine_that_would_end_before_all_is_stored_is_warned_of(caplog, seco
         long = copy.copy(read_settings({"shared_storage_path": "x", "hsx": {"drain_seconds": 30}}))
         warn_of_short_limits(long, engine(shutdown_timeout=seconds), KVConnectorRole.SCHEDULER)
     assert "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("longest", "given", "said"), [(32768, {}, True), (2048, {}, False), (32768, {"via": "socket"}, False)]
+)
+def test_a_server_whose_longest_sample_exceeds_its_budget_is_warned_of(caplog, longest, given, said):
+    settings = read_settings({"shared_storage_path": "x", "hsx": given})
+    with caplog.at_level(logging.WARNING):
+        warn_of_long_samples(settings, longest, 4 * 4096 * 2)
+    assert ("max_model_len=32768 tokens has 1073741824 bytes" in caplog.text) is said
 
 
 def test_rays_executor_takes_a_stores_credentials_along_only_where_it_is_told(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -389,3 +390,21 @@ def test_a_reader_that_may_not_open_the_lock_file_is_told_what_to_do(tmp_path, m
         pass
     with exclusive_lock(str(tmp_path), "a") as held:
         assert not held
+
+
+def test_locks_leave_half_of_the_descriptors_to_the_rest_of_the_process(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 20))
+    locks = CompanionLocks(tmp_path)
+    for i in range(30):
+        locks.ask(f"k{i}.safetensors", f"r{i}")
+    locks.wait()  # a step goes on
+    assert len(list(tmp_path.iterdir())) == 10
+    assert caplog.text.count("half of RLIMIT_NOFILE") == 1  # not for each request
+    locks.ask("k0.safetensors", "again")  # a name that is locked needs no other descriptor
+    locks.wait()
+    for holder in ["again", *(f"r{i}" for i in range(30))]:
+        locks.release(holder, stored=False)
+    assert list(tmp_path.iterdir()) == []
+    locks.hold("later.safetensors", "later")
+    assert is_held(tmp_path / "later.safetensors.lock")
+    locks.release_all()

@@ -58,3 +58,18 @@ def test_wrapping_never_hands_out_live_bytes():
         ring.free(offset)
     assert ring.used_bytes == 0
     assert ring.allocate(ring.capacity) == 0
+
+
+def test_claims_stay_within_their_limit_and_one_larger_than_it_is_claimed_alone():
+    ring = Ring(1024, most_claimed=100)
+    assert ring.claim(60)
+    assert ring.claim(40)
+    assert not ring.claim(1)
+    ring.unclaim(60)
+    assert not ring.claim(101)
+    ring.unclaim(40)
+    assert ring.claim(101)
+    assert not ring.claim(0)
+    assert ring.allocate(1024) == 0  # room in the ring is another matter: a sample that was admitted goes on
+    ring.unclaim(101)
+    assert ring.claimed_bytes == 0

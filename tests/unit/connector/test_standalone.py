@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import fcntl
 import json
+import pickle
+import sys
 import time
+import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 import hsx_dist
 from hsx_dist.connector.outlet import PageRef
-from hsx_dist.connector.step import Expect, Skip
+from hsx_dist.connector.settings import read_settings
+from hsx_dist.connector.standalone import StoreOutlet, ThreadWriters
+from hsx_dist.connector.step import Expect, Save, Skip, Step
+from hsx_dist.connector.worker import WorkerHalf
 from hsx_dist.errors import Denied, NotFound, SampleFailed
 from hsx_dist.page import Segment
 from hsx_dist.store import open_store
 from hsx_dist.testing.faulty_stores import PUTS, CountingStore, FailingStore, HangingStore, Strike
 from hsx_dist.testing.stores import MemoryStore
+from hsx_dist.writers.sink import PartSink
 from tests.unit.connector.small_outlet import HIDDEN, LAYERS, outlet_on, some, submit
 
 
@@ -333,3 +342,89 @@ def test_a_page_that_was_not_copied_is_told_to_whoever_waits(tmp_path):
     with pytest.raises(SampleFailed, match="device lost"):
         hsx_dist.load_hidden_states(str(tmp_path / "a.safetensors"), wait=60)
     assert outlet.ring.used_bytes == 0
+
+
+class OnceMoreWriters(ThreadWriters):
+    """Each segment once more in memory, as where the writers are a process."""
+
+    def send(self, pages, release):
+        for page in pages:
+            copy = replace(page, segment=pickle.loads(pickle.dumps(page.segment)))
+            super().send([copy], lambda _, page=page: release(page))
+
+
+def test_metadata_of_short_samples_waits_with_its_blocks_and_not_beside_the_ring(tmp_path):
+    budget, n = 8 << 20, 400
+    settings = read_settings({"hsx": {"output": str(tmp_path), "in_flight_bytes": budget}})
+    hanging = HangingStore(open_store(str(tmp_path)), Strike(PUTS, times=10**9))
+    outlet = StoreOutlet(
+        lambda options, on_event, meter, _: OnceMoreWriters(PartSink(hanging, options, on_event, meter), 2),
+        settings,
+        {"model": "m", "revision": None, "norm": "pre"},
+        markers=open_store(str(tmp_path)),
+    )
+    cache = torch.randn(n, 2, 4, 8)
+    worker = WorkerHalf(cache, outlet, layer_ids=(1, 2), page_bytes=1 << 20, segment_bytes=sys.maxsize)
+    saves = [
+        Save(f"r{i}", f"k{i}", np.arange(1), np.array([i]), 0, metadata=json.dumps({"x": f"{i}".ljust(65000)}))
+        for i in range(n)
+    ]
+    expected = [Expect(f"r{i}", f"k{i}.safetensors", 0, chosen=True) for i in range(n)]
+    tracemalloc.start()
+    try:
+        worker.begin(Step(expected=expected))
+        worker.step(Step(saves=saves))
+        assert hanging.hanging.wait(60)
+        for _ in range(20):
+            worker.step(Step(idle=True))
+        grown = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert worker.blocks_held > n - 20  # vLLM's scheduler waits for them
+    assert outlet.ring.claimed_bytes <= settings.sample_bytes
+    assert grown < settings.encoded_bytes + 2 * settings.sample_bytes
+    hanging.release()
+    while worker.pending:
+        worker.step(Step(idle=True))
+        worker.finished()
+    outlet.close(60)
+    assert len(list(tmp_path.glob("*.safetensors"))) == n
+    assert outlet.ring.claimed_bytes == 0
+
+
+@pytest.mark.parametrize("metadata", ["", "y" * 65000, "\U0001f600" * 16000])
+def test_a_sample_takes_no_more_memory_than_it_is_counted_with(tmp_path, metadata):
+    """In both processes together: the objects of a hundred samples of one token that wait for a store."""
+    n = 100
+    hanging = HangingStore(open_store(str(tmp_path)), Strike(PUTS, times=10**9))
+    settings = read_settings({"hsx": {"output": str(tmp_path), "in_flight_bytes": 160 << 20}})
+    memory = np.ones(80 << 20, np.uint8)
+
+    def make(options, on_event, meter, _):
+        made = OnceMoreWriters(PartSink(hanging, options, on_event, meter), 2)
+        made.memory = memory
+        return made
+
+    outlet = StoreOutlet(make, settings, {"model": "m", "revision": None, "norm": "pre"}, markers=hanging)
+    submit(outlet, "first", some(1))
+    assert hanging.hanging.wait(60)
+    tracemalloc.start()
+    try:
+        for i in range(n):
+            text = json.dumps({"x": f"{metadata}{i}"}, ensure_ascii=False) if metadata else ""
+            segment = Segment(f"k{i}", 0, 0, 1, 1, source=f"r{i}:0", metadata=text, meta={"prompt_tokens": i})
+            assert outlet.admit(segment)
+            outlet.expect(Expect(f"r{i}", f"k{i}.safetensors", 0, chosen=True))
+            offset = outlet.ring.allocate(64)
+            outlet.submit(
+                (PageRef(offset, (2, 1, 8), segment, 0, 1, 1, LAYERS, "float32", "LTH", np.zeros(1, int)), None)
+            )
+            del segment, text
+        while outlet.ring.used_bytes:
+            outlet.ring.wait(1.0)
+        grown = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert grown < 2 * outlet.ring.claimed_bytes
+    hanging.release()
+    outlet.close(60)

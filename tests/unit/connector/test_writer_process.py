@@ -31,6 +31,7 @@ from hsx_dist.errors import ConfigError, EngineError, SampleFailed
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import Segment
+from hsx_dist.writers.events import Stored
 from hsx_dist.writers.sink import SinkOptions
 from tests.unit.connector.small_outlet import LAYERS, outlet_on, some, submit
 
@@ -72,9 +73,14 @@ def test_what_is_to_be_told_is_told_at_one_go_with_the_numbers_first(monkeypatch
         teller.took(10)
         meter.add("parts", 1)
         teller.free(7, 10)
-        teller.event("stored")
+        segment = Segment("k", 0, 0, 5, 5, source="r:0", metadata='{"long": 1}', meta={"a": 1})
+        teller.event(Stored((segment,), "k.safetensors"))
         teller.close()
-        assert ours.recv() == [("numbers", {("parts", ""): 1}), ("free", 7), ("event", "stored")]
+        stored = Stored((segment,), "k.safetensors")
+        messages = ours.recv()
+        assert messages == [("numbers", {("parts", ""): 1}), ("free", 7), ("event", stored)]
+        told = messages[-1][1].segments[0]  # without what a client may have made long
+        assert (told.source, told.metadata, told.meta) == ("r:0", "", {})
         assert not ours.poll()
 
 
@@ -481,3 +487,44 @@ def test_a_page_that_cannot_be_sent_or_read_costs_its_sample_alone(outlet, tmp_p
     for key, why in (("bad", "cannot be passed on"), ("bad-shape", "cannot be read")):
         with pytest.raises(SampleFailed, match=why):
             hsx_dist.load_hidden_states(str(tmp_path / f"{key}.safetensors"), wait=30)
+
+
+def memory_of(pid: int, name: str) -> int:
+    """``VmRSS`` or ``VmHWM`` (the peak) of a process, in bytes."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
+
+
+def test_of_long_samples_the_writers_hold_one_and_keep_nothing_of_it(tmp_path):
+    """A sample is one object: the writers hold it whole. Two at once, or what is kept of one, would show."""
+    tokens, width, pages, budget = 128, 1024, 48, 8 << 20
+    outlet = outlet_on(tmp_path, apart=True, in_flight_bytes=budget)
+    submit(outlet, "first", some())
+    settle(outlet)
+    pid = pid_of(outlet)
+    base = memory_of(pid, "VmRSS")
+    shape = (len(LAYERS), tokens, width)
+    size = 4 * len(LAYERS) * tokens * width
+    sample = pages * size
+    assert sample == 48 << 20
+    for number in range(4):
+        segment = Segment(f"k{number}", 0, 0, pages * tokens, pages * tokens, source=f"r{number}:0")
+        outlet.expect(Expect(f"r{number}", f"k{number}.safetensors", 0, True))
+        while not outlet.admit(segment):
+            outlet.ring.wait(1.0)
+        for at in range(0, pages * tokens, tokens):
+            while (offset := outlet.ring.allocate(size)) is None:
+                outlet.ring.wait(1.0)
+            outlet.memory[offset : offset + size].view(np.float32)[:] = at + 1
+            ids = np.arange(at, at + tokens)
+            ref = PageRef(offset, shape, segment, at, at + tokens, tokens, LAYERS, "float32", "LTH", ids)
+            outlet.submit((ref, None))
+    settle(outlet)
+    assert memory_of(pid, "VmHWM") - base < sample + budget + (16 << 20)
+    end = time.monotonic() + 30
+    while memory_of(pid, "VmRSS") - base >= budget + (16 << 20):  # the last one is told before it is let go
+        assert time.monotonic() < end, "what the last sample took is kept"
+        time.sleep(0.005)
+    assert states_of(tmp_path, "k3")[0, -1, 0] == (pages - 1) * tokens + 1
+    assert outlet.ring.claimed_bytes == 0
+    outlet.close(10)

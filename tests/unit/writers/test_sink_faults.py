@@ -221,6 +221,39 @@ def test_a_stored_parts_memory_is_free_at_once(store):
         sink.close()
 
 
+def test_a_sample_larger_than_the_budget_is_held_alone(store):
+    """The next one's pages wait from when its last page is taken, also before it is on its way to the store."""
+    first, second = (pages(key, 160, segment_tokens=160) for key in "ab")
+    hanging = HangingStore(store, Strike({"put_if_absent"}))
+    sink = PartSink(hanging, options(0, codec=resolve_codec("none"), layout="sample", max_bytes=1), lambda _: None)
+    next_page = threading.Thread(target=sink.add, args=second[:1], daemon=True)
+    held = []
+    finish = sink._finish
+
+    def finish_late(filling):
+        next_page.start()
+        next_page.join(0.3)
+        held.append(sink.held_bytes)
+        return finish(filling)
+
+    sink._finish = finish_late
+    for page in first:
+        sink.add(page)
+    sink._finish = finish
+    assert hanging.hanging.wait(30)
+    whole = sum(page.nbytes + page.token_ids.nbytes for page in first)
+    assert next_page.is_alive()
+    assert held[0] <= whole
+    assert sink.held_bytes == whole
+    hanging.release()
+    next_page.join(30)
+    for page in second[1:]:
+        sink.add(page)
+    sink.close()
+    assert sink.held_bytes == 0
+    assert sink._blocks.nbytes <= 1
+
+
 def test_who_looks_for_old_segments_keeps_none(store):
     sink = PartSink(store, options(part_seconds=0.04), lambda _: None)
     first, *rest = pages("k", 20)
