@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "reading": {"errors", "page", "config", "store", "format", "logger", "text"},
     "exporting": {"errors", "isa", "page", "config", "layers", "store", "format", "reading", "testing"},
     "ray": {"errors", "reading", "exporting"},
-    "speculators": {"errors", "config", "reading", "store"},
+    "speculators": {"errors", "config", "format", "reading", "store"},
     "observe": {"errors", "page", "config", "layers", "store", "format", "reading", "text"},
     "writers": {"errors", "page", "config", "layers", "store", "format", "observe", "madvise", "logger", "text"},
     "vllm_patches": {"errors", "logger"},
