@@ -204,7 +204,7 @@ def prompts(case: Case) -> list[tuple[list[int], int]]:
 def run(model: str, case: Case) -> None:
     """Run the case, and claim what it shows."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import LlamaForCausalLM
 
     with tempfile.TemporaryDirectory(prefix="hsx-kit-states-") as output:
         llm = start(model, case, output)
@@ -216,7 +216,7 @@ def run(model: str, case: Case) -> None:
     if other := [k for k, v in asdict(case).items() if getattr(ran, k) != v]:
         claim("not run", f"vLLM ran otherwise: {ran.name}; it differs in {', '.join(other)}")
         return
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    reference = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     with torch.inference_mode():
         right = layer_errors(stored, reference.base_model, LAYERS)
         shifted = [(ids, layers, states.roll(1, 0)) for ids, layers, states in stored]

@@ -60,8 +60,8 @@ def test_the_users_own_cache_is_checked_too(public: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_a_folder_that_all_users_can_write_is_no_cache(tmp_path: Path) -> None:
-    folder = tmp_path / "numba"
+def test_a_folder_that_all_users_can_write_is_no_cache(public: Path) -> None:
+    folder = public / "numba"
     folder.mkdir()
     folder.chmod(0o1777)
     done = subprocess.run(
