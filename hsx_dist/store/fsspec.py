@@ -300,8 +300,8 @@ class FsspecStore:
                 path = str(info["name"]).rstrip("/")
                 if info["type"] == "link":
                     raise StoreError(
-                        f"list {self.url}/{path}: expected files and folders, got a symbolic link, of which fsspec does "
-                        "not tell where it leads. Remove it"
+                        f"list {self.url}/{prefix}: expected files and folders, got the symbolic link {path}: fsspec "
+                        "does not tell where it leads. Remove it"
                     )
                 if info["type"] != "directory":
                     yield info

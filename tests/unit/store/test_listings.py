@@ -80,7 +80,7 @@ def test_a_link_that_fsspec_lists_is_told(flaky: FsspecStore, monkeypatch: pytes
         return [{**i, "type": "link"} if i["name"].endswith("w2/1") else i for i in inner(self, path, **kwargs)]
 
     monkeypatch.setattr(Flaky, "ls", ls)
-    with pytest.raises(StoreError, match="got a symbolic link"):
+    with pytest.raises(StoreError, match="got the symbolic link"):
         list(flaky.list())
 
 
