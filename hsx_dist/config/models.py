@@ -207,8 +207,8 @@ class StoreConfig(Settings):
     )
     backend: Literal["auto", "fsspec", "obstore"] = Field(
         default="auto",
-        description="Library that reaches the output. auto: obstore where it does the same as fsspec with these "
-        "options and this environment, else fsspec.",
+        description="Library that reaches an output in an object store. auto: obstore where it does the same as fsspec "
+        "with these options and this environment, else fsspec.",
     )
     shared: bool = Field(
         default=False,

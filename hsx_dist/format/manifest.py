@@ -132,6 +132,12 @@ class Manifest:
         """Whether the receipt of this attempt, writer and number was added."""
         return name in self._receipts
 
+    def parts_of(self, key: str) -> set[str]:
+        """The parts that hold a segment of ``key``, of any copy; none of those that were declared lost."""
+        first = self._index.find(key)
+        places = self._many.get(key) or ([] if first is None else [first])
+        return {self._order[place >> _SLOT_BITS].part or "" for place in places}
+
     def keys_by_row(self) -> list[str]:
         """The keys of all samples in the order of their input rows; those of unknown rows last, by key."""
         keys: list[str] = []

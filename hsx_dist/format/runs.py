@@ -47,17 +47,21 @@ __all__ = [
     "read_complete",
     "read_completion",
     "read_heartbeat",
+    "refuse_version_1",
     "receipts_after",
     "receipts_of",
     "require_conditional_puts",
     "scan_receipts",
     "seal_attempts",
     "take_attempt",
+    "version_1_refuses",
     "write_complete",
 ]
 
 #: The writer's name of an attempt's driver: its log tells what became of rows that left no sample.
 DRIVER = "driver"
+#: The writer's name of a log that is sealed in each attempt by which this version goes on with a run of version 1.
+_VERSION_2 = "version-2"
 #: The name that version 1 gave to what ``complete_name`` names.
 _COMPLETE_V1 = "complete.json"
 _COMPLETE_FORMAT = "hsx-complete/1"
@@ -126,6 +130,20 @@ def _seal(store: Store, attempts: Sequence[int], by: int) -> None:
     logs = {(attempt, DRIVER): 0 for attempt in attempts}
     logs |= {log: number for log, number in list_logs(store).items() if log[0] in attempts}
     seal_logs(store, logs, f"attempt {by}")
+
+
+def refuse_version_1(store: Store, attempt: int) -> None:
+    """Keep version 1 from the run: it reads the seal as a damaged receipt, and refuses to start next to this driver."""
+    seal_logs(store, {(attempt, _VERSION_2): 0}, f"attempt {attempt}")
+
+
+def version_1_refuses(store: Store, attempt: int) -> bool:
+    """Whether ``refuse_version_1`` was called in ``attempt``: this version, or a later one, took it."""
+    try:
+        store.head(receipt_name(attempt, _VERSION_2, 1))
+    except NotFound:
+        return False
+    return True
 
 
 def close_attempt(store: Store, attempt: int) -> None:
@@ -348,6 +366,11 @@ def _find_complete(store: Store, attempt: int) -> dict[str, Any] | None:
     ):
         raise FormatError(
             f"{where}: expected attempt, counts, and the compacted manifest's name and sizes. It is damaged"
+        )
+    if name != _COMPLETE_V1 and found["attempt"] != attempt:
+        raise FormatError(
+            f"{where}: expected what attempt {attempt} stored, got attempt {found['attempt']}'s: an object was copied "
+            "to another name. Remove it"
         )
     found.setdefault("summary", {})
     return found

@@ -17,12 +17,12 @@ from hsx_dist.errors import Fenced, HsxError, RunError, RunMismatch
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.manifest import Manifest, RowFate
 from hsx_dist.format.place import Place, find_place, start_run
-from hsx_dist.format.receipt_log import seal_logs
 from hsx_dist.format.runs import (
     close_attempt,
     is_complete,
     load_manifest,
     newest_attempt,
+    refuse_version_1,
     require_conditional_puts,
     seal_attempts,
     take_attempt,
@@ -201,8 +201,7 @@ def take_over(config: ExtractConfig, place: Place, console: Console) -> tuple[in
     require_not_removed(place)
     seal_attempts(store, attempt - 1, attempt)
     if place.version == 1:
-        # A driver of version 1 reads this as a damaged receipt, and refuses to start next to this one.
-        seal_logs(store, {(attempt, "version-2"): 0}, f"attempt {attempt}")
+        refuse_version_1(store, attempt)
     manifest = load_manifest(store)
     ledger = RowLedger(store, attempt, manifest)
     if lost := missing_parts(store, manifest, place.version):

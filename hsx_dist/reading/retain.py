@@ -1,4 +1,5 @@
-"""``retain: consumed``: a part is removed once every consumer has used all its samples.
+"""``retain: consumed``: a part is removed once every consumer has used all its samples, also those of which another
+part holds a copy: who reads the run may have been given either.
 
 A consumer may be several ranks; each has the samples whose key's hash falls to it (``rank_of``), and says of each part
 when it has used its own: ``consumed/PART/CONSUMER.RANKofWORLD.json``. The receipts stay, so that a resumed extraction
@@ -7,9 +8,8 @@ knows the rows as done, and a reader who comes later is told ``SampleConsumed``.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,10 +17,10 @@ from hsx_dist.errors import AlreadyExists, ConfigError, RunError
 from hsx_dist.format.manifest import Manifest
 from hsx_dist.format.place import Place
 from hsx_dist.format.runs import is_complete, load_manifest, receipts_of
-from hsx_dist.reading.missing import marks_folder, removal_mark
+from hsx_dist.reading.missing import covers_every_copy, mark_of, marks_folder, removal_mark
 from hsx_dist.reading.order import require_run
 from hsx_dist.reading.select import key_hash
-from hsx_dist.store import Store
+from hsx_dist.store import ObjectInfo
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MARK = re.compile(r"([A-Za-z0-9_-]{1,64})\.([0-9]{1,9})of([0-9]{1,9})\.json")
@@ -79,14 +79,15 @@ class Retention:
                     f"came {key!r}, which {'is not in the run' if record is None else 'another rank reads'}"
                 )
             self._used.add(key)
-            parts.update(part for part, _ in record.segments)
+            parts |= self._manifest.parts_of(key)
         for part in sorted(parts):
             self._mark(part)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was used of parts that are not used up; store it with the trainer's checkpoint."""
-        records = ((key, self._manifest.samples.get(key)) for key in sorted(self._used))
-        open_ = [k for k, r in records if r is not None and any(part not in self._marked for part, _ in r.segments)]
+        """What was used of parts that are not used up; store it with the trainer's checkpoint. A copy that is stored
+        after all other copies of its sample are used up keeps its part where this state is loaded."""
+        parts = ((key, self._manifest.parts_of(key)) for key in sorted(self._used))
+        open_ = [key for key, found in parts if not found or not found <= self._marked]
         return {"run": self._place.id, "used": open_}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -114,10 +115,12 @@ class Retention:
         self._marked.add(part)
         folder = marks_folder(part)
         with suppress(AlreadyExists):  # an earlier process of this rank did
-            self._store.put_if_absent(folder + self._me, json.dumps({"part": part}).encode())
-        if used_by_all(self._store, folder, self._consumers):
+            self._store.put_if_absent(folder + self._me, mark_of(part))
+        marks = list(self._store.list(folder))
+        if used_by_all(marks, self._consumers):
             # First: a part that is missing without this mark counts as lost.
-            self._store.put(removal_mark(part), [json.dumps({"part": part}).encode()])
+            every_copy = all(covers_every_copy(part, mark) for mark in marks if mark.name != removal_mark(part))
+            self._store.put(removal_mark(part), [mark_of(part, every_copy=every_copy)])
             self._store.delete(part)
 
     def _used_up(self, part: str) -> bool:
@@ -127,8 +130,7 @@ class Retention:
             return False  # it was declared lost meanwhile
         for proof in receipt.segments:
             key = proof.segment.key
-            record = self._manifest.samples.get(key)
-            if record is None:
+            if key not in self._manifest.samples:
                 # The rest of it may still come, from the attempt that stored this segment.
                 if over is None:
                     over = is_complete(self._store)
@@ -136,20 +138,15 @@ class Retention:
                         self._refresh()  # what is known of the run may be older than its end
                 if not over:
                     return False
-                record = self._manifest.samples.get(key)
-            if record is not None and (
-                any(name == part for name, _ in record.segments)
-                and rank_of(key, self._world) == self._rank
-                and key not in self._used
-            ):
+            if key in self._manifest.samples and rank_of(key, self._world) == self._rank and key not in self._used:
                 return False
         return True
 
 
-def used_by_all(store: Store, folder: str, consumers: frozenset[str]) -> bool:
-    """Whether every rank of every consumer left its mark in a part's folder."""
+def used_by_all(marks: Iterable[ObjectInfo], consumers: frozenset[str]) -> bool:
+    """Whether every rank of every consumer left its mark; ``marks``: what is in a part's folder."""
     ranks: dict[str, dict[int, set[int]]] = {}
-    for info in store.list(folder):
+    for info in marks:
         found = _MARK.fullmatch(info.name.rpartition("/")[2])
         if found and int(found[2]) < int(found[3]):
             ranks.setdefault(found[1], {}).setdefault(int(found[3]), set()).add(int(found[2]))

@@ -300,8 +300,9 @@ class Run:
     def _after_fork(self) -> None:
         store = self._mine
         if self._reopen is not None:
-            log.info("%s: read by fsspec in a forked process; start workers with spawn for the faster way", self._url)
             self._place = self._place.at(self._reopen(True))
+            if "://" in self._url:
+                log.info("%s: read by fsspec in a forked process; spawn starts workers that read faster", self._url)
             store = self._place.store
         # The process last: a thread that sees it must not find the parent's store, whose calls would hang for ever.
         # Two threads may come here at once, and open two stores: no harm.

@@ -1,13 +1,12 @@
-"""Objects through fsspec: any scheme it speaks; S3, GCS, files and memory are tested."""
+"""Objects through fsspec: any scheme it speaks; S3, GCS and memory are tested. Files are ``LocalStore``'s."""
 
 from __future__ import annotations
 
 import inspect
 import os
 import threading
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -27,7 +26,6 @@ from hsx_dist.store.base import (
     not_conditional,
 )
 from hsx_dist.store.faults import Redactor, expired, past_the_end, translate
-from hsx_dist.store.local import UNFINISHED, LocalStore
 
 T = TypeVar("T")
 
@@ -95,18 +93,16 @@ class FsspecStore:
         data = data if isinstance(data, bytes) else b"".join(map(as_bytes_view, data))
         # In one request: s3fs and gcsfs cut larger ones, and gcsfs's are then not create-only.
         whole = {"chunksize": len(data) + 1} if self._s3 or self._gcs else {}
-        if self._scheme != "file" and not self._can_create():
+        if not self._can_create():
             raise StoreError(
                 f"put {self.url}/{name}: expected a back end with create-only writes, and fsspec's "
-                f"{type(self._fs).__name__} has none. Use file, s3 or gs"
+                f"{type(self._fs).__name__} has none. Use a folder, s3 or gs"
             )
         self._call("put-if-absent", name, lambda: self._pipe(path, data, mode="create", **whole))
 
     def get(self, name: str, most: int | None = None) -> bytes:
         path = self._path(name)
         if most is not None:
-            if self._scheme == "file":
-                return LocalStore(self._root).get(name, most)  # fsspec allocates what is asked for
             limit = self._limit(min(most, _LARGEST_OBJECT))
             return bytes(self._call(
                 "get", name, lambda: self._fs.cat_file(path, start=0, end=most, **limit), past_end=b""
@@ -122,19 +118,14 @@ class FsspecStore:
         spans = coalesce(ranges)
         contents: list[bytes] = []
         limit = self._limit(min(sum(stop - start for start, stop in spans), _LARGEST_OBJECT))
-        asked = spans
-        if self._scheme == "file" and spans:
-            # fsspec allocates what is asked for, and a range may come from an object that lies.
-            size = self._call("get", name, lambda: self._fs.size(path))
-            asked = [(min(start, size), min(stop, size)) for start, stop in spans]
         if len(spans) == 1:
-            start, stop = asked[0]
+            start, stop = spans[0]
             contents = [
                 self._call("get", name, lambda: self._fs.cat_file(path, start=start, end=stop, **limit), past_end=b"")
             ]
         elif spans:
             found = self._call("get", name, lambda: self._fs.cat_ranges(
-                [path] * len(asked), [s for s, _ in asked], [s for _, s in asked], on_error="return", **limit
+                [path] * len(spans), [s for s, _ in spans], [s for _, s in spans], on_error="return", **limit
             ))  # fmt: skip
             for answer in found:
                 # fsspec's default hands exceptions out as if they were contents.
@@ -159,9 +150,6 @@ class FsspecStore:
 
     def delete(self, name: str) -> None:
         path = self._path(name)
-        if self._scheme == "file":
-            LocalStore(self._root).delete(name)  # fsspec's follows links
-            return
         try:
             self._call("delete", name, lambda: self._fs.rm_file(path, **self._limit()))
         except NotFound as e:
@@ -252,8 +240,6 @@ class FsspecStore:
         defaults: dict[str, Any] = {"use_listings_cache": False}
         if self._scheme != "memory":
             defaults["skip_instance_cache"] = True
-        if self._scheme == "file":
-            defaults["auto_mkdir"] = True
         if self._scheme in ("s3", "s3a"):
             # Few and quick: the patient repetition with a time limit is RetryStore's.
             quick = {"retries": {"total_max_attempts": 3, "mode": "standard"}}
@@ -273,20 +259,8 @@ class FsspecStore:
         if self._scheme == "memory":
             with _MEMORY_LOCK:  # fsspec's looks first and stores then
                 self._fs.pipe_file(path, data, **how)
-        elif self._scheme == "file":
-            self._pipe_beside(path, data, **how)
         else:
             self._fs.pipe_file(path, data, **how, **self._limit(len(data)))
-
-    def _pipe_beside(self, path: str, data: bytes, mode: str = "overwrite") -> None:
-        """A file that appears whole: fsspec writes it in place, where readers would see its beginning."""
-        unfinished = f"{path.rpartition('/')[0]}/{UNFINISHED}{uuid.uuid4().hex}"
-        try:
-            self._fs.pipe_file(unfinished, data)
-            (self._fs.link if mode == "create" else self._fs.mv)(unfinished, path)
-        finally:
-            with suppress(FileNotFoundError):
-                self._fs.rm_file(unfinished)
 
     def _limit(self, nbytes: int = 0, patience: float | None = None) -> dict[str, float]:
         """The argument that ends an overlong call, where the file system takes one."""
@@ -329,21 +303,64 @@ class FsspecStore:
     def _list_any(self, prefix: str) -> Iterator[ObjectInfo]:
         folder, _, stem = prefix.rpartition("/")
         start = f"{self._root}/{folder}" if folder else self._root
-        how = {"prefix": stem, "update_cache": False} if self._gcs else {}
         self._fs.invalidate_cache()
-        longest = self._limit(patience=10 * self._patience)
-        try:
-            found = self._call("list", prefix, lambda: self._fs.find(start, detail=True, **how, **longest))
-        except NotFound as e:
-            if "there is no bucket" in str(e):
-                raise
-            return
+        if self._gcs:
+            # One flat listing. Of an empty prefix it is empty: NotFound is the bucket's, or an error.
+            longest = self._limit(patience=10 * self._patience)
+            found: Mapping[str, Any] = self._call("list", prefix, lambda: self._fs.find(
+                start, detail=True, prefix=stem, update_cache=False, **longest
+            ))  # fmt: skip
+        else:
+            found = {str(info["name"]): info for info in self._walk(prefix, start)}
         skip = len(self._root) + 1
         names = [(str(path)[skip:], info) for path, info in found.items() if str(path).startswith(f"{self._root}/")]
         for name, info in sorted(names, key=lambda item: item[0]):
-            hidden = self._scheme == "file" and name.rpartition("/")[2].startswith(UNFINISHED)
-            if info["type"] == "file" and not name.endswith("/") and not hidden:
+            if info["type"] == "file" and not name.endswith("/"):
                 yield ObjectInfo(name, int(info["size"]))
+
+    def _walk(self, prefix: str, start: str) -> Iterator[Mapping[str, Any]]:
+        """Every file below the folder ``start``. fsspec's own ``find`` and ``walk`` leave out a folder whose listing
+        fails, whatever they are told."""
+        todo = [(start, "")]
+        while todo:
+            folder, above = todo.pop()
+            for info in self._ls(prefix, folder, above):
+                path = str(info["name"]).rstrip("/")
+                if info["type"] == "link":
+                    raise StoreError(
+                        f"list {self.url}/{prefix}: expected files and folders, got the symbolic link {path}: fsspec "
+                        "does not tell where it leads. Remove it"
+                    )
+                if info["type"] != "directory":
+                    yield info
+                elif path != folder:
+                    todo.append((path, folder))
+
+    def _ls(self, prefix: str, folder: str, above: str) -> Sequence[Mapping[str, Any]]:
+        """What the ``folder`` holds; nothing where it is not there, and is not in the listing of ``above`` either
+        (empty: it is the first)."""
+
+        def listed(path: str) -> Sequence[Mapping[str, Any]]:
+            longest = self._limit(patience=10 * self._patience)
+            found: Sequence[Mapping[str, Any]] = self._call(
+                "list", prefix, lambda: self._fs.ls(path, detail=True, **longest)
+            )
+            return found
+
+        try:
+            return listed(folder)
+        except NotFound as e:
+            if "there is no bucket" in str(e):
+                raise
+            missing = e
+        above = above or folder.rpartition("/")[0]
+        try:
+            still = any(str(info["name"]).rstrip("/") == folder for info in listed(above)) if above else False
+        except NotFound:
+            still = False
+        if still:
+            raise Unavailable(f"list {self.url}/{prefix}: {folder} is listed, and cannot be: {missing}")
+        return ()
 
     @contextmanager
     def _telling(self, verb: str, name: str) -> Iterator[None]:

@@ -48,7 +48,8 @@ class LocalStore:
 
     Symbolic links: ``root`` may be one. Below it, reading follows links (a run may lie in a cache of links); a put
     follows links to folders that this process's user or root made, and replaces a link in the object's place; a delete
-    follows none. What is neither a file nor a folder is no object.
+    follows none. A listing that meets a link to nothing raises ``StoreError``: an object or a folder of objects may be
+    lost. What is neither a file nor a folder is no object.
     """
 
     def __init__(self, root: str | os.PathLike[str]):
@@ -283,8 +284,9 @@ class LocalStore:
             if not matches or not is_after or (entry.name.startswith(UNFINISHED) and not is_folder):
                 continue
             try:
-                if is_folder and entry.is_symlink():
-                    self._follow_once(entry, linked)
+                if is_folder and entry.is_symlink() and not self._follow_once(entry, linked, unreadable is None):
+                    skip(name)
+                    continue
                 about = None if is_folder else entry.stat()
             except FileNotFoundError:
                 continue  # deleted meanwhile
@@ -296,16 +298,27 @@ class LocalStore:
             elif stat.S_ISREG(about.st_mode):
                 yield ObjectInfo(name, about.st_size)
 
-    def _follow_once(self, entry: os.DirEntry[str], linked: set[tuple[int, int]]) -> None:
-        """Refuse to list a linked folder twice: a few links can make a tree of any size."""
-        with suppress(FileNotFoundError):
+    def _follow_once(self, entry: os.DirEntry[str], linked: set[tuple[int, int]], must: bool) -> bool:
+        """Whether the link leads to something; ``must``: raise where it does not. Refuses to list a linked folder
+        twice: a few links can make a tree of any size."""
+        try:
             target = entry.stat()
-            if (target.st_dev, target.st_ino) in linked:
-                raise StoreError(
-                    f"list {entry.path}: expected at most one symbolic link to a folder, got several to one, or a "
-                    "loop. Remove the link"
-                )
-            linked.add((target.st_dev, target.st_ino))
+        except FileNotFoundError:
+            if not Path(entry.path).is_symlink():
+                return True  # deleted meanwhile
+            if not must:
+                return False
+            raise StoreError(
+                f"list {entry.path}: expected a file or a folder, got a symbolic link to nothing: the object that it "
+                "stands for may be lost. Restore what it leads to, or remove the link"
+            ) from None
+        if (target.st_dev, target.st_ino) in linked:
+            raise StoreError(
+                f"list {entry.path}: expected at most one symbolic link to a folder, got several to one, or a loop. "
+                "Remove the link"
+            )
+        linked.add((target.st_dev, target.st_ino))
+        return True
 
     @contextmanager
     def _telling(self, verb: str, name: str) -> Iterator[None]:
@@ -346,9 +359,12 @@ def _entries(root: Path, folder: str) -> list[tuple[str, os.DirEntry[str]]]:
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
+    # A link to nothing, or to what this process may not see, may stand for a folder: no listing may ignore it.
     try:
-        return entry.is_dir()
-    except PermissionError:  # a link to what this process may not see. It may be a folder: no listing may ignore it
+        return entry.is_dir() or (
+            entry.is_symlink() and not entry.name.startswith(UNFINISHED) and not Path(entry.path).exists()
+        )
+    except PermissionError:
         return True
 
 

@@ -41,7 +41,7 @@ _SLOWEST = 1024 * 1024
 
 
 class ObstoreStore:
-    """A ``Store`` over obstore, for ``s3``, ``gs``, ``az`` and ``file``.
+    """A ``Store`` over obstore, for ``s3``, ``gs`` and ``az``; ``file`` is for tests without a server.
 
     ``options`` are those of fsspec's file system for the scheme: credentials, endpoint and region are resolved as it
     would. A request that lasts longer than ``patience`` seconds (ten times that where sizes are unknown), and a second

@@ -32,10 +32,10 @@ def open_store(
     """The store at ``url``: a folder's path, ``file:///…``, ``s3://bucket/prefix``, ``gs://…``, or what fsspec speaks.
 
     ``storage_options`` are fsspec's for that scheme, whatever the ``backend``. ``auto`` takes obstore where it does the
-    same as fsspec with these options and this environment, and logs why where it does not; for files it takes a back
-    end of this package's own, which alone syncs them to the disk (and has no options). Calls that fail with
-    ``Unavailable`` are repeated for ``retry_seconds``, and ``on_retry`` is told each time. Nothing is contacted yet, as
-    far as the back end's library allows.
+    same as fsspec with these options and this environment, and logs why where it does not. Files are reached by a back
+    end of this package's own, whatever the ``backend``: it alone syncs them to the disk, and its listings leave nothing
+    out. It has no options. Calls that fail with ``Unavailable`` are repeated for ``retry_seconds``, and ``on_retry`` is
+    told each time. Nothing is contacted yet, as far as the back end's library allows.
 
     Raises:
         ConfigError: the url is empty, holds a credential, or has a scheme that is unknown or whose package is missing;
@@ -65,11 +65,7 @@ def _open(url: str, options: Mapping[str, Any] | None, backend: Backend) -> Stor
     if not separator or scheme in _LOCAL:
         if separator and not rest.startswith("/"):
             raise ConfigError(f"{url}: expected file:///absolute/path, came a relative one; add the leading slash")
-        local = LocalStore(rest if separator else url)
-        if backend == "auto":
-            return local
-        scheme, rest = "file", local.url
-        url = f"file://{rest}"
+        return LocalStore(rest if separator else url)
     if scheme != "memory" and not rest.strip("/"):
         raise ConfigError(f"{url}: expected a bucket behind {scheme}://, came none; add it")
     if backend == "obstore" or (backend == "auto" and scheme in _FAST):

@@ -99,7 +99,7 @@ def retain(store: LocalStore) -> None:
     retention = Retention(open_place(store))
     for _ in range(2):
         retention._refresh()
-    used_by_all(store, "consumed/", frozenset({"default"}))
+    used_by_all(store.list("consumed/"), frozenset({"default"}))
 
 
 def resumed(store: LocalStore) -> int:

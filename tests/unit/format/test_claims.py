@@ -29,7 +29,14 @@ from hsx_dist.format.json_objects import MAX_JSON_BYTES, read_json
 from hsx_dist.format.manifest import Manifest
 from hsx_dist.format.names import LARGEST_NUMBER, parse_receipt_name, receipt_name
 from hsx_dist.format.place import open_place, read_run
-from hsx_dist.format.runs import load_manifest, newest_attempt, read_complete, read_heartbeat, take_attempt
+from hsx_dist.format.runs import (
+    load_manifest,
+    newest_and_complete,
+    newest_attempt,
+    read_complete,
+    read_heartbeat,
+    take_attempt,
+)
 from hsx_dist.format.segments import exact_sum
 from hsx_dist.reading import load_hidden_states
 from hsx_dist.reading.retain import Retention, used_by_all
@@ -116,14 +123,24 @@ def test_attempts_are_those_that_are_listed() -> None:
         take_attempt(store, {})
 
 
+def test_what_one_attempt_completed_under_the_name_of_another_is_refused() -> None:
+    store = small_run()
+    store.put("attempts/0002.json", [store.objects["attempts/0001.json"]])
+    store.put("attempts/0002.complete.json", [store.objects["attempts/0001.complete.json"]])
+    for read in (read_complete, newest_and_complete, lambda s: read_complete(s, 2), load_manifest):
+        with pytest.raises(FormatError, match=r"expected what attempt 2 stored, got attempt 1's"):
+            read(store)
+    assert (read_complete(store, 1) or {})["attempt"] == 1
+
+
 def test_a_mark_of_a_rank_that_there_is_not_does_not_count() -> None:
     store = MemoryStore()
     store.put("consumed/p/default.0of2.json", [b""])
     store.put("consumed/p/default.5of2.json", [b""])
     store.put("consumed/p/default.0of0.json", [b""])
-    assert not used_by_all(store, "consumed/p/", frozenset({"default"}))
+    assert not used_by_all(store.list("consumed/p/"), frozenset({"default"}))
     store.put("consumed/p/default.1of2.json", [b""])
-    assert used_by_all(store, "consumed/p/", frozenset({"default"}))
+    assert used_by_all(store.list("consumed/p/"), frozenset({"default"}))
 
 
 # -- the compacted manifest ------------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import shutil
+from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,11 @@ from hsx_dist.errors import ConfigError, EngineError, Fenced, NotFound, RunError
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.format.place import Place, bury, find_place, open_place, start_run
 from hsx_dist.format.receipt_log import ReceiptLog
-from hsx_dist.format.runs import is_complete, load_manifest, read_heartbeat, write_complete
+from hsx_dist.format.runs import is_complete, load_manifest, read_heartbeat, refuse_version_1, write_complete
 from hsx_dist.jobs import extract as extract_module
 from hsx_dist.jobs.extract import open_or_start_run, require_not_removed, take_over
-from hsx_dist.reading import open_run, verify_run
-from hsx_dist.reading.missing import missing_parts
+from hsx_dist.reading import open_run, retain, verify_run
+from hsx_dist.reading.missing import mark_of, missing_parts
 from hsx_dist.reading.retain import Retention
 from hsx_dist.reading.status import run_status
 from hsx_dist.store.local import LocalStore
@@ -116,6 +118,83 @@ def test_a_part_of_which_one_consumer_told_and_that_is_gone_is_lost(tmp_path: Pa
     with pytest.raises(NotFound):
         open_run(place.root.url)["s0"].load()
     assert missing_parts(place.store, load_manifest(place.store), place.version) == [first]
+
+
+def marks_of_an_earlier_version(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on parts are marked, and taken as used up, as versions before this one did."""
+    earlier = partial(mark_of, every_copy=False)
+    monkeypatch.setattr(retain, "mark_of", lambda part, **_: earlier(part))
+    monkeypatch.setattr(Retention, "_used_up", lambda _, part: part.endswith("-v-000001.safetensors"))
+
+
+@pytest.mark.parametrize("by", ["this version", "an earlier version"])
+def test_a_used_copy_proves_a_lost_sample_and_an_unused_one_does_not(
+    tmp_path: Path, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of s0 there are two copies; the one that counts is lost. s1 lies next to the other one, and was used."""
+    place = start_run(LocalStore(tmp_path / "run"), {"meaning": {}})
+    v, u = two_writers(place)
+    other = v.put([whole(SAMPLES[0], 0), whole(SAMPLES[1], 1)]).part
+    counts = u.put([whole(SAMPLES[0], 0), whole(SAMPLES[2], 2)]).part
+    if by == "an earlier version":
+        marks_of_an_earlier_version(place, monkeypatch)
+    consumer = Retention(place)
+    consumer.ack("s1")
+    place.store.delete(counts)
+    if by == "this version":
+        assert sorted(i.name for i in place.store.list("data/")) == [other]  # it holds a sample that nobody used
+        consumer.ack("s0")
+    assert not list(place.store.list("data/"))
+    _, _, manifest = taken(place)
+    if by == "this version":
+        assert (set(manifest.samples), manifest.void) == ({"s0", "s1"}, {counts})
+    else:  # nobody knows whether s0 was used
+        assert (set(manifest.samples), manifest.void) == (set(), {counts, other})
+    assert missing_parts(place.store, load_manifest(place.store), place.version) == []
+
+
+def test_an_old_copy_of_a_sample_that_can_be_read_needs_no_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another part is lost: of what an earlier version removed, nothing is computed again."""
+    place = start_run(LocalStore(tmp_path / "run"), {"meaning": {}})
+    v, u = two_writers(place)
+    v.put([whole(SAMPLES[0], 0)])
+    u.put([whole(SAMPLES[0], 0)])
+    lost = u.put([whole(SAMPLES[1], 1)]).part
+    marks_of_an_earlier_version(place, monkeypatch)
+    Retention(place).ack("s0")
+    place.store.delete(lost)
+    assert missing_parts(place.store, load_manifest(place.store), place.version) == [lost]
+
+
+def two_writers(place: Place) -> list[RunWriter]:
+    """Of one attempt; the names of the second one's parts are lower."""
+    v = RunWriter(place.root, name="v")
+    u = copy(v)
+    u.name = "u"
+    return [v, u]
+
+
+@pytest.mark.parametrize("by", ["this version", "an earlier version"])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_one_consumers_mark_does_not_hide_a_lost_part_of_a_run_of_version_1(
+    tmp_path: Path, by: str, resumed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = LocalStore(tmp_path / "run")
+    write_v1_run(root, {"meaning": {}})
+    place = open_place(root)
+    writer = RunWriter(root, name="v")
+    if resumed:  # by this version, which stores ``removed.json`` whatever marked the part
+        refuse_version_1(place.store, writer.attempt)
+    part = writer.put([whole(SAMPLES[0], 0)]).part
+    if by == "an earlier version":
+        marks_of_an_earlier_version(place, monkeypatch)
+    Retention(place, "train", consumers=["train", "eval"]).ack("s0")
+    place.store.delete(part)
+    hidden = by == "an earlier version" and not resumed  # version 1 stored no other sign of a removal
+    assert missing_parts(place.store, load_manifest(place.store), 1) == ([] if hidden else [part])
+    with pytest.raises(SampleConsumed if hidden else NotFound):
+        open_run(root.url)["s0"].load()
+    assert verify_run(root).ok == hidden
 
 
 def test_earlier_writers_are_stopped_before_the_manifest_is_read(place: Place) -> None:

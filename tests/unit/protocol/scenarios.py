@@ -197,6 +197,11 @@ def only_these_are_used(keys: Sequence[str]) -> Callable[[MemoryStore, dict[Any,
         for key in run.index.keys:
             used = any(piece.part in removed for piece in run[key]._pieces)
             assert key in keys or not used, f"{key!r} is proven and not used, and a part of it was removed"
+        for receipt in all_receipts(run.store):
+            if receipt.part in removed:
+                # A consumer may have been given a copy that does not count any more.
+                unused = {proof.segment.key for proof in receipt.segments} & set(run.index.keys) - set(keys)
+                assert not unused, f"{unused} are not used, and a part with a copy was removed"
 
     return check
 
@@ -289,6 +294,12 @@ def with_half_a_sample(store: MemoryStore) -> None:
     writer = RunWriter(store, NoneCodec(), name="w2", about={"model": "m"})
     long = sample("m", "long")
     writer.put([whole(sample("m", "a")), (long, long.segments(1)[0], None)])
+
+
+def with_two_samples_in_a_part(store: MemoryStore) -> None:
+    """Attempt 1, which runs, has stored ``a`` and ``b`` in one part."""
+    begun(attempts=0)(store)
+    RunWriter(store, NoneCodec(), name="w2", about={"model": "m"}).put([whole(sample("m", key)) for key in KEYS])
 
 
 def the_rest_and_the_end(store: SteppedStore) -> None:
@@ -399,6 +410,11 @@ SCENARIOS: dict[str, Scenario] = {
     "a consumer, the rest of a sample, and an old completion": Scenario(
         remember(with_an_old_completion),
         {"consumer": consuming(there, ("a",)), "writer": half},
+        only_these_are_used(("a",)),
+    ),
+    "a consumer, and a second copy of a sample next to it": Scenario(
+        remember(with_two_samples_in_a_part),
+        {"consumer": consuming(there, ("a",)), "writer": writing(there, 1, "w1", "m", ("b",))},
         only_these_are_used(("a",)),
     ),
     "a consumer and the driver that completes the run": Scenario(

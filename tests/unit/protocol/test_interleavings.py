@@ -160,6 +160,14 @@ def a_consumer_does_not_look_again_at_the_end(m: pytest.MonkeyPatch) -> None:
     m.setattr(retain.Retention, "_refresh", lambda self: None if self._manifest.receipts else real(self))
 
 
+def a_consumer_looks_at_the_copies_that_count_alone(m: pytest.MonkeyPatch) -> None:
+    def used_up(self: Any, part: str) -> bool:
+        records = [self._manifest.samples[proof.segment.key] for proof in self._manifest.parts[part].segments]
+        return all(r.key in self._used or part not in dict(r.segments) for r in records)
+
+    m.setattr(retain.Retention, "_used_up", used_up)
+
+
 def a_consumer_marks_after_it_deletes(m: pytest.MonkeyPatch) -> None:
     real = retain.removal_mark
 
@@ -188,6 +196,7 @@ MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     a_lost_part_is_not_declared: "the row of a lost part is refused",
     a_consumer_believes_an_old_completion: "a consumer, the rest of a sample, and an old completion",
     a_consumer_does_not_look_again_at_the_end: "a consumer and the driver that completes the run",
+    a_consumer_looks_at_the_copies_that_count_alone: "a consumer, and a second copy of a sample next to it",
     a_consumer_marks_after_it_deletes: "a consumer and the next driver",
 }
 

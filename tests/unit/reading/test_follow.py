@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,39 @@ def test_a_part_is_removed_once_every_consumer_has_used_it(tmp_path: Path) -> No
         ranks[0].ack(wrong)
     with pytest.raises(ConfigError, match="consumers"):
         Retention(run_place, "../x")
+
+
+def test_a_part_with_a_copy_of_a_sample_that_nobody_used_stays() -> None:
+    """The copy that a follower was given is not the one that counts later."""
+    store = MemoryStore()
+    write_v1_run(store, {})
+    w2 = RunWriter(store, name="w2")
+    w1 = copy(w2)
+    w1.name = "w1"
+    a, b, c = (s.key for s in SAMPLES[:3])
+    w2.put([whole(SAMPLES[0]), whole(SAMPLES[1])])
+    dataset = HiddenStatesDataset(
+        Run(store), follow=True, follow_options=QUICK, framework="numpy", threads=1, prefetch_bytes=1
+    )
+    source = iter(dataset)
+    assert next(source)["key"] == a
+    w1.put([whole(SAMPLES[1])])
+    w1.put([whole(SAMPLES[1]), whole(SAMPLES[2])])
+    retention = Retention(open_place(store))
+    retention.ack(a)
+    w1.complete()
+    assert len(list(store.list("data/"))) == 3
+    assert [item["key"] for item in source] == [b, c]
+    assert dataset.skipped == 0
+    assert Run(store)[b].load(framework="numpy")["key"] == b
+    # With the sample all parts go that hold nothing else, and what was used is known after a restart.
+    retention.ack(b)
+    assert [i.name for i in store.list("data/")] == ["data/part-0001-w1-000002.safetensors"]
+    restarted = Retention(open_place(store))
+    restarted.load_state_dict(json.loads(json.dumps(retention.state_dict())))
+    assert restarted.state_dict() == retention.state_dict()
+    restarted.ack(c)
+    assert not list(store.list("data/"))
 
 
 def test_a_part_that_holds_half_a_sample_stays_until_the_run_is_over() -> None:

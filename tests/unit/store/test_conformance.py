@@ -9,6 +9,8 @@ import pytest
 
 from hsx_dist.store import Store, open_store
 from hsx_dist.store.local import LocalStore
+from hsx_dist.store.obstore import ObstoreStore
+from hsx_dist.store.retry import RetryStore
 from hsx_dist.testing.store_suite import StoreSuite
 
 
@@ -26,22 +28,13 @@ class TestOpenedFile(StoreSuite):
         return open_store(f"file://{tmp_path}/run")
 
 
-class TestFileThroughFsspec(StoreSuite):
-    racers = 16
-    has_conditional_deletes = has_conditional_puts = False
-
-    @pytest.fixture
-    def store(self, tmp_path: Path) -> Store:
-        return open_store(f"file://{tmp_path}/made/by the first put", backend="fsspec")
-
-
 class TestFileThroughObstore(StoreSuite):
     racers = 16
     has_conditional_deletes = has_conditional_puts = False
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
-        return open_store(f"{tmp_path}/made/by the first put", backend="obstore")
+        return RetryStore(ObstoreStore(f"file://{tmp_path}/made/by the first put"))
 
 
 class TestMemory(StoreSuite):

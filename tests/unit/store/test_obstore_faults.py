@@ -10,8 +10,8 @@ import pytest
 from obstore.exceptions import AlreadyExistsError, GenericError, PermissionDeniedError, UnauthenticatedError
 
 from hsx_dist.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
-from hsx_dist.store import open_store
 from hsx_dist.store.faults import Redactor, expired, past_the_end, redirected, translate
+from hsx_dist.store.obstore import ObstoreStore
 
 _RUST = "\n\nDebug source:\nGeneric {\n    store: 503 <Code>SlowDown</Code>,\n}"
 
@@ -57,7 +57,7 @@ def test_what_can_be_mended() -> None:
 def test_an_error_that_was_handled_is_gone_at_once(tmp_path: Path) -> None:
     """It refers to the frames that it came through, and these to what was to be stored: no cycle may keep them until
     Python's garbage collector comes by."""
-    store = open_store(f"file://{tmp_path}", backend="obstore")
+    store = ObstoreStore(f"file://{tmp_path}")
     seen = []
     gc.disable()
     try:

@@ -1,0 +1,142 @@
+"""A listing shows every object, or fails: a receipt that it leaves out would be a lost sample."""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from hsx_dist.errors import NotFound, StoreError, Unavailable
+from hsx_dist.reading import open_run
+from hsx_dist.store import open_store
+from hsx_dist.store.fsspec import FsspecStore
+from hsx_dist.store.local import LocalStore
+from hsx_dist.testing.runs import store_run
+from hsx_dist.testing.samples import random_sample
+
+
+class Flaky(fsspec.get_filesystem_class("memory")):  # type: ignore[misc]
+    """fsspec's memory, in which listings of some folders fail."""
+
+    protocol = "flaky"
+    cachable = False
+    failing: dict[str, Exception] = {}  # noqa: RUF012
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
+        path = self._strip_protocol(path)
+        for end, error in self.failing.items():
+            if path.endswith(end):
+                raise error
+        return super().ls(path, detail=detail, **kwargs)
+
+
+@pytest.fixture
+def flaky(monkeypatch: pytest.MonkeyPatch) -> FsspecStore:
+    monkeypatch.setattr(Flaky, "failing", {})
+    monkeypatch.setattr(Flaky, "store", {})
+    monkeypatch.setattr(Flaky, "pseudo_dirs", [""])
+    monkeypatch.setattr(fsspec, "get_filesystem_class", lambda _: Flaky)
+    store = FsspecStore(f"memory://{uuid.uuid4().hex}/run")
+    for name in ("m/w1/1", "m/w2/1", "m/w2/deep/2"):
+        store.put(name, [b"1"])
+    return store
+
+
+@pytest.mark.parametrize("folder", ["run", "m", "w2", "w2/deep"])
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.EIO, Unavailable), (errno.EACCES, StoreError), (errno.ENOTCONN, StoreError)]
+)
+def test_a_folder_whose_listing_fails_ends_the_listing(
+    flaky: FsspecStore, folder: str, number: int, kind: type[StoreError]
+) -> None:
+    Flaky.failing[folder] = OSError(number, "it fails")
+    with pytest.raises(kind, match="list memory://"):
+        list(flaky.list())
+    Flaky.failing.clear()
+    assert [i.name for i in flaky.list()] == ["m/w1/1", "m/w2/1", "m/w2/deep/2"]
+
+
+@pytest.mark.parametrize("folder", ["run", "m", "w2"])
+def test_a_folder_that_is_listed_and_said_to_be_missing_is_not_empty(flaky: FsspecStore, folder: str) -> None:
+    Flaky.failing[folder] = FileNotFoundError(folder)
+    with pytest.raises(Unavailable, match="is listed, and cannot be"):
+        list(flaky.list("m/" if folder == "m" else ""))
+
+
+def test_what_is_not_there_is_empty(flaky: FsspecStore) -> None:
+    assert list(flaky.list("none/")) == []
+    assert list(FsspecStore("memory://nothing-was-ever-stored/run").list()) == []
+
+
+def test_a_link_that_fsspec_lists_is_told(flaky: FsspecStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = Flaky.ls
+
+    def ls(self: Flaky, path: str, **kwargs: Any) -> Any:
+        return [{**i, "type": "link"} if i["name"].endswith("w2/1") else i for i in inner(self, path, **kwargs)]
+
+    monkeypatch.setattr(Flaky, "ls", ls)
+    with pytest.raises(StoreError, match="got the symbolic link"):
+        list(flaky.list())
+
+
+def test_a_missing_bucket_of_gcs_is_not_an_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an empty prefix GCS's flat listing is empty, so any NotFound means that something is wrong."""
+    store = FsspecStore("memory://b/run")
+    store._gcs = True
+
+    def find(*_: Any, **__: Any) -> Any:
+        raise FileNotFoundError("b")
+
+    monkeypatch.setattr(type(store._fs), "find", find)
+    with pytest.raises(NotFound):
+        list(store.list())
+
+
+@pytest.mark.parametrize("backend", ["auto", "fsspec", "obstore"])
+def test_a_folder_is_reached_without_a_library(tmp_path: Path, backend: Any) -> None:
+    for url in (str(tmp_path), f"file://{tmp_path}", f"local://{tmp_path}"):
+        assert isinstance(open_store(url, backend=backend)._inner, LocalStore)  # type: ignore[attr-defined]
+
+
+def test_a_forked_reader_of_a_folder_is_told_of_one_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_run(open_store(str(tmp_path / "run")), [random_sample("a", 3, seed=1)])
+    run = open_run(str(tmp_path / "run"))
+    run._pid = -1  # as a child finds it
+    scan = os.scandir
+
+    def failing(path: Any = ".") -> Any:
+        if str(path).rstrip("/").endswith("attempts"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", failing)
+    with pytest.raises(StoreError, match="Permission denied"):
+        run.refresh()
+
+
+@pytest.mark.parametrize("link", ["a", "m/w/000002.json", "m/w", "m"])
+def test_a_link_to_nothing_ends_a_listing_of_what_it_may_hold(tmp_path: Path, link: str) -> None:
+    store = LocalStore(tmp_path)
+    store.put("z/1", [b"1"])
+    path = tmp_path / link
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(tmp_path / "gone")
+    prefix = "" if link == "a" else "m/w/"
+    for after in (None, "m/w/000001.json"):
+        if link == "a" and after:
+            continue  # it lies before
+        with pytest.raises(StoreError, match="a symbolic link to nothing"):
+            list(store.list(prefix, after))
+    with pytest.raises(NotFound):
+        store.get(link)
+    told: list[str] = []
+    assert [i.name for i in store.list_readable(told.append)] == ["z/1"]
+    assert [name.rstrip("/") for name in told] == [link]
+    assert [i.name for i in store.list("z/")] == ["z/1"]
