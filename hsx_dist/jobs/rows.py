@@ -236,13 +236,14 @@ class _RowCheck:
             came = " and ".join(given.values()) if given else "none of them"
             raise InputError(f"expected exactly one of the fields {', '.join(names.values())}, came {came}")
         kind, name = next(iter(given.items()))
-        value = as_messages(record[name], name) if kind == "messages" else record[name]
+        most = int(c.max_row_bytes)
+        value = as_messages(record[name], name, most) if kind == "messages" else record[name]
         problem = CONTENT_CHECKS[kind](value)
         if problem:
             raise InputError(f"{name}: {problem}")
         fields: dict[str, Any] = {kind: value}
         if kind == "messages" and record.get(c.tools) is not None:
-            fields["tools"] = as_tools(record[c.tools], c.tools)
+            fields["tools"] = as_tools(record[c.tools], c.tools, most)
         if record.get(c.loss_mask) is not None:
             fields["loss_mask"] = mask_of(record[c.loss_mask], c.loss_mask)
         if c.metadata:
