@@ -18,7 +18,7 @@ import zstandard
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.manifest import RowFate
-from hsx_dist.jobs import decompress
+from hsx_dist.jobs import decompress, rows
 from hsx_dist.jobs.decompress import DECOMPRESSORS, DecompressedFile
 from hsx_dist.jobs.row_cost import cost_of_columns, cost_of_json, most_cost
 from hsx_dist.jobs.rows import Row, read_rows, rows_from
@@ -282,3 +282,32 @@ def test_every_frame_of_a_compressed_file_is_read(tmp_path: Path, ending: str) -
     path.write_bytes(data[:-3])
     with pytest.raises(FormatError, match="broken compressed data"):
         list(read_rows(InputConfig(path=str(path))))
+
+
+@pytest.mark.parametrize("ending", ["xz", "zst", "bz2"])
+def test_short_lines_without_end_are_an_error(tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decompress, "_FREE_LINES", 1000)
+    pack = {"xz": lzma.compress, "zst": zstandard.ZstdCompressor().compress, "bz2": bz2.compress}[ending]
+    path = tmp_path / f"a.txt.{ending}"
+    path.write_bytes(pack(b"x\n" * 1_000_000))
+    with pytest.raises(FormatError, match="lines for each compressed byte"):
+        for _ in read_rows(InputConfig(path=str(path))):
+            pass
+    path.write_bytes(pack("".join(f"line {i * 7919 % 5003}\n" for i in range(5000)).encode()))
+    assert len(list(read_rows(InputConfig(path=str(path))))) == 5000
+
+
+@pytest.mark.parametrize(
+    "unit", [b"x\n", b"{}\n", b"7\n", b'{"text":"a","id":1}\n', b'{"text":""}\n'], ids=lambda unit: unit.decode()
+)
+def test_refused_rows_without_end_end_the_input(tmp_path: Path, unit: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs the driver an entry in its ledger, and costs the file's author nothing."""
+    monkeypatch.setattr(rows, "_FREE_REFUSED", 100)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(unit * 1000)
+    found: list[Row | RowFate] = []
+    with pytest.raises(FormatError, match="expected rows that can be used") as error:
+        found.extend(read_rows(InputConfig(path=str(path))))
+    assert "The last: " in str(error.value)
+    path.write_bytes((unit * 10 + b'{"text":"fine"}\n') * 50)
+    assert len(list(read_rows(InputConfig(path=str(path))))) == 550
