@@ -12,6 +12,8 @@ from hsx_dist.store.base import Store
 
 #: The largest JSON object that is read or written, receipts apart. Parsed, JSON takes up to 25 times its size.
 MAX_JSON_BYTES = 4 << 20
+#: The most values in such an object, counted by the characters that separate them. Values cost far more than texts.
+MAX_JSON_VALUES = 250_000
 #: Larger numbers do not fit the arrays and floats in which numbers are added up.
 MAX_NUMBER = 2**62
 #: Deeper JSON is refused: what writes it out again, or pickles it, recurses.
@@ -89,7 +91,7 @@ def read_json(store: Store, name: str) -> dict[str, Any]:
 
     Raises:
         NotFound: there is no such object.
-        FormatError: it is no JSON object, or larger than ``MAX_JSON_BYTES``.
+        FormatError: it is no JSON object, larger than ``MAX_JSON_BYTES``, or has more than ``MAX_JSON_VALUES``.
     """
     return _parsed(get_small(store, name, MAX_JSON_BYTES), f"{store.url}/{name}")
 
@@ -106,10 +108,11 @@ def find_json(store: Store, name: str, checks: Mapping[str, Check]) -> dict[str,
 
 
 def dump_json(value: Mapping[str, Any]) -> bytes:
-    """The object as it is stored. ``FormatError`` when it is larger than what is read."""
+    """The object as it is stored. ``FormatError`` when it is larger, or has more values, than what is read."""
     body = json.dumps(value, indent=1, allow_nan=False).encode() + b"\n"
     if len(body) > MAX_JSON_BYTES:
         raise FormatError(f"expected at most {MAX_JSON_BYTES} bytes of settings, got {len(body)}. Shorten them")
+    _check_values(body, "settings")
     return body
 
 
@@ -122,7 +125,14 @@ def put_own(store: Store, name: str, body: bytes) -> bool:
     return True
 
 
+def _check_values(data: bytes, where: str) -> None:
+    values = sum(map(data.count, (b",", b"[", b"{")))
+    if values > MAX_JSON_VALUES:
+        raise FormatError(f"{where}: expected at most {MAX_JSON_VALUES} JSON values, got about {values}. Shorten it")
+
+
 def _parsed(data: bytes, where: str) -> dict[str, Any]:
+    _check_values(data, where)
     try:
         found = parse_json(data, floats=True)
     except FormatError as e:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 from uuid import UUID
 
-from hsx_dist.jobs.arrow_messages import Messages
+from hsx_dist.errors import FormatError
+from hsx_dist.jobs.arrow_messages import Messages, check_schema_message
 
 #: The key under which a field's metadata names its extension type. All of Arrow's schemas hold it as these bytes.
 _EXTENSION = b"ARROW:extension:name"
@@ -101,7 +102,8 @@ def _plain_footer(footer: bytes) -> bytes:
     text = (_metadata(hidden, tail).metadata or {}).get(_NO_ARROW_SCHEMA, b"")
     try:
         schema = base64.b64decode(text, validate=True)
-    except ValueError:
+        check_schema_message(schema)
+    except (ValueError, FormatError):  # Arrow's class for what is damaged is a ValueError
         return hidden
     plain = base64.b64encode(schema.replace(_EXTENSION, _NO_EXTENSION))
     return footer.replace(text, plain) if len(plain) == len(text) and footer.count(text) == 1 else hidden

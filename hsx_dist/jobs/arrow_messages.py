@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import IO, Any
 
 from hsx_dist.errors import FormatError
@@ -20,6 +21,9 @@ MAX_BATCH_BYTES = 2 << 30
 _CONTINUATION = b"\xff\xff\xff\xff"
 _SCHEMA, _DICTIONARIES, _BATCH = 1, 2, 3
 _BLOCK, _BUFFER = 24, 16
+#: Tables in a schema may be shared. Arrow makes objects of its own for each reference, so each reference counts.
+MAX_FIELDS, MAX_LEVELS = 10_000, 64
+_TIMESTAMP = 10
 
 
 class _Table:
@@ -44,6 +48,11 @@ class _Table:
     def table(self, field: int) -> _Table | None:
         at = self.place(field)
         return None if at is None else _Table(self.data, at + _number(self.data, at, "<I"))
+
+    def tables(self, field: int) -> Iterator[_Table]:
+        """The tables in a vector of them."""
+        for at in self.items(field, 4):
+            yield _Table(self.data, at + _number(self.data, at, "<I"))
 
     def items(self, field: int, size: int) -> range:
         """Where the items of a vector of structs begin."""
@@ -70,6 +79,50 @@ def _invalid(got: str) -> Exception:
     return error
 
 
+def check_schema(schema: _Table) -> None:
+    """Count what Arrow makes of a schema. Each reference to a table or a text counts, also to one that is shared.
+
+    Raises:
+        FormatError: there are too many fields, too many levels, or more texts than the bytes hold.
+        pyarrow.ArrowInvalid: the schema is damaged.
+    """
+    fields, left = 0, len(schema.data)
+    todo = [(field, 1) for field in islice(schema.tables(1), MAX_FIELDS + 1)]
+    left = _without_metadata(schema, 2, left)
+    while todo:
+        field, level = todo.pop()
+        fields += 1
+        if fields + len(todo) > MAX_FIELDS or level > MAX_LEVELS:
+            raise FormatError(
+                f"expected a schema of at most {MAX_FIELDS} fields at {MAX_LEVELS} levels, got more. Write fewer "
+                "columns"
+            )
+        kind = field.table(3)
+        zone = len(kind.items(1, 1)) if kind is not None and field.number(2, "<B") == _TIMESTAMP else 0
+        left = _without_metadata(field, 6, left - len(field.items(0, 1)) - zone)
+        todo += [(child, level + 1) for child in islice(field.tables(5), MAX_FIELDS + 1)]
+
+
+def _without_metadata(table: _Table, field: int, left: int) -> int:
+    """How many of ``left`` bytes remain without the texts of a vector of names and values."""
+    for pair in table.tables(field):
+        left -= 16 + len(pair.items(0, 1)) + len(pair.items(1, 1))  # a pair takes 16 bytes at least
+        if left < 0:
+            break
+    if left < 0:
+        raise FormatError("expected a schema whose texts are stored once each, got shared ones. Write the file again")
+    return left
+
+
+def check_schema_message(message: bytes) -> None:
+    """``check_schema`` for an encapsulated message; the same errors."""
+    begin = 8 if message.startswith(_CONTINUATION) else 4
+    schema = _Table(message[begin:]).table(2)
+    if schema is None:
+        raise _invalid("a message without a schema")
+    check_schema(schema)
+
+
 class Messages:
     """The schema and the other messages of an Arrow file (``footer``: its footer) or stream of ``size`` bytes.
     ``clean`` removes extension types from the bytes of a schema."""
@@ -86,17 +139,22 @@ class Messages:
             self._blocks = None
             if _Table(schema).number(1, "<B") != _SCHEMA:
                 raise _invalid("another message in the place of the schema")
+            check_schema_message(_encapsulated(schema))
         else:
             root = _Table(clean(footer))
             at = root.table(1)
             if at is None:
                 raise _invalid("a footer without a schema")
+            check_schema(at)
             # A message whose header is the schema within the footer.
             head = struct.pack("<I5H2xihBxI4x", 16, 10, 12, 4, 6, 8, 12, root.number(0, "<h"), _SCHEMA, 8 + at.at)
             schema = head + root.data
             self._blocks = [_number(root.data, i, "<q") for field in (2, 3) for i in root.items(field, _BLOCK)]
         self._schema = _encapsulated(schema)
-        self.schema = pa.ipc.open_stream(pa.py_buffer(self._schema)).schema
+        try:
+            self.schema = pa.ipc.open_stream(pa.py_buffer(self._schema)).schema
+        except OSError as e:  # Arrow's class for a damaged schema, too. No store is read here.
+            raise _invalid(str(e)) from e
 
     def batches(self, names: Sequence[str]) -> Iterator[Any]:
         """The record batches with the columns ``names``.

@@ -8,6 +8,7 @@ from typing import Any
 
 from hsx_dist.connector.options import MAX_METADATA_BYTES
 from hsx_dist.errors import InputError
+from hsx_dist.jobs.row_cost import cost_of_json, most_cost
 from hsx_dist.jobs.values import chat_value, is_unicode, kind_of, metadata_value, shown
 
 _MAX_TOKEN_ID = (1 << 31) - 1
@@ -15,17 +16,20 @@ _MAX_TOKEN_ID = (1 << 31) - 1
 _SHAREGPT = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 
 
-def as_messages(value: Any, name: str) -> Any:
+def as_messages(value: Any, name: str, most: int) -> Any:
     """Messages in the form of chat templates: a list of mappings with ``role`` and ``content``.
 
     A JSON text, as tables often hold, is read; ShareGPT's ``from`` and ``value`` are renamed; members that are null are
     left out, as a table has every member in every row. A value that is no list is returned unchanged.
 
+    Args:
+        most: ``input.max_row_bytes``, the limit of a JSON text.
+
     Raises:
-        InputError: a value has no JSON form, or is nested too deeply.
+        InputError: a value has no JSON form, or is nested too deeply; a JSON text is too large.
     """
     if isinstance(value, str):
-        value = _parsed(value)
+        value = _parsed(value, name, most)
     if not isinstance(value, list):
         return value
     return [_message(m) if isinstance(m, dict) else m for m in chat_value(value, name)]
@@ -45,19 +49,24 @@ def _without_null(value: Any) -> Any:
     return [_without_null(v) for v in value] if isinstance(value, list) else value
 
 
-def as_tools(value: Any, name: str) -> list[Any] | None:
-    """Tools as a list of mappings, also from a JSON text; None for an empty list.
+def as_tools(value: Any, name: str, most: int) -> list[Any] | None:
+    """Tools as a list of mappings, also from a JSON text of at most ``most`` bytes; None for an empty list.
 
     Raises:
-        InputError: it is neither, a value has no JSON form, or is nested too deeply.
+        InputError: it is neither, a value has no JSON form, or is nested too deeply; a JSON text is too large.
     """
-    found = _parsed(value) if isinstance(value, str) else value
+    found = _parsed(value, name, most) if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
         raise InputError(f"{name}: expected a list of tools (objects), came {kind_of(found)}")
     return [_without_null(tool) for tool in chat_value(found, name)] or None
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str, name: str, most: int) -> Any:
+    if len(text) > most or cost_of_json(text) > most_cost(most):
+        raise InputError(
+            f"{name}: expected a JSON text of at most {most} bytes (input.max_row_bytes), got {len(text)} characters "
+            "or too many values. Split the row"
+        )
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

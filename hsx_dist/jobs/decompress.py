@@ -47,6 +47,8 @@ def check_expansion(made: int, stored: int, what: str) -> None:
 _Decompressor = zstd.ZstdDecompressor | lzma.LZMADecompressor | bz2.BZ2Decompressor
 #: Rows may expand by so much beyond so many bytes. More is repetition that costs the driver an entry for each row.
 _MAX_EXPANSION, _FREE_BYTES = 1000, 1 << 30
+#: The same for lines: short ones cost the driver as much as long ones.
+_MAX_LINES, _FREE_LINES = 16, 1 << 20
 
 
 def zstd_decompressor() -> _Decompressor:
@@ -78,6 +80,7 @@ class DecompressedFile(io.RawIOBase):
         self._frame: _Decompressor | None = None
         self._rest = b""  # compressed bytes after the end of a frame
         self._read = self._made = 0  # bytes
+        self._lines = 0
 
     def readable(self) -> bool:
         return True
@@ -108,6 +111,12 @@ class DecompressedFile(io.RawIOBase):
                 raise FormatError(
                     f"expected at most {_MAX_EXPANSION} decompressed bytes for each compressed one, got more beyond "
                     f"{_FREE_BYTES}. Give the file decompressed"
+                )
+            self._lines += found.count(b"\n")
+            if self._lines > _FREE_LINES and self._lines > _MAX_LINES * self._read:
+                raise FormatError(
+                    f"expected at most {_MAX_LINES} lines for each compressed byte, got more beyond {_FREE_LINES}. "
+                    "Give the file decompressed"
                 )
             if self._frame.eof:
                 self._rest = self._frame.unused_data

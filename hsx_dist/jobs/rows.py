@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from hsx_dist.config import InputConfig
-from hsx_dist.errors import InputError
+from hsx_dist.errors import FormatError, InputError
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.jobs.content import CONTENT_CHECKS, as_messages, as_tools, json_metadata, mask_of
 from hsx_dist.jobs.records import Unreadable, read_records
@@ -18,6 +18,8 @@ from hsx_dist.jobs.sources import Input, find_input
 from hsx_dist.jobs.values import is_unicode, kind_of, shown
 
 _MAX_KEY = 1024
+#: Each refused row costs the driver about 500 bytes. An input may have so many, and so many more for each usable row.
+_FREE_REFUSED, _REFUSED_A_ROW = 1_000_000, 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ def _rows(found: Input, config: InputConfig, opened: IO[bytes] | None) -> Iterat
     columns = [*needed, *(name for name in own if name is not None)]
     choice = _Choice(config)
     check = _RowCheck(config, "")
-    row = -1
+    row, refused, usable = -1, 0, 0
     for source in found.sources:
         if choice.ended():
             return
@@ -106,11 +108,22 @@ def _rows(found: Input, config: InputConfig, opened: IO[bytes] | None) -> Iterat
             if not choice.takes(source.label, number):
                 continue
             if source.format == "text" and item is not None:
-                yield check.judge_text(row, number, item)
+                judged = check.judge_text(row, number, item)
             elif source.format == "jsonl" or item is None:
-                yield check.judge_line(row, number, item)
+                judged = check.judge_line(row, number, item)
             else:
-                yield check.judge(row, number, item)
+                judged = check.judge(row, number, item)
+            if isinstance(judged, Row):
+                usable += 1
+            else:
+                refused += 1
+                if refused > _FREE_REFUSED + _REFUSED_A_ROW * usable:
+                    raise FormatError(
+                        f"expected rows that can be used, got {refused} refused and {usable} usable ones up to row "
+                        f"{number} of {source.label or 'the input'}. The last: {judged.reason}. Correct the input, or "
+                        "input.format and the names of its columns"
+                    )
+            yield judged
 
 
 class _Choice:
@@ -236,13 +249,14 @@ class _RowCheck:
             came = " and ".join(given.values()) if given else "none of them"
             raise InputError(f"expected exactly one of the fields {', '.join(names.values())}, came {came}")
         kind, name = next(iter(given.items()))
-        value = as_messages(record[name], name) if kind == "messages" else record[name]
+        most = int(c.max_row_bytes)
+        value = as_messages(record[name], name, most) if kind == "messages" else record[name]
         problem = CONTENT_CHECKS[kind](value)
         if problem:
             raise InputError(f"{name}: {problem}")
         fields: dict[str, Any] = {kind: value}
         if kind == "messages" and record.get(c.tools) is not None:
-            fields["tools"] = as_tools(record[c.tools], c.tools)
+            fields["tools"] = as_tools(record[c.tools], c.tools, most)
         if record.get(c.loss_mask) is not None:
             fields["loss_mask"] = mask_of(record[c.loss_mask], c.loss_mask)
         if c.metadata:

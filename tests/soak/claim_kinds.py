@@ -385,9 +385,22 @@ def compressed_lines(rng: random.Random, folder: Path) -> list[Read]:
     return [lambda: list(islice(read_rows(InputConfig(path=str(path))), ROWS_READ))]
 
 
+def nothings(n: int, kind: str) -> Any:
+    """A column of one row with ``n`` nulls, which take no bytes."""
+    nulls = pa.nulls(n)
+    if kind == "fixed":
+        return pa.FixedSizeListArray.from_arrays(nulls, n)
+    if kind == "list view":
+        return pa.ListViewArray.from_arrays(pa.array([0], pa.int32()), pa.array([n], pa.int32()), nulls)
+    lists = pa.ListArray.from_arrays(pa.array([0, n], pa.int32()), nulls)
+    if kind == "runs":
+        return pa.RunEndEncodedArray.from_arrays(pa.array([1], pa.int32()), lists)
+    return pa.UnionArray.from_sparse(pa.array([0], pa.int8()), [lists])
+
+
 def tables(rng: random.Random, folder: Path) -> list[Read]:
     """Arrow and Parquet files in which few bytes stand for many, and damaged ones."""
-    kind = rng.randrange(5)
+    kind = rng.randrange(8)
     text = "x" * (1 << rng.randrange(24))
     rows = 1 << rng.randrange(12)
     if kind == 0:
@@ -399,10 +412,17 @@ def tables(rng: random.Random, folder: Path) -> list[Read]:
         column = pa.array([[{"role": "user", "content": text[: 1 << 10]}]] * min(rows, 64))
     elif kind == 3:
         column = pa.array([[1] * (1 << rng.randrange(18))] * 4)
+    elif kind == 4:
+        column = nothings(1 << rng.randrange(28), rng.choice(["list view", "runs", "union", "fixed"]))
+    elif kind == 5:
+        unit = rng.choice(["[]", "{}", "0", '{"a":0}', '""'])
+        column = pa.array(["[" + ",".join([unit] * ((1 << rng.randrange(25)) // len(unit))) + "]"])
+    elif kind == 6:
+        column = pa.array([text[: 1 << 16]] * min(rows, 64), pa.string_view())
     else:
         column = pa.array([text[: 1 << 16]] * min(rows, 64))
     name = rng.choice(["text", "messages", "token_ids"])
-    ending = rng.choice([".arrow", ".parquet"])
+    ending = ".arrow" if kind in (4, 6) else rng.choice([".arrow", ".parquet"])  # Parquet lacks these types
     path = folder / f"in{ending}"
     compression = rng.choice(["zstd", None])
     if ending == ".arrow":

@@ -25,7 +25,7 @@ from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.container import Part
 from hsx_dist.format.description import Description
 from hsx_dist.format.expansion import VARIABLE, check_expansion
-from hsx_dist.format.json_objects import MAX_JSON_BYTES, read_json
+from hsx_dist.format.json_objects import MAX_JSON_BYTES, MAX_JSON_VALUES, dump_json, read_json
 from hsx_dist.format.manifest import Manifest
 from hsx_dist.format.names import LARGEST_NUMBER, parse_receipt_name, receipt_name
 from hsx_dist.format.place import open_place, read_run
@@ -206,6 +206,17 @@ def test_a_large_object_where_a_small_one_is_expected_is_not_fetched(tmp_path: P
     os.truncate(tmp_path / name, 1 << 40)  # a file with holes
     with little_memory(), pytest.raises(FormatError, match=f"at most {MAX_JSON_BYTES} bytes"):
         read_json(store, name)
+
+
+@pytest.mark.parametrize("unit", [b'{"a":0}', b"[]", b"0"])
+def test_an_object_of_very_many_values_is_not_parsed(tmp_path: Path, unit: bytes) -> None:
+    store = LocalStore(tmp_path)
+    body = b'{"settings":{"x":[' + b",".join([unit] * ((3 << 20) // (len(unit) + 1))) + b"]}}"
+    store.put("run.json", [body])
+    with little_memory(), pytest.raises(FormatError, match=f"at most {MAX_JSON_VALUES} JSON values"):
+        read_json(store, "run.json")
+    with pytest.raises(FormatError, match=f"at most {MAX_JSON_VALUES} JSON values"):
+        dump_json({"x": [0] * (MAX_JSON_VALUES + 1)})
 
 
 def test_a_large_receipt_is_not_fetched(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import pickle
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
@@ -398,3 +399,96 @@ def test_a_uuid_is_text(tmp_path: Path, write: Write) -> None:
     path = write(tmp_path, pa.table({"text": ["a", "b"], "u": uuids}))
     rows = [row for row in read_rows(InputConfig(path=str(path), metadata=["u"])) if isinstance(row, Row)]
     assert [row.metadata for row in rows] == [{"u": str(values[0])}, {"u": None}]
+
+
+def shared_schema(levels: int, fan: int, name: bytes = b"x", *, text: bool = True) -> bytes:
+    """An Arrow message: a schema of a text and a structure, of which each level has one field table, ``fan`` times."""
+    data = bytearray(4)
+
+    def vtable(fields: list[int], size: int) -> int:
+        data.extend(bytes(-len(data) % 4))
+        data.extend(struct.pack(f"<{2 + len(fields)}H", 4 + 2 * len(fields), size, *fields))
+        return len(data) - 4 - 2 * len(fields)
+
+    message, schema, field = vtable([4, 6, 8, 16], 24), vtable([0, 4], 8), vtable([4, 8, 9, 12, 0, 16], 20)
+    kind = vtable([], 4)
+
+    def begin(table: int) -> int:
+        data.extend(bytes(-len(data) % 8))
+        data.extend(struct.pack("<i", len(data) - table))
+        return len(data) - 4
+
+    def refer(place: int) -> None:
+        struct.pack_into("<I", data, place, len(data) - place)
+
+    def vector(place: int, count: int) -> list[int]:
+        data.extend(bytes(-len(data) % 4))
+        refer(place)
+        data.extend(struct.pack("<I", count) + bytes(4 * count))
+        return list(range(len(data) - 4 * count, len(data), 4))
+
+    def column(places: list[int], word: bytes, type_: int, count: int) -> list[int]:
+        at = begin(field)
+        for place in places:
+            struct.pack_into("<I", data, place, at - place)
+        data.extend(struct.pack("<IBBxxII", 0, 1, type_, 0, 0))
+        data.extend(bytes(-len(data) % 4))
+        refer(at + 4)
+        data.extend(struct.pack("<I", len(word)) + word + b"\0")
+        data.extend(bytes(-(len(data)) % 8))
+        struct.pack_into("<I", data, at + 12, begin(kind) - at - 12)
+        return vector(at + 16, count)
+
+    struct.pack_into("<I", data, 0, begin(message))
+    data.extend(struct.pack("<hBxIIq", 4, 1, 0, 0, 0))
+    header = len(data) - 16
+    struct.pack_into("<I", data, header, begin(schema) - header)
+    data.extend(bytes(4))
+    first, *places = vector(len(data) - 4, 2)
+    column([first], b"text" if text else b"a", 5, 0)
+    for level in range(levels):
+        last = level == levels - 1
+        places = column(places, name, 1 if last else 13, 0 if last else fan)
+    data.extend(bytes(64 * 1024))  # with it Arrow's own limit of tables lets the schema pass
+    data.extend(bytes(-len(data) % 8))
+    return b"\xff\xff\xff\xff" + struct.pack("<i", len(data)) + bytes(data)
+
+
+SHARED = {"many": (5, 30), "deep": (70, 1), "names": (3, 90, b"n" * 1000)}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_a_schema_whose_tables_are_shared_is_refused(tmp_path: Path, case: str) -> None:
+    """Arrow makes objects of its own for each reference: 64 KiB of a file can be tens of millions of fields."""
+    path = tmp_path / "in.arrow"
+    path.write_bytes(shared_schema(*SHARED[case]) + b"\xff\xff\xff\xff" + bytes(4))
+    with pytest.raises(FormatError, match="schema"):
+        read(path)
+    path.write_bytes(shared_schema(3, 4) + b"\xff\xff\xff\xff" + bytes(4))
+    assert read(path) == []
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_arrow_does_not_see_such_a_schema_in_parquet(tmp_path: Path, case: str) -> None:
+    schema = pa.schema([("text", pa.string())])
+    with pq.ParquetWriter(tmp_path / "in.parquet", schema, store_schema=False) as writer:
+        writer.write_table(pa.table({"text": ["hi"]}, schema=schema))
+        writer.add_key_value_metadata({b"ARROW:schema": base64.b64encode(shared_schema(*SHARED[case]))})
+    before = pa.total_allocated_bytes()
+    with (tmp_path / "in.parquet").open("rb") as f:
+        parquet = open_parquet(f)
+        assert b"ARROW:schema" not in parquet.metadata.metadata
+    assert pa.total_allocated_bytes() - before < 1 << 20
+    (row,) = read(tmp_path / "in.parquet")
+    assert row.text == "hi"
+
+
+def test_a_schema_of_many_fields_and_texts_of_their_own_is_read(tmp_path: Path) -> None:
+    names = ["text", *(f"column {i}" for i in range(5000))]
+    fields = [pa.field(name, pa.string(), metadata={"about": f"{name}: " + "a" * 50}) for name in names]
+    zone = pa.field("at", pa.timestamp("us", "Europe/Berlin"))
+    schema = pa.schema([*fields, zone], metadata={"huggingface": "x" * 100_000})
+    table = pa.Table.from_pylist([{"text": "hi"}], schema=schema)
+    for write in (write_file, write_stream, write_parquet):
+        (row,) = read(write(tmp_path, table))
+        assert row.text == "hi"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import json
 import lzma
 import tracemalloc
 from itertools import islice
@@ -17,10 +18,10 @@ import zstandard
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.manifest import RowFate
-from hsx_dist.jobs import decompress
+from hsx_dist.jobs import decompress, rows
 from hsx_dist.jobs.decompress import DECOMPRESSORS, DecompressedFile
-from hsx_dist.jobs.row_cost import cost_of_json, most_cost
-from hsx_dist.jobs.rows import Row, read_rows
+from hsx_dist.jobs.row_cost import cost_of_columns, cost_of_json, most_cost
+from hsx_dist.jobs.rows import Row, read_rows, rows_from
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -140,6 +141,84 @@ def test_a_list_of_nothing_is_not_made(tmp_path: Path) -> None:
     assert held < 8 << 20
 
 
+def _nothings(kind: str, n: int) -> Any:
+    """A column of one row with ``n`` nulls."""
+    nulls = pa.nulls(n)
+    lists = pa.ListArray.from_arrays(pa.array([0, n], pa.int32()), nulls)
+    if kind == "list view":
+        return pa.ListViewArray.from_arrays(pa.array([0], pa.int32()), pa.array([n], pa.int32()), nulls)
+    if kind == "large list view":
+        return pa.LargeListViewArray.from_arrays(pa.array([0], pa.int64()), pa.array([n], pa.int64()), nulls)
+    if kind == "runs":
+        return pa.RunEndEncodedArray.from_arrays(pa.array([1], pa.int32()), lists)
+    if kind == "dense union":
+        return pa.UnionArray.from_dense(pa.array([0], pa.int8()), pa.array([0], pa.int32()), [lists])
+    return pa.UnionArray.from_sparse(pa.array([0], pa.int8()), [lists])
+
+
+@pytest.mark.parametrize("kind", ["list view", "large list view", "runs", "dense union", "sparse union"])
+def test_elements_without_bytes_are_not_made_of_any_type(tmp_path: Path, kind: str) -> None:
+    column = _nothings(kind, 1 << 24)
+    path = tmp_path / "in.arrow"
+    with pa.OSFile(str(path), "wb") as f, pa.ipc.new_file(f, pa.schema([("messages", column.type)])) as w:
+        w.write_batch(pa.record_batch([column], ["messages"]))
+    assert path.stat().st_size < 3000
+    (fate,), held = _rows(path)
+    assert isinstance(fate, RowFate)
+    assert "input.max_row_bytes" in fate.reason
+    assert held < 8 << 20
+
+
+def test_ranges_of_a_view_that_overlap_are_each_counted() -> None:
+    starts, sizes = pa.array([0] * 100, pa.int32()), pa.array([1000] * 100, pa.int32())
+    views = pa.ListViewArray.from_arrays(starts, sizes, pa.array(["a"] * 1000))
+    assert cost_of_columns(pa.record_batch([views], ["a"])) > 100 * 1000 * 80
+
+
+@pytest.mark.parametrize("kind", ["view", "list view", "runs", "dense union", "sparse union", "dictionary"])
+def test_each_row_of_a_batch_is_counted_with_its_own_bytes(kind: str) -> None:
+    """A short row does not cost what the longest of its batch costs."""
+    texts = pa.array(["a", "b" * 1_000_000, "c"])
+    zeros, places = pa.array([0] * 3, pa.int8()), pa.array(range(3), pa.int32())
+    columns = {
+        "view": pa.array(texts.to_pylist(), pa.string_view()),
+        "list view": pa.array([[t] for t in texts.to_pylist()], pa.list_view(pa.string())),
+        "runs": pa.RunEndEncodedArray.from_arrays(pa.array([1, 2, 3], pa.int32()), texts),
+        "dense union": pa.UnionArray.from_dense(zeros, places, [texts]),
+        "sparse union": pa.UnionArray.from_sparse(zeros, [texts]),
+        "dictionary": pa.DictionaryArray.from_arrays(places, texts),
+    }
+    batch = pa.record_batch([columns[kind]], ["a"])
+    short, long, last = (cost_of_columns(batch.slice(i, 1)) for i in range(3))
+    assert short == last < 1000
+    assert 12_000_000 < long < 12_001_000
+
+
+def test_a_table_with_the_documented_bytes_in_a_row_is_read(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["a" * (2 << 20), "a" * (3 << 20)]}), tmp_path / "in.parquet")
+    (first, second), _ = _rows(tmp_path / "in.parquet", max_row_bytes="2MiB")
+    assert isinstance(first, Row)
+    assert isinstance(second, RowFate)
+    assert "input.max_row_bytes" in second.reason
+
+
+@pytest.mark.parametrize("column", ["messages", "tools"])
+@pytest.mark.parametrize("unit", ["[]", '{"a":0}'])
+def test_a_json_text_of_many_values_refuses_its_row_before_it_is_parsed(tmp_path: Path, column: str, unit: str) -> None:
+    chat = json.dumps([{"role": "user", "content": "hi"}])
+    text = "[" + ",".join([unit] * ((2 << 20) // (len(unit) + 1))) + "]"
+    rows = [{"messages": chat, "tools": "[]", column: text}, {"messages": chat, "tools": "[]"}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet", compression="zstd")
+    (first, second), held = _rows(tmp_path / "in.parquet", max_row_bytes="2MiB")
+    assert isinstance(first, RowFate)
+    assert f"{column}: expected a JSON text of at most" in first.reason
+    assert isinstance(second, Row)
+    assert held < 24 << 20
+    record = {"messages": json.loads(chat), column: " " * (3 << 20) + chat}
+    (longer,) = rows_from([record], InputConfig(max_row_bytes="2MiB"))
+    assert isinstance(longer, RowFate)
+
+
 def test_an_arrow_file_whose_offsets_lie_is_broken(tmp_path: Path) -> None:
     text = pa.array(["hello", "world"])
     path = tmp_path / "in.arrow"
@@ -203,3 +282,32 @@ def test_every_frame_of_a_compressed_file_is_read(tmp_path: Path, ending: str) -
     path.write_bytes(data[:-3])
     with pytest.raises(FormatError, match="broken compressed data"):
         list(read_rows(InputConfig(path=str(path))))
+
+
+@pytest.mark.parametrize("ending", ["xz", "zst", "bz2"])
+def test_short_lines_without_end_are_an_error(tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decompress, "_FREE_LINES", 1000)
+    pack = {"xz": lzma.compress, "zst": zstandard.ZstdCompressor().compress, "bz2": bz2.compress}[ending]
+    path = tmp_path / f"a.txt.{ending}"
+    path.write_bytes(pack(b"x\n" * 1_000_000))
+    with pytest.raises(FormatError, match="lines for each compressed byte"):
+        for _ in read_rows(InputConfig(path=str(path))):
+            pass
+    path.write_bytes(pack("".join(f"line {i * 7919 % 5003}\n" for i in range(5000)).encode()))
+    assert len(list(read_rows(InputConfig(path=str(path))))) == 5000
+
+
+@pytest.mark.parametrize(
+    "unit", [b"x\n", b"{}\n", b"7\n", b'{"text":"a","id":1}\n', b'{"text":""}\n'], ids=lambda unit: unit.decode()
+)
+def test_refused_rows_without_end_end_the_input(tmp_path: Path, unit: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs the driver an entry in its ledger, and costs the file's author nothing."""
+    monkeypatch.setattr(rows, "_FREE_REFUSED", 100)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(unit * 1000)
+    found: list[Row | RowFate] = []
+    with pytest.raises(FormatError, match="expected rows that can be used") as error:
+        found.extend(read_rows(InputConfig(path=str(path))))
+    assert "The last: " in str(error.value)
+    path.write_bytes((unit * 10 + b'{"text":"fine"}\n') * 50)
+    assert len(list(read_rows(InputConfig(path=str(path))))) == 550
