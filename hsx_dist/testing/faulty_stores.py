@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, Literal, TypeVar
 
 from hsx_dist.errors import Unavailable
-from hsx_dist.store.base import Buffer, ObjectInfo, Store, as_buffers, as_bytes_view
+from hsx_dist.store.base import Buffer, Conditional, ObjectInfo, Store, as_buffers, as_bytes_view, not_conditional
 
 T = TypeVar("T")
 Verb = Literal["put", "put_if_absent", "get", "get_ranges", "head", "list", "delete"]
@@ -70,6 +70,21 @@ class WrappedStore:
     def put_if_absent(self, name: str, data: bytes | Sequence[Buffer]) -> None:
         size = sum(as_bytes_view(b).nbytes for b in as_buffers(data))
         self._call("put_if_absent", name, lambda: self._inner.put_if_absent(name, data), size)
+
+    def version(self, name: str) -> str:
+        return self._call("head", name, lambda: self._conditional().version(name), 0)
+
+    def put_version(self, name: str, buffers: Sequence[Buffer], version: str) -> bool:
+        size = sum(as_bytes_view(b).nbytes for b in buffers)
+        return self._call("put", name, lambda: self._conditional().put_version(name, buffers, version), size)
+
+    def delete_version(self, name: str, version: str) -> bool:
+        return self._call("delete", name, lambda: self._conditional().delete_version(name, version), 0)
+
+    def _conditional(self) -> Conditional:
+        if not isinstance(self._inner, Conditional):
+            raise not_conditional(self.url)
+        return self._inner
 
     def get(self, name: str, most: int | None = None) -> bytes:
         return self._call("get", name, lambda: self._inner.get(name, most), 0)

@@ -332,7 +332,7 @@ class Refusing(MemoryStore):
         return False
 
 
-@pytest.mark.parametrize("kind", [Ignoring, Refusing, lambda: WrappedStore(MemoryStore())])
+@pytest.mark.parametrize("kind", [Ignoring, Refusing, lambda: PrefixStore(MemoryStore(), "x")])
 def test_a_store_without_conditional_deletes_is_refused_and_nothing_goes(kind):
     store = kind()
     store_anew(store, "old.error.json", 1000)
