@@ -154,7 +154,8 @@ def run_rm(path: str, options: Sequence[str], *, yes: bool, watch: float) -> Non
     root = open_store(path, parse_storage_options(options))
     place = find_place(root)
     if not yes and place is not None:
-        counts = count(load_manifest(place.store))
+        with place.reading():
+            counts = count(load_manifest(place.store))
         say(
             f"{path}: {counts['samples']:,} samples in {counts['parts']:,} parts, "
             f"{bytes_text(counts['stored_bytes'])}; --yes removes them"

@@ -16,7 +16,9 @@ from typing import Any
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.exporting.base import LAYER_IDS, Exporter, ExportOptions
+from hsx_dist.format.place import Place
 from hsx_dist.reading.datasets import HiddenStatesDataset
+from hsx_dist.reading.order import is_of_run
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.select import Selection
 
@@ -74,6 +76,7 @@ def export_run(
 
     Raises:
         ConfigError: no such exporter; the run lacks layers that the trainer needs; ``dest`` holds another export.
+        RunError: the run was removed meanwhile.
         FormatError, StoreError: as reading does; OSError: as writing does.
     """
     if not 0 <= shard < shards:
@@ -89,11 +92,12 @@ def export_run(
         "layer_ids": LAYER_IDS,
         **exporter.statement(),
     }
-    _claim(folder, statement)
+    _claim(folder, statement, run.place)
     firsts = range(0, len(run), exporter.per_file)
     todo = [f for f in firsts[shard::shards] if not (folder / exporter.file(f)).exists()]
-    for first, items in _batches(run, exporter, options, todo, prefetch_bytes):
-        _write_whole(exporter, items, folder / exporter.file(first))
+    with run.place.reading():
+        for first, items in _batches(run, exporter, options, todo, prefetch_bytes):
+            _write_whole(exporter, items, folder / exporter.file(first))
     finished = all((folder / exporter.file(f)).exists() for f in firsts)
     if finished and finish:
         exporter.finish(run, folder)
@@ -121,7 +125,7 @@ def exporter_of(name: str) -> type[Exporter]:
     return made
 
 
-def _claim(folder: Path, statement: dict[str, Any]) -> None:
+def _claim(folder: Path, statement: dict[str, Any], place: Place) -> None:
     """Say what the folder holds, before anything is in it. ``ConfigError`` when it says something else."""
     path = folder / _STATEMENT
     folder.mkdir(parents=True, exist_ok=True)
@@ -131,7 +135,8 @@ def _claim(folder: Path, statement: dict[str, Any]) -> None:
             f.write(text)
     except FileExistsError:
         there = _statement(path)
-        there.setdefault("run_id", statement["run_id"])  # earlier versions did not store it
+        if is_of_run(there.get("run_id"), place):
+            there["run_id"] = place.id  # earlier versions did not store it
         differs = sorted(k for k in {*there, *statement} if there.get(k) != statement.get(k))
         if differs:
             raise ConfigError(

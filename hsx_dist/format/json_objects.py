@@ -108,11 +108,14 @@ def find_json(store: Store, name: str, checks: Mapping[str, Check]) -> dict[str,
 
 
 def dump_json(value: Mapping[str, Any]) -> bytes:
-    """The object as it is stored. ``FormatError`` when it is larger, or has more values, than what is read."""
-    body = json.dumps(value, indent=1, allow_nan=False).encode() + b"\n"
+    """The object as it is stored. ``FormatError`` when it is one that ``read_json`` refuses."""
+    try:
+        body = json.dumps(value, indent=1, allow_nan=False).encode() + b"\n"
+    except (ValueError, TypeError, RecursionError) as e:
+        raise FormatError(f"settings: expected values that JSON can hold, got others: {e}. Change them") from e
     if len(body) > MAX_JSON_BYTES:
         raise FormatError(f"expected at most {MAX_JSON_BYTES} bytes of settings, got {len(body)}. Shorten them")
-    _check_values(body, "settings")
+    _parsed(body, "settings")
     return body
 
 

@@ -15,13 +15,14 @@ import json
 import re
 import secrets
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from hsx_dist.errors import FormatError, RunError
+from hsx_dist.errors import FormatError, NotFound, RunError, RunStalled
 from hsx_dist.format.companions import OBJECTS_OF_A_RUN
-from hsx_dist.format.json_objects import dump_json, find_json, parse_json, put_own, shown
+from hsx_dist.format.json_objects import check_members, dump_json, find_json, parse_json, put_own, shown
 from hsx_dist.format.run_members import RUN_MEMBERS
 from hsx_dist.store import ObjectInfo, Store
 from hsx_dist.store.prefix import PrefixStore
@@ -89,6 +90,28 @@ class Place:
         found = _read(self.root, self.pointer)
         return found is None or "removed" in found or _id(found) != self.id
 
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """For whatever reads the run's objects and concludes something: half of a run must not pass for the run.
+
+        One request at the end, after the last object was read. A removal replaces the description first, so that a run
+        that is still described then was whole all the time.
+
+        Raises:
+            RunError: the run was removed meanwhile. It takes the place of errors that a removal may cause.
+        """
+        try:
+            yield
+        except (NotFound, FormatError, RunStalled) as e:
+            if self.removed():
+                raise self._gone() from e
+            raise
+        if self.removed():
+            raise self._gone()
+
+    def _gone(self) -> RunError:
+        return RunError(f"{self.root.url}: expected a run, got one that is being removed. Check the path")
+
 
 def find_place(root: Store) -> Place | None:
     """The run at ``root``; ``None`` where there is none, or the last one was removed.
@@ -122,6 +145,7 @@ def start_run(root: Store, info: Mapping[str, Any]) -> Place:
 
     Raises:
         RunError: there is a run, or another driver has just started one, or objects of an unfinished removal are left.
+        FormatError: ``info`` is what no reader would open. Nothing is stored.
     """
     if left := leftovers(root):
         raise RunError(
@@ -131,12 +155,14 @@ def start_run(root: Store, info: Mapping[str, Any]) -> Place:
         )
     found, number, _ = _look(root)
     body = dump_json({"format": "hsx-run/2", "id": secrets.token_hex(8), **info})
+    stored = parse_json(body, floats=True)
+    check_members(stored, RUN_MEMBERS, f"{root.url}/{_pointer(number)}")
     if found is not None or not put_own(root, _pointer(number), body):
         raise RunError(
             f"{root.url}: expected no run, got one: another driver has just started it. Start again to resume it, or "
             "choose another output"
         )
-    return _place(root, _pointer(number), parse_json(body, floats=True))
+    return _place(root, _pointer(number), stored)
 
 
 def leftovers(root: Store, *, removed_only: bool = False) -> list[str]:

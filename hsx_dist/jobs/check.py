@@ -65,12 +65,13 @@ def check_run(config: ExtractConfig, place: Place, model: Model, attempt: int, c
     if same and before.get("wanted", 0) >= config.check_samples:
         console.print(f"checked against transformers by attempt {attempt}: {before.get('samples')} samples agree")
         return True
-    run = Run(place.root)
-    keys = sorted(run.keys())
-    wanted = min(config.check_samples, len(keys))
-    chosen = [run[keys[i * (len(keys) - 1) // max(wanted - 1, 1)]] for i in range(wanted)]
-    dtype = chosen[0].dtype
-    errors = compare(chosen, model.path, dtype=dtype, num_layers=model.num_layers, config=config)
+    with place.reading():
+        run = Run(place.root)
+        keys = sorted(run.keys())
+        wanted = min(config.check_samples, len(keys))
+        chosen = [run[keys[i * (len(keys) - 1) // max(wanted - 1, 1)]] for i in range(wanted)]
+        dtype = chosen[0].dtype
+        errors = compare(chosen, model.path, dtype=dtype, num_layers=model.num_layers, config=config)
     passed = all(e.passed(dtype) for e in errors)
     print_errors(errors, dtype, len(chosen), console)
     body = {

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hsx_dist.config import ExtractConfig, load_config, public_url, refuse_in_job, resolve_paths
 from hsx_dist.errors import Fenced, HsxError, RunError, RunMismatch
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 Rows = Callable[[], Iterator[Row | RowFate]]
+T = TypeVar("T")
 
 
 def extract(
@@ -116,7 +117,6 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
         "chat_template_sha256": model.chat_template_sha256,
     }
     place, manifest = open_or_start_run(config, root, meaning, rows)
-    store = place.store
     check_same_input(root.url, place.info, manifest, rows)
     if config.select != "all":
         console.print(f"note: {preflight.partial_note(config.select)}", soft_wrap=True)
@@ -124,16 +124,66 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
         f"model {public_url(config.model)}: layers {list(model.layers)} of 0…{model.num_layers}", soft_wrap=True
     )
 
+    def compute(attempt: int, ledger: RowLedger, manifest: Manifest, total: int, todo: int) -> tuple[str, Progress]:
+        return _compute(config, place, model, versions, rows, console, attempt, ledger, manifest, total, todo)
+
+    manifest, computed = account_for(config, place, manifest, rows, console, compute)
+    ended, progress = computed or ("", None)
+    if ended:
+        told = f"stopped: {ended}; what has a receipt stays, and the same command goes on from there"
+        console.print(told, soft_wrap=True)
+        return RunSummary.of(root.url, manifest, stopped=ended)
+    return finish(config, place, manifest, model, console, computed=progress)
+
+
+def account_for(
+    config: ExtractConfig,
+    place: Place,
+    manifest: Manifest,
+    rows: Rows,
+    console: Console,
+    compute: Callable[[int, RowLedger, Manifest, int, int], T],
+) -> tuple[Manifest, T | None]:
+    """Have all ``rows`` accounted for; returns the manifest, and what ``compute`` did where it was called.
+
+    ``compute(attempt, ledger, manifest, rows, rows that are left)`` is called where rows are left, and completes the
+    run once none is.
+
+    Raises:
+        RunError: the run was removed meanwhile, also if nothing was to be done.
+        ConfigError, StoreError, FormatError: as ``take_over``. Fenced: a newer attempt was taken.
+    """
+    store, computed = place.store, None
     total, todo = count_rows(rows, manifest, retry_poison=config.retry_poison)
     if not todo and is_complete(store) and not missing_parts(store, manifest, place.version):
-        console.print(f"nothing to do: all {total} rows of {root.url} are accounted for", soft_wrap=True)
-        return finish(config, place, manifest, model, console, computed=None)
-    attempt, ledger, manifest = take_over(config, place, console)
-    total, todo = count_rows(rows, manifest, retry_poison=config.retry_poison)
-    console.print(f"run {root.url}, attempt {attempt}: {total} rows, {total - todo} of them done", soft_wrap=True)
-    if not todo:  # its driver died, or a limit ended it, when all that was missing was to say so
-        complete(ledger, attempt, manifest, total)
-        return finish(config, place, manifest, model, console, computed=None)
+        console.print(f"nothing to do: all {total} rows of {place.root.url} are accounted for", soft_wrap=True)
+    else:
+        attempt, ledger, manifest = take_over(config, place, console)
+        total, todo = count_rows(rows, manifest, retry_poison=config.retry_poison)
+        told = f"run {place.root.url}, attempt {attempt}: {total} rows, {total - todo} of them done"
+        console.print(told, soft_wrap=True)
+        if todo:
+            computed = compute(attempt, ledger, manifest, total, todo)
+        else:  # its driver died, or a limit ended it, when all that was missing was to say so
+            complete(ledger, attempt, manifest, total)
+    require_not_removed(place)
+    return manifest, computed
+
+
+def _compute(
+    config: ExtractConfig,
+    place: Place,
+    model: preflight.Model,
+    versions: dict[str, str],
+    rows: Rows,
+    console: Console,
+    attempt: int,
+    ledger: RowLedger,
+    manifest: Manifest,
+    total: int,
+    todo: int,
+) -> tuple[str, Progress]:
+    """Why the driver ended before the last row (empty: it did not), and its progress."""
     spec = engine_spec(config, model, seed=run_seed(place.info, config.sampling_params))
     about = preflight.about(config, model, versions)
     state = "failed"
@@ -144,7 +194,7 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
 
             stack.callback(RayExport(meter, "driver", {"run": spec.output}).close)
         progress = stack.enter_context(Progress(total, total - todo, console, meter))
-        limits = stack.enter_context(limits_of(config, store, manifest))
+        limits = stack.enter_context(limits_of(config, place.store, manifest))
         fleet = make_fleet(config, place, spec, about, attempt)
         driver = Driver(
             fleet,
@@ -177,12 +227,7 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
         state = f"stopped: {driver.ended}" if driver.ended else "finished"
         if not driver.ended:
             complete(ledger, attempt, manifest, total)
-    require_not_removed(place)
-    if driver.ended:
-        told = f"stopped: {driver.ended}; what has a receipt stays, and the same command goes on from there"
-        console.print(told, soft_wrap=True)
-        return RunSummary.of(root.url, manifest, stopped=driver.ended)
-    return finish(config, place, manifest, model, console, computed=progress)
+    return driver.ended, progress
 
 
 def take_over(config: ExtractConfig, place: Place, console: Console) -> tuple[int, RowLedger, Manifest]:

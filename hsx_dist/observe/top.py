@@ -83,13 +83,14 @@ def look(root: Store, before: Standing | None = None) -> Standing:
     """How the run at ``root`` stands now; rates since ``before``.
 
     Raises:
-        RunError: there is no run.
+        RunError: there is no run, or it is being removed.
         FormatError: one of its objects cannot be read.
     """
     place = open_place(root)
     store = place.store
-    attempt, complete = newest_and_complete(store)
-    beat = read_heartbeat(store, attempt) if attempt else None
+    with place.reading():
+        attempt, complete = newest_and_complete(store)
+        beat = read_heartbeat(store, attempt) if attempt else None
     state = str(beat.get("state", "?")) if beat else "not started" if not attempt else "starting"
     if complete is not None and complete["attempt"] >= attempt:
         state = "complete"

@@ -21,7 +21,7 @@ from hsx_dist.format.container_read import Empty
 from hsx_dist.logger import get_logger
 from hsx_dist.reading.arrays import resolve_framework
 from hsx_dist.reading.cache import CachedStore
-from hsx_dist.reading.follow import Arrival, Follower
+from hsx_dist.reading.follow import Arrival, Follower, has_position
 from hsx_dist.reading.items import ItemSpec
 from hsx_dist.reading.order import Progress, canonical_order, fingerprint, require_run, restore
 from hsx_dist.reading.prefetch import read_ahead, reused_memory
@@ -241,7 +241,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         position = None
         if resume is not None:
             position, self.skipped = resume["position"], resume.get("skipped", self.skipped)
-        follower = self._follower = Follower(self.run.store, state=position, **(self._follow or {}))
+        follower = self._follower = Follower(self.run.place, state=position, **(self._follow or {}))
         reader, empty = self._reader, self._reader.memory(self._prefetch)
 
         def tasks() -> Iterator[tuple[Arrival | None, int]]:
@@ -306,7 +306,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         if self._follow is None:
             restore(state, self._fingerprint(), state.get("shards") or 1, state.get("shard") or 0)
             self._epoch.set(state["epoch"])
-        require_run(state, self.run.id, self.run.url)
+        require_run(state, self.run.place, lambda: has_position(self.run.store, state.get("position", {})))
         self._resume = dict(state)
 
     def _fingerprint(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from hsx_dist.errors import NotFound, RunStalled
 from hsx_dist.format.manifest import Manifest, Receipt
 from hsx_dist.format.names import attempt_name, parse_receipt_name, receipt_name
+from hsx_dist.format.place import Place
 from hsx_dist.format.receipt_log import read_entry
 from hsx_dist.format.runs import newest_attempt, read_complete, read_heartbeat, scan_receipts
 from hsx_dist.reading.index import SampleEntry, entry_of
@@ -31,13 +33,24 @@ class Arrival:
     stored_bytes: int
 
 
+def has_position(store: Store, position: Mapping[str, Any]) -> bool:
+    """Whether the run of ``store`` has all receipts that a follower's ``position`` names."""
+    for name, (seq, keys) in position.items():
+        attempt, _, writer = name.partition("/")
+        try:
+            store.head(receipt_name(int(attempt), writer, seq if keys else seq - 1))
+        except NotFound:
+            return False
+    return True
+
+
 class Follower:
     """Yields each sample of a run once, as soon as it is proven, and ends when the run is complete.
 
     Asks each writer's next receipt for by its name; lists only to find writers that are new.
 
     Args:
-        store: the run's.
+        place: the run.
         poll_seconds: pause when there is nothing new.
         discover_seconds: how often to look for new writers.
         stalled_seconds: after so long without a sign of life of the newest attempt (its heartbeat changes, by this
@@ -47,7 +60,7 @@ class Follower:
 
     def __init__(
         self,
-        store: Store,
+        place: Place,
         *,
         poll_seconds: float = 1.0,
         discover_seconds: float = 10.0,
@@ -56,30 +69,41 @@ class Follower:
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._store = store
+        self._place, self._store = place, place.store
         self._poll, self._discover, self._stalled = poll_seconds, discover_seconds, stalled_seconds
         self._sleep, self._clock = sleep, clock
         self._next: dict[_Writer, int] = {}
         self._sealed: set[_Writer] = set()
         self._manifest = Manifest()
         self._seen: set[str] = set()
-        # Per writer: the receipt that is being worked off, and which of its samples are done.
+        # Per writer: the first receipt that is not behind the consumer, and which of its samples are done.
         self._done: dict[_Writer, tuple[int, set[str]]] = {}
         for name, (seq, keys) in (state or {}).items():
             attempt, _, writer = name.partition("/")
             self._done[int(attempt), writer] = (seq, set(keys))
             self._seen.update(keys)
+        # The receipts that were read and are not behind the consumer, in the order in which they were read.
+        self._open: deque[tuple[_Writer, int]] = deque()
         self._newest = 0  # attempt, as far as it is known
         self._heart: tuple[int, Any] | None = None
         self._alive = clock()
 
     @property
     def position(self) -> dict[str, Any]:
-        """What ``done`` was told, as JSON types."""
+        """What ``done`` was told, as JSON types: of each writer the first receipt that is not behind the consumer, and
+        the samples that are done of it."""
         return {f"{a}/{w}": [seq, sorted(keys)] for (a, w), (seq, keys) in self._done.items()}
 
     def done(self, arrival: Arrival) -> None:
-        """The consumer has this sample: ``position`` moves behind it."""
+        """The consumer has this sample: ``position`` moves behind it. To be told in the order of arrivals.
+
+        All receipts that were read before this one's are then behind the consumer. A sample in several segments came
+        with the last of its receipts: its key stays until that one is behind the consumer, and so are then the others.
+        """
+        here = (arrival.writer, arrival.seq)
+        while self._open and self._open[0] != here:
+            writer, seq = self._open.popleft()
+            self._done[writer] = (seq + 1, set())
         seq, keys = self._done.get(arrival.writer, (0, set()))
         self._done[arrival.writer] = (arrival.seq, {*(keys if seq == arrival.seq else ()), arrival.entry.key})
 
@@ -88,8 +112,13 @@ class Follower:
 
         Raises:
             RunStalled: nobody is at work on the run, and it is not complete.
+            RunError: the run was removed.
             StoreError, FormatError: as ``load_manifest``.
         """
+        with self._place.reading():
+            yield from self._follow()
+
+    def _follow(self) -> Iterator[Arrival | None]:
         yield from self._everything()
         discovered = self._clock()
         while True:
@@ -118,15 +147,16 @@ class Follower:
     def _everything(self) -> Iterator[Arrival]:
         """All receipts that are there and not known yet."""
         found = [r for r in scan_receipts(self._store) if r.seq >= self._next.get((r.attempt, r.writer), 1)]
+        found.sort(key=lambda r: r.id)  # ``done`` counts on each writer's order
         # First: a sample whose part was lost comes with the attempt that computed it again.
         self._manifest.declare_void([part for receipt in found for part in receipt.void])
         # What was done before comes first: a sample in several segments is then known as done, whichever came last.
         old = [r for r in found if r.seq < self._done.get((r.attempt, r.writer), (0,))[0]]
+        new = [r for r in found if r.seq >= self._done.get((r.attempt, r.writer), (0,))[0]]
         for receipt in old:
-            self._seen.update(arrival.entry.key for arrival in self._take(receipt))
-        for receipt in found:
-            if receipt.seq >= self._done.get((receipt.attempt, receipt.writer), (0,))[0]:
-                yield from self._take(receipt)
+            self._take(receipt)
+        for receipt in new:
+            yield from self._take(receipt)
 
     def _ask(self) -> Iterator[Arrival]:
         for log in sorted(self._next.keys() - self._sealed):
@@ -144,6 +174,8 @@ class Follower:
         writer = (receipt.attempt, receipt.writer)
         self._next[writer] = max(self._next.get(writer, 1), receipt.seq + 1)
         self._manifest.add(receipt)
+        if receipt.seq >= self._done.get(writer, (0,))[0]:
+            self._open.append((writer, receipt.seq))
         arrivals = []
         for key in dict.fromkeys(receipt.table.keys()):
             record = self._manifest.samples.get(key)

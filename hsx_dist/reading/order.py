@@ -8,13 +8,14 @@ anew to another number of shards: the same idea as in MosaicML's Streaming, on s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from hsx_dist.errors import ConfigError, RunMismatch
+from hsx_dist.format.place import Place
 
 _VERSION = "hsx-dataset/1"
 #: What a ``MixedDataset`` calls its state.
@@ -86,13 +87,23 @@ def fingerprint(seed: int, shuffle: bool, buffer: int, keys: Iterable[str]) -> s
     return h.hexdigest()
 
 
-def require_run(state: Mapping[str, Any], run_id: str, url: str) -> None:
-    """``RunMismatch`` when ``state`` was taken from another run than ``run_id``, which is at ``url``. States of earlier
-    versions do not name a run."""
-    if state.get("run", run_id) != run_id:
+def is_of_run(run_id: Any, place: Place, holds: Callable[[], bool] = lambda: True) -> bool:
+    """Whether what was stored for the run ``run_id`` is of the run at ``place``.
+
+    Earlier versions stored no id (``None``), and open runs of version 1 alone: it is then of such a run or of none that
+    is there. ``holds``: whether the run has what was stored of it; asked only then.
+    """
+    return run_id == place.id if run_id is not None else place.version == 1 and holds()
+
+
+def require_run(state: Mapping[str, Any], place: Place, holds: Callable[[], bool] = lambda: True) -> None:
+    """``RunMismatch`` when ``state`` was taken from another run than the one at ``place``: see ``is_of_run``."""
+    run_id = state.get("run")
+    if not is_of_run(run_id, place, holds):
+        taken = "a run of version 1 that has what it names" if run_id is None else f"run {str(run_id)[:40]}"
         raise RunMismatch(
-            f"state: expected run {str(state['run'])[:40]}, from which it was taken, got run {run_id} at {url}. Open "
-            "that run, or begin this one without the state"
+            f"state: expected {taken}, from which it was taken, got run {place.id} at {place.root.url}. Open that run, "
+            "or begin this one without the state"
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from hsx_dist.errors import AlreadyExists, ConfigError, RunError
 from hsx_dist.format.manifest import Manifest
 from hsx_dist.format.place import Place
-from hsx_dist.format.runs import is_complete, load_manifest, receipts_of
+from hsx_dist.format.runs import all_receipts, is_complete, load_manifest, receipts_of
 from hsx_dist.reading.missing import covers_every_copy, mark_of, marks_folder, removal_mark
 from hsx_dist.reading.order import require_run
 from hsx_dist.reading.select import key_hash
@@ -92,8 +92,15 @@ class Retention:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was taken. ``RunMismatch``: it was taken from another run."""
-        require_run(state, self._place.id, self._place.root.url)
+        require_run(state, self._place, lambda: self._has(state["used"]))
         self._used.update(state["used"])
+
+    def _has(self, keys: Sequence[str]) -> bool:
+        """Whether receipts name all ``keys``."""
+        missing = set(keys)
+        for receipt in all_receipts(self._store):
+            missing.difference_update(receipt.table.keys())
+        return not missing
 
     def _refresh(self) -> None:
         """Learn of receipts that came since; reading all of them for every new part would take longer and longer."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from hsx_dist.errors import IntegrityError, NotFound, RunError, SampleConsumed, SampleNotFound
+from hsx_dist.errors import NotFound, SampleConsumed, SampleNotFound
 from hsx_dist.format.container import Part
 from hsx_dist.format.manifest import Manifest, RowFate
 from hsx_dist.format.place import Place, open_place
@@ -90,8 +90,8 @@ class _Parts:
 class _Proven:
     """Where a run's parts are read from. A part that is gone was used by all its consumers, or is lost."""
 
-    def __init__(self, store: Store, version: int):
-        self._store, self._version = store, version
+    def __init__(self, store: Store, place: Place):
+        self._store, self._place = store, place
         self.url = store.url
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
@@ -107,7 +107,9 @@ class _Proven:
         try:
             yield
         except NotFound as e:
-            if is_removed(self._store, name, self._version):
+            with self._place.reading():
+                used = is_removed(self._store, name, self._place.version)
+            if used:
                 raise SampleConsumed(
                     f"{self.url}/{name}: its consumers have used it, and it was removed (retain: consumed)"
                 ) from e
@@ -140,25 +142,19 @@ class Run:
 
     def refresh(self) -> None:
         """Read the manifest again."""
-        # In this order: what is said to be complete must have been so before the receipts were read.
-        complete, self._complete = read_completion(self.store)
-        try:
-            index = Index(receipts_after(self.store, complete, over=self._complete))
-        except (NotFound, IntegrityError):
-            self._require_not_removed()
-            raise
-        self._require_not_removed()  # half of a run that is being removed must not pass for the run
-        self.index = index
+        with self.place.reading():
+            # In this order: what is said to be complete must have been so before the receipts were read.
+            complete, over = read_completion(self.store)
+            index = Index(receipts_after(self.store, complete, over=over))
+        self.index, self._complete = index, over
         self.__dict__.pop("manifest", None)
-
-    def _require_not_removed(self) -> None:
-        if self._place.removed():
-            raise RunError(f"{self._url}: expected a run, got one that is being removed. Check the path")
 
     @cached_property
     def manifest(self) -> Manifest:
-        """All receipts, with an object for each segment; read when it is first asked for."""
-        return load_manifest(self.store)
+        """All receipts, with an object for each segment; read when it is first asked for. ``RunError``: the run was
+        removed since it was opened."""
+        with self.place.reading():
+            return load_manifest(self.store)
 
     @property
     def id(self) -> str:
@@ -293,7 +289,7 @@ class Run:
             ids = 8 * self.index.tokens_in[name]
             known = {"header_bytes": receipt.header_bytes, "size": receipt.size}
             known["front_bytes"] = ids if ids <= _MOST_IDS else 0
-        return Part.open(_Proven(store, self.version), name, **known)
+        return Part.open(_Proven(store, self.place), name, **known)
 
     # -- other processes -------------------------------------------------------------------------------------------
 

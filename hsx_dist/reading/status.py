@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hsx_dist.format.manifest import Manifest, Totals
-from hsx_dist.format.place import open_place
+from hsx_dist.format.place import Place, open_place
 from hsx_dist.format.runs import receipts_after
 from hsx_dist.reading.liveness import OBSERVE_SECONDS, observe
 from hsx_dist.reading.missing import missing_parts
@@ -54,10 +54,15 @@ def run_status(
     ``observe_seconds``: see ``observe``.
 
     Raises:
-        RunError: there is no run.
+        RunError: there is no run, or it is being removed.
         FormatError: its manifest is damaged.
     """
     place = open_place(root)
+    with place.reading():
+        return _account(place, observe_seconds, sleep)
+
+
+def _account(place: Place, observe_seconds: float, sleep: Callable[[float], None]) -> RunStatus:
     store = place.store
     found = observe(store, observe_seconds, sleep=sleep)
     manifest = Manifest(receipts_after(store, found.completed))
@@ -72,7 +77,7 @@ def run_status(
     }
     left = None if total is None else max(int(total) - sum(ended.values()), 0)
     return RunStatus(
-        url=root.url,
+        url=place.root.url,
         state=found.state,
         attempt=found.attempt,
         rows={"total": total, **ended, "open": left},

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hsx_dist.errors import ConfigError, FormatError, HsxError, NotFound, StoreError
+from hsx_dist.errors import ConfigError, FormatError, HsxError, NotFound
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.container import Part, SegmentInfo
 from hsx_dist.format.manifest import Manifest, Receipt, SegmentProof
@@ -18,6 +18,7 @@ from hsx_dist.format.place import Place, open_place
 from hsx_dist.format.runs import check_receipts, count, load_manifest, read_complete
 from hsx_dist.page import token_hash
 from hsx_dist.reading.missing import is_removed, missing_parts
+from hsx_dist.reading.order import is_of_run
 from hsx_dist.reading.select import key_hash
 from hsx_dist.store import ObjectInfo, Store
 
@@ -83,7 +84,7 @@ def verify_run(
             they have changed since.
 
     Raises:
-        RunError: there is no run.
+        RunError: there is no run, or it was removed meanwhile.
         StoreError: the store's, unless it only says that a part is missing.
         ConfigError: an argument that cannot be.
     """
@@ -95,19 +96,33 @@ def verify_run(
     report = VerifyReport()
     try:
         place = open_place(root)
-        store = place.store
-        manifest = load_manifest(store)
-    except StoreError as e:
-        if not isinstance(e, NotFound):
-            raise
+    except (NotFound, FormatError) as e:
         report.problems.append(Problem("", str(e)))
         return report
-    except FormatError as e:
-        report.problems.append(Problem("", str(e)))
-        return report
+    with place.reading():
+        try:
+            manifest = load_manifest(place.store)
+        except (NotFound, FormatError) as e:
+            report.problems.append(Problem("", str(e)))
+        else:
+            _check_run(place, manifest, report, known, on_part, workers, sample, seed)
+    return report
+
+
+def _check_run(
+    place: Place,
+    manifest: Manifest,
+    report: VerifyReport,
+    known: _Known,
+    on_part: Callable[[str, Sequence[Problem]], None] | None,
+    workers: int,
+    sample: float,
+    seed: int,
+) -> None:
+    store = place.store
     names = [n for n in sorted(manifest.parts) if sample == 1 or key_hash(f"{seed},{n}", b"verify") < sample * 2**64]
     missing = set(missing_parts(store, manifest, place.version))
-    todo = [n for n in names if n in missing or not known.take(place.id, manifest.parts[n], report)]
+    todo = [n for n in names if n in missing or not known.take(place, manifest.parts[n], report)]
     with ThreadPoolExecutor(workers, thread_name_prefix="hsx-verify") as pool:
         for name, (tally, messages) in zip(
             todo, pool.map(lambda n: _check(place, manifest.parts[n]), todo), strict=True
@@ -125,12 +140,11 @@ def verify_run(
     except FormatError as e:
         report.problems.append(Problem("", str(e)))
     report.problems.extend(Problem("", message) for message in _check_counts(store, manifest))
-    return report
 
 
 class _Known:
     """Parts that were found sound before: a line of JSON each in a file. Lines of earlier versions do not name the run:
-    they count for every run."""
+    see ``is_of_run``."""
 
     def __init__(self, path: Path | None):
         self._path = path
@@ -153,8 +167,9 @@ class _Known:
                 except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
                     continue  # the last line of a process that was killed
 
-    def take(self, run_id: str, receipt: Receipt, report: VerifyReport) -> bool:
-        found = (self._sound.get((run, receipt.part or "", receipt.crc32c)) for run in (run_id, None))
+    def take(self, place: Place, receipt: Receipt, report: VerifyReport) -> bool:
+        runs = (run for run in (place.id, None) if is_of_run(run, place))
+        found = (self._sound.get((run, receipt.part or "", receipt.crc32c)) for run in runs)
         tally = next(filter(None, found), None)
         if tally is not None:
             report.add(

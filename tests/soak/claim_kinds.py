@@ -80,7 +80,7 @@ def readers_of(store: LocalStore) -> list[Read]:
         lambda: verify_run(store, workers=1),
         lambda: gather_facts(open_run(store.url)),
         lambda: unproven(open_place(store), seal=False),
-        lambda: list(islice(Follower(store, sleep=lambda _: None, stalled_seconds=0), 5)),
+        lambda: list(islice(Follower(open_place(store), sleep=lambda _: None, stalled_seconds=0), 5)),
         lambda: [s.load(framework="numpy") for s in open_run(store.url)],
         lambda: num_layers_of_any(store),
         lambda: retain(store),

@@ -93,8 +93,14 @@ def gather_facts(run: Run) -> RunFacts:
     """Read attempts, heartbeats, the manifest that ``run`` holds, and the headers of some parts.
 
     Raises:
+        RunError: the run was removed since it was opened.
         StoreError, FormatError: an object cannot be read.
     """
+    with run.place.reading():
+        return _gather(run)
+
+
+def _gather(run: Run) -> RunFacts:
     store, samples = run.store, run.manifest.samples.values()
     names = sorted({part for s in samples for part, _ in s.segments})
     sizes, codecs, about = _layer_sizes(store, run, names)

@@ -37,7 +37,7 @@ def write_report(
         decode: token ids to the text of each; without it tokens are shown as ids.
 
     Raises:
-        RunError: there is no run. SampleNotFound: a chosen key is none of its.
+        RunError: there is no run, or it is being removed. SampleNotFound: a chosen key is none of its.
         ConfigError: matplotlib is not installed.
         StoreError, FormatError: something cannot be read.
     """

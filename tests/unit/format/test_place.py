@@ -136,3 +136,19 @@ def test_a_folder_that_no_tombstone_names_is_not_garbage(root: LocalStore) -> No
     root.put("run-0123456789abcdef/attempts/0001.json", [b"x"])
     assert leftovers(root) == ["run-0123456789abcdef/"]
     assert leftovers(root, removed_only=True) == []
+
+
+def deep(levels: int) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for _ in range(levels):
+        found = {"a": found}
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings", [deep(250), deep(5000), {1: 1, "1": 2}, {"x": float("nan")}, {"x": object()}, ["a list"]]
+)
+def test_no_run_is_started_that_no_reader_would_open(root: LocalStore, settings: object) -> None:
+    with pytest.raises(FormatError):
+        start_run(root, {"meaning": {}, "settings": settings})
+    assert list(root.list()) == []

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 import hsx_dist
 from hsx_dist import HiddenStatesDataset
@@ -21,7 +20,9 @@ from hsx_dist.format.place import Place, bury, find_place, open_place, start_run
 from hsx_dist.format.receipt_log import ReceiptLog
 from hsx_dist.format.runs import is_complete, load_manifest, read_heartbeat, refuse_version_1, write_complete
 from hsx_dist.jobs import extract as extract_module
-from hsx_dist.jobs.extract import open_or_start_run, require_not_removed, take_over
+from hsx_dist.jobs.extract import account_for, open_or_start_run, require_not_removed, take_over
+from hsx_dist.jobs.rows import rows_from
+from hsx_dist.observe.console import Console
 from hsx_dist.reading import open_run, retain, verify_run
 from hsx_dist.reading.missing import mark_of, missing_parts
 from hsx_dist.reading.retain import Retention
@@ -215,6 +216,33 @@ def test_a_run_that_is_removed_is_not_gone_on_with(place: Place) -> None:
     with pytest.raises(RunError, match="mark of its removal"):
         require_not_removed(place)
     assert find_place(place.root) is None
+
+
+@pytest.mark.parametrize("before", ["is_complete", "complete", "missing_parts"])
+def test_a_driver_without_rows_that_are_left_notices_a_removal(
+    place: Place, before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(place)
+    if before == "missing_parts":  # nothing to do at all
+        write_complete(place.store, 1, load_manifest(place.store), {"rows": 4})
+    real = getattr(extract_module, before)
+
+    def paused(*args: Any) -> Any:
+        found = real(*args)
+        bury(place)
+        return found
+
+    monkeypatch.setattr(extract_module, before, paused)
+    config = load_config(None, (), model="m", output=place.root.url)
+
+    def rows() -> Any:
+        return rows_from([{"id": s.key, "text": "x"} for s in SAMPLES], config.input)
+
+    def compute(*_: Any) -> None:
+        raise AssertionError("no row is left")
+
+    with pytest.raises(RunError, match="mark of its removal"):
+        account_for(config, place, load_manifest(place.store), rows, Console(file=io.StringIO()), compute)
 
 
 def test_a_complete_run_is_complete_by_its_newest_attempt_alone(place: Place) -> None:

@@ -7,11 +7,9 @@ nothing may rely on it), and the probe for conditional puts.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
-
-from rich.console import Console
 
 from hsx_dist.config import load_config
 from hsx_dist.errors import Fenced, HsxError
@@ -20,8 +18,10 @@ from hsx_dist.format.container import EncodedSegment, SegmentEncoder, build_part
 from hsx_dist.format.manifest import Manifest, RowFate
 from hsx_dist.format.place import Place, find_place, start_run
 from hsx_dist.format.runs import all_receipts, load_manifest, take_attempt, write_complete
-from hsx_dist.jobs.extract import complete, open_or_start_run, require_not_removed, take_over
+from hsx_dist.jobs.extract import account_for, complete, open_or_start_run, remaining
 from hsx_dist.jobs.ledger import RowLedger
+from hsx_dist.jobs.rows import Row, rows_from
+from hsx_dist.observe.console import Console
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.reading import garbage
 from hsx_dist.reading.missing import removed_parts
@@ -91,21 +91,25 @@ def driving(model: str, keys: Sequence[str] = KEYS, *, refused: Sequence[str] = 
 
     def main(root: SteppedStore) -> str:
         config = load_config(None, (), model=model, output=root.url, store={"single_driver": True})
-        try:
-            place, _ = open_or_start_run(config, root, {"model": model})
-            attempt, ledger, manifest = take_over(config, place, Console(file=io.StringIO()))
+
+        def rows() -> Iterator[Row | RowFate]:
+            return rows_from([{"id": key, "text": key} for key in keys], config.input)
+
+        def compute(attempt: int, ledger: RowLedger, manifest: Manifest, total: int, _: int) -> None:
             writer = Writer(place.store, attempt, f"w{attempt}", model)
-            for key in keys:
-                if key in manifest.samples or key in manifest.refused:
-                    continue
-                if key in refused:
-                    ledger.add(RowFate(key, None, "refused", "it was changed", 1))
+            for row in remaining(rows, manifest):
+                assert isinstance(row, Row)
+                if row.key in refused:
+                    ledger.add(RowFate(row.key, None, "refused", "it was changed", 1, row.content))
                 else:
-                    writer.store(key)
+                    writer.store(row.key)
             ledger.flush()
             ledger.read_new_receipts()
-            complete(ledger, attempt, manifest, len(keys))
-            require_not_removed(place)
+            complete(ledger, attempt, manifest, total)
+
+        try:
+            place, manifest = open_or_start_run(config, root, {"model": model})
+            account_for(config, place, manifest, rows, Console(file=io.StringIO()), compute)
         except HsxError as e:
             return f"{type(e).__name__}: {e}"
         return place.info["id"]
@@ -371,6 +375,18 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "a driver and a removal of its run": Scenario(
         remember(begun()), {"driver": driving("m"), "rm": removing}, promise, the_driver_notices
+    ),
+    "a driver that has only to complete the run, and a removal": Scenario(
+        remember(lambda store: (begun(attempts=0)(store), _store_all(store))[0]),
+        {"driver": driving("m"), "rm": removing},
+        promise,
+        the_driver_notices,
+    ),
+    "a driver that has nothing to do, and a removal": Scenario(
+        remember(lambda store: (begun(attempts=0)(store), _store_all(store), driving("m")(store))[0]),
+        {"driver": driving("m"), "rm": removing},
+        promise,
+        the_driver_notices,
     ),
     "a writer of the attempt before, and a driver that completes the run without its row": Scenario(
         remember(begun()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ import pytest
 from hsx_dist.format import place, receipt_log, runs
 from hsx_dist.jobs import extract, ledger
 from hsx_dist.reading import garbage, missing, retain
-from hsx_dist.reading import run as reading_run
 from tests.unit.protocol import explorer
 from tests.unit.protocol.explorer import Violation, explore
 from tests.unit.protocol.scenarios import SCENARIOS
@@ -122,7 +122,7 @@ def a_driver_does_not_look_for_a_removal(m: pytest.MonkeyPatch) -> None:
 
 
 def a_reader_does_not_look_for_a_removal(m: pytest.MonkeyPatch) -> None:
-    m.setattr(reading_run.Run, "_require_not_removed", lambda _: None)
+    m.setattr(place.Place, "reading", lambda _: nullcontext())
 
 
 def a_driver_does_not_seal(m: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from hsx_dist.page import Page, Segment
 from hsx_dist.reading import expiry
 from hsx_dist.reading.expiry import expired, remove, require_conditional_deletes
 from hsx_dist.store import local, open_store
-from hsx_dist.testing.faulty_stores import WrappedStore
+from hsx_dist.store.prefix import PrefixStore
 from hsx_dist.testing.runs import write_v1_run
 from hsx_dist.testing.stores import MemoryStore
 from hsx_dist.writers.sink import PartSink, SinkOptions

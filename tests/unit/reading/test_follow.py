@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 from copy import copy
 from pathlib import Path
@@ -22,8 +23,10 @@ from hsx_dist.errors import (
     SampleConsumed,
     Unavailable,
 )
-from hsx_dist.format.place import Place, open_place
+from hsx_dist.format.codecs import NoneCodec
+from hsx_dist.format.place import Place, open_place, start_run
 from hsx_dist.format.runs import beat, take_attempt
+from hsx_dist.page import Segment
 from hsx_dist.reading.follow import Follower
 from hsx_dist.reading.garbage import remove_run
 from hsx_dist.reading.retain import Retention, rank_of
@@ -87,7 +90,7 @@ def test_a_follower_asks_for_the_next_receipt_instead_of_listing() -> None:
     write_v1_run(store, {})
     writer = RunWriter(store)
     writer.put([whole(SAMPLES[0])])
-    source = iter(Follower(store, poll_seconds=0, discover_seconds=1e9, sleep=lambda _: None))
+    source = iter(Follower(open_place(store), poll_seconds=0, discover_seconds=1e9, sleep=lambda _: None))
     assert next(source) is not None
     listed = []
     listing = store.list
@@ -108,7 +111,7 @@ def test_a_run_without_a_live_attempt_is_told() -> None:
     writer.put([whole(SAMPLES[0])])
 
     def follower() -> Any:
-        return iter(Follower(store, stalled_seconds=60, sleep=lambda _: None, clock=lambda: now[0]))
+        return iter(Follower(open_place(store), stalled_seconds=60, sleep=lambda _: None, clock=lambda: now[0]))
 
     source = follower()
     assert next(source) is not None
@@ -137,15 +140,15 @@ def test_following_goes_on_behind_what_was_done() -> None:
             offset = 0 if name == "v" else 8
             writer.put([whole(SAMPLES[offset + i]), whole(SAMPLES[offset + i + 1])])
     writer.complete()
-    everything = keys_of(Follower(store))
+    everything = keys_of(Follower(open_place(store)))
     assert sorted(everything) == [s.key for s in SAMPLES]
     for taken in range(17):
-        first = Follower(store)
+        first = Follower(open_place(store))
         source = (a for a in first if a is not None)
         for _ in range(taken):
             first.done(next(source))
         position = json.loads(json.dumps(first.position))
-        assert everything[:taken] + keys_of(Follower(store, state=position)) == everything
+        assert everything[:taken] + keys_of(Follower(open_place(store), state=position)) == everything
 
 
 def test_ranks_divide_what_is_followed(tmp_path: Path) -> None:
@@ -385,8 +388,9 @@ def test_no_state_applies_to_another_run_at_the_same_place(tmp_path: Path, versi
         merge_states([{**states[1], "shards": 2}, {**states[1], "shards": 2, "shard": 1, "run": other.id}])
 
 
-def test_a_state_of_an_earlier_version_names_no_run_and_is_loaded(tmp_path: Path) -> None:
-    url = store_run(open_store(str(tmp_path / "run")), SAMPLES).place.root.url
+def test_a_state_of_an_earlier_version_names_no_run_and_is_loaded_for_version_1(tmp_path: Path) -> None:
+    place = store_run(open_store(str(tmp_path / "run")), SAMPLES, version=1).place
+    url = place.root.url
     for follow in (False, True):
         dataset = HiddenStatesDataset(url, follow=follow)
         source = iter(dataset)
@@ -400,6 +404,86 @@ def test_a_state_of_an_earlier_version_names_no_run_and_is_loaded(tmp_path: Path
     retention.load_state_dict({"used": [SAMPLES[0].key]})
     retention.ack(*(s.key for s in SAMPLES[1:4]))
     assert len(list(dataset.run.store.list("data/"))) == 3
+    for bad in ({"used": ["another"]}, {**state, "position": {"1/w": [9, ["s01"]]}}):
+        with pytest.raises(RunMismatch, match="a run of version 1 that has what it names"):
+            (retention if "used" in bad else HiddenStatesDataset(url, follow=True)).load_state_dict(bad)
+    remove_run(place.root, place)
+    newer = store_run(place.root, SAMPLES).place
+    plain = HiddenStatesDataset(url)
+    for consumer, old in (
+        (HiddenStatesDataset(url, follow=True), state),
+        (plain, {k: v for k, v in plain.state_dict().items() if k != "run"}),
+        (plain.retention(), {"used": [SAMPLES[0].key]}),
+    ):
+        with pytest.raises(RunMismatch, match=f"a run of version 1 .* got run {newer.id}"):
+            consumer.load_state_dict(old)
+
+
+def test_sound_parts_without_a_run_count_for_version_1_alone(tmp_path: Path) -> None:
+    for version in (1, 2):
+        place, notes = store_run(MemoryStore(), SAMPLES, version=version).place, tmp_path / f"notes-{version}"
+        parts = len(list(place.store.list("data/")))
+        verify_run(place.root, resume=notes)
+        lines = [json.loads(line) for line in notes.read_text().splitlines()]
+        notes.write_text("".join(json.dumps({k: v for k, v in d.items() if k != "run"}) + "\n" for d in lines))
+        assert verify_run(place.root, resume=notes).known == (parts if version == 1 else 0)
+
+
+def parts_of_a_run(rnd: random.Random) -> list[tuple[str, list[tuple[int, Segment]]]]:
+    """(writer, the samples' segments of one part): samples of one to three segments over three writers, a few stored
+    twice."""
+    cut = []
+    for i, sample in enumerate(SMALL):
+        segments = [(i, segment) for segment in sample.segments(*rnd.choice([(), (), (3,), (2, 4)]))]
+        cut += segments * (2 if rnd.random() < 0.2 else 1)
+    rnd.shuffle(cut)
+    parts = []
+    while cut:
+        n = rnd.randint(1, 3)
+        parts.append((rnd.choice("uvw"), list(dict.fromkeys(cut[:n]))))
+        cut = cut[n:]
+    return parts
+
+
+SMALL = [random_sample(f"k{i}", 6, seed=i, layer_ids=(1,), hidden_size=4) for i in range(6)]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_follower_gives_each_sample_once_wherever_it_is_resumed(seed: int) -> None:
+    rnd = random.Random(seed)
+    parts = parts_of_a_run(rnd)
+    store = MemoryStore()
+    place = start_run(store, {"meaning": {}})
+    writers = {"u": RunWriter(store, NoneCodec(), name="u")}
+    for name in "vw":  # of the same attempt
+        writers[name] = copy(writers["u"])
+        writers[name].name = name
+    follower, source, ahead, given = None, iter(()), [], []
+    state: Any = {}
+    while True:
+        step = rnd.random()
+        if follower is None or step < 0.1:  # another process goes on; what was read ahead comes again
+            state = json.loads(json.dumps(follower.position if follower is not None else state))
+            follower = Follower(place, state=state, poll_seconds=0, discover_seconds=0, sleep=lambda _: None)
+            source, ahead = iter(follower), []
+        elif step < 0.35 and parts:
+            name, segments = parts.pop()
+            writers[name].put([(SMALL[i], segment, i) for i, segment in segments])
+            if not parts:
+                writers["u"].complete()
+        elif ahead and step < 0.7:
+            follower.done(ahead[0])
+            given.append(ahead.pop(0).entry.key)
+        else:
+            try:
+                arrival = next(source)
+            except StopIteration:
+                if not ahead:
+                    break
+                continue
+            if arrival is not None:
+                ahead.append(arrival)
+    assert sorted(given) == [s.key for s in SMALL]
 
 
 def test_a_run_of_version_1_that_was_replaced_counts_as_removed(tmp_path: Path) -> None:

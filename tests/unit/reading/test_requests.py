@@ -95,7 +95,7 @@ def test_loading_one_sample(make: Callable[[], Asked], opening: list[str], monke
 def test_the_status_of_a_run() -> None:
     store = complete_run()
     assert run_status(store, observe_seconds=0).state == "complete"
-    about = ["get run.json", "list attempts/", "get attempts/0001.heartbeat.json", "list data/"]
+    about = ["get run.json", "get run.json", "list attempts/", "get attempts/0001.heartbeat.json", "list data/"]
     completed = ["get attempts/0001.complete.json", "get manifest/compacted-0001.jsonl.zst", "list manifest/"]
     assert sorted(store.take()) == sorted([*about, *completed])
     store = unfinished_run()
@@ -106,12 +106,12 @@ def test_the_status_of_a_run() -> None:
 def test_one_look_of_top() -> None:
     store = unfinished_run()
     look(store)
-    assert store.take() == ["get run.json", "list attempts/", "get attempts/0001.heartbeat.json"]
+    assert store.take() == ["get run.json", "list attempts/", "get attempts/0001.heartbeat.json", "get run.json"]
 
 
 def test_a_poll_of_a_follower_with_nothing_new() -> None:
     store = unfinished_run()
-    follower = iter(Follower(Run(store).store, sleep=lambda _: None))
+    follower = iter(Follower(Run(store).place, sleep=lambda _: None))
     store.take()
     assert [next(follower) is None for _ in range(3)] == [False, False, True]
     store.take()  # all that was there, and the first poll, which looks for the newest attempt

@@ -1,0 +1,185 @@
+"""Whoever concludes something from a run that is removed meanwhile is told so: half of a run is no run."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hsx_dist
+from hsx_dist import HiddenStatesDataset
+from hsx_dist.cli import gc
+from hsx_dist.errors import RunError
+from hsx_dist.exporting import export_run
+from hsx_dist.format import runs
+from hsx_dist.format.codecs import NoneCodec
+from hsx_dist.format.place import Place, find_place, open_place
+from hsx_dist.observe.report.facts import gather_facts
+from hsx_dist.observe.top import look
+from hsx_dist.reading.follow import Follower
+from hsx_dist.reading.garbage import remove_run
+from hsx_dist.reading.run import Run
+from hsx_dist.reading.status import run_status
+from hsx_dist.reading.verify import verify_run
+from hsx_dist.testing.faulty_stores import T, Verb, WrappedStore
+from hsx_dist.testing.runs import RunWriter, store_run, whole
+from hsx_dist.testing.samples import random_sample
+from hsx_dist.testing.stores import MemoryStore
+
+SAMPLES = [random_sample(key, 3, seed=i, layer_ids=(1,), hidden_size=4) for i, key in enumerate("abcdef")]
+
+
+class Paused(WrappedStore):
+    """Before its ``at``-th request from ``begin`` on, ``hsx rm --yes`` of another process runs from begin to end."""
+
+    def __init__(self, inner: MemoryStore, at: int):
+        super().__init__(inner)
+        self._whole, self._left, self.removed, self.began = inner, at, False, False
+
+    def begin(self) -> None:
+        self.began = True
+
+    def _call(self, verb: Verb, name: str, call: Callable[[], T], nbytes: int) -> T:
+        self._left -= self.began
+        if self._left < 0 and not self.removed:
+            self.removed = True
+            remove_run(self._whole, find_place(self._whole))
+        return super()._call(verb, name, call, nbytes)
+
+
+def follow(store: Paused, folder: Path) -> Any:
+    place = open_place(store)
+    store.begin()
+    return list(Follower(place, poll_seconds=0, stalled_seconds=0, sleep=lambda _: None))
+
+
+def verify(store: Paused, folder: Path) -> Any:
+    store.begin()
+    return verify_run(store, workers=1)
+
+
+def status(store: Paused, folder: Path) -> Any:
+    store.begin()
+    return run_status(store, observe_seconds=0)
+
+
+def top(store: Paused, folder: Path) -> Any:
+    store.begin()
+    return look(store)
+
+
+def opened(store: Paused, folder: Path) -> Any:
+    store.begin()
+    return Run(store)
+
+
+def manifest(store: Paused, folder: Path) -> Any:
+    run = Run(store)
+    store.begin()
+    return run.manifest
+
+
+def facts(store: Paused, folder: Path) -> Any:
+    run = Run(store)
+    store.begin()
+    return gather_facts(run)
+
+
+def export(store: Paused, folder: Path) -> Any:
+    run = Run(store)
+    store.begin()
+    return export_run(run, "vllm", folder)
+
+
+def preview(store: Paused, folder: Path) -> Any:
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(gc, "open_store", lambda *_: store)
+        store.begin()
+        gc.run_rm("run", (), yes=False, watch=0)
+
+
+def skipping(store: Paused, folder: Path) -> Any:
+    """What is gone with the run is no bad sample."""
+    data = HiddenStatesDataset(Run(store), on_error="skip", framework="numpy", rank=0, world_size=1, threads=1)
+    store.begin()
+    items = list(data)
+    assert len(items) == len(SAMPLES), "samples of a removed run were skipped"
+    return items
+
+
+@pytest.mark.parametrize(
+    "reader", [follow, verify, status, top, opened, manifest, facts, export, preview], ids=lambda r: r.__name__
+)
+def test_no_reader_concludes_from_a_run_that_is_removed(reader: Callable[..., Any], tmp_path: Path) -> None:
+    """The removal comes before each of the reader's requests, one after the other."""
+    for at in range(200):
+        inner = MemoryStore()
+        store_run(inner, SAMPLES, per_part=2, codec=NoneCodec())
+        store = Paused(inner, at)
+        try:
+            reader(store, tmp_path / str(at))
+        except RunError as e:
+            if "removed" not in str(e):
+                raise
+            continue
+        # The last request of a reader is the look for a removal: with it, or behind it, comes what nobody can see.
+        assert not store.removed, f"a removal before request {at} was not seen"
+        assert at > 0
+        return
+    raise AssertionError("the reader never came to an end")
+
+
+def test_samples_that_are_gone_with_their_run_are_not_skipped() -> None:
+    for at in range(200):
+        inner = MemoryStore()
+        store_run(inner, SAMPLES, per_part=2, codec=NoneCodec())
+        store = Paused(inner, at)
+        try:
+            skipping(store, Path())
+        except RunError as e:
+            if "removed" not in str(e):
+                raise
+            continue
+        if not store.removed:
+            return
+    raise AssertionError("the reader never came to an end")
+
+
+def test_a_follower_of_a_removed_run_is_not_told_that_it_stands_still() -> None:
+    store, now = MemoryStore(), [0.0]
+    store_run(store, SAMPLES)
+    RunWriter(store).put([whole(SAMPLES[0])])  # another attempt: the run is not complete
+    place = open_place(store)
+    source = iter(Follower(place, stalled_seconds=60, sleep=lambda _: None, clock=lambda: now[0]))
+    while next(source) is not None:
+        pass
+    remove_run(store, place)
+    now[0] += 61
+    with pytest.raises(RunError, match="is being removed"):
+        list(source)
+
+
+def test_each_module_that_reads_a_manifest_looks_for_a_removal() -> None:
+    """A new reader cannot forget it."""
+    reads = {"load_manifest", "scan_receipts", "receipts_after", "newest_and_complete"}
+    assert reads <= set(runs.__all__)
+    root = Path(hsx_dist.__file__).parent
+    # They read while they change the run: a driver looks at its end, gc and retention delete what receipts allow.
+    # liveness: asked by status, which looks, and before a removal.
+    others = {"jobs/extract.py", "reading/retain.py", "reading/liveness.py"}
+    found = set()
+    for path in root.rglob("*.py"):
+        name = path.relative_to(root).as_posix()
+        if name.startswith(("format/", "testing/")):
+            continue
+        tree = ast.parse(path.read_text())
+        names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+        calls = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        if names & reads:
+            found.add(name)
+            assert name in others or "reading" in calls, f"{name}: expected `with place.reading()`"
+    assert others < found
+    assert callable(Place.reading)
