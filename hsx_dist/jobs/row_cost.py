@@ -22,9 +22,9 @@ def most_cost(max_row_bytes: int) -> int:
 def cost_of_json(line: bytes | str) -> int:
     """Bytes that the objects of a JSON text take, about: its strings, and each item, list and object."""
     if isinstance(line, str):
-        items, lists, objects = (line.count(mark) for mark in ",[{")
+        items, lists, objects = line.count(","), line.count("["), line.count("{")
     else:
-        items, lists, objects = (line.count(mark) for mark in (b",", b"[", b"{"))
+        items, lists, objects = line.count(b","), line.count(b"["), line.count(b"{")
     return 8 * len(line) + 40 * items + 70 * lists + 250 * objects
 
 
