@@ -12,7 +12,7 @@ from hsx_dist.jobs.kit import states
 from hsx_dist.jobs.kit.outcomes import Check, python
 from hsx_dist.jobs.kit.states import Case
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 
 def test_the_kit_writes_a_page_of_what_ran_and_of_what_did_not(tmp_path):
@@ -22,7 +22,7 @@ def test_the_kit_writes_a_page_of_what_ran_and_of_what_did_not(tmp_path):
         *states.checks(tmp_path / "b", 0, [case]),
         Check("made up", "a crash", python("-c", "import os; os.abort()")),
     ]
-    outcomes = kit.run_kit(planned, tmp_path, [], 600)
+    outcomes = kit.run_kit(planned, tmp_path, [], 1200)
     found = {o.name: o for o in outcomes}
     ours = found[case.name]
     assert ours.state == "passed", ours

@@ -37,6 +37,8 @@ BLOCK = 32
 STEP_TOKENS = 128
 #: A generated token's logit may be lower than the largest one by this many standard deviations of all logits.
 GREEDY_SLACK = 0.5
+#: Seconds that a case may take: on a GPU, and on a CPU, which other programs may slow down.
+LIMIT_S, LIMIT_CPU_S = 240.0, 800.0
 #: Blocks of the cache where requests are to be preempted: two whole ones fit, not four.
 FEW_BLOCKS = 17
 
@@ -107,7 +109,8 @@ def checks(folder: Path, gpus: int, wanted: Sequence[Case] | None = None) -> lis
             if case.ranks > 1:
                 env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, sorted(os.sched_getaffinity(0))[: case.ranks]))
         argv = python("-m", "hsx_dist.jobs.kit.states", str(file))
-        found.append(Check(GROUP, case.name, argv, env=env, cannot=cannot(case, gpus, cores)))
+        limit = LIMIT_S if gpus else LIMIT_CPU_S
+        found.append(Check(GROUP, case.name, argv, limit, env=env, cannot=cannot(case, gpus, cores)))
     return found
 
 
