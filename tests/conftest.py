@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from hsx_dist.testing.servers import GcsServer, RayHead, S3Server, fake_gcs, ray_head, seaweedfs
 
@@ -19,6 +20,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Read by gcsfs when it is imported: with it on, every operation on the test server first waits a minute for gRPC.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
+
+# Time decides nothing: on a loaded machine one example may take seconds.
+settings.register_profile("loaded machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("loaded machine")
 
 #: Programs that are no Python packages, and how to get them. Without one its tests are left out.
 PROGRAMS = {

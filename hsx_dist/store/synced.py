@@ -42,3 +42,9 @@ class SyncedFolders:
             self._kept[key] = kept
             if len(self._kept) > self._most:
                 os.close(self._kept.popitem(last=False)[1])
+
+    def close(self) -> None:
+        """Close all folders: a file system cannot be unmounted while this process keeps one of its folders open."""
+        with self._mutex:
+            while self._kept:
+                os.close(self._kept.popitem()[1])

@@ -315,7 +315,10 @@ def test_an_object_that_is_replaced_before_it_is_renewed_is_looked_at_again(stor
 
 
 def test_without_conditional_puts_an_object_keeps_its_end_which_is_logged_once(store, tmp_path, caplog):
-    for seconds, of in ((60, store), (3600, WrappedStore(store))):
+    class Unconditional(WrappedStore):
+        put_version = None
+
+    for seconds, of in ((60, store), (3600, Unconditional(store))):
         server = SmallServer(tmp_path, of, markers=store, ttl_seconds=seconds)
         for _ in range(2):
             server.ask(PROMPT, key="k")

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from hsx_dist.errors import StoreError
+from hsx_dist.store import local
 from hsx_dist.store.local import LocalStore
 
 #: Exit status where the machine has no loop devices.
@@ -51,6 +52,7 @@ def main(place: Path) -> int:
     assert list(store.unfinished()) == []
     fill.unlink()
     store.put(failed, [content])
+    local._synced.close()
     run("umount", str(mounted))
     run("mount", "-o", "loop", str(disk), str(mounted))
     try:
