@@ -172,7 +172,8 @@ def run_rm(path: str, options: Sequence[str], *, yes: bool, watch: float) -> Non
         require_dead(store, watch_seconds=watch)
     removed = remove_run(root, place)
     say(f"{removed:,} objects removed; one small object stays and marks that the run was removed")
-    other = next((info.name for info in root.list() if not is_description(info.name)), None)
+    found = readable(root, lambda _: None)  # not the run's: what cannot be read stays too
+    other = next((info.name for info in found if not is_description(info.name)), None)
     if other is not None:
         say(f"{other} and others are not the run's, and stay")
 

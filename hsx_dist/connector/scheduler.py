@@ -107,12 +107,12 @@ class SchedulerHalf:
         except Exception as e:
             log.exception("parameters of request %s cannot be read", bounded(request.request_id))
             why = bounded(f"its parameters cannot be read: {type(e).__name__}: {e}")
-            return _Known(self._read(request), error=why)
+            return _refused(self._read(request), why)
 
     def _admit(self, request: Request) -> _Known:
         options = self._read(request)
         if options.save and (why := _too_long(request)):
-            return _Known(options, error=why)
+            return _refused(options, why)
         if not options.chosen or not options.save:
             return _Known(options)
         known = _Known(options, _request_hash(request, options))
@@ -383,6 +383,11 @@ def _too_long(request: Request) -> str | None:
         if len(text) > MAX_TEXT:
             return f"expected {what} of at most {MAX_TEXT} characters, got {len(text)}. Send a shorter one"
     return None
+
+
+def _refused(options: RequestOptions, why: str) -> _Known:
+    """A request of which nothing is stored: it is the same sample as no other."""
+    return _Known(options, identity_hash(options.id) if options.chosen else "", error=why)
 
 
 def _request_hash(request: Request, options: RequestOptions) -> str:

@@ -201,6 +201,7 @@ class StoreOutlet(LocalOutlet):
         """
         with self._state:
             request = self._requests.pop(request_id, None)
+            claimed = self._claims.pop(request_id, 0)
             group = self._names.get(name, _Name())
             group.requests.discard(request_id)
             if stored:
@@ -214,10 +215,10 @@ class StoreOutlet(LocalOutlet):
                 self._names.pop(name, None)
             failure, failed = (group.failure, group.failed) if last else (None, set())
 
+        # Its data is gone. A marker that the store refuses keeps the lock, and no memory that others need.
+        self.ring.unclaim(claimed)
+
         def release() -> None:
-            with self._state:
-                claimed = self._claims.pop(request_id, 0)
-            self.ring.unclaim(claimed)
             if self._locks is not None:
                 self._locks.release(request_id, stored=stored)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import chain
 
-from hsx_dist.errors import NotFound
+from hsx_dist.errors import Denied, NotFound
 from hsx_dist.format.names import parse_part_name
 from hsx_dist.format.place import (
     V1_FOLDERS,
@@ -66,7 +66,18 @@ def unfinished(
 def own_unfinished(place: Place) -> Iterator[ObjectInfo]:
     """``unfinished`` of this run and of its place alone: another run may lie in a folder of the place."""
     folders = (f"{place.folder}/",) if place.version > 1 else V1_FOLDERS
-    return (i for i in unfinished(place.root) if "/" not in i.name or i.name.startswith(folders))
+    return _unfinished_of(place.root, folders)
+
+
+def _unfinished_of(root: Store, folders: tuple[str, ...]) -> Iterator[ObjectInfo]:
+    """``unfinished`` directly in ``root`` and in ``folders`` (names with ``/`` at the end). Unreadable folders next to
+    them are not the run's."""
+
+    def unreadable(folder: str) -> None:
+        if f"{folder}/".startswith(folders):
+            raise Denied(f"list {root.url}/{folder}: expected a readable folder of the run. Ask its owner")
+
+    return (i for i in unfinished(root, unreadable=unreadable) if "/" not in i.name or i.name.startswith(folders))
 
 
 def left_behind(root: Store) -> Iterator[ObjectInfo]:
@@ -101,7 +112,7 @@ def remove_run(root: Store, place: Place | None, *, on_object: Callable[[str], N
         names,
         (info.name for folder in own for info in root.list(folder)),
         (info.name for folder in left for info in run_objects(root, folder)),
-        (i.name for i in unfinished(root) if "/" not in i.name or i.name.startswith((*own, *filter(None, left)))),
+        (i.name for i in _unfinished_of(root, (*own, *filter(None, left)))),
     )
     removed = 0
     for name in found:

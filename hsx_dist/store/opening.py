@@ -55,8 +55,9 @@ def check_endpoints(options: Mapping[str, Any]) -> None:
     for given in (options, options.get("client_kwargs") or {}):
         if given.get("endpoint_url"):
             check_endpoint(str(given["endpoint_url"]), "storage_options.endpoint_url")
-    for name, value in os.environ.items():
-        if value and name.startswith("AWS_ENDPOINT"):  # AWS_ENDPOINT, AWS_ENDPOINT_URL, AWS_ENDPOINT_URL_S3
+    # By name: AWS_ENDPOINT_DISCOVERY_ENABLED is no endpoint, and those of other services are not used.
+    for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL_STS"):
+        if value := os.environ.get(name):
             check_endpoint(value, name)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -28,6 +27,9 @@ from hsx_dist.writers.events import Stored
 from hsx_dist.writers.turns import Turns
 
 log = get_logger(__name__)
+
+#: An object that a put found and that is not there when it is read, so many times in a row, is a folder or broken link.
+_MOST_MISSING = 10
 
 
 class PartCommitter:
@@ -97,14 +99,19 @@ class PartCommitter:
         Raises:
             SampleConflict: the key stands for something else.
         """
-        stored = False
-        while not stored:
+        missing = 0
+        while True:
             try:
                 self._store.put_if_absent(name, buffers)
-                stored = True
+                return
             except AlreadyExists:
-                with suppress(NotFound):  # a client or hsx gc deleted it in between
-                    stored = self._keep(name, segment)
+                try:
+                    if self._keep(name, segment):
+                        return
+                except NotFound:  # a client or hsx gc deleted it in between; each time: a folder, or a broken link
+                    missing += 1
+                    if missing == _MOST_MISSING:
+                        raise
 
     def _keep(self, name: str, segment: EncodedSegment) -> bool:
         """Renew the object that is there, which must be the same sample. Without conditional puts it keeps its end:

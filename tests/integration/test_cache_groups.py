@@ -131,8 +131,8 @@ def test_hidden_states_are_found_among_caches_of_other_kinds(
     finally:
         llm.llm_engine.engine_core.shutdown()
     oracle = Oracle(model, getattr(torch, dtype))
-    # In bfloat16 rounding gives 3 % of a layer and 6 % of a row; another token's row is off by 100 %.
-    of_logprobs, of_rows = (1e-3, 1e-3) if dtype == "float32" else (0.05, 0.1)
+    # In bfloat16 rounding gives up to 5 % of a layer and 37 % of a row; another token's row is off by more than 100 %.
+    of_logprobs, of_layers, of_rows = (1e-3, 1e-3, 1e-3) if dtype == "float32" else (0.05, 0.1, 0.6)
     for prompt, output in zip(prompts, outputs, strict=True):
         data = hsx_dist.load_hidden_states(output.kv_transfer_params["hidden_states_path"], framework="torch")
         assert data["token_ids"].tolist() == prompt
@@ -144,4 +144,4 @@ def test_hidden_states_are_found_among_caches_of_other_kinds(
                 assert float(row[token]) == pytest.approx(its.logprob, abs=of_logprobs)
         if compared or len(prompt) == 1:
             errors = oracle.errors(prompt, data["hidden_states"], layers)
-            assert all(row < of_rows for _, row in errors.values()), errors
+            assert all(layer < of_layers and row < of_rows for layer, row in errors.values()), errors

@@ -539,3 +539,14 @@ def test_markers_of_earlier_versions_hide_the_object(marker, hides):
             read(store)
     else:
         assert read(store)["token_ids"].tolist() == PROMPT
+
+
+def test_a_refused_request_does_not_get_another_requests_sample(store, tmp_path):
+    """Its texts are too long to be hashed: it is the same sample as no other."""
+    server = SmallServer(tmp_path, store, markers=store)
+    server.ask(PROMPT, key="k")
+    assert read(store)["token_ids"].tolist() == PROMPT
+    server.ask(PROMPT, key="k", salt="x" * 2000)
+    server.close()
+    with pytest.raises(SampleFailed, match="another sample"):
+        read(store)

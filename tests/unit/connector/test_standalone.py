@@ -428,3 +428,20 @@ def test_a_sample_takes_no_more_memory_than_it_is_counted_with(tmp_path, metadat
     assert grown < 2 * outlet.ring.claimed_bytes
     hanging.release()
     outlet.close(60)
+
+
+def test_a_marker_that_the_store_refuses_keeps_no_memory_that_others_need(tmp_path):
+    """Names below an object: the store takes neither the objects nor their markers."""
+    outlet = outlet_on(tmp_path)
+    submit(outlet, "a", some(1), name="a")
+    for i in range(20):
+        segment = Segment(f"k{i}", 0, 0, 1, 1, name=f"a/{i}", source=f"r{i}:0", metadata='"' + "y" * 60000 + '"')
+        end = time.monotonic() + 30
+        while not outlet.admit(segment):
+            assert time.monotonic() < end
+            outlet.ring.wait(0.1)
+        outlet.expect(Expect(f"r{i}", f"a/{i}", 0, chosen=True))
+        offset = outlet.ring.allocate(64)
+        outlet.submit((PageRef(offset, (2, 1, 8), segment, 0, 1, 1, LAYERS, "float32", "LTH", np.zeros(1, int)), None))
+    outlet.close(5)
+    assert outlet.ring.claimed_bytes == 0

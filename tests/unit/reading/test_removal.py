@@ -12,18 +12,19 @@ import pytest
 import hsx_dist
 from hsx_dist import HiddenStatesDataset
 from hsx_dist.cli import gc
-from hsx_dist.errors import RunError
+from hsx_dist.errors import Denied, RunError
 from hsx_dist.exporting import export_run
 from hsx_dist.format import runs
 from hsx_dist.format.codecs import NoneCodec
-from hsx_dist.format.place import Place, find_place, open_place
+from hsx_dist.format.place import Place, find_place, open_place, start_run
 from hsx_dist.observe.report.facts import gather_facts
 from hsx_dist.observe.top import look
 from hsx_dist.reading.follow import Follower
-from hsx_dist.reading.garbage import remove_run
+from hsx_dist.reading.garbage import own_unfinished, remove_run
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.status import run_status
 from hsx_dist.reading.verify import verify_run
+from hsx_dist.store.local import LocalStore
 from hsx_dist.testing.faulty_stores import T, Verb, WrappedStore
 from hsx_dist.testing.runs import RunWriter, store_run, whole
 from hsx_dist.testing.samples import random_sample
@@ -183,3 +184,29 @@ def test_each_module_that_reads_a_manifest_looks_for_a_removal() -> None:
             assert name in others or "reading" in calls, f"{name}: expected `with place.reading()`"
     assert others < found
     assert callable(Place.reading)
+
+
+class WithUnreadableFolder(LocalStore):
+    """A folder that this user may not read: root's tests can make none."""
+
+    folder = "lost+found"
+
+    def unfinished(self, older_than=0.0, unreadable=None):
+        if unreadable is None:
+            raise Denied(self.folder)
+        unreadable(self.folder)
+        return super().unfinished(older_than, unreadable)
+
+
+def test_an_unreadable_folder_next_to_a_run_stops_neither_its_gc_nor_its_removal(tmp_path):
+    store = WithUnreadableFolder(tmp_path)
+    place = start_run(store, {"meaning": {}})
+    place.store.put("attempts/0001.json", [b"{}"])
+    (tmp_path / place.folder / ".hsx-unfinished-1").touch()
+    assert [i.name for i in own_unfinished(place)] == [f"{place.folder}/.hsx-unfinished-1"]
+    store.folder = f"{place.folder}/data"
+    with pytest.raises(Denied, match="expected a readable folder of the run"):
+        list(own_unfinished(place))
+    store.folder = "lost+found"
+    assert remove_run(store, place) == 2
+    assert [i.name for i in store.list()] == ["run.json"]

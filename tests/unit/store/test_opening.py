@@ -136,5 +136,7 @@ def test_an_endpoint_is_http_and_a_host(endpoint: str, backend: Backend, monkeyp
 @pytest.mark.parametrize(
     "endpoint", ["http://h", "https://h.example:9000/base/", "HTTP://[::1]:9000", "http://10.0.0.1:1"]
 )
-def test_ordinary_endpoints_are_taken(endpoint: str) -> None:
+def test_ordinary_endpoints_are_taken(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_DISCOVERY_ENABLED", "true")  # botocore's, and no endpoint
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     open_store("s3://b/x", {"endpoint_url": endpoint, "key": "k", "secret": "s"})

@@ -19,6 +19,7 @@ from hsx_dist.format.container import Part, SegmentEncoder
 from hsx_dist.format.manifest import Receipt
 from hsx_dist.format.runs import load_manifest
 from hsx_dist.reading.verify import verify_run
+from hsx_dist.store.local import LocalStore
 from hsx_dist.store.retry import RetryPolicy, RetryStore
 from hsx_dist.testing.faulty_stores import FailingStore, HangingStore, LyingStore, Strike, TearingStore, WrappedStore
 from hsx_dist.testing.samples import random_sample
@@ -305,3 +306,19 @@ def test_a_sample_that_is_to_live_longer_replaces_no_other_that_was_stored_meanw
     told = {e.segments[0].source: type(e) for e in list(events.queue)}
     there = Part.open(store, "k.safetensors").segments[0].segment
     assert told.get("300", Stored) is (Stored if there.meta["expires"] == 300 else Lost)
+
+
+@pytest.mark.parametrize("kind", ["folder", "broken link"])
+def test_a_name_that_no_put_can_take_and_no_read_finds_costs_its_sample_alone(tmp_path, kind):
+    """A neighbour can make such a name: the writers must not try it for ever."""
+    if kind == "folder":
+        (tmp_path / "k.safetensors").mkdir()
+    else:
+        (tmp_path / "k.safetensors").symlink_to("nowhere")
+    events: queue.Queue = queue.Queue()
+    sink = PartSink(LocalStore(tmp_path), options(attempt=0, layout="sample"), events.put)
+    for key in ("k", "other"):
+        for page in pages(key, 5, seed=0):
+            sink.add(page)
+    sink.close()
+    assert {e.segments[0].key: type(e) for e in list(events.queue)} == {"k": Lost, "other": Stored}
