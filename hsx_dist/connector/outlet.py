@@ -355,7 +355,7 @@ class LocalOutlet:
         sample_bytes: int = sys.maxsize,
     ):
         """``least_bytes``: fewer wait a moment for more, where ``sender`` calls somebody. ``memory``: where the ring
-        lies, uint8 of ``in_flight_bytes``, where somebody else is to see it; else this makes it. ``sample_bytes``:
+        lies, uint8 of ``in_flight_bytes``, to share it with another process; None: this allocates it. ``sample_bytes``:
         limit of the ring's ``claim``."""
         self.meter = Meter() if meter is None else meter
         self.ring = Ring(in_flight_bytes, sample_bytes)

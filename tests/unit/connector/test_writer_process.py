@@ -522,7 +522,9 @@ def test_of_long_samples_the_writers_hold_one_and_keep_nothing_of_it(tmp_path):
     settle(outlet)
     assert memory_of(pid, "VmHWM") - base < sample + budget + (16 << 20)
     end = time.monotonic() + 30
-    while memory_of(pid, "VmRSS") - base >= budget + (16 << 20):  # the last one is told before it is let go
+    while memory_of(pid, "VmRSS") - base >= budget + (
+        16 << 20
+    ):  # the memory of the last sample is freed after its event
         assert time.monotonic() < end, "what the last sample took is kept"
         time.sleep(0.005)
     assert states_of(tmp_path, "k3")[0, -1, 0] == (pages - 1) * tokens + 1

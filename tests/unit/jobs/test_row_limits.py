@@ -12,6 +12,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 
@@ -22,9 +24,6 @@ from hsx_dist.jobs import decompress, rows
 from hsx_dist.jobs.decompress import DECOMPRESSORS, DecompressedFile
 from hsx_dist.jobs.row_cost import cost_of_columns, cost_of_json, most_cost
 from hsx_dist.jobs.rows import Row, read_rows, rows_from
-
-pa = pytest.importorskip("pyarrow")
-pq = pytest.importorskip("pyarrow.parquet")
 
 _PACK = {".gz": gzip.compress, ".zst": zstandard.compress, ".xz": lzma.compress, ".bz2": bz2.compress}
 
