@@ -293,7 +293,13 @@ def send_pages(
 
     Returns the pages that could not be handed over, and why: their places are free too.
     """
-    offsets: dict[int, int] = {}
+    offsets: dict[int, int] = {}  # by the page's id, of places that are not free yet
+
+    def release(page: Page) -> None:
+        offset = offsets.pop(id(page), None)
+        if offset is not None:  # a place that is freed twice would be given to two pages
+            free(offset)
+
     pages, sent, failed = [], [], []
     for ref in refs:
         try:
@@ -308,13 +314,13 @@ def send_pages(
         sent.append(ref)
     try:
         if pages:
-            sender.send(pages, lambda page: free(offsets.pop(id(page))))
+            sender.send(pages, release)
     except Exception as e:
         # The ring must go round, and whoever waits for a sample be told, whatever the writers do.
         log.exception("%d pages were not shipped", len(pages))
         failed += [(ref, bounded(f"its pages were not shipped: {type(e).__name__}: {e}")) for ref in sent]
-        for offset in list(offsets.values()):
-            free(offset)
+        for page in pages:
+            release(page)
     return failed
 
 

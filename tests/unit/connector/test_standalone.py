@@ -290,6 +290,28 @@ def test_what_a_sender_could_not_pass_on_is_told_and_its_room_comes_free():
     assert outlet.ring.used_bytes == 0
 
 
+def test_a_page_that_is_released_twice_frees_no_other_page():
+    from hsx_dist.connector.outlet import LocalOutlet
+
+    class LateSender:
+        def send(self, pages, release):
+            kept.extend((release, page) for page in pages)
+            raise RuntimeError("the connection is closed")
+
+        def flush(self): ...
+        def close(self): ...
+
+    kept = []
+    outlet = LocalOutlet(LateSender(), 1 << 20)
+    submit(outlet, "a", some())
+    outlet.close()
+    other = outlet.ring.allocate(64)  # where the page was
+    for release, page in kept:
+        release(page)
+    assert outlet.ring.used_bytes == 64
+    outlet.ring.free(other)
+
+
 def test_a_page_that_was_not_copied_reaches_its_writer_as_an_error():
     from hsx_dist.connector.outlet import LocalOutlet
 
