@@ -55,7 +55,7 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         self._wait, self._delete, self._storage_path = wait, delete_generated, storage_path
         self._run: Run | None = None
         self._rows: dict[int, int] = {}
-        self._others: set[str] = set()  # names of answers whose objects are another request's
+        self._others: set[str] = set()  # names of objects that ``delete`` keeps: they are another request's
 
     def setup(self) -> None:
         """Open the run: once in each process that reads."""
@@ -98,7 +98,8 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
                 framework="torch",
             )
         except SampleConflict:
-            self._others.add(name)
+            if self._delete:
+                self._others.add(name)
             raise
         except SampleFailed:
             return None

@@ -52,7 +52,12 @@ def open_store(
 
 def check_endpoints(options: Mapping[str, Any]) -> None:
     """Check the endpoints in fsspec's options and in the environment. Raises ``ConfigError``, without their text."""
-    for given in (options, options.get("client_kwargs") or {}):
+    client = options.get("client_kwargs") or {}
+    if not isinstance(client, Mapping):
+        raise ConfigError(
+            f"storage_options.client_kwargs: expected a mapping, got {type(client).__name__}. Give names and values"
+        )
+    for given in (options, client):
         if given.get("endpoint_url"):
             check_endpoint(str(given["endpoint_url"]), "storage_options.endpoint_url")
     # By name: AWS_ENDPOINT_DISCOVERY_ENABLED is no endpoint, and those of other services are not used.

@@ -301,9 +301,16 @@ def figures(stored: Sequence[Any], right: list[LayerError], wrong: list[LayerErr
 
 
 def visible_gpus() -> list[str]:
-    """Names of the GPUs that torch sees. Asked in another process: this one shall not hold any of their memory."""
+    """Names of the GPUs that torch sees. Asked in another process, so that this one holds none of their memory.
+
+    Raises:
+        EngineError: torch cannot be imported or cannot list them.
+    """
     code = "import torch; print(*[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())], sep='\\n')"
-    done = subprocess.run(python("-c", code), capture_output=True, text=True, check=True)
+    done = subprocess.run(python("-c", code), capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise EngineError(f"torch could not list this machine's GPUs: {last}. Check the installation of torch")
     return done.stdout.split("\n")[:-1] if done.stdout.strip() else []
 
 

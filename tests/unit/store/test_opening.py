@@ -133,6 +133,12 @@ def test_an_endpoint_is_http_and_a_host(endpoint: str, backend: Backend, monkeyp
         monkeypatch.delenv(name)
 
 
+@pytest.mark.parametrize("backend", ["obstore", "fsspec"])
+def test_client_kwargs_are_a_mapping(backend: Backend) -> None:
+    with pytest.raises(ConfigError, match=r"client_kwargs: expected a mapping, got str"):
+        open_store("s3://b/x", {"client_kwargs": "hunter2"}, backend=backend)
+
+
 @pytest.mark.parametrize(
     "endpoint", ["http://h", "https://h.example:9000/base/", "HTTP://[::1]:9000", "http://10.0.0.1:1"]
 )

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from hsx_dist.cli import main
+from hsx_dist.errors import EngineError
 from hsx_dist.jobs import doctor as machine
 from hsx_dist.jobs.kit import doctor, states
 from hsx_dist.jobs.kit.outcomes import Check, Outcome
@@ -52,3 +53,10 @@ def test_no_engine_is_started_on_a_machine_that_cannot(ran, monkeypatch):
     assert ran == []
     assert {c.state for c in found[1:]} == {"warn"}
     assert {c.message for c in found[1:]} == {"not run: a check of the machine failed; mend that first"}
+
+
+def test_a_torch_that_cannot_be_imported_is_a_typed_error(monkeypatch, tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(EngineError, match=r"could not list this machine's GPUs: ImportError: libcudart"):
+        states.visible_gpus()
