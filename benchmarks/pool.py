@@ -39,9 +39,9 @@ from hsx_dist.format.blocks import BlockPool
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.codecs.base import encode_into
 from hsx_dist.format.manifest import Receipt
+from hsx_dist.models.builtin import smollm2
 from hsx_dist.page import Page, Segment
 from hsx_dist.store import open_store
-from hsx_dist.testing.models import smollm2
 from hsx_dist.writers.events import Lost
 from hsx_dist.writers.ray_pool import RaySender, WriterSpec, start_writer
 from hsx_dist.writers.sink import SinkOptions
@@ -215,7 +215,7 @@ class Bench:
 @contextmanager
 def server(core: int) -> Iterator[str]:
     """The discarding server in a process of its own; yields its endpoint."""
-    argv = [sys.executable, "-m", "hsx_dist.testing.discard"]
+    argv = [sys.executable, "-m", "tests.harness.discard"]
     process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

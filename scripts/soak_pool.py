@@ -34,11 +34,11 @@ from hsx_dist.format.container import Part
 from hsx_dist.format.runs import load_manifest, take_attempt
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import Store, open_store
-from hsx_dist.testing.runs import write_v1_run
 from hsx_dist.testing.samples import RandomSample, random_sample
-from hsx_dist.testing.servers import S3Server, seaweedfs
 from hsx_dist.writers.ray_pool import RaySender, WriterSpec, start_writer
 from hsx_dist.writers.sink import SinkOptions
+from tests.harness.runs import write_v1_run
+from tests.harness.servers import S3Server, seaweedfs
 
 
 class Killer:

@@ -22,7 +22,7 @@ from benchmarks.provenance import ROOT
 from hsx_dist.jobs.kit import states
 from hsx_dist.jobs.kit.outcomes import Check, Outcome, State, python, run_check, run_checks
 from hsx_dist.jobs.kit.page import COPIES, THROUGHPUT, about, write
-from hsx_dist.testing.processes import end_on_sigterm
+from hsx_dist.jobs.kit.process import end_on_sigterm
 
 TESTS = "tests on the device"
 MINUTES = 20.0

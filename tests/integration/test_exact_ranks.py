@@ -9,7 +9,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from hsx_dist.testing.exact_model import FIELDS, UNREDUCED
+from tests.harness.exact_model import FIELDS, UNREDUCED
 from tests.integration.exact import prompts, started
 
 OTHER = {

@@ -14,9 +14,9 @@ from hsx_dist.format.container import Part
 from hsx_dist.format.runs import load_manifest, take_attempt
 from hsx_dist.page import Segment
 from hsx_dist.store import open_store
-from hsx_dist.testing.runs import write_v1_run
 from hsx_dist.writers.ray_pool import Credits, RaySender, WriterSpec, start_writer
 from hsx_dist.writers.sink import SinkOptions
+from tests.harness.runs import write_v1_run
 
 pytestmark = pytest.mark.integration
 

@@ -18,12 +18,12 @@ from hsx_dist.format.runs import load_manifest, take_attempt
 from hsx_dist.jobs.cluster import ClusterShape, RayFleet
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import Store, open_store
-from hsx_dist.testing.discard import Answer, Request, discard_server
-from hsx_dist.testing.runs import write_v1_run
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.writers.events import Counted
 from hsx_dist.writers.ray_pool import RaySender, WriterSpec
 from hsx_dist.writers.sink import SinkOptions
+from tests.harness.discard import Answer, Request, discard_server
+from tests.harness.runs import write_v1_run
 
 pytestmark = pytest.mark.integration
 

@@ -40,8 +40,8 @@ from hsx_dist.reading.retain import Retention, used_by_all
 from hsx_dist.reading.status import run_status
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store.local import LocalStore
-from hsx_dist.testing import runs as testing_runs
 from hsx_dist.testing.samples import random_sample
+from tests.harness import runs as testing_runs
 from tests.soak.mutations import VALUES, spots
 
 #: Of version 1: its objects have names that are known beforehand.

@@ -30,7 +30,8 @@ ALLOWED: dict[str, set[str]] = {
     "store": {"errors", "page", "config", "layers", "logger"},
     "format": {"errors", "page", "config", "layers", "store", "logger"},
     "reading": {"errors", "page", "config", "store", "format", "logger", "text"},
-    "exporting": {"errors", "isa", "page", "config", "layers", "store", "format", "reading", "testing"},
+    "models": {"errors"},
+    "exporting": {"errors", "isa", "models", "page", "config", "layers", "store", "format", "reading"},
     "ray": {"errors", "reading", "exporting"},
     "speculators": {"errors", "config", "format", "reading", "store"},
     "observe": {"errors", "page", "config", "layers", "store", "format", "reading", "text"},
@@ -56,37 +57,36 @@ ALLOWED: dict[str, set[str]] = {
     "testing": {"errors", "page", "config", "layers", "store", "format", "writers"},
     "jobs": {
         *("errors", "isa", "page", "config", "layers", "tokenizers", "store", "format"),
-        *("writers", "connector", "reading", "observe", "testing", "logger", "text", "json_limits"),
+        *("writers", "connector", "reading", "observe", "models", "logger", "text", "json_limits"),
     },
     "cli": {
         *("errors", "page", "config", "layers", "store", "format"),
-        *("writers", "connector", "reading", "exporting", "ray", "observe", "jobs", "testing", "logger", "text"),
+        *("writers", "connector", "reading", "exporting", "ray", "observe", "jobs", "logger", "text"),
     },
 }
 
 #: Where the heavy packages may be imported: a path, or a folder.
 HEAVY: dict[str, tuple[str, ...]] = {
     "ray": ("writers/ray_pool.py", "observe/ray_metrics.py", "jobs/", "ray.py"),
-    "vllm": (
+    "vllm": ("connector/", "vllm_patches/", "jobs/"),
+    "torch": (
+        "isa.py",
         "connector/",
         "vllm_patches/",
         "jobs/",
-        "testing/exact_model.py",
-        "testing/exact_vllm.py",
-        "testing/gpu_defaults.py",
-        "testing/unruly_model.py",
-        "testing/unruly_vllm.py",
+        "reading/",
+        "exporting/",
+        "speculators.py",
+        "models/",
+        "testing/",
     ),
-    "torch": ("isa.py", "connector/", "vllm_patches/", "jobs/", "reading/", "exporting/", "speculators.py", "testing/"),
-    "transformers": ("connector/", "jobs/", "testing/"),
+    "transformers": ("connector/", "jobs/", "models/"),
 }
 
-#: What is vLLM's to import, and nobody else's: it may load what it likes.
-INSIDE_VLLM = {"testing/exact_vllm.py", "testing/unruly_vllm.py"}
 #: Torch's data sets, which must be torch's.
 TORCH_DATA = {"reading/datasets.py", "reading/mixing.py", "reading/token_batches.py"}
 #: Rooms that load nothing heavy when they are imported.
-LIGHT = {"reading", "exporting", "cli", "testing", "config", "store", "format"}
+LIGHT = {"reading", "exporting", "cli", "models", "testing", "config", "store", "format"}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
@@ -141,21 +141,13 @@ def test_heavy_packages_stay_in_their_rooms(path: Path) -> None:
         package = name.split(".")[0]
         if package in HEAVY:
             assert relative.startswith(HEAVY[package]), f"{path} imports {name}"
-    if relative not in INSIDE_VLLM and room(path) in {
-        "reading",
-        "exporting",
-        "cli",
-        "testing",
-        "config",
-        "store",
-        "format",
-    }:
+    if room(path) in LIGHT:
         loaded = {name.split(".")[0] for name in imports_on_loading(tree.body)}
         allowed = {"torch"} if relative in TORCH_DATA else set()
         assert not loaded & set(HEAVY) - allowed, f"{path} loads {loaded & set(HEAVY)} when it is imported"
 
 
-@pytest.mark.parametrize("module", ["hsx_dist", "hsx_dist.reading", "hsx_dist.cli", "hsx_dist.testing.servers"])
+@pytest.mark.parametrize("module", ["hsx_dist", "hsx_dist.reading", "hsx_dist.cli", "tests.harness.servers"])
 def test_loading_needs_neither_ray_nor_vllm_nor_torch(module: str) -> None:
     code = f"import {module}, sys; print(*sorted({{'ray', 'vllm', 'torch', 'transformers'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

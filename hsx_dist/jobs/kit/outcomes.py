@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from hsx_dist.testing.processes import child
+from hsx_dist.jobs.kit.process import child
 
 State = Literal["passed", "failed", "crashed", "timed out", "not run"]
 #: What a check's own process may claim.

@@ -26,7 +26,7 @@ from hsx_dist.errors import EngineError
 from hsx_dist.isa import avoid_broken_amx
 from hsx_dist.jobs.check import LayerError, layer_errors
 from hsx_dist.jobs.kit.outcomes import Check, claim, python
-from hsx_dist.testing.models import tiny_llama
+from hsx_dist.models.tiny import tiny_llama
 
 GROUP = "states against transformers"
 LAYERS, HEAD_DIM, VOCAB, MAX_LEN = 4, 64, 512, 256

@@ -23,8 +23,8 @@ from hsx_dist.reading.garbage import remove_run
 from hsx_dist.reading.liveness import require_dead
 from hsx_dist.reading.missing import removal_mark
 from hsx_dist.store import Store, open_store
-from hsx_dist.testing.runs import store_run
 from hsx_dist.testing.samples import RandomSample, random_sample
+from tests.harness.runs import store_run
 
 SAMPLES = [random_sample(f"s{i}", 9 + i, seed=i, odd=False) for i in range(6)]
 

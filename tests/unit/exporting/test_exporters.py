@@ -19,12 +19,12 @@ from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.exporting import ExportOptions, export_run, register_exporter
 from hsx_dist.exporting.export import EXPORTERS
 from hsx_dist.format.place import open_place
+from hsx_dist.models.tiny import tiny_llama
 from hsx_dist.reading import Run
 from hsx_dist.reading.garbage import remove_run
 from hsx_dist.store import open_store
-from hsx_dist.testing.models import tiny_llama
-from hsx_dist.testing.runs import store_run
 from hsx_dist.testing.samples import RandomSample, random_sample
+from tests.harness.runs import store_run
 
 LAYERS, N, H = (2, 4, 5, 8), 8, 64
 

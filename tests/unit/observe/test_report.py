@@ -15,8 +15,8 @@ from hsx_dist.observe.report.page import escape
 from hsx_dist.observe.report.states import gather_states, spread
 from hsx_dist.reading import Run
 from hsx_dist.store import Store, open_store
-from hsx_dist.testing.browser import browser_page, chromium_program
-from hsx_dist.testing.runs import write_v1_run
+from tests.harness.browser import browser_page, chromium_program
+from tests.harness.runs import write_v1_run
 from tests.unit.observe.conftest import HOSTILE
 
 needs_chromium = pytest.mark.skipif(chromium_program() is None, reason="chromium is missing: apt-get install chromium")
@@ -109,7 +109,7 @@ def test_an_attempt_that_never_said_that_it_ended_has_vanished(tmp_path: Path):
 
 def test_a_credential_that_an_older_run_kept_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     from hsx_dist.cli import main
-    from hsx_dist.testing.runs import write_v1_run
+    from tests.harness.runs import write_v1_run
 
     store = open_store(str(tmp_path / "old"))
     path = "s3://key:hunter2/x@bucket/rows.jsonl"

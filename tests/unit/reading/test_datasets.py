@@ -24,9 +24,9 @@ from hsx_dist.errors import ConfigError, FormatError, NotFound
 from hsx_dist.reading.collate import pack, pad
 from hsx_dist.reading.order import Dealt, Progress, canonical_order
 from hsx_dist.store import Store, open_store
-from hsx_dist.testing.runs import store_run
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
+from tests.harness.runs import store_run
 
 N = 23
 

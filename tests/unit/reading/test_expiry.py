@@ -21,9 +21,9 @@ from hsx_dist.reading import expiry
 from hsx_dist.reading.expiry import expired, remove, require_conditional_deletes
 from hsx_dist.store import local, open_store
 from hsx_dist.store.prefix import PrefixStore
-from hsx_dist.testing.runs import write_v1_run
 from hsx_dist.testing.stores import MemoryStore
 from hsx_dist.writers.sink import PartSink, SinkOptions
+from tests.harness.runs import write_v1_run
 
 
 def put(store, key, meta):

@@ -34,9 +34,9 @@ from hsx_dist.reading.run import Run
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import open_store
 from hsx_dist.testing.faulty_stores import WrappedStore
-from hsx_dist.testing.runs import RunWriter, store_run, whole, write_v1_run
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
+from tests.harness.runs import RunWriter, store_run, whole, write_v1_run
 
 SAMPLES = [random_sample(f"s{i:02d}", 4 + i, seed=i) for i in range(16)]
 QUICK = {"poll_seconds": 0.01, "discover_seconds": 0.02}

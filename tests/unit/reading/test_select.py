@@ -18,9 +18,9 @@ from hsx_dist.format.runs import load_manifest, take_attempt, write_complete
 from hsx_dist.page import Segment
 from hsx_dist.reading import Run
 from hsx_dist.store import open_store
-from hsx_dist.testing.runs import store_run, write_v1_run
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
+from tests.harness.runs import store_run, write_v1_run
 
 _SEGMENT = st.tuples(st.sampled_from("abcd"), st.sampled_from([(0, 0, 4), (0, 0, 2), (1, 2, 4)]), st.integers(0, 2))
 _RECEIPT = st.tuples(

@@ -14,7 +14,7 @@ from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.observe.progress import Progress
 from hsx_dist.reading.status import run_status
 from hsx_dist.store.local import LocalStore
-from hsx_dist.testing.runs import write_v1_run
+from tests.harness.runs import write_v1_run
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from hsx_dist.reading.garbage import remove_run
 from hsx_dist.store import open_store
 from hsx_dist.store.folders import is_trusted, private_folder
 from hsx_dist.store.local import LocalStore
-from hsx_dist.testing.runs import write_v1_run
+from tests.harness.runs import write_v1_run
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")

@@ -16,8 +16,8 @@ from hsx_dist.reading import open_run
 from hsx_dist.store import open_store
 from hsx_dist.store.fsspec import FsspecStore
 from hsx_dist.store.local import LocalStore
-from hsx_dist.testing.runs import store_run
 from hsx_dist.testing.samples import random_sample
+from tests.harness.runs import store_run
 
 
 class Flaky(fsspec.get_filesystem_class("memory")):  # type: ignore[misc]
