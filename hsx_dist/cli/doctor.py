@@ -13,7 +13,7 @@ from hsx_dist.errors import ConfigError
 from hsx_dist.observe.console import print_json, say, say_lines
 
 if TYPE_CHECKING:
-    from hsx_dist.jobs.doctor import Check
+    from hsx_dist.jobs.doctor import Diagnosis
 
 _SHOWN = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
@@ -35,7 +35,7 @@ def run_doctor(
     return _told(examine(settings, engine=engine), as_json)
 
 
-def _told(checks: Iterable[Check], as_json: bool) -> int:
+def _told(checks: Iterable[Diagnosis], as_json: bool) -> int:
     found = []
     for check in checks:
         found.append(check)

@@ -29,7 +29,7 @@ from hsx_dist.connector.engine_checks import check_engine
 from hsx_dist.connector.flush import pending_of
 from hsx_dist.connector.metadata import StepMetadata
 from hsx_dist.connector.outlet import Outlet, registered
-from hsx_dist.connector.ranks import Agreement, Ranks, check_parallelism, check_siblings, ranks_of
+from hsx_dist.connector.ranks import RankComparison, Ranks, check_parallelism, check_siblings, ranks_of
 from hsx_dist.connector.scheduler import SchedulerHalf
 from hsx_dist.connector.settings import ConnectorSettings, read_settings
 from hsx_dist.connector.stats import HiddenStatesPromMetrics, HiddenStatesStats
@@ -70,7 +70,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._block_size = spec.block_size
         self._scheduler: SchedulerHalf | None = None
         self._ranks: Ranks | None = None
-        self._agreement: Agreement | None = None
+        self._agreement: RankComparison | None = None
         self._worker: WorkerHalf | None = None  # only on ranks that store
         self._outlet: Outlet | None = None
         self._increments: Increments | None = None
@@ -155,7 +155,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         group = get_tp_group()
         if group.world_size > 1:
             check_siblings(getattr(get_kv_transfer_group(), "sub_connectors", ()), group.world_size)
-            self._agreement = Agreement(
+            self._agreement = RankComparison(
                 cache, group.cpu_group, layer_ids=self._layer_ids, model=self._vllm_config.model_config.model
             )
         captures.check_layer_zero(

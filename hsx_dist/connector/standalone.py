@@ -18,7 +18,7 @@ from hsx_dist.connector.outlet import Copied, LocalOutlet
 from hsx_dist.connector.process_sender import ProcessSender
 from hsx_dist.connector.settings import ConnectorSettings
 from hsx_dist.connector.step import Expect, Skip
-from hsx_dist.connector.writer_process import WriterSpec
+from hsx_dist.connector.writer_process import WriterProcessSpec
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.companions import OBJECT
 from hsx_dist.format.receipt import Receipt
@@ -283,7 +283,7 @@ def process_writers(settings: ConnectorSettings) -> MakeWriters:
     """Writers in a process of their own."""
 
     def make(options: SinkOptions, on_event: Callable[[Event], None], meter: Meter, ring_bytes: int) -> Writers:
-        spec = WriterSpec(
+        spec = WriterProcessSpec(
             url=settings.output,
             storage_options=settings.storage_options,
             options=options,

@@ -22,7 +22,7 @@ from hsx_dist.page import CARRIER
 from hsx_dist.store.base import ObjectInfo
 
 
-class Source(Protocol):
+class PartSource(Protocol):
     """What reading needs of a ``Store``."""
 
     @property
@@ -53,7 +53,7 @@ class Part:
     layer ids and checksums.
     """
 
-    def __init__(self, store: Source, name: str, header: Header, size: int, front: bytes = b""):
+    def __init__(self, store: PartSource, name: str, header: Header, size: int, front: bytes = b""):
         self.name = name
         #: Of the object in bytes.
         self.size = size
@@ -67,7 +67,7 @@ class Part:
     @classmethod
     def open(
         cls,
-        store: Source,
+        store: PartSource,
         name: str,
         *,
         header_bytes: int | None = None,
@@ -389,7 +389,7 @@ def _check(crc: int, expected: int, what: str) -> None:
         )
 
 
-def _ranges(store: Source, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+def _ranges(store: PartSource, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
     try:
         views = store.get_ranges(name, ranges)
     except ValueError as e:  # the store's word for a range past the end

@@ -37,7 +37,7 @@ _HEARTBEAT_S = 5.0
 
 
 @dataclass
-class Plan:
+class RunPlan:
     """An estimate. Tokens are those of ``sampled`` rows, scaled to all usable ones; exact where all were sampled.
 
     ``refused``: rows of the input that cannot be read, and reasons → rows of the sample that would be refused.
@@ -83,7 +83,7 @@ def make_plan(
     sample_rows: int = 1000,
     tokens_per_second: float = 10_000.0,
     replicas_per_node: int = 1,
-) -> Plan:
+) -> RunPlan:
     """Read the input once, encode ``sample_rows`` of its rows, and compute the rest. No engine, and no store.
 
     Args:
@@ -143,7 +143,7 @@ def make_plan(
         notes.append(partial_note(config.select))
     if config.include_output_tokens:
         notes.append(f"answers are counted at their longest, {answer} tokens each")
-    return Plan(
+    return RunPlan(
         rows=usable + unreadable,
         unreadable=unreadable,
         sampled=len(some),

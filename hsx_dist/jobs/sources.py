@@ -39,7 +39,7 @@ _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class InputSource:
     """Files whose rows are numbered as one. ``label`` leads the keys of rows that have no id, and is the source's own;
     ``files`` are paths of the input's file system."""
 
@@ -52,7 +52,7 @@ class Source:
 class Input:
     """The input's sources in their order, and the file system on which they lie. ``shown``: its path, for messages."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[InputSource, ...]
     shown: str
     _fs: Any
     _config: InputConfig
@@ -122,7 +122,7 @@ def _find(config: InputConfig, shown: str) -> Input:
                 "another input.format"
             )
         else:
-            sources = [Source(stem(path), (path,), _format(path, config.format) or "jsonl")]
+            sources = [InputSource(stem(path), (path,), _format(path, config.format) or "jsonl")]
     if not sources:
         raise ConfigError(
             f"input.path: expected files of rows at {shown}, came none; name them (jsonl, txt, parquet, arrow; or "
@@ -137,7 +137,7 @@ def _find(config: InputConfig, shown: str) -> Input:
     return Input(tuple(sources), shown, fs, config)
 
 
-def _of_folder(config: InputConfig, fs: Any, folder: str) -> list[Source]:
+def _of_folder(config: InputConfig, fs: Any, folder: str) -> list[InputSource]:
     if config.format in ("auto", "dataset"):
         if fs.exists(f"{folder}/{_SPLITS}"):
             splits = _json(fs, f"{folder}/{_SPLITS}")["splits"]
@@ -157,7 +157,7 @@ def _of_folder(config: InputConfig, fs: Any, folder: str) -> list[Source]:
     return _of_many(config, fs, {p: i["type"] for p, i in fs.find(folder, detail=True).items()}, folder)
 
 
-def _of_many(config: InputConfig, fs: Any, found: dict[str, str], base: str) -> list[Source]:
+def _of_many(config: InputConfig, fs: Any, found: dict[str, str], base: str) -> list[InputSource]:
     sources = []
     for path, kind in sorted(found.items()):
         # A page of links may sign them: keys are made of names.
@@ -168,14 +168,14 @@ def _of_many(config: InputConfig, fs: Any, found: dict[str, str], base: str) -> 
             if config.format in ("auto", "dataset") and fs.exists(f"{path}/{_STATE}"):
                 sources.append(_saved(fs, path, name))
         elif (form := _format(path, config.format)) is not None:
-            sources.append(Source(_COMPRESSED.sub("", name).removesuffix(_suffix(name)) or name, (path,), form))
+            sources.append(InputSource(_COMPRESSED.sub("", name).removesuffix(_suffix(name)) or name, (path,), form))
     return sources
 
 
-def _saved(fs: Any, folder: str, label: str) -> Source:
+def _saved(fs: Any, folder: str, label: str) -> InputSource:
     """A folder of ``Dataset.save_to_disk``: its state names Arrow files in the order of their rows."""
     files = [_within(fs, folder, item["filename"]) for item in _json(fs, f"{folder}/{_STATE}")["_data_files"]]
-    return Source(label, tuple(files), "arrow")
+    return InputSource(label, tuple(files), "arrow")
 
 
 def _check_file(fs: Any, path: str, ending: str = "") -> None:

@@ -23,7 +23,7 @@ from hsx_dist.reading.arrays import resolve_framework
 from hsx_dist.reading.cache import CachedStore
 from hsx_dist.reading.follow import Arrival, Follower, has_position
 from hsx_dist.reading.items import ItemSpec
-from hsx_dist.reading.order import Progress, canonical_order, fingerprint, require_run, restore
+from hsx_dist.reading.order import EpochPosition, canonical_order, fingerprint, require_run, restore
 from hsx_dist.reading.prefetch import read_ahead, reused_memory
 from hsx_dist.reading.retain import rank_of
 from hsx_dist.reading.run import Run, open_run
@@ -161,7 +161,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         self._repeat, self._follow = repeat, dict(follow_options or {}) if follow else None
         self._epoch = _SharedNumber()
         self._resume: Mapping[str, Any] | None = None
-        self._progress: Progress | None = None
+        self._progress: EpochPosition | None = None
         self._follower: Follower | None = None
         #: Samples that ``on_error="skip"`` left out so far, in this process.
         self.skipped = 0
@@ -188,7 +188,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
     def _ordered(self) -> Iterator[dict[str, Any]]:
         shards, shard = self._shards()
         resume, self._resume = self._resume, None
-        progress = Progress(self._epoch.get(), shards, shard)
+        progress = EpochPosition(self._epoch.get(), shards, shard)
         if resume is not None:
             progress = restore(resume, self._fingerprint(), shards, shard)
             self.skipped = resume.get("skipped", self.skipped)
@@ -197,9 +197,9 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
             yield from self._one_epoch(progress)
             if not self._repeat or not len(self._reader.selection):
                 return
-            progress = self._progress = Progress(progress.epoch + 1, shards, shard)
+            progress = self._progress = EpochPosition(progress.epoch + 1, shards, shard)
 
-    def _one_epoch(self, progress: Progress) -> Iterator[dict[str, Any]]:
+    def _one_epoch(self, progress: EpochPosition) -> Iterator[dict[str, Any]]:
         selection, reader = self._reader.selection, self._reader
         groups = self.run.index.part_of[selection.places]
         order = canonical_order(
@@ -283,11 +283,11 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
     def start_state(self) -> dict[str, Any]:
         """The state before the first sample of the epoch that is set."""
         shards, shard = self._shards()
-        return self._state_of({} if self._follow is not None else Progress(self._epoch.get(), shards, shard))
+        return self._state_of({} if self._follow is not None else EpochPosition(self._epoch.get(), shards, shard))
 
-    def _state_of(self, at: Progress | dict[str, Any]) -> dict[str, Any]:
+    def _state_of(self, at: EpochPosition | dict[str, Any]) -> dict[str, Any]:
         """``at``: the progress in an epoch, or a follower's position."""
-        if isinstance(at, Progress):
+        if isinstance(at, EpochPosition):
             found = at.to_dict(self._fingerprint())
         else:
             shards, shard = self._shards()

@@ -87,7 +87,7 @@ class _Parts:
         return mine.result()
 
 
-class _Proven:
+class _ProvenPart:
     """Where a run's parts are read from. A part that is gone was used by all its consumers, or is lost."""
 
     def __init__(self, store: Store, place: Place):
@@ -289,7 +289,7 @@ class Run:
             ids = 8 * self.index.tokens_in[name]
             known = {"header_bytes": receipt.header_bytes, "size": receipt.size}
             known["front_bytes"] = ids if ids <= _MOST_IDS else 0
-        return Part.open(_Proven(store, self.place), name, **known)
+        return Part.open(_ProvenPart(store, self.place), name, **known)
 
     # -- other processes -------------------------------------------------------------------------------------------
 

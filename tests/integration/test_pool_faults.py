@@ -33,7 +33,7 @@ from hsx_dist.store.fsspec import FsspecStore
 from hsx_dist.store.obstore import ObstoreStore
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.writers.events import Counted, Lost
-from hsx_dist.writers.ray_pool import RaySender, WriterSpec, start_writer
+from hsx_dist.writers.ray_pool import PoolWriterSpec, RaySender, start_writer
 from hsx_dist.writers.sink import SinkOptions
 from tests.harness.discard import Answer, discard_server
 from tests.harness.processes import http_status
@@ -70,7 +70,7 @@ class Pool:
     def start(self, name: str = "w", **sink) -> Pool:
         made = {"part_bytes": 8000, "part_seconds": 60.0, "max_bytes": 1 << 20, **sink}
         options = SinkOptions(resolve_codec("split"), {}, name, self.attempt, **made)
-        spec = WriterSpec(
+        spec = PoolWriterSpec(
             self.output, self.options, "auto", self.retry_seconds, self.environment, options, credit_bytes=1 << 20
         )
         node = self.node or ray.get_runtime_context().get_node_id()

@@ -13,7 +13,7 @@ from hsx_dist.jobs.kit.outcomes import Outcome, run_check
 from hsx_dist.jobs.kit.page import about, write
 
 
-def examine_machine(report: Path | None, wanted: Sequence[states.Case] | None = None) -> Iterator[doctor.Check]:
+def examine_machine(report: Path | None, wanted: Sequence[states.Case] | None = None) -> Iterator[doctor.Diagnosis]:
     """Checks, each as soon as it is done. ``report``: folder for the page, written anew after each engine."""
     failed = False
     for check in doctor.examine(None):
@@ -36,8 +36,8 @@ def _left_out(planned: Planned) -> Planned:
     return Planned(planned.group, planned.name, cannot="a check of the machine failed; mend that first")
 
 
-def shown(outcome: Outcome) -> doctor.Check:
+def shown(outcome: Outcome) -> doctor.Diagnosis:
     """As a line of the doctor. An engine that did not run is a warning: nothing is known of it."""
     state: doctor.State = "ok" if outcome.state == "passed" else "fail" if outcome.bad else "warn"
     said = outcome.message if state == "ok" else f"{outcome.state}: {outcome.message}"
-    return doctor.Check(outcome.name, state, said)
+    return doctor.Diagnosis(outcome.name, state, said)

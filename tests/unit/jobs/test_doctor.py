@@ -12,7 +12,15 @@ from hsx_dist.cli import main
 from hsx_dist.config import load_config
 from hsx_dist.errors import ConfigError
 from hsx_dist.jobs import doctor
-from hsx_dist.jobs.doctor import Check, check_input, check_model, check_required, examine, machine_limits, probe_store
+from hsx_dist.jobs.doctor import (
+    Diagnosis,
+    check_input,
+    check_model,
+    check_required,
+    examine,
+    machine_limits,
+    probe_store,
+)
 from hsx_dist.jobs.doctor_engine import Agreement, judge
 from hsx_dist.store import Store
 from hsx_dist.testing.stores import MemoryStore
@@ -163,7 +171,7 @@ def test_the_command_says_a_line_a_check_and_fails(
 def test_an_engine_is_not_started_after_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("hsx_dist.jobs.doctor_engine.measure", lambda _: pytest.fail("an engine was started"))
     found = list(examine(config(tmp_path), engine=True))
-    assert found[-1] == Check("engine", "warn", "was not started, as a check before it failed; mend that first")
+    assert found[-1] == Diagnosis("engine", "warn", "was not started, as a check before it failed; mend that first")
 
 
 def test_a_node_with_other_versions(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from hsx_dist import HiddenStatesDataset, HiddenStatesMapDataset, MixedDataset, TokenBatches, merge_states, open_run
 from hsx_dist.errors import ConfigError, FormatError, NotFound
 from hsx_dist.reading.collate import pack, pad
-from hsx_dist.reading.order import Dealt, Progress, canonical_order
+from hsx_dist.reading.order import Dealt, EpochPosition, canonical_order
 from hsx_dist.store import Store, open_store
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
@@ -204,9 +204,9 @@ def test_every_order_is_dealt_without_overlap_or_loss_also_twice(n: int, shards:
     order = canonical_order(np.arange(n) // 7, shuffle=True, buffer=buffer, seed=1, epoch=2)
     assert sorted(order) == list(range(n))
     taken = [data.draw(st.integers(0, len(order[s::shards]))) for s in range(shards)]
-    first = [Progress(2, shards, s).mine(order)[:t] for s, t in enumerate(taken)]
+    first = [EpochPosition(2, shards, s).mine(order)[:t] for s, t in enumerate(taken)]
     again = data.draw(st.integers(1, 4))
-    rest = [Progress(2, again, s, history=(Dealt(shards, tuple(taken)),)).mine(order) for s in range(again)]
+    rest = [EpochPosition(2, again, s, history=(Dealt(shards, tuple(taken)),)).mine(order) for s in range(again)]
     assert sorted(np.concatenate([*first, *rest])) == list(range(n))
 
 
