@@ -26,6 +26,8 @@ from hsx_dist.jobs.kit.process import end_on_sigterm
 
 TESTS = "tests on the device"
 MINUTES = 20.0
+#: pytest's arguments. Without tests/conftest.py, which needs packages that the kit's environment does not have.
+PYTEST = ("-q", "-p", "no:cacheprovider", "--confcutdir=tests/gpu", "tests/gpu")
 
 
 def plan(folder: Path, gpus: int) -> list[Check]:
@@ -49,7 +51,7 @@ def run_tests(check: Check) -> list[Outcome]:
         xml = Path(folder, "tests.xml")
         code = (
             "import sys, pytest; from hsx_dist.jobs.kit.outcomes import claim;"
-            f"status = int(pytest.main(['-q', '-p', 'no:cacheprovider', '--junitxml={xml}', 'tests/gpu']));"
+            f"status = int(pytest.main({[*PYTEST, f'--junitxml={xml}']!r}));"
             "claim('passed' if status == 0 else 'failed', f'pytest ended with status {status}')"
         )
         whole = run_check(Check(check.group, check.name, python("-c", code), check.limit_s))

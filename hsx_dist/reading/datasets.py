@@ -170,6 +170,11 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
     def run(self) -> Run:
         return self._reader.run
 
+    @property
+    def follows(self) -> bool:
+        """Whether it yields samples as they are proven (``follow``). A resume may change their order."""
+        return self._follow is not None
+
     def set_epoch(self, epoch: int) -> None:
         """The epoch that the next iteration shuffles by; reaches the workers of a ``DataLoader`` too."""
         self._epoch.set(epoch)

@@ -98,12 +98,18 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
         for number, start in enumerate(range(0, stop, self._batch)):
             if number < skip:
                 continue
-            self._state = {"buffers": buffers, "rows": before, "batches": number + 1, "dataset": begin}
+            # A data set that follows a run gives its samples in another order after a resume: no rows can be skipped.
+            skipped = {"rows": 0, "batches": 0} if self._dataset.follows else {"rows": before, "batches": number + 1}
+            self._state = {"buffers": buffers, **skipped, "dataset": begin}
             picks = order[start : start + self._batch]
             yield {name: x[picks] for name, x in joined.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where iteration stands, to the batch; the buffer is read again when it is loaded."""
+        """Where iteration stands, to the batch; the buffer is read again when it is loaded.
+
+        Over a data set with ``follow``: where the present buffer began. A resume gives the tokens of this buffer again,
+        and those of the sample in which it began.
+        """
         if self._state is not None:
             return self._state
         if self._resume is not None:

@@ -187,25 +187,24 @@ class _SoundParts:
 
 
 def _check(place: Place, receipt: Receipt) -> tuple[VerifyReport, list[str]]:
-    tally = VerifyReport()
-    return tally, list(_check_part(place, receipt, tally))
-
-
-def _check_part(place: Place, receipt: Receipt, report: VerifyReport) -> Iterator[str]:
-    """What is wrong with a part; nothing after the first sign that its bytes changed, but for where that is."""
-    store, name = place.store, receipt.part or ""
-    report.parts += 1
+    tally = VerifyReport(parts=1)
     try:
-        size = store.head(name).size
-    except NotFound:
-        if is_removed(store, name, place.version):
-            report.consumed += 1
-        else:
-            yield (
-                "expected the part that a receipt names, got no such object. Run the same extraction again: it "
-                "computes the missing samples anew"
-            )
-        return
+        return tally, list(_check_part(place.store, receipt, tally))
+    except NotFound:  # before or while it was read
+        gone = VerifyReport(parts=1)
+        if is_removed(place.store, receipt.part or "", place.version):
+            gone.consumed = 1
+            return gone, []
+        return gone, [
+            "expected the part that a receipt names, got no such object. Run the same extraction again: it computes "
+            "the missing samples anew"
+        ]
+
+
+def _check_part(store: Store, receipt: Receipt, report: VerifyReport) -> Iterator[str]:
+    """What is wrong with a part; nothing after the first sign that its bytes changed, but for where that is."""
+    name = receipt.part or ""
+    size = store.head(name).size
     if size != receipt.size:
         yield f"expected {receipt.size} bytes, as its receipt says, got {size}"
     source = _Stream(store, name, size)

