@@ -21,11 +21,8 @@ from hsx_dist.store.fsspec import FsspecStore
 from hsx_dist.store.obstore import ObstoreStore
 from hsx_dist.store.opening import Backend
 from hsx_dist.testing.store_suite import StoreSuite
-<<<<<<< HEAD
 from tests.harness.servers import S3Server, seaweedfs
-=======
 from tests.integration.relay import Strike, relay
->>>>>>> main
 
 pytestmark = pytest.mark.integration
 
