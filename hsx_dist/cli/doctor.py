@@ -7,13 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hsx_dist.cli.status import FINE, FOUND_BAD
+from hsx_dist.cli.exit_codes import FINE, FOUND_BAD
 from hsx_dist.config import load_config, resolve_paths
 from hsx_dist.errors import ConfigError
 from hsx_dist.observe.console import print_json, say, say_lines
 
 if TYPE_CHECKING:
-    from hsx_dist.jobs.doctor import Diagnosis
+    from hsx_dist.jobs.diagnosis import Diagnosis
 
 _SHOWN = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 

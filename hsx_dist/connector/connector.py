@@ -26,7 +26,6 @@ from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 
 from hsx_dist.connector import huge_pages
 from hsx_dist.connector.engine_checks import check_engine
-from hsx_dist.connector.flush import pending_of
 from hsx_dist.connector.metadata import StepMetadata
 from hsx_dist.connector.outlet import Outlet, registered
 from hsx_dist.connector.ranks import RankComparison, Ranks, check_parallelism, check_siblings, ranks_of
@@ -355,3 +354,9 @@ def make_outlet(settings: ConnectorSettings, vllm_config: VllmConfig) -> Outlet:
     from hsx_dist.connector.standalone import store_outlet
 
     return store_outlet(settings, vllm_config)
+
+
+def pending_of(connector: Any) -> int:
+    """Requests that one connector, ours or vLLM's ``MultiConnector`` of ours, has not passed on yet."""
+    children = getattr(connector, "sub_connectors", [connector])  # vLLM's MultiConnector
+    return sum(c.pending for c in children if isinstance(c, HiddenStatesConnector))

@@ -18,7 +18,7 @@ from hsx_dist.config import ExtractConfig
 from hsx_dist.errors import ConfigError, EngineError, HsxError, NotFound
 from hsx_dist.jobs import preflight
 from hsx_dist.jobs.connect import connect_ray
-from hsx_dist.jobs.doctor import Diagnosis
+from hsx_dist.jobs.diagnosis import Diagnosis
 from hsx_dist.jobs.encode import load_tokenizer
 from hsx_dist.jobs.extract import engine_spec
 from hsx_dist.jobs.replica import engine_arguments, engine_environment

@@ -17,7 +17,7 @@ from hsx_dist.config.secrets import credential_environment
 from hsx_dist.errors import ConfigError, HsxError
 from hsx_dist.jobs import preflight
 from hsx_dist.jobs.connect import connect_ray
-from hsx_dist.jobs.doctor import Diagnosis, machine_limits, probe_store
+from hsx_dist.jobs.diagnosis import Diagnosis, machine_limits, probe_store
 from hsx_dist.jobs.extract import engine_spec
 from hsx_dist.jobs.placement import place
 from hsx_dist.jobs.ray_errors import reason_of

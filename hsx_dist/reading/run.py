@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hsx_dist.errors import NotFound, SampleConsumed, SampleNotFound
 from hsx_dist.format.container import Part
@@ -22,10 +22,8 @@ from hsx_dist.page import Segment
 from hsx_dist.reading.index import Index, SampleEntry
 from hsx_dist.reading.missing import is_removed
 from hsx_dist.reading.sample import Piece, Sample
+from hsx_dist.reading.select import Selection, select
 from hsx_dist.store import ObjectInfo, Store, open_store
-
-if TYPE_CHECKING:
-    from hsx_dist.reading.select import Selection
 
 log = get_logger(__name__)
 
@@ -229,8 +227,6 @@ class Run:
 
     def select(self, **criteria: Any) -> Selection:
         """The samples that meet all criteria: see ``hsx_dist.reading.select.select``."""
-        from hsx_dist.reading.select import select
-
         return select(self, **criteria)
 
     def __len__(self) -> int:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from hsx_dist.errors import ConfigError, SampleNotFound
-from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Sample
+
+if TYPE_CHECKING:
+    from hsx_dist.reading.run import Run
 
 #: Parts whose headers are read at once where a criterion needs them.
 _THREADS = 16

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hsx_dist.jobs import doctor
+from hsx_dist.jobs.diagnosis import Diagnosis, State
 from hsx_dist.jobs.kit import states
-from hsx_dist.jobs.kit.outcomes import Check as Planned
-from hsx_dist.jobs.kit.outcomes import Outcome, run_check
+from hsx_dist.jobs.kit.outcomes import Check, Outcome, run_check
 from hsx_dist.jobs.kit.page import about, write
 
 
-def examine_machine(report: Path | None, wanted: Sequence[states.Case] | None = None) -> Iterator[doctor.Diagnosis]:
+def examine_machine(report: Path | None, wanted: Sequence[states.Case] | None = None) -> Iterator[Diagnosis]:
     """Checks, each as soon as it is done. ``report``: folder for the page, written anew after each engine."""
     failed = False
     for check in doctor.examine(None):
@@ -32,12 +32,12 @@ def examine_machine(report: Path | None, wanted: Sequence[states.Case] | None = 
             yield shown(outcomes[i])
 
 
-def _left_out(planned: Planned) -> Planned:
-    return Planned(planned.group, planned.name, cannot="a check of the machine failed; mend that first")
+def _left_out(planned: Check) -> Check:
+    return Check(planned.group, planned.name, cannot="a check of the machine failed; mend that first")
 
 
-def shown(outcome: Outcome) -> doctor.Diagnosis:
+def shown(outcome: Outcome) -> Diagnosis:
     """As a line of the doctor. An engine that did not run is a warning: nothing is known of it."""
-    state: doctor.State = "ok" if outcome.state == "passed" else "fail" if outcome.bad else "warn"
+    state: State = "ok" if outcome.state == "passed" else "fail" if outcome.bad else "warn"
     said = outcome.message if state == "ok" else f"{outcome.state}: {outcome.message}"
-    return doctor.Diagnosis(outcome.name, state, said)
+    return Diagnosis(outcome.name, state, said)

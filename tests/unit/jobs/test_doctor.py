@@ -11,16 +11,9 @@ import pytest
 from hsx_dist.cli import main
 from hsx_dist.config import load_config
 from hsx_dist.errors import ConfigError
-from hsx_dist.jobs import doctor
-from hsx_dist.jobs.doctor import (
-    Diagnosis,
-    check_input,
-    check_model,
-    check_required,
-    examine,
-    machine_limits,
-    probe_store,
-)
+from hsx_dist.jobs import diagnosis, doctor
+from hsx_dist.jobs.diagnosis import Diagnosis, machine_limits, probe_store
+from hsx_dist.jobs.doctor import check_input, check_model, check_required, examine
 from hsx_dist.jobs.doctor_engine import Agreement, judge
 from hsx_dist.store import Store
 from hsx_dist.testing.stores import MemoryStore
@@ -58,9 +51,9 @@ def test_versions_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_that_does_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "MIN_SHM_BYTES", 1 << 60)
-    monkeypatch.setattr(doctor, "_available_memory", lambda: 1000)
-    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (64 << 10, 64 << 10))
+    monkeypatch.setattr(diagnosis, "MIN_SHM_BYTES", 1 << 60)
+    monkeypatch.setattr(diagnosis, "_available_memory", lambda: 1000)
+    monkeypatch.setattr(diagnosis.resource, "getrlimit", lambda _: (64 << 10, 64 << 10))
     found = {c.name: c for c in machine_limits(1 << 20, has_gpu=True)}
     assert {n: c.state for n, c in found.items()} == {
         "shared memory": "warn",

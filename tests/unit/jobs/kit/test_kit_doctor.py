@@ -9,6 +9,7 @@ import pytest
 from hsx_dist.cli import main
 from hsx_dist.errors import EngineError
 from hsx_dist.jobs import doctor as machine
+from hsx_dist.jobs.diagnosis import Diagnosis
 from hsx_dist.jobs.kit import doctor, states
 from hsx_dist.jobs.kit.outcomes import Check, Outcome
 
@@ -30,7 +31,7 @@ def ran(monkeypatch) -> list[str]:
 
 
 def test_every_engine_is_a_line_and_the_page_is_written(ran, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(machine, "_all", lambda _: iter([machine.Check("torch", "ok", "2")]))
+    monkeypatch.setattr(machine, "_all", lambda _: iter([Diagnosis("torch", "ok", "2")]))
     with pytest.raises(SystemExit) as e:
         main(["doctor", "--engine", "--report", str(tmp_path)])
     assert e.value.code == 1
@@ -48,7 +49,7 @@ def test_every_engine_is_a_line_and_the_page_is_written(ran, tmp_path, monkeypat
 
 
 def test_no_engine_is_started_on_a_machine_that_cannot(ran, monkeypatch):
-    monkeypatch.setattr(machine, "_all", lambda _: iter([machine.Check("torch", "fail", "expected it")]))
+    monkeypatch.setattr(machine, "_all", lambda _: iter([Diagnosis("torch", "fail", "expected it")]))
     found = list(doctor.examine_machine(None))
     assert ran == []
     assert {c.state for c in found[1:]} == {"warn"}
