@@ -28,7 +28,7 @@ def run_doctor(
     if report is not None and (given or not engine):
         raise ConfigError("--report: expected with --engine and without settings, got others; see hsx doctor --help")
     if engine and not given:
-        from hsx_dist.jobs.kit.doctor import examine_machine
+        from hsx_dist.jobs.kit.machine import examine_machine
 
         return _told(examine_machine(report), as_json)
     settings = resolve_paths(load_config(config, overrides), Path.cwd()) if given else None

@@ -28,7 +28,7 @@ import numpy as np
 
 import hsx_dist
 from hsx_dist.connector import writer_process
-from hsx_dist.connector.cores import any_core
+from hsx_dist.connector.affinity import any_core
 from hsx_dist.connector.outlet import PageRef, picklable
 from hsx_dist.connector.shared_memory import mapped, reserve
 from hsx_dist.connector.writer_process import WriterProcessSpec

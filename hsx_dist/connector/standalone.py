@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from hsx_dist.connector.cores import any_core
+from hsx_dist.connector.affinity import any_core
 from hsx_dist.connector.locks import CompanionLocks
 from hsx_dist.connector.markers import Markers
 from hsx_dist.connector.outlet import Copied, LocalOutlet

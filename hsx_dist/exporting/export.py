@@ -30,7 +30,7 @@ _ENTRY_POINTS = "hsx_dist.exporters"
 #: Name → class, or where it is: a trainer's packages are loaded when it is exported for.
 EXPORTERS: dict[str, type[Exporter] | str] = {
     "vllm": "hsx_dist.exporting.vllm:VllmExporter",
-    "speculators": "hsx_dist.exporting.speculators:SpeculatorsExporter",
+    "speculators": "hsx_dist.exporting.speculators_dataset:SpeculatorsExporter",
     "specforge-eagle3": "hsx_dist.exporting.specforge:Eagle3Exporter",
     "specforge-dflash": "hsx_dist.exporting.specforge:DFlashExporter",
     "topk-logprobs": "hsx_dist.exporting.topk:TopKExporter",

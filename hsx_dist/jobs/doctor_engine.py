@@ -106,7 +106,7 @@ def _on_cluster(config: ExtractConfig) -> Agreement:
 
 
 def _measure_there(config: ExtractConfig, environment: dict[str, str]) -> Agreement:
-    from hsx_dist.jobs.cores import prepare_cpu
+    from hsx_dist.jobs.cpu_binding import prepare_cpu
 
     os.environ.update(environment)
     claim = prepare_cpu(int(config.engine_kwargs.get("tensor_parallel_size", 1)), config.replica.num_cpus)

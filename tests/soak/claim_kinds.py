@@ -28,7 +28,7 @@ from hsx_dist.format.description import Description
 from hsx_dist.format.header import build_header
 from hsx_dist.format.place import open_place
 from hsx_dist.format.runs import load_manifest, take_attempt
-from hsx_dist.jobs.identity import check_same_input
+from hsx_dist.jobs.input_identity import check_same_input
 from hsx_dist.jobs.rows import read_rows
 from hsx_dist.observe.report.facts import gather_facts
 from hsx_dist.observe.top import look

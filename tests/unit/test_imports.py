@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -152,3 +154,52 @@ def test_loading_needs_neither_ray_nor_vllm_nor_torch(module: str) -> None:
     code = f"import {module}, sys; print(*sorted({{'ray', 'vllm', 'torch', 'transformers'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == []
+
+
+def test_no_modules_import_each_other() -> None:
+    """Imports in functions count too."""
+    names = {".".join(path.with_suffix("").relative_to(PACKAGE.parent).parts): path for path in MODULES}
+    names = {name.removesuffix(".__init__"): path for name, path in names.items()}
+    graph = {name: {other for other in _imported(path, names) if other != name} for name, path in names.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as e:
+        pytest.fail(f"these import each other: {' -> '.join(e.args[1])}")
+
+
+def _imported(path: Path, names: Collection[str]) -> Iterator[str]:
+    def walk(node: ast.AST) -> Iterator[str]:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for name in node.names:
+                module = f"{node.module}.{name.name}"
+                yield module if module in names else node.module
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child)
+
+    return (name for name in walk(ast.parse(path.read_text())) if name in names)
+
+
+def test_a_class_name_stands_for_one_class() -> None:
+    found = Counter(
+        node.name for path in MODULES for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in found.items() if count > 1] == []
+
+
+def test_a_module_name_stands_for_one_module() -> None:
+    """But for a command, which is named as what it calls, and for the base of a room."""
+    found = Counter(path.stem for path in MODULES if room(path) != "cli" and path.stem not in ("__init__", "base"))
+    assert [name for name, count in found.items() if count > 1] == []
+
+
+def test_nothing_that_runs_imports_the_tests() -> None:
+    for path in MODULES:
+        if room(path) != "testing":
+            assert not [name for name in imports(ast.parse(path.read_text())) if name.startswith(NOT_FOR_USE)], path
+
+
+NOT_FOR_USE = ("hsx_dist.testing", "tests", "benchmarks", "scripts")

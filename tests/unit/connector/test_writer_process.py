@@ -448,7 +448,7 @@ def test_it_runs_where_its_starter_was_allowed_to_run_not_where_the_engine_is(tm
     allowed = os.sched_getaffinity(0)
     if len(allowed) < 2:
         pytest.skip("one core")
-    monkeypatch.setattr("hsx_dist.connector.cores.CORES", frozenset(allowed))
+    monkeypatch.setattr("hsx_dist.connector.affinity.CORES", frozenset(allowed))
     os.sched_setaffinity(0, {min(allowed)})
     try:
         outlet = outlet_on(tmp_path, apart=True)

@@ -107,7 +107,7 @@ class Forgetful(MemoryStore):
 
 def test_a_store_that_does_not_keep_its_word(monkeypatch: pytest.MonkeyPatch) -> None:
     stores: list[Store] = [MemoryStore(), Forgetful()]
-    monkeypatch.setattr(doctor, "open_store", lambda *_, **__: stores[0])
+    monkeypatch.setattr(diagnosis, "open_store", lambda *_, **__: stores[0])
     assert "put-if-absent" in probe_store(config())
     assert list(stores[0].list("")) == []  # nothing is left
     stores.pop(0)

@@ -10,8 +10,8 @@ import pytest
 
 from hsx_dist.errors import RunError, SampleNotFound
 from hsx_dist.observe.report import write_report
+from hsx_dist.observe.report.document import escape
 from hsx_dist.observe.report.facts import gather_facts
-from hsx_dist.observe.report.page import escape
 from hsx_dist.observe.report.states import gather_states, spread
 from hsx_dist.reading import Run
 from hsx_dist.store import Store, open_store
