@@ -128,13 +128,9 @@ class _Given:
     def of(cls, bucket: str, options: Mapping[str, Any]) -> _Given:
         """Raises ``NotTranslated`` for what obstore does otherwise than s3fs."""
         only(options, _S3_OPTIONS, "storage_options")
-        names = (
-            ("client_kwargs", _CLIENT_KWARGS),
-            ("config_kwargs", _CONFIG_KWARGS),
-            ("s3_additional_kwargs", _PUT_KWARGS),
-        )
-        for name, known in names:
-            only(mapping(options, name), known, f"storage_options.{name}")
+        known = {"client_kwargs": _CLIENT_KWARGS, "config_kwargs": _CONFIG_KWARGS, "s3_additional_kwargs": _PUT_KWARGS}
+        for name, names in known.items():
+            only(mapping(options, name), names, f"storage_options.{name}")
         for name in _OBSTORE_ONLY_ENV:
             if name in os.environ:
                 raise NotTranslated(f"the environment variable {name} means something to obstore alone")
