@@ -11,6 +11,7 @@ out.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -123,6 +124,8 @@ def main() -> int:
         measure_copies()
         return 0
     end_on_sigterm()
+    # The checks' programs find this checkout's modules there.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     gpus = engine_states.visible_gpus()
     with tempfile.TemporaryDirectory(prefix="hsx-kit-") as folder:
         checks = [c for c in plan(Path(folder), len(gpus)) if args.only in f"{c.group}: {c.name}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -28,6 +29,9 @@ def exit_status(error: HsxError) -> int:
 def run_app(app: typer.Typer, args: Sequence[str] | None, name: str) -> None:
     """Run a typer app and exit; an HsxError becomes its message on stderr. ``HSX_DEBUG=1`` shows the traceback too."""
     debug = os.environ.get("HSX_DEBUG", "") not in ("", "0")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # keys may have characters that its encoding lacks
+            stream.reconfigure(errors="backslashreplace")
     configure_logging(logging.DEBUG if debug else logging.WARNING)
     try:
         app(args=None if args is None else list(args), prog_name=name)

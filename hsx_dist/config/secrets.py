@@ -137,14 +137,14 @@ def check_url(url: str) -> None:
 def check_endpoint(endpoint: str, source: str) -> None:
     """Raise ConfigError unless ``endpoint`` is ``http[s]://HOST[:PORT]``, with or without a path.
 
-    Libraries take ``user:secret@host`` without a scheme, and a query may be a signature: the error does not show it.
-    ``source``: its setting.
+    Clients of S3 and GCS send no user and password of it, and may log it. A query may be a signature. The error does
+    not show it. ``source``: its setting.
     """
     check_url(endpoint)
-    if not _is_endpoint(endpoint):
+    if not _is_endpoint(endpoint) or "@" in endpoint:
         raise ConfigError(
-            f"{source}: expected http://HOST[:PORT] or https://HOST[:PORT], without a query, got another form. Correct "
-            "it"
+            f"{source}: expected http://HOST[:PORT] or https://HOST[:PORT], without user, password and query, got "
+            "another form. Correct it"
         )
 
 

@@ -120,5 +120,5 @@ def run_checks(
 
 
 def python(*arguments: str) -> tuple[str, ...]:
-    """A program of this interpreter."""
-    return (sys.executable, *arguments)
+    """A program of this interpreter. It finds no modules in the working folder (-P)."""
+    return (sys.executable, "-P", *arguments)
