@@ -6,7 +6,7 @@ and keys that were stored more than once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,6 +116,13 @@ class Index:
             p for r in self._many.values() for p, _ in r.segments
         }
         return {name for name in names if name is not None}
+
+    def lie_in(self, parts: Set[str]) -> _Array:
+        """bool ``[N]``: whether all of a sample lies in ``parts``."""
+        found: _Array = np.array([r.part in parts for r in self.parts], bool)[self.part_of]
+        for i in np.flatnonzero(self._slot < 0):
+            found[i] = all(part in parts for part, _ in self._many[self.keys[i]].segments)
+        return found
 
     def attempt(self, i: int) -> int:
         """The attempt that stored the sample."""
