@@ -6,6 +6,7 @@ and keys that were stored more than once.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -123,6 +124,17 @@ class Index:
         for i in np.flatnonzero(self._slot < 0):
             found[i] = all(part in parts for part, _ in self._many[self.keys[i]].segments)
         return found
+
+    def digest(self) -> str:
+        """32 hex digits of all samples in order: keys, lengths, token ids."""
+        hashes = self._hash.copy()
+        for i in np.flatnonzero(self._slot < 0):
+            of = [f"{start} {token_hash}" for _, _, start, _, token_hash in self[i].pieces]
+            # A whole sample counts as what it is, also where the run holds several copies.
+            hashes[i] = of[0][2:] if len(of) == 1 else hashlib.blake2b(" ".join(of).encode(), digest_size=8).hexdigest()
+        h = hashlib.blake2b("\0".join(self.keys).encode("utf-8", "surrogatepass"), digest_size=16)
+        h.update(self.tokens.tobytes() + hashes.tobytes())
+        return h.hexdigest()
 
     def attempt(self, i: int) -> int:
         """The attempt that stored the sample."""
