@@ -68,7 +68,8 @@ class Store(Protocol):
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
         """Objects whose names begin with ``prefix`` (any string), sorted by name, strictly after ``after``.
 
-        Never answered from a cache. Nothing stored yet is no error; a missing bucket is ``NotFound``.
+        Never answered from a cache. Nothing stored yet is no error; a missing bucket is ``NotFound``. In a large folder
+        of some file systems (tmpfs) an object that is replaced during the call may be missing.
         """
 
     def delete(self, name: str) -> None:

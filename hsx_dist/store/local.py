@@ -355,7 +355,8 @@ def _entries(root: Path, folder: str) -> list[tuple[str, os.DirEntry[str]]]:
     """The entries of a folder below ``root`` by the names of their objects, sorted; those of folders end in ``/``."""
     with os.scandir(root / folder) as found:
         # "a-b" sorts before "a/b", but after "a": a folder takes its place with its slash.
-        return sorted((f"{folder}{e.name}{'/' if _is_folder(e) else ''}", e) for e in found)
+        # A dict: a file system may give a name twice if its object is replaced meanwhile.
+        return sorted({f"{folder}{e.name}{'/' if _is_folder(e) else ''}": e for e in found}.items())
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
