@@ -382,7 +382,7 @@ def _unfinished(folder: int, views: Sequence[memoryview]) -> Iterator[str]:
     """Name of a whole and synced file in the open ``folder``; gone when the context ends, whatever happened.
 
     A file that cannot be synced is never synced again: the kernel may have dropped its bytes, and would report success.
-    A repeated put writes another file.
+    ``hsx gc`` may remove the file if it sees no sign of life of this process's driver. A repeated put writes another.
     """
     temporary = f"{UNFINISHED}{uuid.uuid4().hex}"
     try:
@@ -391,6 +391,8 @@ def _unfinished(folder: int, views: Sequence[memoryview]) -> Iterator[str]:
                 _write_all(fd, views)
             os.fsync(fd)
         yield temporary
+    except FileNotFoundError as e:
+        raise Unavailable(f"put {temporary}: expected the file it wrote, got none: another process removed it") from e
     finally:
         with suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=folder)
