@@ -285,7 +285,10 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
     def state_dict(self) -> dict[str, Any]:
         """Where this process's iteration stands, to the sample; JSON types. ``merge_states`` joins ranks."""
         if self._resume is not None:  # loaded, and not gone on from yet
-            return dict(self._resume)
+            if self._follow is not None or self._resume["taken"]:
+                return dict(self._resume)
+            shards, shard = self._shards()  # a merged state is of none, and could not be merged again
+            return {**self._resume, "shards": shards, "shard": shard}
         if self._follower is not None:
             return self._state_of(self._follower.position)
         return self.start_state() if self._progress is None else self._state_of(self._progress)
