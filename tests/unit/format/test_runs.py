@@ -222,3 +222,12 @@ def test_a_store_without_conditional_puts_is_refused(store: LocalStore) -> None:
     with pytest.raises(ConfigError, match=r"store\.single_driver=true"):
         runs.require_conditional_puts(Replacing(store.url))
     assert list(store.list()) == []
+
+
+def test_an_attempt_zero_that_another_program_stored_is_none(store: LocalStore) -> None:
+    for name in ("attempts/0000.json", "attempts/0000.complete.json"):
+        store.put(name, [b"{}"])
+    assert runs.take_attempt(store, {}) == 1
+    assert runs.take_attempt(store, {}) == 2
+    assert runs.attempts_of(store) == [1, 2]
+    assert not runs.is_complete(store)
