@@ -56,6 +56,8 @@ def test_an_attempt_whose_answer_was_lost_is_still_ours(store: LocalStore, monke
     monkeypatch.setattr(store, "put_if_absent", stored_but_answered_wrongly)
     assert runs.take_attempt(store, {}) == 1
     assert runs.newest_attempt(store) == 1
+    runs.require_conditional_puts(store)
+    assert [info.name for info in store.list()] == ["attempts/0001.json"]
 
 
 def test_heartbeats(store: LocalStore) -> None:
