@@ -167,7 +167,7 @@ for find in (store.list, lambda: store.list("m/open/l"), store.unfinished, open_
 
 def test_gc_and_rm_of_a_run_end_at_a_folder_that_may_not_be_read(tmp_path):
     write_v1_run(open_store(str(tmp_path)), {"meaning": {}})
-    closed = tmp_path / "data" / "more"
+    closed = tmp_path / "manifest" / "0001"
     closed.mkdir(parents=True)
     closed.chmod(0)
     try:
