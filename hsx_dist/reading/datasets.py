@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -249,8 +249,8 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         follower = self._follower = Follower(self.run.place, state=position, **(self._follow or {}))
         reader, empty = self._reader, self._reader.memory(self._prefetch)
 
-        def tasks() -> Iterator[tuple[Arrival | None, int]]:
-            for arrival in follower:
+        def tasks(arrivals: Iterable[Arrival | None]) -> Iterator[tuple[Arrival | None, int]]:
+            for arrival in arrivals:
                 if arrival is None:
                     yield None, 0
                 elif rank_of(arrival.entry.key, shards) == shard:
@@ -261,13 +261,18 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
             assert arrival is not None, "read_ahead runs no pauses"
             return reader.spec.make(self.run.sample_of(arrival.entry), 0, empty)
 
-        for arrival, future in read_ahead(make, tasks(), threads=self._threads, max_bytes=self._prefetch):
-            assert arrival is not None, "read_ahead yields no pauses"
-            item = self._outcome(arrival.entry.key, future)
-            follower.done(arrival)
-            if item is not None:
-                yield item
-                del item
+        lost: list[Arrival] = []
+        for arrivals in (follower, follower.computed_again(lost)):
+            for arrival, future in read_ahead(make, tasks(arrivals), threads=self._threads, max_bytes=self._prefetch):
+                assert arrival is not None, "read_ahead yields no pauses"
+                item = self._outcome(arrival.entry.key, future)
+                if isinstance(future.exception(), NotFound):
+                    lost.append(arrival)  # not done: a resume asks for it again
+                elif arrivals is follower:
+                    follower.done(arrival)
+                if item is not None:
+                    yield item
+                    del item
 
     def retention(self, consumer: str = "default", *, consumers: Sequence[str] | None = None) -> Retention:
         """``ack(key)`` of this rank's samples; parts that all ``consumers`` have used are removed."""
@@ -280,7 +285,10 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
     def state_dict(self) -> dict[str, Any]:
         """Where this process's iteration stands, to the sample; JSON types. ``merge_states`` joins ranks."""
         if self._resume is not None:  # loaded, and not gone on from yet
-            return dict(self._resume)
+            if self._follow is not None or self._resume["taken"]:
+                return dict(self._resume)
+            shards, shard = self._shards()  # a merged state is of none, and could not be merged again
+            return {**self._resume, "shards": shards, "shard": shard}
         if self._follower is not None:
             return self._state_of(self._follower.position)
         return self.start_state() if self._progress is None else self._state_of(self._progress)

@@ -76,7 +76,9 @@ def select(
     Raises:
         SampleNotFound: one of ``keys`` is not in the run.
         ConfigError: a criterion that is none.
-        StoreError, FormatError: as reading does.
+        SampleConsumed, StoreError, FormatError: ``where`` or ``min_loss_tokens`` reads a part that consumers have
+            removed, or that cannot be read. Its samples are not left out: a state that was taken before the removal
+            would not fit the smaller selection.
     """
     index = run.index
     chosen = np.ones(len(index), bool)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hsx_dist.reading import Run, Sample
+from hsx_dist.reading.stored import read_stored
 
 #: Bytes of states, as float32, that are held at once; of a longer sample the first tokens are taken.
 HELD_BYTES = 128 << 20
@@ -56,17 +57,19 @@ def gather_states(run: Run, keys: Sequence[str], chosen: Sequence[str]) -> State
     """Read the samples ``keys`` for the numbers, and ``chosen`` token by token; None when there is no sample.
 
     None, too, when the numbers of each layer and channel would exceed ``HELD_BYTES``. Samples whose layers or width
-    differ from the first one's (a request may choose its layers) are left out.
+    differ from the first one's (a request may choose its layers) are left out, and those whose parts are not stored any
+    more.
 
     Raises:
         SampleNotFound: a chosen key is none of the run's.
         StoreError, FormatError: something cannot be read.
     """
     keys = list(dict.fromkeys([*chosen, *keys]))
-    if not keys:
+    samples = [run[key] for key in keys]
+    first = next(read_stored(samples, lambda s: (s.layer_ids, s.hidden_size, s.dtype)), None)
+    if first is None:
         return None
-    first = run[keys[0]]
-    layers, hidden = first.layer_ids, first.hidden_size
+    layers, hidden, dtype = first
     if not layers or max(len(layers) ** 2, len(layers) * hidden) * 8 > HELD_BYTES:
         return None
     norms: list[np.ndarray[Any, Any]] = []
@@ -75,11 +78,13 @@ def gather_states(run: Run, keys: Sequence[str], chosen: Sequence[str]) -> State
     cosines = np.zeros((len(layers), len(layers)))
     tokens = 0
     shown: list[TokenNorms] = []
-    for key in keys:
-        sample = run[key]
-        if sample.layer_ids != layers or sample.hidden_size != hidden:
-            continue
-        states, ids = _load(sample)
+
+    def read(sample: Sample) -> tuple[Sample, np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
+        same = sample.layer_ids == layers and sample.hidden_size == hidden
+        return (sample, *_load(sample)) if same else None
+
+    for sample, states, ids in filter(None, read_stored(samples, read)):
+        key = sample.key
         with np.errstate(over="ignore", invalid="ignore"):  # rows that are not finite are shown, and left out below
             norm = np.linalg.norm(states, axis=2)  # [T, L]
         if key in chosen:
@@ -94,11 +99,13 @@ def gather_states(run: Run, keys: Sequence[str], chosen: Sequence[str]) -> State
         # One product a token, [L, H] by [H, L].
         cosines += np.matmul(unit, unit.transpose(0, 2, 1)).sum(axis=0, dtype=np.float64)
         tokens += len(states)
+    if not begins:
+        return None
     every = np.concatenate(norms) if tokens else np.zeros((1, len(layers)))
     channels, outliers = _outliers(magnitude / max(tokens, 1))
     return StateNumbers(
         layer_ids=layers,
-        dtype=first.dtype,
+        dtype=dtype,
         hidden_size=hidden,
         samples=len(begins),
         tokens=tokens,

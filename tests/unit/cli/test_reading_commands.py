@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,32 @@ def test_rm_removes_the_run_and_nothing_else(store: Store, capsys: pytest.Captur
     assert "the mark of one that was removed" in capsys.readouterr().err
     store_run(store, SAMPLES[:2])
     assert len(open_run(store.url)) == 2
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_rm_of_a_run_of_version_1_leaves_other_files_in_its_folders(tmp_path: Path, interrupted: bool) -> None:
+    root = open_store(str(tmp_path / "old"))
+    store_run(root, SAMPLES, version=1)
+    root.put("complete.json", [b"{}"])
+    root.put("consumed/part-0001-w-000001.safetensors/train.json", [b"{}"])
+    unfinished = tmp_path / "old" / "data" / ".hsx-unfinished-0123"
+    unfinished.write_bytes(b"half")
+    mine = {"data/train.jsonl", "data/parts/part-1.txt", "report/thesis.tex", "manifest/index.html", "attempts/1.json"}
+    for name in mine:
+        root.put(name, [b"x"])
+
+    class Killed(Exception):
+        pass
+
+    def kill(name: str) -> None:
+        if interrupted and name.startswith("data/"):
+            raise Killed
+
+    with suppress(Killed):
+        remove_run(root, open_place(root), on_object=kill)
+    assert hsx("rm", root.url, "--yes") == (0 if interrupted else 2)
+    assert names(root) == mine | {"run.json"}
+    assert not unfinished.exists()
 
 
 def test_rm_goes_on_where_it_was_interrupted(store: Store, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,15 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hsx_dist.errors import RunError, SampleNotFound
+from hsx_dist.errors import NotFound, RunError, SampleConsumed, SampleNotFound
+from hsx_dist.format.codecs import NoneCodec
+from hsx_dist.format.place import Place, open_place
 from hsx_dist.observe.report import write_report
 from hsx_dist.observe.report.document import escape
 from hsx_dist.observe.report.facts import gather_facts
 from hsx_dist.observe.report.states import gather_states, spread
 from hsx_dist.reading import Run
+from hsx_dist.reading.missing import stored_parts
+from hsx_dist.reading.retain import Retention
 from hsx_dist.store import Store, open_store
+from hsx_dist.testing.samples import random_sample
+from hsx_dist.testing.stores import MemoryStore
 from tests.harness.browser import browser_page, chromium_program
-from tests.harness.runs import write_v1_run
+from tests.harness.runs import store_run, write_v1_run
 from tests.unit.observe.conftest import HOSTILE
 
 needs_chromium = pytest.mark.skipif(chromium_program() is None, reason="chromium is missing: apt-get install chromium")
@@ -126,6 +132,49 @@ def test_a_credential_that_an_older_run_kept_is_not_shown(tmp_path: Path, capsys
 def test_a_sample_that_is_not_there_is_told(small_run: Store):
     with pytest.raises(SampleNotFound, match="no-such"):
         write_report(small_run, chosen=["no-such"])
+
+
+def consumed_run() -> tuple[MemoryStore, Place]:
+    """Three parts of two samples each."""
+    store = MemoryStore()
+    samples = [random_sample(f"k{i}", 30, layer_ids=(1, 2), hidden_size=64, odd=False) for i in range(6)]
+    store_run(store, samples, per_part=2, codec=NoneCodec())
+    return store, open_place(store)
+
+
+def test_a_run_of_which_parts_were_removed_or_lost_gives_a_page():
+    store, place = consumed_run()
+    used = Retention(place)
+    assert "of them" not in write_report(store)
+    used.ack("k0", "k1")
+    page = write_report(store)
+    assert "<b>1</b><span>of them removed after use" in page
+    assert "of 4 samples" in page
+    store.delete(next(name for name in store.objects if "000002.safetensors" in name))
+    page = write_report(store)
+    assert "<b>1</b><span>of them removed after use" in page
+    assert "<b>1</b><span>of them lost" in page
+    assert "of 2 samples" in page
+    with pytest.raises(SampleConsumed):
+        write_report(store, chosen=["k0"])
+    with pytest.raises(NotFound, match="Run the same extraction again"):
+        write_report(store, chosen=["k2"])
+    used.ack("k4", "k5")
+    assert "<b>6</b><span>samples" in write_report(store)
+
+
+def test_parts_that_are_removed_while_the_report_reads_them_are_left_out(monkeypatch: pytest.MonkeyPatch):
+    store, place = consumed_run()
+    run = Run(store)
+    stored = stored_parts(place.store)
+    monkeypatch.setattr("hsx_dist.observe.report.facts.stored_parts", lambda _: stored)
+    Retention(place).ack("k0", "k1")
+    assert gather_facts(run).codecs == {"none": 2}
+    numbers = gather_states(run, ["k0", "k3"], ["k1", "k5"])
+    assert numbers is not None
+    assert numbers.samples == 2
+    assert [shown.key for shown in numbers.chosen] == ["k5"]
+    assert gather_states(run, ["k0"], ["k1"]) is None
 
 
 @pytest.mark.slow

@@ -289,6 +289,36 @@ def test_a_state_goes_on_at_another_world_size(url: str) -> None:
         HiddenStatesDataset(url, shuffle=True, seed=1).load_state_dict(merged)
 
 
+@pytest.mark.parametrize("kind", ["plain", "mixed", "tokens"])
+def test_a_merged_state_is_merged_again_before_every_rank_has_gone_on(url: str, kind: str) -> None:
+    def fresh(rank: int, world: int) -> Any:
+        dataset = HiddenStatesDataset(url, layers=[15], shuffle=True, rank=rank, world_size=world)
+        return MixedDataset([dataset]) if kind == "mixed" else TokenBatches(dataset, 8) if kind == "tokens" else dataset
+
+    first = HiddenStatesDataset(url, layers=[15], shuffle=True)
+    source = iter(first)
+    seen = [next(source)["key"] for _ in range(2)]
+    merged: Any = merge_states([first.state_dict()])
+    if kind == "mixed":
+        merged = {"format": "hsx-mixed/1", "taken": [2], "datasets": [merged]}
+    ranks = [fresh(rank, 2) for rank in range(2)]
+    for dataset in ranks:
+        dataset.load_state_dict(merged)
+    if kind != "tokens":  # whose items have no keys
+        source = iter(ranks[0])
+        seen += [next(source)["key"] for _ in range(3)]
+    merged = json.loads(json.dumps(merge_states([dataset.state_dict() for dataset in ranks])))
+    for rank in range(3):
+        dataset = (
+            fresh(rank, 3)
+            if kind == "mixed"
+            else HiddenStatesDataset(url, layers=[15], shuffle=True, rank=rank, world_size=3)
+        )
+        dataset.load_state_dict(merged)
+        seen += [item["key"] for item in dataset]
+    assert sorted(seen) == [s.key for s in SAMPLES]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torchdatas_stateful_loader_resumes(url: str, workers: int) -> None:
     def loader() -> StatefulDataLoader:

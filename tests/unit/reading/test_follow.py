@@ -25,7 +25,8 @@ from hsx_dist.errors import (
 )
 from hsx_dist.format.codecs import NoneCodec
 from hsx_dist.format.place import Place, open_place, start_run
-from hsx_dist.format.runs import beat, take_attempt
+from hsx_dist.format.runs import beat, load_manifest, take_attempt
+from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.page import Segment
 from hsx_dist.reading.follow import Follower
 from hsx_dist.reading.garbage import remove_run
@@ -298,6 +299,52 @@ def test_batches_of_tokens_of_a_run_that_is_followed_lose_none_when_resumed(take
         seen |= {row.tobytes() for row in batch["hidden_states"]}
     dataset = HiddenStatesDataset(Run(store), framework="numpy")
     assert seen == {row.tobytes() for item in dataset for row in item["hidden_states"][:, 0]}
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_lost_sample_that_is_computed_again_while_the_run_is_followed(resumed: bool) -> None:
+    store = MemoryStore()
+    place = start_run(store, {"meaning": {"layers": [2, 15, 30]}})
+    writer = RunWriter(store, name="a")
+    lost = writer.put([whole(s, i) for i, s in enumerate(SAMPLES[:4])])
+    writer.put([whole(SAMPLES[4], 4)])
+    place.store.delete(lost.part)
+
+    def compute_again() -> None:
+        again = RunWriter(store, name="b")
+        RowLedger(place.store, again.attempt, load_manifest(place.store)).declare_lost([lost.part])
+        again.put([whole(s, i) for i, s in enumerate(SAMPLES[:3])])  # the last one fails this time
+        again.complete()
+
+    def follow(sleep: Any) -> HiddenStatesDataset:
+        options = {"poll_seconds": 0, "discover_seconds": 0, "sleep": sleep}
+        return HiddenStatesDataset(Run(store), follow=True, follow_options=options, on_error="skip", threads=1)
+
+    todo = [] if resumed else [compute_again]
+    dataset = follow(lambda _: todo and todo.pop()())
+    source = iter(dataset)
+    seen = [next(source)["key"]]
+    assert (seen, dataset.skipped) == ([SAMPLES[4].key], 4)
+    if resumed:
+        state = json.loads(json.dumps(dataset.state_dict()))
+        compute_again()
+        dataset = follow(None)
+        dataset.load_state_dict(state)
+        source = iter(dataset)
+    seen += [item["key"] for item in source]
+    assert seen == [SAMPLES[i].key for i in (4, 0, 1, 2)]
+    assert dataset.skipped == 4
+
+
+def test_a_state_does_not_say_that_a_lost_sample_was_used() -> None:
+    store = MemoryStore()
+    own = store_run(store, SAMPLES[:2]).store
+    for info in list(own.list("data/")):
+        own.delete(info.name)
+    dataset = HiddenStatesDataset(Run(store), follow=True, on_error="skip", threads=1)
+    assert list(dataset) == []
+    assert dataset.skipped == 2
+    assert dataset.state_dict()["position"] == {}
 
 
 def test_a_part_that_holds_half_a_sample_stays_until_the_run_is_over() -> None:
