@@ -6,12 +6,13 @@ the newest; then the receipt is stored, in a log that another process may have s
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from hsx_dist.errors import AlreadyExists, FormatError, NotFound, SampleConflict
+from hsx_dist.errors import AlreadyExists, FormatError, NotFound, SampleConflict, StoreError
 from hsx_dist.format.container import EncodedPart, EncodedSegment, Part, with_expires
 from hsx_dist.format.identity import same_sample
 from hsx_dist.format.manifest import Receipt, SegmentProof
@@ -49,6 +50,7 @@ class PartCommitter:
         self._meter = meter
         self._turns = Turns()
         self._renews: bool | None = None  # whether the store has conditional puts, once that is known
+        self._renewing = threading.Lock()  # a stored object is in memory meanwhile: one at a time
         self._log = ReceiptLog(store, attempt, writer)
 
     def commit(
@@ -121,19 +123,22 @@ class PartCommitter:
             NotFound: there is none any more.
             SampleConflict: it is another sample, or it cannot be read.
         """
+        version = self._version(name)
         try:
             part = Part.open(self._store, name)
             same = same_sample(part, segment, self._about)
         except FormatError:
+            # It was read in several requests: of two objects, if it was replaced between them.
+            if version is not None and version != self._version(name):
+                return False
             same = False
         if not same:
             raise SampleConflict(
                 f"{self._store.url}/{name}: expected a key that is used once, or again for the same sample; there is "
                 "another sample of that key. Choose another key"
             ) from None
-        before = part.segments[0].segment.meta.get("expires")
-        expires = _later(before, segment.segment.meta.get("expires"))
-        if expires == before:
+        before, ours = (meta.get("expires") for meta in (part.segments[0].segment.meta, segment.segment.meta))
+        if before is None or (ours is not None and ours <= before):
             return True
         if self._renews is None:
             self._renews = replaces_conditionally(self._store)
@@ -141,13 +146,23 @@ class PartCommitter:
                 log.warning(
                     "%s has no conditional puts: objects of keys that are used again keep their end", self._store.url
                 )
-        if not self._renews:
+        if not self._renews or version is None:
             return True
         assert isinstance(self._store, Conditional)
-        # Before the object is read: a put of another client since then refuses this one.
-        version = self._store.version(name)
-        renewed = with_expires(self._store.get(name), part, expires)
-        return renewed is not None and self._store.put_version(name, renewed, version)
+        with self._renewing:
+            renewed = with_expires(self._store.get(name), part, ours)
+            return renewed is not None and self._store.put_version(name, renewed, version)
+
+    def _version(self, name: str) -> str | None:
+        """The object's; None where the store tells none."""
+        try:
+            return self._store.version(name) if isinstance(self._store, Conditional) else None
+        except NotFound:
+            raise
+        except StoreError as e:
+            if e.retryable:
+                raise
+            return None
 
     def _receipt(self, segments: Sequence[EncodedSegment], part: EncodedPart, name: str) -> Receipt:
         """Of a stored part, without its number."""
@@ -176,8 +191,3 @@ class PartCommitter:
             rows=(),
             created=datetime.now(UTC).isoformat(timespec="milliseconds"),
         )
-
-
-def _later(one: float | None, other: float | None) -> float | None:
-    """The later of two ends; None is never."""
-    return None if one is None or other is None else max(one, other)

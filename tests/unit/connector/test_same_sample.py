@@ -16,7 +16,7 @@ from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.container import Part, SegmentEncoder, build_part, with_expires
 from hsx_dist.format.identity import identity_hash
 from hsx_dist.page import Page, Segment
-from hsx_dist.reading.load import _sample_in_object
+from hsx_dist.reading.load import _sample_in_object, load_object
 from hsx_dist.store import open_store
 from hsx_dist.testing.faulty_stores import WrappedStore
 from hsx_dist.testing.stores import MemoryStore
@@ -273,6 +273,46 @@ def test_an_object_that_is_deleted_while_it_is_looked_at_is_stored(store, tmp_pa
     server.ask([9] * 6, key="k")
     server.close()
     assert read(store)["token_ids"].tolist() == [9] * 6
+
+
+def test_a_renewal_by_another_server_between_two_requests_is_no_conflict(store, tmp_path):
+    """The other object is the same sample, of another length."""
+
+    class Renewing(WrappedStore):
+        def head(self, name):
+            found = super().head(name)
+            if name == NAME and not renewed:
+                renewed.append(1)
+                other = SmallServer(tmp_path, store)  # its samples have no end
+                other.ask(PROMPT, key="k")
+                other.close()
+            return found
+
+        def version(self, name):
+            return store.version(name)
+
+        def put_version(self, name, buffers, version):
+            return store.put_version(name, buffers, version)
+
+        def delete_version(self, name, version):
+            return store.delete_version(name, version)
+
+    renewed: list[int] = []
+    for of in (store, Renewing(store)):
+        server = SmallServer(tmp_path, of, markers=store, ttl_seconds=60)
+        server.ask(PROMPT, key="k")
+        server.close()
+    assert renewed
+    assert names(store) == {NAME}
+    assert "expires" not in read(store)["meta"]
+    # A reader in that moment looks again.
+    store.delete(NAME)
+    server = SmallServer(tmp_path, store, markers=store, ttl_seconds=60)
+    server.ask(PROMPT, key="k")
+    server.close()
+    renewed.clear()
+    assert load_object(Renewing(store), NAME, framework="numpy")["token_ids"].tolist() == PROMPT
+    assert renewed
 
 
 @pytest.mark.parametrize("moment", ["version", "get", "put_version"])
