@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 
@@ -11,12 +12,17 @@ def check_linear(make: Callable[[int], Callable[[], object]], n: int, what: obje
 
     Times below 0.1 s are not compared: choose ``n`` so that quadratic work on ``4 * n`` takes a second.
     """
+    if _seconds(make(4 * n)) < 0.1:
+        return
+    few, many = (min(_seconds(make(size)) for _ in range(3)) for size in (n, 4 * n))
+    assert many < 0.1 or many < 8 * few, f"{what}: {many:.2f} s for {4 * n}, {few:.2f} s for {n}"
 
-    def seconds(size: int) -> float:
-        call = make(size)
+
+def _seconds(call: Callable[[], object]) -> float:
+    gc.disable()  # a collection looks at all objects of the process
+    try:
         before = time.thread_time()
         call()
         return time.thread_time() - before
-
-    many = seconds(4 * n)
-    assert many < 0.1 or many < 8 * seconds(n), f"{what}: {many:.2f} s for {4 * n}"
+    finally:
+        gc.enable()
