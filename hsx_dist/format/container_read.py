@@ -202,8 +202,10 @@ class Part:
                     yield from ((k, rows[:, k]) for k in range(info.num_layers))
                 return
             for k in range(info.num_layers):
-                for c in range(info.num_chunks):
-                    data = self._fetch([self._layer_range(i, k, c, c + 1)])[0]
+                end = self._begin(f"{i}.{k}")
+                for c, size in enumerate(self._record(i).chunk_sizes(k)):
+                    begin, end = end, end + size
+                    data = self._fetch([(begin, end)])[0]
                     x = _empty_chunk(info, c, data)
                     self._decode(i, k, c, data, x)
                     yield k, x
@@ -369,11 +371,12 @@ def _positions(info: SegmentInfo, layers: Sequence[int] | None) -> list[int]:
     if not isinstance(layers, Iterable) or isinstance(layers, str | bytes):
         raise ConfigError(f"layers: expected a sequence of layer ids, came {layers!r}; pass [{layers!r}]")
     layers = list(layers)
-    unknown = [layer for layer in layers if layer not in info.layer_ids]
+    positions = {layer: k for k, layer in enumerate(info.layer_ids)}
+    unknown = [layer for layer in layers if layer not in positions]
     if unknown:
         stored = ", ".join(map(str, info.layer_ids)) or "(it does not say: read it with layers=None)"
         raise ConfigError(f"layers: {unknown} are not stored; stored are {stored}")
-    return [info.layer_ids.index(layer) for layer in layers]
+    return [positions[layer] for layer in layers]
 
 
 def _place(out: np.ndarray[Any, Any], x: np.ndarray[Any, Any], span: tuple[int, int], start: int, stop: int) -> None:

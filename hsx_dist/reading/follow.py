@@ -106,7 +106,9 @@ class Follower:
             writer, seq = self._open.popleft()
             self._done[writer] = (seq + 1, set())
         seq, keys = self._done.get(arrival.writer, (0, set()))
-        self._done[arrival.writer] = (arrival.seq, {*(keys if seq == arrival.seq else ()), arrival.entry.key})
+        keys = keys if seq == arrival.seq else set()
+        keys.add(arrival.entry.key)
+        self._done[arrival.writer] = (arrival.seq, keys)
 
     def computed_again(self, lost: Sequence[Arrival]) -> Iterator[Arrival]:
         """To iterate after the run's end: those of ``lost`` that an attempt has stored in other parts since. ``done``
@@ -187,8 +189,8 @@ class Follower:
             self._open.append((writer, receipt.seq))
         arrivals = []
         for key in dict.fromkeys(receipt.table.keys()):
-            record = self._manifest.samples.get(key)
-            if record is not None and key not in self._seen:
+            record = None if key in self._seen else self._manifest.samples.get(key)
+            if record is not None:
                 self._seen.add(key)
                 raw = sum(proof.raw_bytes for _, proof in record.segments)
                 stored = sum(proof.stored_bytes for _, proof in record.segments)

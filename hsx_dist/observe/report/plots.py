@@ -13,7 +13,7 @@ import numpy as np
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.observe.report.facts import Attempt, LayerSize, Timeline
-from hsx_dist.observe.report.states import StateNumbers
+from hsx_dist.observe.report.states import MOST_LAYERS, StateNumbers, spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -161,7 +161,8 @@ class Canvas:
     # -- what is stored ------------------------------------------------------------------------------------------
 
     def layer_sizes(self, sizes: Sequence[LayerSize]) -> str:
-        """Stored bytes of each layer, as a share of its raw ones."""
+        """Stored bytes of each layer, as a share of its raw ones; of very many layers some, evenly spread."""
+        sizes = spread(sizes, MOST_LAYERS)
 
         def fill(figure: Figure) -> None:
             axes = figure.subplots()

@@ -13,18 +13,21 @@ import torch
 from safetensors.torch import load_file
 
 from hsx_dist import HiddenStatesMapDataset, open_run
-from hsx_dist.cli import main
+from hsx_dist.cli import inspect, main
 from hsx_dist.cli.cat import run_cat
+from hsx_dist.cli.inspect import _layer_norms
 from hsx_dist.errors import FormatError, RunError
+from hsx_dist.format.codecs import NoneCodec
 from hsx_dist.format.names import receipt_name
 from hsx_dist.format.place import open_place
 from hsx_dist.format.runs import beat, take_attempt
-from hsx_dist.reading import Sample
+from hsx_dist.reading import Run, Sample
 from hsx_dist.reading.garbage import remove_run
 from hsx_dist.reading.liveness import require_dead
 from hsx_dist.reading.missing import removal_mark
 from hsx_dist.store import Store, open_store
 from hsx_dist.testing.samples import RandomSample, random_sample
+from hsx_dist.testing.stores import MemoryStore
 from tests.harness.runs import store_run
 
 SAMPLES = [random_sample(f"s{i}", 9 + i, seed=i, odd=False) for i in range(6)]
@@ -54,6 +57,25 @@ def hsx(*args: str) -> int:
     with pytest.raises(SystemExit) as e:
         main(args)
     return int(e.value.code or 0)
+
+
+def test_show_reads_the_layers_of_a_small_sample_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load for each of thousands of layers, each of which reads all of them, would take minutes."""
+    layers = tuple(range(500))
+    made = MemoryStore()
+    store_run(made, [random_sample("a", 9, layer_ids=layers, hidden_size=4, odd=False)], codec=NoneCodec())
+    sample = Run(made)["a"]
+    loads: list[Any] = []
+    load = Sample.load
+    monkeypatch.setattr(Sample, "load", lambda *a, **k: loads.append(k["layers"]) or load(*a, **k))
+    norms, hidden_size = _layer_norms(sample)
+    assert loads == [layers]
+    states = load(sample, framework="numpy")["hidden_states"].astype(np.float64)
+    assert [n["layer"] for n in norms] == list(layers)
+    assert (hidden_size, norms[77]["max_norm"]) == (4, np.linalg.norm(states[:, 77], axis=1).max())
+    monkeypatch.setattr(inspect, "_BYTES_AT_ONCE", 9 * 4 * 4 * 200)
+    assert _layer_norms(sample) == (norms, 4)
+    assert [len(some) for some in loads] == [500, 200, 200, 100]
 
 
 def test_cat_writes_what_was_asked_for(store: Store, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ from hsx_dist.format.place import Place, open_place
 from hsx_dist.observe.report import write_report
 from hsx_dist.observe.report.document import escape
 from hsx_dist.observe.report.facts import gather_facts
-from hsx_dist.observe.report.states import gather_states, spread
+from hsx_dist.observe.report.plots import Canvas
+from hsx_dist.observe.report.states import MOST_LAYERS, gather_states, spread
 from hsx_dist.reading import Run
 from hsx_dist.reading.missing import stored_parts
 from hsx_dist.reading.retain import Retention
@@ -74,6 +76,28 @@ def test_rows_that_are_not_finite_spoil_no_number(small_run: Store):
     assert np.isfinite(numbers.norms).all()
     assert np.isfinite(numbers.similarity).all()
     assert not np.isfinite(numbers.chosen[0].norms).all()
+
+
+def test_of_very_many_layers_some_are_compared(monkeypatch: pytest.MonkeyPatch):
+    """A small run may have thousands: a product of [T, L, L] would take gigabytes."""
+    store = MemoryStore()
+    many = random_sample("a", 100, layer_ids=tuple(range(1000)), hidden_size=2, chunk_tokens=100, odd=False)
+    store_run(store, [many])
+    run = Run(store)
+    tracemalloc.start()
+    numbers = gather_states(run, ["a"], ["a"])
+    assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    tracemalloc.stop()
+    assert numbers is not None
+    assert len(numbers.layer_ids) == MOST_LAYERS
+    assert (numbers.layer_ids[0], numbers.layer_ids[-1]) == (0, 999)
+    states = run["a"].load([0, 999], (1, 100), framework="numpy")["hidden_states"].astype(np.float64)
+    unit = states / np.linalg.norm(states, axis=2, keepdims=True)
+    np.testing.assert_allclose(numbers.similarity[0, -1], (unit[:, 0] * unit[:, 1]).sum(1).mean(), atol=1e-5)
+    drawn: list[int] = []
+    monkeypatch.setattr("matplotlib.axes.Axes.bar", lambda self, at, *_, **__: drawn.append(len(at)))  # noqa: ARG005
+    Canvas().layer_sizes(gather_facts(run).layer_sizes)
+    assert drawn == [MOST_LAYERS]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+from collections.abc import Callable
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from hsx_dist.errors import (
     Unavailable,
 )
 from hsx_dist.format.codecs import NoneCodec
+from hsx_dist.format.manifest import Receipt, SegmentProof
 from hsx_dist.format.place import Place, open_place, start_run
 from hsx_dist.format.runs import beat, load_manifest, take_attempt
 from hsx_dist.jobs.ledger import RowLedger
@@ -38,6 +40,7 @@ from hsx_dist.testing.faulty_stores import WrappedStore
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
 from tests.harness.runs import RunWriter, store_run, whole, write_v1_run
+from tests.unit.growth import check_linear
 
 SAMPLES = [random_sample(f"s{i:02d}", 4 + i, seed=i) for i in range(16)]
 QUICK = {"poll_seconds": 0.01, "discover_seconds": 0.02}
@@ -633,3 +636,22 @@ def test_sound_parts_that_were_noted_are_of_one_run(tmp_path: Path) -> None:
     assert {line.pop("run") for line in lines} == {place.id, other.id}
     notes.write_text("".join(json.dumps(line) + "\n" for line in lines))  # as an earlier version wrote them
     assert verify_run(other.root, resume=notes).known == parts
+
+
+def test_following_takes_time_in_proportion_to_the_receipts() -> None:
+    def follower_and_receipts(parts: int, samples: int) -> tuple[Follower, list[Receipt]]:
+        proofs = [SegmentProof(Segment(f"s{i}", 0, 0, 1, 1), i, "0" * 16, 1, 1, None) for i in range(samples)]
+        found = [Receipt(1, "w", i, f"p{i}", 1, "0" * 8, 0, 0, proofs, (), "") for i in range(1, parts + 1)]
+        return Follower(start_run(MemoryStore(), {"meaning": {}})), found
+
+    def one_sample_in_many_parts(n: int) -> Callable[[], object]:
+        follower, receipts = follower_and_receipts(n, 1)
+        return lambda: [follower._take(receipt) for receipt in receipts]
+
+    def many_samples_in_one_part(n: int) -> Callable[[], object]:
+        follower, [receipt] = follower_and_receipts(1, n)
+        arrivals = follower._take(receipt)
+        return lambda: [follower.done(arrival) for arrival in arrivals]
+
+    check_linear(one_sample_in_many_parts, 256)
+    check_linear(many_samples_in_one_part, 2048)
