@@ -34,6 +34,7 @@ BEGIN, END = "<!-- Made by `make matrix`. -->\n", "<!-- end of the matrix -->\n"
 
 TESTS = (
     "tests/unit/connector",
+    "tests/unit/vllm_patches",
     "tests/integration/test_connector_bare.py",
     "tests/integration/test_cache_groups.py",
     "tests/integration/test_exact_numbers.py",

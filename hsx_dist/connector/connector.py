@@ -40,6 +40,7 @@ from hsx_dist.observe.logs import configure_logging
 from hsx_dist.observe.metrics import Increments
 from hsx_dist.vllm_patches import captures, resets
 from hsx_dist.vllm_patches.cache_writes import watch
+from hsx_dist.vllm_patches.loads import Loads, loaded_tokens, warn_of_loads
 from hsx_dist.vllm_patches.undrafted import never_draft, uses_v1_runner
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         spec = kv_cache_config.kv_cache_groups[self._group].kv_cache_spec
         self._block_size = spec.block_size
         self._scheduler: SchedulerHalf | None = None
+        self._loads = Loads()
         self._ranks: Ranks | None = None
         self._agreement: RankComparison | None = None
         self._worker: WorkerHalf | None = None  # only on ranks that store
@@ -98,13 +100,18 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             never_draft(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return 0, False  # nothing is ever loaded
+        self._loads.refuse(request)
+        return 0, False
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        pass
+        assert self._scheduler is not None
+        self._loads.reset()
+        if tokens := loaded_tokens(request):
+            self._scheduler.tokens_were_loaded(tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self._scheduler is not None
+        self._loads.reset()  # of requests that did not get their blocks
         return self._scheduler.build_meta(scheduler_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -152,8 +159,11 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             storage = cache.untyped_storage()
             huge_pages.advise(storage.data_ptr(), storage.nbytes())
         group = get_tp_group()
+        others = [c for c in getattr(get_kv_transfer_group(), "sub_connectors", ()) if c is not self]
+        if group.rank_in_group == 0:
+            warn_of_loads(others)
         if group.world_size > 1:
-            check_siblings(getattr(get_kv_transfer_group(), "sub_connectors", ()), group.world_size)
+            check_siblings(others, group.world_size)
             self._agreement = RankComparison(
                 cache, group.cpu_group, layer_ids=self._layer_ids, model=self._vllm_config.model_config.model
             )
@@ -168,6 +178,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             self._layer_ids,
             self._vllm_config,
             direct=self._settings.cache_writes == "direct",
+            others=[type(c).__name__ for c in others],
         )
         settings = self._settings
         self._ranks = ranks_of(group, one_node=settings.one_node, limit=settings.owners)

@@ -96,7 +96,7 @@ def check_siblings(connectors: Iterable[Any], world_size: int) -> None:
     ours does. The reports of the others would never be complete, and the blocks that they hold would never come free.
 
     Args:
-        connectors: instances, ours included.
+        connectors: the instances next to ours.
 
     Raises:
         ConfigError: a connector expects another number of reports than there are ranks.

@@ -91,6 +91,7 @@ class SchedulerHalf:
         self._claims: OrderedDict[str, _Claim] = OrderedDict()  # by the name of the key's object: a key may be long
         self._owner_of: OrderedDict[str, int] = OrderedDict()  # by the name of an object that a client chose
         self._warned: set[str] = set()
+        self._loaded: str | None = None  # why no sample of this engine can be right
 
     # -- a request's life ----------------------------------------------------------------------------------------
 
@@ -201,6 +202,8 @@ class SchedulerHalf:
             return False, _nothing(known.conflict, {**options.refused, "hidden_states_key": known.conflict})
         if not options.save:
             return self._skip(known, request, "the request asked for none", quiet=True)
+        if self._loaded is not None:
+            return self._skip(known, request, self._loaded)
         tokens, meta, reason = self._covered(request, options)
         refused = dict(options.refused)
         if reason is None and len(block_ids) < (blocks := -(-len(tokens) // self._block_size)):
@@ -329,6 +332,12 @@ class SchedulerHalf:
                 owner = self._owner(known)
                 meta.expected.append(Expect(options.id, options.name, owner, options.chosen, known.request))
         return meta
+
+    def tokens_were_loaded(self, tokens: int) -> None:
+        """Store nothing from now on: rows of loaded tokens were not computed here, and prefix hits share them."""
+        if self._loaded is None:
+            self._loaded = f"expected tokens computed by this engine, got {tokens} that another connector loaded"
+            log.error("no hidden states are stored: %s. Remove that connector from MultiConnector", self._loaded)
 
     def copies_done(self, request_ids: set[str]) -> None:
         self._held -= request_ids
