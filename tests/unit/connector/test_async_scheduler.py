@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hsx_dist.connector import connector
-from hsx_dist.connector.flush import pending_of
+from hsx_dist.connector.connector import pending_of
 from hsx_dist.connector.metadata import StepMetadata
 from tests.unit.connector.test_worker import KeepingOutlet
 
