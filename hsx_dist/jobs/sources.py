@@ -34,6 +34,8 @@ _FORMATS: dict[str, Format] = {
 }  # fmt: skip
 _LINES = ("jsonl", "text")
 _ARCHIVES = frozenset({".zip", ".tar", ".lz4", ".sz", ".snappy"})
+#: fsspec opens them before a file is asked for: tarfile reads what a header claims, and references name any file.
+_UNBOUNDED = frozenset({"tar", "libarchive", "reference"})
 #: What Hugging Face's ``Dataset.save_to_disk`` and ``DatasetDict.save_to_disk`` leave in their folders.
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
@@ -103,6 +105,7 @@ def _find(config: InputConfig, shown: str) -> Input:
         path = str(Path(config.path).expanduser().absolute())
     else:
         check_endpoints(config.storage_options)
+        _check_chain(config.path, shown)
         fs, path = fsspec.core.url_to_fs(config.path, **config.storage_options)
     try:
         # As it stands first: * and [ may be letters of a name, and ? begins the query of an http URL.
@@ -176,6 +179,18 @@ def _saved(fs: Any, folder: str, label: str) -> InputSource:
     """A folder of ``Dataset.save_to_disk``: its state names Arrow files in the order of their rows."""
     files = [_within(fs, folder, item["filename"]) for item in _json(fs, f"{folder}/{_STATE}")["_data_files"]]
     return InputSource(label, tuple(files), "arrow")
+
+
+def _check_chain(path: str, shown: str) -> None:
+    """Raise ConfigError for a chain of URLs that fsspec does not open in bounded time and memory.
+
+    Of a zip file in another one fsspec reads the directory, through a member that may be of any compression.
+    """
+    schemes = [link.partition("://")[0] for link in path.split("::")]
+    if schemes.count("zip") > 1 or not _UNBOUNDED.isdisjoint(schemes):
+        raise ConfigError(
+            f"input.path: expected a file of rows, or one in a zip file (zip://NAME::FILE.zip), got {shown}. Extract it"
+        )
 
 
 def _check_file(fs: Any, path: str, ending: str = "") -> None:
