@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -339,6 +340,24 @@ def test_what_lies_under_a_path_never_replaces_the_object_or_the_marker_of_a_key
         named = read({"hidden_states_key": key}).name
         assert casefolding(named) != casefolding(options.name)
         assert casefolding(marker_name(named)) != casefolding(marker_name(options.name))
+
+
+def test_a_name_costs_no_more_than_its_key_has_characters_that_count():
+    """A step of the engine asks for it several times. Thread time, of a key of 4 KiB."""
+
+    def seconds(key: str) -> float:
+        started = time.thread_time()
+        for _ in range(50):
+            object_name(key)
+        return time.thread_time() - started
+
+    assert min(seconds("\U000e0001" * 1024) for _ in range(3)) < 50 * 0.3e-3
+    assert object_name(".\u20ac.") == "%2E%E2%82%AC."
+    for key in ("k" * 128, "\ud800" * 14, "." * 126):
+        assert "~" not in object_name(key)
+    for key in ("k" * 129, "\ud800" * 15, "." * 127):
+        assert len(object_name(key)) == 128
+        assert object_name(key).endswith("~" + hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:32])
 
 
 def test_every_name_of_a_key_is_known_as_one():
