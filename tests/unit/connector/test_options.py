@@ -120,6 +120,7 @@ def test_selections(value, total, positions):
         ("hidden_states_metadata", {"a": object()}),
         ("hidden_states_metadata", {"a": "\ud800"}),
         ("hidden_states_metadata", "{}"),
+        ("hidden_states_metadata", {"a": {1: "x", "1": "y"}}),
         ("hidden_states_loss_mask", [1]),
         ("hidden_states_loss_mask", [0, 1, 1]),
         ("hidden_states_loss_mask", {0: 1, 1: 0}),
