@@ -165,6 +165,7 @@ def test_a_wrong_value_is_refused_alone(name, value):
         "\u00e9" * 121,
         "a\ud800.safetensors",
         "/".join("a" * 9),
+        "/".join(["x" * 240] * 4 + ["x" * 18]),  # with s3://bucket/states/ 1,001 bytes
         "a/" * 511 + "x.safetensors",
         "a\u202eb",
         "a\x9bb",
@@ -191,6 +192,8 @@ def test_paths_under_the_prefix_absolute_or_not():
         assert options.name == "a/b.safetensors"
         assert options.key == "a/b"
         assert options.chosen
+    longest = "/".join(["x" * 240] * 4 + ["x" * 17])
+    assert read({"hidden_states_path": longest}).name == longest
     long = "x" * 239
     assert read({"hidden_states_path": long}).name == long
     assert "hidden_states_path" in read({"hidden_states_path": long}, "cmpl-x-1-00000000").refused
