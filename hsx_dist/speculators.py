@@ -17,7 +17,7 @@ import torch
 from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
 
 from hsx_dist.config import parse_storage_options
-from hsx_dist.errors import ConfigError, SampleConflict, SampleFailed
+from hsx_dist.errors import ConfigError, SampleFailed
 from hsx_dist.format.companions import OBJECT, is_of_a_run
 from hsx_dist.reading import Run, open_run
 from hsx_dist.reading.load import answered_identity, load_object
@@ -55,7 +55,7 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         self._wait, self._delete, self._storage_path = wait, delete_generated, storage_path
         self._run: Run | None = None
         self._rows: dict[int, int] = {}
-        self._others: set[str] = set()  # names of objects that ``delete`` keeps: they are another request's
+        self._loaded: set[str] = set()  # names of objects that ``delete`` may remove: of no other request's
 
     def setup(self) -> None:
         """Open the run: once in each process that reads."""
@@ -97,17 +97,15 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
                 identity=answered_identity(hs_transfer_params),
                 framework="torch",
             )
-        except SampleConflict:
-            if self._delete:
-                self._others.add(name)
-            raise
         except SampleFailed:
             return None
+        if self._delete:
+            self._loaded.add(name)
         return {"hidden_states": loaded["hidden_states"], "token_ids": loaded["token_ids"]}
 
     def delete(self, handle: str) -> None:
-        """Remove a server's object, if that was asked for. A run's parts stay, and so does another request's object:
-        speculators also calls this after ``get_generated`` raised.
+        """Remove a server's object that ``get_generated`` has loaded, if that was asked for. A run's parts stay, and so
+        do other requests' objects: speculators also calls this after ``get_generated`` has loaded nothing.
 
         Raises:
             ConfigError: ``handle`` is no place under ``storage_path``.
@@ -116,10 +114,9 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
             store, name = self._open(handle)
             # ``storage_path`` may lie within a run, or lead there through a link.
             path = f"{os.path.realpath(store.url) if store.url.startswith('/') else store.url}/{name}"
-            if name in self._others:
-                self._others.discard(name)
-            elif name.endswith(OBJECT) and not is_of_a_run(path):
+            if name in self._loaded and name.endswith(OBJECT) and not is_of_a_run(path):
                 store.delete(name)
+            self._loaded.discard(name)
 
     def _open(self, named: object) -> tuple[Store, str]:
         if self._storage_path is None:

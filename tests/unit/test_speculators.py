@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from hsx_dist.errors import SampleConflict
+from hsx_dist.connector.locks import CompanionLocks
+from hsx_dist.errors import NotFound, SampleConflict
 from hsx_dist.speculators import HsxTransfer
 from tests.unit.connector.test_identity import NAME, A, B, store_a
 
@@ -24,3 +27,22 @@ def test_another_requests_sample_is_neither_read_nor_removed(tmp_path, meta, is_
             transfer.get_generated(answer)
     transfer.delete(path)  # speculators does so after an error too
     assert (tmp_path / NAME).exists() != is_its_own
+
+
+@pytest.mark.parametrize("error", ["used before", None])
+def test_what_was_not_loaded_stays(tmp_path, error):
+    """Its request failed, or ``wait`` was over while its lock was held: the object is an earlier request's."""
+    store_a(tmp_path)
+    path = str(tmp_path / NAME)
+    transfer = HsxTransfer(None, wait=0, delete_generated=True, storage_path=str(tmp_path))
+    if error is not None:
+        (tmp_path / f"{NAME}.conflict.json").write_text(json.dumps({"error": error, "conflict": True}))
+        assert transfer.get_generated({"hidden_states_path": path}) is None
+    else:
+        locks = CompanionLocks(tmp_path)
+        locks.hold(NAME, "r")
+        with pytest.raises(NotFound, match="lock"):
+            transfer.get_generated({"hidden_states_path": path})
+        locks.release_all()
+    transfer.delete(path)
+    assert (tmp_path / NAME).exists()
