@@ -15,7 +15,7 @@ def json_text(value: Any, *, max_bytes: int, max_depth: int) -> str:
 
     Raises:
         ValueError: nested deeper than ``max_depth`` (a scalar has depth 0), longer than ``max_bytes``, or no JSON
-            (other types, NaN, lone surrogates).
+            (other types, names of which some are strings, NaN, lone surrogates).
     """
     left, depth, level = max_bytes, 0, [value]
     while level:
@@ -40,6 +40,8 @@ def json_text(value: Any, *, max_bytes: int, max_depth: int) -> str:
             elif isinstance(item, (list, tuple)):
                 below += item
             elif isinstance(item, Mapping):
+                if len({isinstance(name, str) for name in item}) > 1:  # 1 and "1" would become one name
+                    raise ValueError("expected names that are strings, got others too. Use strings")
                 below += item.keys()
                 below += item.values()
         if below and depth == max_depth:

@@ -7,7 +7,6 @@ unit of durability) meet again in a writer; the segments of one *sample* meet ag
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -21,7 +20,10 @@ CARRIER: dict[str, type[np.unsignedinteger[Any]]] = {
     "float32": np.uint32,
 }
 
-_UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
+#: By byte of a key's UTF-8.
+_QUOTED = tuple(
+    chr(b) if chr(b).isascii() and (chr(b).isalnum() or chr(b) in "_-.") else f"%{b:02X}" for b in range(256)
+)
 _MAX_NAME = 128
 
 
@@ -35,12 +37,10 @@ def object_name(key: str) -> str:
     if not key:
         raise ValueError("a sample key must not be empty")
 
-    def quote(m: re.Match[str]) -> str:
-        if m.group() == "." and m.start() > 0:
-            return "."
-        return "".join(f"%{b:02X}" for b in m.group().encode("utf-8", "surrogatepass"))
-
-    name = _UNSAFE.sub(quote, key)
+    # No more than can be in the name: a key of a client may be long, and its name is asked for on the engine's thread.
+    name = "".join(map(_QUOTED.__getitem__, key[: _MAX_NAME + 1].encode("utf-8", "surrogatepass")))
+    if name.startswith("."):
+        name = f"%2E{name[1:]}"
     if len(name) > _MAX_NAME:
         digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:32]
         name = f"{name[: _MAX_NAME - 33]}~{digest}"

@@ -17,7 +17,7 @@ import torch
 from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
 
 from hsx_dist.config import parse_storage_options
-from hsx_dist.errors import ConfigError, SampleConflict, SampleFailed
+from hsx_dist.errors import ConfigError, SampleFailed
 from hsx_dist.format.companions import OBJECT, is_of_a_run
 from hsx_dist.reading import Run, open_run
 from hsx_dist.reading.load import answered_identity, load_object
@@ -55,7 +55,7 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         self._wait, self._delete, self._storage_path = wait, delete_generated, storage_path
         self._run: Run | None = None
         self._rows: dict[int, int] = {}
-        self._loaded: set[str] = set()  # names of objects that ``delete`` may remove
+        self._loaded: set[str] = set()  # names of objects that ``delete`` may remove: of no other request's
 
     def setup(self) -> None:
         """Open the run: once in each process that reads."""
@@ -97,8 +97,6 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
                 identity=answered_identity(hs_transfer_params),
                 framework="torch",
             )
-        except SampleConflict:
-            raise
         except SampleFailed:
             return None
         if self._delete:
@@ -106,9 +104,8 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         return {"hidden_states": loaded["hidden_states"], "token_ids": loaded["token_ids"]}
 
     def delete(self, handle: str) -> None:
-        """Remove a server's object, if that was asked for and ``get_generated`` has loaded it. speculators also calls
-        this after ``get_generated`` raised or returned None: the object may be another request's then. A run's parts
-        stay.
+        """Remove a server's object that ``get_generated`` has loaded, if that was asked for. A run's parts stay, and so
+        do other requests' objects: speculators also calls this after ``get_generated`` has loaded nothing.
 
         Raises:
             ConfigError: ``handle`` is no place under ``storage_path``.

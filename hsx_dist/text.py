@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_right
+from itertools import accumulate
 from numbers import Integral, Real
 from typing import Any
 
@@ -16,7 +18,7 @@ MAX_REASON = 1000
 
 
 def printable(text: object, limit: int | None = None) -> str:
-    """``text`` on one line, at most ``limit`` characters of it.
+    """``text`` on one line, in at most ``limit`` characters.
 
     Characters that Unicode calls control, format, surrogate, private, unassigned or separator (except the space) become
     ``\\n``, ``\\x1b``, ``\\u202e`` and so on.
@@ -26,7 +28,11 @@ def printable(text: object, limit: int | None = None) -> str:
         shown = f"{shown[: limit - 1]}…"
     if shown.isprintable():
         return shown
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+    pieces = [c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown]
+    if limit is not None and sum(map(len, pieces)) > limit:
+        ends = list(accumulate(map(len, pieces)))
+        pieces = [*pieces[: bisect_right(ends, limit - 1)], "…"]
+    return "".join(pieces)
 
 
 def printable_lines(text: object) -> str:
@@ -38,7 +44,7 @@ def printable_lines(text: object) -> str:
 
 
 def bounded(text: object) -> str:
-    """Why something failed, as it is stored or answered: printable, at most ``MAX_REASON`` characters of the source."""
+    """Why something failed, as it is stored or answered: printable, at most ``MAX_REASON`` characters."""
     return printable(text, MAX_REASON)
 
 

@@ -33,7 +33,8 @@ def pending_here() -> int:
 
 
 def flush(llm: Any, timeout: float = 60.0) -> None:
-    """Wait until the hidden states of every finished request are stored, or marked as failed.
+    """Wait until the hidden states of every finished request are stored, or marked as failed. A marker that the store
+    refuses is logged, and not waited for.
 
     ``LLM.generate`` stops stepping at the last answer; the last requests' states are then still in the cache. An engine
     in this process is stepped on from here; one in child processes needs ``HiddenStatesWorkerExtension``, through which

@@ -181,12 +181,28 @@ class CompanionLocks:
         if len(self._held) < most // 2:
             self._short = False
 
-    def release(self, holder: str, *, stored: bool) -> None:
-        """One holder less; the last one opens the lock. Where there is no object the lock file goes too."""
+    def _settled(self, holder: str) -> None:
+        """Wait until the holder's lock is held or cannot be made: else it would be taken after it was given back, for
+        ever."""
         with self._mutex:
             taken = holder in self._names
         if not taken:
-            self._asked.join()  # else a lock that was asked for would be taken after it was given back, for ever
+            self._asked.join()
+
+    def pass_on(self, holder: str, to: str) -> None:
+        """Give ``to`` what ``holder`` holds: one holder stands for all that wait for the same, however many."""
+        self._settled(holder)
+        with self._mutex:
+            name = self._names.pop(holder, None)
+            lock = self._held.get(name) if name is not None else None
+            if name is not None and lock is not None:
+                lock.holders.discard(holder)
+                lock.holders.add(to)
+                self._names[to] = name
+
+    def release(self, holder: str, *, stored: bool) -> None:
+        """One holder less; the last one opens the lock. Where there is no object the lock file goes too."""
+        self._settled(holder)
         with self._mutex:
             name = self._names.pop(holder, None)
             lock = self._held.get(name) if name is not None else None

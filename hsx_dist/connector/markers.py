@@ -1,134 +1,182 @@
 """Markers next to the objects of a bare connector, stored by threads of their own: steps only say what to store.
 
 One thread at a time works on a name. Of a name's failure marker the latest call decides; a conflict marker stays. The
-rule between objects and markers is in ``format.companions``.
+rule between objects and markers is in ``format.companions``. What waits for the store is bounded for each name, however
+many requests name it, and in total; no call waits for the store.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
+from hsx_dist.connector.locks import CompanionLocks
 from hsx_dist.errors import FormatError, HsxError, NotFound
 from hsx_dist.format.companions import conflict_name, is_conflict, is_of_a_key, marker_name
 from hsx_dist.format.container import Part
 from hsx_dist.format.identity import is_of_another
 from hsx_dist.format.json_objects import MAX_JSON_BYTES, get_small
 from hsx_dist.logger import get_logger
+from hsx_dist.page import object_name
 from hsx_dist.store import Store
 from hsx_dist.text import bounded
 from hsx_dist.writers.daemon import DaemonPool
 
 log = get_logger(__name__)
 
+#: For failures and conflicts, and as many for stored samples: requests that fail, which cost a client little, delay no
+#: stored sample.
 _THREADS = 4
-#: How many names wait for a store that is slow, at most; what comes on top is not told, but logged.
-_MOST_WAITING = 65536
-#: A thread that stores waits while more names than this are to be looked at, so that they do not pile up.
-_MANY = 256
-#: Seconds after which a marker that the store refused is stored again.
+#: How many bytes wait for a store that is slow, at most; what comes on top is not told, but logged.
+_MOST_BYTES = 64 << 20
+#: Bytes of a name that waits, without its markers.
+_NAME_BYTES = 1 << 10
+#: Seconds after which a marker that the store refused is stored again. They double, so many times.
 _AGAIN_S = 5.0
-#: How many requests whose marker the store refused keep their locks, each an open file.
+_DOUBLED = 4
+#: How many names whose marker the store refused keep their lock, an open file. Beyond that, the one that was refused
+#: most often does not.
 _MOST_KEPT = 256
 #: Names marked by this process that are remembered: a later request of one takes its marker away at once.
 _REMEMBERED = 65536
+#: Hashes of failed requests that are kept of a name: of two, one is not the request of the object that is there.
+ENOUGH_FAILED = 2
 
 
 @dataclass(slots=True)
 class _Act:
-    """What is to be done for one name.
+    """What is to be done for one name, of any number of requests.
 
-    ``markers``: name → the marker to store, None to remove it. ``failed``: hash of a request of which nothing is stored
-    → the conflict marker to store if there is an object of another request.
+    ``markers``: name → the marker to store, None to remove it; at most the failure and the conflict marker.
+    ``failed``: hash → key of requests of which nothing is stored. ``looks``: all requests are stored.
     """
 
     markers: dict[str, bytes | None]
-    failed: dict[str, bytes]
-    then: list[Callable[[], None]]
+    failed: dict[str, str]
+    looks: bool
 
     def and_then(self, later: _Act) -> _Act:
-        return _Act(self.markers | later.markers, self.failed | later.failed, self.then + later.then)
+        failed = islice((self.failed | later.failed).items(), ENOUGH_FAILED)
+        return _Act(self.markers | later.markers, dict(failed), self.looks and later.looks)
+
+    @property
+    def nbytes(self) -> int:
+        keys = 4 * sum(map(len, self.failed.values()))
+        return _NAME_BYTES + keys + sum(len(body) for body in self.markers.values() if body)
+
+
+@dataclass(slots=True)
+class _Name:
+    """A name of which something is to be told.
+
+    ``act``: what no thread has begun. ``holder``: the request that holds the lock for all that wait for this name;
+    ``stored``: one of them is stored. ``after``: called when the first act is done. ``told``: nothing is left to tell.
+    """
+
+    act: _Act | None = None
+    holder: str = ""
+    stored: bool = False
+    after: Callable[[], None] | None = None
+    refused: int = 0  # how often, by the store
+    due: float = 0.0  # when it is tried again
+    told: bool = False
 
 
 class Markers:
-    """What was told of names under ``store``. Thread-safe; only ``clear(patient=True)`` may wait."""
+    """What was told of names under ``store``. Thread-safe; no call waits for the store.
 
-    def __init__(self, store: Store, ttl: float | None = None, about: Mapping[str, Any] | None = None):
+    ``holder`` is a request that has ended. Its lock stays until what is said with it is stored. A marker that the store
+    refuses is stored again later: see ``_MOST_KEPT``.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        ttl: float | None = None,
+        about: Mapping[str, Any] | None = None,
+        locks: CompanionLocks | None = None,
+    ):
         """``about``: what this server's objects say of the model."""
         self._store = store
         self._ttl = ttl
         self._about = about or {}
-        self._lock = threading.Condition()
-        self._waiting: dict[str, _Act] = {}
-        self._busy: set[str] = set()  # names that a thread works on or will
+        self._locks = locks
+        self._lock = threading.Lock()
+        self._names: dict[str, _Name] = {}
+        self._bytes = 0  # of all acts that no thread has begun
+        self._kept: dict[str, _Name] = {}  # what the store refused, and is tried again
+        self._running = 0  # names that a thread works on or will
         self._marked: OrderedDict[str, None] = OrderedDict()
-        self._kept: dict[str, _Act] = {}  # what the store refused, and is tried again
         self._trying = False
         self._closed = False
-        self._pool = DaemonPool(_THREADS, "hsx-mark")
+        self._failures = DaemonPool(_THREADS, "hsx-mark")
+        self._looks = DaemonPool(_THREADS, "hsx-look")
 
-    def fail(
-        self,
-        key: str,
-        name: str,
-        reason: str,
-        *,
-        requests: Iterable[str] = (),
-        then: Callable[[], None] | None = None,
-    ) -> None:
+    def fail(self, key: str, name: str, reason: str, *, requests: Iterable[str] = (), holder: str = "") -> None:
         """Store the failure marker of ``name``, or its conflict marker where there is an object of another request than
-        ``requests`` (hashes); then call ``then``. A marker that the store refuses is stored again later: see
-        ``_MOST_KEPT``."""
+        ``requests`` (hashes)."""
         with self._lock:
-            self._marked[name] = None
+            self._marked[object_name(name)] = None  # a path may be long
             if len(self._marked) > _REMEMBERED:
                 self._marked.popitem(last=False)
         more = {"until_stored": True} if is_of_a_key(name) else {}
-        self._put(key, name, {marker_name(name): self._body(key, reason, **more)}, requests, then)
+        self._put(name, {marker_name(name): self._body(key, reason, **more)}, _failed(key, name, requests), holder)
 
-    def conflict(self, key: str, name: str, reason: str, *, then: Callable[[], None] | None = None) -> None:
-        """Store the conflict marker of ``name``; then call ``then``, as ``fail`` does."""
-        self._put(key, name, {conflict_name(name): self._body(key, reason, conflict=True)}, (), then)
+    def conflict(self, key: str, name: str, reason: str, *, holder: str = "") -> None:
+        """Store the conflict marker of ``name``."""
+        self._put(name, {conflict_name(name): self._body(key, reason, conflict=True)}, {}, holder)
 
-    def clear(
+    def clear(self, name: str) -> None:
+        """Remove the failure marker of ``name``: it is about an earlier request."""
+        self._unmark(name)
+        self._put(name, {marker_name(name): None}, {}, "")
+
+    def stored(
         self,
         key: str,
         name: str,
         *,
         requests: Iterable[str] = (),
-        then: Callable[[], None] | None = None,
-        patient: bool = False,
+        holder: str = "",
+        after: Callable[[], None] = lambda: None,
     ) -> None:
-        """Remove the failure marker of ``name``; otherwise as ``fail``. ``patient``: wait while many others wait."""
-        with self._lock:
-            self._marked.pop(name, None)
-            while patient and len(self._busy) >= _MANY and not self._closed:
-                self._lock.wait(1.0)
-        self._put(key, name, {marker_name(name): None}, requests, then)
+        """Remove the failure marker of ``name``, whose object is stored; otherwise as ``fail``.
+
+        ``after`` is called once it is removed, or at once if the name waits already: what it gives back bounds how many
+        names wait.
+        """
+        self._unmark(name)
+        self._put(name, {marker_name(name): None}, _failed(key, name, requests), holder, after)
 
     def failed(self, name: str) -> bool:
         """Whether this process has marked the name, as far as it remembers; conflicts do not count."""
         with self._lock:
-            return name in self._marked
+            return object_name(name) in self._marked
 
     @property
     def pending(self) -> int:
-        """Names of which something is still to be told."""
-        return len(self._busy)
+        """Names of which something is still to be told, without those whose marker the store refused."""
+        return self._running
 
     def close(self) -> list[str]:
         """Take no more; the names of which what was to be told is not told yet."""
         with self._lock:
             self._closed = True
-            self._lock.notify_all()
-            left = sorted(self._busy)
-        self._pool.close(wait=False)
+            left = sorted(self._names)
+        self._failures.close(wait=False)
+        self._looks.close(wait=False)
         return left
+
+    def _unmark(self, name: str) -> None:
+        with self._lock:
+            self._marked.pop(object_name(name), None)
 
     def _body(self, key: str, reason: str, **more: bool) -> bytes:
         body: dict[str, Any] = {"key": key, "error": bounded(reason), **more}
@@ -138,63 +186,104 @@ class Markers:
 
     def _put(
         self,
-        key: str,
         name: str,
         markers: dict[str, bytes | None],
-        requests: Iterable[str],
-        then: Callable[[], None] | None,
+        failed: dict[str, str],
+        holder: str,
+        after: Callable[[], None] | None = None,
     ) -> None:
-        # A path's objects are replaced: that there is another request's is no conflict.
-        failed = {r: self._body(key, used_before(key), conflict=True) for r in requests if is_of_a_key(name)}
-        act = _Act(markers, failed, [then] if then else [])
+        """``after``: see ``stored``; None unless the request is stored."""
+        act = _Act(markers, failed, looks=after is not None)
         with self._lock:
-            before = self._waiting.get(name) or self._kept.pop(name, None)
-            refused = self._closed or (before is None and len(self._waiting) >= _MOST_WAITING)
+            entry = self._names.get(name)
+            # A stored sample is never refused: its marker of an earlier time may hide it. ``after`` bounds them.
+            refused = self._closed or (entry is None and not act.looks and self._bytes >= _MOST_BYTES)
             if not refused:
-                if before is not None:
-                    act = before.and_then(act)
-                self._waiting[name] = act
-            start = not refused and name not in self._busy
-            if start:
-                self._busy.add(name)
-        if start:
-            self._pool.submit(self._work, name)
-        elif refused:
+                if idle := entry is None:
+                    entry = self._names[name] = _Name(after=after)
+                    after = None
+                entry.holder = entry.holder or holder
+                entry.stored |= act.looks
+                self._set(entry, act if entry.act is None else entry.act.and_then(act))
+                if idle or self._kept.pop(name, None) is not None:
+                    self._start(name, entry)
+        if after is not None:
+            after()
+        if refused or entry is None:
             if any(markers.values()):
                 log.error("no failure marker is stored for %s: too many wait for the store, or it is the end", name)
-            _call(act.then)
+            self._release(holder, stored=act.looks)
+        elif self._locks is not None and holder and holder != entry.holder:
+            self._locks.pass_on(holder, entry.holder)
+            with self._lock:
+                late = entry.told
+            if late:  # a thread has told this too, and gave the lock back without this holder's share
+                self._release(entry.holder, stored=entry.stored)
+
+    def _set(self, entry: _Name, act: _Act | None) -> None:
+        self._bytes += (act.nbytes if act else 0) - (entry.act.nbytes if entry.act else 0)
+        entry.act = act
+
+    def _start(self, name: str, entry: _Name) -> None:
+        self._running += 1
+        pool = self._looks if entry.act is not None and entry.act.looks else self._failures
+        pool.submit(self._work, name)
 
     def _work(self, name: str) -> None:
         with self._lock:
-            act = self._waiting.pop(name)
+            entry = self._names[name]
+            act = entry.act
+            assert act is not None
+            self._set(entry, None)
         try:
             self._do(name, act)
             done = True
         except Exception as e:
             done = False
-            log.error(
-                "the markers of %s could not be stored or removed: %s", name, e, exc_info=not isinstance(e, HsxError)
-            )
+            level = logging.DEBUG if entry.refused else logging.ERROR
+            unknown = not isinstance(e, HsxError)
+            log.log(level, "the markers of %s could not be stored or removed: %s", name, e, exc_info=unknown)
+        told = None
         with self._lock:
-            again = name in self._waiting
+            after, entry.after = entry.after, None
+            again = entry.act is not None
             # Without the marker, readers would get an earlier object: the lock stays until the marker is stored.
-            kept = not done and any(act.markers.values()) and not self._closed and len(self._kept) < _MOST_KEPT
-            if kept and again:
-                self._waiting[name] = act.and_then(self._waiting[name])
-            elif kept:
-                self._kept[name] = act
-                if not self._trying:
-                    self._trying = True
-                    threading.Thread(target=self._try_again, name="hsx-mark-again", daemon=True).start()
-        if not kept:
-            _call(act.then)
+            if not done and any(act.markers.values()) and not self._closed:
+                self._set(entry, act if entry.act is None else act.and_then(entry.act))
+                entry.refused += 1
+                if not again:
+                    told = self._keep(name, entry)
+            elif not again:
+                told = self._ended(name)
+            if again:
+                self._start(name, entry)
+        if after is not None:
+            after()
+        if told is not None:
+            self._release(told.holder, stored=told.stored)
         with self._lock:
-            again = name in self._waiting
-            if not again:
-                self._busy.discard(name)
-            self._lock.notify_all()
-        if again:
-            self._pool.submit(self._work, name)
+            self._running -= 1
+
+    def _ended(self, name: str) -> _Name:
+        entry = self._names.pop(name)
+        self._set(entry, None)
+        entry.told = True
+        return entry
+
+    def _keep(self, name: str, entry: _Name) -> _Name | None:
+        """Have a name tried again later; the name that this ends, where too many are kept."""
+        entry.due = time.monotonic() + _AGAIN_S * 2 ** min(entry.refused - 1, _DOUBLED)
+        self._kept[name] = entry
+        if not self._trying:
+            self._trying = True
+            threading.Thread(target=self._try_again, name="hsx-mark-again", daemon=True).start()
+        if len(self._kept) <= _MOST_KEPT:
+            return None
+        # A store that refuses for a moment has taken it by its second time: what no store takes goes before that.
+        worst = max(self._kept, key=lambda name: self._kept[name].refused)
+        log.error("no failure marker is stored for %s: the store refuses those of too many names", worst)
+        del self._kept[worst]
+        return self._ended(worst)
 
     def _try_again(self) -> None:
         while True:
@@ -203,11 +292,9 @@ class Markers:
                 if self._closed or not self._kept:
                     self._trying = False
                     return
-                names = [name for name in self._kept if name not in self._busy]
-                self._waiting.update((name, self._kept.pop(name)) for name in names)
-                self._busy.update(names)
-            for name in names:
-                self._pool.submit(self._work, name)
+                now = time.monotonic()
+                for name in [name for name, entry in self._kept.items() if entry.due <= now]:
+                    self._start(name, self._kept.pop(name))
 
     def _do(self, name: str, act: _Act) -> None:
         conflict, failure = conflict_name(name), marker_name(name)
@@ -222,12 +309,13 @@ class Markers:
             except (NotFound, FormatError):
                 return
             hidden = None
-            for request, used in act.failed.items():
-                match is_of_another(part, request, self._about):
-                    case True:
-                        self._store.put(conflict, [used])
-                    case None:
-                        hidden = act.markers.get(failure)
+            for request, key in act.failed.items():
+                other = is_of_another(part, request, self._about)
+                if other:
+                    self._store.put(conflict, [self._body(key, used_before(key), conflict=True)])
+                    break
+                if other is None:
+                    hidden = act.markers.get(failure)
             self._replace(failure, None if hidden is None else _hiding(hidden))
 
     def _replace(self, marker: str, body: bytes | None) -> bool:
@@ -244,6 +332,18 @@ class Markers:
             self._store.delete(marker)
         return True
 
+    def _release(self, holder: str, *, stored: bool) -> None:
+        if self._locks is not None and holder:
+            try:
+                self._locks.release(holder, stored=stored)
+            except Exception:
+                log.exception("after a failure marker was told")
+
+
+def _failed(key: str, name: str, requests: Iterable[str]) -> dict[str, str]:
+    # A path's objects are replaced: that there is another request's is no conflict.
+    return dict.fromkeys(islice(requests, ENOUGH_FAILED), key) if is_of_a_key(name) else {}
+
 
 def _hiding(marker: bytes) -> bytes:
     """A failure marker that also counts where there is an object."""
@@ -255,11 +355,3 @@ def _hiding(marker: bytes) -> bytes:
 def used_before(key: str) -> str:
     """Why a key cannot stand for a second sample."""
     return f"the key {key!r} was used before for another sample; choose another"
-
-
-def _call(then: list[Callable[[], None]]) -> None:
-    for call in then:
-        try:
-            call()
-        except Exception:
-            log.exception("after a failure marker was told")

@@ -44,6 +44,8 @@ MAX_KEY = 1024
 MAX_COMPONENT_BYTES = 240
 #: Names in a path, folders included: folders are made within a step, and stay.
 MAX_PATH_NAMES = 8
+#: UTF-8 bytes of a path with the output's URL before it: S3 and GCS take 1,024, also of the companions' names.
+MAX_URL_BYTES = 1000
 #: Characters of an engine's request id that are kept. A client may send an id of megabytes.
 MAX_ID = 256
 
@@ -253,6 +255,8 @@ def custom_name(value: Any, output: str, allowed: bool, prompt: int = 0, choice:
             f"expected names of at most {MAX_COMPONENT_BYTES} bytes that do not begin with {UNFINISHED}, got "
             f"{_shown(value)}"
         )
+    if len(f"{base}{name}".encode()) > MAX_URL_BYTES:
+        raise ValueError(f"expected a path of at most {MAX_URL_BYTES} bytes, {base} included, got {_shown(value)}")
     if is_of_a_run(name):
         raise ValueError(f"expected a path that is not the name of a run's own object, got {_shown(value)}")
     if is_of_a_key(name) and object_name(name.removesuffix(OBJECT)) + OBJECT != name:

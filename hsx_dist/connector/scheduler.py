@@ -21,6 +21,7 @@ from hsx_dist.connector.settings import ConnectorSettings
 from hsx_dist.connector.step import Expect, Save, Skip
 from hsx_dist.format.identity import IDENTITY, identity_hash
 from hsx_dist.logger import get_logger
+from hsx_dist.page import object_name
 from hsx_dist.text import bounded
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class SchedulerHalf:
         #: Requests whose blocks we hold: told True, not yet reported by all ranks.
         self._held: set[str] = set()
         self._claims: OrderedDict[str, _Claim] = OrderedDict()  # by the name of the key's object: a key may be long
-        self._owner_of: OrderedDict[str, int] = OrderedDict()  # by the name of an object that a client chose
+        self._owner_of: OrderedDict[str, int] = OrderedDict()  # by ``object_name`` of a name that a client chose
         self._warned: set[str] = set()
         self._loaded: str | None = None  # why no sample of this engine can be right
 
@@ -161,7 +162,7 @@ class SchedulerHalf:
         knows in what order requests of it came, which of them are under way, and whether its marker says that the key
         stands for two samples."""
         if known.owner is None:
-            name = known.options.name
+            name = object_name(known.options.name)  # a path may be long
             known.owner = self._owner_of.get(name)
             if known.owner is None:
                 known.owner = self._sequence % self._ranks

@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from hsx_dist.connector.affinity import any_core
 from hsx_dist.connector.locks import CompanionLocks
-from hsx_dist.connector.markers import Markers
+from hsx_dist.connector.markers import ENOUGH_FAILED, Markers
 from hsx_dist.connector.outlet import Copied, LocalOutlet
 from hsx_dist.connector.process_sender import ProcessSender
 from hsx_dist.connector.settings import ConnectorSettings
@@ -56,7 +57,8 @@ class _Request:
 class _Name:
     """Requests of one object that were scheduled and have not ended.
 
-    ``failure``: key and reason of the latest to end, if it failed. ``failed``: hashes of all that failed.
+    ``failure``: key and reason of the latest to end, if it failed. ``failed``: hashes of those that failed, as many as
+    the markers need.
     """
 
     requests: set[str] = field(default_factory=set)
@@ -97,7 +99,7 @@ class StoreOutlet(LocalOutlet):
         meter: Meter | None = None,
     ):
         self._locks = locks
-        self._markers = Markers(markers, settings.ttl_seconds, about)
+        self._markers = Markers(markers, settings.ttl_seconds, about, locks)
         self._requests: dict[str, _Request] = {}  # by request id
         self._names: dict[str, _Name] = {}
         self._submitted: dict[str, str] = {}  # request id → name, of what is neither stored nor failed
@@ -129,7 +131,7 @@ class StoreOutlet(LocalOutlet):
         if self._locks is not None:
             self._locks.ask(name, request_id)
         if expected.chosen and self._markers.failed(name):
-            self._markers.clear("", name)  # an earlier request's: it is not about this one
+            self._markers.clear(name)  # an earlier request's: it is not about this one
 
     def admit(self, segment: Segment, /) -> bool:
         request_id = request_of(segment)
@@ -208,29 +210,29 @@ class StoreOutlet(LocalOutlet):
                 group.failure = None
             elif reason is not None and not conflict:
                 group.failure = (key, reason)
-                if request is not None and request.request:
+                if request is not None and request.request and len(group.failed) < ENOUGH_FAILED:
                     group.failed.add(request.request)
             last = not group.requests
             if last:
                 self._names.pop(name, None)
             failure, failed = (group.failure, group.failed) if last else (None, set())
 
-        # Its data is gone. A marker that the store refuses keeps the lock, and no memory that others need.
-        self.ring.unclaim(claimed)
-
-        def release() -> None:
-            if self._locks is not None:
-                self._locks.release(request_id, stored=stored)
-
+        looks = stored and (request is None or request.chosen)
+        if not looks:
+            # Its data is gone. A marker that the store refuses keeps the lock, and no memory that others need.
+            self.ring.unclaim(claimed)
         if conflict:
-            self._markers.conflict(key, name, reason or "", then=release)
+            self._markers.conflict(key, name, reason or "", holder=request_id)
         elif failure is not None:
-            self._markers.fail(failure[0], name, failure[1], requests=failed, then=release)
-        elif stored and (request is None or request.chosen):
-            # Also where this process knows of no marker: an earlier server may have left one.
-            self._markers.clear(key, name, requests=failed, then=release, patient=True)
-        else:
-            release()
+            self._markers.fail(failure[0], name, failure[1], requests=failed, holder=request_id)
+        elif looks:
+            # Also where this process knows of no marker: an earlier server may have left one. Samples that wait for
+            # that stay claimed, so that they do not pile up: new ones wait with their blocks, and no thread waits.
+            self._markers.stored(
+                key, name, requests=failed, holder=request_id, after=partial(self.ring.unclaim, claimed)
+            )
+        elif self._locks is not None:
+            self._locks.release(request_id, stored=stored)
 
     @property
     def pending(self) -> int:

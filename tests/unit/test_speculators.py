@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
+import json
 
 import pytest
 
+from hsx_dist.connector.locks import CompanionLocks
 from hsx_dist.errors import NotFound, SampleConflict
 from hsx_dist.speculators import HsxTransfer
 from tests.unit.connector.test_identity import NAME, A, B, store_a
@@ -28,18 +29,20 @@ def test_another_requests_sample_is_neither_read_nor_removed(tmp_path, meta, is_
     assert (tmp_path / NAME).exists() != is_its_own
 
 
-@pytest.mark.parametrize("way", ["marked", "locked"])
-def test_an_object_that_was_not_loaded_is_not_removed(tmp_path, way):
+@pytest.mark.parametrize("error", ["used before", None])
+def test_what_was_not_loaded_stays(tmp_path, error):
+    """Its request failed, or ``wait`` was over while its lock was held: the object is an earlier request's."""
     store_a(tmp_path)
+    path = str(tmp_path / NAME)
     transfer = HsxTransfer(None, wait=0, delete_generated=True, storage_path=str(tmp_path))
-    answer = {"hidden_states_path": str(tmp_path / NAME)}
-    if way == "marked":
-        (tmp_path / f"{NAME}.conflict.json").write_text('{"error": "used before", "conflict": true}')
-        assert transfer.get_generated(answer) is None
+    if error is not None:
+        (tmp_path / f"{NAME}.conflict.json").write_text(json.dumps({"error": error, "conflict": True}))
+        assert transfer.get_generated({"hidden_states_path": path}) is None
     else:
-        with (tmp_path / f"{NAME}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            with pytest.raises(NotFound):
-                transfer.get_generated(answer)
-    transfer.delete(str(tmp_path / NAME))
+        locks = CompanionLocks(tmp_path)
+        locks.hold(NAME, "r")
+        with pytest.raises(NotFound, match="lock"):
+            transfer.get_generated({"hidden_states_path": path})
+        locks.release_all()
+    transfer.delete(path)
     assert (tmp_path / NAME).exists()

@@ -29,6 +29,15 @@ def test_length_has_a_limit():
     assert len(bounded(ValueError("x" * 5000))) == MAX_REASON
 
 
+@pytest.mark.parametrize("text", ["\U000e0001" * 5000, "a\n" * 5000, "\U000e0001" * 100, "a" * 995 + "\x1b" * 5])
+def test_a_limit_is_one_of_what_is_shown(text):
+    shown = bounded(text)
+    assert MAX_REASON - 10 < len(shown) <= MAX_REASON
+    assert printable(text).startswith(shown.removesuffix("…"))
+    assert shown.endswith("…") == (len(printable(text)) > MAX_REASON)
+    assert shown.removesuffix("…").encode().decode("unicode_escape") in text  # no escape is cut
+
+
 def test_a_line_break_begins_no_line_at_the_margin():
     assert printable_lines("one\ntwo\x1b") == "one\n  two\\x1b"
 

@@ -45,6 +45,24 @@ def test_held_until_the_last_holder_is_done(tmp_path):
     assert not is_held(path)
 
 
+def test_one_holder_stands_for_any_number_of_requests(tmp_path):
+    locks = CompanionLocks(tmp_path)
+    locks.ask("a.safetensors", "r0")
+    for i in range(1, 100):
+        locks.ask("a.safetensors", f"r{i}")
+        locks.pass_on(f"r{i}", "r0")  # waits until the lock is held
+    locks.pass_on("unknown", "r0")
+    assert (locks._held["a.safetensors"].holders, locks._names) == ({"r0"}, {"r0": "a.safetensors"})
+    # Also to a request that holds nothing, or no longer.
+    locks.hold("a.safetensors", "s")
+    locks.release("r0", stored=True)
+    locks.pass_on("s", "r0")
+    assert is_held(tmp_path / "a.safetensors.lock")
+    locks.release("r0", stored=True)
+    assert not is_held(tmp_path / "a.safetensors.lock")
+    assert (locks._held, locks._names) == ({}, {})
+
+
 def test_a_lock_of_nothing_is_removed_but_never_beside_an_object(tmp_path):
     locks = CompanionLocks(tmp_path)
     for name in ("a.safetensors", "b.safetensors"):

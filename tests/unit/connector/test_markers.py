@@ -1,18 +1,32 @@
-"""Failure markers: of one name the latest wins, conflicts stay, and only threads that store ever wait."""
+"""Failure markers: of one name the latest wins, conflicts stay, and no caller waits for the store."""
 
 from __future__ import annotations
 
 import json
-import threading
 import time
+from itertools import permutations
 
+import numpy as np
 import pytest
 
 from hsx_dist.connector import markers as module
 from hsx_dist.connector.markers import Markers
 from hsx_dist.errors import Denied
-from hsx_dist.testing.faulty_stores import PUTS, FailingStore, HangingStore, Strike
+from hsx_dist.format.codecs import resolve_codec
+from hsx_dist.format.container import SegmentEncoder, build_part
+from hsx_dist.format.identity import IDENTITY
+from hsx_dist.page import Page, Segment
+from hsx_dist.testing.faulty_stores import PUTS, CountingStore, FailingStore, HangingStore, Strike
 from hsx_dist.testing.stores import MemoryStore
+
+
+def put_of(store: MemoryStore, key: str, request: str) -> None:
+    """The object of a request with that hash."""
+    segment = Segment(key, 0, 0, 1, 1, meta={IDENTITY: {"request": request, "tokens": ""}})
+    codec = resolve_codec("none")
+    encoder = SegmentEncoder(codec, alone=True)
+    encoder.add(Page(segment, 0, 1, 1, (1,), "float32", 8, "LTH", np.zeros(1, np.int64), np.ones((1, 1, 8), np.uint32)))
+    store.put(f"{key}.safetensors", build_part([encoder.finish()], codec, {}).buffers)
 
 
 def settle(markers: Markers) -> None:
@@ -27,11 +41,30 @@ def store():
     return MemoryStore()
 
 
+class Told:
+    """In the place of locks: which requests gave theirs back, in order."""
+
+    def __init__(self):
+        self.shares: dict[str, set[str]] = {}
+        self.released: list[str] = []
+
+    def pass_on(self, holder: str, to: str) -> None:
+        self.shares.setdefault(to, {to}).update(self.shares.pop(holder, {holder}))
+
+    def release(self, holder: str, *, stored: bool) -> None:  # noqa: ARG002
+        self.released += sorted(self.shares.pop(holder, {holder}))
+
+
 @pytest.fixture
-def hanging(store):
+def locks():
+    return Told()
+
+
+@pytest.fixture
+def hanging(store, locks):
     """Markers on a store whose first put hangs, while that of ``a`` is under way."""
     slow = HangingStore(store, Strike(PUTS, times=1))
-    markers = Markers(slow)
+    markers = Markers(slow, locks=locks)
     markers.fail("a", "a.safetensors", "first")
     assert slow.hanging.wait(30)
     yield markers, slow
@@ -39,20 +72,26 @@ def hanging(store):
     markers.close()
 
 
+def until(condition) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
 @pytest.mark.parametrize("conflict", [False, True])
-def test_the_latest_wins_but_for_a_conflict(store, hanging, conflict):
+def test_the_latest_wins_but_for_a_conflict(store, hanging, locks, conflict):
     markers, slow = hanging
-    told: list[int] = []
-    (markers.conflict if conflict else markers.fail)("a", "a.safetensors", "second", then=lambda: told.append(1))
-    markers.clear("a", "a.safetensors", then=lambda: told.append(2))
+    (markers.conflict if conflict else markers.fail)("a", "a.safetensors", "second", holder="1")
+    markers.stored("a", "a.safetensors", holder="2")
     assert markers.pending == 1
-    assert told == []
+    assert locks.released == []
     slow.release()
     settle(markers)
-    assert told == [1, 2]  # whoever waits for what was told hears of it, also of what was overtaken
+    assert locks.released == ["1", "2"]  # also of what was overtaken
     if conflict:
         markers.fail("a", "a.safetensors", "third")
-        markers.clear("a", "a.safetensors")
+        markers.clear("a.safetensors")
         settle(markers)
         (name,) = store.objects
         assert name == "a.safetensors.conflict.json"
@@ -61,63 +100,163 @@ def test_the_latest_wins_but_for_a_conflict(store, hanging, conflict):
         assert store.objects == {}
 
 
+def test_any_number_of_requests_of_a_name_waits_as_one(store, hanging, locks):
+    markers, slow = hanging
+    sizes = set()
+    for i in range(500):
+        markers.fail("a", "a.safetensors", "aborted", requests=[f"{i:032x}"], holder=f"{i:03}")
+        sizes.add(markers._bytes)
+    assert len(sizes) == 2  # with one hash, and with two
+    assert list(locks.shares) == ["000"]
+    counting = CountingStore(store)
+    markers._store = counting
+    put_of(store, "a", request="f" * 32)
+    slow.release()
+    settle(markers)
+    assert counting.calls["put"] == 2  # the failure and the conflict marker
+    assert sorted(store.objects) == ["a.safetensors", "a.safetensors.conflict.json"]
+    assert locks.released == [f"{i:03}" for i in range(500)]
+    assert (markers._names, markers._bytes) == ({}, 0)
+
+
+@pytest.mark.parametrize("order", permutations(["same", "1", "2"]))
+def test_of_several_failed_requests_one_is_another_ones(store, hanging, order):
+    """The hashes of two are enough, whichever they are."""
+    markers, slow = hanging
+    put_of(store, "a", request="same")
+    for request in order:
+        markers.fail("a", "a.safetensors", "aborted", requests=[request])
+    slow.release()
+    settle(markers)
+    assert sorted(store.objects) == ["a.safetensors", "a.safetensors.conflict.json"]
+
+
+def test_a_request_that_ends_while_its_name_is_told_leaves_no_lock(store, locks):
+    """Its lock is passed on to a request that has given back its own meanwhile."""
+    slow = HangingStore(store, Strike(PUTS, times=1))
+    markers = Markers(slow, locks=locks)
+    markers.fail("a", "a.safetensors", "first", holder="1")
+    assert slow.hanging.wait(30)
+    pass_on = locks.pass_on
+
+    def late(holder: str, to: str) -> None:
+        slow.release()
+        until(lambda: "1" in locks.released)
+        pass_on(holder, to)
+
+    locks.pass_on = late
+    markers.fail("a", "a.safetensors", "second", holder="2")
+    assert locks.released[0] == "1"
+    assert "2" in locks.released
+    assert locks.shares == {}
+    settle(markers)
+
+
 def test_a_conflict_marker_of_an_earlier_version_stays(store):
     store.put("a.error.json", [b'{"key": "a", "error": "twice", "conflict": true}'])
     markers = Markers(store)
     markers.fail("a", "a.safetensors", "aborted", requests=["1"])
-    markers.clear("a", "a.safetensors")
+    markers.clear("a.safetensors")
     settle(markers)
     assert store.objects == {"a.error.json": b'{"key": "a", "error": "twice", "conflict": true}'}
 
 
-def test_a_thread_that_stores_waits_where_many_names_wait_and_a_step_does_not(hanging, monkeypatch):
-    markers, slow = hanging
-    monkeypatch.setattr(module, "_MANY", 1)
-    markers.clear("b", "b.safetensors")  # as a step does
-    patient = threading.Thread(target=markers.clear, args=("c", "c.safetensors"), kwargs={"patient": True})
-    patient.start()
-    patient.join(0.2)
-    assert patient.is_alive()
+def test_what_bounds_stored_samples_is_given_back_when_their_marker_is_gone(store):
+    hanging = HangingStore(store, Strike({"get"}, times=1))
+    markers = Markers(hanging)
+    given: list[int] = []
+    markers.stored("a", "a.safetensors", after=lambda: given.append(1))
+    assert hanging.hanging.wait(30)
+    assert given == []
+    markers.stored("a", "a.safetensors", after=lambda: given.append(2))  # the name waits already
+    assert given == [2]
+    hanging.release()
+    settle(markers)
+    assert given == [2, 1]
+
+
+def test_requests_that_fail_delay_no_stored_sample(store):
+    slow = HangingStore(store, Strike(PUTS))
+    markers = Markers(slow)
+    for i in range(300):
+        markers.fail(f"k{i}", f"k{i}.safetensors", "aborted")
+    assert slow.hanging.wait(30)
+    given: list[str] = []
+    for i in range(300):
+        markers.stored(f"s{i}", f"s{i}.safetensors", after=lambda: given.append(""))
+    until(lambda: len(given) == 300)
     slow.release()
-    patient.join(30)
-    assert not patient.is_alive()
+    settle(markers)
 
 
-def test_more_than_can_wait_is_dropped_and_its_lock_opened(hanging, monkeypatch, caplog):
-    markers, _ = hanging
-    monkeypatch.setattr(module, "_MOST_WAITING", 0)
-    told: list[int] = []
-    markers.fail("b", "b.safetensors", "why", then=lambda: told.append(1))
-    assert told == [1]
-    assert "b.safetensors" in caplog.text
+def test_more_than_can_wait_is_dropped_and_its_lock_opened(store, locks, monkeypatch, caplog):
+    monkeypatch.setattr(module, "_MOST_BYTES", 30_000)
+    slow = HangingStore(store, Strike(PUTS))
+    markers = Markers(slow, locks=locks)
+    for i in range(20):  # of 13 KB; each thread has taken one, or none yet
+        markers.fail("\U000e0001" * 1024, f"k{i}.safetensors", "why", holder=f"k{i}")
+    assert markers._bytes < 30_000 + 15_000
+    assert "k19.safetensors" in caplog.text
+    assert "k19" in locks.released
+    store.put("c.error.json", [b'{"key": "c", "error": "before"}'])
+    markers.stored("c", "c.safetensors", holder="c")  # is not dropped: the marker hides its object
+    slow.release()
+    settle(markers)
+    assert "c" in locks.released
+    assert "c.error.json" not in store.objects
+    assert markers._bytes == 0
 
 
-def test_a_lock_stays_until_the_store_takes_the_marker(store, caplog, monkeypatch):
+def test_a_lock_stays_until_the_store_takes_the_marker(store, locks, caplog, monkeypatch):
     monkeypatch.setattr(module, "_AGAIN_S", 0.01)
-    markers = Markers(FailingStore(store, Denied("not allowed"), Strike(PUTS, times=3)))
-    told: list[dict[str, bytes]] = []
-    markers.conflict("a", "a.safetensors", "why", then=lambda: told.append(dict(store.objects)))
-    end = time.monotonic() + 30
-    while not told:
-        assert time.monotonic() < end
-        time.sleep(0.002)
-    assert list(told[0]) == ["a.safetensors.conflict.json"]
-    assert "not allowed" in caplog.text
+    markers = Markers(FailingStore(store, Denied("not allowed"), Strike(PUTS, times=3)), locks=locks)
+    markers.conflict("a", "a.safetensors", "why", holder="1")
+    until(lambda: locks.released)
+    assert list(store.objects) == ["a.safetensors.conflict.json"]
+    assert caplog.text.count("not allowed") == 1
     settle(markers)
     assert markers.close() == []
 
 
-def test_a_store_that_refuses_markers_keeps_few_locks_and_stops_no_end(store, caplog, monkeypatch):
+def test_a_store_that_refuses_markers_keeps_few_locks_and_stops_no_end(store, locks, caplog, monkeypatch):
     monkeypatch.setattr(module, "_MOST_KEPT", 1)
     monkeypatch.setattr(module, "_AGAIN_S", 3600)
-    markers = Markers(FailingStore(store, Denied("not allowed"), Strike(PUTS)))
-    told: list[str] = []
+    markers = Markers(FailingStore(store, Denied("not allowed"), Strike(PUTS)), locks=locks)
     for key in "ab":
-        markers.fail(key, f"{key}.safetensors", "why", then=lambda key=key: told.append(key))
+        markers.fail(key, f"{key}.safetensors", "why", holder=key)
         settle(markers)
-    assert told == ["b"]
-    markers.clear("a", "a.safetensors", then=lambda: told.append("again"))  # of a later request, which is stored
+    assert locks.released == ["a"]
+    markers.stored("b", "b.safetensors", holder="again")
     settle(markers)
-    assert told == ["b", "a", "again"]
+    assert locks.released == ["a", "again", "b"]
     assert "not allowed" in caplog.text
-    assert markers.close() == []
+    markers.fail("c", "c.safetensors", "why")
+    settle(markers)
+    assert markers.close() == ["c.safetensors"]  # is named at the end
+
+
+def test_what_is_remembered_of_a_name_is_short(store):
+    markers = Markers(store)
+    path = "\u20ac" * 1024
+    markers.fail(path, path, "why")
+    assert markers.failed(path)
+    assert [len(name) for name in markers._marked] == [128]
+    markers.clear(path)
+    assert not markers.failed(path)
+    settle(markers)
+
+
+def test_names_that_no_store_takes_cost_no_other_name_its_lock(store, locks, monkeypatch):
+    """A path below an object, for instance. What is refused for a moment is stored by its second time."""
+    monkeypatch.setattr(module, "_MOST_KEPT", 3)
+    monkeypatch.setattr(module, "_AGAIN_S", 0.01)
+    refusing = FailingStore(store, Denied("not allowed"), Strike(PUTS, prefix="a/"))
+    markers = Markers(refusing, locks=locks)
+    for i in range(3):
+        markers.fail("a", f"a/{i}", "why", holder=f"{i}")
+    until(lambda: min((entry.refused for entry in list(markers._names.values())), default=0) > 1)
+    markers._store = FailingStore(refusing, Denied("disk full"), Strike(PUTS, prefix="k.", times=1))
+    markers.conflict("k", "k.safetensors", "used before", holder="k")
+    until(lambda: "k" in locks.released)
+    assert list(store.objects) == ["k.safetensors.conflict.json"]
+    markers.close()

@@ -242,6 +242,38 @@ def test_markers_count_as_pending_and_the_end_does_not_wait_for_them_longer_than
     hanging.release()
 
 
+def test_any_number_of_failed_requests_of_a_key_costs_others_nothing(tmp_path, caplog):
+    caplog.set_level("ERROR", "hsx_dist")  # the lines of the log would be counted
+    hanging = HangingStore(open_store(str(tmp_path)), Strike(PUTS, prefix="a."))
+    outlet = outlet_on(tmp_path, markers=hanging)
+    submit(outlet, "a", some(), meta={"identity": {"request": "0" * 32, "tokens": ""}})
+    while outlet.pending:
+        time.sleep(0.002)
+
+    def fail(i: int) -> None:
+        outlet.expect(Expect(f"r{i}", "a.safetensors", 0, True, f"{i:032x}"))
+        outlet.prepared()
+        outlet.skip(Skip(f"r{i}", "a", "a.safetensors", 0, "aborted", request=f"{i:032x}"))
+
+    for i in range(1, 4):
+        fail(i)
+    assert hanging.hanging.wait(30)
+    tracemalloc.start()
+    for i in range(4, 300):
+        fail(i)
+    grown = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert grown < 20_000
+    submit(outlet, "b", some())
+    assert hsx_dist.load_hidden_states(str(tmp_path / "b.safetensors"), wait=30)["key"] == "b"
+    with pytest.raises(NotFound, match="lock"):
+        hsx_dist.load_hidden_states(str(tmp_path / "a.safetensors"))
+    hanging.release()
+    with pytest.raises(SampleFailed, match="used before"):
+        hsx_dist.load_hidden_states(str(tmp_path / "a.safetensors"), wait=30)
+    outlet.close()
+
+
 def test_a_name_that_its_file_system_does_not_take_stops_no_step(tmp_path):
     outlet = outlet_on(tmp_path)
     for name in ("x" * 300, "a\ud800", "a\x00b"):
