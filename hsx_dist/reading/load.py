@@ -111,7 +111,13 @@ def load_object(
             _require_identity(sample, identity, f"{store.url.rstrip('/')}/{name}")
             return sample.load(layers, tokens, framework)
 
-    return _wait_for(load, wait)
+    def load_again() -> dict[str, Any]:
+        try:
+            return load()
+        except FormatError:
+            return load()  # without a lock, the first time may have met two objects
+
+    return _wait_for(load_again, wait)
 
 
 def _require_identity(sample: Sample, identity: Mapping[str, str] | None, where: str) -> None:

@@ -6,8 +6,10 @@ the newest; then the receipt is stored, in a log that another process may have s
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -30,6 +32,30 @@ log = get_logger(__name__)
 
 #: An object that a put found and that is not there when it is read, so many times in a row, is a folder or broken link.
 _MOST_MISSING = 10
+#: Bytes of stored objects that are in memory at once to be renewed. A larger object is there alone.
+_RENEWED_BYTES = 16 << 20
+
+
+class _Room:
+    """At most ``most`` bytes at once, or the bytes of one holder."""
+
+    def __init__(self, most: int):
+        self._most = most
+        self._held = 0
+        self._lock = threading.Condition()
+
+    @contextmanager
+    def hold(self, nbytes: int) -> Iterator[None]:
+        """Wait until there is room for ``nbytes``."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._held or self._held + nbytes <= self._most)
+            self._held += nbytes
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._held -= nbytes
+                self._lock.notify_all()
 
 
 class PartCommitter:
@@ -48,6 +74,7 @@ class PartCommitter:
         self._about = about
         self._meter = meter
         self._turns = Turns()
+        self._renewals = _Room(_RENEWED_BYTES)
         self._renews: bool | None = None  # whether the store has conditional puts, once that is known
         self._log = ReceiptLog(store, attempt, writer)
 
@@ -121,12 +148,15 @@ class PartCommitter:
             NotFound: there is none any more.
             SampleConflict: it is another sample, or it cannot be read.
         """
+        part = None
         try:
             part = Part.open(self._store, name)
             same = same_sample(part, segment, self._about)
         except FormatError:
             same = False
-        if not same:
+        if part is None or not same:
+            if part is not None and self._store.head(name).size != part.size:
+                return False  # what was compared is of two objects
             raise SampleConflict(
                 f"{self._store.url}/{name}: expected a key that is used once, or again for the same sample; there is "
                 "another sample of that key. Choose another key"
@@ -146,8 +176,9 @@ class PartCommitter:
         assert isinstance(self._store, Conditional)
         # Before the object is read: a put of another client since then refuses this one.
         version = self._store.version(name)
-        renewed = with_expires(self._store.get(name), part, expires)
-        return renewed is not None and self._store.put_version(name, renewed, version)
+        with self._renewals.hold(part.size):
+            renewed = with_expires(self._store.get(name, part.size + 1), part, expires)
+            return renewed is not None and self._store.put_version(name, renewed, version)
 
     def _receipt(self, segments: Sequence[EncodedSegment], part: EncodedPart, name: str) -> Receipt:
         """Of a stored part, without its number."""
