@@ -33,6 +33,8 @@ class PartSource(Protocol):
     def head(self, name: str) -> ObjectInfo: ...
 
 
+#: How often an object is opened anew whose size changes meanwhile.
+_MOST_LOOKS = 10
 #: Memory for states: shape and dtype → a carrier array, its content arbitrary.
 Empty = Callable[[tuple[int, int, int], str], np.ndarray[Any, Any]]
 
@@ -86,21 +88,32 @@ class Part:
             IntegrityError: its description changed after it was written.
         """
         with _told(f"{store.url.rstrip('/')}/{name}"):
-            if header_bytes is not None and not 8 <= header_bytes <= 8 + MAX_HEADER_BYTES:
-                raise FormatError(f"expected a safetensors header, got one of {header_bytes} bytes")
-            size = store.head(name).size if size is None else size
-            data = _ranges(store, name, [(0, 8 if header_bytes is None else header_bytes + front_bytes)])[0]
-            length = 8 + struct.unpack_from("<Q", data)[0]
-            if length - 8 > MAX_HEADER_BYTES or length > size:
-                raise FormatError(
-                    f"expected a header of at most {MAX_HEADER_BYTES} bytes within the object ({size} bytes), "
-                    f"it claims {length - 8}: not a safetensors file?"
-                )
-            if header_bytes is not None and length != header_bytes:
-                raise FormatError(f"expected a header of {header_bytes} bytes, the object says {length}")
-            body = _ranges(store, name, [(8, length)])[0] if header_bytes is None else data[8:length]
-            header = parse_header(bytes(body), size - length)
-            return cls(store, name, header, size, bytes(data[length:]))
+            for _ in range(_MOST_LOOKS if size is None else 0):
+                found = store.head(name).size
+                try:
+                    return cls._open(store, name, header_bytes, found, front_bytes)
+                except FormatError:
+                    # A server may have replaced the object between two requests.
+                    if store.head(name).size == found:
+                        raise
+            return cls._open(store, name, header_bytes, store.head(name).size if size is None else size, front_bytes)
+
+    @classmethod
+    def _open(cls, store: PartSource, name: str, header_bytes: int | None, size: int, front_bytes: int) -> Part:
+        if header_bytes is not None and not 8 <= header_bytes <= 8 + MAX_HEADER_BYTES:
+            raise FormatError(f"expected a safetensors header, got one of {header_bytes} bytes")
+        data = _ranges(store, name, [(0, 8 if header_bytes is None else header_bytes + front_bytes)])[0]
+        length = 8 + struct.unpack_from("<Q", data)[0]
+        if length - 8 > MAX_HEADER_BYTES or length > size:
+            raise FormatError(
+                f"expected a header of at most {MAX_HEADER_BYTES} bytes within the object ({size} bytes), "
+                f"it claims {length - 8}: not a safetensors file?"
+            )
+        if header_bytes is not None and length != header_bytes:
+            raise FormatError(f"expected a header of {header_bytes} bytes, the object says {length}")
+        body = _ranges(store, name, [(8, length)])[0] if header_bytes is None else data[8:length]
+        header = parse_header(bytes(body), size - length)
+        return cls(store, name, header, size, bytes(data[length:]))
 
     @property
     def codec(self) -> Codec:
