@@ -261,14 +261,18 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
             assert arrival is not None, "read_ahead runs no pauses"
             return reader.spec.make(self.run.sample_of(arrival.entry), 0, empty)
 
-        lost: list[Arrival] = []
-        for arrivals in (follower, follower.computed_again(lost)):
+        for arrivals in (follower, follower.computed_again()):
             for arrival, future in read_ahead(make, tasks(arrivals), threads=self._threads, max_bytes=self._prefetch):
                 assert arrival is not None, "read_ahead yields no pauses"
+                gone = isinstance(future.exception(), NotFound)
+                if gone and arrivals is not follower:
+                    continue  # it was skipped before
                 item = self._outcome(arrival.entry.key, future)
-                if isinstance(future.exception(), NotFound):
-                    lost.append(arrival)  # not done: a resume asks for it again
-                elif arrivals is follower:
+                if arrivals is not follower:
+                    follower.given(arrival)
+                elif gone:
+                    follower.lost(arrival)
+                else:
                     follower.done(arrival)
                 if item is not None:
                     yield item

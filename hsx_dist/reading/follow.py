@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from hsx_dist.errors import NotFound, RunStalled
-from hsx_dist.format.manifest import Manifest, Receipt
+from hsx_dist.format.manifest import Manifest, Receipt, SampleRecord
 from hsx_dist.format.names import attempt_name, parse_receipt_name, receipt_name
 from hsx_dist.format.place import Place
 from hsx_dist.format.receipt_log import read_entry
@@ -18,6 +18,8 @@ from hsx_dist.reading.index import SampleEntry, entry_of
 from hsx_dist.store import Store
 
 _Writer = tuple[int, str]
+#: Name in a position of the keys that were lost; those of writers have a slash.
+_LOST = "lost"
 #: Seconds between a driver's last sign of life and the manifest that it leaves, at most.
 _COMPLETING_S = 30.0
 
@@ -35,13 +37,17 @@ class Arrival:
 
 def has_position(store: Store, position: Mapping[str, Any]) -> bool:
     """Whether the run of ``store`` has all receipts that a follower's ``position`` names."""
-    for name, (seq, keys) in position.items():
+    for name, (seq, keys) in _writers(position):
         attempt, _, writer = name.partition("/")
         try:
             store.head(receipt_name(int(attempt), writer, seq if keys else seq - 1))
         except NotFound:
             return False
     return True
+
+
+def _writers(position: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    return ((name, at) for name, at in position.items() if name != _LOST)
 
 
 class Follower:
@@ -79,10 +85,12 @@ class Follower:
         self._seen: set[str] = set()
         # Per writer: the first receipt that is not behind the consumer, and which of its samples are done.
         self._done: dict[_Writer, tuple[int, set[str]]] = {}
-        for name, (seq, keys) in (state or {}).items():
+        for name, (seq, keys) in _writers(state or {}):
             attempt, _, writer = name.partition("/")
             self._done[int(attempt), writer] = (seq, set(keys))
             self._seen.update(keys)
+        # Samples whose part was gone: key → as it was then, None after a resume.
+        self._lost: dict[str, SampleEntry | None] = dict.fromkeys((state or {}).get(_LOST, ()))
         # The receipts that were read and are not behind the consumer, in the order in which they were read.
         self._open: deque[tuple[_Writer, int]] = deque()
         self._newest = 0  # attempt, as far as it is known
@@ -91,9 +99,10 @@ class Follower:
 
     @property
     def position(self) -> dict[str, Any]:
-        """What ``done`` was told, as JSON types: of each writer the first receipt that is not behind the consumer, and
-        the samples that are done of it."""
-        return {f"{a}/{w}": [seq, sorted(keys)] for (a, w), (seq, keys) in self._done.items()}
+        """What ``done`` and ``lost`` were told, as JSON types: of each writer the first receipt that is not behind the
+        consumer, and the samples that are done of it; the keys that are lost."""
+        found: dict[str, Any] = {f"{a}/{w}": [seq, sorted(keys)] for (a, w), (seq, keys) in self._done.items()}
+        return found | ({_LOST: sorted(self._lost)} if self._lost else {})
 
     def done(self, arrival: Arrival) -> None:
         """The consumer has this sample: ``position`` moves behind it. To be told in the order of arrivals.
@@ -109,14 +118,24 @@ class Follower:
         keys = keys if seq == arrival.seq else set()
         keys.add(arrival.entry.key)
         self._done[arrival.writer] = (arrival.seq, keys)
+        self._lost.pop(arrival.entry.key, None)
 
-    def computed_again(self, lost: Sequence[Arrival]) -> Iterator[Arrival]:
-        """To iterate after the run's end: those of ``lost`` that an attempt has stored in other parts since. ``done``
-        does not take them."""
-        for arrival in tuple(lost):
-            record = self._manifest.samples.get(arrival.entry.key)
-            if record is not None and entry_of(record) != arrival.entry:
-                yield replace(arrival, entry=entry_of(record))
+    def lost(self, arrival: Arrival) -> None:
+        """As ``done``, of a sample whose part is gone: the consumer does not have it."""
+        self.done(arrival)
+        self._lost[arrival.entry.key] = arrival.entry
+
+    def computed_again(self) -> Iterator[Arrival]:
+        """To iterate after the run's end: lost samples that an attempt may have stored in other parts since. To be told
+        ``given``, not ``done``."""
+        for key, before in tuple(self._lost.items()):
+            record = self._manifest.samples.get(key)
+            if record is not None and entry_of(record) != before:
+                yield _arrival(record, (0, ""), 0)
+
+    def given(self, arrival: Arrival) -> None:
+        """The consumer has this sample, which was lost."""
+        self._lost.pop(arrival.entry.key, None)
 
     def __iter__(self) -> Iterator[Arrival | None]:
         """Arrivals; ``None`` when there is nothing new, before a pause.
@@ -192,9 +211,7 @@ class Follower:
             record = None if key in self._seen else self._manifest.samples.get(key)
             if record is not None:
                 self._seen.add(key)
-                raw = sum(proof.raw_bytes for _, proof in record.segments)
-                stored = sum(proof.stored_bytes for _, proof in record.segments)
-                arrivals.append(Arrival(entry_of(record), writer, receipt.seq, raw, stored))
+                arrivals.append(_arrival(record, writer, receipt.seq))
         return arrivals
 
     def _find_writers(self) -> None:
@@ -229,3 +246,9 @@ class Follower:
                 f"{self._store.url}: expected an attempt at work, or a complete run; attempt {attempt} {said}. Start "
                 "the extraction again: it goes on where it stopped, and so can its readers"
             )
+
+
+def _arrival(record: SampleRecord, writer: _Writer, seq: int) -> Arrival:
+    raw = sum(proof.raw_bytes for _, proof in record.segments)
+    stored = sum(proof.stored_bytes for _, proof in record.segments)
+    return Arrival(entry_of(record), writer, seq, raw, stored)

@@ -339,15 +339,58 @@ def test_a_lost_sample_that_is_computed_again_while_the_run_is_followed(resumed:
     assert dataset.skipped == 4
 
 
+@pytest.mark.parametrize("restart_after", range(1, 5))
+@pytest.mark.parametrize("early", [False, True])
+def test_a_lost_sample_is_given_once_wherever_its_reader_is_restarted(restart_after: int, early: bool) -> None:
+    """``early``: the next attempt computes it again before the reader is restarted, otherwise later."""
+    store = MemoryStore()
+    place = start_run(store, {"meaning": {"layers": [2, 15, 30]}})
+    writer = RunWriter(store, name="a")
+    lost = writer.put([whole(SAMPLES[0], 0)])
+    for i in (1, 2):
+        writer.put([whole(SAMPLES[i], i)])
+    place.store.delete(lost.part)
+
+    def compute_again() -> None:
+        again = RunWriter(store, name="z")
+        RowLedger(place.store, again.attempt, load_manifest(place.store)).declare_lost([lost.part])
+        for i in (0, 3, 4):
+            again.put([whole(SAMPLES[i], i)])
+        todo.append(again.complete)
+
+    def follow() -> HiddenStatesDataset:
+        options = {"poll_seconds": 0, "discover_seconds": 0, "sleep": lambda _: todo and todo.pop()()}
+        return HiddenStatesDataset(Run(store), follow=True, follow_options=options, on_error="skip", threads=1)
+
+    todo: list[Any] = [compute_again] if early or restart_after > 2 else []
+    dataset = follow()
+    source = iter(dataset)
+    seen = [next(source)["key"] for _ in range(restart_after)]
+    state = json.loads(json.dumps(dataset.state_dict()))
+    source.close()  # type: ignore[attr-defined]
+    if not todo and not early and restart_after <= 2:
+        compute_again()
+    dataset = follow()
+    dataset.load_state_dict(state)
+    seen += [item["key"] for item in dataset]
+    assert sorted(seen) == [s.key for s in SAMPLES[:5]]
+    assert dataset.skipped == 1
+    assert "lost" not in dataset.state_dict()["position"]
+
+
 def test_a_state_does_not_say_that_a_lost_sample_was_used() -> None:
     store = MemoryStore()
     own = store_run(store, SAMPLES[:2]).store
     for info in list(own.list("data/")):
         own.delete(info.name)
     dataset = HiddenStatesDataset(Run(store), follow=True, on_error="skip", threads=1)
-    assert list(dataset) == []
-    assert dataset.skipped == 2
-    assert dataset.state_dict()["position"] == {}
+    for _ in range(2):
+        assert list(dataset) == []
+        assert dataset.skipped == 2
+        state = dataset.state_dict()
+        assert state["position"]["lost"] == [s.key for s in SAMPLES[:2]]
+        dataset = HiddenStatesDataset(Run(store), follow=True, on_error="skip", threads=1)
+        dataset.load_state_dict(state)
 
 
 def test_a_part_that_holds_half_a_sample_stays_until_the_run_is_over() -> None:
