@@ -26,7 +26,7 @@ import psutil
 
 from benchmarks.goals import verdict
 from benchmarks.provenance import ROOT, provenance
-from hsx_dist.testing.processes import end_on_sigterm
+from hsx_dist.jobs.kit.process import end_on_sigterm
 
 RESULTS = Path(__file__).parent / "results"
 #: No benchmark may keep the others from being told of.

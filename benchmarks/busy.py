@@ -18,7 +18,7 @@ import numpy as np
 
 from hsx_dist.connector.writer_process import NICE
 from hsx_dist.store import Store, open_store
-from hsx_dist.testing.discard import DiscardServer
+from tests.harness.discard import DiscardServer
 
 _TURN_S = 0.005
 #: What the thin model makes on a fast machine.

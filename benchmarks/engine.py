@@ -51,9 +51,9 @@ from benchmarks.engine_loads import BOUND, KINDS, LOADS, SETTINGS, SINKS, SLOW_R
 from benchmarks.engine_report import busy, line, ratios, table
 from benchmarks.processes import descendants
 from benchmarks.provenance import ROOT, provenance
-from hsx_dist.testing.models import smollm2
-from hsx_dist.testing.processes import child, end_on_sigterm
-from hsx_dist.testing.servers import seaweedfs
+from hsx_dist.jobs.kit.process import child, end_on_sigterm
+from hsx_dist.models.builtin import smollm2
+from tests.harness.servers import seaweedfs
 
 RESULTS = Path(__file__).parent / "results"
 #: Freed memory stays with the process, in every cell: what torch's pool of pinned memory is on a GPU. Else fresh pages
@@ -347,7 +347,7 @@ ALL_CORES = os.sched_getaffinity(0)
 def target(sink: str, place: Path) -> Iterator[tuple[str, dict[str, Any] | None, int | None]]:
     """Where a cell stores: URL, storage options, and the process id of the server that stands behind it."""
     if sink in ("discard", "split", "slow", "zstd"):
-        argv = [sys.executable, "-m", "hsx_dist.testing.discard", *([str(SLOW_RATE)] if sink == "slow" else [])]
+        argv = [sys.executable, "-m", "tests.harness.discard", *([str(SLOW_RATE)] if sink == "slow" else [])]
         server = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         assert server.stdin is not None
         assert server.stdout is not None

@@ -58,7 +58,7 @@ class Case:
 
     @property
     def page_blocks(self) -> int:
-        """As ``worker.Plan`` has it."""
+        """As ``worker.CopyPlan`` has it."""
         layer = self.block * self.hidden * DTYPE.itemsize
         return max(1, min(PAGE_BYTES // self.block_bytes, LAYER_BYTES // layer))
 

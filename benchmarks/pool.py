@@ -34,16 +34,16 @@ import psutil
 import ray
 
 from hsx_dist.connector.outlet import COALESCE_BYTES
-from hsx_dist.connector.worker import Plan
+from hsx_dist.connector.worker import CopyPlan
 from hsx_dist.format.blocks import BlockPool
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.codecs.base import encode_into
 from hsx_dist.format.manifest import Receipt
+from hsx_dist.models.builtin import smollm2
 from hsx_dist.page import Page, Segment
 from hsx_dist.store import open_store
-from hsx_dist.testing.models import smollm2
 from hsx_dist.writers.events import Lost
-from hsx_dist.writers.ray_pool import RaySender, WriterSpec, start_writer
+from hsx_dist.writers.ray_pool import PoolWriterSpec, RaySender, start_writer
 from hsx_dist.writers.sink import SinkOptions
 
 HERE = Path(__file__).parent
@@ -96,7 +96,7 @@ def page_of(states: np.ndarray[Any, Any], i: int) -> Page:
 
 def as_pages(states: np.ndarray[Any, Any], layers: int, hidden: int) -> np.ndarray[Any, Any]:
     """The same numbers as pages ``[n, layers, T, hidden]`` of as many tokens as the connector puts into one."""
-    plan = Plan.of(
+    plan = CopyPlan.of(
         block_size=16,
         layers=layers,
         hidden_size=hidden,
@@ -215,7 +215,7 @@ class Bench:
 @contextmanager
 def server(core: int) -> Iterator[str]:
     """The discarding server in a process of its own; yields its endpoint."""
-    argv = [sys.executable, "-m", "hsx_dist.testing.discard"]
+    argv = [sys.executable, "-m", "tests.harness.discard"]
     process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -262,7 +262,7 @@ def run_writers(
     actors = []
     for i, core in enumerate(cores):
         sink = SinkOptions(resolve_codec(codec), {}, f"w{i}", 1, part_bytes=PART, max_bytes=CREDIT + PART)
-        spec = WriterSpec("s3://bench/run", options, "auto", 60.0, {}, sink, CREDIT)
+        spec = PoolWriterSpec("s3://bench/run", options, "auto", 60.0, {}, sink, CREDIT)
         actor = start_writer(spec, node_id=node, num_cpus=0, threads=2, name=f"w{i}-{time.monotonic_ns()}")
         ray.get(actor.__ray_call__.remote(lambda _, core=core: bind(core)))
         actors.append(actor)

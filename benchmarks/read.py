@@ -35,9 +35,9 @@ from hsx_dist.page import Segment
 from hsx_dist.reading import Run, open_run
 from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.store import Store, open_store
-from hsx_dist.testing.runs import store_run, write_v1_run
 from hsx_dist.testing.samples import RandomSample
-from hsx_dist.testing.servers import S3Server, seaweedfs
+from tests.harness.runs import store_run, write_v1_run
+from tests.harness.servers import S3Server, seaweedfs
 
 RESULTS = Path(__file__).parent / "results"
 LATENCY_S, TOKENS, HIDDEN = 0.020, 512, 576

@@ -41,8 +41,8 @@ from hsx_dist.observe.progress import Progress
 from hsx_dist.page import Segment
 from hsx_dist.reading import open_run
 from hsx_dist.store import Store, open_store
-from hsx_dist.testing.runs import write_v1_run
 from hsx_dist.writers.events import Lost
+from tests.harness.runs import write_v1_run
 
 RESULTS = Path(__file__).parent / "results"
 #: An 8B model: three layers of 4096 values in bf16, two thirds of it stored.

@@ -21,7 +21,7 @@ def smollm2_states(dtype: str, tokens: int) -> np.ndarray[Any, Any]:
     import torch
 
     from hsx_dist.isa import avoid_broken_amx
-    from hsx_dist.testing.models import smollm2
+    from hsx_dist.models.builtin import smollm2
 
     avoid_broken_amx()
     from transformers import AutoModel, AutoTokenizer

@@ -3,7 +3,9 @@
 ray job submit --working-dir . -- python ray_jobs/export.py s3://bucket/run /shared/states --to speculators
 """
 
-from hsx_dist.cli.export import job_main
+import sys
+
+from hsx_dist.cli import main
 
 if __name__ == "__main__":
-    job_main()
+    main(["export", "--ray", *sys.argv[1:]])

@@ -17,8 +17,8 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from hsx_dist.testing.processes import end_on_sigterm
-from hsx_dist.testing.servers import ray_head, seaweedfs
+from hsx_dist.jobs.kit.process import end_on_sigterm
+from tests.harness.servers import ray_head, seaweedfs
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "runs" / "demo-report.html"

@@ -6,7 +6,7 @@ files with the compiled extension of another release (``BORROWED``).
 
 Each release runs all tests with the defaults of a CPU: the V1 model runner, each step scheduled after the last one. The
 tests with exact numbers run again on both runners, with and without asynchronous scheduling, which are a GPU's defaults
-(``hsx_dist.testing.gpu_defaults``). Prints a table, and replaces its rows in ``docs/connector.md``.
+(``tests.harness.gpu_defaults``). Prints a table, and replaces its rows in ``docs/connector.md``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
-from hsx_dist.testing.gpu_defaults import gpu_defaults
+from tests.harness.gpu_defaults import gpu_defaults
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".matrix"
@@ -34,6 +34,7 @@ BEGIN, END = "<!-- Made by `make matrix`. -->\n", "<!-- end of the matrix -->\n"
 
 TESTS = (
     "tests/unit/connector",
+    "tests/unit/vllm_patches",
     "tests/integration/test_connector_bare.py",
     "tests/integration/test_cache_groups.py",
     "tests/integration/test_exact_numbers.py",

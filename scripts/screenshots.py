@@ -21,12 +21,12 @@ from typing import Any
 from hsx_dist.errors import RunError
 from hsx_dist.format.place import open_place
 from hsx_dist.format.runs import read_complete
+from hsx_dist.jobs.kit.process import end_on_sigterm
 from hsx_dist.observe.report import write_report
 from hsx_dist.observe.top import look
 from hsx_dist.store import open_store
-from hsx_dist.testing.browser import browser_page
-from hsx_dist.testing.processes import end_on_sigterm
-from hsx_dist.testing.servers import RayHead, ray_head, seaweedfs
+from tests.harness.browser import browser_page
+from tests.harness.servers import RayHead, ray_head, seaweedfs
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "img"

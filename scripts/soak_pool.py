@@ -34,11 +34,11 @@ from hsx_dist.format.container import Part
 from hsx_dist.format.runs import load_manifest, take_attempt
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import Store, open_store
-from hsx_dist.testing.runs import write_v1_run
 from hsx_dist.testing.samples import RandomSample, random_sample
-from hsx_dist.testing.servers import S3Server, seaweedfs
-from hsx_dist.writers.ray_pool import RaySender, WriterSpec, start_writer
+from hsx_dist.writers.ray_pool import PoolWriterSpec, RaySender, start_writer
 from hsx_dist.writers.sink import SinkOptions
+from tests.harness.runs import write_v1_run
+from tests.harness.servers import S3Server, seaweedfs
 
 
 class Killer:
@@ -110,7 +110,7 @@ def one_round(server: S3Server, number: int, chance: random.Random) -> Counter[s
             part_seconds=chance.choice([0.5, 60.0]),
             max_bytes=1 << 20,
         )
-        spec = WriterSpec(url, server.storage_options, "auto", 60.0, {}, options, 1 << 20)
+        spec = PoolWriterSpec(url, server.storage_options, "auto", 60.0, {}, options, 1 << 20)
         node = ray.get_runtime_context().get_node_id()
         actors.append(start_writer(spec, node_id=node, num_cpus=0, threads=2, name=f"w{i}-{number}"))
     lost: list[Any] = []

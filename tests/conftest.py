@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from hsx_dist.testing.servers import GcsServer, RayHead, S3Server, fake_gcs, ray_head, seaweedfs
+from tests.harness.servers import GcsServer, RayHead, S3Server, fake_gcs, ray_head, seaweedfs
 
 # Read by vLLM when it is imported: small caches (GiB), few lines.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -46,7 +46,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """SmolLM2-135M-Instruct in bf16, from the user's cache."""
-    from hsx_dist.testing.models import smollm2
+    from hsx_dist.models.builtin import smollm2
 
     return smollm2()
 
@@ -54,7 +54,7 @@ def smollm2_path() -> Path:
 @pytest.fixture(scope="session")
 def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of 4 layers, hidden size 64, two heads, 512 positions, in float32."""
-    from hsx_dist.testing.models import tiny_llama
+    from hsx_dist.models.tiny import tiny_llama
 
     return tiny_llama(tmp_path_factory.mktemp("model") / "tiny", kv_heads=2)
 

@@ -11,6 +11,7 @@ out.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,10 +20,10 @@ from xml.etree import ElementTree
 
 from benchmarks.gpu import prefill
 from benchmarks.provenance import ROOT
-from hsx_dist.jobs.kit import states
+from hsx_dist.jobs.kit import engine_states
 from hsx_dist.jobs.kit.outcomes import Check, Outcome, State, python, run_check, run_checks
-from hsx_dist.jobs.kit.page import COPIES, THROUGHPUT, about, write
-from hsx_dist.testing.processes import end_on_sigterm
+from hsx_dist.jobs.kit.process import end_on_sigterm
+from hsx_dist.jobs.kit.report_page import COPIES, THROUGHPUT, about, write
 
 TESTS = "tests on the device"
 MINUTES = 20.0
@@ -37,7 +38,7 @@ def plan(folder: Path, gpus: int) -> list[Check]:
     return [
         Check(TESTS, "tests/gpu", limit_s=300.0, cannot=no_gpu),
         Check(COPIES, "side-stream copies", python("-m", "benchmarks.gpu.kit", "--copies"), cannot=no_gpu),
-        *states.checks(folder, gpus),
+        *engine_states.checks(folder, gpus),
         *(
             Check(THROUGHPUT, name, python("-m", "benchmarks.gpu.prefill", sink, *small))
             for sink, name in prefill.SINKS.items()
@@ -123,7 +124,9 @@ def main() -> int:
         measure_copies()
         return 0
     end_on_sigterm()
-    gpus = states.visible_gpus()
+    # The checks' programs find this checkout's modules there.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    gpus = engine_states.visible_gpus()
     with tempfile.TemporaryDirectory(prefix="hsx-kit-") as folder:
         checks = [c for c in plan(Path(folder), len(gpus)) if args.only in f"{c.group}: {c.name}"]
         if not checks:

@@ -10,6 +10,6 @@ __all__ = ["main"]
 def main(args: Sequence[str] | None = None) -> None:
     """Run ``hsx`` with ``args`` (default: the process's) and exit: 0 fine, 1 something bad was found, 2 wrong use."""
     from hsx_dist.cli.app import app
-    from hsx_dist.cli.status import run_app
+    from hsx_dist.cli.exit_codes import run_app
 
     run_app(app, args, "hsx")

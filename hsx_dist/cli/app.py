@@ -243,7 +243,7 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Account for every row of a run, and say whether anybody works on it; exit status 1 when somebody should look."""
-    from hsx_dist.cli.watch import print_status
+    from hsx_dist.cli.status import print_status
 
     raise typer.Exit(print_status(run, storage_option or (), as_json=as_json))
 

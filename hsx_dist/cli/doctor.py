@@ -7,13 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hsx_dist.cli.status import FINE, FOUND_BAD
+from hsx_dist.cli.exit_codes import FINE, FOUND_BAD
 from hsx_dist.config import load_config, resolve_paths
 from hsx_dist.errors import ConfigError
 from hsx_dist.observe.console import print_json, say, say_lines
 
 if TYPE_CHECKING:
-    from hsx_dist.jobs.doctor import Check
+    from hsx_dist.jobs.diagnosis import Diagnosis
 
 _SHOWN = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
@@ -28,14 +28,14 @@ def run_doctor(
     if report is not None and (given or not engine):
         raise ConfigError("--report: expected with --engine and without settings, got others; see hsx doctor --help")
     if engine and not given:
-        from hsx_dist.jobs.kit.doctor import examine_machine
+        from hsx_dist.jobs.kit.machine import examine_machine
 
         return _told(examine_machine(report), as_json)
     settings = resolve_paths(load_config(config, overrides), Path.cwd()) if given else None
     return _told(examine(settings, engine=engine), as_json)
 
 
-def _told(checks: Iterable[Check], as_json: bool) -> int:
+def _told(checks: Iterable[Diagnosis], as_json: bool) -> int:
     found = []
     for check in checks:
         found.append(check)

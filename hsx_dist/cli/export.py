@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from hsx_dist.cli.status import run_app
 from hsx_dist.config import parse_storage_options, refuse_in_job, refuse_on_command_line
 from hsx_dist.errors import ConfigError
 from hsx_dist.exporting import ExportOptions, export_run
@@ -65,10 +63,3 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
         return None if text is None else tuple(int(k) for k in text.split(","))
     except ValueError:
         raise ConfigError(f"--layers: expected layer ids with commas, such as 2,15,27, came {text!r}") from None
-
-
-def job_main() -> None:
-    """The entry point of a submitted job: what ``hsx export`` takes, done by tasks of the cluster."""
-    from hsx_dist.cli.app import app
-
-    run_app(app, ["export", "--ray", *sys.argv[1:]], "hsx")

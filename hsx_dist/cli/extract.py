@@ -10,7 +10,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from hsx_dist.cli.status import run_app
+from hsx_dist.cli.exit_codes import run_app
 from hsx_dist.config import load_config, refuse_on_command_line
 from hsx_dist.errors import ConfigError
 from hsx_dist.observe.console import print_json

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hsx_dist.jobs.decode import Decode
 
 _REASONS_SHOWN = 5
-_ROWS_AT_ONCE = 4096
+_ROWS_AT_ONCE, _BYTES_AT_ONCE = 4096, 64 << 20
 _OUTLIER, _OUTLIERS_SHOWN = 6.0, 3
 _TOKENS_SHOWN = 64
 
@@ -95,7 +95,7 @@ def print_run(path: str, options: Sequence[str], *, as_json: bool) -> None:
 
 
 def print_sample(path: str, key: str, options: Sequence[str], *, as_json: bool, tokenizer: str | None = None) -> None:
-    """One sample: shape, dtype, where it lies, and the norms of each layer. Reads all of it, a layer at a time."""
+    """One sample: shape, dtype, where it lies, and the norms of each layer. Reads all of it, some layers at a time."""
     from hsx_dist.jobs.decode import choose_decoder
 
     run = open_run(path, storage_options=parse_storage_options(options))
@@ -142,10 +142,15 @@ def print_sample(path: str, key: str, options: Sequence[str], *, as_json: bool, 
 def _layer_norms(sample: Sample) -> tuple[list[dict[str, Any]], int]:
     """Per layer: Euclidean norms over the hidden size, of all tokens. And the hidden size."""
     norms = []
-    hidden_size = 0
-    for layer in sample.layer_ids:
-        states = sample.load(layers=[layer], framework="numpy")["hidden_states"][:, 0]
-        hidden_size = states.shape[1]
+    layers, hidden_size = sample.layer_ids, sample.hidden_size
+    # Not one by one: a part of a single sample lies token by token, and is read as a whole for each load.
+    at_once = max(_BYTES_AT_ONCE // (sample.num_tokens * hidden_size * 4), 1)
+    for layer, states in (
+        (layer, states[:, k])
+        for some in (layers[i : i + at_once] for i in range(0, len(layers), at_once))
+        for states in (sample.load(layers=some, framework="numpy")["hidden_states"],)
+        for k, layer in enumerate(some)
+    ):
         # In float64 and a few rows at once: fp16 squares overflow, and a copy of a long sample would be large.
         rows = [
             np.linalg.norm(states[i : i + _ROWS_AT_ONCE].astype(np.float64), axis=1)

@@ -13,7 +13,7 @@ from hsx_dist.observe.console import print_json, say
 from hsx_dist.observe.units import bytes_text, duration
 
 if TYPE_CHECKING:
-    from hsx_dist.jobs.plan import Plan
+    from hsx_dist.jobs.plan import RunPlan
 
 _REASONS = 5
 #: Tokens a second of one replica, where nobody says how many.
@@ -55,7 +55,7 @@ def run_plan(
         say(f"note: {note}")
 
 
-def _facts(plan: Plan, model: str, rate: float | None, per_node: int) -> list[tuple[str, str]]:
+def _facts(plan: RunPlan, model: str, rate: float | None, per_node: int) -> list[tuple[str, str]]:
     exact = plan.sampled >= plan.rows - plan.unreadable
     sampled = "all of them encoded" if exact else f"{plan.sampled:,} encoded, ± {plan.margin:.1%}"
     unreadable = f", {plan.unreadable:,} cannot be read" if plan.unreadable else ""

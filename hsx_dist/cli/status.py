@@ -1,45 +1,55 @@
-"""Exit statuses, and errors as one message instead of a traceback."""
+"""``hsx status``: the account of a run's rows, while it is written and after."""
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
-import traceback
+import dataclasses
 from collections.abc import Sequence
 
-import typer
-
-from hsx_dist.errors import ConfigError, Denied, HsxError, InputError, NotFound, RunError, RunMismatch, SampleNotFound
-from hsx_dist.observe.console import say, say_lines
-from hsx_dist.observe.logs import configure_logging
-
-FINE, FOUND_BAD, WRONG_USE = 0, 1, 2
-
-_WRONG_USE = (ConfigError, InputError, NotFound, Denied, RunMismatch, SampleNotFound)
+from hsx_dist.cli.exit_codes import FINE, FOUND_BAD
+from hsx_dist.cli.tables import print_facts
+from hsx_dist.config import parse_storage_options
+from hsx_dist.observe.console import print_json
+from hsx_dist.observe.units import bytes_text
+from hsx_dist.reading.status import RunStatus, run_status
+from hsx_dist.store import open_store
 
 
-def exit_status(error: HsxError) -> int:
-    """2 where the caller can mend it (a setting, a name, access), 1 where something bad was found or happened."""
-    # RunError itself, not Fenced and the like: there is no run where one was expected.
-    return WRONG_USE if isinstance(error, _WRONG_USE) or type(error) is RunError else FOUND_BAD
+def print_status(path: str, options: Sequence[str], *, as_json: bool) -> int:
+    """Print the status of the run at ``path``; returns the exit status: 1 where somebody should look."""
+    status = run_status(open_store(path, parse_storage_options(options)))
+    if as_json:
+        print_json(dataclasses.asdict(status))
+    else:
+        print_facts(_facts(status))
+    return FINE if status.ok else FOUND_BAD
 
 
-def run_app(app: typer.Typer, args: Sequence[str] | None, name: str) -> None:
-    """Run a typer app and exit; an HsxError becomes its message on stderr. ``HSX_DEBUG=1`` shows the traceback too."""
-    debug = os.environ.get("HSX_DEBUG", "") not in ("", "0")
-    configure_logging(logging.DEBUG if debug else logging.WARNING)
-    try:
-        app(args=None if args is None else list(args), prog_name=name)
-    except HsxError as e:
-        if debug:
-            say_lines(traceback.format_exc(), to=sys.stderr)
-        say_lines(f"{name}: {e}", to=sys.stderr)
-        sys.exit(exit_status(e))
-    except Exception as e:  # noqa: BLE001 (the outermost frame: say that it is our mistake, then end)
-        say_lines(traceback.format_exc(), to=sys.stderr)
-        say(
-            f"{name}: this should not happen ({type(e).__name__}): please report it with the lines above",
-            to=sys.stderr,
+def _facts(status: RunStatus) -> list[tuple[str, object]]:
+    rows, totals = status.rows, status.totals
+    of = "" if rows["total"] is None else f" of {rows['total']:,}"
+    sign = f", last sign of life {status.last_sign}" if status.last_sign else ""
+    facts: list[tuple[str, object]] = [
+        ("run", status.url),
+        ("state", f"{status.state} (attempt {status.attempt}{sign})"),
+        ("stored", f"{rows['stored']:,}{of} rows, {totals.tokens:,} tokens"),
+        *((name, f"{rows[name]:,} rows") for name in ("refused", "failed", "poison")),
+        ("open", "not counted yet" if rows["open"] is None else f"{rows['open']:,} rows"),
+        ("parts", f"{totals.parts:,}, {bytes_text(totals.part_bytes)} ({bytes_text(totals.raw_bytes)} raw)"),
+    ]
+    if status.progress:
+        told = {name: float(status.progress.get(name) or 0) for name in ("replicas", "under_way", "tokens_per_second")}
+        facts.append(
+            (
+                "now",
+                f"{told['replicas']:,.0f} replicas ready, {told['under_way']:,.0f} rows under way, "
+                f"{told['tokens_per_second']:,.0f} tokens/s"
+                + (f", paused by {status.progress['paused']}" if status.progress.get("paused") else ""),
+            )
         )
-        sys.exit(FOUND_BAD)
+    for kind, reasons in status.reasons.items():
+        facts += [(f"{count:,} {kind}", reason) for reason, count in reasons.items()]
+    if status.missing_parts:
+        facts.append(("lost", f"{status.missing_parts:,} parts; the same extraction computes their samples again"))
+    if status.conflicts:
+        facts.append(("conflicts", f"{status.conflicts}; hsx show tells which"))
+    return facts

@@ -8,7 +8,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from hsx_dist.cli.status import FINE, FOUND_BAD, run_app
+from hsx_dist.cli.exit_codes import FINE, FOUND_BAD, run_app
 from hsx_dist.config import load_config, parse_storage_options, public_url, refuse_in_job, resolve_paths
 from hsx_dist.observe.console import print_json, say
 from hsx_dist.observe.units import bytes_text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hsx_dist.config.checks import CODEC_NAMES
-from hsx_dist.config.load import load_config, parse_storage_options, refuse_on_command_line
+from hsx_dist.config.loading import load_config, parse_storage_options, refuse_on_command_line
 from hsx_dist.config.models import (
     ExtractConfig,
     InputConfig,

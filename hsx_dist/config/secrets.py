@@ -14,7 +14,8 @@ from hsx_dist.errors import ConfigError
 #: What stands where a value is not shown.
 HIDDEN = "(not shown)"
 
-_ENV_REFERENCE = re.compile(r"\$\{env:[^}]*\}")
+# Texts of stored objects reach most of these patterns: the time of each grows with the text's length, not its square.
+_ENV_REFERENCE = re.compile(r"\$\{env:[^{}]*\}")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _SECRET_WORDS = frozenset(
     {
@@ -127,7 +128,7 @@ def check_url(url: str) -> None:
     spaces within its path, and neither a backslash nor a wide ``@`` before it.
     """
     odd = "://" in url and (not url.isprintable() or url != url.strip(" "))
-    if odd or _as_read(url) != url or (_LINK.match(url) and any(map(_ODD_AUTHORITY.match, _links(url)))):
+    if odd or _as_read(url) != url or (_starts(url)[:1] == [0] and any(map(_ODD_AUTHORITY.match, _links(url)))):
         raise ConfigError(
             f"{public_url(url)}: expected scheme://place/path without control characters, without whitespace outside "
             "its path, and without a backslash before it, got another form. Write the URL so"
@@ -137,14 +138,14 @@ def check_url(url: str) -> None:
 def check_endpoint(endpoint: str, source: str) -> None:
     """Raise ConfigError unless ``endpoint`` is ``http[s]://HOST[:PORT]``, with or without a path.
 
-    Libraries take ``user:secret@host`` without a scheme, and a query may be a signature: the error does not show it.
-    ``source``: its setting.
+    Clients of S3 and GCS send no user and password of it, and may log it. A query may be a signature. The error does
+    not show it. ``source``: its setting.
     """
     check_url(endpoint)
-    if not _is_endpoint(endpoint):
+    if not _is_endpoint(endpoint) or "@" in endpoint:
         raise ConfigError(
-            f"{source}: expected http://HOST[:PORT] or https://HOST[:PORT], without a query, got another form. Correct "
-            "it"
+            f"{source}: expected http://HOST[:PORT] or https://HOST[:PORT], without user, password and query, got "
+            "another form. Correct it"
         )
 
 
@@ -203,13 +204,15 @@ _REFUSED = (
     "{}: expected a URL without credentials, got one with a part that may be one. Give credentials by the environment, "
     "a profile or storage_options"
 )
-_LINK = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+#: A word that may be a scheme, and what makes it one. A word without it is matched too: it is not searched again.
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://)?")
 #: ``scheme://``, chained or not, also with what libraries drop between its characters.
 _BEGINS = re.compile(
     r"[\0-\x20]*(?:[a-z0-9+.-]+::)*(?:[a-z][a-z0-9+.-]*:[\0-\x1f\x7f-\x9f]*/[\0-\x1f\x7f-\x9f]*/|https?:[\0-\x1f]*[/\\])",
     re.IGNORECASE,
 )
-_BEFORE_AT = re.compile(r"(?<=://)[^/@]* [^/]*@")
+_BEFORE_AT = re.compile(r"(?<=://)[^/]*@")
+_PORT_AND_SLASH = re.compile(r"://[^/\s]*:[0-9]*/")
 _ENDPOINT = re.compile(
     r"https?://([^/?#\s]*@)?([^/?#@:\s]+|\[[0-9A-Fa-f:.%]+\])(:(?P<port>[0-9]{1,5}))?(/[^?#]*)?", re.IGNORECASE
 )
@@ -233,20 +236,29 @@ def _as_read(text: str) -> str:
     text = "".join(c for c in text if c.isprintable()).lstrip(" ")
     text = re.sub(r"(^|::)(https?):[/\\]*", r"\1\2://", text, flags=re.IGNORECASE)
     # Of prose that begins so, only what an ``@`` ends.
-    return _BEFORE_AT.sub(lambda found: found[0].replace(" ", "%20"), text)
+    return _BEFORE_AT.sub(lambda found: _quoted(found[0]), text)
+
+
+def _quoted(before_at: str) -> str:
+    return before_at.replace(" ", "%20") if " " in before_at.partition("@")[0] else before_at
+
+
+def _starts(text: str) -> list[int]:
+    """Where each ``scheme://`` begins."""
+    return [found.start() for found in _SCHEME.finditer(text) if found[1]]
 
 
 def _links(text: str) -> list[str]:
     """The text from each ``scheme://`` to the next."""
-    starts = [found.start() for found in _LINK.finditer(text)]
+    starts = _starts(text)
     return [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=False)]
 
 
 def _authority(link: str) -> str:
     # Settings hold texts with URLs in them, hence blanks and punctuation. Percent-encoding hides nothing.
     rest = re.split(r"[/\s]", link.partition("://")[2], maxsplit=1)[0]
-    # Some libraries take a full-width ``@`` for an ``@``.
-    return normalize("NFKC", unquote(rest)).removesuffix("::").rstrip(",.;!?)}\"'`>*")
+    # Some libraries take a full-width ``@`` for an ``@``. One by one: sorting many accents takes quadratic time.
+    return "".join(normalize("NFKC", c) for c in unquote(rest)).removesuffix("::").rstrip(",.;!?)}\"'`>*")
 
 
 def _breaks_the_rule(link: str) -> bool:
@@ -266,7 +278,8 @@ def _breaks_the_rule(link: str) -> bool:
         return True
     # A secret may begin with "/", or with digits and "/": then it reads as a port. A host with a port has a dot mostly.
     doubtful = found["port"] == "" or (found["port"] and re.fullmatch(r"(?!localhost$)[\w-]+", found[1]))
-    return bool(doubtful) and re.search(r"://[^/\s]*:[0-9]*/.*@", link, re.DOTALL) is not None
+    behind = _PORT_AND_SLASH.search(link) if doubtful else None
+    return behind is not None and "@" in link[behind.end() :]
 
 
 def _public_link(link: str) -> str:

@@ -26,10 +26,9 @@ from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 
 from hsx_dist.connector import huge_pages
 from hsx_dist.connector.engine_checks import check_engine
-from hsx_dist.connector.flush import pending_of
 from hsx_dist.connector.metadata import StepMetadata
 from hsx_dist.connector.outlet import Outlet, registered
-from hsx_dist.connector.ranks import Agreement, Ranks, check_parallelism, check_siblings, ranks_of
+from hsx_dist.connector.ranks import RankComparison, Ranks, check_parallelism, check_siblings, ranks_of
 from hsx_dist.connector.scheduler import SchedulerHalf
 from hsx_dist.connector.settings import ConnectorSettings, read_settings
 from hsx_dist.connector.stats import HiddenStatesPromMetrics, HiddenStatesStats
@@ -41,6 +40,7 @@ from hsx_dist.observe.logs import configure_logging
 from hsx_dist.observe.metrics import Increments
 from hsx_dist.vllm_patches import captures, resets
 from hsx_dist.vllm_patches.cache_writes import watch
+from hsx_dist.vllm_patches.loads import Loads, loaded_tokens, warn_of_loads
 from hsx_dist.vllm_patches.undrafted import never_draft, uses_v1_runner
 
 if TYPE_CHECKING:
@@ -69,8 +69,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         spec = kv_cache_config.kv_cache_groups[self._group].kv_cache_spec
         self._block_size = spec.block_size
         self._scheduler: SchedulerHalf | None = None
+        self._loads = Loads()
         self._ranks: Ranks | None = None
-        self._agreement: Agreement | None = None
+        self._agreement: RankComparison | None = None
         self._worker: WorkerHalf | None = None  # only on ranks that store
         self._outlet: Outlet | None = None
         self._increments: Increments | None = None
@@ -99,13 +100,18 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             never_draft(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return 0, False  # nothing is ever loaded
+        self._loads.refuse(request)
+        return 0, False
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        pass
+        assert self._scheduler is not None
+        self._loads.reset()
+        if tokens := loaded_tokens(request):
+            self._scheduler.tokens_were_loaded(tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self._scheduler is not None
+        self._loads.reset()  # of requests that did not get their blocks
         return self._scheduler.build_meta(scheduler_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -153,9 +159,12 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             storage = cache.untyped_storage()
             huge_pages.advise(storage.data_ptr(), storage.nbytes())
         group = get_tp_group()
+        others = [c for c in getattr(get_kv_transfer_group(), "sub_connectors", ()) if c is not self]
+        if group.rank_in_group == 0:
+            warn_of_loads(others)
         if group.world_size > 1:
-            check_siblings(getattr(get_kv_transfer_group(), "sub_connectors", ()), group.world_size)
-            self._agreement = Agreement(
+            check_siblings(others, group.world_size)
+            self._agreement = RankComparison(
                 cache, group.cpu_group, layer_ids=self._layer_ids, model=self._vllm_config.model_config.model
             )
         captures.check_layer_zero(
@@ -169,6 +178,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             self._layer_ids,
             self._vllm_config,
             direct=self._settings.cache_writes == "direct",
+            others=[type(c).__name__ for c in others],
         )
         settings = self._settings
         self._ranks = ranks_of(group, one_node=settings.one_node, limit=settings.owners)
@@ -355,3 +365,9 @@ def make_outlet(settings: ConnectorSettings, vllm_config: VllmConfig) -> Outlet:
     from hsx_dist.connector.standalone import store_outlet
 
     return store_outlet(settings, vllm_config)
+
+
+def pending_of(connector: Any) -> int:
+    """Requests that one connector, ours or vLLM's ``MultiConnector`` of ours, has not passed on yet."""
+    children = getattr(connector, "sub_connectors", [connector])  # vLLM's MultiConnector
+    return sum(c.pending for c in children if isinstance(c, HiddenStatesConnector))

@@ -25,17 +25,11 @@ def pending_here() -> int:
     """Sum over the connectors of this process that copy and store."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
+    from hsx_dist.connector.connector import pending_of
+
     if not has_kv_transfer_group():
         return 0
     return pending_of(get_kv_transfer_group())
-
-
-def pending_of(connector: Any) -> int:
-    """Requests that one connector, ours or vLLM's ``MultiConnector`` of ours, has not passed on yet."""
-    from hsx_dist.connector.connector import HiddenStatesConnector
-
-    children = getattr(connector, "sub_connectors", [connector])  # vLLM's MultiConnector
-    return sum(c.pending for c in children if isinstance(c, HiddenStatesConnector))
 
 
 def flush(llm: Any, timeout: float = 60.0) -> None:
@@ -54,6 +48,8 @@ def flush(llm: Any, timeout: float = 60.0) -> None:
         TimeoutError: not everything was stored in time.
         EngineError: the engine runs in child processes, without the extension.
     """
+    from hsx_dist.connector.connector import pending_of
+
     end = time.monotonic() + timeout
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)  # an InprocClient's
     quiet = 0

@@ -23,7 +23,7 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hsx_dist.connector.cores import any_core
+from hsx_dist.connector.affinity import any_core
 from hsx_dist.format.companions import lock_name
 from hsx_dist.logger import get_logger
 from hsx_dist.store.folders import SAFELY, is_at, opened

@@ -38,7 +38,7 @@ _THREADS = 4
 _MOST_BYTES = 64 << 20
 #: Bytes of a name that waits, without its markers.
 _NAME_BYTES = 1 << 10
-#: Seconds after which a marker that the store refused is stored again. They double, so many times.
+#: A marker that the store refused is stored again within so many seconds. They double with each try, so many times.
 _AGAIN_S = 5.0
 _DOUBLED = 4
 #: How many names whose marker the store refused keep their lock, an open file. Beyond that, the one that was refused
@@ -272,7 +272,7 @@ class Markers:
 
     def _keep(self, name: str, entry: _Name) -> _Name | None:
         """Have a name tried again later; the name that this ends, where too many are kept."""
-        entry.due = time.monotonic() + _AGAIN_S * 2 ** min(entry.refused - 1, _DOUBLED)
+        entry.due = time.monotonic() + _AGAIN_S * (2 ** min(entry.refused - 1, _DOUBLED) - 1)
         self._kept[name] = entry
         if not self._trying:
             self._trying = True

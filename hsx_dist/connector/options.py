@@ -66,7 +66,7 @@ def place(request_id: str) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class TokenSelection:
     """Every ``step``-th token from ``start`` to before ``stop``; negative numbers count from the end.
 
     ``kind`` ``loss_mask``: those whose mask is 1 instead; ``mean``: all, of which one row is made, their mean.
@@ -82,7 +82,7 @@ class Selection:
         return range(*slice(self.start, self.stop, self.step).indices(total))
 
     @classmethod
-    def read(cls, value: Any) -> Selection:
+    def read(cls, value: Any) -> TokenSelection:
         """``[start, stop]``, ``[start, stop, step]``, ``"last"``, ``"stride:N"``, ``"loss_mask"``, ``"mean"`` or
         ``"all"``; ``stop`` may be None.
 
@@ -108,7 +108,7 @@ class Selection:
         )
 
 
-ALL = Selection()
+ALL = TokenSelection()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class RequestOptions:
     by_path: bool = False
     save: bool = True
     layer_ids: tuple[int, ...] = ()
-    tokens: Selection = ALL
+    tokens: TokenSelection = ALL
     include_output_tokens: bool = False
     row: int | None = None
     #: 0 or 1 for each token of the prompt, uint8.
@@ -195,7 +195,7 @@ def read_options(
         by_path=by_path,
         save=read("hidden_states_save", True, _flag),
         layer_ids=read("hidden_states_layers", layer_ids, lambda v: _layers(v, layer_ids)),
-        tokens=read("hidden_states_tokens", ALL, Selection.read),
+        tokens=read("hidden_states_tokens", ALL, TokenSelection.read),
         include_output_tokens=read("include_output_tokens", include_output_tokens, _flag),
         row=read("hidden_states_row", None, _row),
         loss_mask=read("hidden_states_loss_mask", None, lambda v: _mask(v, prompt_tokens)),

@@ -28,10 +28,10 @@ import numpy as np
 
 import hsx_dist
 from hsx_dist.connector import writer_process
-from hsx_dist.connector.cores import any_core
+from hsx_dist.connector.affinity import any_core
 from hsx_dist.connector.outlet import PageRef, picklable
 from hsx_dist.connector.shared_memory import mapped, reserve
-from hsx_dist.connector.writer_process import WriterSpec
+from hsx_dist.connector.writer_process import WriterProcessSpec
 from hsx_dist.errors import EngineError, HsxError
 from hsx_dist.format.receipt import Receipt
 from hsx_dist.logger import get_logger
@@ -51,7 +51,7 @@ SOURCE = "writers"
 
 
 @dataclass(slots=True)
-class _Copy:
+class _UnsettledSource:
     """A segment that was handed over. ``whole``: with its last page; ``told``: as lost, already before that."""
 
     segment: Segment
@@ -62,7 +62,7 @@ class _Copy:
 class _Child:
     """One life of the process."""
 
-    def __init__(self, spec: WriterSpec, ring: int):
+    def __init__(self, spec: WriterProcessSpec, ring: int):
         """Raises:
         HsxError: what kept it from starting.
         """
@@ -119,7 +119,7 @@ class ProcessSender:
     ``on_event`` is called from a thread of its own. A segment is told exactly once, whatever becomes of the process.
     """
 
-    def __init__(self, spec: WriterSpec, on_event: Callable[[Event], None], meter: Meter):
+    def __init__(self, spec: WriterProcessSpec, on_event: Callable[[Event], None], meter: Meter):
         """Raises:
         HsxError: the process could not be started.
         OSError: there is no memory for the ring.
@@ -132,7 +132,7 @@ class ProcessSender:
         self._base = self.memory.ctypes.data
         self._state = threading.Condition()
         self._held: dict[int, Callable[[], None]] = {}  # offset → gives the page's room back
-        self._copies: dict[str, _Copy] = {}  # by source, of what is neither stored nor lost
+        self._copies: dict[str, _UnsettledSource] = {}  # by source, of what is neither stored nor lost
         self._broken: set[str] = set()  # sources that were told as lost while pages of them were still to come
         self._closing = self._starting = False
         self._failed_at: float | None = None
@@ -201,7 +201,7 @@ class ProcessSender:
                 else:
                     sent.append(ref)
                     self._held[ref.offset] = partial(release, page)
-                    copy = self._copies.setdefault(source, _Copy(page.segment.bare()))
+                    copy = self._copies.setdefault(source, _UnsettledSource(page.segment.bare()))
                     copy.whole = whole
                     if whole and copy.told:
                         del self._copies[source]

@@ -16,7 +16,7 @@ from hsx_dist.logger import get_logger
 
 log = get_logger(__name__)
 
-#: Rows of one request that ``Agreement`` compares, in each layer.
+#: Rows of one request that ``RankComparison`` compares, in each layer.
 COMPARED_ROWS = 4
 
 
@@ -96,7 +96,7 @@ def check_siblings(connectors: Iterable[Any], world_size: int) -> None:
     ours does. The reports of the others would never be complete, and the blocks that they hold would never come free.
 
     Args:
-        connectors: instances, ours included.
+        connectors: the instances next to ours.
 
     Raises:
         ConfigError: a connector expects another number of reports than there are ranks.
@@ -111,7 +111,7 @@ def check_siblings(connectors: Iterable[Any], world_size: int) -> None:
             )
 
 
-class Agreement:
+class RankComparison:
     """Compares the captured states of all ranks.
 
     States must be replicated: the owner of a request stores its own. Some models capture sums that are reduced over

@@ -53,7 +53,7 @@ class _Claim:
 
 
 @dataclass(slots=True)
-class _Known:
+class _KnownRequest:
     """A request that has not finished. ``owner`` is chosen when it is first scheduled. ``request``: its hash, where the
     client chose the name."""
 
@@ -86,12 +86,13 @@ class SchedulerHalf:
         self._hidden_size = hidden_size
         self._next = StepMetadata()
         self._sequence = 0
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _KnownRequest] = {}
         #: Requests whose blocks we hold: told True, not yet reported by all ranks.
         self._held: set[str] = set()
         self._claims: OrderedDict[str, _Claim] = OrderedDict()  # by the name of the key's object: a key may be long
         self._owner_of: OrderedDict[str, int] = OrderedDict()  # by ``object_name`` of a name that a client chose
         self._warned: set[str] = set()
+        self._loaded: str | None = None  # why no sample of this engine can be right
 
     # -- a request's life ----------------------------------------------------------------------------------------
 
@@ -101,7 +102,7 @@ class SchedulerHalf:
             self._known[request.request_id] = self._admitted(request)
             _withhold_params(request)
 
-    def _admitted(self, request: Request) -> _Known:
+    def _admitted(self, request: Request) -> _KnownRequest:
         """Read a request's parameters. An error costs the request its states: raised, it would end the engine."""
         try:
             return self._admit(request)
@@ -110,13 +111,13 @@ class SchedulerHalf:
             why = bounded(f"its parameters cannot be read: {type(e).__name__}: {e}")
             return _refused(self._read(request), why)
 
-    def _admit(self, request: Request) -> _Known:
+    def _admit(self, request: Request) -> _KnownRequest:
         options = self._read(request)
         if options.save and (why := _too_long(request)):
             return _refused(options, why)
         if not options.chosen or not options.save:
-            return _Known(options)
-        known = _Known(options, _request_hash(request, options))
+            return _KnownRequest(options)
+        known = _KnownRequest(options, _request_hash(request, options))
         key, name = options.key, options.name
         if options.path is not None or not request.prompt_token_ids or request.prompt_embeds is not None:
             return known  # what is there is replaced, as by vLLM's connector; nothing is stored without token ids
@@ -156,7 +157,7 @@ class SchedulerHalf:
                 log.warning("kv_transfer_params[%r] of request %s is ignored: %s", name, options.id, why)
         return options
 
-    def _owner(self, known: _Known) -> int:
+    def _owner(self, known: _KnownRequest) -> int:
         """What decides which rank stores it (``Ranks.owns``): in turn; but of one name always the same, which alone
         knows in what order requests of it came, which of them are under way, and whether its marker says that the key
         stands for two samples."""
@@ -192,7 +193,9 @@ class SchedulerHalf:
                 del self._claims[known.options.name]  # nothing was passed on: the key stands for nothing
         return held, answer
 
-    def _finish(self, known: _Known, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def _finish(
+        self, known: _KnownRequest, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         options = known.options
         if known.error is not None:
             return self._skip(known, request, known.error)
@@ -200,6 +203,8 @@ class SchedulerHalf:
             return False, _nothing(known.conflict, {**options.refused, "hidden_states_key": known.conflict})
         if not options.save:
             return self._skip(known, request, "the request asked for none", quiet=True)
+        if self._loaded is not None:
+            return self._skip(known, request, self._loaded)
         tokens, meta, reason = self._covered(request, options)
         refused = dict(options.refused)
         if reason is None and len(block_ids) < (blocks := -(-len(tokens) // self._block_size)):
@@ -248,7 +253,7 @@ class SchedulerHalf:
 
     def _skip(
         self,
-        known: _Known,
+        known: _KnownRequest,
         request: Request,
         reason: str,
         *,
@@ -262,7 +267,7 @@ class SchedulerHalf:
             return False, None  # never scheduled: vLLM expects nothing of it
         return False, _nothing(reason, refused)
 
-    def _tell(self, known: _Known, reason: str, *, quiet: bool = False, conflict: bool = False) -> None:
+    def _tell(self, known: _KnownRequest, reason: str, *, quiet: bool = False, conflict: bool = False) -> None:
         options = known.options
         owner = self._owner(known)  # also of one that was never scheduled: to tell
         self._next.skipped.append(
@@ -329,6 +334,12 @@ class SchedulerHalf:
                 meta.expected.append(Expect(options.id, options.name, owner, options.chosen, known.request))
         return meta
 
+    def tokens_were_loaded(self, tokens: int) -> None:
+        """Store nothing from now on: rows of loaded tokens were not computed here, and prefix hits share them."""
+        if self._loaded is None:
+            self._loaded = f"expected tokens computed by this engine, got {tokens} that another connector loaded"
+            log.error("no hidden states are stored: %s. Remove that connector from MultiConnector", self._loaded)
+
     def copies_done(self, request_ids: set[str]) -> None:
         self._held -= request_ids
 
@@ -386,9 +397,9 @@ def _too_long(request: Request) -> str | None:
     return None
 
 
-def _refused(options: RequestOptions, why: str) -> _Known:
+def _refused(options: RequestOptions, why: str) -> _KnownRequest:
     """A request of which nothing is stored: it is the same sample as no other."""
-    return _Known(options, identity_hash(options.id) if options.chosen else "", error=why)
+    return _KnownRequest(options, identity_hash(options.id) if options.chosen else "", error=why)
 
 
 def _request_hash(request: Request, options: RequestOptions) -> str:

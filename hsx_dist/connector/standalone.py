@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from hsx_dist.connector.cores import any_core
+from hsx_dist.connector.affinity import any_core
 from hsx_dist.connector.locks import CompanionLocks
 from hsx_dist.connector.markers import ENOUGH_FAILED, Markers
 from hsx_dist.connector.outlet import Copied, LocalOutlet
 from hsx_dist.connector.process_sender import ProcessSender
 from hsx_dist.connector.settings import ConnectorSettings
 from hsx_dist.connector.step import Expect, Skip
-from hsx_dist.connector.writer_process import WriterSpec
+from hsx_dist.connector.writer_process import WriterProcessSpec
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.companions import OBJECT
 from hsx_dist.format.receipt import Receipt
@@ -285,7 +285,7 @@ def process_writers(settings: ConnectorSettings) -> MakeWriters:
     """Writers in a process of their own."""
 
     def make(options: SinkOptions, on_event: Callable[[Event], None], meter: Meter, ring_bytes: int) -> Writers:
-        spec = WriterSpec(
+        spec = WriterProcessSpec(
             url=settings.output,
             storage_options=settings.storage_options,
             options=options,

@@ -35,7 +35,7 @@ FRAME_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CopyPlan:
     """How many tokens go into a page and a segment: whole blocks, so that pages are gathered by blocks."""
 
     page_tokens: int
@@ -44,7 +44,7 @@ class Plan:
     @classmethod
     def of(
         cls, *, block_size: int, layers: int, hidden_size: int, itemsize: int, page_bytes: int, segment_bytes: int
-    ) -> Plan:
+    ) -> CopyPlan:
         """Raises:
         ValueError: one block of all layers is larger than a page or a segment may be.
         """
@@ -61,7 +61,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class _Copy:
+class _PageCopy:
     """A save under way: ``next`` is the first token not yet copied, ``event`` the last copy's."""
 
     save: Save
@@ -81,7 +81,7 @@ class _Copy:
 class _Page:
     """One that has its place in the ring, and is not copied yet."""
 
-    copy: _Copy
+    copy: _PageCopy
     ref: PageRef
 
 
@@ -104,7 +104,7 @@ class WorkerHalf:
         self._outlet = outlet
         self._layer_ids = layer_ids
         self._block_size = block_size
-        self.plan = Plan.of(
+        self.plan = CopyPlan.of(
             block_size=block_size,
             layers=layers,
             hidden_size=hidden,
@@ -124,8 +124,8 @@ class WorkerHalf:
         if self._pinned:
             pin(self._memory)
         self._followed = False  # copies out of this step's saves wait for the model's earlier steps
-        self._waiting: deque[_Copy] = deque()  # not all pages copied, oldest first
-        self._copied: list[_Copy] = []  # all copies started, not all done
+        self._waiting: deque[_PageCopy] = deque()  # not all pages copied, oldest first
+        self._copied: list[_PageCopy] = []  # all copies started, not all done
         self._refused: set[str] = set()  # requests that could not be planned: their blocks may go at once
         self._meter = outlet.meter
         self._meter.watch("blocks_held", lambda: self.blocks_held)
@@ -171,7 +171,7 @@ class WorkerHalf:
             except Exception:
                 log.exception("request %s is not accounted for", request.request_id)
 
-    def _planned(self, save: Save) -> _Copy | None:
+    def _planned(self, save: Save) -> _PageCopy | None:
         """How a request is copied; None where that fails: then its blocks may go, and its failure is told."""
         try:
             return self._plan_copy(save)
@@ -183,7 +183,7 @@ class WorkerHalf:
             self._each(self._outlet.skip, [Skip(save.id or save.request_id, save.key, name, save.owner, why)])
             return None
 
-    def _plan_copy(self, save: Save) -> _Copy:
+    def _plan_copy(self, save: Save) -> _PageCopy:
         places = torch.from_numpy(save.block_ids)
         rows = save.positions is not None or save.layers is not None or save.mean_of > 0
         if rows:
@@ -196,7 +196,7 @@ class WorkerHalf:
         # A mean has no token ids of its own: what tells two of them apart is over which it was taken.
         ids = save.attached["request_token_ids"] if save.mean_of else save.token_ids
         layers = save.layers or tuple(range(len(self._layer_ids)))
-        copy = _Copy(
+        copy = _PageCopy(
             save,
             places,
             rows,
@@ -214,14 +214,14 @@ class WorkerHalf:
             )
         return copy
 
-    def _shape(self, copy: _Copy, start: int, stop: int) -> tuple[int, int, int]:
+    def _shape(self, copy: _PageCopy, start: int, stop: int) -> tuple[int, int, int]:
         """Shape of the page of tokens ``[start, stop)``."""
         if copy.rows:
             return len(copy.layers), stop - start, self._cache.shape[3]
         # Page and segment lengths are whole blocks, so a page starts with a block.
         return page_shape(self._cache, -(-stop // self._block_size) - start // self._block_size, self._order)
 
-    def _nbytes(self, copy: _Copy, start: int, stop: int) -> int:
+    def _nbytes(self, copy: _PageCopy, start: int, stop: int) -> int:
         return math.prod(self._shape(copy, start, stop)) * copy.dtype.itemsize
 
     def drain(self, seconds: float) -> int:
@@ -258,7 +258,7 @@ class WorkerHalf:
     def _pump(self) -> None:
         """Copy what there is room for. The blocks of the rest stay held, and vLLM's scheduler waits for them."""
         pages: list[_Page] = []
-        whole: list[_Copy] = []
+        whole: list[_PageCopy] = []
         while self._waiting:
             copy = self._waiting[0]
             while copy.next < len(copy.save.token_ids) and (page := self._place(copy)) is not None:
@@ -273,7 +273,7 @@ class WorkerHalf:
             self._outlet.submit(*[(page.ref, event.synchronize) for page, event in started])
         self._copied += whole  # once they were started: what has no event would count as copied
 
-    def _place(self, copy: _Copy) -> _Page | None:
+    def _place(self, copy: _PageCopy) -> _Page | None:
         """The next page, with its place in the ring; None where there is no room now."""
         tokens = copy.save.token_ids
         total, start = len(tokens), copy.next

@@ -41,7 +41,7 @@ NICE = 10
 
 
 @dataclass(frozen=True, slots=True)
-class WriterSpec:
+class WriterProcessSpec:
     """What the process needs to know. ``storage_options`` may hold secrets: it travels over the socket pair alone."""
 
     url: str
@@ -138,7 +138,7 @@ def serve(connection: Connection, ring: int) -> None:
     os.nice(NICE)
     meter = Meter()
     try:
-        spec: WriterSpec = connection.recv()
+        spec: WriterProcessSpec = connection.recv()
         memory = mapped(ring, spec.ring_bytes)
         store = open_store(spec.url, spec.storage_options, on_retry=meter.retried)
     except Exception as e:  # noqa: BLE001 - the engine says it to whoever started it

@@ -23,6 +23,8 @@ from hsx_dist.reading.run import Run
 from hsx_dist.reading.select import Selection
 
 _STATEMENT = "export.json"
+#: What earlier versions did not store.
+_LATER = ("run_id", "samples_hash", "samples_per_file")
 _LARGEST_STATEMENT = 4 << 20
 #: How long a process that was seen to begin it may take to write it.
 _STATEMENT_S = 5.0
@@ -30,7 +32,7 @@ _ENTRY_POINTS = "hsx_dist.exporters"
 #: Name → class, or where it is: a trainer's packages are loaded when it is exported for.
 EXPORTERS: dict[str, type[Exporter] | str] = {
     "vllm": "hsx_dist.exporting.vllm:VllmExporter",
-    "speculators": "hsx_dist.exporting.speculators:SpeculatorsExporter",
+    "speculators": "hsx_dist.exporting.speculators_dataset:SpeculatorsExporter",
     "specforge-eagle3": "hsx_dist.exporting.specforge:Eagle3Exporter",
     "specforge-dflash": "hsx_dist.exporting.specforge:DFlashExporter",
     "topk-logprobs": "hsx_dist.exporting.topk:TopKExporter",
@@ -89,6 +91,8 @@ def export_run(
         "run": run.url,
         "run_id": run.id,
         "samples": len(run),
+        "samples_hash": run.index.digest(),  # files are named by position
+        "samples_per_file": exporter.per_file,
         "layer_ids": LAYER_IDS,
         **exporter.statement(),
     }
@@ -136,7 +140,7 @@ def _claim(folder: Path, statement: dict[str, Any], place: Place) -> None:
     except FileExistsError:
         there = _statement(path)
         if is_of_run(there.get("run_id"), place):
-            there["run_id"] = place.id  # earlier versions did not store it
+            there = {**{name: statement[name] for name in _LATER}, **there}
         differs = sorted(k for k in {*there, *statement} if there.get(k) != statement.get(k))
         if differs:
             raise ConfigError(

@@ -9,8 +9,8 @@ from typing import Any
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.isa import avoid_broken_amx
+from hsx_dist.models.builtin import SMOLLM2, resolve_model
 from hsx_dist.reading.run import Run
-from hsx_dist.testing.models import SMOLLM2, resolve_model
 
 #: An id of the Hugging Face hub, ``name`` or ``org/name``: no path and no URL.
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?")

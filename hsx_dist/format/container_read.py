@@ -22,7 +22,7 @@ from hsx_dist.page import CARRIER
 from hsx_dist.store.base import ObjectInfo
 
 
-class Source(Protocol):
+class PartSource(Protocol):
     """What reading needs of a ``Store``."""
 
     @property
@@ -55,7 +55,7 @@ class Part:
     layer ids and checksums.
     """
 
-    def __init__(self, store: Source, name: str, header: Header, size: int, front: bytes = b""):
+    def __init__(self, store: PartSource, name: str, header: Header, size: int, front: bytes = b""):
         self.name = name
         #: Of the object in bytes.
         self.size = size
@@ -69,7 +69,7 @@ class Part:
     @classmethod
     def open(
         cls,
-        store: Source,
+        store: PartSource,
         name: str,
         *,
         header_bytes: int | None = None,
@@ -99,7 +99,7 @@ class Part:
             return cls._open(store, name, header_bytes, store.head(name).size if size is None else size, front_bytes)
 
     @classmethod
-    def _open(cls, store: Source, name: str, header_bytes: int | None, size: int, front_bytes: int) -> Part:
+    def _open(cls, store: PartSource, name: str, header_bytes: int | None, size: int, front_bytes: int) -> Part:
         if header_bytes is not None and not 8 <= header_bytes <= 8 + MAX_HEADER_BYTES:
             raise FormatError(f"expected a safetensors header, got one of {header_bytes} bytes")
         data = _ranges(store, name, [(0, 8 if header_bytes is None else header_bytes + front_bytes)])[0]
@@ -215,8 +215,10 @@ class Part:
                     yield from ((k, rows[:, k]) for k in range(info.num_layers))
                 return
             for k in range(info.num_layers):
-                for c in range(info.num_chunks):
-                    data = self._fetch([self._layer_range(i, k, c, c + 1)])[0]
+                end = self._begin(f"{i}.{k}")
+                for c, size in enumerate(self._record(i).chunk_sizes(k)):
+                    begin, end = end, end + size
+                    data = self._fetch([(begin, end)])[0]
                     x = _empty_chunk(info, c, data)
                     self._decode(i, k, c, data, x)
                     yield k, x
@@ -382,11 +384,12 @@ def _positions(info: SegmentInfo, layers: Sequence[int] | None) -> list[int]:
     if not isinstance(layers, Iterable) or isinstance(layers, str | bytes):
         raise ConfigError(f"layers: expected a sequence of layer ids, came {layers!r}; pass [{layers!r}]")
     layers = list(layers)
-    unknown = [layer for layer in layers if layer not in info.layer_ids]
+    positions = {layer: k for k, layer in enumerate(info.layer_ids)}
+    unknown = [layer for layer in layers if layer not in positions]
     if unknown:
         stored = ", ".join(map(str, info.layer_ids)) or "(it does not say: read it with layers=None)"
         raise ConfigError(f"layers: {unknown} are not stored; stored are {stored}")
-    return [info.layer_ids.index(layer) for layer in layers]
+    return [positions[layer] for layer in layers]
 
 
 def _place(out: np.ndarray[Any, Any], x: np.ndarray[Any, Any], span: tuple[int, int], start: int, stop: int) -> None:
@@ -402,7 +405,7 @@ def _check(crc: int, expected: int, what: str) -> None:
         )
 
 
-def _ranges(store: Source, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+def _ranges(store: PartSource, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
     try:
         views = store.get_ranges(name, ranges)
     except ValueError as e:  # the store's word for a range past the end

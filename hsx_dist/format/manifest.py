@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hsx_dist.format.copies import Copies, Proven
 from hsx_dist.format.key_index import KeyIndex
 from hsx_dist.format.names import receipt_name
 from hsx_dist.format.receipt import Receipt, RowFate, SegmentProof
@@ -69,6 +70,7 @@ class Manifest:
         self._receipts: dict[tuple[int, str, int], Receipt] = {}
         self._order: list[Receipt] = []
         self._parts: dict[str, Receipt] = {}
+        self._numbers: dict[str, list[int]] = {}  # part → numbers of its receipts; nearly always one
         self._stored_bytes = 0
         # A place is a receipt's number in ``_order`` and a slot in it.
         self._index = KeyIndex(self._key_at)  # the first proof of every key
@@ -79,9 +81,10 @@ class Manifest:
         self._refused: dict[str, RowFate] = {}
         self._failed: dict[str, RowFate] = {}
         self._conflicts: set[str] = set()
-        self._disputed: dict[str, list[str]] = {}
+        self._disputed: dict[str, set[int]] = {}  # key → attempts that stored it with different tokens
         self._void: set[str] = set()  # parts that prove nothing any more
-        self._dirty: set[str] = set()  # keys whose proofs changed since it was decided which of them are the sample
+        self._dirty: dict[str, None] = {}  # keys whose proofs or fate changed since it was decided what became of them
+        self._copies: dict[str, Copies] = {}  # keys that were asked for one by one, and are not whole yet
         for receipt in receipts:
             self.add(receipt)
 
@@ -121,7 +124,7 @@ class Manifest:
     def conflicts(self) -> list[str]:
         """What contradicts itself, in words: a key with other tokens in the same attempt, receipts that differ."""
         self._decide()
-        return sorted({*self._conflicts, *(c for found in self._disputed.values() for c in found)})
+        return sorted({*self._conflicts, *(c for key in self._disputed for c in self._disputes(key))})
 
     @property
     def receipts(self) -> list[Receipt]:
@@ -136,7 +139,7 @@ class Manifest:
         """The parts that hold a segment of ``key``, of any copy; none of those that were declared lost."""
         first = self._index.find(key)
         places = self._many.get(key) or ([] if first is None else [first])
-        return {self._order[place >> _SLOT_BITS].part or "" for place in places}
+        return {self._part(place) for place in places} - self._void
 
     def keys_by_row(self) -> list[str]:
         """The keys of all samples in the order of their input rows; those of unknown rows last, by key."""
@@ -190,8 +193,7 @@ class Manifest:
             if known != receipt:
                 self._conflicts.add(f"{receipt_name(*receipt.id)}: two receipts of this name differ")
             return
-        if not self._void.issuperset(receipt.void):
-            self.declare_void(receipt.void)
+        self.declare_void(receipt.void)
         self._receipts[receipt.id] = receipt
         lost = receipt.part in self._void
         self._order.append(replace(receipt, segments=()) if lost else receipt)
@@ -201,21 +203,24 @@ class Manifest:
                 self._conflicts.add(f"{receipt.part}: two receipts name this part")
                 self._parts[receipt.part] = max(before, receipt, key=lambda r: r.id)
             self._stored_bytes += self._parts[receipt.part].size - (0 if before is receipt else before.size)
+            self._numbers.setdefault(receipt.part, []).append(len(self._order) - 1)
             self._add_segments(len(self._order) - 1, receipt.table)
         for fate in receipt.rows:
             self._take_fate(receipt.id, fate)
 
     def declare_void(self, parts: Sequence[str]) -> None:
         """Take ``parts`` as lost, whether their receipts are known already or come later."""
-        void = self._void.union(parts)
-        if not void.isdisjoint(self._parts):
-            # Nothing is ever taken out of the index: rare as this is, it is made anew.
-            receipts, conflicts = list(self._receipts.values()), self._conflicts
-            self.__init__()  # type: ignore[misc]
-            self._void, self._conflicts = void, conflicts
-            for receipt in receipts:
-                self.add(receipt)
-        self._void = void
+        for part in (part for part in dict.fromkeys(parts) if part not in self._void):
+            self._void.add(part)
+            if part in self._parts:
+                self._stored_bytes -= self._parts.pop(part).size
+            for number in self._numbers.pop(part, ()):
+                for slot, key in enumerate(self._order[number].table.keys()):
+                    # Nothing is taken out of the index. ``_settle`` leaves out what is void.
+                    self._many.setdefault(key, [number << _SLOT_BITS | slot])
+                    self._partial.discard(key)
+                    self._copies.pop(key, None)
+                    self._dirty[key] = None
 
     def _add_segments(self, number: int, table: SegmentTable) -> None:
         whole = table.whole.tolist()
@@ -225,10 +230,10 @@ class Manifest:
             first = self._index.find(key) if known is None else None
             if known is None and first is None:  # nearly all of a run's samples
                 self._index.add(key, place)
-                if whole[slot]:
-                    self._drop_fate(key)
-                else:
+                if not whole[slot]:
                     self._partial.add(key)
+                if key in self._fates:
+                    self._dirty[key] = None
                 continue
             if known is None:
                 assert first is not None
@@ -238,61 +243,79 @@ class Manifest:
                 else:
                     self._chosen[key] = (first,)
             known.append(place)
-            self._dirty.add(key)
+            self._dirty[key] = None
 
     def _take_fate(self, told: tuple[int, str, int], fate: RowFate) -> None:
         known = self._fates.get(fate.key)
-        if known is not None and known[0] > told:
-            return
-        self._fates[fate.key] = (told, fate)
-        self._refused.pop(fate.key, None)
-        self._failed.pop(fate.key, None)
-        if fate.key in self.samples or fate.fate == "withdrawn":
-            return
-        (self._refused if fate.fate == "refused" else self._failed)[fate.key] = fate
-
-    def _drop_fate(self, key: str) -> None:
-        self._refused.pop(key, None)
-        self._failed.pop(key, None)
+        if known is None or known[0] <= told:
+            self._fates[fate.key] = (told, fate)
+            self._dirty[fate.key] = None
 
     def _decide(self) -> None:
         """Settle what changed. Not with each receipt: of a sample in many receipts each would cost all of them."""
-        while self._dirty:
-            self._settle(self._dirty.pop())
+        dirty, self._dirty = self._dirty, {}
+        for key in dirty:
+            self._settle(key)
 
-    def _settle(self, key: str) -> None:
-        """Decide anew which segments, if any, are the sample of a ``key`` that has several."""
-        proofs = [self._proof(place) for place in self._many[key]]
-        disputes: list[str] = []
-        run: list[_Proven] = []
-        for attempt in sorted({p.attempt for p in proofs}, reverse=True):
-            run, dispute = _whole(key, [p for p in proofs if p.attempt == attempt])
-            disputes += [dispute] if dispute else []
-            if run:
-                break  # what older attempts say does not matter any more
+    def _settle(self, key: str) -> Copies | None:
+        """Decide anew which segments, if any, are the sample of ``key``, and whether its fate counts. The result: what
+        is known of a key that has several segments and no sample."""
+        pending = self._choose(key) if key in self._many else None
+        if key in self._fates:
+            fate = self._fates[key][1]
+            self._refused.pop(key, None)
+            self._failed.pop(key, None)
+            if fate.fate != "withdrawn" and not self._places(key):
+                (self._refused if fate.fate == "refused" else self._failed)[key] = fate
+        return pending
+
+    def _choose(self, key: str) -> Copies | None:
+        places = self._many[key]
+        copies = self._copies.pop(key, None) or Copies()
+        for place in places[copies.added :]:
+            if self._part(place) not in self._void:
+                copies.add(self._proof(place))
+        copies.added = len(places)
+        self._chosen.pop(key, None)
         self._disputed.pop(key, None)
-        if disputes:
-            self._disputed[key] = disputes
-        if run:
+        if disputed := copies.disputed():
+            self._disputed[key] = disputed
+        if run := copies.sample():
             self._chosen[key] = tuple(p.place for p in run)
-            self._drop_fate(key)
-        elif self._chosen.pop(key, None) is not None and key in self._fates:
-            self._take_fate(*self._fates[key])
+        return None if run else copies
+
+    def _disputes(self, key: str) -> list[str]:
+        """What contradicts itself in the attempts that stored ``key`` with different tokens."""
+        parts: dict[int, set[str]] = {attempt: set() for attempt in self._disputed[key]}
+        for place in self._many[key]:
+            attempt, part = self._order[place >> _SLOT_BITS].attempt, self._part(place)
+            if attempt in parts and part not in self._void:
+                parts[attempt].add(part)
+        return [
+            f"sample {key!r}: attempt {attempt} stored it with different tokens ({', '.join(sorted(names))})"
+            for attempt, names in parts.items()
+        ]
 
     # -- places --------------------------------------------------------------------------------------------------
 
     def _key_at(self, place: int) -> str:
         return self._order[place >> _SLOT_BITS].table.key(place & _SLOTS)
 
-    def _proof(self, place: int) -> _Proven:
+    def _part(self, place: int) -> str:
+        return self._order[place >> _SLOT_BITS].part or ""
+
+    def _proof(self, place: int) -> Proven:
         receipt = self._order[place >> _SLOT_BITS]
-        return _Proven(receipt.attempt, receipt.part or "", receipt.segments[place & _SLOTS], place)
+        return Proven(receipt.attempt, receipt.part or "", receipt.segments[place & _SLOTS], place)
 
     def _places(self, key: str) -> tuple[int, ...]:
         """Of the segments that make the sample ``key``; none when it is not whole."""
         if key in self._dirty:
-            self._dirty.remove(key)
-            self._settle(key)
+            del self._dirty[key]
+            pending = self._settle(key)
+            if pending is not None:
+                # Who follows a run asks with each segment: the next one is then added to these.
+                self._copies[key] = pending
         if key in self._many:
             return self._chosen.get(key, ())
         place = None if key in self._partial else self._index.find(key)
@@ -341,50 +364,3 @@ class _Samples(Mapping[str, SampleRecord]):
 
 _SLOT_BITS = 32
 _SLOTS = (1 << _SLOT_BITS) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Proven:
-    """A proof, and where it stands."""
-
-    attempt: int
-    part: str
-    proof: SegmentProof
-    place: int
-
-
-def _whole(key: str, proofs: list[_Proven]) -> tuple[list[_Proven], str | None]:
-    """(the segments of the sample that one attempt proves, what contradicts itself in it): empty and ``None`` when
-    there is none."""
-    # Segments of one sample agree in their total and in the hash of all its tokens; only such are joined.
-    chosen: dict[tuple[_Identity, int, int], _Proven] = {}
-    mixed = False
-    for proven in sorted(proofs, key=lambda p: (p.part, p.proof.slot)):  # the lowest part name first
-        s = proven.proof.segment
-        first = chosen.setdefault(((s.total, proven.proof.sample_hash), s.index, s.start), proven)
-        mixed |= (first.proof.segment.stop, first.proof.token_hash) != (s.stop, proven.proof.token_hash)
-    samples = sorted({sample for sample, _, _ in chosen})
-    dispute = None
-    if mixed or len(samples) > 1:
-        names = ", ".join(sorted({p.part for p in proofs}))
-        dispute = f"sample {key!r}: attempt {proofs[0].attempt} stored it with different tokens ({names})"
-    # Where the whole sample's hash is not known, runs whose tokens differ must not be joined either.
-    runs = [run for run in (_cover(sample, chosen) for sample in samples) if run and not (mixed and len(run) > 1)]
-    return min(runs, key=lambda run: run[0].part, default=[]), dispute
-
-
-#: What all segments of a sample share: its number of tokens, and the hash of their ids.
-_Identity = tuple[int, str]
-
-
-def _cover(sample: _Identity, chosen: Mapping[tuple[_Identity, int, int], _Proven]) -> list[_Proven]:
-    """Segments 0, 1, … that cover all the sample's tokens without a gap; empty when there are none."""
-    run: list[_Proven] = []
-    at = 0
-    while at < sample[0]:
-        item = chosen.get((sample, len(run), at))
-        if item is None:
-            return []
-        run.append(item)
-        at = item.proof.segment.stop
-    return run

@@ -28,8 +28,8 @@ LARGEST_NUMBER = 999_999_999
 WRITER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 #: What comparing samples with the model found (``check_samples``).
 CHECK = "check.json"
-#: Numbers in names as ``_number`` writes them. ``\\d`` would match digits of other scripts, and any length.
-ATTEMPT_DIGITS, _SEQ_DIGITS = "[0-9]{4}|[1-9][0-9]{4,8}", "[0-9]{6}|[1-9][0-9]{6,8}"
+#: Numbers from 1 on in names as ``_number`` writes them. ``\\d`` would match digits of other scripts, and any length.
+ATTEMPT_DIGITS, _SEQ_DIGITS = "(?!0000)[0-9]{4}|[1-9][0-9]{4,8}", "(?!000000)[0-9]{6}|[1-9][0-9]{6,8}"
 _RECEIPT = re.compile(rf"manifest/({ATTEMPT_DIGITS})/({WRITER.pattern})/({_SEQ_DIGITS})\.json")
 _PART = re.compile(rf"data/part-({ATTEMPT_DIGITS})-({WRITER.pattern})-({_SEQ_DIGITS})(?:=[^/]*)?\.safetensors")
 
@@ -84,9 +84,7 @@ def parse_part_name(name: str) -> tuple[int, str, int] | None:
 
 
 def _parsed(found: re.Match[str] | None) -> tuple[int, str, int] | None:
-    if found is None or not (int(found[1]) and int(found[3])):
-        return None
-    return int(found[1]), found[2], int(found[3])
+    return None if found is None else (int(found[1]), found[2], int(found[3]))
 
 
 def _number(n: int, digits: int) -> str:

@@ -28,7 +28,7 @@ from hsx_dist.jobs.replica_actor import start_replica
 from hsx_dist.jobs.room import has_room_for_writers
 from hsx_dist.jobs.tasks import EngineSpec, Task
 from hsx_dist.logger import get_logger
-from hsx_dist.writers.ray_pool import WriterSpec, start_writer
+from hsx_dist.writers.ray_pool import PoolWriterSpec, start_writer
 
 log = get_logger(__name__)
 
@@ -71,7 +71,7 @@ class RayFleet:
     def __init__(
         self,
         spec: EngineSpec,
-        writer: Callable[[str], WriterSpec],
+        writer: Callable[[str], PoolWriterSpec],
         shape: ClusterShape,
         *,
         name: str,

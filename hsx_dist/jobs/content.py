@@ -9,7 +9,7 @@ from typing import Any
 from hsx_dist.connector.options import MAX_METADATA_BYTES
 from hsx_dist.errors import InputError
 from hsx_dist.jobs.row_cost import cost_of_json, most_cost
-from hsx_dist.jobs.values import chat_value, is_unicode, kind_of, metadata_value, shown
+from hsx_dist.jobs.row_values import chat_value, is_unicode, kind_of, metadata_value, shown
 
 _MAX_TOKEN_ID = (1 << 31) - 1
 #: Names of ShareGPT's roles → those of chat templates.

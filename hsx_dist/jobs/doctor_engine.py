@@ -18,7 +18,7 @@ from hsx_dist.config import ExtractConfig
 from hsx_dist.errors import ConfigError, EngineError, HsxError, NotFound
 from hsx_dist.jobs import preflight
 from hsx_dist.jobs.connect import connect_ray
-from hsx_dist.jobs.doctor import Check
+from hsx_dist.jobs.diagnosis import Diagnosis
 from hsx_dist.jobs.encode import load_tokenizer
 from hsx_dist.jobs.extract import engine_spec
 from hsx_dist.jobs.replica import engine_arguments, engine_environment
@@ -51,18 +51,18 @@ class Agreement:
     wrong: float
 
 
-def check_engine(config: ExtractConfig) -> Iterator[Check]:
+def check_engine(config: ExtractConfig) -> Iterator[Diagnosis]:
     """Start the engine, here or where a replica would run, and judge what it says of eight prompts."""
     try:
         model = preflight.examine_model(config)
         found = _on_cluster(config) if config.pool == "ray" else measure(config)
     except HsxError as e:
-        yield Check("engine", "fail", str(e))
+        yield Diagnosis("engine", "fail", str(e))
         return
     yield judge(found, model.dtype, model.num_layers)
 
 
-def judge(found: Agreement, dtype: str, num_layers: int) -> Check:
+def judge(found: Agreement, dtype: str, num_layers: int) -> Diagnosis:
     """Whether the states are those that the model computed."""
     limit = LIMITS[dtype]
     said = (
@@ -71,15 +71,17 @@ def judge(found: Agreement, dtype: str, num_layers: int) -> Check:
         f"the wrong order: {found.wrong:.2g}"
     )
     if not found.right <= limit:  # NaN too
-        return Check(
+        return Diagnosis(
             "engine",
             "fail",
             f"{said}: expected at most {limit:g} on average. The states are not this model's: do not use them; try "
             "another vLLM version (docs/connector.md), enforce_eager, or without prefix caching, and report it",
         )
     if found.wrong < CONTRAST * max(found.right, 1e-9):
-        return Check("engine", "warn", f"{said}: this model tells its rows hardly apart, so that this proves little")
-    return Check("engine", "ok", said)
+        return Diagnosis(
+            "engine", "warn", f"{said}: this model tells its rows hardly apart, so that this proves little"
+        )
+    return Diagnosis("engine", "ok", said)
 
 
 def _on_cluster(config: ExtractConfig) -> Agreement:
@@ -104,7 +106,7 @@ def _on_cluster(config: ExtractConfig) -> Agreement:
 
 
 def _measure_there(config: ExtractConfig, environment: dict[str, str]) -> Agreement:
-    from hsx_dist.jobs.cores import prepare_cpu
+    from hsx_dist.jobs.cpu_binding import prepare_cpu
 
     os.environ.update(environment)
     claim = prepare_cpu(int(config.engine_kwargs.get("tensor_parallel_size", 1)), config.replica.num_cpus)

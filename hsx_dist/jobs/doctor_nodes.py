@@ -17,7 +17,7 @@ from hsx_dist.config.secrets import credential_environment
 from hsx_dist.errors import ConfigError, HsxError
 from hsx_dist.jobs import preflight
 from hsx_dist.jobs.connect import connect_ray
-from hsx_dist.jobs.doctor import Check, machine_limits, probe_store
+from hsx_dist.jobs.diagnosis import Diagnosis, machine_limits, probe_store
 from hsx_dist.jobs.extract import engine_spec
 from hsx_dist.jobs.placement import place
 from hsx_dist.jobs.ray_errors import reason_of
@@ -27,7 +27,7 @@ from hsx_dist.jobs.room import affordable_credit, check_output, check_room
 NODE_SECONDS = 120.0
 
 
-def check_cluster(config: ExtractConfig) -> list[Check]:
+def check_cluster(config: ExtractConfig) -> list[Diagnosis]:
     """Room and budgets as the driver sees them, then each node's own word.
 
     Raises:
@@ -35,14 +35,14 @@ def check_cluster(config: ExtractConfig) -> list[Check]:
     """
     connect_ray()
     nodes = [n for n in ray.nodes() if n["Alive"]]
-    found = [Check("cluster", "ok", f"{len(nodes)} nodes: {_total(nodes)}")]
+    found = [Diagnosis("cluster", "ok", f"{len(nodes)} nodes: {_total(nodes)}")]
     found += check_budgets(config, nodes)
     for node, checks in ask_nodes(config, nodes):
         found += [replace(check, name=f"{node}: {check.name}") for check in checks]
     return found
 
 
-def check_budgets(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
+def check_budgets(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> Iterator[Diagnosis]:
     """Output, object store and room for replicas, against what Ray knows of the nodes."""
     resources = [n["Resources"] for n in nodes]
     try:
@@ -51,14 +51,14 @@ def check_budgets(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> 
             check_output(config.output, len(nodes))
         check_room(config, placement, resources)
         where = "spanning nodes, by Ray's executor" if placement.spans_nodes else "each on one node"
-        yield Check("room", "ok", f"for {config.min_replicas} replicas, {where}, and their writers")
+        yield Diagnosis("room", "ok", f"for {config.min_replicas} replicas, {where}, and their writers")
     except ConfigError as e:
         # What is not there may still come, where the run is told to wait for it.
-        yield Check("room", "warn" if config.wait_seconds else "fail", str(e))
+        yield Diagnosis("room", "warn" if config.wait_seconds else "fail", str(e))
     try:
         credit, wanted = affordable_credit(config, nodes), int(config.writers.credit_bytes)
     except ConfigError as e:
-        yield Check("object store", "fail", str(e))
+        yield Diagnosis("object store", "fail", str(e))
         return
     smallest = min(int(r.get("object_store_memory", 0)) for r in resources) >> 20
     if credit < wanted:
@@ -66,12 +66,12 @@ def check_budgets(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> 
             f"the smallest has {smallest:,} MiB: each writer gets {credit >> 20:,} MiB of credit, not the "
             f"{wanted >> 20:,} of writers.credit_bytes; start Ray with a larger --object-store-memory"
         )
-        yield Check("object store", "warn", message)
+        yield Diagnosis("object store", "warn", message)
     else:
-        yield Check("object store", "ok", f"the smallest has {smallest:,} MiB; {credit >> 20:,} MiB a writer")
+        yield Diagnosis("object store", "ok", f"the smallest has {smallest:,} MiB; {credit >> 20:,} MiB a writer")
 
 
-def ask_nodes(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Check]]]:
+def ask_nodes(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Diagnosis]]]:
     """(node's address, its checks), of all nodes at once."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -92,33 +92,33 @@ def ask_nodes(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> Iter
         except GetTimeoutError:
             ray.cancel(ref, force=True)
             message = f"expected an answer within {NODE_SECONDS:.0f} s, came none; look at the node's Ray logs"
-            yield name, [Check("probe", "fail", message)]
+            yield name, [Diagnosis("probe", "fail", message)]
         except RayError as e:
             message = (
                 f"expected to run a task there, came: {reason_of(e)}; install hsx-dist with the driver's versions on "
                 "every node, or submit the job with a runtime environment that does"
             )
-            yield name, [Check("probe", "fail", message)]
+            yield name, [Diagnosis("probe", "fail", message)]
 
 
 def examine_node(
     config: ExtractConfig, environment: Mapping[str, str], has_gpu: bool, expected_versions: str
-) -> list[Check]:
+) -> list[Diagnosis]:
     """The checks of the node on which it is called; ``expected_versions``: the driver's."""
     os.environ.update(environment)
-    found: list[Check] = []
+    found: list[Diagnosis] = []
     try:
-        found.append(Check("store", "ok", probe_store(config)))
+        found.append(Diagnosis("store", "ok", probe_store(config)))
     except HsxError as e:
-        found.append(Check("store", "fail", str(e)))
+        found.append(Diagnosis("store", "fail", str(e)))
     found += machine_limits(int(config.in_flight_bytes), has_gpu=has_gpu)
     if (here := versions()) == expected_versions:
-        found.append(Check("versions", "ok", here))
+        found.append(Diagnosis("versions", "ok", here))
     else:
         message = (
             f"expected the driver's, {expected_versions}, found {here}; use one image, or one environment, for all"
         )
-        found.append(Check("versions", "fail", message))
+        found.append(Diagnosis("versions", "fail", message))
     return found
 
 

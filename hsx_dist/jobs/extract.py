@@ -34,7 +34,7 @@ from hsx_dist.jobs.driver import Driver
 from hsx_dist.jobs.encode import RowRules
 from hsx_dist.jobs.fleet import Fleet, LocalFleet
 from hsx_dist.jobs.heartbeat import Heartbeat
-from hsx_dist.jobs.identity import check_same_input, differences, first_rows, run_seed
+from hsx_dist.jobs.input_identity import check_same_input, differences, first_rows, run_seed
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.jobs.limits import HeldBytes, Limits, seconds_left
 from hsx_dist.jobs.rows import Row, read_rows, rows_from

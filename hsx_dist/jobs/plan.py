@@ -6,7 +6,7 @@ import json
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -37,7 +37,7 @@ _HEARTBEAT_S = 5.0
 
 
 @dataclass
-class Plan:
+class RunPlan:
     """An estimate. Tokens are those of ``sampled`` rows, scaled to all usable ones; exact where all were sampled.
 
     ``refused``: rows of the input that cannot be read, and reasons → rows of the sample that would be refused.
@@ -83,7 +83,7 @@ def make_plan(
     sample_rows: int = 1000,
     tokens_per_second: float = 10_000.0,
     replicas_per_node: int = 1,
-) -> Plan:
+) -> RunPlan:
     """Read the input once, encode ``sample_rows`` of its rows, and compute the rest. No engine, and no store.
 
     Args:
@@ -94,63 +94,31 @@ def make_plan(
         ConfigError: a setting is wrong, the model or the input cannot be read.
     """
     model = examine_model(config)
-    tokenizer = load_tokenizer(model.path, revision=config.revision, engine_kwargs=config.engine_kwargs)
-    rules = RowRules.of(config)
-    encoder = RowEncoder(
-        tokenizer, model.max_tokens, config.chat_template_kwargs, vocab_size=model.vocab_size, rules=rules
-    )
-    usable, unreadable, some = _sample(rows(), sample_rows)
-    refused: Counter[str] = Counter()
-    lengths: list[tuple[int, int, float]] = []  # tokens computed, stored, and bytes beside their states
-    answer = int(config.sampling_params.get("max_tokens") or 1) if config.include_output_tokens else 1
-    for row in some:
-        try:
-            encoded = encoder.encode(row)
-        except InputError as e:
-            refused[str(e).split(", came", 1)[0]] += 1
-            lengths.append((0, 0, 0.0))
-            continue
-        computed = min(len(encoded.token_ids) + answer - 1, model.max_tokens)
-        kept = kept_tokens(encoded, computed, config)
-        lengths.append((computed, kept, _beside(row, encoded, kept, model, config)))
-    scale = usable / max(len(some), 1)
-    tokens, stored_tokens = (round(scale * sum(x[i] for x in lengths)) for i in (0, 1))
-    beside = scale * sum(x[2] for x in lengths)
+    measured = _measure(config, model, rows(), sample_rows)
+    tokens = measured.scaled(row.computed for row in measured.lengths)
+    stored_tokens = measured.scaled(row.kept for row in measured.lengths)
     mean = config.select == "mean"
     token_bytes = model.token_bytes * 4 // model.itemsize if mean else model.token_bytes
     dtype = "float32" if mean or model.itemsize == 4 else model.dtype
     raw = stored_tokens * token_bytes
-    stored = {name: round(raw / ratio + beside) for name, ratio in RATIOS[dtype].items()}
+    beside = measured.scaled(row.beside for row in measured.lengths)
+    stored = {name: round(raw / ratio) + beside for name, ratio in RATIOS[dtype].items()}
     codec = str(config.codec["name"] if isinstance(config.codec, dict) else config.codec)
     notes = []
     if codec not in stored:
-        stored[codec] = round(raw + beside)
+        stored[codec] = raw + beside
         notes.append(f"the codec {codec} has no measured ratio: counted as if it stored the states as they are")
-    replicas = config.max_replicas
-    seconds = tokens / max(tokens_per_second * replicas, 1e-9)
-    samples = round(scale * sum(1 for x in lengths if x[1]))
-    parts = _parts(config, stored[codec], samples, seconds)
-    kv_bytes = 1 if str(config.engine_kwargs.get("kv_cache_dtype", "")).startswith("fp8") else model.itemsize
-    cache = cache_share(
-        load_text_config(config, model.path),
-        states=model.token_bytes,
-        tensor_parallel=int(config.engine_kwargs.get("tensor_parallel_size", 1)),
-        itemsize=kv_bytes,
-    )
-    if cache.warning:
-        notes.append(cache.warning)
-    if config.select != "all":
-        notes.append(partial_note(config.select))
-    if config.include_output_tokens:
-        notes.append(f"answers are counted at their longest, {answer} tokens each")
-    return Plan(
-        rows=usable + unreadable,
-        unreadable=unreadable,
-        sampled=len(some),
-        refused=dict(refused.most_common()),
+    seconds = tokens / max(tokens_per_second * config.max_replicas, 1e-9)
+    parts = _parts(config, stored[codec], measured.scaled(row.kept > 0 for row in measured.lengths), seconds)
+    cache = _cache_share(config, model)
+    return RunPlan(
+        rows=measured.usable + measured.unreadable,
+        unreadable=measured.unreadable,
+        sampled=len(measured.lengths),
+        refused=dict(measured.refused.most_common()),
         tokens=tokens,
         stored_tokens=stored_tokens,
-        margin=_margin([x[1] for x in lengths], usable),
+        margin=_margin([row.kept for row in measured.lengths], measured.usable),
         token_bytes=token_bytes,
         raw_bytes=raw,
         codec=codec,
@@ -160,9 +128,79 @@ def make_plan(
         cache=cache,
         seconds=seconds,
         node_bytes_per_second=tokens_per_second * replicas_per_node * stored[codec] / max(tokens, 1),
-        replicas=replicas,
-        notes=notes,
+        replicas=config.max_replicas,
+        notes=notes + _notes(config, cache),
     )
+
+
+@dataclass(frozen=True)
+class _RowLength:
+    """Of one row: tokens that are ``computed`` and ``kept``, and bytes ``beside`` their states. 0 for a refused row."""
+
+    computed: int = 0
+    kept: int = 0
+    beside: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Rows of an input, and the ``lengths`` of some of the usable ones."""
+
+    usable: int
+    unreadable: int
+    refused: Counter[str]
+    lengths: list[_RowLength]
+
+    def scaled(self, values: Iterable[float]) -> int:
+        """A sum over the measured rows, for all usable ones."""
+        return round(self.usable / max(len(self.lengths), 1) * sum(values))
+
+
+def _measure(config: ExtractConfig, model: Model, rows: Iterator[Row | RowFate], sample_rows: int) -> _Measured:
+    tokenizer = load_tokenizer(model.path, revision=config.revision, engine_kwargs=config.engine_kwargs)
+    encoder = RowEncoder(
+        tokenizer,
+        model.max_tokens,
+        config.chat_template_kwargs,
+        vocab_size=model.vocab_size,
+        rules=RowRules.of(config),
+    )
+    usable, unreadable, some = _sample(rows, sample_rows)
+    measured = _Measured(usable, unreadable, Counter(), [])
+    for row in some:
+        try:
+            encoded = encoder.encode(row)
+        except InputError as e:
+            measured.refused[str(e).split(", came", 1)[0]] += 1
+            measured.lengths.append(_RowLength())
+            continue
+        computed = min(len(encoded.token_ids) + _longest_answer(config) - 1, model.max_tokens)
+        kept = kept_tokens(encoded, computed, config)
+        measured.lengths.append(_RowLength(computed, kept, _beside(row, encoded, kept, model, config)))
+    return measured
+
+
+def _longest_answer(config: ExtractConfig) -> int:
+    return int(config.sampling_params.get("max_tokens") or 1) if config.include_output_tokens else 1
+
+
+def _cache_share(config: ExtractConfig, model: Model) -> CacheShare:
+    fp8 = str(config.engine_kwargs.get("kv_cache_dtype", "")).startswith("fp8")
+    return cache_share(
+        load_text_config(config, model.path),
+        states=model.token_bytes,
+        tensor_parallel=int(config.engine_kwargs.get("tensor_parallel_size", 1)),
+        itemsize=1 if fp8 else model.itemsize,
+    )
+
+
+def _notes(config: ExtractConfig, cache: CacheShare) -> list[str]:
+    notes = [cache.warning] if cache.warning else []
+    if config.select != "all":
+        notes.append(partial_note(config.select))
+    if config.include_output_tokens:
+        notes.append(f"answers are counted at their longest, {_longest_answer(config)} tokens each")
+    return notes
 
 
 def kept_tokens(encoded: Encoded, computed: int, config: ExtractConfig) -> int:

@@ -13,7 +13,7 @@ from hsx_dist.jobs.cluster import ClusterShape, RayFleet
 from hsx_dist.jobs.placement import place, placed_spec
 from hsx_dist.jobs.room import affordable_abroad, affordable_credit, check_output, check_room
 from hsx_dist.jobs.tasks import EngineSpec
-from hsx_dist.writers.ray_pool import WriterSpec
+from hsx_dist.writers.ray_pool import PoolWriterSpec
 from hsx_dist.writers.sink import SinkOptions
 
 
@@ -46,8 +46,8 @@ def ray_fleet(
     credit = affordable_credit(config, nodes)
     environment = credential_environment()
 
-    def writer(writer_name: str) -> WriterSpec:
-        return WriterSpec(
+    def writer(writer_name: str) -> PoolWriterSpec:
+        return PoolWriterSpec(
             output=config.output,
             folder=folder,
             storage_options=config.store.storage_options,

@@ -19,7 +19,7 @@ from hsx_dist.errors import ConfigError, FormatError, Unavailable
 from hsx_dist.jobs.arrow_files import open_arrow, open_parquet, with_uuids_as_text
 from hsx_dist.jobs.decompress import BROKEN, check_expansion
 from hsx_dist.jobs.row_cost import cost_of_columns, most_cost
-from hsx_dist.jobs.sources import Input, Source
+from hsx_dist.jobs.sources import Input, InputSource
 
 BATCH_ROWS = 256
 _VALUES_AT_ONCE = 1 << 24
@@ -39,7 +39,7 @@ class Unreadable:
 
 
 def read_records(
-    found: Input, source: Source, columns: Sequence[str], needed: Sequence[str], opened: IO[bytes] | None = None
+    found: Input, source: InputSource, columns: Sequence[str], needed: Sequence[str], opened: IO[bytes] | None = None
 ) -> Iterator[tuple[int, Any]]:
     """(number from 0, line as bytes or a mapping of columns) of everything in ``source``; None for a line or row that
     is longer than ``input.max_row_bytes``, ``Unreadable`` for a row of a table that has no Python values.

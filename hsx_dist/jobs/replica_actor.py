@@ -12,7 +12,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hsx_dist.config.secrets import credential_environment
-from hsx_dist.jobs.cores import prepare_cpu
+from hsx_dist.jobs.cpu_binding import prepare_cpu
 from hsx_dist.jobs.placement import Placement
 from hsx_dist.jobs.tasks import EngineSpec, Task, TaskResult
 from hsx_dist.logger import get_logger

@@ -14,8 +14,8 @@ from hsx_dist.format.manifest import RowFate
 from hsx_dist.jobs.content import CONTENT_CHECKS, as_messages, as_tools, json_metadata, mask_of
 from hsx_dist.jobs.records import Unreadable, read_records
 from hsx_dist.jobs.row_cost import cost_of_json, most_cost
+from hsx_dist.jobs.row_values import is_unicode, kind_of, shown
 from hsx_dist.jobs.sources import Input, find_input
-from hsx_dist.jobs.values import is_unicode, kind_of, shown
 
 _MAX_KEY = 1024
 #: Each refused row costs the driver about 500 bytes. An input may have so many, and so many more for each usable row.

@@ -34,12 +34,14 @@ _FORMATS: dict[str, Format] = {
 }  # fmt: skip
 _LINES = ("jsonl", "text")
 _ARCHIVES = frozenset({".zip", ".tar", ".lz4", ".sz", ".snappy"})
+#: fsspec opens them before a file is asked for: tarfile reads what a header claims, and references name any file.
+_UNBOUNDED = frozenset({"tar", "libarchive", "reference"})
 #: What Hugging Face's ``Dataset.save_to_disk`` and ``DatasetDict.save_to_disk`` leave in their folders.
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class InputSource:
     """Files whose rows are numbered as one. ``label`` leads the keys of rows that have no id, and is the source's own;
     ``files`` are paths of the input's file system."""
 
@@ -52,7 +54,7 @@ class Source:
 class Input:
     """The input's sources in their order, and the file system on which they lie. ``shown``: its path, for messages."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[InputSource, ...]
     shown: str
     _fs: Any
     _config: InputConfig
@@ -103,6 +105,7 @@ def _find(config: InputConfig, shown: str) -> Input:
         path = str(Path(config.path).expanduser().absolute())
     else:
         check_endpoints(config.storage_options)
+        _check_chain(config.path, shown)
         fs, path = fsspec.core.url_to_fs(config.path, **config.storage_options)
     try:
         # As it stands first: * and [ may be letters of a name, and ? begins the query of an http URL.
@@ -122,7 +125,7 @@ def _find(config: InputConfig, shown: str) -> Input:
                 "another input.format"
             )
         else:
-            sources = [Source(stem(path), (path,), _format(path, config.format) or "jsonl")]
+            sources = [InputSource(stem(path), (path,), _format(path, config.format) or "jsonl")]
     if not sources:
         raise ConfigError(
             f"input.path: expected files of rows at {shown}, came none; name them (jsonl, txt, parquet, arrow; or "
@@ -137,7 +140,7 @@ def _find(config: InputConfig, shown: str) -> Input:
     return Input(tuple(sources), shown, fs, config)
 
 
-def _of_folder(config: InputConfig, fs: Any, folder: str) -> list[Source]:
+def _of_folder(config: InputConfig, fs: Any, folder: str) -> list[InputSource]:
     if config.format in ("auto", "dataset"):
         if fs.exists(f"{folder}/{_SPLITS}"):
             splits = _json(fs, f"{folder}/{_SPLITS}")["splits"]
@@ -157,7 +160,7 @@ def _of_folder(config: InputConfig, fs: Any, folder: str) -> list[Source]:
     return _of_many(config, fs, {p: i["type"] for p, i in fs.find(folder, detail=True).items()}, folder)
 
 
-def _of_many(config: InputConfig, fs: Any, found: dict[str, str], base: str) -> list[Source]:
+def _of_many(config: InputConfig, fs: Any, found: dict[str, str], base: str) -> list[InputSource]:
     sources = []
     for path, kind in sorted(found.items()):
         # A page of links may sign them: keys are made of names.
@@ -168,14 +171,26 @@ def _of_many(config: InputConfig, fs: Any, found: dict[str, str], base: str) -> 
             if config.format in ("auto", "dataset") and fs.exists(f"{path}/{_STATE}"):
                 sources.append(_saved(fs, path, name))
         elif (form := _format(path, config.format)) is not None:
-            sources.append(Source(_COMPRESSED.sub("", name).removesuffix(_suffix(name)) or name, (path,), form))
+            sources.append(InputSource(_COMPRESSED.sub("", name).removesuffix(_suffix(name)) or name, (path,), form))
     return sources
 
 
-def _saved(fs: Any, folder: str, label: str) -> Source:
+def _saved(fs: Any, folder: str, label: str) -> InputSource:
     """A folder of ``Dataset.save_to_disk``: its state names Arrow files in the order of their rows."""
     files = [_within(fs, folder, item["filename"]) for item in _json(fs, f"{folder}/{_STATE}")["_data_files"]]
-    return Source(label, tuple(files), "arrow")
+    return InputSource(label, tuple(files), "arrow")
+
+
+def _check_chain(path: str, shown: str) -> None:
+    """Raise ConfigError for a chain of URLs that fsspec does not open in bounded time and memory.
+
+    Of a zip file in another one fsspec reads the directory, through a member that may be of any compression.
+    """
+    schemes = [link.partition("://")[0] for link in path.split("::")]
+    if schemes.count("zip") > 1 or not _UNBOUNDED.isdisjoint(schemes):
+        raise ConfigError(
+            f"input.path: expected a file of rows, or one in a zip file (zip://NAME::FILE.zip), got {shown}. Extract it"
+        )
 
 
 def _check_file(fs: Any, path: str, ending: str = "") -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from hsx_dist.reading.arrays import resolve_framework
 from hsx_dist.reading.cache import CachedStore
 from hsx_dist.reading.follow import Arrival, Follower, has_position
 from hsx_dist.reading.items import ItemSpec
-from hsx_dist.reading.order import Progress, canonical_order, fingerprint, require_run, restore
+from hsx_dist.reading.order import EpochPosition, canonical_order, fingerprint, require_run, restore
 from hsx_dist.reading.prefetch import read_ahead, reused_memory
 from hsx_dist.reading.retain import rank_of
 from hsx_dist.reading.run import Run, open_run
@@ -161,7 +161,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         self._repeat, self._follow = repeat, dict(follow_options or {}) if follow else None
         self._epoch = _SharedNumber()
         self._resume: Mapping[str, Any] | None = None
-        self._progress: Progress | None = None
+        self._progress: EpochPosition | None = None
         self._follower: Follower | None = None
         #: Samples that ``on_error="skip"`` left out so far, in this process.
         self.skipped = 0
@@ -193,7 +193,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
     def _ordered(self) -> Iterator[dict[str, Any]]:
         shards, shard = self._shards()
         resume, self._resume = self._resume, None
-        progress = Progress(self._epoch.get(), shards, shard)
+        progress = EpochPosition(self._epoch.get(), shards, shard)
         if resume is not None:
             progress = restore(resume, self._fingerprint(), shards, shard)
             self.skipped = resume.get("skipped", self.skipped)
@@ -202,9 +202,9 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
             yield from self._one_epoch(progress)
             if not self._repeat or not len(self._reader.selection):
                 return
-            progress = self._progress = Progress(progress.epoch + 1, shards, shard)
+            progress = self._progress = EpochPosition(progress.epoch + 1, shards, shard)
 
-    def _one_epoch(self, progress: Progress) -> Iterator[dict[str, Any]]:
+    def _one_epoch(self, progress: EpochPosition) -> Iterator[dict[str, Any]]:
         selection, reader = self._reader.selection, self._reader
         groups = self.run.index.part_of[selection.places]
         order = canonical_order(
@@ -249,8 +249,8 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         follower = self._follower = Follower(self.run.place, state=position, **(self._follow or {}))
         reader, empty = self._reader, self._reader.memory(self._prefetch)
 
-        def tasks() -> Iterator[tuple[Arrival | None, int]]:
-            for arrival in follower:
+        def tasks(arrivals: Iterable[Arrival | None]) -> Iterator[tuple[Arrival | None, int]]:
+            for arrival in arrivals:
                 if arrival is None:
                     yield None, 0
                 elif rank_of(arrival.entry.key, shards) == shard:
@@ -261,13 +261,18 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
             assert arrival is not None, "read_ahead runs no pauses"
             return reader.spec.make(self.run.sample_of(arrival.entry), 0, empty)
 
-        for arrival, future in read_ahead(make, tasks(), threads=self._threads, max_bytes=self._prefetch):
-            assert arrival is not None, "read_ahead yields no pauses"
-            item = self._outcome(arrival.entry.key, future)
-            follower.done(arrival)
-            if item is not None:
-                yield item
-                del item
+        lost: list[Arrival] = []
+        for arrivals in (follower, follower.computed_again(lost)):
+            for arrival, future in read_ahead(make, tasks(arrivals), threads=self._threads, max_bytes=self._prefetch):
+                assert arrival is not None, "read_ahead yields no pauses"
+                item = self._outcome(arrival.entry.key, future)
+                if isinstance(future.exception(), NotFound):
+                    lost.append(arrival)  # not done: a resume asks for it again
+                elif arrivals is follower:
+                    follower.done(arrival)
+                if item is not None:
+                    yield item
+                    del item
 
     def retention(self, consumer: str = "default", *, consumers: Sequence[str] | None = None) -> Retention:
         """``ack(key)`` of this rank's samples; parts that all ``consumers`` have used are removed."""
@@ -280,7 +285,10 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
     def state_dict(self) -> dict[str, Any]:
         """Where this process's iteration stands, to the sample; JSON types. ``merge_states`` joins ranks."""
         if self._resume is not None:  # loaded, and not gone on from yet
-            return dict(self._resume)
+            if self._follow is not None or self._resume["taken"]:
+                return dict(self._resume)
+            shards, shard = self._shards()  # a merged state is of none, and could not be merged again
+            return {**self._resume, "shards": shards, "shard": shard}
         if self._follower is not None:
             return self._state_of(self._follower.position)
         return self.start_state() if self._progress is None else self._state_of(self._progress)
@@ -288,11 +296,11 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
     def start_state(self) -> dict[str, Any]:
         """The state before the first sample of the epoch that is set."""
         shards, shard = self._shards()
-        return self._state_of({} if self._follow is not None else Progress(self._epoch.get(), shards, shard))
+        return self._state_of({} if self._follow is not None else EpochPosition(self._epoch.get(), shards, shard))
 
-    def _state_of(self, at: Progress | dict[str, Any]) -> dict[str, Any]:
+    def _state_of(self, at: EpochPosition | dict[str, Any]) -> dict[str, Any]:
         """``at``: the progress in an epoch, or a follower's position."""
-        if isinstance(at, Progress):
+        if isinstance(at, EpochPosition):
             found = at.to_dict(self._fingerprint())
         else:
             shards, shard = self._shards()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hsx_dist.errors import NotFound, RunStalled
@@ -47,7 +47,8 @@ def has_position(store: Store, position: Mapping[str, Any]) -> bool:
 class Follower:
     """Yields each sample of a run once, as soon as it is proven, and ends when the run is complete.
 
-    Asks each writer's next receipt for by its name; lists only to find writers that are new.
+    Asks each writer's next receipt for by its name; lists only to find writers that are new. A follower that is resumed
+    yields a sample again if its part was lost meanwhile and an attempt computed it again.
 
     Args:
         place: the run.
@@ -105,7 +106,17 @@ class Follower:
             writer, seq = self._open.popleft()
             self._done[writer] = (seq + 1, set())
         seq, keys = self._done.get(arrival.writer, (0, set()))
-        self._done[arrival.writer] = (arrival.seq, {*(keys if seq == arrival.seq else ()), arrival.entry.key})
+        keys = keys if seq == arrival.seq else set()
+        keys.add(arrival.entry.key)
+        self._done[arrival.writer] = (arrival.seq, keys)
+
+    def computed_again(self, lost: Sequence[Arrival]) -> Iterator[Arrival]:
+        """To iterate after the run's end: those of ``lost`` that an attempt has stored in other parts since. ``done``
+        does not take them."""
+        for arrival in tuple(lost):
+            record = self._manifest.samples.get(arrival.entry.key)
+            if record is not None and entry_of(record) != arrival.entry:
+                yield replace(arrival, entry=entry_of(record))
 
     def __iter__(self) -> Iterator[Arrival | None]:
         """Arrivals; ``None`` when there is nothing new, before a pause.
@@ -178,8 +189,8 @@ class Follower:
             self._open.append((writer, receipt.seq))
         arrivals = []
         for key in dict.fromkeys(receipt.table.keys()):
-            record = self._manifest.samples.get(key)
-            if record is not None and key not in self._seen:
+            record = None if key in self._seen else self._manifest.samples.get(key)
+            if record is not None:
                 self._seen.add(key)
                 raw = sum(proof.raw_bytes for _, proof in record.segments)
                 stored = sum(proof.stored_bytes for _, proof in record.segments)

@@ -100,19 +100,21 @@ def remove_run(root: Store, place: Place | None, *, on_object: Callable[[str], N
     names: list[str] = []
     if place is not None:
         bury(place)
-        own = V1_FOLDERS if place.version == 1 else (f"{place.folder}/",)
+        own = (f"{place.folder}/",) if place.version > 1 else ()
         names = [name for name in V1_OBJECTS if place.version == 1 and _is_there(root, name)]
     # Without a run here, also what no tombstone names: run_rm has shown it, and asked whether a driver works on it.
+    # A run of version 1 is among them, as ``bury`` has replaced its description. Its folders may hold files of others.
     left = leftovers(root, removed_only=place is not None)
     if place is None and not left:
         open_place(root)  # says that there is none
     if place is None and "" in left:
         close_place(root)
+    folders = (*own, *chain(*((folder,) if folder else V1_FOLDERS for folder in left)))
     found = chain(
         names,
         (info.name for folder in own for info in root.list(folder)),
         (info.name for folder in left for info in run_objects(root, folder)),
-        (i.name for i in _unfinished_of(root, (*own, *filter(None, left)))),
+        (info.name for info in _unfinished_of(root, folders)),
     )
     removed = 0
     for name in found:

@@ -6,7 +6,8 @@ and keys that were stored more than once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,6 +117,24 @@ class Index:
             p for r in self._many.values() for p, _ in r.segments
         }
         return {name for name in names if name is not None}
+
+    def lie_in(self, parts: Set[str]) -> _Array:
+        """bool ``[N]``: whether all of a sample lies in ``parts``."""
+        found: _Array = np.array([r.part in parts for r in self.parts], bool)[self.part_of]
+        for i in np.flatnonzero(self._slot < 0):
+            found[i] = all(part in parts for part, _ in self._many[self.keys[i]].segments)
+        return found
+
+    def digest(self) -> str:
+        """32 hex digits of all samples in order: keys, lengths, token ids."""
+        hashes = self._hash.copy()
+        for i in np.flatnonzero(self._slot < 0):
+            of = [f"{start} {token_hash}" for _, _, start, _, token_hash in self[i].pieces]
+            # A whole sample counts as what it is, also where the run holds several copies.
+            hashes[i] = of[0][2:] if len(of) == 1 else hashlib.blake2b(" ".join(of).encode(), digest_size=8).hexdigest()
+        h = hashlib.blake2b("\0".join(self.keys).encode("utf-8", "surrogatepass"), digest_size=16)
+        h.update(self.tokens.tobytes() + hashes.tobytes())
+        return h.hexdigest()
 
     def attempt(self, i: int) -> int:
         """The attempt that stored the sample."""

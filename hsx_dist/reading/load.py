@@ -111,13 +111,13 @@ def load_object(
             _require_identity(sample, identity, f"{store.url.rstrip('/')}/{name}")
             return sample.load(layers, tokens, framework)
 
-    def load_again() -> dict[str, Any]:
+    def look() -> dict[str, Any]:
         try:
             return load()
-        except FormatError:
-            return load()  # without a lock, the first time may have met two objects
+        except FormatError:  # also where it was replaced between two of the requests for it
+            return load()
 
-    return _wait_for(load_again, wait)
+    return _wait_for(look, wait)
 
 
 def _require_identity(sample: Sample, identity: Mapping[str, str] | None, where: str) -> None:

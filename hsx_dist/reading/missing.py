@@ -76,6 +76,11 @@ def _removals(store: Store, version: int, marks: Iterable[ObjectInfo]) -> dict[s
     return {part: False for part, attempt in earlier.items() if attempt not in refused} | found
 
 
+def stored_parts(store: Store) -> set[str]:
+    """The names of all parts that are stored now, proven or not. Raises ``StoreError``."""
+    return {info.name for info in store.list(_DATA)}
+
+
 def missing_parts(store: Store, manifest: Manifest, version: int) -> list[str]:
     """The parts that ``manifest`` names, that are not stored, and that were not removed after use: their samples are
     lost. Where another copy of such a sample was in a part that was removed, and its mark does not say that the sample
@@ -83,7 +88,7 @@ def missing_parts(store: Store, manifest: Manifest, version: int) -> list[str]:
 
     Raises ``StoreError``.
     """
-    stored = {info.name for info in store.list(_DATA)}
+    stored = stored_parts(store)
     absent = [part for part in manifest.parts if part not in stored]
     if not absent:
         return []

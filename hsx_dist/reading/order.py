@@ -49,7 +49,7 @@ class Dealt:
 
 
 @dataclass(slots=True)
-class Progress:
+class EpochPosition:
     """Where one shard of ``shards`` stands in an epoch: ``taken`` of its own samples, after what ``history`` took."""
 
     epoch: int
@@ -107,7 +107,7 @@ def require_run(state: Mapping[str, Any], place: Place, holds: Callable[[], bool
         )
 
 
-def restore(state: Mapping[str, Any], expected: str, shards: int, shard: int) -> Progress:
+def restore(state: Mapping[str, Any], expected: str, shards: int, shard: int) -> EpochPosition:
     """The progress that a state (one shard's, or ``merge_states``') means for this shard.
 
     Raises:
@@ -122,11 +122,11 @@ def restore(state: Mapping[str, Any], expected: str, shards: int, shard: int) ->
         )
     history = tuple(Dealt(n, tuple(taken)) for n, taken in state["history"])
     if state["shards"] is None:
-        return Progress(state["epoch"], shards, shard, 0, history)
+        return EpochPosition(state["epoch"], shards, shard, 0, history)
     if (state["shards"], state["shard"]) == (shards, shard):
-        return Progress(state["epoch"], shards, shard, state["taken"], history)
+        return EpochPosition(state["epoch"], shards, shard, state["taken"], history)
     if state["taken"] == 0:
-        return Progress(state["epoch"], shards, shard, 0, history)
+        return EpochPosition(state["epoch"], shards, shard, 0, history)
     raise ConfigError(
         f"state: expected the state of shard {shard} of {shards} (ranks times workers), came that of shard "
         f"{state['shard']} of {state['shards']}; to go on with another number, give load_state_dict what "

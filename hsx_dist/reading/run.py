@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hsx_dist.errors import NotFound, SampleConsumed, SampleNotFound
 from hsx_dist.format.container import Part
@@ -22,10 +22,8 @@ from hsx_dist.page import Segment
 from hsx_dist.reading.index import Index, SampleEntry
 from hsx_dist.reading.missing import is_removed
 from hsx_dist.reading.sample import Piece, Sample
+from hsx_dist.reading.select import Selection, select
 from hsx_dist.store import ObjectInfo, Store, open_store
-
-if TYPE_CHECKING:
-    from hsx_dist.reading.select import Selection
 
 log = get_logger(__name__)
 
@@ -87,7 +85,7 @@ class _Parts:
         return mine.result()
 
 
-class _Proven:
+class _ProvenPart:
     """Where a run's parts are read from. A part that is gone was used by all its consumers, or is lost."""
 
     def __init__(self, store: Store, place: Place):
@@ -229,8 +227,6 @@ class Run:
 
     def select(self, **criteria: Any) -> Selection:
         """The samples that meet all criteria: see ``hsx_dist.reading.select.select``."""
-        from hsx_dist.reading.select import select
-
         return select(self, **criteria)
 
     def __len__(self) -> int:
@@ -289,7 +285,7 @@ class Run:
             ids = 8 * self.index.tokens_in[name]
             known = {"header_bytes": receipt.header_bytes, "size": receipt.size}
             known["front_bytes"] = ids if ids <= _MOST_IDS else 0
-        return Part.open(_Proven(store, self.place), name, **known)
+        return Part.open(_ProvenPart(store, self.place), name, **known)
 
     # -- other processes -------------------------------------------------------------------------------------------
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from hsx_dist.errors import ConfigError, SampleNotFound
-from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Sample
+
+if TYPE_CHECKING:
+    from hsx_dist.reading.run import Run
 
 #: Parts whose headers are read at once where a criterion needs them.
 _THREADS = 16
@@ -74,7 +76,9 @@ def select(
     Raises:
         SampleNotFound: one of ``keys`` is not in the run.
         ConfigError: a criterion that is none.
-        StoreError, FormatError: as reading does.
+        SampleConsumed, StoreError, FormatError: ``where`` or ``min_loss_tokens`` reads a part that consumers have
+            removed, or that cannot be read. Its samples are not left out: a state that was taken before the removal
+            would not fit the smaller selection.
     """
     index = run.index
     chosen = np.ones(len(index), bool)

@@ -113,7 +113,7 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
         if self._state is not None:
             return self._state
         if self._resume is not None:
-            return dict(self._resume)
+            return {**self._resume, "dataset": self._dataset.state_dict()}
         return {"buffers": 0, "rows": 0, "batches": 0, "dataset": self._dataset.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -92,7 +92,7 @@ def verify_run(
         raise ConfigError(f"sample: expected a share of more than 0 and at most 1, such as 0.1, came {sample:g}")
     if workers < 1:
         raise ConfigError(f"workers: expected at least 1, came {workers}")
-    known = _Known(resume)
+    known = _SoundParts(resume)
     report = VerifyReport()
     try:
         place = open_place(root)
@@ -113,7 +113,7 @@ def _check_run(
     place: Place,
     manifest: Manifest,
     report: VerifyReport,
-    known: _Known,
+    known: _SoundParts,
     on_part: Callable[[str, Sequence[Problem]], None] | None,
     workers: int,
     sample: float,
@@ -142,7 +142,7 @@ def _check_run(
     report.problems.extend(Problem("", message) for message in _check_counts(store, manifest))
 
 
-class _Known:
+class _SoundParts:
     """Parts that were found sound before: a line of JSON each in a file. Lines of earlier versions do not name the run:
     see ``is_of_run``."""
 

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 from hsx_dist.config.secrets import looks_secret, url_secrets
 from hsx_dist.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
@@ -109,13 +110,16 @@ class Redactor:
     def __init__(self, options: Mapping[str, Any], environ: Mapping[str, str]):
         values = {*_secret_values(options), *(v for k, v in environ.items() if looks_secret(k) and len(v) >= 8)}
         values.update(secret for v in environ.values() for secret in url_secrets(v) if len(secret) >= 8)  # of a proxy
-        # The longest first: one secret may be a part of another.
-        self._secrets = sorted((v for v in values if len(v) >= 4), key=len, reverse=True)
+        self._secrets: list[str] = []
+        self.learn(values)
 
     def learn(self, secrets: Collection[str]) -> None:
         """Remove these too: credentials that were found while a store was used."""
-        values = {*self._secrets, *(v for v in tuple(secrets) if len(v) >= 4)}
+        new = {v for v in tuple(secrets) if len(v) >= 4}
+        # Libraries quote what goes into a URL.
+        values = {*self._secrets, *new, *map(quote, new), *map(quote_plus, new), *(quote(v, safe="") for v in new)}
         if len(values) > len(self._secrets):
+            # The longest first: one secret may be a part of another.
             self._secrets = sorted(values, key=len, reverse=True)
 
     def __call__(self, text: str) -> str:

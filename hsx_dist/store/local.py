@@ -355,7 +355,8 @@ def _entries(root: Path, folder: str) -> list[tuple[str, os.DirEntry[str]]]:
     """The entries of a folder below ``root`` by the names of their objects, sorted; those of folders end in ``/``."""
     with os.scandir(root / folder) as found:
         # "a-b" sorts before "a/b", but after "a": a folder takes its place with its slash.
-        return sorted((f"{folder}{e.name}{'/' if _is_folder(e) else ''}", e) for e in found)
+        # A dict: a file system may give a name twice if its object is replaced meanwhile.
+        return sorted({f"{folder}{e.name}{'/' if _is_folder(e) else ''}": e for e in found}.items())
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -381,7 +382,7 @@ def _unfinished(folder: int, views: Sequence[memoryview]) -> Iterator[str]:
     """Name of a whole and synced file in the open ``folder``; gone when the context ends, whatever happened.
 
     A file that cannot be synced is never synced again: the kernel may have dropped its bytes, and would report success.
-    A repeated put writes another file.
+    ``hsx gc`` may remove the file if it sees no sign of life of this process's driver. A repeated put writes another.
     """
     temporary = f"{UNFINISHED}{uuid.uuid4().hex}"
     try:
@@ -390,6 +391,8 @@ def _unfinished(folder: int, views: Sequence[memoryview]) -> Iterator[str]:
                 _write_all(fd, views)
             os.fsync(fd)
         yield temporary
+    except FileNotFoundError as e:
+        raise Unavailable(f"put {temporary}: expected the file it wrote, got none: another process removed it") from e
     finally:
         with suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=folder)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -112,52 +114,41 @@ class BotocoreCredentials:
         }
 
 
+@dataclass(frozen=True)
+class _Given:
+    """s3fs's options for a bucket, those in mappings apart."""
+
+    bucket: str
+    options: Mapping[str, Any]
+    client: Mapping[str, Any]
+    config: Mapping[str, Any]
+    put: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, bucket: str, options: Mapping[str, Any]) -> _Given:
+        """Raises ``NotTranslated`` for what obstore does otherwise than s3fs."""
+        only(options, _S3_OPTIONS, "storage_options")
+        known = {"client_kwargs": _CLIENT_KWARGS, "config_kwargs": _CONFIG_KWARGS, "s3_additional_kwargs": _PUT_KWARGS}
+        for name, names in known.items():
+            only(mapping(options, name), names, f"storage_options.{name}")
+        for name in _OBSTORE_ONLY_ENV:
+            if name in os.environ:
+                raise NotTranslated(f"the environment variable {name} means something to obstore alone")
+        if options.get("version_aware") or bucket.endswith("--x-s3") or ":" in bucket:
+            raise NotTranslated("versions, directory buckets and access points are left to s3fs")
+        return cls(bucket, options, *(mapping(options, name) for name in known))
+
+
 def s3_connection(bucket: str, options: Mapping[str, Any], region: str | None) -> Connection:
     """How to reach ``bucket`` as s3fs would; ``region`` overrules what options and environment say."""
     from obstore.store import S3Store
 
-    only(options, _S3_OPTIONS, "storage_options")
-    client_kwargs = dict(mapping(options, "client_kwargs"))
-    config_kwargs = dict(mapping(options, "config_kwargs"))
-    put_kwargs = mapping(options, "s3_additional_kwargs")
-    only(client_kwargs, _CLIENT_KWARGS, "storage_options.client_kwargs")
-    only(config_kwargs, _CONFIG_KWARGS, "storage_options.config_kwargs")
-    only(put_kwargs, _PUT_KWARGS, "storage_options.s3_additional_kwargs")
-    for name in _OBSTORE_ONLY_ENV:
-        if name in os.environ:
-            raise NotTranslated(f"the environment variable {name} means something to obstore alone")
-    if options.get("version_aware") or bucket.endswith("--x-s3") or ":" in bucket:
-        raise NotTranslated("versions, directory buckets and access points are left to s3fs")
-    client = _botocore_client(options, client_kwargs, config_kwargs, region)
+    given = _Given.of(bucket, options)
+    client = _botocore_client(options, given.client, given.config, region)
+    config = _s3_config(given, client, region)
     anonymous = bool(options.get("anon"))
-    credentials = None if anonymous else client._request_signer._credentials
-    endpoint = str(client.meta.endpoint_url)
-    aws = (urlsplit(endpoint).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
-    s3 = mapping(config_kwargs, "s3")
-    style = s3.get("addressing_style", "auto")
-    virtual = aws and "." not in bucket and style != "path"
-    if style == "virtual" and not virtual:
-        raise NotTranslated("config_kwargs.s3.addressing_style virtual with an endpoint of its own is left to s3fs")
-    if set(s3) - {"addressing_style", "payload_signing_enabled"}:
-        raise NotTranslated("storage_options.config_kwargs.s3 has what obstore has not")
-    # As botocore does: over TLS the payload is not hashed once more. Without TLS it is, unless the user says otherwise.
-    unsigned = not s3.get("payload_signing_enabled", not endpoint.startswith("https://"))
-    config: dict[str, Any] = {
-        "region": region or _region(client),
-        "endpoint": _virtual_endpoint(endpoint, bucket) if virtual else endpoint,
-        "virtual_hosted_style_request": virtual,
-        "unsigned_payload": unsigned,
-        "skip_signature": anonymous,
-        "disable_bulk_delete": True,
-        **_encryption(put_kwargs),
-    }
-    if options.get("requester_pays"):
-        config["request_payer"] = True
-    if config_kwargs.get("request_checksum_calculation") == "when_supported":
-        config["checksum_algorithm"] = "CRC64NVME"
-    client_options = _http_options(endpoint, client_kwargs.get("verify"), client, config_kwargs)
-
-    provider: Any = None if anonymous else BotocoreCredentials(credentials)
+    provider: Any = None if anonymous else BotocoreCredentials(client._request_signer._credentials)
+    client_options = _http_options(str(client.meta.endpoint_url), given.client.get("verify"), client, given.config)
 
     def make(client_config: dict[str, Any], retry_config: dict[str, Any]) -> Any:
         return S3Store(
@@ -168,31 +159,65 @@ def s3_connection(bucket: str, options: Mapping[str, Any], region: str | None) -
             credential_provider=provider,
         )
 
-    def true_region() -> str | None:
-        # botocore follows the redirect by itself, and is told; also by an answer that it may not look at the bucket.
-        try:
-            found = client.head_bucket(Bucket=bucket)
-        except Exception as e:  # noqa: BLE001 - of whatever kind: the first error is the one to tell
-            found = getattr(e, "response", None) or {}
-        headers = found.get("ResponseMetadata", {}).get("HTTPHeaders", {})
-        told = found.get("BucketRegion") or headers.get("x-amz-bucket-region")
-        return str(told) if told and told != config["region"] else None
-
-    retries = mapping(config_kwargs, "retries")
+    retries = mapping(given.config, "retries")
     attempts = retries.get("total_max_attempts") or retries.get("max_attempts", 2) + 1
-    storage_class = put_kwargs.get("StorageClass")
+    storage_class = given.put.get("StorageClass")
     return Connection(
         make=make,
         secrets=provider.secrets if provider is not None else (),
-        renewable=not any(options.get(name) for name in ("token", "anon")) and "aws_session_token" not in client_kwargs,
+        renewable=not any(options.get(name) for name in ("token", "anon")) and "aws_session_token" not in given.client,
         client_options=client_options,
         attributes={"Storage-Class": str(storage_class)} if storage_class else None,
-        tags=dict(parse_qsl(str(put_kwargs["Tagging"]))) if put_kwargs.get("Tagging") else None,
+        tags=dict(parse_qsl(str(given.put["Tagging"]))) if given.put.get("Tagging") else None,
         max_retries=max(int(attempts) - 1, 0),
         # AWS promises it; SeaweedFS walks folders, "a/b" before "a-b".
-        sorts=aws,
-        region=true_region,
+        sorts=_of_aws(client),
+        region=partial(_true_region, client, bucket, config["region"]),
     )
+
+
+def _s3_config(given: _Given, client: Any, region: str | None) -> dict[str, Any]:
+    """obstore's ``S3Config`` for what s3fs would do with ``client``."""
+    endpoint, bucket = str(client.meta.endpoint_url), given.bucket
+    s3 = mapping(given.config, "s3")
+    style = s3.get("addressing_style", "auto")
+    virtual = _of_aws(client) and "." not in bucket and style != "path"
+    if style == "virtual" and not virtual:
+        raise NotTranslated("config_kwargs.s3.addressing_style virtual with an endpoint of its own is left to s3fs")
+    if set(s3) - {"addressing_style", "payload_signing_enabled"}:
+        raise NotTranslated("storage_options.config_kwargs.s3 has what obstore has not")
+    config: dict[str, Any] = {
+        "region": region or _region(client),
+        "endpoint": _virtual_endpoint(endpoint, bucket) if virtual else endpoint,
+        "virtual_hosted_style_request": virtual,
+        # As botocore does: over TLS the payload is not hashed once more. Without TLS it is, unless the user says
+        # otherwise.
+        "unsigned_payload": not s3.get("payload_signing_enabled", not endpoint.startswith("https://")),
+        "skip_signature": bool(given.options.get("anon")),
+        "disable_bulk_delete": True,
+        **_encryption(given.put),
+    }
+    if given.options.get("requester_pays"):
+        config["request_payer"] = True
+    if given.config.get("request_checksum_calculation") == "when_supported":
+        config["checksum_algorithm"] = "CRC64NVME"
+    return config
+
+
+def _of_aws(client: Any) -> bool:
+    return (urlsplit(str(client.meta.endpoint_url)).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
+
+
+def _true_region(client: Any, bucket: str, asked: str) -> str | None:
+    """The bucket's region where it is another one than ``asked``. botocore follows the redirect by itself, and an
+    answer that refuses a look at the bucket names the region too."""
+    try:
+        found = client.head_bucket(Bucket=bucket)
+    except Exception as e:  # noqa: BLE001 - of whatever kind: the first error is the one to tell
+        found = getattr(e, "response", None) or {}
+    headers = found.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    told = found.get("BucketRegion") or headers.get("x-amz-bucket-region")
+    return str(told) if told and told != asked else None
 
 
 def _botocore_client(

@@ -17,6 +17,7 @@ log = get_logger(__name__)
 
 Backend = Literal["auto", "fsspec", "obstore"]
 _LOCAL = ("file", "local")
+_EMULATOR = "STORAGE_EMULATOR_HOST"
 #: Schemes for which obstore is tried first.
 _FAST = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 
@@ -64,6 +65,9 @@ def check_endpoints(options: Mapping[str, Any]) -> None:
     for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL_STS"):
         if value := os.environ.get(name):
             check_endpoint(value, name)
+    # gcsfs takes a host without a scheme too, and logs it.
+    if "@" in os.environ.get(_EMULATOR, ""):
+        raise ConfigError(f"{_EMULATOR}: expected a host or http://HOST[:PORT], without user and password. Correct it")
 
 
 def _open(url: str, options: Mapping[str, Any] | None, backend: Backend) -> Store:

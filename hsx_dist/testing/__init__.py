@@ -1,1 +1,1 @@
-"""What the project's own tests and demos use, shipped so that others can: models, servers, conformance suites."""
+"""What proves a codec or a store of your own: conformance suites for pytest, and stores that fail on purpose."""

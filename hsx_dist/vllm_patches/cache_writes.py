@@ -77,7 +77,13 @@ class _Watch:
 
 
 def watch(
-    layer: Any, cache: torch.Tensor, layer_ids: tuple[int, ...], vllm_config: Any, *, direct: bool = False
+    layer: Any,
+    cache: torch.Tensor,
+    layer_ids: tuple[int, ...],
+    vllm_config: Any,
+    *,
+    direct: bool = False,
+    others: Sequence[str] = (),
 ) -> None:
     """Count the captured layers of each step of an engine with the V1 runner, and write them directly if requested.
 
@@ -86,6 +92,7 @@ def watch(
         cache: its cache, ``[blocks, layers, block_size, hidden]``.
         layer_ids: the requested layer ids.
         direct: the setting ``cache_writes: direct``. If it cannot be used, a warning says why.
+        others: names of the engine's other connectors.
     """
     v1 = uses_v1_runner(vllm_config)
     # The V1 runner imports its proposer, and is built before the connector. No other process needs the import.
@@ -93,20 +100,24 @@ def watch(
     if v1 and not patched:
         log.warning("captured layers are not counted: this vLLM's V1 runner has no proposer that hsx_dist knows")
     if direct:
-        why = _why_not_direct(cache, vllm_config, v1, patched)
+        why = _why_not_direct(cache, vllm_config, v1, patched, others)
         if why is not None:
             log.warning("cache_writes='direct' is ignored: %s. States are written by vLLM; they are the same", why)
             direct = False
     layer.hsx_watch = _Watch(vllm_config.model_config.model, layer_ids, cache if direct else None)
 
 
-def _why_not_direct(cache: torch.Tensor, vllm_config: Any, v1: bool, patched: bool) -> str | None:
+def _why_not_direct(
+    cache: torch.Tensor, vllm_config: Any, v1: bool, patched: bool, others: Sequence[str]
+) -> str | None:
     if not v1:
         return "the engine uses the V2 model runner (VLLM_USE_V2_MODEL_RUNNER=0 selects V1)"
     if not patched:
         return "this vLLM's V1 runner has no proposer that hsx_dist knows"
     if vllm_config.parallel_config.data_parallel_size > 1:
         return "the engine is data parallel, whose ranks agree on their batches in the code that is left out"
+    if others:
+        return f"{', '.join(others)} may save the cache layer by layer, in the code that is left out"
     try:
         flat_rows(cache)
     except ValueError as e:

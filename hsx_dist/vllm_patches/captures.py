@@ -10,11 +10,13 @@ again. All other layers are sums with memory of their own.
 What is changed, in every engine of a process that loads our plugin:
 
 - ``EagleModelMixin._maybe_add_hidden_state`` captures a copy.
-- ``EagleModelMixin._set_aux_hidden_state_layers`` records the model, so that ``check_layer_zero`` finds it.
+- ``EagleModelMixin.__new__`` records the model, so that ``check_layer_zero`` finds it. Some models set their layers
+  without the mixin's method.
 - ``SpeculativeConfig.compute_hash`` gets a suffix. This hash is part of the key of vLLM's compile cache, and nothing
   else in the key depends on the plugin: a graph that was compiled without the copy would be loaded.
 
-How a change of vLLM is noticed: ``install`` does not find the three methods. It logs a warning and patches nothing.
+How a change of vLLM is noticed: ``install`` does not find the two methods, or the class has a ``__new__``. It logs a
+warning and patches nothing.
 ``check_layer_zero`` does not find the engine's model, or not the copy in its compiled graph. Then the connector refuses
 layer 0.
 """
@@ -35,7 +37,7 @@ log = get_logger(__name__)
 #: Part of the compile cache's key. Change it when the traced code of this file changes its meaning.
 CACHE_KEY = "hsx_dist.captures.1"
 
-#: Models whose captured layers were set while the patch was installed.
+#: Models that were built while the patch was installed.
 _models: WeakSet[Any] = WeakSet()
 
 
@@ -46,12 +48,11 @@ def install() -> None:
 
     mixin = getattr(interfaces, "EagleModelMixin", None)
     add = getattr(mixin, "_maybe_add_hidden_state", None)
-    set_layers = getattr(mixin, "_set_aux_hidden_state_layers", None)
     compute_hash = getattr(SpeculativeConfig, "compute_hash", None)
-    if mixin is None or add is None or set_layers is None or compute_hash is None:
-        log.warning("captures are not copied: this vLLM's models capture in a way that hsx_dist does not know")
-        return
     if getattr(add, "hsx", False):
+        return
+    if mixin is None or add is None or compute_hash is None or "__new__" in vars(mixin):
+        log.warning("captures are not copied: this vLLM's models capture in a way that hsx_dist does not know")
         return
 
     @functools.wraps(add)
@@ -62,10 +63,10 @@ def install() -> None:
             found[-1] = hidden_states.clone()
         return found
 
-    @functools.wraps(set_layers)
-    def set_and_record(self: Any, layers: tuple[int, ...]) -> None:
-        set_layers(self, layers)
-        _models.add(self)
+    def new_and_record(cls: Any, *_: Any, **__: Any) -> Any:
+        model = super(mixin, cls).__new__(cls)
+        _models.add(model)
+        return model
 
     @functools.wraps(compute_hash)
     def hash_with_key(self: Any) -> str:
@@ -73,7 +74,7 @@ def install() -> None:
 
     add_copy.hsx = True  # type: ignore[attr-defined]
     mixin._maybe_add_hidden_state = add_copy
-    mixin._set_aux_hidden_state_layers = set_and_record
+    mixin.__new__ = staticmethod(new_and_record)
     SpeculativeConfig.compute_hash = hash_with_key
 
 
@@ -92,7 +93,8 @@ def check_layer_zero(layer_ids: Sequence[int], layers: Iterable[Any], model: str
     if 0 not in layer_ids:
         return
     mine = {id(layer) for layer in layers}
-    found = [m for m in _models if any(id(part) in mine for part in m.modules())]
+    built = [m for m in _models if 0 in getattr(m, "aux_hidden_state_layers", ())]
+    found = [m for m in built if any(id(part) in mine for part in m.modules())]
     if not found:
         raise ConfigError(
             f"layer 0 of {model}: expected a model that captures through vLLM's EagleModelMixin, built after the "

@@ -11,13 +11,17 @@ The V2 runner verifies correctly, and keeps its drafts.
 What is changed: a request's class gets an attribute ``spec_token_ids`` that is always empty, so the scheduler never
 schedules a draft. States are cached all the same: the drafter runs on every scheduled token.
 
-How a change of vLLM is noticed: the tests run the real schedulers and count scheduled drafts. If vLLM renames the
-attribute, drafts are verified as without the patch.
+How a change of vLLM is noticed: the first request does not have the attribute. A warning is logged, and drafts are
+verified as without the patch. The tests run the real schedulers and count scheduled drafts.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+from hsx_dist.logger import get_logger
+
+log = get_logger(__name__)
 
 _UNDRAFTED: dict[type, type] = {}
 
@@ -33,6 +37,11 @@ def never_draft(request: Any) -> None:
     if found in _UNDRAFTED.values():
         return
     if found not in _UNDRAFTED:
+        if not hasattr(request, "spec_token_ids"):
+            log.warning(
+                "drafts are verified: this vLLM's requests keep them in a way that hsx_dist does not know. With the V1 "
+                "runner, generated tokens may repeat. Use VLLM_USE_V2_MODEL_RUNNER=1, or store prompts only"
+            )
         # vLLM's scheduler assigns the attribute and reads it back; there is no option for it by request.
         nothing = property(lambda _: [], lambda _, __: None)
         _UNDRAFTED[found] = type(found.__name__, (found,), {"spec_token_ids": nothing})

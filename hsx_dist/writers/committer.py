@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from hsx_dist.errors import AlreadyExists, FormatError, NotFound, SampleConflict
+from hsx_dist.errors import AlreadyExists, FormatError, NotFound, SampleConflict, StoreError
 from hsx_dist.format.container import EncodedPart, EncodedSegment, Part, with_expires
 from hsx_dist.format.identity import same_sample
 from hsx_dist.format.manifest import Receipt, SegmentProof
@@ -32,30 +31,6 @@ log = get_logger(__name__)
 
 #: An object that a put found and that is not there when it is read, so many times in a row, is a folder or broken link.
 _MOST_MISSING = 10
-#: Bytes of stored objects that are in memory at once to be renewed. A larger object is there alone.
-_RENEWED_BYTES = 16 << 20
-
-
-class _Room:
-    """At most ``most`` bytes at once, or the bytes of one holder."""
-
-    def __init__(self, most: int):
-        self._most = most
-        self._held = 0
-        self._lock = threading.Condition()
-
-    @contextmanager
-    def hold(self, nbytes: int) -> Iterator[None]:
-        """Wait until there is room for ``nbytes``."""
-        with self._lock:
-            self._lock.wait_for(lambda: not self._held or self._held + nbytes <= self._most)
-            self._held += nbytes
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._held -= nbytes
-                self._lock.notify_all()
 
 
 class PartCommitter:
@@ -74,8 +49,8 @@ class PartCommitter:
         self._about = about
         self._meter = meter
         self._turns = Turns()
-        self._renewals = _Room(_RENEWED_BYTES)
         self._renews: bool | None = None  # whether the store has conditional puts, once that is known
+        self._renewing = threading.Lock()  # a stored object is in memory meanwhile: one at a time
         self._log = ReceiptLog(store, attempt, writer)
 
     def commit(
@@ -148,22 +123,22 @@ class PartCommitter:
             NotFound: there is none any more.
             SampleConflict: it is another sample, or it cannot be read.
         """
-        part = None
+        version = self._version(name)
         try:
             part = Part.open(self._store, name)
             same = same_sample(part, segment, self._about)
         except FormatError:
+            # It was read in several requests: of two objects, if it was replaced between them.
+            if version is not None and version != self._version(name):
+                return False
             same = False
-        if part is None or not same:
-            if part is not None and self._store.head(name).size != part.size:
-                return False  # what was compared is of two objects
+        if not same:
             raise SampleConflict(
                 f"{self._store.url}/{name}: expected a key that is used once, or again for the same sample; there is "
                 "another sample of that key. Choose another key"
             ) from None
-        before = part.segments[0].segment.meta.get("expires")
-        expires = _later(before, segment.segment.meta.get("expires"))
-        if expires == before:
+        before, ours = (meta.get("expires") for meta in (part.segments[0].segment.meta, segment.segment.meta))
+        if before is None or (ours is not None and ours <= before):
             return True
         if self._renews is None:
             self._renews = replaces_conditionally(self._store)
@@ -171,14 +146,23 @@ class PartCommitter:
                 log.warning(
                     "%s has no conditional puts: objects of keys that are used again keep their end", self._store.url
                 )
-        if not self._renews:
+        if not self._renews or version is None:
             return True
         assert isinstance(self._store, Conditional)
-        # Before the object is read: a put of another client since then refuses this one.
-        version = self._store.version(name)
-        with self._renewals.hold(part.size):
-            renewed = with_expires(self._store.get(name, part.size + 1), part, expires)
+        with self._renewing:
+            renewed = with_expires(self._store.get(name), part, ours)
             return renewed is not None and self._store.put_version(name, renewed, version)
+
+    def _version(self, name: str) -> str | None:
+        """The object's; None where the store tells none."""
+        try:
+            return self._store.version(name) if isinstance(self._store, Conditional) else None
+        except NotFound:
+            raise
+        except StoreError as e:
+            if e.retryable:
+                raise
+            return None
 
     def _receipt(self, segments: Sequence[EncodedSegment], part: EncodedPart, name: str) -> Receipt:
         """Of a stored part, without its number."""
@@ -207,8 +191,3 @@ class PartCommitter:
             rows=(),
             created=datetime.now(UTC).isoformat(timespec="milliseconds"),
         )
-
-
-def _later(one: float | None, other: float | None) -> float | None:
-    """The later of two ends; None is never."""
-    return None if one is None or other is None else max(one, other)

@@ -34,7 +34,7 @@ log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class WriterSpec:
+class PoolWriterSpec:
     """What a writer actor needs. ``environment`` carries credentials: actor arguments are shown nowhere, while a
     ``runtime_env`` stands on Ray's dashboard."""
 
@@ -93,7 +93,7 @@ class Credits:
 class WriterActor:
     """One writer. ``add_pages`` answers when the pages are encoded: the answer is the credit coming back."""
 
-    def __init__(self, spec: WriterSpec):
+    def __init__(self, spec: PoolWriterSpec):
         os.environ.update(spec.environment)
         configure_logging(logging.INFO, **spec.tags)
         self._events: queue.SimpleQueue[Event | Counted] = queue.SimpleQueue()
@@ -177,7 +177,7 @@ class WriterActor:
 
 
 def start_writer(
-    spec: WriterSpec, *, node_id: str, num_cpus: float, threads: int, name: str, namespace: str | None = None
+    spec: PoolWriterSpec, *, node_id: str, num_cpus: float, threads: int, name: str, namespace: str | None = None
 ) -> Any:
     """An actor pinned to a node, restarted for ever; ``threads`` calls encode at once. ``namespace``: Ray's, in which
     it is named, by default the job's own."""

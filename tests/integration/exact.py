@@ -13,8 +13,8 @@ import pytest
 
 from hsx_dist.connector.flush import flush
 from hsx_dist.reading import load_hidden_states
-from hsx_dist.testing.exact_model import RANK_STEP, exact_model, expected_states, next_tokens, registered
-from hsx_dist.testing.gpu_defaults import check_defaults
+from tests.harness.exact_model import RANK_STEP, exact_model, expected_states, next_tokens, registered
+from tests.harness.gpu_defaults import check_defaults
 
 LAYERS = 4
 CAPTURED = tuple(range(LAYERS + 1))

@@ -17,7 +17,7 @@ import pytest
 import hsx_dist
 from hsx_dist.connector.flush import flush
 from hsx_dist.isa import avoid_broken_amx
-from hsx_dist.testing.models import write_tiny_tokenizer
+from hsx_dist.models.tiny import write_tiny_tokenizer
 from tests.integration.oracle import Oracle
 
 SIZES = {

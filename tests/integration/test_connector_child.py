@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from hsx_dist.errors import EngineError
-from hsx_dist.testing.processes import child, free_ports, http_status
+from hsx_dist.jobs.kit.process import child
+from tests.harness.processes import free_ports, http_status
 from tests.integration.test_connector_bare import engine_arguments
 
 
@@ -71,7 +72,7 @@ LIMIT = IN_FLIGHT * 11 // 10 + (16 << 20)
 
 def test_a_store_that_hangs_holds_the_engine_and_nothing_grows(tmp_path):
     """200 requests of 2,000 tokens, 250 MiB of states, against 160 MiB of host memory; the server stays healthy."""
-    from hsx_dist.testing.models import tiny_llama
+    from hsx_dist.models.tiny import tiny_llama
 
     # As few layers as give three to capture: the time goes into computing 400,000 tokens twice.
     model = tiny_llama(tmp_path / "model", layers=2, hidden=64, kv_heads=2, max_positions=2304)

@@ -14,7 +14,7 @@ import pytest
 
 from hsx_dist.errors import ConfigError, Denied, StoreError
 from hsx_dist.store import open_store
-from hsx_dist.testing.discard import Answer, discard_server
+from tests.harness.discard import Answer, discard_server
 
 _SIGNED = re.compile(r"Credential=(?P<key>[^/]+)/\d{8}/(?P<region>[^/]+)/s3/")
 _STS = """<AssumeRoleWithWebIdentityResponse><AssumeRoleWithWebIdentityResult><Credentials>

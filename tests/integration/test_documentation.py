@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hsx_dist.testing.snippets import as_program, snippets
+from tests.harness.snippets import as_program, snippets
 from tests.unit.test_documentation import ROOT, WHOLE
 
 #: The first page waits for the demo as well.

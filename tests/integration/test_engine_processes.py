@@ -15,9 +15,9 @@ from hsx_dist.jobs.rows import Row
 from hsx_dist.jobs.tasks import EngineSpec, Task
 from hsx_dist.reading import open_run
 from hsx_dist.store import open_store
-from hsx_dist.testing.runs import write_v1_run
 from hsx_dist.writers.sink import PartSink, SinkOptions
 from hsx_dist.writers.threads import ThreadSender
+from tests.harness.runs import write_v1_run
 from tests.integration.oracle import Oracle
 
 

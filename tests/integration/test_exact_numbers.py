@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hsx_dist.testing.exact_model import FIELDS
+from tests.harness.exact_model import FIELDS
 from tests.integration.exact import BLOCK, CAPTURED, CHUNK, MAX_LEN, Engine, prompts, started
 
 CACHE_BLOCKS = 17  # one is vLLM's null block; the others hold two of the longest requests

@@ -9,7 +9,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from hsx_dist.testing.exact_model import FIELDS, UNREDUCED
+from tests.harness.exact_model import FIELDS, UNREDUCED
 from tests.integration.exact import prompts, started
 
 OTHER = {
@@ -26,9 +26,7 @@ def test_two_ranks_in_child_processes_each_ship_rows_of_their_own(tmp_path, monk
     differ as partial sums do, and the engine refuses to go on.
     """
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # else two ranks on one NUMA node do not start
-    monkeypatch.setenv(
-        "VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn"
-    )  # children that know the model by its plugin alone
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # children that know the model by its plugin alone
     monkeypatch.setenv("PYTHONPATH", str(Path.cwd()), prepend=":")  # the other connector's
     fields = [f for f in FIELDS if f != "context"]  # its sums are not exact in bfloat16
     arguments = {"dtype": "bfloat16", "fields": fields, "tensor_parallel_size": 2, "beside": [OTHER]}

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.linear_probe import train_probe
 from examples.train_draft import from_run, on_the_fly, train
 from hsx_dist.store import open_store
-from hsx_dist.testing.runs import store_run
 from hsx_dist.testing.samples import RandomSample
+from tests.harness.runs import store_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 

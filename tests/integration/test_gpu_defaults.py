@@ -1,4 +1,4 @@
-"""A GPU's defaults, run here: the V2 model runner with asynchronous scheduling (``hsx_dist.testing.gpu_defaults``).
+"""A GPU's defaults, run here: the V2 model runner with asynchronous scheduling (``tests.harness.gpu_defaults``).
 
 ``make matrix`` runs both runners, with and without asynchronous scheduling, and with two tensor-parallel ranks.
 """
@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hsx_dist.testing.gpu_defaults import gpu_defaults
+from tests.harness.gpu_defaults import gpu_defaults
 
 
 def test_exact_numbers_with_the_v2_runner_and_asynchronous_scheduling(tmp_path):

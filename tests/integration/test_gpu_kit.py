@@ -8,9 +8,9 @@ import re
 import pytest
 
 from benchmarks.gpu import kit
-from hsx_dist.jobs.kit import states
+from hsx_dist.jobs.kit import engine_states
+from hsx_dist.jobs.kit.engine_states import Case
 from hsx_dist.jobs.kit.outcomes import Check, python
-from hsx_dist.jobs.kit.states import Case
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -19,7 +19,7 @@ def test_the_kit_writes_a_page_of_what_ran_and_of_what_did_not(tmp_path):
     case = Case(direct=True, preempt=True)  # vLLM's answer to each is checked in the engine
     planned = [
         *(c for c in kit.plan(tmp_path / "a", 0) if c.cannot),
-        *states.checks(tmp_path / "b", 0, [case]),
+        *engine_states.checks(tmp_path / "b", 0, [case]),
         Check("made up", "a crash", python("-c", "import os; os.abort()")),
     ]
     outcomes = kit.run_kit(planned, tmp_path, [], 1200)

@@ -29,7 +29,7 @@ from hsx_dist.jobs.limits import Limits
 from hsx_dist.reading import open_run
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import open_store
-from hsx_dist.testing.unruly_model import unruly_llama, write_unruly_plugin
+from tests.harness.unruly_model import unruly_llama, write_unruly_plugin
 from tests.integration.oracle import Oracle
 
 pytestmark = pytest.mark.integration

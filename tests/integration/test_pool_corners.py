@@ -14,9 +14,9 @@ from hsx_dist.format.container import Part
 from hsx_dist.format.runs import load_manifest, take_attempt
 from hsx_dist.page import Segment
 from hsx_dist.store import open_store
-from hsx_dist.testing.runs import write_v1_run
-from hsx_dist.writers.ray_pool import Credits, RaySender, WriterSpec, start_writer
+from hsx_dist.writers.ray_pool import Credits, PoolWriterSpec, RaySender, start_writer
 from hsx_dist.writers.sink import SinkOptions
+from tests.harness.runs import write_v1_run
 
 pytestmark = pytest.mark.integration
 
@@ -70,7 +70,7 @@ def test_requests_longer_than_everything_go_through(corner, tmp_path):
     options = SinkOptions(
         resolve_codec("split"), {}, "w", 1, part_bytes=part * PAGE, max_bytes=sink * PAGE, part_seconds=3600
     )
-    spec = WriterSpec(str(tmp_path), {}, "auto", 5.0, {}, options, credit * PAGE)
+    spec = PoolWriterSpec(str(tmp_path), {}, "auto", 5.0, {}, options, credit * PAGE)
     node = ray.get_runtime_context().get_node_id()
     actor = start_writer(spec, node_id=node, num_cpus=0, threads=2, name=f"corner-{'-'.join(map(str, corner))}")
     senders = [RaySender([(node, actor)], lambda lost: pytest.fail(str(lost))) for _ in range(2)]

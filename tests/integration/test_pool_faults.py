@@ -26,18 +26,19 @@ from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.container import Part
 from hsx_dist.format.manifest import Receipt
 from hsx_dist.format.runs import load_manifest, take_attempt
+from hsx_dist.jobs.kit.process import child
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import Store, open_store
 from hsx_dist.store.fsspec import FsspecStore
 from hsx_dist.store.obstore import ObstoreStore
-from hsx_dist.testing.discard import Answer, discard_server
-from hsx_dist.testing.processes import child, http_status
-from hsx_dist.testing.runs import write_v1_run
 from hsx_dist.testing.samples import RandomSample, random_sample
-from hsx_dist.testing.servers import seaweedfs
 from hsx_dist.writers.events import Counted, Lost
-from hsx_dist.writers.ray_pool import RaySender, WriterSpec, start_writer
+from hsx_dist.writers.ray_pool import PoolWriterSpec, RaySender, start_writer
 from hsx_dist.writers.sink import SinkOptions
+from tests.harness.discard import Answer, discard_server
+from tests.harness.processes import http_status
+from tests.harness.runs import write_v1_run
+from tests.harness.servers import seaweedfs
 from tests.integration.relay import Strike, relay
 
 pytestmark = pytest.mark.integration
@@ -69,7 +70,7 @@ class Pool:
     def start(self, name: str = "w", **sink) -> Pool:
         made = {"part_bytes": 8000, "part_seconds": 60.0, "max_bytes": 1 << 20, **sink}
         options = SinkOptions(resolve_codec("split"), {}, name, self.attempt, **made)
-        spec = WriterSpec(
+        spec = PoolWriterSpec(
             self.output, self.options, "auto", self.retry_seconds, self.environment, options, credit_bytes=1 << 20
         )
         node = self.node or ray.get_runtime_context().get_node_id()

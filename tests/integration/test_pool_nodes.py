@@ -18,12 +18,12 @@ from hsx_dist.format.runs import load_manifest, take_attempt
 from hsx_dist.jobs.cluster import ClusterShape, RayFleet
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import Store, open_store
-from hsx_dist.testing.discard import Answer, Request, discard_server
-from hsx_dist.testing.runs import write_v1_run
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.writers.events import Counted
-from hsx_dist.writers.ray_pool import RaySender, WriterSpec
+from hsx_dist.writers.ray_pool import PoolWriterSpec, RaySender
 from hsx_dist.writers.sink import SinkOptions
+from tests.harness.discard import Answer, Request, discard_server
+from tests.harness.runs import write_v1_run
 
 pytestmark = pytest.mark.integration
 
@@ -63,9 +63,9 @@ def writers(
         write_v1_run(store, {})
         attempt = take_attempt(store, {})
 
-        def spec(name: str) -> WriterSpec:
+        def spec(name: str) -> PoolWriterSpec:
             sink = SinkOptions(resolve_codec("split"), {}, name, attempt, part_bytes=1 << 20)
-            return WriterSpec("s3://b/run", options, "auto", 30.0, {}, sink, 1 << 20)
+            return PoolWriterSpec("s3://b/run", options, "auto", 30.0, {}, sink, 1 << 20)
 
         shape = ClusterShape(0, 0, 0, {}, {}, writers_per_node=1, writer_cpus=writer_cpus, writer_threads=1)
         fleet = RayFleet(None, spec, shape, name="t")  # type: ignore[arg-type]  # no replica, no engine

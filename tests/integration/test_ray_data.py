@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from hsx_dist.store import open_store
-from hsx_dist.testing.runs import store_run
 from hsx_dist.testing.samples import random_sample
-from hsx_dist.testing.servers import RayHead
+from tests.harness.runs import store_run
+from tests.harness.servers import RayHead
 
 pytestmark = pytest.mark.integration
 

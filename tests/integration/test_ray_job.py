@@ -24,8 +24,8 @@ from hsx_dist.observe.top import look
 from hsx_dist.reading import open_run
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import open_store
-from hsx_dist.testing.prometheus import prometheus, prometheus_program
-from hsx_dist.testing.servers import RayHead, ray_head
+from tests.harness.prometheus import prometheus, prometheus_program
+from tests.harness.servers import RayHead, ray_head
 from tests.integration.oracle import Oracle
 
 ROOT = Path(__file__).resolve().parents[2]

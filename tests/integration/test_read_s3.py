@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader
 from hsx_dist import HiddenStatesDataset, open_run
 from hsx_dist.reading.collate import pad
 from hsx_dist.store import open_store
-from hsx_dist.testing.runs import store_run
 from hsx_dist.testing.samples import random_sample
-from hsx_dist.testing.servers import S3Server
 from hsx_dist.testing.stores import MemoryStore
+from tests.harness.runs import store_run
+from tests.harness.servers import S3Server
 
 pytestmark = pytest.mark.integration
 

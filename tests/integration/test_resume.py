@@ -28,8 +28,8 @@ from hsx_dist.reading import open_run
 from hsx_dist.reading.status import run_status
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import open_store
-from hsx_dist.testing.servers import RayHead, ray_head
-from hsx_dist.testing.unruly_model import unruly_llama, write_unruly_plugin
+from tests.harness.servers import RayHead, ray_head
+from tests.harness.unruly_model import unruly_llama, write_unruly_plugin
 from tests.integration.oracle import Oracle
 
 pytestmark = pytest.mark.integration

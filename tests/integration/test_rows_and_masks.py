@@ -16,7 +16,7 @@ import hsx_dist
 from hsx_dist.errors import RunMismatch
 from hsx_dist.jobs.replica import row_seed
 from hsx_dist.reading import open_run
-from hsx_dist.testing.exact_model import exact_model, expected_states, next_tokens, registered
+from tests.harness.exact_model import exact_model, expected_states, next_tokens, registered
 
 CAPTURED = (0, 2, 4)
 ENGINE = {

@@ -22,11 +22,12 @@ import hsx_dist
 from hsx_dist.connector.flush import flush
 from hsx_dist.errors import SampleFailed
 from hsx_dist.format.container import Part
+from hsx_dist.jobs.kit.process import child
 from hsx_dist.observe.metrics import METRICS
 from hsx_dist.store import open_store
-from hsx_dist.testing.processes import child, free_ports, http_status
-from hsx_dist.testing.snippets import snippets
 from hsx_dist.tokenizers import tokenizer_hash
+from tests.harness.processes import free_ports, http_status
+from tests.harness.snippets import snippets
 from tests.integration.oracle import Oracle
 
 LAYERS = (1, 4)

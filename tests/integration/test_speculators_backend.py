@@ -20,8 +20,8 @@ from hsx_dist.errors import ConfigError, StoreError
 from hsx_dist.format.names import part_name
 from hsx_dist.speculators import HsxBackend, HsxTransfer
 from hsx_dist.store import open_store
-from hsx_dist.testing.runs import store_run
 from hsx_dist.testing.samples import random_sample
+from tests.harness.runs import store_run
 
 pytestmark = pytest.mark.integration
 

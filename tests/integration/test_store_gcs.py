@@ -13,8 +13,8 @@ from hsx_dist.format import runs
 from hsx_dist.reading.expiry import require_conditional_deletes
 from hsx_dist.store import Store, open_store
 from hsx_dist.store.fsspec import FsspecStore
-from hsx_dist.testing.servers import GcsServer, fake_gcs
 from hsx_dist.testing.store_suite import StoreSuite
+from tests.harness.servers import GcsServer, fake_gcs
 
 pytestmark = pytest.mark.integration
 

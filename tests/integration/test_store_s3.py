@@ -20,8 +20,8 @@ from hsx_dist.store.base import Conditional
 from hsx_dist.store.fsspec import FsspecStore
 from hsx_dist.store.obstore import ObstoreStore
 from hsx_dist.store.opening import Backend
-from hsx_dist.testing.servers import S3Server, seaweedfs
 from hsx_dist.testing.store_suite import StoreSuite
+from tests.harness.servers import S3Server, seaweedfs
 from tests.integration.relay import Strike, relay
 
 pytestmark = pytest.mark.integration

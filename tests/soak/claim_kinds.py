@@ -28,7 +28,7 @@ from hsx_dist.format.description import Description
 from hsx_dist.format.header import build_header
 from hsx_dist.format.place import open_place
 from hsx_dist.format.runs import load_manifest, take_attempt
-from hsx_dist.jobs.identity import check_same_input
+from hsx_dist.jobs.input_identity import check_same_input
 from hsx_dist.jobs.rows import read_rows
 from hsx_dist.observe.report.facts import gather_facts
 from hsx_dist.observe.top import look
@@ -40,8 +40,8 @@ from hsx_dist.reading.retain import Retention, used_by_all
 from hsx_dist.reading.status import run_status
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store.local import LocalStore
-from hsx_dist.testing import runs as testing_runs
 from hsx_dist.testing.samples import random_sample
+from tests.harness import runs as testing_runs
 from tests.soak.mutations import VALUES, spots
 
 #: Of version 1: its objects have names that are known beforehand.

@@ -12,7 +12,7 @@ import yaml
 
 import hsx_dist
 from hsx_dist.config import load_config
-from hsx_dist.testing.snippets import Snippet, as_program, snippets
+from tests.harness.snippets import Snippet, as_program, snippets
 
 ROOT = Path(hsx_dist.__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

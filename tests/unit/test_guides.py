@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hsx_dist.store import open_store
-from hsx_dist.testing.runs import store_run
 from hsx_dist.testing.samples import random_sample
+from tests.harness.runs import store_run
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "training.md"
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -30,7 +32,8 @@ ALLOWED: dict[str, set[str]] = {
     "store": {"errors", "page", "config", "layers", "logger"},
     "format": {"errors", "page", "config", "layers", "store", "logger"},
     "reading": {"errors", "page", "config", "store", "format", "logger", "text"},
-    "exporting": {"errors", "isa", "page", "config", "layers", "store", "format", "reading", "testing"},
+    "models": {"errors"},
+    "exporting": {"errors", "isa", "models", "page", "config", "layers", "store", "format", "reading"},
     "ray": {"errors", "reading", "exporting"},
     "speculators": {"errors", "config", "format", "reading", "store"},
     "observe": {"errors", "page", "config", "layers", "store", "format", "reading", "text"},
@@ -56,37 +59,36 @@ ALLOWED: dict[str, set[str]] = {
     "testing": {"errors", "page", "config", "layers", "store", "format", "writers"},
     "jobs": {
         *("errors", "isa", "page", "config", "layers", "tokenizers", "store", "format"),
-        *("writers", "connector", "reading", "observe", "testing", "logger", "text", "json_limits"),
+        *("writers", "connector", "reading", "observe", "models", "logger", "text", "json_limits"),
     },
     "cli": {
         *("errors", "page", "config", "layers", "store", "format"),
-        *("writers", "connector", "reading", "exporting", "ray", "observe", "jobs", "testing", "logger", "text"),
+        *("writers", "connector", "reading", "exporting", "ray", "observe", "jobs", "logger", "text"),
     },
 }
 
 #: Where the heavy packages may be imported: a path, or a folder.
 HEAVY: dict[str, tuple[str, ...]] = {
     "ray": ("writers/ray_pool.py", "observe/ray_metrics.py", "jobs/", "ray.py"),
-    "vllm": (
+    "vllm": ("connector/", "vllm_patches/", "jobs/"),
+    "torch": (
+        "isa.py",
         "connector/",
         "vllm_patches/",
         "jobs/",
-        "testing/exact_model.py",
-        "testing/exact_vllm.py",
-        "testing/gpu_defaults.py",
-        "testing/unruly_model.py",
-        "testing/unruly_vllm.py",
+        "reading/",
+        "exporting/",
+        "speculators.py",
+        "models/",
+        "testing/",
     ),
-    "torch": ("isa.py", "connector/", "vllm_patches/", "jobs/", "reading/", "exporting/", "speculators.py", "testing/"),
-    "transformers": ("connector/", "jobs/", "testing/"),
+    "transformers": ("connector/", "jobs/", "models/"),
 }
 
-#: What is vLLM's to import, and nobody else's: it may load what it likes.
-INSIDE_VLLM = {"testing/exact_vllm.py", "testing/unruly_vllm.py"}
 #: Torch's data sets, which must be torch's.
 TORCH_DATA = {"reading/datasets.py", "reading/mixing.py", "reading/token_batches.py"}
 #: Rooms that load nothing heavy when they are imported.
-LIGHT = {"reading", "exporting", "cli", "testing", "config", "store", "format"}
+LIGHT = {"reading", "exporting", "cli", "models", "testing", "config", "store", "format"}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
@@ -141,22 +143,63 @@ def test_heavy_packages_stay_in_their_rooms(path: Path) -> None:
         package = name.split(".")[0]
         if package in HEAVY:
             assert relative.startswith(HEAVY[package]), f"{path} imports {name}"
-    if relative not in INSIDE_VLLM and room(path) in {
-        "reading",
-        "exporting",
-        "cli",
-        "testing",
-        "config",
-        "store",
-        "format",
-    }:
+    if room(path) in LIGHT:
         loaded = {name.split(".")[0] for name in imports_on_loading(tree.body)}
         allowed = {"torch"} if relative in TORCH_DATA else set()
         assert not loaded & set(HEAVY) - allowed, f"{path} loads {loaded & set(HEAVY)} when it is imported"
 
 
-@pytest.mark.parametrize("module", ["hsx_dist", "hsx_dist.reading", "hsx_dist.cli", "hsx_dist.testing.servers"])
+@pytest.mark.parametrize("module", ["hsx_dist", "hsx_dist.reading", "hsx_dist.cli", "tests.harness.servers"])
 def test_loading_needs_neither_ray_nor_vllm_nor_torch(module: str) -> None:
     code = f"import {module}, sys; print(*sorted({{'ray', 'vllm', 'torch', 'transformers'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == []
+
+
+def test_no_modules_import_each_other() -> None:
+    """Imports in functions count too."""
+    names = {".".join(path.with_suffix("").relative_to(PACKAGE.parent).parts): path for path in MODULES}
+    names = {name.removesuffix(".__init__"): path for name, path in names.items()}
+    graph = {name: {other for other in _imported(path, names) if other != name} for name, path in names.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as e:
+        pytest.fail(f"these import each other: {' -> '.join(e.args[1])}")
+
+
+def _imported(path: Path, names: Collection[str]) -> Iterator[str]:
+    def walk(node: ast.AST) -> Iterator[str]:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for name in node.names:
+                module = f"{node.module}.{name.name}"
+                yield module if module in names else node.module
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child)
+
+    return (name for name in walk(ast.parse(path.read_text())) if name in names)
+
+
+def test_a_class_name_stands_for_one_class() -> None:
+    found = Counter(
+        node.name for path in MODULES for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in found.items() if count > 1] == []
+
+
+def test_a_module_name_stands_for_one_module() -> None:
+    """But for a command, which is named as what it calls, and for the base of a room."""
+    found = Counter(path.stem for path in MODULES if room(path) != "cli" and path.stem not in ("__init__", "base"))
+    assert [name for name, count in found.items() if count > 1] == []
+
+
+def test_nothing_that_runs_imports_the_tests() -> None:
+    for path in MODULES:
+        if room(path) != "testing":
+            assert not [name for name in imports(ast.parse(path.read_text())) if name.startswith(NOT_FOR_USE)], path
+
+
+NOT_FOR_USE = ("hsx_dist.testing", "tests", "benchmarks", "scripts")

@@ -22,6 +22,8 @@ from hsx_dist.logger import get_logger
 log = get_logger(__name__)
 
 VARIABLE = "HSX_COMPILED_DECODE"
+#: numba reads it in the working folder, which may be a downloaded run. It can name a cache, which numba unpickles.
+NUMBA_SETTINGS = ".numba_config.yaml"
 #: Starting takes a second, where somebody has compiled it before; a GiB is decoded in 0.2 s less.
 WORTH_BYTES = 4 << 30
 #: A chunk of fewer values is not worth the tables.
@@ -77,6 +79,13 @@ class Planes:
         if self._left >= 0 or not self._starting.acquire(blocking=False):
             return None
         # Kept for good: it is found now, or not to be had.
+        if os.path.lexists(NUMBA_SETTINGS):
+            log.warning(
+                "codec split is decoded by libzstd alone: expected no %s in the working folder, got one: numba would "
+                "load the code that it names. Work in another folder than the run's",
+                NUMBA_SETTINGS,
+            )
+            return None
         try:
             self._join = importlib.import_module("hsx_dist.format.codecs.huffman").join_planes
         except ImportError as e:

@@ -10,11 +10,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from hsx_dist.testing.processes import child
+from hsx_dist.jobs.kit.process import child
 
 State = Literal["passed", "failed", "crashed", "timed out", "not run"]
 #: What a check's own process may claim.
@@ -103,22 +103,26 @@ def run_checks(
     report: Callable[[list[Outcome]], None],
     run: Callable[[Check], Outcome] = run_check,
 ) -> list[Outcome]:
-    """Run the checks in order, for at most about ``seconds``. ``report`` is called before the first check and after
-    each, with an outcome for every check: those without their turn yet are *not run*."""
+    """Run the checks in order, for at most ``seconds``. ``report`` is called before the first check and after each,
+    with an outcome for every check: those without their turn yet, or without the time to end, are *not run*."""
     end = time.monotonic() + seconds
     outcomes = [
         Outcome(c.group, c.name, "not run", c.cannot or "the program ended before this check began") for c in checks
     ]
     report(outcomes)
     for i, check in enumerate(checks):
-        if time.monotonic() + min(check.limit_s, 60.0) > end and not check.cannot:
-            outcomes[i] = Outcome(check.group, check.name, "not run", f"the {seconds / 60:.0f} minutes were used up")
+        left = end - time.monotonic()
+        late = Outcome(check.group, check.name, "not run", f"the {seconds / 60:.0f} minutes were used up")
+        if left < min(check.limit_s, 60.0) and not check.cannot:
+            outcomes[i] = late
         else:
-            outcomes[i] = run(check)
+            outcomes[i] = run(replace(check, limit_s=min(check.limit_s, left)))
+            if outcomes[i].state == "timed out" and left < check.limit_s:
+                outcomes[i] = replace(late, seconds=outcomes[i].seconds)
         report(outcomes)
     return outcomes
 
 
 def python(*arguments: str) -> tuple[str, ...]:
-    """A program of this interpreter."""
-    return (sys.executable, *arguments)
+    """A program of this interpreter. It finds no modules in the working folder (-P)."""
+    return (sys.executable, "-P", *arguments)

@@ -1,5 +1,5 @@
 """One page about a run, made from its store: ``write_report``."""
 
-from hsx_dist.observe.report.page import write_report
+from hsx_dist.observe.report.document import write_report
 
 __all__ = ["write_report"]

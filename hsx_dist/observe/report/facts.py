@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 
 from hsx_dist.config.secrets import hide_secrets
+from hsx_dist.errors import NotFound
 from hsx_dist.format.container import Part
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.format.runs import attempts_of, read_attempt, read_complete, read_heartbeat
 from hsx_dist.reading import Run
+from hsx_dist.reading.missing import missing_parts, stored_parts
 from hsx_dist.store import Store
 
 #: Parts whose headers are read for the sizes of layers.
@@ -103,7 +105,10 @@ def gather_facts(run: Run) -> RunFacts:
 def _gather(run: Run) -> RunFacts:
     store, samples = run.store, run.manifest.samples.values()
     names = sorted({part for s in samples for part, _ in s.segments})
-    sizes, codecs, about = _layer_sizes(store, run, names)
+    stored = stored_parts(store)
+    gone = set(names) - stored
+    lost = gone.intersection(missing_parts(store, run.manifest, run.version)) if gone else set()
+    sizes, codecs, about = _layer_sizes(store, run, [name for name in names if name in stored])
     complete = read_complete(store)
     numbers = attempts_of(store)
     attempts = [_attempt(store, n, complete, numbers[-1]) for n in numbers]
@@ -116,6 +121,8 @@ def _gather(run: Run) -> RunFacts:
             "samples": len(run),
             "tokens": sum(s.num_tokens for s in samples),
             "parts": len(names),
+            "removed_parts": len(gone - lost),
+            "lost_parts": len(lost),
             "raw_bytes": sum(proof.raw_bytes for s in samples for _, proof in s.segments),
             "stored_bytes": sum(run.manifest.parts[name].size for name in names),
             "refused": len(run.refused),
@@ -196,7 +203,10 @@ def _layer_sizes(store: Store, run: Run, names: list[str]) -> tuple[list[LayerSi
     about: dict[str, Any] = {}
     for name in names[::step]:
         receipt = run.manifest.parts[name]
-        part = Part.open(store, name, header_bytes=receipt.header_bytes, size=receipt.size)
+        try:
+            part = Part.open(store, name, header_bytes=receipt.header_bytes, size=receipt.size)
+        except NotFound:
+            continue  # a consumer removed it after the listing
         about = part.about
         codecs[str(part.codec.to_dict().get("name", "?"))] += 1
         for i, info in enumerate(part.segments):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ import numpy as np
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.observe.report.facts import Attempt, LayerSize, Timeline
-from hsx_dist.observe.report.states import StateNumbers
+from hsx_dist.observe.report.states import MOST_LAYERS, StateNumbers, spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,6 +41,8 @@ _STYLE: dict[str, Any] = {
     "legend.frameon": False,
 }
 
+#: matplotlib reads it in the working folder, which may be a downloaded run. It can make matplotlib run TeX.
+SETTINGS = "matplotlibrc"
 #: Ticks of logarithmic axes: 1, 2, 5, 10, …
 _ROUND = [digit * 10**power for power in range(8) for digit in (1, 2, 5)]
 
@@ -47,10 +51,15 @@ class Canvas:
     """Draws one figure after the other. Making one imports matplotlib.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib is not installed; the working folder, which may be a run, has settings for it.
     """
 
     def __init__(self) -> None:
+        if "matplotlib" not in sys.modules and os.path.lexists(SETTINGS):
+            raise ConfigError(
+                f"expected no {SETTINGS} in the working folder, got one: matplotlib would apply it, and it can run "
+                "programs. Run the command in another folder"
+            )
         try:
             import matplotlib
             from matplotlib.figure import Figure
@@ -152,7 +161,8 @@ class Canvas:
     # -- what is stored ------------------------------------------------------------------------------------------
 
     def layer_sizes(self, sizes: Sequence[LayerSize]) -> str:
-        """Stored bytes of each layer, as a share of its raw ones."""
+        """Stored bytes of each layer, as a share of its raw ones; of very many layers some, evenly spread."""
+        sizes = spread(sizes, MOST_LAYERS)
 
         def fill(figure: Figure) -> None:
             axes = figure.subplots()

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from hsx_dist.reading import Run, Sample
+from hsx_dist.reading.stored import read_stored
 
+T = TypeVar("T")
 #: Bytes of states, as float32, that are held at once; of a longer sample the first tokens are taken.
 HELD_BYTES = 128 << 20
 #: Tokens of a sample that are shown one by one.
 TOKENS_SHOWN = 96
 #: Channels that are shown.
 CHANNELS_SHOWN = 16
+#: The most layers that are compared and drawn; of more, which no model has, some that are evenly spread.
+MOST_LAYERS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,29 +49,32 @@ class StateNumbers:
     chosen: list[TokenNorms]
 
 
-def spread(keys: Sequence[str], n: int) -> list[str]:
-    """``n`` keys, evenly spread over ``keys``, the first and the last among them."""
-    if len(keys) <= n:
-        return list(keys)
-    return [keys[round(i * (len(keys) - 1) / max(n - 1, 1))] for i in range(n)]
+def spread(items: Sequence[T], n: int) -> list[T]:
+    """``n`` items, evenly spread over ``items``, the first and the last among them."""
+    if len(items) <= n:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / max(n - 1, 1))] for i in range(n)]
 
 
 def gather_states(run: Run, keys: Sequence[str], chosen: Sequence[str]) -> StateNumbers | None:
     """Read the samples ``keys`` for the numbers, and ``chosen`` token by token; None when there is no sample.
 
     None, too, when the numbers of each layer and channel would exceed ``HELD_BYTES``. Samples whose layers or width
-    differ from the first one's (a request may choose its layers) are left out.
+    differ from the first one's (a request may choose its layers) are left out, and those whose parts are not stored any
+    more.
 
     Raises:
         SampleNotFound: a chosen key is none of the run's.
         StoreError, FormatError: something cannot be read.
     """
     keys = list(dict.fromkeys([*chosen, *keys]))
-    if not keys:
+    samples = [run[key] for key in keys]
+    first = next(read_stored(samples, lambda s: (s.layer_ids, s.hidden_size, s.dtype)), None)
+    if first is None:
         return None
-    first = run[keys[0]]
-    layers, hidden = first.layer_ids, first.hidden_size
-    if not layers or max(len(layers) ** 2, len(layers) * hidden) * 8 > HELD_BYTES:
+    every_layer, hidden, dtype = first
+    layers = tuple(spread(every_layer, MOST_LAYERS))
+    if not layers or len(layers) * hidden * 8 > HELD_BYTES:
         return None
     norms: list[np.ndarray[Any, Any]] = []
     begins: list[np.ndarray[Any, Any]] = []
@@ -75,11 +82,13 @@ def gather_states(run: Run, keys: Sequence[str], chosen: Sequence[str]) -> State
     cosines = np.zeros((len(layers), len(layers)))
     tokens = 0
     shown: list[TokenNorms] = []
-    for key in keys:
-        sample = run[key]
-        if sample.layer_ids != layers or sample.hidden_size != hidden:
-            continue
-        states, ids = _load(sample)
+
+    def read(sample: Sample) -> tuple[Sample, np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
+        same = sample.layer_ids == every_layer and sample.hidden_size == hidden
+        return (sample, *_load(sample, layers)) if same else None
+
+    for sample, states, ids in filter(None, read_stored(samples, read)):
+        key = sample.key
         with np.errstate(over="ignore", invalid="ignore"):  # rows that are not finite are shown, and left out below
             norm = np.linalg.norm(states, axis=2)  # [T, L]
         if key in chosen:
@@ -91,14 +100,17 @@ def gather_states(run: Run, keys: Sequence[str], chosen: Sequence[str]) -> State
         states = states[1:][rest]
         magnitude += np.abs(states).sum(axis=0, dtype=np.float64)
         unit = states / np.maximum(norm[1:][rest], 1e-30)[:, :, None]
-        # One product a token, [L, H] by [H, L].
-        cosines += np.matmul(unit, unit.transpose(0, 2, 1)).sum(axis=0, dtype=np.float64)
+        # One product a sample, [L, T * H] by [T * H, L]: a product a token would hold [T, L, L] at once.
+        flat = unit.transpose(1, 0, 2).reshape(len(layers), -1)
+        cosines += flat @ flat.T
         tokens += len(states)
+    if not begins:
+        return None
     every = np.concatenate(norms) if tokens else np.zeros((1, len(layers)))
     channels, outliers = _outliers(magnitude / max(tokens, 1))
     return StateNumbers(
         layer_ids=layers,
-        dtype=first.dtype,
+        dtype=dtype,
         hidden_size=hidden,
         samples=len(begins),
         tokens=tokens,
@@ -111,10 +123,10 @@ def gather_states(run: Run, keys: Sequence[str], chosen: Sequence[str]) -> State
     )
 
 
-def _load(sample: Sample) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _load(sample: Sample, layers: Sequence[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """float32 ``[T, L, H]`` and int64 ``[T]`` of the sample's first tokens."""
-    token_bytes = len(sample.layer_ids) * sample.hidden_size * 4
-    data = sample.load(tokens=(0, max(HELD_BYTES // token_bytes, 1)), framework="numpy")
+    token_bytes = len(layers) * sample.hidden_size * 4
+    data = sample.load(layers, tokens=(0, max(HELD_BYTES // token_bytes, 1)), framework="numpy")
     return np.asarray(data["hidden_states"], np.float32), data["token_ids"]
 
 

@@ -12,10 +12,10 @@ import torch
 
 from benchmarks.gpu import copies, kit, prefill
 from benchmarks.gpu.ways import Shape
-from hsx_dist.jobs.kit import states
+from hsx_dist.jobs.kit import engine_states
+from hsx_dist.jobs.kit.engine_states import Case
 from hsx_dist.jobs.kit.outcomes import RESULT, Check, Outcome
-from hsx_dist.jobs.kit.page import COPIES, THROUGHPUT
-from hsx_dist.jobs.kit.states import Case
+from hsx_dist.jobs.kit.report_page import COPIES, THROUGHPUT
 from scripts import gpu
 
 
@@ -29,7 +29,7 @@ def test_everything_is_planned_and_fits_into_the_time(tmp_path):
     planned = kit.plan(tmp_path, 2)
     assert not any(c.cannot for c in planned)
     assert [c.name for c in planned if c.group == THROUGHPUT] == list(prefill.SINKS.values())
-    assert {c.name for c in planned if c.group == states.GROUP} == {c.name for c in states.cases(2)}
+    assert {c.name for c in planned if c.group == engine_states.GROUP} == {c.name for c in engine_states.cases(2)}
     without = kit.plan(tmp_path / "cpu", 0)
     assert [c.name for c in without] == [c.name for c in kit.plan(tmp_path / "one", 1)]
     assert {c.cannot for c in without if c.group in (kit.TESTS, COPIES)} == {"no CUDA device"}
@@ -204,17 +204,17 @@ class Finder:
             raise ModuleNotFoundError(f"No module named {name!r} in the kit's environment", name=name)
 
 sys.meta_path.insert(0, Finder())
-import benchmarks.gpu.copies, benchmarks.gpu.kit, benchmarks.gpu.prefill, hsx_dist.jobs.kit.doctor, pytest
+import benchmarks.gpu.copies, benchmarks.gpu.kit, benchmarks.gpu.prefill, hsx_dist.jobs.kit.machine, pytest
 os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # plugins of other packages
 sys.exit(pytest.main([*benchmarks.gpu.kit.PYTEST, "-p", "pytest_timeout"]))
 """
 
 
 def test_the_program_ends_with_1_where_a_check_failed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(kit.states, "visible_gpus", list)
+    monkeypatch.setattr(kit.engine_states, "visible_gpus", list)
     monkeypatch.setattr(kit, "end_on_sigterm", lambda: None)
     for state, status in (("passed", 0), ("not run", 0), ("timed out", 1)):
         monkeypatch.setattr(kit, "run_check", lambda c, s=state: Outcome(c.group, c.name, s, "why\nlog"))
         monkeypatch.setattr(sys, "argv", ["kit", "--results", str(tmp_path), "--only", Case().name])
         assert kit.main() == status
-        assert f"{state:9}  {states.GROUP}: {Case().name}: why\n" in capsys.readouterr().out
+        assert f"{state:9}  {engine_states.GROUP}: {Case().name}: why\n" in capsys.readouterr().out

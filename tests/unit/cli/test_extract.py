@@ -9,7 +9,7 @@ import pytest
 from hsx_dist import __version__
 from hsx_dist.cli import extract as extract_command
 from hsx_dist.cli import main
-from hsx_dist.cli.status import exit_status
+from hsx_dist.cli.exit_codes import exit_status
 from hsx_dist.config import ExtractConfig
 from hsx_dist.errors import ConfigError, EngineError, Fenced, IntegrityError, NotFound, RunError, Unavailable
 

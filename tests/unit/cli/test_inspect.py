@@ -16,8 +16,8 @@ from hsx_dist.format.names import receipt_name
 from hsx_dist.format.runs import load_manifest, take_attempt, write_complete
 from hsx_dist.page import Page, Segment
 from hsx_dist.store import Store, open_store
-from hsx_dist.testing.runs import write_v1_run
 from hsx_dist.writers.sink import PartSink, SinkOptions
+from tests.harness.runs import write_v1_run
 
 LAYERS, HIDDEN = (2, 5, 6), 16
 TOKENS = {"row:00000000": 7, "a/b c": 12, "[bold]x\x1b": 1}

@@ -11,10 +11,10 @@ import pytest
 
 from hsx_dist.cli import main
 from hsx_dist.jobs import decode
+from hsx_dist.models.builtin import SMOLLM2
 from hsx_dist.store import open_store
-from hsx_dist.testing.models import SMOLLM2
-from hsx_dist.testing.runs import store_run
 from hsx_dist.testing.samples import RandomSample, random_sample
+from tests.harness.runs import store_run
 
 LARGE = (1 << 40) + 7
 

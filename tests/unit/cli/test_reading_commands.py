@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,22 @@ import torch
 from safetensors.torch import load_file
 
 from hsx_dist import HiddenStatesMapDataset, open_run
-from hsx_dist.cli import main
+from hsx_dist.cli import inspect, main
 from hsx_dist.cli.cat import run_cat
+from hsx_dist.cli.inspect import _layer_norms
 from hsx_dist.errors import FormatError, RunError
+from hsx_dist.format.codecs import NoneCodec
 from hsx_dist.format.names import receipt_name
 from hsx_dist.format.place import open_place
 from hsx_dist.format.runs import beat, take_attempt
-from hsx_dist.reading import Sample
+from hsx_dist.reading import Run, Sample
 from hsx_dist.reading.garbage import remove_run
 from hsx_dist.reading.liveness import require_dead
 from hsx_dist.reading.missing import removal_mark
 from hsx_dist.store import Store, open_store
-from hsx_dist.testing.runs import store_run
 from hsx_dist.testing.samples import RandomSample, random_sample
+from hsx_dist.testing.stores import MemoryStore
+from tests.harness.runs import store_run
 
 SAMPLES = [random_sample(f"s{i}", 9 + i, seed=i, odd=False) for i in range(6)]
 
@@ -53,6 +57,25 @@ def hsx(*args: str) -> int:
     with pytest.raises(SystemExit) as e:
         main(args)
     return int(e.value.code or 0)
+
+
+def test_show_reads_the_layers_of_a_small_sample_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load for each of thousands of layers, each of which reads all of them, would take minutes."""
+    layers = tuple(range(500))
+    made = MemoryStore()
+    store_run(made, [random_sample("a", 9, layer_ids=layers, hidden_size=4, odd=False)], codec=NoneCodec())
+    sample = Run(made)["a"]
+    loads: list[Any] = []
+    load = Sample.load
+    monkeypatch.setattr(Sample, "load", lambda *a, **k: loads.append(k["layers"]) or load(*a, **k))
+    norms, hidden_size = _layer_norms(sample)
+    assert loads == [layers]
+    states = load(sample, framework="numpy")["hidden_states"].astype(np.float64)
+    assert [n["layer"] for n in norms] == list(layers)
+    assert (hidden_size, norms[77]["max_norm"]) == (4, np.linalg.norm(states[:, 77], axis=1).max())
+    monkeypatch.setattr(inspect, "_BYTES_AT_ONCE", 9 * 4 * 4 * 200)
+    assert _layer_norms(sample) == (norms, 4)
+    assert [len(some) for some in loads] == [500, 200, 200, 100]
 
 
 def test_cat_writes_what_was_asked_for(store: Store, tmp_path: Path) -> None:
@@ -250,6 +273,32 @@ def test_rm_removes_the_run_and_nothing_else(store: Store, capsys: pytest.Captur
     assert "the mark of one that was removed" in capsys.readouterr().err
     store_run(store, SAMPLES[:2])
     assert len(open_run(store.url)) == 2
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_rm_of_a_run_of_version_1_leaves_other_files_in_its_folders(tmp_path: Path, interrupted: bool) -> None:
+    root = open_store(str(tmp_path / "old"))
+    store_run(root, SAMPLES, version=1)
+    root.put("complete.json", [b"{}"])
+    root.put("consumed/part-0001-w-000001.safetensors/train.json", [b"{}"])
+    unfinished = tmp_path / "old" / "data" / ".hsx-unfinished-0123"
+    unfinished.write_bytes(b"half")
+    mine = {"data/train.jsonl", "data/parts/part-1.txt", "report/thesis.tex", "manifest/index.html", "attempts/1.json"}
+    for name in mine:
+        root.put(name, [b"x"])
+
+    class Killed(Exception):
+        pass
+
+    def kill(name: str) -> None:
+        if interrupted and name.startswith("data/"):
+            raise Killed
+
+    with suppress(Killed):
+        remove_run(root, open_place(root), on_object=kill)
+    assert hsx("rm", root.url, "--yes") == (0 if interrupted else 2)
+    assert names(root) == mine | {"run.json"}
+    assert not unfinished.exists()
 
 
 def test_rm_goes_on_where_it_was_interrupted(store: Store, capsys: pytest.CaptureFixture[str]) -> None:

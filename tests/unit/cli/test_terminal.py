@@ -14,9 +14,9 @@ from hsx_dist.format.runs import beat, load_manifest
 from hsx_dist.observe.console import Console
 from hsx_dist.observe.summary import RunSummary, print_summary
 from hsx_dist.store import Store, open_store
-from hsx_dist.testing.runs import RunWriter, whole, write_v1_run
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.text import printable
+from tests.harness.runs import RunWriter, whole, write_v1_run
 
 HOSTILE = "[bold]\x1b[2J[/x]\r\nfake: ok\x9b31m\u202egnp\u2028\x7f\x07:smile:"
 

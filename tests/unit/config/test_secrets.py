@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
 
 from hsx_dist.config import ExtractConfig, load_config, looks_secret, public_url
 from hsx_dist.config.secrets import (
+    check_endpoint,
     check_no_credentials,
     check_place_of_credentials,
     check_url,
@@ -20,6 +23,7 @@ from hsx_dist.config.secrets import (
 from hsx_dist.connector.settings import read_settings
 from hsx_dist.errors import ConfigError
 from hsx_dist.store import open_store
+from tests.unit.growth import check_linear
 
 SECRET = "hunter2-not-to-be-seen"
 
@@ -400,3 +404,59 @@ def test_an_endpoint_of_another_form_may_hold_a_credential(endpoint: str) -> Non
     assert len(list(secret_paths(options))) == 2
     assert SECRET not in str(hide_options(options))
     assert not list(secret_paths({"endpoint_url": "http://${env:HOST}:9000"}))
+
+
+#: What texts repeat. Each begins a pattern of the module, or is a step in one, very often.
+REPEATED = [
+    *(
+        "a",
+        "Aa",
+        "1.",
+        "_",
+        " ",
+        "@",
+        ":",
+        "/",
+        "::",
+        ":1",
+        "a: ",
+        "a@ ",
+        "%40",
+        "?a=",
+        "#",
+        "\\",
+        "\0",
+        "\u0315\u0300",
+    ),
+    *("://", "a://", "://a:/", "${env:", "://${env:", "${env:A}"),
+]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        public_url,
+        check_no_credentials,
+        check_place_of_credentials,
+        looks_secret,
+        lambda text: check_endpoint(text, "endpoint_url"),
+        lambda text: list(url_secrets(text)),
+        lambda text: list(secret_paths({"endpoint_url": text, "a": text})),
+        lambda text: hide_options({"region": text, "endpoint_url": text}),
+    ],
+)
+def test_time_grows_with_the_length_of_a_text_and_not_its_square(call: Callable[[str], Any]) -> None:
+    """Settings that a run stores reach these functions: 200 KB of blanks must not stop ``hsx top`` for minutes."""
+
+    def make(first: str, repeated: str, length: int) -> Callable[[], None]:
+        text = first + repeated * (length // len(repeated))
+
+        def run() -> None:
+            with suppress(ConfigError):
+                call(text)
+
+        return run
+
+    for first in ("s3://", "http://h:/"):
+        for repeated in REPEATED:
+            check_linear(partial(make, first, repeated), 1 << 13, (first, repeated))

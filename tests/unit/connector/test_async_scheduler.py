@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from hsx_dist.connector import connector
+from hsx_dist.connector.connector import pending_of
+from hsx_dist.connector.metadata import StepMetadata
 from tests.unit.connector.test_worker import KeepingOutlet
 
 BLOCK, HIDDEN, LAYERS = 16, 4, (1, 3)
@@ -20,12 +22,24 @@ BLOCK, HIDDEN, LAYERS = 16, 4, (1, 3)
 ORDERS = ("v1", "v2", "v2 of 0.33")
 
 
+OURS = {
+    "kv_connector": "HiddenStatesConnector",
+    "kv_role": "kv_producer",
+    "kv_connector_module_path": "hsx_dist.connector.connector",
+    "kv_connector_extra_config": {"hsx": {"output": "s3://bucket/x", "via": "socket", "address": "none"}},
+}
+
+
 @pytest.fixture(scope="module")
 def vllm_config(tiny_model_path):
+    return config_of(tiny_model_path, OURS)
+
+
+def config_of(model, connector):
     from vllm.engine.arg_utils import EngineArgs
 
     return EngineArgs(
-        model=str(tiny_model_path),
+        model=str(model),
         dtype="float32",
         max_model_len=256,
         block_size=32,
@@ -37,12 +51,7 @@ def vllm_config(tiny_model_path):
             "num_speculative_tokens": 1,
             "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS)}},
         },
-        kv_transfer_config={
-            "kv_connector": "HiddenStatesConnector",
-            "kv_role": "kv_producer",
-            "kv_connector_module_path": "hsx_dist.connector.connector",
-            "kv_connector_extra_config": {"hsx": {"output": "s3://bucket/x", "via": "socket", "address": "none"}},
-        },
+        kv_transfer_config=connector,
     ).create_engine_config()
 
 
@@ -71,7 +80,7 @@ class MadeUpRunner:
     def execute(self, out):
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-        self.worker.begin(out.kv_connector_metadata)
+        self.worker.begin(ours_of(out))
         for new in out.scheduled_new_reqs:
             if new.req_id in self.tokens:  # the V2 runner is sent a resumed request as a new one
                 self.preempted.add(new.req_id)
@@ -134,8 +143,14 @@ class MadeUpRunner:
         return sampled
 
     def _connector(self, out) -> set[str]:
-        self.worker.step(out.kv_connector_metadata)
+        self.worker.step(ours_of(out))
         return self.worker.finished()
+
+
+def ours_of(out):
+    """Our connector's metadata of a step, also within vLLM's ``MultiConnector``."""
+    found = out.kv_connector_metadata
+    return next(m for m in getattr(found, "metadata", (found,)) if isinstance(m, StepMetadata))
 
 
 def next_token(request_id: str, position: int) -> int:
@@ -206,7 +221,7 @@ def run(vllm_config, prompts, prepare, *, order, blocks, depth, acceptance, abor
     rows: dict[str, dict[int, tuple[int, np.ndarray]]] = {}
     under_way: deque = deque()
     steps = 0
-    while scheduler.has_requests() or under_way or scheduler.connector.pending:
+    while scheduler.has_requests() or under_way or pending_of(scheduler.connector):
         steps += 1
         assert steps < 500, "the scheduler never comes to an end"
         if len(under_way) < depth and scheduler.has_requests():

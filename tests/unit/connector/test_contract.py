@@ -14,14 +14,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, S
 from vllm.utils.func_utils import supports_kw
 from vllm.v1.kv_cache_interface import FullAttentionSpec, HiddenStateCacheSpec, KVCacheConfig, KVCacheGroupSpec
 
+from hsx_dist.connector import connector as module
 from hsx_dist.connector.connector import (
     HiddenStatesConnector,
     hidden_state_group,
     warn_of_long_samples,
     warn_of_short_limits,
 )
+from hsx_dist.connector.ranks import Ranks
 from hsx_dist.connector.settings import read_settings
 from hsx_dist.errors import ConfigError
+from tests.unit.vllm_patches.engine_config import engine_config
 
 
 def test_a_credential_in_the_storage_path_is_refused() -> None:
@@ -138,9 +141,90 @@ def test_expandable_segments_are_refused_by_vllm_for_ours_as_for_any_connector(m
 @pytest.mark.parametrize("shape", [(8, 3, 16, 8), (8, 2, 32, 8), (8, 2, 16)])
 def test_a_cache_of_another_form_than_its_spec_says_is_refused(monkeypatch, shape):
     """The hidden-state group's own block size and the layers asked for, checked against the tensor."""
-    from hsx_dist.connector import connector as module
-
     monkeypatch.setattr(module, "get_layers_from_vllm_config", lambda *_: {"l": None})
     half = SimpleNamespace(_vllm_config=None, _layer_ids=(1, 2), _block_size=16)
     with pytest.raises(ConfigError, match="hidden-state cache"):
         HiddenStatesConnector.register_kv_caches(half, {"l": torch.zeros(shape)})
+
+
+# -- what is checked when vLLM builds the connector and gives it the cache ---------------------------------------------
+
+
+@pytest.fixture
+def built(tiny_model_path, tmp_path):
+    """Function that builds the connector as vLLM does."""
+
+    def build(role=KVConnectorRole.WORKER, layers=(0, 4), **parallel):
+        connector = {
+            "kv_connector": "HiddenStatesConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": str(tmp_path), "hsx": {"cache_writes": "direct"}},
+        }
+        config = engine_config(tiny_model_path, layers, kv_transfer_config=connector)
+        for name, value in parallel.items():
+            setattr(config.parallel_config, name, value)
+        return HiddenStatesConnector(config, role, cache(spec(HiddenStateCacheSpec)))
+
+    return build
+
+
+def registered_with(ours, monkeypatch, *, ranks, others=()):
+    """Give ``ours`` its cache on rank 0 of ``ranks``, next to ``others``; what it calls, by name."""
+    called = {}
+    group = SimpleNamespace(world_size=ranks, rank_in_group=0, cpu_group=None)
+    monkeypatch.setattr("vllm.distributed.parallel_state.get_tp_group", lambda: group)
+    several = SimpleNamespace(sub_connectors=[*others, ours])
+    monkeypatch.setattr("vllm.distributed.kv_transfer.get_kv_transfer_group", lambda: several)
+    monkeypatch.setattr(module, "get_layers_from_vllm_config", lambda *_: {"l": SimpleNamespace()})
+    monkeypatch.setattr(module, "watch", lambda *_, **kwargs: called.update(watch=kwargs))
+    monkeypatch.setattr(module, "ranks_of", lambda *_, **kwargs: called.update(ranks_of=kwargs) or Ranks(0, (1,)))
+    ours.register_kv_caches({"l": torch.zeros(8, len(ours._layer_ids), 16, 8)})
+    return called
+
+
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_engines_whose_workers_are_no_tensor_parallel_ranks_are_refused(built, role):
+    built(role)
+    with pytest.raises(ConfigError, match="prefill_context_parallel_size: expected 1"):
+        built(role, prefill_context_parallel_size=2)
+
+
+def test_layer_zero_is_checked_when_the_cache_is_there(built, monkeypatch):
+    with pytest.raises(ConfigError, match=r"layer 0 of .*built after the plugin of hsx_dist was loaded, got none"):
+        registered_with(built(), monkeypatch, ranks=1)
+
+
+def test_a_local_output_is_known_to_be_on_one_node(built, monkeypatch):
+    called = registered_with(built(layers=(1, 4)), monkeypatch, ranks=2)
+    assert called["ranks_of"] == {"one_node": True, "limit": None}
+
+
+class Other:
+    def __init__(self, role):
+        self._kv_transfer_config = KVTransferConfig(kv_connector="Other", kv_role=role)
+
+    def get_finished_count(self):
+        return 1
+
+
+@pytest.mark.parametrize(("role", "said"), [("kv_producer", False), ("kv_both", True), ("kv_consumer", True)])
+def test_connectors_next_to_ours_are_known(built, monkeypatch, caplog, role, said):
+    """One that loads is warned of, one that reads layer by layer must not lose a layer, one that hangs is refused."""
+    called = registered_with(built(layers=(1, 4)), monkeypatch, ranks=1, others=[Other(role)])
+    assert called["watch"] == {"direct": True, "others": ["Other"]}
+    assert ("Other: tokens are not loaded in an engine with HiddenStatesConnector" in caplog.text) is said
+    with pytest.raises(ConfigError, match="get_finished_count"):
+        registered_with(built(layers=(1, 4)), monkeypatch, ranks=2, others=[Other(role)])
+
+
+def test_a_request_has_its_own_flag_back_when_it_has_blocks_and_when_it_has_none(built):
+    """Else it would be left out of the statistics of prefix hits, or have none at its next try."""
+    ours = built(KVConnectorRole.SCHEDULER)
+    step = SimpleNamespace(total_num_scheduled_tokens=0, scheduled_new_reqs=[])
+    for own in (False, True):
+        request = SimpleNamespace(skip_reading_prefix_cache=own, prefill_stats=None)
+        for end in (lambda r: ours.update_state_after_alloc(r, None, 0), lambda _: ours.build_connector_meta(step)):
+            assert ours.get_num_new_matched_tokens(request, 16) == (0, False)
+            assert request.skip_reading_prefix_cache
+            end(request)
+            assert request.skip_reading_prefix_cache is own

@@ -19,7 +19,7 @@ shipping.put(Shipped("k"))
 shipping.close(None)
 assert seen == [mine], (seen, mine)
 import threading
-from hsx_dist.connector.cores import any_core
+from hsx_dist.connector.affinity import any_core
 with any_core():
     thread = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
     thread.start()

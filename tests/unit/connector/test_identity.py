@@ -13,8 +13,8 @@ from hsx_dist.connector.step import Skip
 from hsx_dist.errors import ConfigError, NotFound, SampleConflict, SampleFailed, StoreError
 from hsx_dist.store import open_store
 from hsx_dist.testing.faulty_stores import PUTS, FailingStore, Strike
-from hsx_dist.testing.runs import store_run
 from hsx_dist.testing.samples import random_sample
+from tests.harness.runs import store_run
 from tests.unit.connector.small_outlet import outlet_on, some, submit
 
 NAME = "k.safetensors"

@@ -16,7 +16,7 @@ from hsx_dist.connector.options import (
     MAX_METADATA_DEPTH,
     MAX_PARAMS,
     MAX_UNKNOWN,
-    Selection,
+    TokenSelection,
     custom_name,
     place,
     read_options,
@@ -85,7 +85,7 @@ def test_nothing_asked_is_everything_under_the_requests_own_id():
     ],
 )
 def test_selections(value, total, positions):
-    assert list(Selection.read(value).of(total)) == positions
+    assert list(TokenSelection.read(value).of(total)) == positions
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hsx_dist.connector import ranks as module
 from hsx_dist.connector.ranks import (
-    Agreement,
+    RankComparison,
     Ranks,
     check_parallelism,
     check_siblings,
@@ -300,7 +300,7 @@ def compare(rank: int, folder: str, scenarios, answers) -> None:
     module.log.addHandler(handler)
     outcomes = {}
     for name, (saves, caches) in scenarios.items():
-        agreement = Agreement(caches[rank], dist.group.WORLD, layer_ids=(2, 5, 9), model="some/model")
+        agreement = RankComparison(caches[rank], dist.group.WORLD, layer_ids=(2, 5, 9), model="some/model")
         lines.clear()
         try:
             for step in saves:

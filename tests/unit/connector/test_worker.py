@@ -14,7 +14,7 @@ from hsx_dist.connector.outlet import PageRef
 from hsx_dist.connector.ring import Ring
 from hsx_dist.connector.side import Cuda, StreamSide
 from hsx_dist.connector.step import Expect, Save, Skip, Step
-from hsx_dist.connector.worker import IDLE_WAIT_S, Plan, WorkerHalf, pin, unpin
+from hsx_dist.connector.worker import IDLE_WAIT_S, CopyPlan, WorkerHalf, pin, unpin
 from hsx_dist.errors import ConfigError
 from hsx_dist.observe.metrics import Meter
 from tests.unit.connector.recorded_cuda import DEVICE, RecordedCuda
@@ -165,13 +165,13 @@ def test_what_readers_rely_on_is_asked_for_before_the_model_runs_and_there_when_
 
 
 def test_plan_is_whole_blocks_within_page_frame_and_segment():
-    plan = Plan.of(block_size=16, layers=4, hidden_size=576, itemsize=2, page_bytes=8 << 20, segment_bytes=64 << 20)
+    plan = CopyPlan.of(block_size=16, layers=4, hidden_size=576, itemsize=2, page_bytes=8 << 20, segment_bytes=64 << 20)
     assert plan.page_tokens % 16 == 0
     assert plan.page_tokens * 576 * 2 <= 1 << 20  # a layer's share of a page is one frame
     assert plan.segment_tokens % plan.page_tokens == 0
     assert plan.segment_tokens * 4 * 576 * 2 <= 64 << 20
     with pytest.raises(ValueError, match="raise segment_bytes"):
-        Plan.of(block_size=128, layers=80, hidden_size=8192, itemsize=2, page_bytes=1 << 20, segment_bytes=1 << 20)
+        CopyPlan.of(block_size=128, layers=80, hidden_size=8192, itemsize=2, page_bytes=1 << 20, segment_bytes=1 << 20)
 
 
 @pytest.mark.parametrize("order", ["LTH", "TLH"])

@@ -26,7 +26,7 @@ from hsx_dist.connector.process_sender import ProcessSender
 from hsx_dist.connector.settings import read_settings
 from hsx_dist.connector.standalone import StoreOutlet, ThreadWriters, store_outlet
 from hsx_dist.connector.step import Expect
-from hsx_dist.connector.writer_process import WriterSpec
+from hsx_dist.connector.writer_process import WriterProcessSpec
 from hsx_dist.errors import ConfigError, EngineError, SampleFailed
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.observe.metrics import Meter
@@ -408,9 +408,9 @@ def rings() -> int:
     return sum("hsx-ring" in os.readlink(entry) for entry in os.scandir("/proc/self/fd") if os.path.lexists(entry))  # noqa: PTH115
 
 
-def spec(tmp_path, **changes) -> WriterSpec:
+def spec(tmp_path, **changes) -> WriterProcessSpec:
     options = SinkOptions(resolve_codec("none"), {"model": "m"}, "worker", layout="sample")
-    return replace(WriterSpec(str(tmp_path), {}, options, 1, 1 << 20, 4.0), **changes)
+    return replace(WriterProcessSpec(str(tmp_path), {}, options, 1, 1 << 20, 4.0), **changes)
 
 
 def test_what_keeps_it_from_starting_is_an_error_that_says_it(tmp_path, monkeypatch):
@@ -448,7 +448,7 @@ def test_it_runs_where_its_starter_was_allowed_to_run_not_where_the_engine_is(tm
     allowed = os.sched_getaffinity(0)
     if len(allowed) < 2:
         pytest.skip("one core")
-    monkeypatch.setattr("hsx_dist.connector.cores.CORES", frozenset(allowed))
+    monkeypatch.setattr("hsx_dist.connector.affinity.CORES", frozenset(allowed))
     os.sched_setaffinity(0, {min(allowed)})
     try:
         outlet = outlet_on(tmp_path, apart=True)

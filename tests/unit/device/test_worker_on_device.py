@@ -41,3 +41,6 @@ def device(request, monkeypatch):
         assert made
         assert not any(isinstance(worker._side, HostSide) for worker in made)
         assert simulated.stalls == []
+        for worker in made:
+            worker.close()
+            assert not simulated._is_pinned(worker._memory)  # else the next engine of this process cannot pin its own

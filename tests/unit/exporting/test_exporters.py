@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +19,16 @@ from hsx_dist import open_run
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.exporting import ExportOptions, export_run, register_exporter
 from hsx_dist.exporting.export import EXPORTERS
+from hsx_dist.format.names import part_name
 from hsx_dist.format.place import open_place
+from hsx_dist.format.runs import load_manifest
+from hsx_dist.jobs.ledger import RowLedger
+from hsx_dist.models.tiny import tiny_llama
 from hsx_dist.reading import Run
 from hsx_dist.reading.garbage import remove_run
 from hsx_dist.store import open_store
-from hsx_dist.testing.models import tiny_llama
-from hsx_dist.testing.runs import store_run
 from hsx_dist.testing.samples import RandomSample, random_sample
+from tests.harness.runs import RunWriter, store_run, whole
 
 LAYERS, N, H = (2, 4, 5, 8), 8, 64
 
@@ -253,7 +257,8 @@ def test_an_export_does_not_go_on_with_another_run_at_the_same_place(tmp_path: P
     store_run(root, SAMPLES, version=1)
     export_run(open_run(root.url), "vllm", dest, shard=0, shards=2)
     said = statement(dest)
-    (dest / "export.json").write_text(json.dumps({k: v for k, v in said.items() if k != "run_id"}))
+    later = ("run_id", "samples_hash", "samples_per_file")
+    (dest / "export.json").write_text(json.dumps({k: v for k, v in said.items() if k not in later}))
     assert export_run(open_run(root.url), "vllm", dest).there > 0  # begun by an earlier version
     (dest / "export.json").write_text(json.dumps(said))
     remove_run(root, open_place(root))
@@ -262,6 +267,38 @@ def test_an_export_does_not_go_on_with_another_run_at_the_same_place(tmp_path: P
         (dest / "export.json").write_text(json.dumps(there))
         with pytest.raises(ConfigError, match="run_id"):
             export_run(open_run(root.url), "vllm", dest)
+
+
+@pytest.mark.parametrize("again", ["other samples", "other tokens", "the same", "a copy"])
+def test_an_export_does_not_go_on_when_its_numbers_mean_other_samples(again: str, tmp_path: Path) -> None:
+    """A part is lost and declared lost by a resume. The run has as many samples as before."""
+    root, dest = open_store(str(tmp_path / "run")), tmp_path / "dest"
+    writer = store_run(root, SAMPLES[:2], per_part=1, about={"num_hidden_layers": N})
+    export_run(open_run(root.url), "specforge-dflash", dest, shard=1, shards=2)
+    resumed = RunWriter(root, about={"num_hidden_layers": N})
+    ledger = RowLedger(writer.store, resumed.attempt, load_manifest(writer.store))
+    ledger.declare_lost([] if again == "a copy" else [part_name(writer.attempt, "w", 1)])
+    ledger.flush()
+    other = replace(SAMPLES[0], token_ids=SAMPLES[0].token_ids + 1)
+    sample, row = {"other samples": (SAMPLES[2], 2), "other tokens": (other, 0)}.get(again, (SAMPLES[0], 0))
+    resumed.put([whole(sample, row)])
+    resumed.complete()
+    run = open_run(root.url)
+    assert len(run) == 2
+    if again in ("the same", "a copy"):
+        assert export_run(run, "specforge-dflash", dest).finished
+    else:
+        with pytest.raises(ConfigError, match=r"differs in \['samples_hash'\]"):
+            export_run(run, "specforge-dflash", dest)
+
+
+def test_an_export_does_not_go_on_with_another_number_of_samples_in_a_file(
+    run: Run, model: Any, tmp_path: Path
+) -> None:
+    options = ExportOptions(samples_per_file=2, model=str(model[0]))
+    export_run(run, "topk-logprobs", tmp_path, options, shard=0, shards=2)
+    with pytest.raises(ConfigError, match="samples_per_file"):
+        export_run(run, "topk-logprobs", tmp_path, replace(options, samples_per_file=1))
 
 
 def test_an_export_waits_for_another_one_to_say_what_the_folder_holds(

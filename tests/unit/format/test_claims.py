@@ -41,10 +41,10 @@ from hsx_dist.format.segments import exact_sum
 from hsx_dist.reading import load_hidden_states
 from hsx_dist.reading.retain import Retention, used_by_all
 from hsx_dist.store.local import LocalStore
-from hsx_dist.testing import runs as testing_runs
-from hsx_dist.testing.runs import RunWriter
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
+from tests.harness import runs as testing_runs
+from tests.harness.runs import RunWriter
 from tests.soak.claim_kinds import KINDS, sealed
 from tests.soak.claims import run_limited
 

@@ -4,7 +4,7 @@ import itertools
 import json
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from hsx_dist.format.container import EncodedPart, EncodedSegment, Part, Segment
 from hsx_dist.page import CARRIER, Page, Segment
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
+from tests.unit.growth import check_linear
 
 ABOUT = {"model": "a/b", "revision": None, "norm": "pre", "vllm": "0.32.0", "temperature": 0.5}
 TORCH = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -336,6 +337,29 @@ def test_only_the_chunks_needed_are_fetched(codec: Codec) -> None:
     assert part.read(0, tokens=(7, 7)).shape == (0, 4, 128)
     assert part.read(0, layers=[]).shape == (4000, 0, 128)
     assert store.bytes_read == 0
+
+
+def test_checking_every_chunk_takes_time_in_proportion_to_the_chunks() -> None:
+    def make(chunks: int) -> Callable[[], object]:
+        samples = [random_sample(k, chunks, layer_ids=(2,), hidden_size=1, chunk_tokens=1, odd=False) for k in "ab"]
+        part = Part.open(stored(part_of(NoneCodec(), *samples)), "p")
+
+        def scan() -> None:
+            found = [x for _, x in part.scan(1)]
+            assert np.array_equal(np.stack(found), samples[1].states)
+
+        return scan
+
+    check_linear(make, 400)
+
+
+def test_finding_layers_takes_time_in_proportion_to_the_layers() -> None:
+    def make(layers: int) -> Callable[[], object]:
+        ids = tuple(range(layers))
+        part = Part.open(stored(part_of(NoneCodec(), random_sample("a", 1, layer_ids=ids, hidden_size=1))), "p")
+        return lambda: part.read(0, layers=ids)
+
+    check_linear(make, 4096)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SegmentProof
 from hsx_dist.format.names import attempt_name, heartbeat_name, parse_receipt_name, part_name, receipt_name
 from hsx_dist.page import Segment, token_hash
+from tests.unit.growth import check_linear
 
 
 def _receipt(
@@ -146,6 +148,20 @@ def test_fates() -> None:
     assert (set(manifest.failed), set(manifest.refused)) == (set(), {"r", "g"})
 
 
+def test_a_lost_part_takes_its_segments_out_of_samples() -> None:
+    halves = Segment("k", 0, 0, 4, 8), Segment("k", 1, 4, 8, 8)
+    manifest = Manifest([_receipt(1, 1, halves[0], _whole("l")), _receipt(1, 2, halves[1], _whole("m"))])
+    manifest.add(_receipt(2, 1, rows=(_fate("k"), _fate("l"))))
+    assert (set(manifest.samples), set(manifest.failed)) == ({"k", "l", "m"}, set())
+    manifest.add(replace(_receipt(2, 2), void=(part_name(1, "w", 1),)))
+    assert (set(manifest.samples), set(manifest.failed)) == ({"m"}, {"k", "l"})
+    assert (len(manifest.samples), manifest.parts_of("l"), manifest.keys_by_row()) == (1, set(), ["m"])
+    assert (list(manifest.parts), manifest.stored_bytes, manifest.totals().parts) == ([part_name(1, "w", 2)], 99, 1)
+    manifest.add(_receipt(1, 3, halves[0]))
+    assert manifest.parts_of("k") == {part_name(1, "w", 2), part_name(1, "w", 3)}
+    assert [part for part, _ in manifest.samples["k"].segments] == [part_name(1, "w", 3), part_name(1, "w", 2)]
+
+
 def test_adding_again_changes_nothing() -> None:
     receipt = _receipt(1, 1, _whole("k"), rows=(_fate("f"),))
     manifest = Manifest([receipt, receipt, Receipt.from_json(receipt.to_json())])
@@ -175,10 +191,17 @@ def test_the_order_of_receipts_does_not_matter(data: st.DataObject) -> None:
             for k in data.draw(st.sets(st.sampled_from("klm")))
         )
         attempt, tokens = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([0, 0, 0, 5]))
-        receipts.append(_receipt(attempt, seq, *pieces, rows=rows, tokens=tokens))
+        lost = tuple(r.part for r in receipts if r.part is not None and data.draw(st.integers(0, 5)) == 0)
+        receipts.append(replace(_receipt(attempt, seq, *pieces, rows=rows, tokens=tokens), void=lost))
     shuffled = receipts * 2
     random.Random(data.draw(st.integers(0, 9))).shuffle(shuffled)
-    one, other = Manifest(receipts), Manifest(shuffled)
+    one, other = Manifest(receipts), Manifest()
+    for receipt in shuffled:
+        other.add(receipt)
+        for key in data.draw(st.sets(st.sampled_from("klm"))):
+            other.samples.get(key)  # what is decided between receipts is not final
+    assert (one.parts, one.void, one.stored_bytes) == (other.parts, other.void, other.stored_bytes)
+    assert (one.totals(), one.keys_by_row()) == (other.totals(), other.keys_by_row())
     assert dict(one.samples) == dict(other.samples)
     assert (one.conflicts, dict(one.failed), dict(one.refused)) == (
         other.conflicts,
@@ -190,3 +213,59 @@ def test_the_order_of_receipts_does_not_matter(data: st.DataObject) -> None:
         assert bounds[0][0] == 0
         assert bounds[-1][1] == sample.num_tokens
         assert all(a[1] == b[0] for a, b in pairwise(bounds))
+
+
+def _half(seq: int, key: str = "k", index: int = 1, attempt: int = 1, sample: str = "") -> Receipt:
+    """A receipt of the second of a sample's two segments, or of one of more."""
+    receipt = _receipt(attempt, seq, Segment(key, index, 4 * index, 4 * index + 4, 1 << 20))
+    return replace(receipt, segments=(replace(receipt.segments[0], sample_hash=sample),))
+
+
+#: Receipts by number. All are of one sample: each must not cost as much as all that were read before it.
+ADDED: dict[str, Callable[[int], Receipt]] = {
+    "the whole sample and its fate": lambda i: _receipt(1, i, _whole("k"), rows=(_fate("k"),)),
+    "another part, and the part before is lost": lambda i: replace(
+        _receipt(1, i, _whole("k")), void=(part_name(1, "w", i - 1),) if i > 1 else ()
+    ),
+    "one segment again": _half,
+    "the next segment": lambda i: _half(i, index=i - 1),
+    "the segment before": lambda i: _half(i, index=(1 << 15) - i),
+    "a segment of another attempt": lambda i: _half(i, attempt=i),
+    "a segment with other tokens": lambda i: _half(i, sample=f"{i:016x}"),
+    "the same segment with other tokens": lambda i: _receipt(1, i, Segment("k", 1, 4, 8, 9), tokens=i),
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_time_grows_with_the_number_of_receipts_and_not_its_square(name: str) -> None:
+    """A compacted manifest of 100 KB may hold ten thousand receipts: reading it must take no hour."""
+
+    def make(n: int) -> Callable[[], object]:
+        receipts = [ADDED[name](i) for i in range(1, n + 1)]
+
+        def read() -> None:
+            manifest = Manifest(receipts)
+            assert manifest.totals().samples == len(manifest.samples)
+            assert len(manifest.failed) + len(manifest.conflicts) <= 1
+
+        return read
+
+    check_linear(make, 256)
+
+
+@pytest.mark.parametrize("name", [name for name in ADDED if "segment" in name])
+def test_asking_for_a_sample_after_each_receipt_takes_no_longer_and_longer(name: str) -> None:
+    """As who follows a run does."""
+
+    def make(n: int) -> Callable[[], object]:
+        receipts = [ADDED[name](i) for i in range(1, n + 1)]
+
+        def follow() -> None:
+            manifest = Manifest()
+            for receipt in receipts:
+                manifest.add(receipt)
+                assert "k" not in manifest.samples
+
+        return follow
+
+    check_linear(make, 256)

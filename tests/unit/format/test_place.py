@@ -12,7 +12,7 @@ from hsx_dist.errors import FormatError, RunError
 from hsx_dist.format.place import RUN, Place, bury, close_place, find_place, leftovers, open_place, start_run
 from hsx_dist.store import Store
 from hsx_dist.store.local import LocalStore
-from hsx_dist.testing.runs import write_v1_run
+from tests.harness.runs import write_v1_run
 
 
 @pytest.fixture

@@ -175,6 +175,19 @@ def test_without_numba_libzstd_does_it(monkeypatch, caplog, error):
     assert str(error) in caplog.text
 
 
+def test_settings_of_numba_in_the_working_folder_are_not_used(monkeypatch, caplog, tmp_path):
+    (tmp_path / planes.NUMBA_SETTINGS).write_text("cache_dir: cache\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(planes, "current", planes.Planes(0))
+    monkeypatch.setattr(planes.importlib, "import_module", lambda _: pytest.fail("numba was imported"))
+    x, data = encoded()
+    for _ in range(2):
+        out = np.empty_like(x)
+        SplitCodec().decode(data, out, "bfloat16")
+        np.testing.assert_array_equal(out, x)
+    assert caplog.text.count("expected no .numba_config.yaml in the working folder") == 1
+
+
 def test_what_is_damaged_is_libzstds_to_refuse(monkeypatch):
     monkeypatch.setattr(planes, "current", planes.Planes(0))
     x, data = encoded()

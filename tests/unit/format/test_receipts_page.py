@@ -13,8 +13,8 @@ from hsx_dist.format.place import open_place
 from hsx_dist.format.receipt import Fate
 from hsx_dist.format.runs import load_manifest
 from hsx_dist.store import open_store
-from hsx_dist.testing.runs import RunWriter, store_run, whole, write_v1_run
 from hsx_dist.testing.samples import random_sample
+from tests.harness.runs import RunWriter, store_run, whole, write_v1_run
 
 PAGE = (Path(hsx_dist.__file__).parents[1] / "docs" / "receipts.md").read_text()
 

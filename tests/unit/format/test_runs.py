@@ -56,6 +56,8 @@ def test_an_attempt_whose_answer_was_lost_is_still_ours(store: LocalStore, monke
     monkeypatch.setattr(store, "put_if_absent", stored_but_answered_wrongly)
     assert runs.take_attempt(store, {}) == 1
     assert runs.newest_attempt(store) == 1
+    runs.require_conditional_puts(store)
+    assert [info.name for info in store.list()] == ["attempts/0001.json"]
 
 
 def test_heartbeats(store: LocalStore) -> None:
@@ -222,3 +224,12 @@ def test_a_store_without_conditional_puts_is_refused(store: LocalStore) -> None:
     with pytest.raises(ConfigError, match=r"store\.single_driver=true"):
         runs.require_conditional_puts(Replacing(store.url))
     assert list(store.list()) == []
+
+
+def test_an_attempt_zero_that_another_program_stored_is_none(store: LocalStore) -> None:
+    for name in ("attempts/0000.json", "attempts/0000.complete.json"):
+        store.put(name, [b"{}"])
+    assert runs.take_attempt(store, {}) == 1
+    assert runs.take_attempt(store, {}) == 2
+    assert runs.attempts_of(store) == [1, 2]
+    assert not runs.is_complete(store)

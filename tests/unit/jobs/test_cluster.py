@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import hsx_dist.jobs.cores as cores_module
+import hsx_dist.jobs.cpu_binding as cores_module
 from hsx_dist.config import load_config
 from hsx_dist.config.secrets import credential_environment
 from hsx_dist.errors import ConfigError
-from hsx_dist.jobs.cores import CoreClaim, omp_binding, prepare_cpu
+from hsx_dist.jobs.cpu_binding import CoreClaim, omp_binding, prepare_cpu
 from hsx_dist.jobs.extract import engine_spec
 from hsx_dist.jobs.placement import place, placed_spec
 from hsx_dist.jobs.preflight import Model

@@ -11,8 +11,9 @@ import pytest
 from hsx_dist.cli import main
 from hsx_dist.config import load_config
 from hsx_dist.errors import ConfigError
-from hsx_dist.jobs import doctor
-from hsx_dist.jobs.doctor import Check, check_input, check_model, check_required, examine, machine_limits, probe_store
+from hsx_dist.jobs import diagnosis, doctor
+from hsx_dist.jobs.diagnosis import Diagnosis, machine_limits, probe_store
+from hsx_dist.jobs.doctor import check_input, check_model, check_required, examine
 from hsx_dist.jobs.doctor_engine import Agreement, judge
 from hsx_dist.store import Store
 from hsx_dist.testing.stores import MemoryStore
@@ -50,9 +51,9 @@ def test_versions_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_that_does_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "MIN_SHM_BYTES", 1 << 60)
-    monkeypatch.setattr(doctor, "_available_memory", lambda: 1000)
-    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (64 << 10, 64 << 10))
+    monkeypatch.setattr(diagnosis, "MIN_SHM_BYTES", 1 << 60)
+    monkeypatch.setattr(diagnosis, "_available_memory", lambda: 1000)
+    monkeypatch.setattr(diagnosis.resource, "getrlimit", lambda _: (64 << 10, 64 << 10))
     found = {c.name: c for c in machine_limits(1 << 20, has_gpu=True)}
     assert {n: c.state for n, c in found.items()} == {
         "shared memory": "warn",
@@ -106,7 +107,7 @@ class Forgetful(MemoryStore):
 
 def test_a_store_that_does_not_keep_its_word(monkeypatch: pytest.MonkeyPatch) -> None:
     stores: list[Store] = [MemoryStore(), Forgetful()]
-    monkeypatch.setattr(doctor, "open_store", lambda *_, **__: stores[0])
+    monkeypatch.setattr(diagnosis, "open_store", lambda *_, **__: stores[0])
     assert "put-if-absent" in probe_store(config())
     assert list(stores[0].list("")) == []  # nothing is left
     stores.pop(0)
@@ -163,7 +164,7 @@ def test_the_command_says_a_line_a_check_and_fails(
 def test_an_engine_is_not_started_after_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("hsx_dist.jobs.doctor_engine.measure", lambda _: pytest.fail("an engine was started"))
     found = list(examine(config(tmp_path), engine=True))
-    assert found[-1] == Check("engine", "warn", "was not started, as a check before it failed; mend that first")
+    assert found[-1] == Diagnosis("engine", "warn", "was not started, as a check before it failed; mend that first")
 
 
 def test_a_node_with_other_versions(tmp_path: Path) -> None:

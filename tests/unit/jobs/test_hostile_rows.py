@@ -289,7 +289,7 @@ def test_numbers_and_texts_of_other_libraries_become_pythons_own() -> None:
     """An engine in another process is sent rows as msgpack, which knows no subclasses."""
     import numpy as np
 
-    from hsx_dist.jobs.values import metadata_value
+    from hsx_dist.jobs.row_values import metadata_value
 
     found = metadata_value({"a": [np.float64(0.5), np.str_("x"), True, 3]}, "metadata", 100)
     assert [type(v) for v in found["a"]] == [float, str, bool, int]

@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 from hsx_dist.errors import ConfigError, InputError
 from hsx_dist.jobs.encode import RowEncoder, RowRules, load_tokenizer
 from hsx_dist.jobs.rows import Row
-from hsx_dist.testing.models import write_tiny_tokenizer
+from hsx_dist.models.tiny import write_tiny_tokenizer
 
 # What stock templates do, in few words; none of them marks what the assistant says.
 CHATML = (

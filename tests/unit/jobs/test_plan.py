@@ -12,7 +12,7 @@ import pytest
 from hsx_dist.cli import main
 from hsx_dist.config import ExtractConfig, load_config
 from hsx_dist.jobs.cache_share import cache_share
-from hsx_dist.jobs.plan import RATIOS, Plan, make_plan
+from hsx_dist.jobs.plan import RATIOS, RunPlan, make_plan
 from hsx_dist.jobs.rows import rows_from
 
 
@@ -21,7 +21,7 @@ def config(model: Path, **settings: Any) -> ExtractConfig:
     return load_config(None, output="runs/x", model=str(model), pool="threads", **settings)
 
 
-def plan(model: Path, rows: list[Any], sample_rows: int = 1000, rate: float = 100.0, **settings: Any) -> Plan:
+def plan(model: Path, rows: list[Any], sample_rows: int = 1000, rate: float = 100.0, **settings: Any) -> RunPlan:
     made = config(model, **settings)
     return make_plan(made, lambda: rows_from(rows, made.input), sample_rows=sample_rows, tokens_per_second=rate)
 

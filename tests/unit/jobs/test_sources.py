@@ -395,6 +395,18 @@ def test_a_fifo_or_a_device_is_no_input(name: str, kind: str, tmp_path: Path) ->
         read(f"file://{tmp_path}")
 
 
+@pytest.mark.parametrize("chain", ["zip://inner.zip::", "tar://inner.zip::", "libarchive::", "tar::", "reference::"])
+def test_archives_that_are_read_without_a_bound_are_not_opened(
+    chain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3 KB are gigabytes where fsspec reads the directory of a zip file in another one, or a header of a tar file."""
+    (tmp_path / "x").write_bytes(b"")
+    monkeypatch.setattr("fsspec.core.url_to_fs", lambda *_, **__: pytest.fail("opened"))
+    for first in ("zip://rows.jsonl::", "simplecache::zip://rows.jsonl::", "tar://rows.jsonl::"):
+        with pytest.raises(ConfigError, match=r"expected a file of rows, or one in a zip file .* Extract it"):
+            read(f"{first}{chain}file://{tmp_path}/x")
+
+
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
 def test_a_zip_files_members_expand_in_bounded_memory(method: int, tmp_path: Path) -> None:
     """Python expands what it reads of a bzip2 or LZMA member in one call: 1 KB is then GiB."""

@@ -28,8 +28,8 @@ from hsx_dist.reading.missing import mark_of, missing_parts
 from hsx_dist.reading.retain import Retention
 from hsx_dist.reading.status import run_status
 from hsx_dist.store.local import LocalStore
-from hsx_dist.testing.runs import RunWriter, whole, write_v1_run
 from hsx_dist.testing.samples import random_sample
+from tests.harness.runs import RunWriter, whole, write_v1_run
 
 SAMPLES = [random_sample(f"s{i}", 9 + i, seed=i) for i in range(4)]
 

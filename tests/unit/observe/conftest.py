@@ -13,9 +13,9 @@ from hsx_dist.format.runs import beat, load_manifest, take_attempt, write_comple
 from hsx_dist.observe.metrics import Increments, Meter
 from hsx_dist.observe.progress import Progress
 from hsx_dist.store import Store, open_store
-from hsx_dist.testing.runs import write_v1_run
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.writers.sink import PartSink, SinkOptions
+from tests.harness.runs import write_v1_run
 
 HOSTILE = "</title><script>alert('x')</script><img src=http://127.0.0.1:9/x>"
 

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hsx_dist.errors import RunError, SampleNotFound
+from hsx_dist.errors import NotFound, RunError, SampleConsumed, SampleNotFound
+from hsx_dist.format.codecs import NoneCodec
+from hsx_dist.format.place import Place, open_place
 from hsx_dist.observe.report import write_report
+from hsx_dist.observe.report.document import escape
 from hsx_dist.observe.report.facts import gather_facts
-from hsx_dist.observe.report.page import escape
-from hsx_dist.observe.report.states import gather_states, spread
+from hsx_dist.observe.report.plots import Canvas
+from hsx_dist.observe.report.states import MOST_LAYERS, gather_states, spread
 from hsx_dist.reading import Run
+from hsx_dist.reading.missing import stored_parts
+from hsx_dist.reading.retain import Retention
 from hsx_dist.store import Store, open_store
-from hsx_dist.testing.browser import browser_page, chromium_program
-from hsx_dist.testing.runs import write_v1_run
+from hsx_dist.testing.samples import random_sample
+from hsx_dist.testing.stores import MemoryStore
+from tests.harness.browser import browser_page, chromium_program
+from tests.harness.runs import store_run, write_v1_run
 from tests.unit.observe.conftest import HOSTILE
 
 needs_chromium = pytest.mark.skipif(chromium_program() is None, reason="chromium is missing: apt-get install chromium")
@@ -70,6 +78,28 @@ def test_rows_that_are_not_finite_spoil_no_number(small_run: Store):
     assert not np.isfinite(numbers.chosen[0].norms).all()
 
 
+def test_of_very_many_layers_some_are_compared(monkeypatch: pytest.MonkeyPatch):
+    """A small run may have thousands: a product of [T, L, L] would take gigabytes."""
+    store = MemoryStore()
+    many = random_sample("a", 100, layer_ids=tuple(range(1000)), hidden_size=2, chunk_tokens=100, odd=False)
+    store_run(store, [many])
+    run = Run(store)
+    tracemalloc.start()
+    numbers = gather_states(run, ["a"], ["a"])
+    assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    tracemalloc.stop()
+    assert numbers is not None
+    assert len(numbers.layer_ids) == MOST_LAYERS
+    assert (numbers.layer_ids[0], numbers.layer_ids[-1]) == (0, 999)
+    states = run["a"].load([0, 999], (1, 100), framework="numpy")["hidden_states"].astype(np.float64)
+    unit = states / np.linalg.norm(states, axis=2, keepdims=True)
+    np.testing.assert_allclose(numbers.similarity[0, -1], (unit[:, 0] * unit[:, 1]).sum(1).mean(), atol=1e-5)
+    drawn: list[int] = []
+    monkeypatch.setattr("matplotlib.axes.Axes.bar", lambda self, at, *_, **__: drawn.append(len(at)))  # noqa: ARG005
+    Canvas().layer_sizes(gather_facts(run).layer_sizes)
+    assert drawn == [MOST_LAYERS]
+
+
 @pytest.mark.slow
 def test_nothing_that_a_user_wrote_becomes_markup(small_run: Store):
     page = write_report(small_run, chosen=[HOSTILE], decode=lambda ids: ["<b>&" for _ in ids])
@@ -109,7 +139,7 @@ def test_an_attempt_that_never_said_that_it_ended_has_vanished(tmp_path: Path):
 
 def test_a_credential_that_an_older_run_kept_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     from hsx_dist.cli import main
-    from hsx_dist.testing.runs import write_v1_run
+    from tests.harness.runs import write_v1_run
 
     store = open_store(str(tmp_path / "old"))
     path = "s3://key:hunter2/x@bucket/rows.jsonl"
@@ -126,6 +156,49 @@ def test_a_credential_that_an_older_run_kept_is_not_shown(tmp_path: Path, capsys
 def test_a_sample_that_is_not_there_is_told(small_run: Store):
     with pytest.raises(SampleNotFound, match="no-such"):
         write_report(small_run, chosen=["no-such"])
+
+
+def consumed_run() -> tuple[MemoryStore, Place]:
+    """Three parts of two samples each."""
+    store = MemoryStore()
+    samples = [random_sample(f"k{i}", 30, layer_ids=(1, 2), hidden_size=64, odd=False) for i in range(6)]
+    store_run(store, samples, per_part=2, codec=NoneCodec())
+    return store, open_place(store)
+
+
+def test_a_run_of_which_parts_were_removed_or_lost_gives_a_page():
+    store, place = consumed_run()
+    used = Retention(place)
+    assert "of them" not in write_report(store)
+    used.ack("k0", "k1")
+    page = write_report(store)
+    assert "<b>1</b><span>of them removed after use" in page
+    assert "of 4 samples" in page
+    store.delete(next(name for name in store.objects if "000002.safetensors" in name))
+    page = write_report(store)
+    assert "<b>1</b><span>of them removed after use" in page
+    assert "<b>1</b><span>of them lost" in page
+    assert "of 2 samples" in page
+    with pytest.raises(SampleConsumed):
+        write_report(store, chosen=["k0"])
+    with pytest.raises(NotFound, match="Run the same extraction again"):
+        write_report(store, chosen=["k2"])
+    used.ack("k4", "k5")
+    assert "<b>6</b><span>samples" in write_report(store)
+
+
+def test_parts_that_are_removed_while_the_report_reads_them_are_left_out(monkeypatch: pytest.MonkeyPatch):
+    store, place = consumed_run()
+    run = Run(store)
+    stored = stored_parts(place.store)
+    monkeypatch.setattr("hsx_dist.observe.report.facts.stored_parts", lambda _: stored)
+    Retention(place).ack("k0", "k1")
+    assert gather_facts(run).codecs == {"none": 2}
+    numbers = gather_states(run, ["k0", "k3"], ["k1", "k5"])
+    assert numbers is not None
+    assert numbers.samples == 2
+    assert [shown.key for shown in numbers.chosen] == ["k5"]
+    assert gather_states(run, ["k0"], ["k1"]) is None
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from hsx_dist.errors import RunError
 from hsx_dist.format.runs import beat, take_attempt
 from hsx_dist.observe.top import follow, look
 from hsx_dist.store import Store, open_store
-from hsx_dist.testing.runs import write_v1_run
+from tests.harness.runs import write_v1_run
 
 
 @pytest.fixture

@@ -28,10 +28,10 @@ from hsx_dist.reading.missing import removed_parts
 from hsx_dist.reading.retain import Retention
 from hsx_dist.reading.run import Run
 from hsx_dist.store import Store
-from hsx_dist.testing.runs import RunWriter, whole
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
 from hsx_dist.writers.committer import PartCommitter
+from tests.harness.runs import RunWriter, whole
 from tests.unit.protocol.explorer import Actor, Scenario, SteppedStore
 
 KEYS = ("a", "b")

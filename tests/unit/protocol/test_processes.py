@@ -23,8 +23,8 @@ from hsx_dist.format.place import open_place, start_run
 from hsx_dist.jobs.extract import take_over
 from hsx_dist.reading import verify_run
 from hsx_dist.store.local import LocalStore
-from hsx_dist.testing.runs import RunWriter, store_run, whole
 from hsx_dist.testing.samples import random_sample
+from tests.harness.runs import RunWriter, store_run, whole
 from tests.unit.protocol.scenarios import sample
 
 pytestmark = pytest.mark.slow

@@ -14,9 +14,9 @@ from hsx_dist import HiddenStatesDataset
 from hsx_dist.format.checksum import crc32c
 from hsx_dist.reading.cache import CachedStore
 from hsx_dist.store import open_store
-from hsx_dist.testing.runs import store_run
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
+from tests.harness.runs import store_run
 
 RANGES = [(i * 1000, i * 1000 + 1000) for i in range(64)]
 

@@ -22,11 +22,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from hsx_dist import HiddenStatesDataset, HiddenStatesMapDataset, MixedDataset, TokenBatches, merge_states, open_run
 from hsx_dist.errors import ConfigError, FormatError, NotFound
 from hsx_dist.reading.collate import pack, pad
-from hsx_dist.reading.order import Dealt, Progress, canonical_order
+from hsx_dist.reading.order import Dealt, EpochPosition, canonical_order
 from hsx_dist.store import Store, open_store
-from hsx_dist.testing.runs import store_run
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
+from tests.harness.runs import store_run
 
 N = 23
 
@@ -204,9 +204,9 @@ def test_every_order_is_dealt_without_overlap_or_loss_also_twice(n: int, shards:
     order = canonical_order(np.arange(n) // 7, shuffle=True, buffer=buffer, seed=1, epoch=2)
     assert sorted(order) == list(range(n))
     taken = [data.draw(st.integers(0, len(order[s::shards]))) for s in range(shards)]
-    first = [Progress(2, shards, s).mine(order)[:t] for s, t in enumerate(taken)]
+    first = [EpochPosition(2, shards, s).mine(order)[:t] for s, t in enumerate(taken)]
     again = data.draw(st.integers(1, 4))
-    rest = [Progress(2, again, s, history=(Dealt(shards, tuple(taken)),)).mine(order) for s in range(again)]
+    rest = [EpochPosition(2, again, s, history=(Dealt(shards, tuple(taken)),)).mine(order) for s in range(again)]
     assert sorted(np.concatenate([*first, *rest])) == list(range(n))
 
 
@@ -287,6 +287,36 @@ def test_a_state_goes_on_at_another_world_size(url: str) -> None:
         merge_states(states[:2])
     with pytest.raises(ConfigError, match="same samples"):
         HiddenStatesDataset(url, shuffle=True, seed=1).load_state_dict(merged)
+
+
+@pytest.mark.parametrize("kind", ["plain", "mixed", "tokens"])
+def test_a_merged_state_is_merged_again_before_every_rank_has_gone_on(url: str, kind: str) -> None:
+    def fresh(rank: int, world: int) -> Any:
+        dataset = HiddenStatesDataset(url, layers=[15], shuffle=True, rank=rank, world_size=world)
+        return MixedDataset([dataset]) if kind == "mixed" else TokenBatches(dataset, 8) if kind == "tokens" else dataset
+
+    first = HiddenStatesDataset(url, layers=[15], shuffle=True)
+    source = iter(first)
+    seen = [next(source)["key"] for _ in range(2)]
+    merged: Any = merge_states([first.state_dict()])
+    if kind == "mixed":
+        merged = {"format": "hsx-mixed/1", "taken": [2], "datasets": [merged]}
+    ranks = [fresh(rank, 2) for rank in range(2)]
+    for dataset in ranks:
+        dataset.load_state_dict(merged)
+    if kind != "tokens":  # whose items have no keys
+        source = iter(ranks[0])
+        seen += [next(source)["key"] for _ in range(3)]
+    merged = json.loads(json.dumps(merge_states([dataset.state_dict() for dataset in ranks])))
+    for rank in range(3):
+        dataset = (
+            fresh(rank, 3)
+            if kind == "mixed"
+            else HiddenStatesDataset(url, layers=[15], shuffle=True, rank=rank, world_size=3)
+        )
+        dataset.load_state_dict(merged)
+        seen += [item["key"] for item in dataset]
+    assert sorted(seen) == [s.key for s in SAMPLES]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

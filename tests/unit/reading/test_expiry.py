@@ -20,10 +20,11 @@ from hsx_dist.page import Page, Segment
 from hsx_dist.reading import expiry
 from hsx_dist.reading.expiry import expired, remove, require_conditional_deletes
 from hsx_dist.store import local, open_store
+from hsx_dist.store.base import replaces_conditionally
 from hsx_dist.store.prefix import PrefixStore
-from hsx_dist.testing.runs import write_v1_run
 from hsx_dist.testing.stores import MemoryStore
 from hsx_dist.writers.sink import PartSink, SinkOptions
+from tests.harness.runs import write_v1_run
 
 
 def put(store, key, meta):
@@ -166,7 +167,7 @@ for find in (store.list, lambda: store.list("m/open/l"), store.unfinished, open_
 
 def test_gc_and_rm_of_a_run_end_at_a_folder_that_may_not_be_read(tmp_path):
     write_v1_run(open_store(str(tmp_path)), {"meaning": {}})
-    closed = tmp_path / "data" / "more"
+    closed = tmp_path / "manifest" / "0001"
     closed.mkdir(parents=True)
     closed.chmod(0)
     try:
@@ -339,6 +340,25 @@ def test_a_store_without_conditional_deletes_is_refused_and_nothing_goes(kind):
     with pytest.raises(StoreError, match=r"expected a store with conditional deletes.*lifecycle rules"):
         require_conditional_deletes(store)
     assert [info.name for info in store.list()] == ["old.error.json"]
+
+
+class LosingAnswers(MemoryStore):
+    """A library repeats each conditional call that went through, and reports what the repetition met."""
+
+    def put_version(self, name, buffers, version):
+        super().put_version(name, buffers, version)
+        return super().put_version(name, buffers, version)
+
+    def delete_version(self, name, version):
+        super().delete_version(name, version)
+        return super().delete_version(name, version)
+
+
+def test_a_probe_is_judged_by_what_is_stored_and_not_by_its_answers():
+    store = LosingAnswers()
+    require_conditional_deletes(store)
+    assert replaces_conditionally(store)
+    assert list(store.list()) == []
 
 
 def test_a_probe_leaves_nothing(store):

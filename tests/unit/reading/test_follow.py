@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+from collections.abc import Callable
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ from hsx_dist.errors import (
     Unavailable,
 )
 from hsx_dist.format.codecs import NoneCodec
+from hsx_dist.format.manifest import Receipt, SegmentProof
 from hsx_dist.format.place import Place, open_place, start_run
-from hsx_dist.format.runs import beat, take_attempt
+from hsx_dist.format.runs import beat, load_manifest, take_attempt
+from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.page import Segment
 from hsx_dist.reading.follow import Follower
 from hsx_dist.reading.garbage import remove_run
@@ -34,9 +37,10 @@ from hsx_dist.reading.run import Run
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import open_store
 from hsx_dist.testing.faulty_stores import WrappedStore
-from hsx_dist.testing.runs import RunWriter, store_run, whole, write_v1_run
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
+from tests.harness.runs import RunWriter, store_run, whole, write_v1_run
+from tests.unit.growth import check_linear
 
 SAMPLES = [random_sample(f"s{i:02d}", 4 + i, seed=i) for i in range(16)]
 QUICK = {"poll_seconds": 0.01, "discover_seconds": 0.02}
@@ -298,6 +302,52 @@ def test_batches_of_tokens_of_a_run_that_is_followed_lose_none_when_resumed(take
         seen |= {row.tobytes() for row in batch["hidden_states"]}
     dataset = HiddenStatesDataset(Run(store), framework="numpy")
     assert seen == {row.tobytes() for item in dataset for row in item["hidden_states"][:, 0]}
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_lost_sample_that_is_computed_again_while_the_run_is_followed(resumed: bool) -> None:
+    store = MemoryStore()
+    place = start_run(store, {"meaning": {"layers": [2, 15, 30]}})
+    writer = RunWriter(store, name="a")
+    lost = writer.put([whole(s, i) for i, s in enumerate(SAMPLES[:4])])
+    writer.put([whole(SAMPLES[4], 4)])
+    place.store.delete(lost.part)
+
+    def compute_again() -> None:
+        again = RunWriter(store, name="b")
+        RowLedger(place.store, again.attempt, load_manifest(place.store)).declare_lost([lost.part])
+        again.put([whole(s, i) for i, s in enumerate(SAMPLES[:3])])  # the last one fails this time
+        again.complete()
+
+    def follow(sleep: Any) -> HiddenStatesDataset:
+        options = {"poll_seconds": 0, "discover_seconds": 0, "sleep": sleep}
+        return HiddenStatesDataset(Run(store), follow=True, follow_options=options, on_error="skip", threads=1)
+
+    todo = [] if resumed else [compute_again]
+    dataset = follow(lambda _: todo and todo.pop()())
+    source = iter(dataset)
+    seen = [next(source)["key"]]
+    assert (seen, dataset.skipped) == ([SAMPLES[4].key], 4)
+    if resumed:
+        state = json.loads(json.dumps(dataset.state_dict()))
+        compute_again()
+        dataset = follow(None)
+        dataset.load_state_dict(state)
+        source = iter(dataset)
+    seen += [item["key"] for item in source]
+    assert seen == [SAMPLES[i].key for i in (4, 0, 1, 2)]
+    assert dataset.skipped == 4
+
+
+def test_a_state_does_not_say_that_a_lost_sample_was_used() -> None:
+    store = MemoryStore()
+    own = store_run(store, SAMPLES[:2]).store
+    for info in list(own.list("data/")):
+        own.delete(info.name)
+    dataset = HiddenStatesDataset(Run(store), follow=True, on_error="skip", threads=1)
+    assert list(dataset) == []
+    assert dataset.skipped == 2
+    assert dataset.state_dict()["position"] == {}
 
 
 def test_a_part_that_holds_half_a_sample_stays_until_the_run_is_over() -> None:
@@ -586,3 +636,22 @@ def test_sound_parts_that_were_noted_are_of_one_run(tmp_path: Path) -> None:
     assert {line.pop("run") for line in lines} == {place.id, other.id}
     notes.write_text("".join(json.dumps(line) + "\n" for line in lines))  # as an earlier version wrote them
     assert verify_run(other.root, resume=notes).known == parts
+
+
+def test_following_takes_time_in_proportion_to_the_receipts() -> None:
+    def follower_and_receipts(parts: int, samples: int) -> tuple[Follower, list[Receipt]]:
+        proofs = [SegmentProof(Segment(f"s{i}", 0, 0, 1, 1), i, "0" * 16, 1, 1, None) for i in range(samples)]
+        found = [Receipt(1, "w", i, f"p{i}", 1, "0" * 8, 0, 0, proofs, (), "") for i in range(1, parts + 1)]
+        return Follower(start_run(MemoryStore(), {"meaning": {}})), found
+
+    def one_sample_in_many_parts(n: int) -> Callable[[], object]:
+        follower, receipts = follower_and_receipts(n, 1)
+        return lambda: [follower._take(receipt) for receipt in receipts]
+
+    def many_samples_in_one_part(n: int) -> Callable[[], object]:
+        follower, [receipt] = follower_and_receipts(1, n)
+        arrivals = follower._take(receipt)
+        return lambda: [follower.done(arrival) for arrival in arrivals]
+
+    check_linear(one_sample_in_many_parts, 256)
+    check_linear(many_samples_in_one_part, 2048)

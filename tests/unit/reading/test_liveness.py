@@ -7,8 +7,8 @@ import pytest
 from hsx_dist.errors import RunError
 from hsx_dist.format.runs import beat, load_manifest, take_attempt, write_complete
 from hsx_dist.reading.liveness import observe, require_dead
-from hsx_dist.testing.runs import write_v1_run
 from hsx_dist.testing.stores import MemoryStore
+from tests.harness.runs import write_v1_run
 
 
 @pytest.fixture

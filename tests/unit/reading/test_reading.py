@@ -34,9 +34,9 @@ from hsx_dist.format.manifest import RowFate
 from hsx_dist.format.runs import take_attempt
 from hsx_dist.reading import Run, load_hidden_states, open_run, verify_run
 from hsx_dist.store import Store, open_store
-from hsx_dist.testing.runs import RunWriter, whole, write_v1_run
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
+from tests.harness.runs import RunWriter, whole, write_v1_run
 
 LONG = random_sample("long", 100, seed=1)
 SHORT = random_sample("short/é", 5, seed=2)

@@ -26,9 +26,9 @@ from hsx_dist.reading.status import run_status
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store.local import LocalStore
 from hsx_dist.testing.faulty_stores import T, Verb, WrappedStore
-from hsx_dist.testing.runs import RunWriter, store_run, whole
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
+from tests.harness.runs import RunWriter, store_run, whole
 
 SAMPLES = [random_sample(key, 3, seed=i, layer_ids=(1,), hidden_size=4) for i, key in enumerate("abcdef")]
 

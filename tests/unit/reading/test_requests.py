@@ -16,9 +16,9 @@ from hsx_dist.reading.run import Run
 from hsx_dist.reading.status import run_status
 from hsx_dist.store import Store
 from hsx_dist.testing.faulty_stores import T, Verb, WrappedStore
-from hsx_dist.testing.runs import RunWriter, store_run, whole, write_v1_run
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
+from tests.harness.runs import RunWriter, store_run, whole, write_v1_run
 
 SAMPLES = [random_sample(f"s{i}", 4 + i, seed=i) for i in range(8)]
 

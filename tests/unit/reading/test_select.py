@@ -18,9 +18,9 @@ from hsx_dist.format.runs import load_manifest, take_attempt, write_complete
 from hsx_dist.page import Segment
 from hsx_dist.reading import Run
 from hsx_dist.store import open_store
-from hsx_dist.testing.runs import store_run, write_v1_run
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
+from tests.harness.runs import store_run, write_v1_run
 
 _SEGMENT = st.tuples(st.sampled_from("abcd"), st.sampled_from([(0, 0, 4), (0, 0, 2), (1, 2, 4)]), st.integers(0, 2))
 _RECEIPT = st.tuples(
@@ -62,6 +62,10 @@ def test_the_index_says_what_the_manifest_says(receipts: list[tuple], complete: 
         assert [p[:3] for p in entry.pieces] == [(part, p.slot, p.segment.start) for part, p in record.segments]
         assert [p[4] for p in entry.pieces] == [p.token_hash for _, p in record.segments]
     assert (run.refused, run.failed) == (dict(manifest.refused), dict(manifest.failed))
+    parts = sorted(manifest.parts)
+    stored = set(parts[::2])
+    inside = {key for key, record in manifest.samples.items() if {part for part, _ in record.segments} <= stored}
+    assert {run.keys()[i] for i in np.flatnonzero(run.index.lie_in(stored))} == inside
     assert run.index.conflicts == manifest.conflicts
     assert pickle.loads(pickle.dumps(run.index)).keys == run.keys()
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hsx_dist.cli.watch import print_status
+from hsx_dist.cli.status import print_status
 from hsx_dist.errors import RunError
 from hsx_dist.format.manifest import Manifest, RowFate
 from hsx_dist.format.runs import beat, load_manifest, take_attempt, write_complete
@@ -14,7 +14,7 @@ from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.observe.progress import Progress
 from hsx_dist.reading.status import run_status
 from hsx_dist.store.local import LocalStore
-from hsx_dist.testing.runs import write_v1_run
+from tests.harness.runs import write_v1_run
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_every_row_is_accounted_for_while_a_driver_lives(store, capsys, monkeypa
     assert status.reasons["refused"] == {"expected at most ### tokens, came ####": 30}
     assert status.progress["replicas"] == 2
     assert not status.ok
-    monkeypatch.setattr("hsx_dist.cli.watch.run_status", lambda _: status)
+    monkeypatch.setattr("hsx_dist.cli.status.run_status", lambda _: status)
     assert print_status(store.url, (), as_json=False) == 1
     assert "2 replicas ready, 64 rows under way, 0 tokens/s, paused by max_x" in capsys.readouterr().out
 

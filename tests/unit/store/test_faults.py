@@ -99,6 +99,16 @@ def test_credentials_in_urls_of_options_and_of_a_proxy_are_removed() -> None:
     assert told == "http://(not shown)@host:9000/x, (not shown), by http://(not shown)@proxy:3128"
 
 
+def test_credentials_that_a_library_quoted_are_removed() -> None:
+    redact = Redactor({"token": "ya29.a0/AfB+cS3 cret=="}, {})
+    for quoted in ("a0%2FAfB%2BcS3%20cret%3D%3D", "a0%2FAfB%2BcS3+cret%3D%3D", "a0/AfB%2BcS3%20cret%3D%3D"):
+        assert redact(f"GET /tokeninfo?access_token=ya29.{quoted} failed") == (
+            "GET /tokeninfo?access_token=(not shown) failed"
+        )
+    redact.learn(["an/other"])
+    assert redact("an%2Fother") == "(not shown)"
+
+
 def test_words_that_say_where_to_look_are_no_secrets() -> None:
     assert Redactor({"token": "anon"}, {})("anonymous caller") == "anonymous caller"
 

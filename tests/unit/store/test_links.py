@@ -19,7 +19,7 @@ from hsx_dist.reading.garbage import remove_run
 from hsx_dist.store import open_store
 from hsx_dist.store.folders import is_trusted, private_folder
 from hsx_dist.store.local import LocalStore
-from hsx_dist.testing.runs import write_v1_run
+from tests.harness.runs import write_v1_run
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")
@@ -130,9 +130,11 @@ def test_a_removal_of_a_run_empties_no_folder_that_a_link_leads_to(root: Path, v
     store = open_store(str(root), retry_seconds=0)
     write_v1_run(store, {"meaning": {}})
     (root / "data").symlink_to(victim)
+    part = "part-0001-w-000001.safetensors"
+    (victim / part).touch()
     with pytest.raises(StoreError, match=r"'data' is a symbolic link.*or remove it"):
         remove_run(store, open_place(store))
-    assert sorted(p.name for p in victim.iterdir()) == [".hsx-unfinished-0", "precious"]
+    assert sorted(p.name for p in victim.iterdir()) == [".hsx-unfinished-0", part, "precious"]
 
 
 @pytest.mark.parametrize("targets", [[".", "."], ["..", "."]])

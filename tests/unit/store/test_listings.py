@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,8 @@ from hsx_dist.reading import open_run
 from hsx_dist.store import open_store
 from hsx_dist.store.fsspec import FsspecStore
 from hsx_dist.store.local import LocalStore
-from hsx_dist.testing.runs import store_run
 from hsx_dist.testing.samples import random_sample
+from tests.harness.runs import store_run
 
 
 class Flaky(fsspec.get_filesystem_class("memory")):  # type: ignore[misc]
@@ -140,3 +142,21 @@ def test_a_link_to_nothing_ends_a_listing_of_what_it_may_hold(tmp_path: Path, li
     assert [i.name for i in store.list_readable(told.append)] == ["z/1"]
     assert [name.rstrip("/") for name in told] == [link]
     assert [i.name for i in store.list("z/")] == ["z/1"]
+
+
+def test_a_name_that_the_file_system_gives_twice_is_listed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tmpfs does so where objects of a large folder are replaced during the listing."""
+    store = LocalStore(tmp_path)
+    for name in ("a", "b", "d/c"):
+        store.put(name, [b"1"])
+    entries = list(os.scandir(tmp_path))
+    below = list(os.scandir(tmp_path / "d"))
+
+    @contextmanager
+    def twice(folder: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
+        yield iter((below if folder == tmp_path / "d" else entries) * 2)
+
+    monkeypatch.setattr(os, "scandir", twice)
+    assert [info.name for info in store.list()] == ["a", "b", "d/c"]

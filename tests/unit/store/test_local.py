@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hsx_dist.errors import Denied, NotFound, StoreError, Unavailable
-from hsx_dist.store import RetryStore
+from hsx_dist.store import RetryStore, open_store
 from hsx_dist.store.inode_lock import lock_exclusively, wait_for_deletes
 from hsx_dist.store.local import LocalStore
 
@@ -32,6 +32,30 @@ def test_a_put_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.undo()
     assert store.get("a") == b"old"
     assert _files(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("verb", ["put", "put_if_absent", "put_version"])
+def test_a_put_whose_unfinished_file_another_process_removes_is_repeated(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``hsx gc --delete`` does so if it takes the driver for dead."""
+    store = open_store(str(tmp_path))
+    store.put("data/a" if verb == "put_version" else "data/b", [b"old"])
+    version = (store.version("data/a"),) if verb == "put_version" else ()
+    fsync, removed = os.fsync, []
+
+    def remove(fd: int) -> None:
+        fsync(fd)
+        if not removed:
+            [left] = store.unfinished()
+            store.delete(left.name)
+            removed.append(left)
+
+    monkeypatch.setattr(os, "fsync", remove)
+    getattr(store, verb)("data/a", [b"new"], *version)
+    assert removed
+    assert store.get("data/a") == b"new"
+    assert not list(store.unfinished())
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

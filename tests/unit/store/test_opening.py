@@ -112,6 +112,7 @@ ODD_ENDPOINTS = [
     "http://minio:90OO",
     "http://minio:90000",
     "http://minio:9000/?sig=hunter2secret",
+    "http://me:hunter2secret@minio:9000",
     "http://minio:9000/#hunter2secret",
 ]
 
@@ -131,6 +132,13 @@ def test_an_endpoint_is_http_and_a_host(endpoint: str, backend: Backend, monkeyp
         with pytest.raises(ConfigError, match=f"{name}: expected http://HOST"):
             open_store("s3://b/x", backend=backend)
         monkeypatch.delenv(name)
+
+
+def test_an_emulators_address_without_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://me:hunter2secret@host:9000")
+    with pytest.raises(ConfigError, match="STORAGE_EMULATOR_HOST: expected a host") as told:
+        open_store("gs://b/x")
+    assert "hunter2" not in str(told.value)
 
 
 @pytest.mark.parametrize("backend", ["obstore", "fsspec"])

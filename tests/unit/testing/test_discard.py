@@ -3,7 +3,7 @@ from __future__ import annotations
 import time
 
 from hsx_dist.store import open_store
-from hsx_dist.testing.discard import discard_server
+from tests.harness.discard import discard_server
 
 
 def test_a_server_takes_no_more_than_its_rate():

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from hsx_dist.testing.exact_model import FIELDS, RANK_STEP, exact_model, expected_states, next_tokens
+from tests.harness.exact_model import FIELDS, RANK_STEP, exact_model, expected_states, next_tokens
 
 
 def test_every_field_says_where_a_number_belongs():
@@ -59,7 +59,7 @@ def test_the_folder_says_what_the_model_needs(tmp_path):
 
 
 def test_child_processes_find_the_plugin_while_it_is_registered(tmp_path, monkeypatch):
-    from hsx_dist.testing import exact_model as module
+    from tests.harness import exact_model as module
 
     monkeypatch.setattr(module, "register", lambda: None)  # this process's vLLM is another test's affair
     code = (
@@ -72,6 +72,6 @@ def test_child_processes_find_the_plugin_while_it_is_registered(tmp_path, monkey
 
     before = (list(sys.path), os.environ.get("PYTHONPATH"))
     with module.registered(tmp_path):
-        assert seen() == "['hsx_dist.testing.exact_model:register']"
+        assert seen() == "['tests.harness.exact_model:register']"
     assert seen() == "[]"
     assert (sys.path, os.environ.get("PYTHONPATH")) == before

@@ -1,4 +1,4 @@
-"""``hsx_dist.testing.gpu_defaults``: what a process with its variables has."""
+"""``tests.harness.gpu_defaults``: what a process with its variables has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hsx_dist.testing.gpu_defaults import check_defaults, gpu_defaults
+from tests.harness.gpu_defaults import check_defaults, gpu_defaults
 
 PROBE = """
 from vllm.plugins import load_general_plugins

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from hsx_dist.testing.models import resolve_model, tiny_llama
+from hsx_dist.models.builtin import resolve_model
+from hsx_dist.models.tiny import tiny_llama
 
 
 def test_tiny_llama_is_the_same_every_time(tmp_path: Path) -> None:

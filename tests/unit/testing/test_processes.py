@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hsx_dist.testing.processes import StartFailed, child, free_ports
+from hsx_dist.jobs.kit.process import StartFailed, child
+from tests.harness.processes import free_ports
 
 
 def is_running(pid: int) -> bool:

@@ -160,13 +160,14 @@ def test_direct_says_why_it_is_ignored(proposer, config, monkeypatch, caplog):
     cache = proposer.layer.kv_cache
     odd = torch.zeros(4 * 100).as_strided((2, 2, 4, HIDDEN), (100, 48, 11, 1))
     parallel = SimpleNamespace(data_parallel_size=2)
-    for given, settings, why in (
-        (cache, changed(config, use_v2_model_runner=True), "V2 model runner"),
-        (cache, changed(config, parallel_config=parallel), "data parallel"),
-        (odd, config, "multiples of the rows' length"),
+    for given, settings, others, why in (
+        (cache, changed(config, use_v2_model_runner=True), [], "V2 model runner"),
+        (cache, changed(config, parallel_config=parallel), [], "data parallel"),
+        (odd, config, [], "multiples of the rows' length"),
+        (cache, config, ["Example", "Other"], "Example, Other may save the cache layer by layer"),
     ):
         caplog.clear()
-        watch(proposer.layer, given, CAPTURED, settings, direct=True)
+        watch(proposer.layer, given, CAPTURED, settings, direct=True, others=others)
         assert "cache_writes='direct' is ignored" in caplog.text
         assert why in caplog.text
         assert "not counted" not in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -21,13 +22,8 @@ from tests.unit.vllm_patches.engine_config import engine_config
 
 
 @pytest.fixture(autouse=True)
-def patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cls, name in (
-        (EagleModelMixin, "_maybe_add_hidden_state"),
-        (EagleModelMixin, "_set_aux_hidden_state_layers"),
-        (SpeculativeConfig, "compute_hash"),
-    ):
-        monkeypatch.setattr(cls, name, getattr(cls, name))
+def patched() -> None:
+    """As the plugin does, in every process that loads it: the patch stays."""
     captures.install()
     captures.install()
 
@@ -44,7 +40,7 @@ class Model(nn.Module, EagleModelMixin):
 
 
 class OwnCapture(Model):
-    """A model that appends the tensor itself, as vLLM's Cohere2 MoE does."""
+    """A model that appends the tensor itself, as vLLM's DeepSeek V2 does."""
 
     def forward(self, states: torch.Tensor) -> Any:
         captured = []
@@ -83,6 +79,13 @@ def test_a_model_that_captures_through_the_mixin_is_accepted():
     check(made(Model))
 
 
+def test_a_model_that_sets_its_layers_without_the_mixin_is_accepted():
+    """As vLLM's ``Qwen3_5ForCausalLM`` does."""
+    model = Model()
+    model.aux_hidden_state_layers = (0, 1)
+    check(model)
+
+
 @pytest.mark.parametrize(("kind", "where"), [(OwnCapture, "OwnCapture.forward"), (NoCapture, "NoCapture")])
 def test_a_model_with_a_capture_of_its_own_is_refused_for_layer_0_alone(kind, where):
     model = made(kind)
@@ -97,6 +100,9 @@ def test_a_model_that_was_built_without_the_plugin_is_refused():
     with pytest.raises(ConfigError, match=r"built after the plugin of hsx_dist was loaded, got none\..*VLLM_PLUGINS"):
         check(Model())
     check(other)
+    captures._models.discard(other)  # built before the patch
+    with pytest.raises(ConfigError, match=r"got none\."):
+        check(other)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +112,7 @@ def test_a_model_that_was_built_without_the_plugin_is_refused():
         ("qwen3_moe:Qwen3MoeModel", None),
         ("gpt_oss:GptOssModel", None),
         ("deepseek_v2:DeepseekV2Model", "DeepseekV2Model.forward"),
-        ("cohere2_moe:Cohere2MoeModel", "Cohere2MoeModel.forward"),
+        ("qwen3_next:Qwen3NextModel", None),
     ],
 )
 def test_vllms_own_models(name: str, refused: str | None):
@@ -150,13 +156,19 @@ def test_the_key_of_the_compile_cache_says_that_captures_are_copied(tiny_model_p
     assert aot_compile_hash_factors(config) != patched
 
 
-@pytest.mark.parametrize("missing", ["_maybe_add_hidden_state", "_set_aux_hidden_state_layers"])
-def test_a_vllm_whose_models_capture_in_another_way_is_warned_of(monkeypatch, caplog, missing):
-    class Other:
-        _maybe_add_hidden_state = EagleModelMixin._maybe_add_hidden_state.__wrapped__
-        _set_aux_hidden_state_layers = EagleModelMixin._set_aux_hidden_state_layers.__wrapped__
+class Renamed:
+    pass
 
-    delattr(Other, missing)
+
+class MadeOtherwise:
+    _maybe_add_hidden_state = inspect.unwrap(EagleModelMixin._maybe_add_hidden_state)
+
+    def __new__(cls) -> Any:
+        return object.__new__(cls)
+
+
+@pytest.mark.parametrize("Other", [Renamed, MadeOtherwise])
+def test_a_vllm_whose_models_capture_in_another_way_is_warned_of(monkeypatch, caplog, Other):  # noqa: N803
     monkeypatch.setattr(interfaces, "EagleModelMixin", Other)
     before = dict(vars(Other))
     captures.install()

@@ -34,6 +34,16 @@ def test_what_is_drafted_is_not_there():
     assert type(again) is type(r)
 
 
+def test_a_vllm_that_keeps_drafts_elsewhere_is_warned_of_once(caplog):
+    class Renamed: ...
+
+    for one in (Renamed(), Renamed()):
+        never_draft(one)
+    assert caplog.text.count("drafts are verified") == 1
+    never_draft(request())
+    assert caplog.text.count("drafts are verified") == 1
+
+
 @pytest.mark.parametrize("v2", [False, True])
 @pytest.mark.parametrize("kind", ["scheduler:Scheduler", "async_scheduler:AsyncScheduler"])
 def test_vllms_schedulers_schedule_drafts_for_the_v2_runner_alone(tiny_model_path: Path, monkeypatch, kind, v2):

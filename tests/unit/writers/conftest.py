@@ -6,7 +6,7 @@ import pytest
 
 from hsx_dist.format.runs import take_attempt
 from hsx_dist.store.local import LocalStore
-from hsx_dist.testing.runs import write_v1_run
+from tests.harness.runs import write_v1_run
 
 
 @pytest.fixture

@@ -23,10 +23,10 @@ from hsx_dist.format.names import parse_part_name
 from hsx_dist.format.runs import load_manifest, take_attempt
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import Store, open_store
-from hsx_dist.testing.runs import write_v1_run
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.writers.events import Event, Lost
 from hsx_dist.writers.sink import PartSink, SinkOptions
+from tests.harness.runs import write_v1_run
 
 #: 24 of 0.6 MB.
 SAMPLES = {f"k{i}": random_sample(f"k{i}", tokens=100, hidden_size=1024, seed=i) for i in range(24)}

@@ -12,7 +12,7 @@ from hsx_dist.format.runs import load_manifest
 from hsx_dist.page import Page
 from hsx_dist.writers import ray_pool
 from hsx_dist.writers.events import Lost
-from hsx_dist.writers.ray_pool import Answer, RaySender, WriterActor, WriterSpec
+from hsx_dist.writers.ray_pool import Answer, PoolWriterSpec, RaySender, WriterActor
 from tests.unit.writers.small_samples import options, pages
 
 
@@ -47,7 +47,7 @@ class Ref:
 def writer(store, monkeypatch):
     monkeypatch.setattr(ray_pool, "configure_logging", lambda *_, **__: None)
     monkeypatch.setattr(ray_pool, "RayExport", lambda *_: None)
-    return WriterActor(WriterSpec(store.url, {}, "auto", 1.0, {}, options()))
+    return WriterActor(PoolWriterSpec(store.url, {}, "auto", 1.0, {}, options()))
 
 
 def page_of(key: str) -> Page:

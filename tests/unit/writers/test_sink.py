@@ -16,11 +16,11 @@ from hsx_dist.format.runs import load_manifest, take_attempt
 from hsx_dist.page import Page, Segment
 from hsx_dist.reading import Run
 from hsx_dist.store.local import LocalStore
-from hsx_dist.testing.runs import write_v1_run
 from hsx_dist.writers import sink as sink_module
 from hsx_dist.writers.events import Lost, Stored
 from hsx_dist.writers.sink import PartSink, SinkOptions
 from hsx_dist.writers.threads import ThreadSender
+from tests.harness.runs import write_v1_run
 from tests.unit.writers.small_samples import check_readable, options, pages
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from hsx_dist.cli import main
 from hsx_dist.errors import EngineError
-from hsx_dist.jobs import doctor as machine
-from hsx_dist.jobs.kit import doctor, states
+from hsx_dist.jobs import doctor
+from hsx_dist.jobs.diagnosis import Diagnosis
+from hsx_dist.jobs.kit import engine_states, machine
 from hsx_dist.jobs.kit.outcomes import Check, Outcome
 
 
@@ -24,18 +25,18 @@ def ran(monkeypatch) -> list[str]:
         started.append(check.name)
         return Outcome(check.group, check.name, "failed" if len(started) == 1 else "passed", "as said")
 
-    monkeypatch.setattr(doctor, "run_check", run)
-    monkeypatch.setattr(states, "visible_gpus", list)
+    monkeypatch.setattr(machine, "run_check", run)
+    monkeypatch.setattr(engine_states, "visible_gpus", list)
     return started
 
 
 def test_every_engine_is_a_line_and_the_page_is_written(ran, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(machine, "_all", lambda _: iter([machine.Check("torch", "ok", "2")]))
+    monkeypatch.setattr(doctor, "_all", lambda _: iter([Diagnosis("torch", "ok", "2")]))
     with pytest.raises(SystemExit) as e:
         main(["doctor", "--engine", "--report", str(tmp_path)])
     assert e.value.code == 1
     lines = capsys.readouterr().out.splitlines()
-    names = [case.name for case in states.cases(0)]
+    names = [case.name for case in engine_states.cases(0)]
     assert len(lines) == 1 + len(names) + 1
     for line, name in zip(lines[1:], names, strict=False):
         assert line[6:].startswith(f"{name}: ")
@@ -48,8 +49,8 @@ def test_every_engine_is_a_line_and_the_page_is_written(ran, tmp_path, monkeypat
 
 
 def test_no_engine_is_started_on_a_machine_that_cannot(ran, monkeypatch):
-    monkeypatch.setattr(machine, "_all", lambda _: iter([machine.Check("torch", "fail", "expected it")]))
-    found = list(doctor.examine_machine(None))
+    monkeypatch.setattr(doctor, "_all", lambda _: iter([Diagnosis("torch", "fail", "expected it")]))
+    found = list(machine.examine_machine(None))
     assert ran == []
     assert {c.state for c in found[1:]} == {"warn"}
     assert {c.message for c in found[1:]} == {"not run: a check of the machine failed; mend that first"}
@@ -59,4 +60,4 @@ def test_a_torch_that_cannot_be_imported_is_a_typed_error(monkeypatch, tmp_path)
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(EngineError, match=r"could not list this machine's GPUs: ImportError: libcudart"):
-        states.visible_gpus()
+        engine_states.visible_gpus()

@@ -71,3 +71,19 @@ def test_a_check_without_its_turn_is_not_run():
     (late, *_), ran = run_checks(checks[:1], seconds=0, report=lambda _: None, run=run), []
     assert (late.state, ran) == ("not run", [])
     assert "used up" in late.message
+
+
+def test_a_check_has_the_time_that_is_left():
+    """One that this ends has found nothing wrong. One that ends in its own time has."""
+    limits: list[float] = []
+
+    def run(one: Check) -> Outcome:
+        limits.append(one.limit_s)
+        return Outcome(one.group, one.name, "timed out", "did not end", one.limit_s)
+
+    own, left = run_checks(
+        [Check("g", "own", limit_s=5), Check("g", "left")], seconds=100, report=lambda _: None, run=run
+    )
+    assert limits == [5, pytest.approx(100, abs=5)]
+    assert (own.state, left.state, left.seconds) == ("timed out", "not run", limits[1])
+    assert "used up" in left.message

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from hsx_dist.jobs.kit.outcomes import Outcome
-from hsx_dist.jobs.kit.page import COPIES, THROUGHPUT, about, verdict, write
+from hsx_dist.jobs.kit.report_page import COPIES, THROUGHPUT, about, verdict, write
 
 PASSED = Outcome("states", "eager", "passed", "errors are small", 3.0)
 OTHERS = {

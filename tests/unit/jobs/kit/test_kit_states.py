@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hsx_dist.jobs.check import LayerError
-from hsx_dist.jobs.kit import states
-from hsx_dist.jobs.kit.states import CAPTURED, LAYERS, Case, cannot, cases, greedy_slack, judge
+from hsx_dist.jobs.kit import engine_states
+from hsx_dist.jobs.kit.engine_states import CAPTURED, LAYERS, Case, cannot, cases, greedy_slack, judge
 
 
 def errors(norm: float) -> list[LayerError]:
@@ -36,7 +36,9 @@ def test_only_right_states_of_all_layers_and_right_tokens_pass(right, wrong, sla
 def test_a_token_that_is_repeated_is_far_from_the_models(tmp_path):
     from transformers import AutoModelForCausalLM
 
-    reference = AutoModelForCausalLM.from_pretrained(states.make_model(tmp_path / "m", 1), dtype=torch.float32).eval()
+    reference = AutoModelForCausalLM.from_pretrained(
+        engine_states.make_model(tmp_path / "m", 1), dtype=torch.float32
+    ).eval()
     prompt = list(range(10, 40))
     with torch.inference_mode():
         answer = reference.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[
@@ -45,7 +47,7 @@ def test_a_token_that_is_repeated_is_far_from_the_models(tmp_path):
         assert greedy_slack(reference, (prompt, answer)) == 0
         repeated = [*answer[:5], answer[4], *answer[5:-1]]
         assert repeated != answer
-        assert greedy_slack(reference, (prompt, repeated)) > 2 * states.GREEDY_SLACK
+        assert greedy_slack(reference, (prompt, repeated)) > 2 * engine_states.GREEDY_SLACK
 
 
 def test_every_way_is_planned_and_has_a_name_of_its_own():
@@ -75,8 +77,8 @@ def test_what_a_machine_cannot_do_is_not_tried():
 
 def test_a_case_that_ran_otherwise_is_not_run(monkeypatch):
     claims = []
-    monkeypatch.setattr(states, "claim", lambda *a: claims.append(a))
-    monkeypatch.setattr(states, "generate", lambda *_: ([], []))
+    monkeypatch.setattr(engine_states, "claim", lambda *a: claims.append(a))
+    monkeypatch.setattr(engine_states, "generate", lambda *_: ([], []))
 
     class Engine:
         @property
@@ -88,17 +90,17 @@ def test_a_case_that_ran_otherwise_is_not_run(monkeypatch):
         def shutdown(self):
             claims.append("shut down")
 
-    monkeypatch.setattr(states, "start", lambda *_: Engine())
+    monkeypatch.setattr(engine_states, "start", lambda *_: Engine())
     wanted = Case(v2=True, asynchronous=True)
-    monkeypatch.setattr(states, "facts", lambda _: Case(v2=True))
-    states.run("model", wanted)
+    monkeypatch.setattr(engine_states, "facts", lambda _: Case(v2=True))
+    engine_states.run("model", wanted)
     shut, (state, message) = claims
     assert (shut, state) == ("shut down", "not run")
     assert "differs in asynchronous" in message
 
 
 def test_the_checks_say_how_their_engines_run(tmp_path):
-    planned = states.checks(tmp_path, 0, [Case(), Case(v2=True), Case(ranks=2)])
+    planned = engine_states.checks(tmp_path, 0, [Case(), Case(v2=True), Case(ranks=2)])
     assert [c.env["VLLM_USE_V2_MODEL_RUNNER"] for c in planned] == ["0", "1", "0"]
     assert [bool(c.cannot) for c in planned][:2] == [False, True]
     assert asdict(Case(ranks=2))["ranks"] == 2

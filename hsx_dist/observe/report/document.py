@@ -14,10 +14,14 @@ from hsx_dist.observe.report.plots import Canvas
 from hsx_dist.observe.report.states import StateNumbers, TokenNorms, gather_states, spread
 from hsx_dist.observe.units import bytes_text
 from hsx_dist.reading import Run
+from hsx_dist.reading.select import Selection
+from hsx_dist.reading.stored import select_stored
 from hsx_dist.store import Store
 
 #: Token ids → the text of each.
 Decode = Callable[[Sequence[int]], list[str]]
+#: Counts of parts that are not stored any more, and their labels.
+_GONE = {"removed_parts": "of them removed after use", "lost_parts": "of them lost"}
 #: Layers that are shown token by token.
 LAYERS_SHOWN = 8
 
@@ -38,14 +42,18 @@ def write_report(
 
     Raises:
         RunError: there is no run, or it is being removed. SampleNotFound: a chosen key is none of its.
+        SampleConsumed, NotFound: a chosen sample is not stored any more.
         ConfigError: matplotlib is not installed.
         StoreError, FormatError: something cannot be read.
     """
     run = Run(store)
     canvas = Canvas()
     facts = gather_facts(run)
-    keys = list(chosen) or _typical(run)
-    states = gather_states(run, spread(run.keys(), samples), keys)
+    with run.place.reading():
+        for key in chosen:
+            run[key].token_ids("numpy")  # a sample that the caller names is not left out: raise if it is gone
+        stored = select_stored(run)
+        states = gather_states(run, spread(stored.keys(), samples), list(chosen) or _typical(stored))
     sections = [
         _what_ran(facts),
         _time(facts, canvas),
@@ -58,11 +66,11 @@ def write_report(
     return document(facts.url, "\n".join(s for s in sections if s))
 
 
-def _typical(run: Run) -> list[str]:
+def _typical(samples: Selection) -> list[str]:
     """A short, a middling and a long sample."""
-    by_length = sorted(run.manifest.samples.values(), key=lambda s: (s.num_tokens, s.key))
-    worth = [s for s in by_length if s.num_tokens > 1] or by_length
-    return list(dict.fromkeys(worth[int(q * (len(worth) - 1))].key for q in (0.25, 0.5, 0.9))) if worth else []
+    by_length = sorted(zip(samples.lengths.tolist(), samples.keys(), strict=True))
+    worth = [key for num_tokens, key in by_length if num_tokens > 1] or [key for _, key in by_length]
+    return list(dict.fromkeys(worth[int(q * (len(worth) - 1))] for q in (0.25, 0.5, 0.9))) if worth else []
 
 
 def _what_ran(facts: RunFacts) -> str:
@@ -79,6 +87,7 @@ def _what_ran(facts: RunFacts) -> str:
         (bytes_text(c["stored_bytes"]), f"stored ({ratio:.1%})"),
         (f"{c['parts']:,}", "parts"),
     ]
+    numbers += [(f"{c[name]:,}", label) for name, label in _GONE.items() if c[name]]
     if seconds > 0:
         computed = sum(float(a.progress.get("tokens") or 0) for a in facts.attempts)
         numbers.append((f"{computed / seconds:,.0f}", "tokens a second"))
@@ -89,7 +98,7 @@ def _what_ran(facts: RunFacts) -> str:
         ("model", facts.meaning.get("model", "?")),
         ("layers", (", ".join(str(x) for x in layers) if isinstance(layers, list) else str(layers)) + of),
         ("engine", _engine(facts)),
-        ("codec", ", ".join(sorted(facts.codecs)) or "none yet"),
+        ("codec", ", ".join(sorted(facts.codecs)) or "no part is stored"),
         ("software", _software(facts) or "?"),
         ("created", _when(str(facts.info.get("created", "?")))),
     ]

@@ -7,21 +7,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hsx_dist.jobs import doctor
-from hsx_dist.jobs.kit import states
-from hsx_dist.jobs.kit.outcomes import Check as Planned
-from hsx_dist.jobs.kit.outcomes import Outcome, run_check
-from hsx_dist.jobs.kit.page import about, write
+from hsx_dist.jobs.diagnosis import Diagnosis, State
+from hsx_dist.jobs.kit import engine_states
+from hsx_dist.jobs.kit.outcomes import Check, Outcome, run_check
+from hsx_dist.jobs.kit.report_page import about, write
 
 
-def examine_machine(report: Path | None, wanted: Sequence[states.Case] | None = None) -> Iterator[doctor.Check]:
+def examine_machine(report: Path | None, wanted: Sequence[engine_states.Case] | None = None) -> Iterator[Diagnosis]:
     """Checks, each as soon as it is done. ``report``: folder for the page, written anew after each engine."""
     failed = False
     for check in doctor.examine(None):
         failed |= check.state == "fail"
         yield check
-    gpus = states.visible_gpus()
+    gpus = engine_states.visible_gpus()
     with tempfile.TemporaryDirectory(prefix="hsx-doctor-") as folder:
-        planned = states.checks(Path(folder), len(gpus), wanted)
+        planned = engine_states.checks(Path(folder), len(gpus), wanted)
         if failed:
             planned = [_left_out(p) for p in planned]
         outcomes = [Outcome(p.group, p.name, "not run", "the program ended before this check began") for p in planned]
@@ -32,12 +32,12 @@ def examine_machine(report: Path | None, wanted: Sequence[states.Case] | None = 
             yield shown(outcomes[i])
 
 
-def _left_out(planned: Planned) -> Planned:
-    return Planned(planned.group, planned.name, cannot="a check of the machine failed; mend that first")
+def _left_out(planned: Check) -> Check:
+    return Check(planned.group, planned.name, cannot="a check of the machine failed; mend that first")
 
 
-def shown(outcome: Outcome) -> doctor.Check:
+def shown(outcome: Outcome) -> Diagnosis:
     """As a line of the doctor. An engine that did not run is a warning: nothing is known of it."""
-    state: doctor.State = "ok" if outcome.state == "passed" else "fail" if outcome.bad else "warn"
+    state: State = "ok" if outcome.state == "passed" else "fail" if outcome.bad else "warn"
     said = outcome.message if state == "ok" else f"{outcome.state}: {outcome.message}"
-    return doctor.Check(outcome.name, state, said)
+    return Diagnosis(outcome.name, state, said)

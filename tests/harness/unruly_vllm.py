@@ -1,4 +1,4 @@
-"""The model of ``hsx_dist.testing.unruly_model`` in vLLM's terms. Imported by vLLM alone, when it loads that model."""
+"""The model of ``tests.harness.unruly_model`` in vLLM's terms. Imported by vLLM alone, when it loads that model."""
 
 from __future__ import annotations
 

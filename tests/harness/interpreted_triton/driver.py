@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from triton.backends.driver import DriverBase
 
-from hsx_dist.testing.interpreted_triton.compiler import _unused
+from tests.harness.interpreted_triton.compiler import _unused
 
 Driver = type(
     "Driver",

@@ -1,6 +1,6 @@
 """An engine's states against transformers, for each way in which vLLM runs: one engine a process.
 
-    python -m hsx_dist.jobs.kit.states CASE.json
+    python -m hsx_dist.jobs.kit.engine_states CASE.json
 
 The model is a random Llama in bfloat16 that ``make_model`` writes; transformers computes the same tokens in float32. A
 case passes only if the engine really ran as the case says.
@@ -26,7 +26,7 @@ from hsx_dist.errors import EngineError
 from hsx_dist.isa import avoid_broken_amx
 from hsx_dist.jobs.check import LayerError, layer_errors
 from hsx_dist.jobs.kit.outcomes import Check, claim, python
-from hsx_dist.testing.models import tiny_llama
+from hsx_dist.models.tiny import tiny_llama
 
 GROUP = "states against transformers"
 LAYERS, HEAD_DIM, VOCAB, MAX_LEN = 4, 64, 512, 256
@@ -108,7 +108,7 @@ def checks(folder: Path, gpus: int, wanted: Sequence[Case] | None = None) -> lis
             env["VLLM_CPU_KVCACHE_SPACE"] = "1"
             if case.ranks > 1:
                 env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, sorted(os.sched_getaffinity(0))[: case.ranks]))
-        argv = python("-m", "hsx_dist.jobs.kit.states", str(file))
+        argv = python("-m", "hsx_dist.jobs.kit.engine_states", str(file))
         limit = LIMIT_S if gpus else LIMIT_CPU_S
         found.append(Check(GROUP, case.name, argv, limit, env=env, cannot=cannot(case, gpus, cores)))
     return found
@@ -168,7 +168,7 @@ def start(model: str, case: Case, output: str) -> Any:
                 "hsx": {"cache_writes": "direct" if case.direct else "vllm"},
             },
         },
-        worker_extension_cls=f"{__name__ if __name__ != '__main__' else 'hsx_dist.jobs.kit.states'}.KitExtension",
+        worker_extension_cls="hsx_dist.jobs.kit.engine_states.KitExtension",  # __name__ may be __main__
     )
 
 

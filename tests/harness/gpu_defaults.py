@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hsx_dist.testing.exact_model import write_plugin
+from tests.harness.exact_model import write_plugin
 
 V2, AHEAD = "VLLM_USE_V2_MODEL_RUNNER", "HSX_TESTING_SCHEDULE_AHEAD"
 
@@ -27,15 +27,15 @@ def gpu_defaults(folder: Path, *, v2: bool = True, ahead: bool = True) -> dict[s
         ahead: schedule asynchronously, else each step after the last one.
     """
     variables = {V2: str(int(v2)), AHEAD: str(int(ahead)), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    path = ""
     if v2:
-        target = "hsx_dist.testing.interpreted_triton"
-        write_plugin(folder, "hsx_interpreted_triton", target, group="triton.backends", entry="cpu")
+        target = "tests.harness.interpreted_triton"
+        path = write_plugin(folder, "hsx_interpreted_triton", target, group="triton.backends", entry="cpu")
         # Dynamo cannot trace an interpreted kernel.
         variables |= {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
     if ahead:
-        write_plugin(folder, "hsx_schedule_ahead", f"{__name__}:schedule_ahead")
-    path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return variables | {"PYTHONPATH": os.pathsep.join(path)}
+        path = write_plugin(folder, "hsx_schedule_ahead", f"{__name__}:schedule_ahead")
+    return variables | {"PYTHONPATH": os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))}
 
 
 def schedule_ahead() -> None:

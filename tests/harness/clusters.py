@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hsx_dist.testing.processes import Child, StartFailed, child, free_ports, http_status, program
+from hsx_dist.jobs.kit.process import Child, StartFailed, child
+from tests.harness.processes import free_ports, http_status, program
 
 _LONGEST = 40  # Ray puts Unix sockets below, whose paths may have 107 characters
 _TRIES = 3  # another process may take a port between the choice and the start

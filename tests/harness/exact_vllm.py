@@ -1,4 +1,4 @@
-"""The model of ``hsx_dist.testing.exact_model`` in vLLM's terms. Imported by vLLM alone, when it loads that model.
+"""The model of ``tests.harness.exact_model`` in vLLM's terms. Imported by vLLM alone, when it loads that model.
 
 It goes the way of vLLM's own models (``SupportsEagle3``, auxiliary hidden states, paged attention); only its arithmetic
 is such that every number is known beforehand.
@@ -16,7 +16,7 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.interfaces import EagleModelMixin, SupportsEagle3
 
-from hsx_dist.testing.exact_model import RANK_STEP, UNREDUCED
+from tests.harness.exact_model import RANK_STEP, UNREDUCED
 
 
 class ExactLayer(nn.Module):

@@ -17,8 +17,9 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
-from hsx_dist.testing.clusters import RayHead, ray_head
-from hsx_dist.testing.processes import Child, StartFailed, child, free_ports, http_status, program
+from hsx_dist.jobs.kit.process import Child, StartFailed, child
+from tests.harness.clusters import RayHead, ray_head
+from tests.harness.processes import free_ports, http_status, program
 
 __all__ = ["GcsServer", "RayHead", "S3Identity", "S3Server", "fake_gcs", "ray_head", "seaweedfs"]
 

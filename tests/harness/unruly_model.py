@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hsx_dist.testing.exact_model import write_plugin
-from hsx_dist.testing.models import tiny_llama
+from hsx_dist.models.tiny import tiny_llama
+from tests.harness.exact_model import write_plugin
 
 ARCHITECTURE = "LlamaForCausalLM"
 
@@ -26,8 +26,8 @@ def unruly_llama(path: Path, *, step_seconds: float, poison_token: int, **argume
     return path
 
 
-def write_unruly_plugin(folder: Path) -> Path:
-    """Write the plugin that makes the model unruly into ``folder``, which is to be on the processes' PYTHONPATH.
+def write_unruly_plugin(folder: Path) -> str:
+    """Write the plugin that makes the model unruly into ``folder``. Returns the ``PYTHONPATH`` of its processes.
 
     It takes the place of vLLM's own Llama; other Llamas behave.
     """
@@ -38,4 +38,4 @@ def register() -> None:
     """Put the model in the place of this process's vLLM's Llama."""
     from vllm import ModelRegistry
 
-    ModelRegistry.register_model(ARCHITECTURE, "hsx_dist.testing.unruly_vllm:UnrulyLlama")
+    ModelRegistry.register_model(ARCHITECTURE, "tests.harness.unruly_vllm:UnrulyLlama")

@@ -1,0 +1,99 @@
+"""Which of a key's segments make its sample. Adding a segment costs the same, however many were added before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hsx_dist.format.segments import SegmentProof
+
+#: What all segments of a sample share: its number of tokens, and the hash of their ids.
+_Identity = tuple[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Proven:
+    """A proof, and where it stands."""
+
+    attempt: int
+    part: str
+    proof: SegmentProof
+    place: int
+
+
+class Copies:
+    """The segments of one key. ``added``: for the caller, how many of its list were added."""
+
+    def __init__(self) -> None:
+        self.added = 0
+        self._attempts: dict[int, _Attempt] = {}
+        self._whole: set[int] = set()
+        self._disputed: set[int] = set()
+
+    def add(self, proven: Proven) -> None:
+        """Take one segment into account."""
+        found = self._attempts.setdefault(proven.attempt, _Attempt())
+        found.add(proven)
+        (self._whole.add if found.whole else self._whole.discard)(proven.attempt)
+        if found.disputed:
+            self._disputed.add(proven.attempt)
+
+    def sample(self) -> list[Proven]:
+        """The segments of the highest attempt that proves the whole sample; empty when there is none."""
+        return self._attempts[max(self._whole)].sample() if self._whole else []
+
+    def disputed(self) -> set[int]:
+        """The attempts that stored the key with different tokens, none older than the one that ``sample`` is of."""
+        if not self._whole:
+            return self._disputed
+        used = max(self._whole)
+        return {attempt for attempt in self._disputed if attempt >= used}
+
+
+class _Attempt:
+    """The segments of one key that one attempt proves. Only those that agree in their identity are joined."""
+
+    def __init__(self) -> None:
+        #: By identity, index and start: the segment of the lowest part name.
+        self._chosen: dict[tuple[_Identity, int, int], Proven] = {}
+        #: By identity: how many segments follow one another from the first token on, and where the last one ends.
+        self._ends: dict[_Identity, tuple[int, int]] = {}
+        #: Whether two segments of the same place differ in their tokens.
+        self._mixed = False
+        self.whole: set[_Identity] = set()
+
+    @property
+    def disputed(self) -> bool:
+        return self._mixed or len(self._ends) > 1
+
+    def add(self, proven: Proven) -> None:
+        s = proven.proof.segment
+        identity = (s.total, proven.proof.sample_hash)
+        place = (identity, s.index, s.start)
+        first = self._chosen.setdefault(place, proven)
+        if (proven.part, proven.proof.slot) < (first.part, first.proof.slot):
+            self._chosen[place] = proven
+        if (first.proof.segment.stop, first.proof.token_hash) != (s.stop, proven.proof.token_hash) and not self._mixed:
+            self._mixed = True
+            self.whole = {known for known in self.whole if self._is_whole(known)}
+        count, end = self._ends.get(identity, (0, 0))
+        while (following := self._chosen.get((identity, count, end))) is not None:
+            count, end = count + 1, following.proof.segment.stop
+        self._ends[identity] = count, end
+        (self.whole.add if self._is_whole(identity) else self.whole.discard)(identity)
+
+    def _is_whole(self, identity: _Identity) -> bool:
+        if not self._mixed:
+            return identity in self._ends and self._ends[identity][1] == identity[0]
+        # Where the whole sample's hash is not known, segments whose tokens differ must not be joined either.
+        first = self._chosen.get((identity, 0, 0))
+        return first is not None and first.proof.segment.stop == identity[0]
+
+    def sample(self) -> list[Proven]:
+        """The segments 0, 1, … of a whole sample; of several the one whose first part has the lowest name."""
+        identity = min(sorted(self.whole), key=lambda known: self._chosen[known, 0, 0].part)
+        run: list[Proven] = []
+        end = 0
+        while end < identity[0]:
+            run.append(self._chosen[identity, len(run), end])
+            end = run[-1].proof.segment.stop
+        return run

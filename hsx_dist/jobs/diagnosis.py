@@ -1,0 +1,106 @@
+"""What a check of ``hsx doctor`` says, and the checks that are made on each node."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hsx_dist.config import ExtractConfig
+from hsx_dist.errors import AlreadyExists, ConfigError, StoreError
+from hsx_dist.store import open_store
+
+State = Literal["ok", "warn", "fail"]
+
+#: Free shared memory below which vLLM's ranks and Ray's object store get into trouble.
+MIN_SHM_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """One line. ``message``: what was found, and (where it is not ok) what was expected and what to do."""
+
+    name: str
+    state: State
+    message: str
+
+
+def machine_limits(in_flight: int, *, has_gpu: bool) -> Iterator[Diagnosis]:
+    """Of the machine on which it is called; ``in_flight``: bytes of one replica's ring."""
+    shm = Path("/dev/shm")  # noqa: S108 (the system's)
+    if shm.exists():
+        usage = shutil.disk_usage(shm)
+        message = f"{usage.free >> 20:,} MiB free of {usage.total >> 20:,} in /dev/shm"
+        if usage.free < MIN_SHM_BYTES:
+            message += (
+                f": expected at least {MIN_SHM_BYTES >> 20:,}, which Ray's object store and vLLM's ranks share; start "
+                "the container with a larger --shm-size, or mount an emptyDir of medium Memory there"
+            )
+        yield Diagnosis("shared memory", "ok" if usage.free >= MIN_SHM_BYTES else "warn", message)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if has_gpu and locked != resource.RLIM_INFINITY and locked < in_flight:
+        message = (
+            f"{locked >> 10:,} KiB may be locked: expected the ring of {in_flight >> 10:,} KiB, which is pinned for "
+            "copies from the GPU; raise it (ulimit -l unlimited), or lower in_flight_bytes"
+        )
+        yield Diagnosis("locked memory", "warn", message)
+    available = _available_memory()
+    if available is not None and in_flight > available:
+        message = (
+            f"{available >> 20:,} MiB available: expected more than in_flight_bytes ({in_flight >> 20:,} MiB) of one "
+            "replica; lower in_flight_bytes, or use a larger machine"
+        )
+        yield Diagnosis("memory", "fail", message)
+
+
+def _available_memory() -> int | None:
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return None
+
+
+def probe_store(config: ExtractConfig) -> str:
+    """Do once all that a run does at its output: put, put-if-absent (twice), get, a range, list, delete.
+
+    Raises:
+        ConfigError: the store did not let us, or did something else; the message has its reason.
+    """
+    try:
+        store = open_store(
+            config.output,
+            storage_options=config.store.storage_options,
+            backend=config.store.backend,
+            retry_seconds=min(config.store.retry_seconds, 10.0),
+        )
+        folder = f"probe-{uuid.uuid4().hex}"
+        name, body = f"{folder}/a", os.urandom(1000)
+        try:
+            store.put(name, [body[:400], body[400:]])
+            if store.get(name) != body or bytes(store.get_ranges(name, [(100, 200)])[0]) != body[100:200]:
+                raise StoreError(f"{store.url}: what was written was not what was read")
+            if [info.name for info in store.list(f"{folder}/")] != [name]:
+                raise StoreError(f"{store.url}: expected one object in a new folder's list; is listing allowed?")
+            store.put_if_absent(f"{folder}/b", b"first")
+            with suppress(AlreadyExists):
+                store.put_if_absent(f"{folder}/b", b"second")
+                raise StoreError(
+                    f"{store.url}: expected the second put-if-absent of a name to be refused, it was not: two drivers "
+                    "could own one run; use a store with conditional writes"
+                )
+        finally:
+            for rest in ("a", "b"):
+                with suppress(StoreError):
+                    store.delete(f"{folder}/{rest}")
+        if list(store.list(f"{folder}/")):
+            raise StoreError(f"{store.url}: expected to be allowed to delete what was written; allow it")
+    except StoreError as e:
+        raise ConfigError(f"output: {e}") from e
+    return f"{store.url}: put, put-if-absent, get, ranges, list, delete"

@@ -1,0 +1,1 @@
+"""Models that come with the package: the built-in one, and a tiny random one."""

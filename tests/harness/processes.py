@@ -1,0 +1,58 @@
+"""What a test needs to start a server: free ports, programs, and whether an address answers."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import socket
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+
+from hsx_dist.jobs.kit.process import StartFailed
+
+
+def free_ports(n: int, *, twin: int = 0) -> list[int]:
+    """``n`` different TCP ports on which nothing listens now, outside the range that outgoing connections use.
+
+    With ``twin``, each port plus ``twin`` is free too.
+    """
+    found: list[int] = []
+    for port in random.sample(range(10100, 20000), k=4000):
+        if _is_free(port) and (not twin or _is_free(port + twin)):
+            found.append(port)
+        if len(found) == n:
+            return found
+    raise StartFailed(f"expected {n} free ports in 10100-20000, found {len(found)}; end what listens there")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as s:
+        try:
+            s.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def program(name: str) -> str:
+    """The path of an executable, the running interpreter's own environment first."""
+    here = Path(sys.executable).with_name(name)
+    path = str(here) if here.exists() else shutil.which(name)
+    if path is None:
+        raise StartFailed(f"expected the program {name!r} beside {sys.executable} or on PATH; install hsx-dist[dev]")
+    return path
+
+
+def http_status(url: str, headers: Mapping[str, str] | None = None) -> int | None:
+    """The HTTP status of a GET; None when nothing answers."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback never goes through a proxy
+    try:
+        with opener.open(urllib.request.Request(url, headers=dict(headers or {})), timeout=2) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as e:
+        return e.code
+    except OSError:
+        return None

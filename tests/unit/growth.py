@@ -1,0 +1,28 @@
+"""Whether the time that a call takes is in proportion to the size of what it is given."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+
+
+def check_linear(make: Callable[[int], Callable[[], object]], n: int, what: object = "") -> None:
+    """Fail when ``make(4 * n)()`` takes 8 times the CPU time of ``make(n)()``; quadratic work takes 16 times as much.
+
+    Times below 0.1 s are not compared: choose ``n`` so that quadratic work on ``4 * n`` takes a second.
+    """
+    if _seconds(make(4 * n)) < 0.1:
+        return
+    few, many = (min(_seconds(make(size)) for _ in range(3)) for size in (n, 4 * n))
+    assert many < 0.1 or many < 8 * few, f"{what}: {many:.2f} s for {4 * n}, {few:.2f} s for {n}"
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    gc.disable()  # a collection looks at all objects of the process
+    try:
+        before = time.thread_time()
+        call()
+        return time.thread_time() - before
+    finally:
+        gc.enable()
