@@ -38,7 +38,8 @@ _THREADS = 4
 _MOST_BYTES = 64 << 20
 #: Bytes of a name that waits, without its markers.
 _NAME_BYTES = 1 << 10
-#: A marker that the store refused is stored again within so many seconds. They double with each try, so many times.
+#: Seconds between two looks at the markers that the store refused. Each is stored again at the next look, and then after
+#: pauses that double, so many times.
 _AGAIN_S = 5.0
 _DOUBLED = 4
 #: How many names whose marker the store refused keep their lock, an open file. Beyond that, the one that was refused
@@ -73,7 +74,7 @@ class _Act:
 
 
 @dataclass(slots=True)
-class _Name:
+class _PendingName:
     """A name of which something is to be told.
 
     ``act``: what no thread has begun. ``holder``: the request that holds the lock for all that wait for this name;
@@ -109,9 +110,9 @@ class Markers:
         self._about = about or {}
         self._locks = locks
         self._lock = threading.Lock()
-        self._names: dict[str, _Name] = {}
+        self._names: dict[str, _PendingName] = {}
         self._bytes = 0  # of all acts that no thread has begun
-        self._kept: dict[str, _Name] = {}  # what the store refused, and is tried again
+        self._kept: dict[str, _PendingName] = {}  # what the store refused, and is tried again
         self._running = 0  # names that a thread works on or will
         self._marked: OrderedDict[str, None] = OrderedDict()
         self._trying = False
@@ -200,7 +201,7 @@ class Markers:
             refused = self._closed or (entry is None and not act.looks and self._bytes >= _MOST_BYTES)
             if not refused:
                 if idle := entry is None:
-                    entry = self._names[name] = _Name(after=after)
+                    entry = self._names[name] = _PendingName(after=after)
                     after = None
                 entry.holder = entry.holder or holder
                 entry.stored |= act.looks
@@ -220,11 +221,11 @@ class Markers:
             if late:  # a thread has told this too, and gave the lock back without this holder's share
                 self._release(entry.holder, stored=entry.stored)
 
-    def _set(self, entry: _Name, act: _Act | None) -> None:
+    def _set(self, entry: _PendingName, act: _Act | None) -> None:
         self._bytes += (act.nbytes if act else 0) - (entry.act.nbytes if entry.act else 0)
         entry.act = act
 
-    def _start(self, name: str, entry: _Name) -> None:
+    def _start(self, name: str, entry: _PendingName) -> None:
         self._running += 1
         pool = self._looks if entry.act is not None and entry.act.looks else self._failures
         pool.submit(self._work, name)
@@ -264,13 +265,13 @@ class Markers:
         with self._lock:
             self._running -= 1
 
-    def _ended(self, name: str) -> _Name:
+    def _ended(self, name: str) -> _PendingName:
         entry = self._names.pop(name)
         self._set(entry, None)
         entry.told = True
         return entry
 
-    def _keep(self, name: str, entry: _Name) -> _Name | None:
+    def _keep(self, name: str, entry: _PendingName) -> _PendingName | None:
         """Have a name tried again later; the name that this ends, where too many are kept."""
         entry.due = time.monotonic() + _AGAIN_S * (2 ** min(entry.refused - 1, _DOUBLED) - 1)
         self._kept[name] = entry

@@ -150,7 +150,7 @@ class PartCommitter:
             return True
         assert isinstance(self._store, Conditional)
         with self._renewing:
-            renewed = with_expires(self._store.get(name), part, ours)
+            renewed = with_expires(self._store.get(name, part.size + 1), part, ours)
             return renewed is not None and self._store.put_version(name, renewed, version)
 
     def _version(self, name: str) -> str | None:

@@ -226,6 +226,7 @@ def test_a_store_that_refuses_markers_keeps_few_locks_and_stops_no_end(store, lo
         markers.fail(key, f"{key}.safetensors", "why", holder=key)
         settle(markers)
     assert locks.released == ["a"]
+    assert markers._kept["b.safetensors"].due <= time.monotonic()  # the next look stores it again
     markers.stored("b", "b.safetensors", holder="again")
     settle(markers)
     assert locks.released == ["a", "again", "b"]

@@ -328,9 +328,9 @@ def test_an_object_that_is_replaced_before_it_is_renewed_is_looked_at_again(stor
                 other.ask([9] * 6, key="k")
                 other.close()
 
-        def get(self, name):
+        def get(self, name, most=None):
             self._before("get", name)
-            return super().get(name)
+            return super().get(name, most)
 
         def version(self, name):
             self._before("version", name)
@@ -352,6 +352,61 @@ def test_an_object_that_is_replaced_before_it_is_renewed_is_looked_at_again(stor
     assert Part.open(store, NAME).token_ids(0).tolist() == [9] * 6
     with pytest.raises(SampleFailed, match="another sample"):
         read(store)
+
+
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("how", ["ask", "abort", "read"])
+def test_an_object_that_is_renewed_while_it_is_opened_is_no_other_sample(tmp_path, how, at):
+    """Another server at the prefix moves its end: the object has another length then."""
+    store = MemoryStore()
+    first = SmallServer(tmp_path, store, ttl_seconds=100)
+    first.ask(PROMPT, key="k")
+    first.close()
+
+    class Renewing(WrappedStore):
+        def _call(self, verb, name, call, nbytes):  # noqa: ARG002
+            if name == NAME and verb in ("head", "get_ranges") and len(calls) <= at:
+                calls.append(1)
+                if len(calls) == at + 1:
+                    without = SmallServer(tmp_path, store)
+                    without.ask(PROMPT, key="k")
+                    without.close()
+            return call()
+
+    calls: list[int] = []
+    racing = Renewing(store)
+    if how == "read":
+        assert load_object(racing, NAME, framework="numpy")["token_ids"].tolist() == PROMPT
+    else:
+        second = SmallServer(tmp_path, racing, markers=racing if how == "abort" else store, ttl_seconds=100)
+        second.ask(PROMPT, key="k", computed=3 if how == "abort" else None)
+        second.close()
+    assert calls
+    assert names(store) == {NAME}
+    assert read(store)["token_ids"].tolist() == PROMPT
+
+
+def test_one_stored_object_at_a_time_is_in_memory_to_be_renewed(tmp_path):
+    inside: list[int] = []
+    together: list[int] = []
+
+    class Slow(MemoryStore):
+        def get(self, name, most=None):
+            if name.endswith(".safetensors"):
+                inside.append(1)
+                together.append(len(inside))
+                time.sleep(0.01)
+                inside.pop()
+            return super().get(name, most)
+
+    store = Slow()
+    for seconds in (60, 3600):
+        server = SmallServer(tmp_path, store, ttl_seconds=seconds)
+        for i in range(8):
+            server.end(server.begin(PROMPT, key=f"k{i}"))
+        server.settle()
+        server.close()
+    assert together == [1] * 8
 
 
 @pytest.mark.parametrize("at", range(4))
