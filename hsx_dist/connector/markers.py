@@ -38,8 +38,8 @@ _THREADS = 4
 _MOST_BYTES = 64 << 20
 #: Bytes of a name that waits, without its markers.
 _NAME_BYTES = 1 << 10
-#: Seconds between two looks at the markers that the store refused. Each is stored again at the next look, and then after
-#: pauses that double, so many times.
+#: Seconds between two looks at the markers that the store refused. Each is stored again at the next look, and then
+#: after pauses that double, so many times.
 _AGAIN_S = 5.0
 _DOUBLED = 4
 #: How many names whose marker the store refused keep their lock, an open file. Beyond that, the one that was refused
