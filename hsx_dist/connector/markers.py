@@ -38,7 +38,8 @@ _THREADS = 4
 _MOST_BYTES = 64 << 20
 #: Bytes of a name that waits, without its markers.
 _NAME_BYTES = 1 << 10
-#: Seconds after which a marker that the store refused is stored again. They double, so many times.
+#: Seconds between two looks at the markers that the store refused. Each is stored again at the next look, and then
+#: after pauses that double, so many times.
 _AGAIN_S = 5.0
 _DOUBLED = 4
 #: How many names whose marker the store refused keep their lock, an open file. Beyond that, the one that was refused
@@ -272,7 +273,7 @@ class Markers:
 
     def _keep(self, name: str, entry: _PendingName) -> _PendingName | None:
         """Have a name tried again later; the name that this ends, where too many are kept."""
-        entry.due = time.monotonic() + _AGAIN_S * 2 ** min(entry.refused - 1, _DOUBLED)
+        entry.due = time.monotonic() + _AGAIN_S * (2 ** min(entry.refused - 1, _DOUBLED) - 1)
         self._kept[name] = entry
         if not self._trying:
             self._trying = True

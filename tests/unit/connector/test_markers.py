@@ -193,11 +193,11 @@ def test_more_than_can_wait_is_dropped_and_its_lock_opened(store, locks, monkeyp
     monkeypatch.setattr(module, "_MOST_BYTES", 30_000)
     slow = HangingStore(store, Strike(PUTS))
     markers = Markers(slow, locks=locks)
-    for i in range(20):  # of 13 KB; each thread has taken one, or none yet
+    for i in range(20):  # of 13 KB: three wait, and each thread has one or has not taken it yet
         markers.fail("\U000e0001" * 1024, f"k{i}.safetensors", "why", holder=f"k{i}")
     assert markers._bytes < 30_000 + 15_000
-    assert "k19.safetensors" in caplog.text
-    assert "k19" in locks.released
+    assert 13 <= len(locks.released) <= 17
+    assert all(f"{key}.safetensors" in caplog.text for key in locks.released)
     store.put("c.error.json", [b'{"key": "c", "error": "before"}'])
     markers.stored("c", "c.safetensors", holder="c")  # is not dropped: the marker hides its object
     slow.release()
@@ -226,6 +226,7 @@ def test_a_store_that_refuses_markers_keeps_few_locks_and_stops_no_end(store, lo
         markers.fail(key, f"{key}.safetensors", "why", holder=key)
         settle(markers)
     assert locks.released == ["a"]
+    assert markers._kept["b.safetensors"].due <= time.monotonic()  # the next look stores it again
     markers.stored("b", "b.safetensors", holder="again")
     settle(markers)
     assert locks.released == ["a", "again", "b"]

@@ -409,6 +409,33 @@ def test_one_stored_object_at_a_time_is_in_memory_to_be_renewed(tmp_path):
     assert together == [1] * 8
 
 
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("same", [True, False])
+def test_a_failed_request_finds_what_the_object_is_while_another_server_renews_it(tmp_path, same, at):
+    """It has another length then, and is read in several requests."""
+    store = MemoryStore()
+    first = SmallServer(tmp_path, store, ttl_seconds=100)
+    first.ask(PROMPT, key="k")
+    first.close()
+
+    class Renewing(WrappedStore):
+        def _call(self, verb, name, call, nbytes):  # noqa: ARG002
+            if name == NAME:
+                calls.append(verb)
+                if len(calls) == at + 1:
+                    without = SmallServer(tmp_path, store)
+                    without.ask(PROMPT, key="k")
+                    without.close()
+            return call()
+
+    calls: list[str] = []
+    second = SmallServer(tmp_path, store, markers=Renewing(store))
+    second.ask(PROMPT if same else [9] * 6, key="k", computed=3)
+    second.close()
+    assert len(calls) >= 3
+    assert (f"{NAME}.conflict.json" in names(store)) is not same
+
+
 def test_without_conditional_puts_an_object_keeps_its_end_which_is_logged_once(store, tmp_path, caplog):
     class Unconditional(WrappedStore):
         put_version = None
