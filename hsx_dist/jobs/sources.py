@@ -6,6 +6,7 @@ import io
 import json
 import posixpath
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,8 +132,7 @@ def _find(config: InputConfig, shown: str) -> Input:
             f"input.path: expected files of rows at {shown}, came none; name them (jsonl, txt, parquet, arrow; or "
             "set input.format)"
         )
-    labels = [s.label for s in sources]
-    if twice := sorted({label for label in labels if labels.count(label) > 1}):
+    if twice := sorted(label for label, count in Counter(s.label for s in sources).items() if count > 1):
         raise ConfigError(
             f"input.path: expected files of different names, came several {twice[0]!r} at {shown}, whose rows would "
             "have the same keys; name one kind of them (a glob such as *.jsonl)"
@@ -143,7 +143,7 @@ def _find(config: InputConfig, shown: str) -> Input:
 def _of_folder(config: InputConfig, fs: Any, folder: str) -> list[InputSource]:
     if config.format in ("auto", "dataset"):
         if fs.exists(f"{folder}/{_SPLITS}"):
-            splits = _json(fs, f"{folder}/{_SPLITS}")["splits"]
+            splits = _once(_json(fs, f"{folder}/{_SPLITS}")["splits"], folder)
             if config.split is not None and config.split not in splits:
                 raise ConfigError(
                     f"input.split: expected one of {', '.join(splits)}, came {config.split!r}; correct it"
@@ -177,8 +177,19 @@ def _of_many(config: InputConfig, fs: Any, found: dict[str, str], base: str) -> 
 
 def _saved(fs: Any, folder: str, label: str) -> InputSource:
     """A folder of ``Dataset.save_to_disk``: its state names Arrow files in the order of their rows."""
-    files = [_within(fs, folder, item["filename"]) for item in _json(fs, f"{folder}/{_STATE}")["_data_files"]]
-    return InputSource(label, tuple(files), "arrow")
+    names = _once([item["filename"] for item in _json(fs, f"{folder}/{_STATE}")["_data_files"]], folder)
+    return InputSource(label, tuple(_within(fs, folder, name) for name in names), "arrow")
+
+
+def _once(names: list[Any], folder: str) -> list[Any]:
+    """``names`` of a saved data set. Before anything is read for each: a few bytes may name a split or a file again."""
+    for name, count in Counter(name for name in names if isinstance(name, str)).items():
+        if count > 1:
+            raise ConfigError(
+                f"input.path: expected different names of splits and files in {public_url(folder)}, got {name[:200]!r} "
+                f"{count} times in the saved data set's JSON. Save the data set again"
+            )
+    return names
 
 
 def _check_chain(path: str, shown: str) -> None:

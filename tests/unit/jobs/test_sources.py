@@ -19,7 +19,7 @@ import zstandard
 from hsx_dist.config import InputConfig, load_config
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.manifest import RowFate
-from hsx_dist.jobs import records
+from hsx_dist.jobs import records, sources
 from hsx_dist.jobs import sources as sources_module
 from hsx_dist.jobs.rows import Row, read_rows, rows_from
 from hsx_dist.jobs.sources import find_input
@@ -326,6 +326,17 @@ def test_a_saved_data_set_names_no_file_outside_its_folder(tmp_path: Path, name:
     (both / "dataset_dict.json").write_text(json.dumps({"splits": ["train", name]}))
     with pytest.raises(ConfigError, match="expected names of files in"):
         read(both)
+
+
+def test_a_saved_data_set_names_no_split_and_no_file_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved(tmp_path / "theirs", table("a"))
+    monkeypatch.setattr(sources, "_within", lambda *_: pytest.fail("a path was made"))
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "a.arrow"}] * 2}))
+    with pytest.raises(ConfigError, match=r"got 'a.arrow' 2 times"):
+        read(folder)
+    (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["theirs"] * 3}))
+    with pytest.raises(ConfigError, match=r"got 'theirs' 3 times"):
+        read(tmp_path)
 
 
 def test_a_saved_data_set_of_another_store_names_no_file_outside_its_folder() -> None:
