@@ -34,16 +34,18 @@ log = get_logger(__name__)
 #: For failures and conflicts, and as many for stored samples: requests that fail, which cost a client little, delay no
 #: stored sample.
 _THREADS = 4
-#: How many bytes wait for a store that is slow, at most; what comes on top is not told, but logged.
+#: How many bytes wait for a store that is slow, at most; what comes on top is not told, but logged. Markers of requests
+#: that just failed, which cost a client nothing, take three quarters of it.
 _MOST_BYTES = 64 << 20
+#: Characters of a key that a marker shows. The name of a longer key has its digest.
+_KEY_SHOWN = 128
 #: Bytes of a name that waits, without its markers.
 _NAME_BYTES = 1 << 10
 #: Seconds between two looks at the markers that the store refused. Each is stored again at the next look, and then
 #: after pauses that double, so many times.
 _AGAIN_S = 5.0
 _DOUBLED = 4
-#: How many names whose marker the store refused keep their lock, an open file. Beyond that, the one that was refused
-#: most often does not.
+#: How many names whose marker the store refused are tried again, and keep their lock, an open file.
 _MOST_KEPT = 256
 #: Names marked by this process that are remembered: a later request of one takes its marker away at once.
 _REMEMBERED = 65536
@@ -68,6 +70,11 @@ class _Act:
         return _Act(self.markers | later.markers, dict(failed), self.looks and later.looks)
 
     @property
+    def only_removes(self) -> bool:
+        """Whether all that it may leave behind is a failure marker that is out of date."""
+        return not self.failed and not any(self.markers.values())
+
+    @property
     def nbytes(self) -> int:
         keys = 4 * sum(map(len, self.failed.values()))
         return _NAME_BYTES + keys + sum(len(body) for body in self.markers.values() if body)
@@ -77,11 +84,15 @@ class _Act:
 class _PendingName:
     """A name of which something is to be told.
 
-    ``act``: what no thread has begun. ``holder``: the request that holds the lock for all that wait for this name;
-    ``stored``: one of them is stored. ``after``: called when the first act is done. ``told``: nothing is left to tell.
+    ``act``: what no thread has begun. ``ticket``: what the thread that begins next must have; None while one works, or
+    while the name is kept. ``ahead``: a thread for stored samples may begin. ``holder``: the request that holds the
+    lock for all that wait for this name; ``stored``: one of them is stored. ``after``: called when the first act is
+    done. ``told``: nothing is left to tell.
     """
 
     act: _Act | None = None
+    ticket: object = None
+    ahead: bool = False
     holder: str = ""
     stored: bool = False
     after: Callable[[], None] | None = None
@@ -180,7 +191,7 @@ class Markers:
             self._marked.pop(object_name(name), None)
 
     def _body(self, key: str, reason: str, **more: bool) -> bytes:
-        body: dict[str, Any] = {"key": key, "error": bounded(reason), **more}
+        body: dict[str, Any] = {"key": key[:_KEY_SHOWN], "error": bounded(reason), **more}
         if self._ttl is not None:
             body["expires"] = round(time.time() + self._ttl)
         return json.dumps(body).encode()
@@ -198,7 +209,8 @@ class Markers:
         with self._lock:
             entry = self._names.get(name)
             # A stored sample is never refused: its marker of an earlier time may hide it. ``after`` bounds them.
-            refused = self._closed or (entry is None and not act.looks and self._bytes >= _MOST_BYTES)
+            most = _MOST_BYTES if conflict_name(name) in markers else _MOST_BYTES * 3 // 4
+            refused = self._closed or (entry is None and not act.looks and self._bytes >= most)
             if not refused:
                 if idle := entry is None:
                     entry = self._names[name] = _PendingName(after=after)
@@ -208,6 +220,10 @@ class Markers:
                 self._set(entry, act if entry.act is None else entry.act.and_then(act))
                 if idle or self._kept.pop(name, None) is not None:
                     self._start(name, entry)
+                elif act.looks and entry.ticket is not None and not entry.ahead:
+                    # It waits behind names of requests that failed: whichever thread comes first begins.
+                    entry.ahead = True
+                    self._looks.submit(self._work, name, entry.ticket)
         if after is not None:
             after()
         if refused or entry is None:
@@ -227,13 +243,15 @@ class Markers:
 
     def _start(self, name: str, entry: _PendingName) -> None:
         self._running += 1
-        pool = self._looks if entry.act is not None and entry.act.looks else self._failures
-        pool.submit(self._work, name)
+        entry.ticket, entry.ahead = object(), entry.act is not None and entry.act.looks
+        (self._looks if entry.ahead else self._failures).submit(self._work, name, entry.ticket)
 
-    def _work(self, name: str) -> None:
+    def _work(self, name: str, ticket: object) -> None:
         with self._lock:
-            entry = self._names[name]
-            act = entry.act
+            entry = self._names.get(name)
+            if entry is None or entry.ticket is not ticket:
+                return  # a thread of the other kind came first
+            act, entry.ticket = entry.act, None
             assert act is not None
             self._set(entry, None)
         try:
@@ -248,8 +266,8 @@ class Markers:
         with self._lock:
             after, entry.after = entry.after, None
             again = entry.act is not None
-            # Without the marker, readers would get an earlier object: the lock stays until the marker is stored.
-            if not done and any(act.markers.values()) and not self._closed:
+            # Readers could get an earlier object, or nothing: the lock stays until the store has taken all.
+            if not done and not self._closed:
                 self._set(entry, act if entry.act is None else act.and_then(entry.act))
                 entry.refused += 1
                 if not again:
@@ -280,11 +298,17 @@ class Markers:
             threading.Thread(target=self._try_again, name="hsx-mark-again", daemon=True).start()
         if len(self._kept) <= _MOST_KEPT:
             return None
-        # A store that refuses for a moment has taken it by its second time: what no store takes goes before that.
-        worst = max(self._kept, key=lambda name: self._kept[name].refused)
+        worst = max(self._kept, key=self._cheapness)
         log.error("no failure marker is stored for %s: the store refuses those of too many names", worst)
         del self._kept[worst]
         return self._ended(worst)
+
+    def _cheapness(self, name: str) -> tuple[bool, bool, int, float]:
+        """The largest is given up first. A marker of a key that is out of date hides no object. A path may be one that
+        no store takes. A store that refuses for a moment takes a marker the second time; of others the newest goes."""
+        entry, of_a_key = self._kept[name], is_of_a_key(name)
+        only_removes = entry.act is not None and entry.act.only_removes
+        return only_removes and of_a_key, not of_a_key, entry.refused, entry.due
 
     def _try_again(self) -> None:
         while True:

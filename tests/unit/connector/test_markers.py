@@ -190,21 +190,78 @@ def test_requests_that_fail_delay_no_stored_sample(store):
 
 
 def test_more_than_can_wait_is_dropped_and_its_lock_opened(store, locks, monkeypatch, caplog):
-    monkeypatch.setattr(module, "_MOST_BYTES", 30_000)
+    monkeypatch.setattr(module, "_MOST_BYTES", 16_000)
     slow = HangingStore(store, Strike(PUTS))
     markers = Markers(slow, locks=locks)
-    for i in range(20):  # of 13 KB: three wait, and each thread has one or has not taken it yet
+    for i in range(20):  # of 2.8 KB: five wait, and each thread has one or has not taken it yet
         markers.fail("\U000e0001" * 1024, f"k{i}.safetensors", "why", holder=f"k{i}")
-    assert markers._bytes < 30_000 + 15_000
-    assert 13 <= len(locks.released) <= 17
+    assert markers._bytes < 12_000 + 2_800
+    assert 11 <= len(locks.released) <= 15
     assert all(f"{key}.safetensors" in caplog.text for key in locks.released)
+    failed = len(locks.released)
+    markers.conflict("d", "d.safetensors", "used before", holder="d")  # has room of its own
+    assert len(locks.released) == failed
     store.put("c.error.json", [b'{"key": "c", "error": "before"}'])
     markers.stored("c", "c.safetensors", holder="c")  # is not dropped: the marker hides its object
     slow.release()
     settle(markers)
-    assert "c" in locks.released
+    assert {"c", "d"} <= set(locks.released)
     assert "c.error.json" not in store.objects
+    assert json.loads(store.objects["d.safetensors.conflict.json"])["conflict"]
     assert markers._bytes == 0
+
+
+def test_a_stored_sample_whose_name_waits_overtakes_requests_that_failed(store, locks):
+    slow = HangingStore(store, Strike(PUTS))
+    markers = Markers(slow, locks=locks)
+    for i in range(50):
+        markers.fail(f"k{i}", f"k{i}.safetensors", "aborted", holder=f"k{i}")
+    assert slow.hanging.wait(30)
+    markers.clear("k49.safetensors")
+    markers.stored("k49", "k49.safetensors", holder="again")
+    until(lambda: "again" in locks.released)
+    assert len(locks.released) == 2  # both requests of the name
+    slow.release()
+    settle(markers)
+    assert sorted(locks.released) == sorted([*(f"k{i}" for i in range(50)), "again"])
+    assert "k49.error.json" not in store.objects
+
+
+@pytest.mark.parametrize("refused", ["put", "get", "get_ranges", "head"])
+def test_a_conflict_that_is_found_after_a_sample_was_stored_is_tried_again(store, locks, monkeypatch, refused):
+    monkeypatch.setattr(module, "_AGAIN_S", 0.01)
+    put_of(store, "k", "theirs")
+    markers = Markers(FailingStore(store, Denied("not now"), Strike({refused}, times=1)), locks=locks)
+    markers.stored("k", "k.safetensors", requests=["ours"], holder="1")
+    until(lambda: locks.released)
+    assert json.loads(store.objects["k.safetensors.conflict.json"])["conflict"]
+    markers.close()
+
+
+@pytest.mark.parametrize("refused", ["delete", "get"])
+def test_the_removal_of_a_paths_marker_is_tried_again(store, locks, monkeypatch, refused):
+    monkeypatch.setattr(module, "_AGAIN_S", 0.01)
+    store.put("p.bin.failed.json", [b'{"key": "p", "error": "aborted"}'])
+    markers = Markers(FailingStore(store, Denied("not now"), Strike({refused}, times=2)), locks=locks)
+    markers.stored("p", "p.bin", holder="1")
+    until(lambda: locks.released)
+    assert store.objects == {}
+    markers.close()
+
+
+def test_new_paths_that_no_store_takes_push_out_no_key(store, locks, monkeypatch):
+    """All were refused once."""
+    monkeypatch.setattr(module, "_MOST_KEPT", 3)
+    monkeypatch.setattr(module, "_AGAIN_S", 3600)
+    markers = Markers(FailingStore(store, Denied("not allowed"), Strike(PUTS)), locks=locks)
+    markers.conflict("k", "k.safetensors", "used before", holder="k")
+    settle(markers)
+    for i in range(9):
+        markers.fail("a", f"a/{i}", "why", holder=f"{i}")
+        settle(markers)
+    assert "k.safetensors" in markers._kept
+    assert locks.released == ["2", "3", "4", "5", "6", "7", "8"]
+    markers.close()
 
 
 def test_a_lock_stays_until_the_store_takes_the_marker(store, locks, caplog, monkeypatch):
@@ -225,11 +282,11 @@ def test_a_store_that_refuses_markers_keeps_few_locks_and_stops_no_end(store, lo
     for key in "ab":
         markers.fail(key, f"{key}.safetensors", "why", holder=key)
         settle(markers)
-    assert locks.released == ["a"]
-    assert markers._kept["b.safetensors"].due <= time.monotonic()  # the next look stores it again
-    markers.stored("b", "b.safetensors", holder="again")
+    assert locks.released == ["b"]  # the newest
+    assert markers._kept["a.safetensors"].due <= time.monotonic()  # the next look stores it again
+    markers.stored("a", "a.safetensors", holder="again")
     settle(markers)
-    assert locks.released == ["a", "again", "b"]
+    assert locks.released == ["b", "a", "again"]
     assert "not allowed" in caplog.text
     markers.fail("c", "c.safetensors", "why")
     settle(markers)
