@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"errors"},
     "exporting": {"errors", "isa", "models", "page", "config", "layers", "store", "format", "reading"},
     "ray": {"errors", "reading", "exporting"},
-    "speculators": {"errors", "config", "format", "reading", "store"},
+    "speculators": {"errors", "config", "page", "format", "reading", "store"},
     "observe": {"errors", "page", "config", "layers", "store", "format", "reading", "text"},
     "writers": {"errors", "page", "config", "layers", "store", "format", "observe", "madvise", "logger", "text"},
     "vllm_patches": {"errors", "logger"},
