@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import uuid
@@ -115,7 +116,7 @@ class PartSink:
         self._finishing = 0  # segments that are whole, and in no part yet
         self._dead: HsxError | None = None
         self._next_part = 1
-        self._arrivals = 0
+        self._arrivals = itertools.count(1)
         self._blocks = BlockPool(options.max_bytes)
         self._uploads = DaemonPool(options.uploads, f"hsx-put-{options.writer}")
         self._closed = threading.Event()
@@ -128,13 +129,21 @@ class PartSink:
 
     # -- pages in ------------------------------------------------------------------------------------------------
 
-    def add(self, page: Page) -> None:
+    def arrive(self) -> int:
+        """The number of a page that is added later."""
+        return next(self._arrivals)
+
+    def add(self, page: Page, arrival: int | None = None) -> None:
         """Encode one page; returns when its buffer may be reused. Blocks while the sink holds ``max_bytes``.
+
+        ``arrival``: its number, from ``arrive``. Several threads that add pages need it: a small page overtakes a large
+        one that waits for room. Default: the next number.
 
         Raises:
             Fenced, StoreError: the sink is dead; the page is not taken.
         """
         came = time.monotonic()
+        arrival = self.arrive() if arrival is None else arrival
         self._admit(page.nbytes)
         admitted = time.monotonic()
         key = self._place(page.segment)
@@ -142,7 +151,7 @@ class PartSink:
         filling = None
         done = False
         try:
-            filling = self._filling_for(page)
+            filling = self._filling_for(page, arrival)
             if filling.lost:
                 return
             if page.error:
@@ -214,7 +223,7 @@ class PartSink:
         # them are to be told what became of theirs.
         return segment.key, segment.index, "" if self._opt.attempt else segment.source
 
-    def _filling_for(self, page: Page) -> _Filling:
+    def _filling_for(self, page: Page, arrival: int) -> _Filling:
         """Where the pages of this copy of the segment are collected.
 
         What another copy of it left unfinished (its engine died, and its row is computed again) is dropped: the rest
@@ -226,16 +235,16 @@ class PartSink:
             if filling is None or filling.source != segment.source:
                 if filling is not None:
                     self._held -= filling.nbytes
-                self._arrivals += 1
                 filling = _Filling(
                     SegmentEncoder(self._opt.codec, self._blocks.take, alone=self._opt.layout == "sample"),
                     segment.source,
                     time.monotonic(),
                     Scan.empty(len(page.layer_ids)),
-                    self._arrivals,
+                    arrival,
                     left=-(-segment.num_tokens // page.chunk_tokens),
                 )
                 self._filling[key] = filling
+            filling.arrival = min(filling.arrival, arrival)
             filling.touched = time.monotonic()
             return filling
 

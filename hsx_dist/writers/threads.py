@@ -20,7 +20,7 @@ class ThreadSender:
 
     def __init__(self, sink: PartSink, threads: int = 2):
         self.sink = sink
-        self._queue: queue.SimpleQueue[tuple[Page, Callable[[Page], None]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Page, int, Callable[[Page], None]] | None] = queue.SimpleQueue()
         self._open = 0
         self._idle = threading.Condition()
         self._threads = [
@@ -33,13 +33,13 @@ class ThreadSender:
         with self._idle:
             self._open += len(pages)
         for page in pages:
-            self._queue.put((page, release))
+            self._queue.put((page, self.sink.arrive(), release))
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
-            page, release = item
+            page, arrival, release = item
             try:
-                self.sink.add(page)
+                self.sink.add(page, arrival)
             except HsxError as e:
                 # The sink has told (``Lost``) or is fenced; the receipts will show what is missing.
                 log.debug("page %d of %s not taken: %s", page.chunk, page.segment, e)

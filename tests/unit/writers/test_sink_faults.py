@@ -25,6 +25,7 @@ from hsx_dist.testing.faulty_stores import FailingStore, HangingStore, LyingStor
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.writers.events import Lost, Stored
 from hsx_dist.writers.sink import PartSink
+from hsx_dist.writers.threads import ThreadSender
 from tests.unit.writers.small_samples import check_readable, options, pages
 
 
@@ -202,6 +203,25 @@ class ClingingStore(WrappedStore):
         except NotFound as e:
             kept = e
             raise kept from None
+
+
+def test_of_two_under_one_path_the_later_one_stays_though_it_overtakes_the_earlier_one(store):
+    """The earlier one's page waits for room, the later one's page is small enough to be taken at once."""
+    (fills,), (large,), (small,) = pages("x", 16), named("a", 16, seed=1), named("b", 1, seed=2)
+    small = replace(small, data=small.data[:, :1].copy())
+    hanging = HangingStore(store, Strike({"put_if_absent"}))
+    told = queue.SimpleQueue()
+    most = fills.nbytes + large.nbytes - 1
+    sink = PartSink(hanging, options(attempt=0, layout="sample", codec=resolve_codec("none"), max_bytes=most), told.put)
+    sender = ThreadSender(sink, 2)
+    sender.send([fills], lambda _: None)
+    assert hanging.hanging.wait(30)
+    sender.send([large, small], lambda _: None)
+    assert told.get(timeout=30).segments[0].source == "b"
+    hanging.release()
+    sender.close()
+    sink.close()
+    assert Part.open(store, "p.bin").segments[0].segment.total == 1
 
 
 def test_a_stored_parts_memory_is_free_at_once(store):
