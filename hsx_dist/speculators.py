@@ -13,18 +13,60 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
 
 from hsx_dist.config import parse_storage_options
-from hsx_dist.errors import ConfigError, SampleFailed
+from hsx_dist.errors import ConfigError, FormatError, NotFound, SampleFailed, StoreError
 from hsx_dist.format.companions import OBJECT, is_of_a_run
+from hsx_dist.format.container import Part
+from hsx_dist.page import token_hash
 from hsx_dist.reading import Run, open_run
 from hsx_dist.reading.load import answered_identity, load_object
 from hsx_dist.store import Store
+from hsx_dist.store.base import Conditional
 from hsx_dist.store.within import open_within
 
 __all__ = ["HsxBackend", "HsxTransfer", "main"]
+
+
+_Shown = tuple[dict[str, Any], str]
+
+
+def _shown(meta: Mapping[str, Any], token_ids: np.ndarray[Any, Any]) -> _Shown:
+    """What shows that an object was stored anew. ``Sample.meta`` has another ``bad`` than the object."""
+    return {name: value for name, value in meta.items() if name != "bad"}, token_hash(token_ids)
+
+
+def _delete_if(store: Store, name: str, loaded: _Shown) -> None:
+    """Delete the object that was loaded. Another one stays, except where the store has no conditional deletes and the
+    other one is stored between the look and the delete."""
+    try:
+        # Before the look: the object that it finds, or an earlier one.
+        version = _version(store, name)
+        part = Part.open(store, name)
+        if _shown(part.segments[0].segment.meta, part.token_ids(0)) != loaded:
+            return
+    except (NotFound, FormatError):  # it is gone, or it was replaced between two of the requests for it
+        return
+    if version is None:
+        store.delete(name)
+    else:
+        assert isinstance(store, Conditional)
+        store.delete_version(name, version)
+
+
+def _version(store: Store, name: str) -> str | None:
+    """None where the store has no versions."""
+    try:
+        return store.version(name) if isinstance(store, Conditional) else None
+    except NotFound:
+        raise
+    except StoreError as e:
+        if e.retryable:
+            raise
+        return None
 
 
 class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
@@ -55,7 +97,7 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         self._wait, self._delete, self._storage_path = wait, delete_generated, storage_path
         self._run: Run | None = None
         self._rows: dict[int, int] = {}
-        self._loaded: set[str] = set()  # names of objects that ``delete`` may remove: of no other request's
+        self._loaded: dict[str, _Shown] = {}  # name → the object that ``delete`` may remove: no other request's
 
     def setup(self) -> None:
         """Open the run: once in each process that reads."""
@@ -100,23 +142,25 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         except SampleFailed:
             return None
         if self._delete:
-            self._loaded.add(name)
+            self._loaded[name] = _shown(loaded["meta"], loaded["token_ids"].numpy())
         return {"hidden_states": loaded["hidden_states"], "token_ids": loaded["token_ids"]}
 
     def delete(self, handle: str) -> None:
         """Remove a server's object that ``get_generated`` has loaded, if that was asked for. A run's parts stay, and so
-        do other requests' objects: speculators also calls this after ``get_generated`` has loaded nothing.
+        do other requests' objects: speculators also calls this after ``get_generated`` has loaded nothing. An object
+        that was stored anew since it was loaded stays, unless it is of the same sample with the same end.
 
         Raises:
             ConfigError: ``handle`` is no place under ``storage_path``.
+            StoreError: the store's.
         """
         if self._delete:
             store, name = self._open(handle)
             # ``storage_path`` may lie within a run, or lead there through a link.
             path = f"{os.path.realpath(store.url) if store.url.startswith('/') else store.url}/{name}"
-            if name in self._loaded and name.endswith(OBJECT) and not is_of_a_run(path):
-                store.delete(name)
-            self._loaded.discard(name)
+            loaded = self._loaded.pop(name, None)
+            if loaded is not None and name.endswith(OBJECT) and not is_of_a_run(path):
+                _delete_if(store, name, loaded)
 
     def _open(self, named: object) -> tuple[Store, str]:
         if self._storage_path is None:

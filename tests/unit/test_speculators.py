@@ -9,6 +9,7 @@ import pytest
 from hsx_dist.connector.locks import CompanionLocks
 from hsx_dist.errors import NotFound, SampleConflict
 from hsx_dist.speculators import HsxTransfer
+from tests.unit.connector.small_outlet import outlet_on, some, submit
 from tests.unit.connector.test_identity import NAME, A, B, store_a
 
 
@@ -46,3 +47,21 @@ def test_what_was_not_loaded_stays(tmp_path, error):
         locks.release_all()
     transfer.delete(path)
     assert (tmp_path / NAME).exists()
+
+
+@pytest.mark.parametrize("identities", [(A, B), (None, None)])
+def test_an_object_that_was_stored_anew_since_it_was_loaded_stays(tmp_path, identities):
+    """Another request's of the same path."""
+    path = str(tmp_path / "q" / NAME)
+    transfer = HsxTransfer(None, wait=0, delete_generated=True, storage_path=str(tmp_path))
+    for seed, identity in enumerate(identities):
+        outlet = outlet_on(tmp_path)
+        meta = {"identity": identity} if identity else {}
+        submit(outlet, "k", some(), ids=[seed] * 5, name=f"q/{NAME}", meta=meta)
+        outlet.close()
+        if seed == 0:
+            assert transfer.get_generated({"hidden_states_path": path}) is not None
+    transfer.delete(path)
+    assert transfer.get_generated({"hidden_states_path": path})["token_ids"].tolist() == [1] * 5
+    transfer.delete(path)
+    assert not (tmp_path / "q" / NAME).exists()
