@@ -367,7 +367,7 @@ class Markers:
 
 def _failed(key: str, name: str, requests: Iterable[str]) -> dict[str, str]:
     # A path's objects are replaced: that there is another request's is no conflict.
-    return dict.fromkeys(islice(requests, ENOUGH_FAILED), key) if is_of_a_key(name) else {}
+    return dict.fromkeys(islice(requests, ENOUGH_FAILED), key[:_KEY_SHOWN]) if is_of_a_key(name) else {}
 
 
 def _hiding(marker: bytes) -> bytes:
