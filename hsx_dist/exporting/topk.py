@@ -60,6 +60,11 @@ class TopKExporter:
                 writer.write_table(pa.Table.from_pylist(rows, schema))
 
     def _row(self, item: dict[str, Any]) -> dict[str, Any]:
+        if not _is_unicode(item["key"]):
+            raise ConfigError(
+                f"key {item['key'][:100]!a}: expected text that UTF-8 holds, for Parquet, got a lone surrogate. "
+                "Export to vllm, whose files' names escape it, or extract the sample with another key"
+            )
         ids, values = self._top(item["hidden_states"][:, 0])
         return {
             "key": item["key"],
@@ -88,3 +93,7 @@ class TopKExporter:
             "teacher_topk_logprobs": f"natural logarithms, top {self._k} of the whole vocabulary, of the token after "
             f"each position, by layer {self.layers[0]}, the final norm and lm_head of {self._end.model}"
         }
+
+
+def _is_unicode(text: str) -> bool:
+    return all(not "\ud800" <= c <= "\udfff" for c in text)

@@ -141,7 +141,7 @@ class Part:
     def layer_bytes(self, i: int) -> dict[int, int]:
         """Layer id → stored bytes of the states of segment ``i``; empty for a file that does not tell its layers."""
         record = self._record(i)
-        return {layer: sum(record.chunk_sizes(k)) for k, layer in enumerate(record.info.layer_ids)}
+        return {layer: record.layer_bytes(k) for k, layer in enumerate(record.info.layer_ids)}
 
     def loss(self, i: int) -> dict[int, Loss]:
         """Layer id → what a lossy codec lost in segment ``i``, as measured when it was written; empty otherwise."""

@@ -125,6 +125,11 @@ class SegmentRecord:
         spans = (self.info.chunk_span(c) for c in range(self.info.num_chunks))
         return [(b - a) * self.info.row_bytes for a, b in spans]
 
+    def layer_bytes(self, layer: int) -> int:
+        """Stored bytes of the ``layer``-th stored layer."""
+        # Without sizes no chunk is counted: a short header of schema ``vllm`` claims layers times chunks of them.
+        return sum(self.sizes[layer]) if self.sizes else self.info.segment.num_tokens * self.info.row_bytes
+
 
 @dataclass(frozen=True)
 class Description:

@@ -50,6 +50,8 @@ _FORMATS = {"hsx-run/1": 1, "hsx-run/2": 2}
 _ID = re.compile(r"[0-9a-f]{16}")
 _POINTER = re.compile(r"run(\.[0-9]{4,})?\.json")
 _FOLDER = re.compile(r"run-[0-9a-f]{16}/")
+#: Objects of a run's folder that are listed before the rest of them is passed over by another listing.
+_LOOKED_AT = 1000
 
 
 class RunFolder(PrefixStore):
@@ -174,7 +176,9 @@ def leftovers(root: Store, *, removed_only: bool = False) -> list[str]:
     """
     # Folders are listed before the description is read: a run's description is stored before anything in its folder,
     # so that no folder of a run that starts meanwhile can be taken for a leftover.
-    found = [folder for folder in [*_run_folders(root), ""] if next(run_objects(root, folder), None) is not None]
+    found = _run_folders(root)
+    if next(run_objects(root, ""), None) is not None:
+        found.append("")
     if not found:
         return []
     place, _, removed = _look(root)
@@ -222,13 +226,25 @@ def is_description(name: str) -> bool:
 
 
 def _run_folders(root: Store) -> list[str]:
-    found: list[str] = []
-    after = None
-    # One listing for each folder, and one for all that is no run's.
-    while match := next(filter(None, (_FOLDER.match(info.name) for info in root.list("run-", after))), None):
-        found.append(match[0])
-        after = f"{match[0][:-1]}0"  # behind all that lies in the folder: "0" is the character after "/"
-    return found
+    """The folders of runs in which there are objects with names that a run gives."""
+    found: dict[str, None] = {}
+    after: str | None = ""
+    # One listing for all folders, however many, and one more for each that holds very much.
+    while after is not None:
+        folder, more, start, after = "", 0, after, None
+        for info in root.list("run-", start or None):
+            match = _FOLDER.match(info.name)
+            if match is None:
+                continue
+            folder, more = match[0], more + 1 if match[0] == folder else 0
+            if any(pattern.fullmatch(info.name.removeprefix(folder)) for pattern in OBJECTS_OF_A_RUN.values()):
+                found[folder] = None
+            if more == _LOOKED_AT:
+                if next(run_objects(root, folder), None) is not None:
+                    found[folder] = None
+                after = f"{folder[:-1]}0"  # behind all that lies in the folder: "0" is the character after "/"
+                break
+    return list(found)
 
 
 def _look(root: Store) -> tuple[Place | None, int, list[dict[str, Any]]]:

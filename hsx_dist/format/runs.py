@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from hsx_dist.errors import AlreadyExists, ConfigError, Fenced, FormatError, NotFound
+from hsx_dist.errors import AlreadyExists, ConfigError, Denied, Fenced, FormatError, NotFound, StoreError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.compacted import pack_receipts, read_compacted
 from hsx_dist.format.json_objects import count as count_check
@@ -98,21 +99,28 @@ def require_conditional_puts(store: Store) -> None:
         ConfigError: it replaces the object.
         StoreError: the store's.
     """
-    name = f"probe-{uuid.uuid4().hex}"
-    put_own(store, name, b"first")  # also if its answer is lost, and a repetition finds the object
+    name, said = f"probe-{uuid.uuid4().hex}", "one that replaces it"
     try:
+        put_own(store, name, b"first")  # also if its answer is lost, and a repetition finds the object
         try:
             store.put_if_absent(name, b"second")
         except AlreadyExists:
             if store.get(name) == b"first":
                 return
-        raise ConfigError(
-            f"{store.url}: expected a store that refuses to create an object twice (If-None-Match), got one that "
-            "replaces it: two drivers could both hold an attempt, and lose rows. Use a store with conditional puts. To "
-            "finish a run that is there already, set store.single_driver=true and run one driver at a time"
-        )
+    except (Denied, NotFound):
+        raise
+    except StoreError as e:
+        if e.retryable:
+            raise
+        said = str(e)
     finally:
-        store.delete(name)
+        with suppress(StoreError):
+            store.delete(name)
+    raise ConfigError(
+        f"{store.url}: expected a store that refuses to create an object twice (If-None-Match), got {said}: two "
+        "drivers could both hold an attempt, and lose rows. Use a store with conditional puts. To finish a run that is "
+        "there already, in a store that ignores the condition, set store.single_driver=true. Run one driver at a time"
+    )
 
 
 def seal_attempts(store: Store, last: int, by: int) -> None:

@@ -47,8 +47,8 @@ def check_expansion(made: int, stored: int, what: str) -> None:
 _Decompressor = zstd.ZstdDecompressor | lzma.LZMADecompressor | bz2.BZ2Decompressor
 #: Rows may expand by so much beyond so many bytes. More is repetition that costs the driver an entry for each row.
 _MAX_EXPANSION, _FREE_BYTES = 1000, 1 << 30
-#: The same for lines: short ones cost the driver as much as long ones.
-_MAX_LINES, _FREE_LINES = 16, 1 << 20
+#: The same for lines and rows: short ones cost the driver as much as long ones.
+MOST_ROWS, FREE_ROWS = 16, 1 << 20
 
 
 def zstd_decompressor() -> _Decompressor:
@@ -113,9 +113,9 @@ class DecompressedFile(io.RawIOBase):
                     f"{_FREE_BYTES}. Give the file decompressed"
                 )
             self._lines += found.count(b"\n")
-            if self._lines > _FREE_LINES and self._lines > _MAX_LINES * self._read:
+            if self._lines > FREE_ROWS and self._lines > MOST_ROWS * self._read:
                 raise FormatError(
-                    f"expected at most {_MAX_LINES} lines for each compressed byte, got more beyond {_FREE_LINES}. "
+                    f"expected at most {MOST_ROWS} lines for each compressed byte, got more beyond {FREE_ROWS}. "
                     "Give the file decompressed"
                 )
             if self._frame.eof:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hsx_dist.config import ExtractConfig, load_config, public_url, refuse_in_job, resolve_paths
-from hsx_dist.errors import Fenced, HsxError, RunError, RunMismatch
+from hsx_dist.errors import Fenced, FormatError, HsxError, NotFound, RunError, RunMismatch
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.manifest import Manifest, RowFate
 from hsx_dist.format.place import Place, find_place, start_run
@@ -154,19 +154,19 @@ def account_for(
         ConfigError, StoreError, FormatError: as ``take_over``. Fenced: a newer attempt was taken.
     """
     store, computed = place.store, None
-    total, todo = count_rows(rows, manifest, retry_poison=config.retry_poison)
-    if not todo and is_complete(store) and not missing_parts(store, manifest, place.version):
-        console.print(f"nothing to do: all {total} rows of {place.root.url} are accounted for", soft_wrap=True)
-    else:
-        attempt, ledger, manifest = take_over(config, place, console)
+    with unless_removed(place):
         total, todo = count_rows(rows, manifest, retry_poison=config.retry_poison)
-        told = f"run {place.root.url}, attempt {attempt}: {total} rows, {total - todo} of them done"
-        console.print(told, soft_wrap=True)
-        if todo:
-            computed = compute(attempt, ledger, manifest, total, todo)
-        else:  # its driver died, or a limit ended it, when all that was missing was to say so
-            complete(ledger, attempt, manifest, total)
-    require_not_removed(place)
+        if not todo and is_complete(store) and not missing_parts(store, manifest, place.version):
+            console.print(f"nothing to do: all {total} rows of {place.root.url} are accounted for", soft_wrap=True)
+        else:
+            attempt, ledger, manifest = take_over(config, place, console)
+            total, todo = count_rows(rows, manifest, retry_poison=config.retry_poison)
+            told = f"run {place.root.url}, attempt {attempt}: {total} rows, {total - todo} of them done"
+            console.print(told, soft_wrap=True)
+            if todo:
+                computed = compute(attempt, ledger, manifest, total, todo)
+            else:  # its driver died, or a limit ended it, when all that was missing was to say so
+                complete(ledger, attempt, manifest, total)
     return manifest, computed
 
 
@@ -284,6 +284,17 @@ def require_not_removed(place: Place) -> None:
 
 
 @contextmanager
+def unless_removed(place: Place) -> Iterator[None]:
+    """Raises ``RunError`` when the run was removed meanwhile, also in the place of errors that a removal may cause."""
+    try:
+        yield
+    except (NotFound, FormatError):
+        require_not_removed(place)
+        raise
+    require_not_removed(place)
+
+
+@contextmanager
 def limits_of(config: ExtractConfig, store: Store, manifest: Manifest) -> Iterator[Limits]:
     """The configured limits, counted from now."""
     held = None
@@ -358,7 +369,8 @@ def open_or_start_run(
             f"the run at {root.url} was made with settings that give its samples another meaning ({lines}). Choose "
             "another output, or the same settings"
         )
-    return place, load_manifest(place.store)
+    with unless_removed(place):
+        return place, load_manifest(place.store)
 
 
 def count_rows(rows: Rows, manifest: Manifest, *, retry_poison: bool = False) -> tuple[int, int]:

@@ -8,6 +8,7 @@ thousand rows).
 from __future__ import annotations
 
 import gzip
+import io
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -17,7 +18,7 @@ from typing import IO, Any
 from hsx_dist.config import public_url
 from hsx_dist.errors import ConfigError, FormatError, Unavailable
 from hsx_dist.jobs.arrow_files import open_arrow, open_parquet, with_uuids_as_text
-from hsx_dist.jobs.decompress import BROKEN, check_expansion
+from hsx_dist.jobs.decompress import BROKEN, FREE_ROWS, MOST_ROWS, check_expansion
 from hsx_dist.jobs.row_cost import cost_of_columns, most_cost
 from hsx_dist.jobs.sources import Input, InputSource
 
@@ -53,7 +54,7 @@ def read_records(
         FormatError: a file is broken; Unavailable: the store failed; both with the number of the last row read.
         ConfigError: a file has none of the needed columns; pyarrow is missing.
     """
-    number, at = -1, 0
+    number, at, stored = -1, 0, 0
     lines = source.format in ("jsonl", "text")
     for path in source.files:
         shown = public_url(path)
@@ -61,11 +62,15 @@ def read_records(
             with ExitStack() as stack:
                 file = stack.enter_context(opened or found.open(path, compressed=lines))
                 opened = None
+                if not lines:
+                    stored += file.seek(0, io.SEEK_END)
+                    file.seek(0)
+                left = max(FREE_ROWS, MOST_ROWS * stored) - at
                 items: Iterator[tuple[int, Any]] = (
                     _lines(file, found.max_row_bytes)
                     if lines
                     else enumerate(
-                        _columnar(file, source.format, columns, needed, shown, most_cost(found.max_row_bytes)),
+                        _columnar(file, source.format, columns, needed, shown, most_cost(found.max_row_bytes), left),
                         start=at,
                     )
                 )
@@ -132,8 +137,9 @@ def require_pyarrow() -> None:
 
 
 def _columnar(
-    file: IO[bytes], form: str, columns: Sequence[str], needed: Sequence[str], shown: str, most: int
+    file: IO[bytes], form: str, columns: Sequence[str], needed: Sequence[str], shown: str, most: int, left: int
 ) -> Iterator[Any]:
+    """The rows; ``left``: how many the source may still have."""
     require_pyarrow()
     import pyarrow as pa
 
@@ -145,6 +151,12 @@ def _columnar(
         for batch in batches:
             if batch.num_rows > _FREE_ROWS + 8 * batch.nbytes:
                 raise FormatError(f"expected bytes for each of {batch.num_rows} rows, got {batch.nbytes} bytes in all")
+            left -= batch.num_rows
+            if left < 0:
+                raise FormatError(
+                    f"expected at most {MOST_ROWS} rows for each stored byte, got more beyond {FREE_ROWS}. Write the "
+                    "rows without repetition"
+                )
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 yield from _rows(with_uuids_as_text(batch.slice(start, BATCH_ROWS)), most)
     except (ConfigError, FormatError):

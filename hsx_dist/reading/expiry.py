@@ -19,7 +19,7 @@ from hsx_dist.format.json_objects import number, read_json
 from hsx_dist.format.place import find_place
 from hsx_dist.reading.companion_lock import exclusive_lock
 from hsx_dist.store import ObjectInfo, Store
-from hsx_dist.store.base import Conditional, Folders, not_conditional
+from hsx_dist.store.base import Conditional, Folders, check_name, not_conditional
 
 
 def readable(store: Store, unreadable: Callable[[str], None]) -> Iterator[ObjectInfo]:
@@ -66,6 +66,7 @@ def _end(store: Store, name: str, size: int | None = None) -> float | None:
     try:
         ends: list[Any]
         if name.endswith(MARKERS):
+            check_name(marked_name(name))  # ``.failed.json`` is the marker of no object
             ends = [read_json(store, name).get("expires")]
         else:
             ends = [s.segment.meta.get("expires") for s in Part.open(store, name, size=size).segments]

@@ -32,6 +32,7 @@ _DENIED_CODES = frozenset(
 )
 _BUSY_CODES = frozenset(
     {
+        "BadDigest",
         "ConditionalRequestConflict",
         "IncompleteBody",
         "InternalError",
@@ -140,7 +141,7 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
     if code == "NoSuchBucket" or (status == 404 and "bucket does not exist" in came.lower()):
         return NotFound(f"{where}: there is no bucket {bucket!r}. Make it, or correct the url")
     # First: obstore gives every 409 of a create as AlreadyExistsError, also S3's ConditionalRequestConflict.
-    if code in _BUSY_CODES or status in (408, 410, 429) or (status is not None and status >= 500):
+    if code in _BUSY_CODES or status in (408, 410, 429) or (status is not None and status >= 500 and status != 501):
         return Unavailable(f"{where}: the service cannot answer now: {came}")
     exists = isinstance(error, FileExistsError) or "AlreadyExistsError" in names
     if "PreconditionFailed" in (code, *names) or status == 412 or exists:

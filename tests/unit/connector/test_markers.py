@@ -320,9 +320,9 @@ def test_names_that_no_store_takes_cost_no_other_name_its_lock(store, locks, mon
     markers.close()
 
 
-def test_a_second_marker_of_a_name_that_waits_adds_little(store):
+def test_a_second_marker_of_a_name_that_waits_about_doubles_its_bytes(store):
     markers = Markers(store)
     act = module._Act({"c": markers._body("\U000e0001" * 1024, "why")}, {}, looks=False)
     failed = module._failed("\U000e0001" * 1024, "k.safetensors", ["1", "2"])
     later = module._Act({"f": markers._body("\U000e0001" * 1024, "why", until_stored=True)}, failed, looks=False)
-    assert act.and_then(later).nbytes < 3 * act.nbytes
+    assert act.and_then(later).nbytes <= 2.1 * act.nbytes

@@ -132,6 +132,15 @@ def test_teacher_logprobs_are_the_models_own(
         assert np.allclose(row["teacher_topk_logprobs"], top.values.numpy(), atol=1e-5)
 
 
+def test_a_key_that_parquet_cannot_hold_is_told(model: Any, tmp_path: Path) -> None:
+    sample = random_sample("k\ud800", 4, layer_ids=LAYERS, hidden_size=H, dtype="float32")
+    store = open_store(str(tmp_path / "run"))
+    store_run(store, [sample], about={"num_hidden_layers": N})
+    with pytest.raises(ConfigError, match=r"key 'k\\ud800': expected text that UTF-8 holds"):
+        export_run(open_run(store.url), "topk-logprobs", tmp_path / "out", ExportOptions(model=str(model[0])))
+    assert export_run(open_run(store.url), "vllm", tmp_path / "vllm").finished
+
+
 def test_speculators_own_loader_reads_what_is_exported(run: Run, tmp_path: Path) -> None:
     from speculators.train.data import ArrowDataset, CollateFn
 

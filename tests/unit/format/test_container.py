@@ -21,6 +21,8 @@ from hsx_dist.errors import ConfigError, FormatError, IntegrityError, NotFound, 
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.codecs import CODECS, Codec, Fp8TokenCodec, NoneCodec, SplitCodec, ZstdCodec
 from hsx_dist.format.container import EncodedPart, EncodedSegment, Part, SegmentEncoder, build_part
+from hsx_dist.format.description import Description, SegmentInfo, SegmentRecord
+from hsx_dist.format.header import build_header
 from hsx_dist.page import CARRIER, Page, Segment
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
@@ -138,6 +140,34 @@ def test_one_plain_sample_is_in_vllms_own_schema(dtype: str, tokens: int, tmp_pa
     opened = Part.open(stored(part), "p")
     assert opened.segments[0].layer_ids == sample.layer_ids
     assert np.array_equal(opened.read(0, layers=[30, 2], tokens=(0, 1)), sample.states[:1, [2, 0]])
+
+
+@pytest.mark.parametrize("codec", [NoneCodec(), ZstdCodec()], ids=lambda codec: type(codec).__name__)
+@pytest.mark.parametrize("whole", [True, False])
+def test_stored_bytes_of_layers_are_those_of_their_chunks(codec: Codec, whole: bool) -> None:
+    sample = random_sample()
+    pieces = [encode(codec, list(sample.pages(s))) for s in sample.segments(20)]
+    part = Part.open(stored(part_of(codec, sample) if whole else build_part(pieces, codec, ABOUT)), "p")
+    for i, info in enumerate(part.segments):
+        record = part._record(i)
+        sums = {layer: sum(record.chunk_sizes(k)) for k, layer in enumerate(info.layer_ids)}
+        assert part.layer_bytes(i) == sums
+
+
+def test_layers_times_chunks_are_not_counted_up_to() -> None:
+    """In schema ``vllm`` a header has checksums of chunks once for all layers: it is short and claims many of both."""
+
+    def part(n: int) -> Callable[[], object]:
+        info = SegmentInfo(Segment("a", 0, 0, n, n), tuple(range(n)), "bfloat16", 1, 1, n)
+        description = Description(NoneCodec(), {}, "vllm", (SegmentRecord(info, (), ((0,) * n,), 0),))
+        head = build_header(description)
+        store = MemoryStore()
+        store.put("p", [head])
+        opened = Part.open(store, "p", header_bytes=len(head), size=len(head) + description.data_bytes)
+        return lambda: opened.layer_bytes(0)
+
+    assert part(2)() == {0: 4, 1: 4}
+    check_linear(part, 500)
 
 
 def test_a_piece_of_a_sample_is_not_in_vllms_schema() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 
 from hsx_dist.errors import FormatError, RunError
 from hsx_dist.format.place import RUN, Place, bury, close_place, find_place, leftovers, open_place, start_run
-from hsx_dist.store import Store
+from hsx_dist.store import ObjectInfo, Store
 from hsx_dist.store.local import LocalStore
+from hsx_dist.testing.stores import MemoryStore
 from tests.harness.runs import write_v1_run
 
 
@@ -136,6 +138,39 @@ def test_a_folder_that_no_tombstone_names_is_not_garbage(root: LocalStore) -> No
     root.put("run-0123456789abcdef/attempts/0001.json", [b"x"])
     assert leftovers(root) == ["run-0123456789abcdef/"]
     assert leftovers(root, removed_only=True) == []
+
+
+class Counting(MemoryStore):
+    """Counts listings, and the objects that they gave."""
+
+    lists = given = 0
+
+    def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
+        self.lists += 1
+        for info in super().list(prefix, after):
+            self.given += 1
+            yield info
+
+
+@pytest.mark.parametrize("name", ["data/x", "attempts/0001.json"])
+def test_many_folders_are_listed_once_and_not_each_for_itself(name: str) -> None:
+    root = Counting()
+    folders = [f"run-{i:016x}/" for i in range(300)]
+    for folder in folders:
+        root.put(folder + name, [b"x"])
+    assert leftovers(root) == (folders if name == "attempts/0001.json" else [])
+    assert root.lists < 10
+
+
+def test_a_folder_that_holds_much_is_passed_over() -> None:
+    root = Counting()
+    for i in range(5000):
+        root.put(f"run-{1:016x}/data/a{i}", [b"x"])
+        root.put(f"run-{2:016x}/attempts/x{i}", [b"x"])
+    root.put(f"run-{1:016x}/data/part-0001-w-000001.safetensors", [b"x"])
+    root.put(f"run-{3:016x}/attempts/0001.json", [b"x"])
+    assert leftovers(root) == [f"run-{1:016x}/", f"run-{3:016x}/"]
+    assert root.given < 8000  # of which 5000 are asked for by their names
 
 
 def deep(levels: int) -> dict[str, object]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hsx_dist.errors import AlreadyExists, ConfigError, Fenced, FormatError, IntegrityError
+from hsx_dist.errors import AlreadyExists, ConfigError, Fenced, FormatError, IntegrityError, StoreError
 from hsx_dist.format import runs
 from hsx_dist.format.manifest import Receipt, RowFate, SegmentProof
 from hsx_dist.format.names import attempt_name, complete_name, part_name, receipt_name
@@ -223,6 +223,19 @@ def test_a_store_without_conditional_puts_is_refused(store: LocalStore) -> None:
     runs.require_conditional_puts(store)
     with pytest.raises(ConfigError, match=r"store\.single_driver=true"):
         runs.require_conditional_puts(Replacing(store.url))
+    assert list(store.list()) == []
+
+
+class Unable(LocalStore):
+    """A store that refuses the header, as S3 says of what a service does not implement."""
+
+    def put_if_absent(self, name: str, data: Any) -> None:  # noqa: ARG002
+        raise StoreError("NotImplemented: a header that you provided")
+
+
+def test_a_store_that_refuses_conditional_puts_is_refused(store: LocalStore) -> None:
+    with pytest.raises(ConfigError, match=r"expected a store that refuses to create.*NotImplemented"):
+        runs.require_conditional_puts(Unable(store.url))
     assert list(store.list()) == []
 
 

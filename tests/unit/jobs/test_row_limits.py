@@ -20,7 +20,7 @@ import zstandard
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.manifest import RowFate
-from hsx_dist.jobs import decompress, rows
+from hsx_dist.jobs import decompress, records, rows
 from hsx_dist.jobs.decompress import DECOMPRESSORS, DecompressedFile
 from hsx_dist.jobs.row_cost import cost_of_columns, cost_of_json, most_cost
 from hsx_dist.jobs.rows import Row, read_rows, rows_from
@@ -252,6 +252,30 @@ def test_rows_without_bytes_are_refused(tmp_path: Path) -> None:
         list(read_rows(InputConfig(path=str(path))))
 
 
+@pytest.mark.parametrize("ending", ["arrow", "parquet"])
+def test_rows_that_are_stored_once_and_named_often_are_an_error(
+    tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row costs the driver as much, whatever it takes in the file."""
+    monkeypatch.setattr(records, "FREE_ROWS", 1000)
+
+    def write(path: Path, texts: list[str]) -> None:
+        table = pa.table({"text": pa.array(texts).dictionary_encode()})
+        if ending == "parquet":
+            pq.write_table(table, path, compression="zstd")
+            return
+        with pa.ipc.new_file(path, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+            writer.write_table(table)
+
+    path = tmp_path / f"a.{ending}"
+    write(path, ["a"] * 100_000)
+    with pytest.raises(FormatError, match="at most 16 rows for each stored byte"):
+        for _ in read_rows(InputConfig(path=str(path))):
+            pass
+    write(path, [f"line {i * 7919 % 5003}" for i in range(5000)])
+    assert len(list(read_rows(InputConfig(path=str(path))))) == 5000
+
+
 def test_a_parquet_column_that_expands_too_far_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     text = pa.array(["a" * (300 << 20)])
@@ -285,7 +309,7 @@ def test_every_frame_of_a_compressed_file_is_read(tmp_path: Path, ending: str) -
 
 @pytest.mark.parametrize("ending", ["xz", "zst", "bz2"])
 def test_short_lines_without_end_are_an_error(tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decompress, "_FREE_LINES", 1000)
+    monkeypatch.setattr(decompress, "FREE_ROWS", 1000)
     pack = {"xz": lzma.compress, "zst": zstandard.ZstdCompressor().compress, "bz2": bz2.compress}[ending]
     path = tmp_path / f"a.txt.{ending}"
     path.write_bytes(pack(b"x\n" * 1_000_000))

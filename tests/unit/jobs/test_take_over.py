@@ -24,6 +24,7 @@ from hsx_dist.jobs.extract import account_for, open_or_start_run, require_not_re
 from hsx_dist.jobs.rows import rows_from
 from hsx_dist.observe.console import Console
 from hsx_dist.reading import open_run, retain, verify_run
+from hsx_dist.reading.garbage import remove_run
 from hsx_dist.reading.missing import mark_of, missing_parts
 from hsx_dist.reading.retain import Retention
 from hsx_dist.reading.status import run_status
@@ -315,3 +316,29 @@ def test_the_last_heartbeat_follows_the_end_of_the_fleet(
     beat = read_heartbeat(open_place(LocalStore(tmp_path / "run")).store, 1)
     assert beat is not None
     assert beat["state"] == "failed"
+
+
+@pytest.mark.parametrize("opening", [True, False])
+def test_an_error_next_to_a_removal_names_the_removal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opening: bool
+) -> None:
+    """``hsx rm`` begins while the driver reads the manifest."""
+    place = start_run(LocalStore(tmp_path / "run"), {"meaning": {"model": "m"}})
+    write(place)
+    config = load_config(None, (), model="m", output=place.root.url)
+    manifest = load_manifest(place.store)
+
+    def removed_meanwhile(_: Any) -> Any:
+        remove_run(place.root, place)
+        raise NotFound("manifest/0001/w/000001.json: no such object")
+
+    def drive() -> None:
+        if opening:
+            open_or_start_run(config, place.root, {"model": "m"})
+        else:
+            rows = partial(rows_from, ["a"], config.input)
+            account_for(config, place, manifest, rows, Console(file=io.StringIO()), lambda *_: None)
+
+    monkeypatch.setattr(extract_module, "load_manifest", removed_meanwhile)
+    with pytest.raises(RunError, match="the mark of its removal"):
+        drive()

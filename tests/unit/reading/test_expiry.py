@@ -57,6 +57,20 @@ def test_what_has_expired_is_found_and_nothing_else(prefix):
     assert [name for name, _ in expired(store, now=999)] == []
 
 
+@pytest.mark.parametrize("name", [".failed.json", ".conflict.json", "a/.failed.json", "x.safetensors/.conflict.json"])
+def test_a_marker_of_no_object_is_none_and_ends_no_gc(prefix, name, capsys):
+    (prefix / name).parent.mkdir(exist_ok=True)
+    (prefix / name).write_text(json.dumps({"key": "k", "error": "x", "expires": 1000}))
+    assert name not in dict(expired(open_store(str(prefix))))
+    assert not remove(open_store(str(prefix)), name)
+    with pytest.raises(SystemExit) as ended:
+        main(["gc", str(prefix), "--delete"])
+    capsys.readouterr()
+    assert ended.value.code == 0
+    assert (prefix / name).exists()
+    assert not (prefix / "bad.error.json").exists()
+
+
 def test_the_command_only_lists_until_it_is_told_to_delete(prefix, capsys):
     before = sorted(p.name for p in prefix.iterdir())
     for arguments, left in ((["--json"], before), (["--delete"], None)):

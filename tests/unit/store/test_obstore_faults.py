@@ -37,6 +37,8 @@ def _said(status: str, code: str = "") -> str:
         (GenericError(_said("503 Service Unavailable", "SlowDown")), Unavailable, "cannot answer now"),
         (GenericError(_said("500 Internal Server Error")), Unavailable, "cannot answer now"),
         (GenericError(f"after 1 retries - HTTP error: error sending request{_RUST}"), Unavailable, "no answer"),
+        (GenericError(_said("501 Not Implemented", "NotImplemented")), StoreError, "NotImplemented"),
+        (GenericError(_said("400 Bad Request", "BadDigest")), Unavailable, "cannot answer now"),
         (GenericError(_said("301 Moved Permanently", "PermanentRedirect")), StoreError, "another region"),
         (GenericError(_said("400 Bad Request", "InvalidArgument")), StoreError, "InvalidArgument"),
     ],
