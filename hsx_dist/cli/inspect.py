@@ -144,7 +144,7 @@ def _layer_norms(sample: Sample) -> tuple[list[dict[str, Any]], int]:
     norms = []
     layers, hidden_size = sample.layer_ids, sample.hidden_size
     # Not one by one: a part of a single sample lies token by token, and is read as a whole for each load.
-    at_once = max(_BYTES_AT_ONCE // (sample.num_tokens * hidden_size * 4), 1)
+    at_once = max(_BYTES_AT_ONCE // max(sample.num_tokens * hidden_size * 4, 1), 1)
     for layer, states in (
         (layer, states[:, k])
         for some in (layers[i : i + at_once] for i in range(0, len(layers), at_once))

@@ -15,7 +15,7 @@ from hsx_dist.store import open_store
 
 
 def print_status(path: str, options: Sequence[str], *, as_json: bool) -> int:
-    """Print the status of the run at ``path``; returns the exit status: 1 where somebody should look."""
+    """Print the status of the run at ``path``; returns the exit status: 1 if rows are missing or in conflict."""
     status = run_status(open_store(path, parse_storage_options(options)))
     if as_json:
         print_json(dataclasses.asdict(status))
