@@ -18,14 +18,14 @@ import torch
 from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
 
 from hsx_dist.config import parse_storage_options
-from hsx_dist.errors import ConfigError, FormatError, NotFound, SampleFailed, StoreError
+from hsx_dist.errors import ConfigError, FormatError, NotFound, SampleFailed
 from hsx_dist.format.companions import OBJECT, is_of_a_run
 from hsx_dist.format.container import Part
 from hsx_dist.page import token_hash
 from hsx_dist.reading import Run, open_run
 from hsx_dist.reading.load import answered_identity, load_object
 from hsx_dist.store import Store
-from hsx_dist.store.base import Conditional
+from hsx_dist.store.base import Conditional, version_of
 from hsx_dist.store.within import open_within
 
 __all__ = ["HsxBackend", "HsxTransfer", "main"]
@@ -44,7 +44,7 @@ def _delete_if(store: Store, name: str, loaded: _Shown) -> None:
     other one is stored between the look and the delete."""
     try:
         # Before the look: the object that it finds, or an earlier one.
-        version = _version(store, name)
+        version = version_of(store, name)
         part = Part.open(store, name)
         if _shown(part.segments[0].segment.meta, part.token_ids(0)) != loaded:
             return
@@ -55,18 +55,6 @@ def _delete_if(store: Store, name: str, loaded: _Shown) -> None:
     else:
         assert isinstance(store, Conditional)
         store.delete_version(name, version)
-
-
-def _version(store: Store, name: str) -> str | None:
-    """None where the store has no versions."""
-    try:
-        return store.version(name) if isinstance(store, Conditional) else None
-    except NotFound:
-        raise
-    except StoreError as e:
-        if e.retryable:
-            raise
-        return None
 
 
 class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]

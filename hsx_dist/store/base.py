@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from hsx_dist.errors import StoreError
+from hsx_dist.errors import NotFound, StoreError
 
 #: Bytes that a back end can send without copying: C-contiguous, of any item type and shape.
 Buffer = bytes | bytearray | memoryview | np.ndarray[Any, Any]
@@ -136,6 +136,18 @@ def replaces_conditionally(store: Store) -> bool:
     finally:
         with suppress(StoreError):
             store.delete(name)
+
+
+def version_of(store: Store, name: str) -> str | None:
+    """``Conditional.version``; None where the store has no versions. ``NotFound`` when there is no object."""
+    try:
+        return store.version(name) if isinstance(store, Conditional) else None
+    except NotFound:
+        raise
+    except StoreError as e:
+        if e.retryable:
+            raise
+        return None
 
 
 def not_conditional(url: str) -> StoreError:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from hsx_dist.errors import AlreadyExists, FormatError, NotFound, SampleConflict, StoreError
+from hsx_dist.errors import AlreadyExists, FormatError, NotFound, SampleConflict
 from hsx_dist.format.container import EncodedPart, EncodedSegment, Part, with_expires
 from hsx_dist.format.identity import same_sample
 from hsx_dist.format.manifest import Receipt, SegmentProof
@@ -23,7 +23,7 @@ from hsx_dist.observe.metrics import Meter
 from hsx_dist.observe.units import bytes_text
 from hsx_dist.page import object_name, token_hash
 from hsx_dist.store import Store
-from hsx_dist.store.base import Conditional, replaces_conditionally
+from hsx_dist.store.base import Conditional, replaces_conditionally, version_of
 from hsx_dist.writers.events import Stored
 from hsx_dist.writers.turns import Turns
 
@@ -123,13 +123,13 @@ class PartCommitter:
             NotFound: there is none any more.
             SampleConflict: it is another sample, or it cannot be read.
         """
-        version = self._version(name)
+        version = version_of(self._store, name)
         try:
             part = Part.open(self._store, name)
             same = same_sample(part, segment, self._about)
         except FormatError:
             # It was read in several requests: of two objects, if it was replaced between them.
-            if version is not None and version != self._version(name):
+            if version is not None and version != version_of(self._store, name):
                 return False
             same = False
         if not same:
@@ -152,17 +152,6 @@ class PartCommitter:
         with self._renewing:
             renewed = with_expires(self._store.get(name, part.size + 1), part, ours)
             return renewed is not None and self._store.put_version(name, renewed, version)
-
-    def _version(self, name: str) -> str | None:
-        """The object's; None where the store tells none."""
-        try:
-            return self._store.version(name) if isinstance(self._store, Conditional) else None
-        except NotFound:
-            raise
-        except StoreError as e:
-            if e.retryable:
-                raise
-            return None
 
     def _receipt(self, segments: Sequence[EncodedSegment], part: EncodedPart, name: str) -> Receipt:
         """Of a stored part, without its number."""
