@@ -10,7 +10,7 @@ import vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 from vllm.platforms import current_platform
 
-from hsx_dist.vllm_patches.undrafted import never_draft, uses_v1_runner
+from hsx_dist.vllm_patches.no_drafts import never_draft, uses_v1_runner
 
 
 class _Undrafted:

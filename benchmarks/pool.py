@@ -35,10 +35,10 @@ import ray
 
 from hsx_dist.connector.outlet import COALESCE_BYTES
 from hsx_dist.connector.worker import CopyPlan
-from hsx_dist.format.blocks import BlockPool
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.codecs.base import encode_into
 from hsx_dist.format.manifest import Receipt
+from hsx_dist.memory.blocks import BlockPool
 from hsx_dist.models.builtin import smollm2
 from hsx_dist.page import Page, Segment
 from hsx_dist.store import open_store

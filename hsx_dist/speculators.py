@@ -19,8 +19,8 @@ from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
 
 from hsx_dist.config import parse_storage_options
 from hsx_dist.errors import ConfigError, FormatError, NotFound, SampleFailed
-from hsx_dist.format.companions import OBJECT, is_of_a_run
 from hsx_dist.format.container import Part
+from hsx_dist.format.markers import OBJECT, is_of_a_run
 from hsx_dist.page import token_hash
 from hsx_dist.reading import Run, open_run
 from hsx_dist.reading.load import answered_identity, load_object

@@ -20,7 +20,7 @@ from hsx_dist.writers.base import Sender
 
 DTYPE = torch.bfloat16
 BLOCK = 16
-#: The connector's own defaults (``ConnectorSettings``, which needs more than a bare machine has).
+#: The connector's own defaults (``ConnectorConfig``, which needs more than a bare machine has).
 PAGE_BYTES = 8 << 20
 SEGMENT_BYTES = 64 << 20
 

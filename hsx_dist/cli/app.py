@@ -278,7 +278,7 @@ def drain(
     """Tell Ray that this node is about to go: a run stores what it has here, and works elsewhere."""
     import time
 
-    from hsx_dist.jobs.drain import drain_node
+    from hsx_dist.fleet.drain import drain_node
     from hsx_dist.observe.console import say
 
     say(f"node {drain_node(seconds, node=node)} drains; it has {seconds:g} seconds")

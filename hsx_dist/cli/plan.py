@@ -30,8 +30,8 @@ def run_plan(
     as_json: bool,
 ) -> None:
     """Print the plan of a configuration."""
+    from hsx_dist.inputs.rows import read_rows
     from hsx_dist.jobs.plan import make_plan
-    from hsx_dist.jobs.rows import read_rows
 
     if config is None and not overrides:
         raise ConfigError("expected --config FILE, or settings such as model=… input.path=…, came neither; give them")

@@ -34,9 +34,9 @@ from hsx_dist.connector.outlet import (
     with_failures,
 )
 from hsx_dist.connector.ring import Ring
-from hsx_dist.connector.shared_memory import mapped, reserve
 from hsx_dist.connector.step import Expect, Skip
 from hsx_dist.logger import get_logger
+from hsx_dist.memory.shared import mapped, reserve
 from hsx_dist.observe.metrics import Increments, Meter, Series
 from hsx_dist.page import Segment
 from hsx_dist.writers.base import CALL_BYTES, Sender
@@ -133,7 +133,7 @@ class BridgeServer:
 
     What a connection sends is unpickled, which can run code. So the peer must first prove that it knows ``key``, by
     multiprocessing's challenge; nothing that it sends before is unpickled. The key reaches the ranks within vLLM's
-    configuration, hidden from its log lines (``ConnectorSettings.authkey``).
+    configuration, hidden from its log lines (``ConnectorConfig.authkey``).
     """
 
     def __init__(

@@ -24,24 +24,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 
-from hsx_dist.connector import huge_pages
+from hsx_dist.connector.connector_config import ConnectorConfig, read_connector_config
 from hsx_dist.connector.engine_checks import check_engine
 from hsx_dist.connector.metadata import StepMetadata
 from hsx_dist.connector.outlet import Outlet, registered
 from hsx_dist.connector.ranks import RankComparison, Ranks, check_parallelism, check_siblings, ranks_of
 from hsx_dist.connector.scheduler import SchedulerHalf
-from hsx_dist.connector.settings import ConnectorSettings, read_settings
 from hsx_dist.connector.stats import HiddenStatesPromMetrics, HiddenStatesStats
 from hsx_dist.connector.versions import check_version, layers_first
 from hsx_dist.connector.worker import WorkerHalf
 from hsx_dist.errors import ConfigError
 from hsx_dist.logger import get_logger
+from hsx_dist.memory import huge_pages
 from hsx_dist.observe.logs import configure_logging
 from hsx_dist.observe.metrics import Increments
 from hsx_dist.vllm_patches import captures, resets
 from hsx_dist.vllm_patches.cache_writes import watch
 from hsx_dist.vllm_patches.loads import Loads, loaded_tokens, warn_of_loads
-from hsx_dist.vllm_patches.undrafted import never_draft, uses_v1_runner
+from hsx_dist.vllm_patches.no_drafts import never_draft, uses_v1_runner
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -57,12 +57,12 @@ log = get_logger(__name__)
 class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     """Ships the hidden states that ``extract_hidden_states`` caches, in ``kv_transfer_config``:
     ``{"kv_connector": "HiddenStatesConnector", "kv_role": "kv_producer", "kv_connector_extra_config": {...}}``
-    (keys: ``ConnectorSettings``)."""
+    (keys: ``ConnectorConfig``)."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         check_version(VLLM_VERSION)
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        self._settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
+        self._settings = read_connector_config(self._kv_transfer_config.kv_connector_extra_config)
         check_parallelism(vllm_config.parallel_config)
         self._layer_ids = check_engine(vllm_config)
         self._group = hidden_state_group(kv_cache_config, vllm_config.model_config.model)
@@ -277,7 +277,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             self._outlet.close(max(end - time.monotonic(), 0.1))
 
 
-def warn_of_long_samples(settings: ConnectorSettings, longest: int, token_bytes: int) -> None:
+def warn_of_long_samples(settings: ConnectorConfig, longest: int, token_bytes: int) -> None:
     """Log a warning if the states of one request can exceed what a bare connector's writers hold encoded."""
     if settings.via == "store" and longest * token_bytes > settings.encoded_bytes:
         log.warning(
@@ -291,7 +291,7 @@ def warn_of_long_samples(settings: ConnectorSettings, longest: int, token_bytes:
         )
 
 
-def warn_of_short_limits(settings: ConnectorSettings, vllm_config: VllmConfig, role: KVConnectorRole) -> None:
+def warn_of_short_limits(settings: ConnectorConfig, vllm_config: VllmConfig, role: KVConnectorRole) -> None:
     """Say which of the engine's own limits would cut off what the connector is still doing at its end.
 
     Raises:
@@ -350,7 +350,7 @@ def hidden_state_group(kv_cache_config: KVCacheConfig, model: str = "this model"
     )
 
 
-def make_outlet(settings: ConnectorSettings, vllm_config: VllmConfig) -> Outlet:
+def make_outlet(settings: ConnectorConfig, vllm_config: VllmConfig) -> Outlet:
     """Where this rank's pages go; called once the worker is set up."""
     if settings.via == "process":
         assert settings.address is not None
@@ -362,7 +362,7 @@ def make_outlet(settings: ConnectorSettings, vllm_config: VllmConfig) -> Outlet:
         assert settings.authkey is not None
         key = bytes.fromhex(settings.authkey.get_secret_value())
         return SocketOutlet(settings.address, key, settings.in_flight_bytes)
-    from hsx_dist.connector.standalone import store_outlet
+    from hsx_dist.connector.object_writer import store_outlet
 
     return store_outlet(settings, vllm_config)
 

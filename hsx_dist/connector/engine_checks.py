@@ -9,7 +9,7 @@ from hsx_dist.errors import ConfigError
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-#: Devices that ``side.side_of`` copies from. vLLM calls ROCm ``cuda`` too.
+#: Devices that ``side.copy_stream_for`` copies from. vLLM calls ROCm ``cuda`` too.
 DEVICES = ("cpu", "cuda")
 
 

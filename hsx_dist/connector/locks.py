@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hsx_dist.connector.affinity import any_core
-from hsx_dist.format.companions import lock_name
+from hsx_dist.format.markers import lock_name
 from hsx_dist.logger import get_logger
 from hsx_dist.store.folders import SAFELY, is_at, opened
 from hsx_dist.store.local import UNFINISHED
@@ -58,7 +58,7 @@ class _TooManyLocks(OSError):
     """Half of the process's file descriptors hold locks."""
 
 
-class CompanionLocks:
+class ObjectLocks:
     """The locks of one worker on objects under ``folder``. Thread-safe."""
 
     def __init__(self, folder: str | Path):

@@ -19,11 +19,11 @@ from typing import Any, Literal, ParamSpec, Protocol
 
 import numpy as np
 
-from hsx_dist.connector import huge_pages
 from hsx_dist.connector.affinity import any_core
 from hsx_dist.connector.ring import Ring
 from hsx_dist.connector.step import Expect, Skip
 from hsx_dist.logger import get_logger
+from hsx_dist.memory import huge_pages
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import CARRIER, Page, Segment
 from hsx_dist.text import bounded

@@ -30,11 +30,11 @@ import hsx_dist
 from hsx_dist.connector import writer_process
 from hsx_dist.connector.affinity import any_core
 from hsx_dist.connector.outlet import PageRef, picklable
-from hsx_dist.connector.shared_memory import mapped, reserve
 from hsx_dist.connector.writer_process import WriterProcessSpec
 from hsx_dist.errors import EngineError, HsxError
 from hsx_dist.format.receipt import Receipt
 from hsx_dist.logger import get_logger
+from hsx_dist.memory.shared import mapped, reserve
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import Page, Segment
 from hsx_dist.writers.events import Event, Lost

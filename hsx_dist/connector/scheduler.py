@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.v1.request import RequestStatus
 
-from hsx_dist.connector.markers import used_before
+from hsx_dist.connector.connector_config import ConnectorConfig
+from hsx_dist.connector.failure_markers import used_before
 from hsx_dist.connector.metadata import StepMetadata
-from hsx_dist.connector.options import OURS, PARAMS, RequestOptions, read_options
-from hsx_dist.connector.selection import Chosen, choose
-from hsx_dist.connector.settings import ConnectorSettings
+from hsx_dist.connector.request_params import OURS, PARAMS, RequestParams, read_request_params
 from hsx_dist.connector.step import Expect, Save, Skip
+from hsx_dist.connector.token_selection import Chosen, choose
 from hsx_dist.format.identity import IDENTITY, identity_hash
 from hsx_dist.logger import get_logger
 from hsx_dist.page import object_name
@@ -57,7 +57,7 @@ class _KnownRequest:
     """A request that has not finished. ``owner`` is chosen when it is first scheduled. ``request``: its hash, where the
     client chose the name."""
 
-    options: RequestOptions
+    options: RequestParams
     request: str = ""
     owner: int | None = None
     claim: _Claim | None = None
@@ -70,7 +70,7 @@ class SchedulerHalf:
 
     def __init__(
         self,
-        settings: ConnectorSettings,
+        settings: ConnectorConfig,
         *,
         block_size: int,
         tensor_parallel_size: int,
@@ -138,9 +138,9 @@ class SchedulerHalf:
             claim.users += 1
         return known
 
-    def _read(self, request: Request) -> RequestOptions:
+    def _read(self, request: Request) -> RequestParams:
         s = self._settings
-        options = read_options(
+        options = read_request_params(
             request.request_id,
             request.kv_transfer_params,
             prompt_tokens=len(request.prompt_token_ids or ()),
@@ -275,7 +275,7 @@ class SchedulerHalf:
         )
 
     def _covered(
-        self, request: Request, options: RequestOptions
+        self, request: Request, options: RequestParams
     ) -> tuple[np.ndarray[Any, Any], dict[str, Any], str | None]:
         """The tokens (int64) whose states are all computed, what is to be said of them, and why there are none."""
         none = np.empty(0, np.int64)
@@ -304,7 +304,7 @@ class SchedulerHalf:
         return tokens, meta, None
 
     def _answer(
-        self, options: RequestOptions, chosen: Chosen, meta: dict[str, Any], refused: dict[str, str]
+        self, options: RequestParams, chosen: Chosen, meta: dict[str, Any], refused: dict[str, str]
     ) -> dict[str, Any]:
         base = self._settings.output.rstrip("/")
         return {
@@ -397,12 +397,12 @@ def _too_long(request: Request) -> str | None:
     return None
 
 
-def _refused(options: RequestOptions, why: str) -> _KnownRequest:
+def _refused(options: RequestParams, why: str) -> _KnownRequest:
     """A request of which nothing is stored: it is the same sample as no other."""
     return _KnownRequest(options, identity_hash(options.id) if options.chosen else "", error=why)
 
 
-def _request_hash(request: Request, options: RequestOptions) -> str:
+def _request_hash(request: Request, options: RequestParams) -> str:
     """The hash of what is known of a sample when its request is queued: see ``format.identity``."""
     if not request.prompt_token_ids or request.prompt_embeds is not None:
         return identity_hash(options.id)  # nothing is stored of it: it is the same as no other

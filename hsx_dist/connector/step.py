@@ -23,7 +23,7 @@ class Save:
     layers: tuple[int, ...] | None = None  # which entries of the cache's layer axis, in this order; None: all
     meta: dict[str, Any] = field(default_factory=dict)  # ``Segment.meta``
     metadata: str = ""  # ``Segment.metadata``
-    #: What ``Expect`` and ``Skip`` call the request: ``RequestOptions.id``; empty: the same as vLLM's.
+    #: What ``Expect`` and ``Skip`` call the request: ``RequestParams.id``; empty: the same as vLLM's.
     id: str = ""
     name: str = ""  # ``Segment.name``: the object's, where the client chose a path
     attached: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)  # ``Segment.attached``
@@ -36,7 +36,7 @@ class Expect:
     """A request that was scheduled for the first time: where its sample will lie, and which rank will store it
     (``Ranks.owns``)."""
 
-    request_id: str  # ``RequestOptions.id``
+    request_id: str  # ``RequestParams.id``
     name: str
     owner: int
     chosen: bool = False  # the client chose the name, and may use it again
@@ -47,7 +47,7 @@ class Expect:
 class Skip:
     """A finished request of which nothing is stored."""
 
-    request_id: str  # ``RequestOptions.id``
+    request_id: str  # ``RequestParams.id``
     key: str
     name: str
     owner: int

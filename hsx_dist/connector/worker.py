@@ -13,12 +13,12 @@ from uuid import uuid4
 
 import torch
 
+from hsx_dist.connector.copy_stream import Event, copy_stream_for
 from hsx_dist.connector.gather import Order, cache_order, gather, gather_rows, mean_rows, page_shape, to_device
 from hsx_dist.connector.outlet import Outlet, PageRef
-from hsx_dist.connector.side import Event, side_of
 from hsx_dist.connector.step import Expect, Save, Skip, Step
 from hsx_dist.errors import ConfigError
-from hsx_dist.format.companions import OBJECT
+from hsx_dist.format.markers import OBJECT
 from hsx_dist.logger import get_logger
 from hsx_dist.page import Segment, object_name, token_hash
 from hsx_dist.text import bounded
@@ -119,7 +119,7 @@ class WorkerHalf:
                 f"{layers} layers), got a ring of {outlet.ring.capacity}. Raise in_flight_bytes or lower page_bytes"
             )
         self._memory = torch.from_numpy(outlet.memory)
-        self._side = side_of(cache)
+        self._copy_stream = copy_stream_for(cache)
         self._pinned = cache.is_cuda and not self._memory.is_pinned()
         if self._pinned:
             pin(self._memory)
@@ -139,7 +139,7 @@ class WorkerHalf:
     def _follow(self) -> None:
         """Let copies wait for the steps that wrote their states. Called before this step's model run is queued:
         otherwise copies would wait for that as well, and hold their blocks for longer."""
-        self._side.follow()
+        self._copy_stream.follow()
         self._followed = True
 
     def step(self, meta: Step) -> None:
@@ -149,7 +149,7 @@ class WorkerHalf:
         self._outlet.prepared()  # the answers of this step are not out yet
         if not meta.saves and not self._waiting:
             if self._copied and meta.idle:
-                self._side.wait(IDLE_WAIT_S)
+                self._copy_stream.wait(IDLE_WAIT_S)
             return
         before = time.monotonic()
         if meta.saves and not self._followed:
@@ -233,7 +233,7 @@ class WorkerHalf:
 
     def close(self) -> None:
         """Wait for the copies that were started; there will be no more."""
-        self._side.close()
+        self._copy_stream.close()
         if self._pinned:  # else an engine that comes after this one, in the same process, could not pin its own
             unpin(self._memory)
             self._pinned = False
@@ -267,7 +267,8 @@ class WorkerHalf:
                 break
             whole.append(self._waiting.popleft())
         if pages:
-            started = list(zip(pages, self._side.start([partial(self._copy, page) for page in pages]), strict=True))
+            events = self._copy_stream.start([partial(self._copy, page) for page in pages])
+            started = list(zip(pages, events, strict=True))
             for page, event in started:
                 page.copy.event = event
             self._outlet.submit(*[(page.ref, event.synchronize) for page, event in started])

@@ -20,9 +20,9 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from hsx_dist.connector.outlet import PageRef
-from hsx_dist.connector.shared_memory import mapped
 from hsx_dist.errors import HsxError
 from hsx_dist.format.receipt import Receipt
+from hsx_dist.memory.shared import mapped
 from hsx_dist.observe.console import say_lines
 from hsx_dist.observe.metrics import Increments, Meter
 from hsx_dist.page import Page, Segment

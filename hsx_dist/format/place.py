@@ -21,8 +21,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from hsx_dist.errors import FormatError, NotFound, RunError, RunStalled
-from hsx_dist.format.companions import OBJECTS_OF_A_RUN
 from hsx_dist.format.json_objects import check_members, dump_json, find_json, parse_json, put_own, shown
+from hsx_dist.format.markers import OBJECTS_OF_A_RUN
 from hsx_dist.format.run_members import RUN_MEMBERS
 from hsx_dist.store import ObjectInfo, Store
 from hsx_dist.store.prefix import PrefixStore

@@ -11,10 +11,10 @@ from pathlib import Path
 from hsx_dist.config import ExtractConfig, public_url
 from hsx_dist.errors import ConfigError, HsxError
 from hsx_dist.format.codecs import resolve_codec
+from hsx_dist.inputs.rows import Row, read_rows
 from hsx_dist.jobs import preflight
 from hsx_dist.jobs.cache_share import cache_share
 from hsx_dist.jobs.diagnosis import Diagnosis, machine_limits, probe_store
-from hsx_dist.jobs.rows import Row, read_rows
 
 #: Rows of the input that are looked at.
 FIRST_ROWS = 100

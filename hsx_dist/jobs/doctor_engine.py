@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from hsx_dist.config import ExtractConfig
 from hsx_dist.errors import ConfigError, EngineError, HsxError, NotFound
+from hsx_dist.fleet.replica import engine_arguments, engine_environment
+from hsx_dist.inputs.encode import load_tokenizer
 from hsx_dist.jobs import preflight
 from hsx_dist.jobs.connect import connect_ray
 from hsx_dist.jobs.diagnosis import Diagnosis
-from hsx_dist.jobs.encode import load_tokenizer
 from hsx_dist.jobs.extract import engine_spec
-from hsx_dist.jobs.replica import engine_arguments, engine_environment
 
 if TYPE_CHECKING:
     import torch
@@ -89,7 +89,7 @@ def _on_cluster(config: ExtractConfig) -> Agreement:
     import ray
     from ray.exceptions import RayError
 
-    from hsx_dist.jobs.ray_errors import reason_of
+    from hsx_dist.fleet.ray_errors import reason_of
 
     connect_ray()
     ranks = int(config.engine_kwargs.get("tensor_parallel_size", 1))
@@ -106,7 +106,7 @@ def _on_cluster(config: ExtractConfig) -> Agreement:
 
 
 def _measure_there(config: ExtractConfig, environment: dict[str, str]) -> Agreement:
-    from hsx_dist.jobs.cpu_binding import prepare_cpu
+    from hsx_dist.fleet.cpu_binding import prepare_cpu
 
     os.environ.update(environment)
     claim = prepare_cpu(int(config.engine_kwargs.get("tensor_parallel_size", 1)), config.replica.num_cpus)

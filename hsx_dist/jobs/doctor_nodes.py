@@ -15,13 +15,13 @@ import hsx_dist
 from hsx_dist.config import ExtractConfig
 from hsx_dist.config.secrets import credential_environment
 from hsx_dist.errors import ConfigError, HsxError
+from hsx_dist.fleet.capacity import affordable_credit, check_capacity, check_output
+from hsx_dist.fleet.placement import place
+from hsx_dist.fleet.ray_errors import reason_of
 from hsx_dist.jobs import preflight
 from hsx_dist.jobs.connect import connect_ray
 from hsx_dist.jobs.diagnosis import Diagnosis, machine_limits, probe_store
 from hsx_dist.jobs.extract import engine_spec
-from hsx_dist.jobs.placement import place
-from hsx_dist.jobs.ray_errors import reason_of
-from hsx_dist.jobs.room import affordable_credit, check_output, check_room
 
 #: How long a node has to answer: its worker process starts, and imports what it needs.
 NODE_SECONDS = 120.0
@@ -49,7 +49,7 @@ def check_budgets(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> 
         placement = place(config.replica, engine_spec(config, preflight.examine_model(config)), resources)
         if not config.store.shared:
             check_output(config.output, len(nodes))
-        check_room(config, placement, resources)
+        check_capacity(config, placement, resources)
         where = "spanning nodes, by Ray's executor" if placement.spans_nodes else "each on one node"
         yield Diagnosis("room", "ok", f"for {config.min_replicas} replicas, {where}, and their writers")
     except ConfigError as e:

@@ -11,8 +11,7 @@ from itertools import islice
 from typing import Literal
 
 from hsx_dist.errors import EngineError, Fenced, StoreError
-from hsx_dist.format.manifest import Manifest, Receipt, RowFate
-from hsx_dist.jobs.fleet import (
+from hsx_dist.fleet.base import (
     Draining,
     Fleet,
     FleetEvent,
@@ -23,10 +22,11 @@ from hsx_dist.jobs.fleet import (
     ReplicaUnreached,
     TaskDone,
 )
+from hsx_dist.fleet.tasks import Task, TaskResult
+from hsx_dist.format.manifest import Manifest, Receipt, RowFate
+from hsx_dist.inputs.rows import Row
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.jobs.limits import Limits, Verdict
-from hsx_dist.jobs.rows import Row
-from hsx_dist.jobs.tasks import Task, TaskResult
 from hsx_dist.logger import get_logger
 from hsx_dist.observe.progress import Progress
 from hsx_dist.text import bounded

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hsx_dist.config import ExtractConfig, load_config, public_url, refuse_in_job, resolve_paths
 from hsx_dist.errors import Fenced, FormatError, HsxError, NotFound, RunError, RunMismatch
+from hsx_dist.fleet.base import Fleet, LocalFleet
+from hsx_dist.fleet.tasks import EngineSpec
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.manifest import Manifest, RowFate
 from hsx_dist.format.place import Place, find_place, start_run
@@ -28,17 +30,15 @@ from hsx_dist.format.runs import (
     take_attempt,
     write_complete,
 )
+from hsx_dist.inputs.encode import RowRules
+from hsx_dist.inputs.rows import Row, read_rows, rows_from
 from hsx_dist.jobs import preflight
 from hsx_dist.jobs.connect import connect_ray
 from hsx_dist.jobs.driver import Driver
-from hsx_dist.jobs.encode import RowRules
-from hsx_dist.jobs.fleet import Fleet, LocalFleet
 from hsx_dist.jobs.heartbeat import Heartbeat
 from hsx_dist.jobs.input_identity import check_same_input, differences, first_rows, run_seed
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.jobs.limits import HeldBytes, Limits, seconds_left
-from hsx_dist.jobs.rows import Row, read_rows, rows_from
-from hsx_dist.jobs.tasks import EngineSpec
 from hsx_dist.logger import get_logger
 from hsx_dist.observe.console import Console
 from hsx_dist.observe.metrics import Meter
@@ -443,7 +443,7 @@ def make_fleet(config: ExtractConfig, place: Place, spec: EngineSpec, about: dic
 
     if config.pool == "threads":
         return LocalFleet(spec, place.store, options("local"), config.writers.threads)
-    from hsx_dist.jobs.ray_fleet import ray_fleet
+    from hsx_dist.fleet.sizing import ray_fleet
 
     return ray_fleet(config, spec, options, name=f"hsx-{uuid.uuid4().hex[:6]}", folder=place.folder)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from hsx_dist.errors import RunMismatch
 from hsx_dist.format.manifest import Manifest, RowFate
-from hsx_dist.jobs.rows import Row
+from hsx_dist.inputs.rows import Row
 
 #: How many rows are remembered, in ``run.json``.
 FIRST_ROWS = 16

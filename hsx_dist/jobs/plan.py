@@ -14,10 +14,10 @@ from hsx_dist.config import ExtractConfig
 from hsx_dist.errors import InputError
 from hsx_dist.format.codecs import CODECS
 from hsx_dist.format.manifest import RowFate
+from hsx_dist.inputs.encode import Encoded, RowEncoder, RowRules, load_tokenizer
+from hsx_dist.inputs.rows import Row
 from hsx_dist.jobs.cache_share import CacheShare, cache_share
-from hsx_dist.jobs.encode import Encoded, RowEncoder, RowRules, load_tokenizer
 from hsx_dist.jobs.preflight import Model, examine_model, load_text_config, partial_note
-from hsx_dist.jobs.rows import Row
 
 #: Raw bytes a stored byte: measured on SmolLM2-135M's states (benchmarks/results/codec.md). Larger models' differ by a
 #: few percent with split, whose low bytes are stored as they are.

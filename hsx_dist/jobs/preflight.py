@@ -97,7 +97,7 @@ def examine_model(config: ExtractConfig) -> Model:
     Raises:
         ConfigError: there is no such model, a layer id is wrong, or a page or segment cannot hold a token.
     """
-    from hsx_dist.jobs.encode import load_tokenizer
+    from hsx_dist.inputs.encode import load_tokenizer
     from hsx_dist.models.builtin import resolve_model
 
     path = resolve_model(config.model)

@@ -25,7 +25,7 @@ from hsx_dist.reading.follow import Arrival, Follower, has_position
 from hsx_dist.reading.items import ItemSpec
 from hsx_dist.reading.order import EpochPosition, canonical_order, fingerprint, require_run, restore
 from hsx_dist.reading.prefetch import read_ahead, reused_memory
-from hsx_dist.reading.retain import rank_of
+from hsx_dist.reading.retention import rank_of
 from hsx_dist.reading.run import Run, open_run
 from hsx_dist.reading.select import Selection, select
 
@@ -39,7 +39,7 @@ else:  # numpy arrays, and loops of one's own
 
 
 if TYPE_CHECKING:
-    from hsx_dist.reading.retain import Retention
+    from hsx_dist.reading.retention import Retention
 
 log = get_logger(__name__)
 
@@ -280,7 +280,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
 
     def retention(self, consumer: str = "default", *, consumers: Sequence[str] | None = None) -> Retention:
         """``ack(key)`` of this rank's samples; parts that all ``consumers`` have used are removed."""
-        from hsx_dist.reading.retain import Retention
+        from hsx_dist.reading.retention import Retention
 
         return Retention(self.run.place, consumer, consumers=consumers, rank=self._rank, world_size=self._world)
 

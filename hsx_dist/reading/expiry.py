@@ -1,4 +1,4 @@
-"""What a server's objects say of their end: objects and failure markers with a time to live, and their companions.
+"""What a server's objects say of their end: objects and failure markers with a time to live, and their markers.
 
 A server never ends, so its objects may carry ``expires`` (``ttl_seconds`` of the connector). Nothing is ever removed
 that does not carry it; a run's parts never do.
@@ -13,11 +13,11 @@ from contextlib import nullcontext
 from typing import Any
 
 from hsx_dist.errors import ConfigError, Denied, FormatError, NotFound
-from hsx_dist.format.companions import LOCK, MARKERS, lock_name, marked_name
 from hsx_dist.format.container import Part
 from hsx_dist.format.json_objects import number, read_json
+from hsx_dist.format.markers import LOCK, MARKERS, lock_name, marked_name
 from hsx_dist.format.place import find_place
-from hsx_dist.reading.companion_lock import exclusive_lock
+from hsx_dist.reading.object_lock import exclusive_lock
 from hsx_dist.store import ObjectInfo, Store
 from hsx_dist.store.base import Conditional, Folders, check_name, not_conditional
 

@@ -17,13 +17,13 @@ from hsx_dist.errors import (
     SampleFailed,
     SampleNotFound,
 )
-from hsx_dist.format.companions import OBJECT, conflict_name, marker_name
 from hsx_dist.format.container import Part
 from hsx_dist.format.identity import IDENTITY
 from hsx_dist.format.json_objects import read_json
+from hsx_dist.format.markers import OBJECT, conflict_name, marker_name
 from hsx_dist.format.place import RUN
 from hsx_dist.reading.arrays import Framework
-from hsx_dist.reading.companion_lock import shared_lock
+from hsx_dist.reading.object_lock import shared_lock
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Piece, Sample, Tokens
 from hsx_dist.store import Store, open_store
@@ -178,7 +178,7 @@ def _sample_in_run(store: Store, key: str, opened: list[Run]) -> Sample:
 def _sample_in_object(store: Store, name: str, key: str | None) -> Sample:
     part = _part(store, name)
     where = f"{store.url.rstrip('/')}/{name}"
-    # The rule between objects and markers is in ``format.companions``.
+    # The rule between objects and markers is in ``format.markers``.
     failure = _marker(store, marker_name(name))
     if part is None and failure is not None:
         part = _part(store, name)  # it may have been stored between the two looks

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hsx_dist.format.blocks import BlockPool
 from hsx_dist.format.container_read import Empty, new_states
+from hsx_dist.memory.blocks import BlockPool
 from hsx_dist.page import CARRIER
 
 T = TypeVar("T")

@@ -30,7 +30,7 @@ import torch
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.logger import get_logger
-from hsx_dist.vllm_patches.undrafted import uses_v1_runner
+from hsx_dist.vllm_patches.no_drafts import uses_v1_runner
 
 log = get_logger(__name__)
 

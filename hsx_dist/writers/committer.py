@@ -25,7 +25,7 @@ from hsx_dist.page import object_name, token_hash
 from hsx_dist.store import Store
 from hsx_dist.store.base import Conditional, replaces_conditionally, version_of
 from hsx_dist.writers.events import Stored
-from hsx_dist.writers.turns import Turns
+from hsx_dist.writers.put_order import PutOrder
 
 log = get_logger(__name__)
 
@@ -48,7 +48,7 @@ class PartCommitter:
         self._alone = alone
         self._about = about
         self._meter = meter
-        self._turns = Turns()
+        self._put_order = PutOrder()
         self._renews: bool | None = None  # whether the store has conditional puts, once that is known
         self._renewing = threading.Lock()  # a stored object is in memory meanwhile: one at a time
         self._log = ReceiptLog(store, attempt, writer)
@@ -72,13 +72,13 @@ class PartCommitter:
             if self._attempt:
                 self._store.put(name, part.buffers)
             elif segments[0].segment.name:
-                with self._turns.take(name, arrival) as newest:
+                with self._put_order.take(name, arrival) as newest:
                     # Else a later request of this path has stored its own, as this one would be replaced.
                     if newest:
                         self._store.put(name, part.buffers)
             else:
                 # In turn: a put that lets an object live longer must replace no other sample, stored since it looked.
-                with self._turns.take(name, arrival):
+                with self._put_order.take(name, arrival):
                     self._put_new(name, part.buffers, segments[0])
         finally:
             self._meter.put_took(time.monotonic() - before)

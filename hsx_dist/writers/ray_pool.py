@@ -17,6 +17,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from hsx_dist.errors import HsxError
 from hsx_dist.logger import get_logger
+from hsx_dist.memory.plasma_views import PlasmaViews
 from hsx_dist.observe.logs import configure_logging
 from hsx_dist.observe.metrics import Increments, Meter
 from hsx_dist.observe.ray_metrics import RayExport
@@ -27,7 +28,6 @@ from hsx_dist.store.prefix import PrefixStore
 from hsx_dist.text import bounded
 from hsx_dist.writers.base import ABROAD_BYTES, CALL_BYTES
 from hsx_dist.writers.events import Counted, Event, Lost
-from hsx_dist.writers.mapped import Mapped
 from hsx_dist.writers.sink import PartSink, SinkOptions
 
 log = get_logger(__name__)
@@ -98,7 +98,7 @@ class WriterActor:
         configure_logging(logging.INFO, **spec.tags)
         self._events: queue.SimpleQueue[Event | Counted] = queue.SimpleQueue()
         self._credits = Credits(spec.credit_bytes)
-        self._mapped = Mapped()
+        self._plasma_views = PlasmaViews()
         self._sink: PartSink | None = None
         self._broken = ""
         self._tags = dict(spec.tags)
@@ -134,15 +134,15 @@ class WriterActor:
         refused: dict[int, str] = {}
         for i, page in enumerate(pages):
             try:
-                self._mapped.bring(page.data)
+                self._plasma_views.bring(page.data)
                 self._sink.add(page)
-                self._mapped.let_go(page.data)
+                self._plasma_views.let_go(page.data)
             except Exception as e:
                 # A page that is refused costs its own segment: the call goes on, and answers.
                 if not isinstance(e, HsxError | ValueError):
                     log.exception("a page of %s was not taken", page.segment.key)
                 refused[i] = bounded(f"{type(e).__name__}: {e}")
-        self._mapped.let_go_between([page.data for page in pages])
+        self._plasma_views.let_go_between([page.data for page in pages])
         return Answer(self._credits.share(sender), refused)
 
     @ray.method(concurrency_group="control")

@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any, Literal
 
 from hsx_dist.errors import EngineError, Fenced, HsxError, SampleConflict, StoreError, Unavailable
-from hsx_dist.format.blocks import BlockPool
 from hsx_dist.format.codecs import Codec
 from hsx_dist.format.container import EncodedPart, EncodedSegment, SegmentEncoder, build_part
 from hsx_dist.logger import get_logger
+from hsx_dist.memory.blocks import BlockPool
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import Page, Segment
 from hsx_dist.store import Store
@@ -24,7 +24,7 @@ from hsx_dist.text import bounded
 from hsx_dist.writers.committer import PartCommitter
 from hsx_dist.writers.daemon import DaemonPool
 from hsx_dist.writers.events import Event, Lost
-from hsx_dist.writers.scan import Scan
+from hsx_dist.writers.sanity_checks import SanityChecks
 
 log = get_logger(__name__)
 
@@ -67,7 +67,7 @@ class _Filling:
     encoder: SegmentEncoder
     source: str
     touched: float
-    scan: Scan
+    scan: SanityChecks
     arrival: int
     left: int
     nbytes: int = 0
@@ -156,7 +156,7 @@ class PartSink:
                 return
             if page.error:
                 raise EngineError(page.error)
-            scan = Scan.empty(len(page.layer_ids))
+            scan = SanityChecks.empty(len(page.layer_ids))
             size = filling.encoder.add(page, partial(scan.look, page.dtype))
             with self._lock:
                 filling.scan.join(scan)
@@ -239,7 +239,7 @@ class PartSink:
                     SegmentEncoder(self._opt.codec, self._blocks.take, alone=self._opt.layout == "sample"),
                     segment.source,
                     time.monotonic(),
-                    Scan.empty(len(page.layer_ids)),
+                    SanityChecks.empty(len(page.layer_ids)),
                     arrival,
                     left=-(-segment.num_tokens // page.chunk_tokens),
                 )

@@ -8,11 +8,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from hsx_dist.errors import EngineError
+from hsx_dist.fleet.replica import Replica
+from hsx_dist.fleet.tasks import EngineSpec, Task
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.runs import load_manifest, take_attempt
-from hsx_dist.jobs.replica import Replica
-from hsx_dist.jobs.rows import Row
-from hsx_dist.jobs.tasks import EngineSpec, Task
+from hsx_dist.inputs.rows import Row
 from hsx_dist.reading import open_run
 from hsx_dist.store import open_store
 from hsx_dist.writers.sink import PartSink, SinkOptions

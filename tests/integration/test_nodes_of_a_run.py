@@ -2,7 +2,7 @@
 nodes that come, drain and vanish while a run goes on.
 
 Tensor parallelism *across* nodes is not run here: vLLM's Ray executor refuses CPUs. What is set for it is in
-tests/unit/jobs/test_cluster.py.
+tests/unit/fleet/test_ray_fleet.py.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import ray
 from ray.cluster_utils import Cluster
 
 from hsx_dist.config import load_config
+from hsx_dist.fleet.base import ReplicaDied, ReplicaLeaving, ReplicaReady, TaskDone
+from hsx_dist.fleet.drain import drain_node
 from hsx_dist.format.place import open_place
 from hsx_dist.format.runs import load_manifest
 from hsx_dist.jobs import extract as extracting
-from hsx_dist.jobs.drain import drain_node
-from hsx_dist.jobs.fleet import ReplicaDied, ReplicaLeaving, ReplicaReady, TaskDone
 from hsx_dist.jobs.limits import Limits
 from hsx_dist.reading import open_run
 from hsx_dist.reading.verify import verify_run
@@ -247,7 +247,7 @@ def test_nodes_that_come_drain_and_vanish_cost_no_row(cluster, model, rows, tmp_
         yield Limits(held=held, max_held_bytes=1 << 61)
 
     monkeypatch.setattr(extracting, "limits_of", a_few_until_the_next_engine_is_up)
-    monkeypatch.setattr("hsx_dist.jobs.cluster.NODES_EVERY_S", 1.0)
+    monkeypatch.setattr("hsx_dist.fleet.ray_fleet.NODES_EVERY_S", 1.0)
     config = configured(model, rows, tmp_path / "run", max_replicas=2, max_tries=1, part_seconds=2)
     assert extracting.run_extract(config).exit_status == 0
     assert "vanished" in nodes

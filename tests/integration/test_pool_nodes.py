@@ -12,10 +12,10 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+from hsx_dist.fleet.ray_fleet import ClusterShape, RayFleet
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.manifest import Receipt
 from hsx_dist.format.runs import load_manifest, take_attempt
-from hsx_dist.jobs.cluster import ClusterShape, RayFleet
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import Store, open_store
 from hsx_dist.testing.samples import random_sample

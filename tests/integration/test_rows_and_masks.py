@@ -14,7 +14,7 @@ import pytest
 
 import hsx_dist
 from hsx_dist.errors import RunMismatch
-from hsx_dist.jobs.replica import row_seed
+from hsx_dist.fleet.replica import row_seed
 from hsx_dist.reading import open_run
 from tests.harness.exact_model import exact_model, expected_states, next_tokens, registered
 
@@ -131,7 +131,7 @@ def test_chats_with_tools_truncated_and_masked_by_role(tiny_model_path, tmp_path
         },
     )  # fmt: skip
     run_extract(config)
-    from hsx_dist.jobs.encode import load_tokenizer
+    from hsx_dist.inputs.encode import load_tokenizer
 
     run = open_run(str(tmp_path / "run"))
     tokenizer = load_tokenizer(str(tiny_model_path))
@@ -180,7 +180,7 @@ def test_sampled_answers_are_vllms_own_and_the_same_in_a_resumed_run(tiny_model_
         split = data["meta"]["prompt_tokens"]
         assert data["loss_mask"].tolist() == [0] * split + [1] * (len(data["token_ids"]) - split)
         answers[sample.key] = data["token_ids"].tolist()
-    # Really sampled, and not from vLLM's rejection sampler, which repeats a token (vllm_patches/undrafted.py).
+    # Really sampled, and not from vLLM's rejection sampler, which repeats a token (vllm_patches/no_drafts.py).
     assert len({tuple(a[-11:]) for a in answers.values()}) == 6
     assert all(len(set(a[-11:])) > 5 for a in answers.values())
     info = json.loads((tmp_path / "whole" / "run.json").read_text())
@@ -223,7 +223,7 @@ def test_an_input_in_a_bucket_by_folder_and_by_glob(s3, monkeypatch, tmp_path):
 
     from hsx_dist.config import InputConfig
     from hsx_dist.errors import ConfigError
-    from hsx_dist.jobs.rows import read_rows
+    from hsx_dist.inputs.rows import read_rows
 
     for name, value in s3.env.items():
         monkeypatch.setenv(name, value)

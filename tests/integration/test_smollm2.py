@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from hsx_dist.config import load_config
+from hsx_dist.inputs.rows import read_rows
 from hsx_dist.jobs.plan import make_plan
-from hsx_dist.jobs.rows import read_rows
 from hsx_dist.reading import load_hidden_states, open_run
 from tests.integration.oracle import Oracle
 

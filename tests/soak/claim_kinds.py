@@ -28,15 +28,15 @@ from hsx_dist.format.description import Description
 from hsx_dist.format.header import build_header
 from hsx_dist.format.place import open_place
 from hsx_dist.format.runs import load_manifest, take_attempt
+from hsx_dist.inputs.rows import read_rows
 from hsx_dist.jobs.input_identity import check_same_input
-from hsx_dist.jobs.rows import read_rows
 from hsx_dist.observe.report.facts import gather_facts
 from hsx_dist.observe.top import look
 from hsx_dist.reading import load_hidden_states, open_run
 from hsx_dist.reading.expiry import expired
 from hsx_dist.reading.follow import Follower
 from hsx_dist.reading.garbage import unproven
-from hsx_dist.reading.retain import Retention, used_by_all
+from hsx_dist.reading.retention import Retention, used_by_all
 from hsx_dist.reading.status import run_status
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store.local import LocalStore

@@ -25,26 +25,26 @@ ALLOWED: dict[str, set[str]] = {
     "json_limits": set(),
     "page": {"errors"},
     "isa": set(),
-    "madvise": set(),
+    "memory": set(),
     "config": {"errors", "page"},
     "layers": {"errors", "page"},
     "tokenizers": set(),
     "store": {"errors", "page", "config", "layers", "logger"},
     "format": {"errors", "page", "config", "layers", "store", "logger"},
-    "reading": {"errors", "page", "config", "store", "format", "logger", "text"},
+    "reading": {"errors", "memory", "page", "config", "store", "format", "logger", "text"},
     "models": {"errors"},
     "exporting": {"errors", "isa", "models", "page", "config", "layers", "store", "format", "reading"},
     "ray": {"errors", "reading", "exporting"},
     "speculators": {"errors", "config", "page", "format", "reading", "store"},
     "observe": {"errors", "page", "config", "layers", "store", "format", "reading", "text"},
-    "writers": {"errors", "page", "config", "layers", "store", "format", "observe", "madvise", "logger", "text"},
+    "writers": {"errors", "page", "config", "layers", "store", "format", "observe", "memory", "logger", "text"},
     "vllm_patches": {"errors", "logger"},
     "connector": {
         "vllm_patches",
         "errors",
         "isa",
         "json_limits",
-        "madvise",
+        "memory",
         "page",
         "config",
         "layers",
@@ -57,24 +57,32 @@ ALLOWED: dict[str, set[str]] = {
         "writers",
     },
     "testing": {"errors", "page", "config", "layers", "store", "format", "writers"},
+    "inputs": {"errors", "config", "page", "store", "format", "connector", "text", "json_limits", "logger"},
+    "fleet": {
+        *("errors", "page", "config", "store", "format", "logger", "text", "isa"),
+        *("writers", "connector", "inputs", "observe", "jobs"),
+    },
     "jobs": {
+        *("inputs", "fleet"),
         *("errors", "isa", "page", "config", "layers", "tokenizers", "store", "format"),
         *("writers", "connector", "reading", "observe", "models", "logger", "text", "json_limits"),
     },
     "cli": {
-        *("errors", "page", "config", "layers", "store", "format"),
-        *("writers", "connector", "reading", "exporting", "ray", "observe", "jobs", "logger", "text"),
+        *("errors", "page", "config", "layers", "store", "format", "logger", "text"),
+        *("writers", "connector", "reading", "exporting", "ray", "observe", "inputs", "fleet", "jobs"),
     },
 }
 
 #: Where the heavy packages may be imported: a path, or a folder.
 HEAVY: dict[str, tuple[str, ...]] = {
-    "ray": ("writers/ray_pool.py", "observe/ray_metrics.py", "jobs/", "ray.py"),
-    "vllm": ("connector/", "vllm_patches/", "jobs/"),
+    "ray": ("writers/ray_pool.py", "observe/ray_metrics.py", "fleet/", "jobs/", "ray.py"),
+    "vllm": ("connector/", "vllm_patches/", "fleet/", "inputs/encode.py", "jobs/"),
     "torch": (
         "isa.py",
         "connector/",
         "vllm_patches/",
+        "fleet/",
+        "inputs/",
         "jobs/",
         "reading/",
         "exporting/",
@@ -82,7 +90,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
         "models/",
         "testing/",
     ),
-    "transformers": ("connector/", "jobs/", "models/"),
+    "transformers": ("connector/", "inputs/encode.py", "jobs/", "models/"),
 }
 
 #: Torch's data sets, which must be torch's.

@@ -13,21 +13,21 @@ PACKAGE = Path(hsx_dist.__file__).parent
 #: Name → the modules that use it. They take what they load from a configuration or a command, never from a run.
 USED_BY = {
     "trust_remote_code": {
-        *("jobs/check.py", "jobs/doctor.py", "jobs/encode.py", "jobs/preflight.py", "connector/standalone.py"),
+        *("jobs/check.py", "jobs/doctor.py", "inputs/encode.py", "jobs/preflight.py", "connector/object_writer.py"),
     },
-    "AutoTokenizer": {"jobs/encode.py", "connector/standalone.py"},
+    "AutoTokenizer": {"inputs/encode.py", "connector/object_writer.py"},
     "AutoConfig": {"jobs/doctor.py", "jobs/preflight.py"},
     "AutoModel": {"jobs/check.py"},
     "load_tokenizer": {
-        *("jobs/encode.py", "jobs/doctor_engine.py", "jobs/plan.py", "jobs/preflight.py", "jobs/replica.py"),
+        *("inputs/encode.py", "jobs/doctor_engine.py", "jobs/plan.py", "jobs/preflight.py", "fleet/replica.py"),
     },
     "choose_decoder": {"jobs/decode.py", "cli/inspect.py", "cli/report.py"},
     "load_decoder": {"jobs/decode.py"},
     "snapshot_download": {"exporting/weights.py"},
     # These decode an Arrow schema, and with it the extension types that a library registered.
-    "open_stream": {"jobs/arrow_messages.py"},
-    "ParquetFile": {"jobs/arrow_files.py"},
-    "read_metadata": {"jobs/arrow_files.py"},
+    "open_stream": {"inputs/arrow_messages.py"},
+    "ParquetFile": {"inputs/arrow_files.py"},
+    "read_metadata": {"inputs/arrow_files.py"},
     # The conformance suites pickle codecs and errors that they made.
     "pickle": {"testing/codec_suite.py", "testing/store_suite.py"},
 }

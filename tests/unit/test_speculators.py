@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hsx_dist.connector.locks import CompanionLocks
+from hsx_dist.connector.locks import ObjectLocks
 from hsx_dist.errors import NotFound, SampleConflict
 from hsx_dist.speculators import HsxTransfer
 from tests.unit.connector.small_outlet import outlet_on, some, submit
@@ -40,7 +40,7 @@ def test_what_was_not_loaded_stays(tmp_path, error):
         (tmp_path / f"{NAME}.conflict.json").write_text(json.dumps({"error": error, "conflict": True}))
         assert transfer.get_generated({"hidden_states_path": path}) is None
     else:
-        locks = CompanionLocks(tmp_path)
+        locks = ObjectLocks(tmp_path)
         locks.hold(NAME, "r")
         with pytest.raises(NotFound, match="lock"):
             transfer.get_generated({"hidden_states_path": path})

@@ -16,7 +16,7 @@ from benchmarks.gpu import copies, ways
 from benchmarks.gpu.ways import BLOCK, Cache, Shape, Ways
 from benchmarks.null_sender import NullSender
 from benchmarks.provenance import ROOT
-from hsx_dist.connector.settings import ConnectorSettings
+from hsx_dist.connector.connector_config import ConnectorConfig
 
 CPU = torch.device("cpu")
 
@@ -58,7 +58,7 @@ def test_both_ways_copy_the_same(order: str, ring_bytes: int, monkeypatch: pytes
 
 
 def test_the_pages_are_the_connectors():
-    settings = ConnectorSettings(output="anywhere")
+    settings = ConnectorConfig(output="anywhere")
     assert (settings.page_bytes, settings.segment_bytes) == (ways.PAGE_BYTES, ways.SEGMENT_BYTES)
 
 

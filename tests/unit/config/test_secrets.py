@@ -20,7 +20,7 @@ from hsx_dist.config.secrets import (
     secret_paths,
     url_secrets,
 )
-from hsx_dist.connector.settings import read_settings
+from hsx_dist.connector.connector_config import read_connector_config
 from hsx_dist.errors import ConfigError
 from hsx_dist.store import open_store
 from tests.unit.growth import check_linear
@@ -283,7 +283,7 @@ def test_nothing_that_a_library_drops_hides_a_credential(url: str) -> None:
         lambda: load_config(None, output=url, model="m"),
         lambda: load_config(None, output="o", model=url),
         lambda: load_config(None, output="o", model="m", input={"path": url}),
-        lambda: read_settings({"shared_storage_path": url}),
+        lambda: read_connector_config({"shared_storage_path": url}),
     ):
         with pytest.raises(ConfigError) as e:
             take()

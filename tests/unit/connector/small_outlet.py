@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from hsx_dist.connector.locks import CompanionLocks
+from hsx_dist.connector.connector_config import read_connector_config
+from hsx_dist.connector.locks import ObjectLocks
+from hsx_dist.connector.object_writer import StoreOutlet, process_writers, thread_writers
 from hsx_dist.connector.outlet import PageRef
-from hsx_dist.connector.settings import read_settings
-from hsx_dist.connector.standalone import StoreOutlet, process_writers, thread_writers
 from hsx_dist.connector.step import Expect
 from hsx_dist.page import Segment
 from hsx_dist.store import open_store
@@ -18,13 +18,13 @@ HIDDEN, LAYERS = 8, (1, 2)
 def outlet_on(tmp_path, *, store=None, markers=None, locks=True, apart=False, about=None, **settings) -> StoreOutlet:
     """``apart``: writers in a process of their own, instead of threads that store into ``store``."""
     extra = {"hsx": {"output": str(tmp_path), "in_flight_bytes": 1 << 20, "segment_bytes": 1 << 18, **settings}}
-    given = read_settings(extra)
+    given = read_connector_config(extra)
     return StoreOutlet(
         process_writers(given) if apart else thread_writers(store or open_store(str(tmp_path)), given.writer_threads),
         given,
         {"model": "m", "revision": None, "norm": "pre", **(about or {})},
         markers=markers or open_store(str(tmp_path)),
-        locks=CompanionLocks(tmp_path) if locks else None,
+        locks=ObjectLocks(tmp_path) if locks else None,
     )
 
 

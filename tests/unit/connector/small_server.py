@@ -10,8 +10,8 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
+from hsx_dist.connector.connector_config import ConnectorConfig
 from hsx_dist.connector.scheduler import SchedulerHalf
-from hsx_dist.connector.settings import ConnectorSettings
 from hsx_dist.connector.worker import WorkerHalf
 from tests.unit.connector.small_outlet import HIDDEN, LAYERS, outlet_on
 
@@ -24,7 +24,7 @@ class SmallServer:
     def __init__(self, path: Any, store: Any = None, *, markers: Any = None, about: Any = None, **settings: Any):
         self.outlet = outlet_on(path, store=store, markers=markers or store, locks=False, about=about, **settings)
         self.scheduler = SchedulerHalf(
-            ConnectorSettings(output=str(path), allow_custom_save_path=True, **settings),
+            ConnectorConfig(output=str(path), allow_custom_save_path=True, **settings),
             block_size=BLOCK,
             tensor_parallel_size=1,
             layer_ids=LAYERS,

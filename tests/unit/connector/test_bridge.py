@@ -18,8 +18,8 @@ import pytest
 from pydantic import SecretStr
 
 from hsx_dist.connector.bridge import BridgeServer, SocketOutlet
+from hsx_dist.connector.connector_config import read_connector_config
 from hsx_dist.connector.outlet import PageRef, Shipped
-from hsx_dist.connector.settings import read_settings
 from hsx_dist.connector.step import Skip
 from hsx_dist.page import Page, Segment
 
@@ -143,7 +143,7 @@ def test_a_stranger_that_says_nothing_delays_nobody(bridge, connect):
 
 def test_the_key_is_hidden_where_configurations_are_shown(bridge):
     extra = {"hsx": {"via": "socket", "address": "x", "output": "y", "authkey": SecretStr(bridge.key.hex())}}
-    settings = read_settings(extra)
+    settings = read_connector_config(extra)
     assert bytes.fromhex(settings.authkey.get_secret_value()) == bridge.key
     copied = pickle.loads(pickle.dumps(extra))  # as vLLM hands it to its workers
     for shown in (repr(extra), str(extra), repr(settings), str(settings), repr(copied)):

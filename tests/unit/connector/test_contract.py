@@ -21,15 +21,15 @@ from hsx_dist.connector.connector import (
     warn_of_long_samples,
     warn_of_short_limits,
 )
+from hsx_dist.connector.connector_config import read_connector_config
 from hsx_dist.connector.ranks import Ranks
-from hsx_dist.connector.settings import read_settings
 from hsx_dist.errors import ConfigError
 from tests.unit.vllm_patches.engine_config import engine_config
 
 
 def test_a_credential_in_the_storage_path_is_refused() -> None:
     with pytest.raises(ConfigError, match="s3://b/x: expected a URL without credentials") as e:
-        read_settings({"shared_storage_path": "s3://key:hunter2/y@b/x"})
+        read_connector_config({"shared_storage_path": "s3://key:hunter2/y@b/x"})
     assert "hunter2" not in str(e.value)
 
 
@@ -85,7 +85,7 @@ def engine(*, drafter=256, longest=256, shutdown_timeout=0):
 
 
 def test_a_drafter_that_would_skip_states_of_long_sequences_is_refused():
-    settings = read_settings({"shared_storage_path": "x"})
+    settings = read_connector_config({"shared_storage_path": "x"})
     warn_of_short_limits(settings, engine(), KVConnectorRole.SCHEDULER)
     with pytest.raises(ConfigError, match=r"256 tokens\), came 128"):
         warn_of_short_limits(settings, engine(drafter=128), KVConnectorRole.SCHEDULER)
@@ -94,13 +94,13 @@ def test_a_drafter_that_would_skip_states_of_long_sequences_is_refused():
 @pytest.mark.parametrize(("seconds", "said"), [(0, True), (60, False)])
 def test_an_engine_that_would_end_before_all_is_stored_is_warned_of(caplog, seconds, said):
     with caplog.at_level(logging.WARNING):
-        settings = read_settings({"shared_storage_path": "x"})
+        settings = read_connector_config({"shared_storage_path": "x"})
         warn_of_short_limits(settings, engine(shutdown_timeout=seconds), KVConnectorRole.SCHEDULER)
     assert ("--shutdown-timeout" in caplog.text) is said
     assert ("flush an LLM of your own" in caplog.text) is said
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        long = copy.copy(read_settings({"shared_storage_path": "x", "hsx": {"drain_seconds": 30}}))
+        long = copy.copy(read_connector_config({"shared_storage_path": "x", "hsx": {"drain_seconds": 30}}))
         warn_of_short_limits(long, engine(shutdown_timeout=seconds), KVConnectorRole.SCHEDULER)
     assert "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS" in caplog.text
 
@@ -109,7 +109,7 @@ def test_an_engine_that_would_end_before_all_is_stored_is_warned_of(caplog, seco
     ("longest", "given", "said"), [(32768, {}, True), (2048, {}, False), (32768, {"via": "socket"}, False)]
 )
 def test_a_server_whose_longest_sample_exceeds_its_budget_is_warned_of(caplog, longest, given, said):
-    settings = read_settings({"shared_storage_path": "x", "hsx": given})
+    settings = read_connector_config({"shared_storage_path": "x", "hsx": given})
     with caplog.at_level(logging.WARNING):
         warn_of_long_samples(settings, longest, 4 * 4096 * 2)
     assert ("max_model_len=32768 tokens has 1073741824 bytes" in caplog.text) is said

@@ -8,7 +8,7 @@ import time
 import pytest
 
 import hsx_dist
-from hsx_dist.connector.locks import CompanionLocks
+from hsx_dist.connector.locks import ObjectLocks
 from hsx_dist.connector.step import Skip
 from hsx_dist.errors import ConfigError, NotFound, SampleConflict, SampleFailed, StoreError
 from hsx_dist.store import open_store
@@ -125,7 +125,7 @@ def test_a_failed_request_does_not_get_an_object_without_identity(tmp_path):
 
 def test_a_lock_that_another_server_or_gc_held_is_taken_when_it_opens(tmp_path):
     """The engine's step does not wait for it, and the readers of its request do, once the other process is done."""
-    other, locks = CompanionLocks(tmp_path), CompanionLocks(tmp_path)
+    other, locks = ObjectLocks(tmp_path), ObjectLocks(tmp_path)
     other.hold(NAME, "A")
     (tmp_path / NAME).touch()
     locks.ask(NAME, "B")

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from hsx_dist.connector.locks import CompanionLocks
+from hsx_dist.connector.locks import ObjectLocks
 from hsx_dist.errors import Denied
-from hsx_dist.reading.companion_lock import exclusive_lock, shared_lock
+from hsx_dist.reading.object_lock import exclusive_lock, shared_lock
 
 
 def is_held(path) -> bool:
@@ -31,7 +31,7 @@ def is_held(path) -> bool:
 
 
 def test_held_until_the_last_holder_is_done(tmp_path):
-    locks = CompanionLocks(tmp_path)
+    locks = ObjectLocks(tmp_path)
     locks.hold("sub/a.safetensors", "r1")
     locks.hold("sub/a.safetensors", "r2")  # a second request of the same name: must not wait for the first
     locks.hold("sub/a.safetensors", "r2")  # once each
@@ -46,7 +46,7 @@ def test_held_until_the_last_holder_is_done(tmp_path):
 
 
 def test_one_holder_stands_for_any_number_of_requests(tmp_path):
-    locks = CompanionLocks(tmp_path)
+    locks = ObjectLocks(tmp_path)
     locks.ask("a.safetensors", "r0")
     for i in range(1, 100):
         locks.ask("a.safetensors", f"r{i}")
@@ -64,7 +64,7 @@ def test_one_holder_stands_for_any_number_of_requests(tmp_path):
 
 
 def test_a_lock_of_nothing_is_removed_but_never_beside_an_object(tmp_path):
-    locks = CompanionLocks(tmp_path)
+    locks = ObjectLocks(tmp_path)
     for name in ("a.safetensors", "b.safetensors"):
         locks.hold(name, name)
     (tmp_path / "b.safetensors").write_bytes(b"x")
@@ -77,15 +77,15 @@ def test_a_lock_of_nothing_is_removed_but_never_beside_an_object(tmp_path):
 def test_asked_for_it_is_held_by_a_thread_and_given_back_in_whatever_order(tmp_path, monkeypatch):
     """Whoever asks does not wait for the file system; whoever gives back before it is held does not leave it held."""
     inside, go = threading.Event(), threading.Event()
-    make = CompanionLocks._open
+    make = ObjectLocks._open
 
     def waiting(self, name, *, last):
         inside.set()
         assert go.wait(30)
         return make(self, name, last=last)
 
-    monkeypatch.setattr(CompanionLocks, "_open", waiting)
-    locks = CompanionLocks(tmp_path)
+    monkeypatch.setattr(ObjectLocks, "_open", waiting)
+    locks = ObjectLocks(tmp_path)
     for name in "ab":
         locks.ask(name, name)
     assert inside.wait(30)
@@ -113,9 +113,9 @@ def test_a_file_system_that_hangs_does_not_keep_a_process_from_ending(tmp_path, 
         assert go.wait(60)
         raise OSError("too late")
 
-    monkeypatch.setattr(CompanionLocks, "_open", hanging)
+    monkeypatch.setattr(ObjectLocks, "_open", hanging)
     monkeypatch.setattr("hsx_dist.connector.locks.END_S", 0.05)
-    locks = CompanionLocks(tmp_path)
+    locks = ObjectLocks(tmp_path)
     locks.ask("a", "a")
     ending = threading.Thread(target=locks.release_all)
     ending.start()
@@ -126,7 +126,7 @@ def test_a_file_system_that_hangs_does_not_keep_a_process_from_ending(tmp_path, 
 
 
 def test_a_lock_that_cannot_be_made_is_logged_and_nobody_waits_for_it(tmp_path, caplog):
-    locks = CompanionLocks(tmp_path)
+    locks = ObjectLocks(tmp_path)
     locks.ask("x" * 300, "r")
     locks.ask("a", "s")
     locks.wait()
@@ -136,7 +136,7 @@ def test_a_lock_that_cannot_be_made_is_logged_and_nobody_waits_for_it(tmp_path, 
 
 
 def test_a_file_system_that_does_not_say_what_is_there_keeps_no_lock_shut(tmp_path, monkeypatch):
-    locks = CompanionLocks(tmp_path)
+    locks = ObjectLocks(tmp_path)
     locks.hold("a", "r")
     with monkeypatch.context() as broken:
         broken.setattr(Path, "exists", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
@@ -145,7 +145,7 @@ def test_a_file_system_that_does_not_say_what_is_there_keeps_no_lock_shut(tmp_pa
 
 
 def test_a_lock_stays_beside_what_was_stored_while_another_release_looked(tmp_path, monkeypatch):
-    locks = CompanionLocks(tmp_path)
+    locks = ObjectLocks(tmp_path)
     locks.hold("a", "r1")
     looked = Path.exists
 
@@ -164,7 +164,7 @@ def test_a_lock_stays_beside_what_was_stored_while_another_release_looked(tmp_pa
 
 
 def test_another_process_writing_the_same_object_does_not_stop_a_step(tmp_path):
-    first, second = CompanionLocks(tmp_path), CompanionLocks(tmp_path)
+    first, second = ObjectLocks(tmp_path), ObjectLocks(tmp_path)
     first.hold("a.safetensors", "r")
     second.hold("a.safetensors", "r")
     second.release("r", stored=True)
@@ -177,7 +177,7 @@ def test_readers_of_what_lies_there_do_not_keep_the_next_ones_from_waiting(tmp_p
     """A lock that a reader holds is replaced: the reader goes on, and whoever comes now waits."""
     path = tmp_path / "a.safetensors.lock"
     path.touch()
-    locks = CompanionLocks(tmp_path)
+    locks = ObjectLocks(tmp_path)
     with path.open() as reader:
         fcntl.flock(reader, fcntl.LOCK_SH)
         locks.hold("a.safetensors", "r")
@@ -187,11 +187,11 @@ def test_readers_of_what_lies_there_do_not_keep_the_next_ones_from_waiting(tmp_p
     assert not is_held(path)
 
 
-@pytest.mark.parametrize("when", [(Path, "exists"), (CompanionLocks, "_remove")])
+@pytest.mark.parametrize("when", [(Path, "exists"), (ObjectLocks, "_remove")])
 @pytest.mark.parametrize("again", [False, True])
 def test_a_step_does_not_wait_for_the_file_system_of_a_release(tmp_path, monkeypatch, when, again):
     """``hold`` returns while another thread's release looks at the disk; in the end it holds a lock."""
-    locks = CompanionLocks(tmp_path)
+    locks = ObjectLocks(tmp_path)
     locks.hold("a.safetensors", "r1")
     inside, go = threading.Event(), threading.Event()
     slow = getattr(*when)
@@ -222,7 +222,7 @@ def test_a_step_does_not_wait_for_the_file_system_of_a_release(tmp_path, monkeyp
 def test_a_folder_that_cannot_be_written_is_an_error_of_the_system(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(OSError, match="file"):
-        CompanionLocks(tmp_path / "file").hold("a", "r")
+        ObjectLocks(tmp_path / "file").hold("a", "r")
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "link to a folder", "fifo"])
@@ -241,7 +241,7 @@ def test_what_another_user_planted_is_no_lock_file(tmp_path, caplog, kind):
         else:
             target = victim / ("precious.lock" if kind == "link" else "new")
             (folder / "sub/precious.lock").symlink_to(target)
-    locks = CompanionLocks(folder)
+    locks = ObjectLocks(folder)
     locks.ask("sub/precious", "r")
     locks.wait()
     assert "no lock file for 'sub/precious'" in caplog.text
@@ -264,7 +264,7 @@ def test_a_lock_file_that_is_removed_while_it_is_taken_is_made_again(tmp_path, m
         return fd
 
     monkeypatch.setattr(os, "open", open_then_removed)
-    locks = CompanionLocks(tmp_path)
+    locks = ObjectLocks(tmp_path)
     locks.hold("a", "r")
     assert is_held(path)
     locks.release("r", stored=False)
@@ -274,7 +274,7 @@ def test_a_lock_that_gc_holds_for_a_moment_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr("hsx_dist.connector.locks.BRIEF_S", 30.0)
     path = tmp_path / "a.lock"
     path.touch()
-    locks = CompanionLocks(tmp_path)
+    locks = ObjectLocks(tmp_path)
     with path.open("r+") as gc:
         fcntl.flock(gc, fcntl.LOCK_EX)
         locks.ask("a", "r")
@@ -288,7 +288,7 @@ def test_a_lock_that_gc_holds_for_a_moment_is_waited_for(tmp_path, monkeypatch):
 
 
 def test_a_lock_that_another_process_holds_is_not_removed(tmp_path):
-    first, second = CompanionLocks(tmp_path), CompanionLocks(tmp_path)
+    first, second = ObjectLocks(tmp_path), ObjectLocks(tmp_path)
     first.hold("a", "r")
     second.hold("a", "r")
     second.release("r", stored=False)
@@ -326,7 +326,7 @@ def test_locks_that_another_process_holds_delay_a_step_once_for_all(tmp_path, mo
     monkeypatch.setattr("hsx_dist.connector.locks.BRIEF_S", seconds)
     names = [f"{i}.safetensors" for i in range(count)]
     with another_process_that_holds(*[tmp_path / f"{name}.lock" for name in names]):
-        locks = CompanionLocks(tmp_path)
+        locks = ObjectLocks(tmp_path)
         before = time.monotonic()
         for name in names:
             locks.ask(name, name)
@@ -345,7 +345,7 @@ def test_a_lock_that_another_process_holds_delays_no_other_lock_and_is_taken_whe
     monkeypatch.setattr("hsx_dist.connector.locks.BRIEF_S", 600.0)
     paths = [tmp_path / f"{name}.lock" for name in "ab"]
     with another_process_that_holds(*paths) as process:
-        locks = CompanionLocks(tmp_path)
+        locks = ObjectLocks(tmp_path)
         for name in "abc":
             locks.ask(name, name)
         while not (tmp_path / "c.lock").exists() or not is_held(tmp_path / "c.lock"):
@@ -360,7 +360,7 @@ def test_a_lock_that_another_process_holds_delays_no_other_lock_and_is_taken_whe
 def test_the_end_waits_for_no_lock_of_another_process(tmp_path, monkeypatch):
     monkeypatch.setattr("hsx_dist.connector.locks.BRIEF_S", 600.0)
     with another_process_that_holds(tmp_path / "a.lock"):
-        locks = CompanionLocks(tmp_path)
+        locks = ObjectLocks(tmp_path)
         locks.ask("a", "r")
         locks.release_all()
         locks.wait()
@@ -373,7 +373,7 @@ def test_only_the_servers_user_and_group_can_open_a_lock_file(tmp_path, there):
     if there is not None:  # of an earlier version
         path.touch()
         path.chmod(there)
-    locks = CompanionLocks(tmp_path)
+    locks = ObjectLocks(tmp_path)
     before = os.umask(0)
     try:
         locks.hold("a", "r")
@@ -388,7 +388,7 @@ def test_a_file_that_another_user_linked_in_the_place_of_a_lock_keeps_its_mode(t
     command.touch()
     command.chmod(0o4755)
     (tmp_path / "a.lock").hardlink_to(command)
-    locks = CompanionLocks(tmp_path)
+    locks = ObjectLocks(tmp_path)
     locks.hold("a", "r")
     locks.release("r", stored=True)
     assert command.stat().st_mode & 0o7777 == 0o4755
@@ -412,7 +412,7 @@ def test_a_reader_that_may_not_open_the_lock_file_is_told_what_to_do(tmp_path, m
 
 def test_locks_leave_half_of_the_descriptors_to_the_rest_of_the_process(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 20))
-    locks = CompanionLocks(tmp_path)
+    locks = ObjectLocks(tmp_path)
     for i in range(30):
         locks.ask(f"k{i}.safetensors", f"r{i}")
     locks.wait()  # a step goes on

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hsx_dist.connector import ranks as module
+from hsx_dist.connector.connector_config import ConnectorConfig
 from hsx_dist.connector.ranks import (
     RankComparison,
     Ranks,
@@ -21,7 +22,6 @@ from hsx_dist.connector.ranks import (
     row_distances,
     tolerance,
 )
-from hsx_dist.connector.settings import ConnectorSettings
 from hsx_dist.connector.step import Expect, Save, Skip, Step
 from hsx_dist.errors import ConfigError
 from tests.unit.connector.test_worker import BLOCK, LAYERS, ROW, KeepingOutlet, half
@@ -158,7 +158,7 @@ def test_vllms_example_connector_is_refused_when_the_cache_is_registered(monkeyp
     from hsx_dist.connector import connector as connectors
 
     ours = connector(0, (0, 1), KeepingOutlet(1 << 16))
-    ours._layer_ids, ours._block_size, ours._settings = (1, 2), BLOCK, ConnectorSettings(output="s3://b/x")
+    ours._layer_ids, ours._block_size, ours._settings = (1, 2), BLOCK, ConnectorConfig(output="s3://b/x")
     ours._vllm_config = SimpleNamespace(model_config=SimpleNamespace(model="m"))
     theirs = ExampleHiddenStatesConnector.__new__(ExampleHiddenStatesConnector)
     monkeypatch.setattr(connectors, "get_layers_from_vllm_config", lambda *_: {"l": None})
@@ -197,7 +197,7 @@ def test_workers_that_are_not_ranks_of_one_scheduler_are_refused():
     ],
 )
 def test_only_a_remote_store_is_reached_from_every_node(output, via, one_node):
-    assert ConnectorSettings(output=output, via=via).one_node is one_node
+    assert ConnectorConfig(output=output, via=via).one_node is one_node
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from hsx_dist.connector.markers import Markers
+from hsx_dist.connector.failure_markers import Markers
 from hsx_dist.errors import SampleFailed
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.container import Part, SegmentEncoder, build_part, with_expires

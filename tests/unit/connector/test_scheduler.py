@@ -12,9 +12,9 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
-from hsx_dist.connector.options import MAX_METADATA_DEPTH
+from hsx_dist.connector.connector_config import ConnectorConfig, read_connector_config
+from hsx_dist.connector.request_params import MAX_METADATA_DEPTH
 from hsx_dist.connector.scheduler import MAX_TEXT, SchedulerHalf
-from hsx_dist.connector.settings import ConnectorSettings, read_settings
 from hsx_dist.errors import ConfigError
 
 BLOCK = 16
@@ -22,7 +22,7 @@ BLOCK = 16
 
 def half(tp=1, output="s3://bucket/run", **settings) -> SchedulerHalf:
     return SchedulerHalf(
-        ConnectorSettings(output=output, **settings),
+        ConnectorConfig(output=output, **settings),
         block_size=BLOCK,
         tensor_parallel_size=tp,
         layer_ids=(2, 15),
@@ -162,12 +162,12 @@ def test_a_clients_request_id_cannot_leave_the_prefix():
 def test_settings_that_could_deadlock_are_refused():
     sizes = {"output": "x", "segment_bytes": 100, "in_flight_bytes": 199}
     with pytest.raises(ConfigError, match="two segments"):
-        read_settings({"hsx": {**sizes, "via": "process", "layout": "part"}})
-    read_settings({"hsx": sizes})  # a bare connector has no segments
+        read_connector_config({"hsx": {**sizes, "via": "process", "layout": "part"}})
+    read_connector_config({"hsx": sizes})  # a bare connector has no segments
     with pytest.raises(ConfigError, match=r"hsx\.layout"):
-        read_settings({"hsx": {"output": "x", "layout": "part"}})
+        read_connector_config({"hsx": {"output": "x", "layout": "part"}})
     with pytest.raises(ConfigError, match="nonsense"):
-        read_settings({"hsx": {"output": "x", "nonsense": 1}})
+        read_connector_config({"hsx": {"output": "x", "nonsense": 1}})
 
 
 def test_what_a_request_asks_for_is_all_that_is_saved():
@@ -404,7 +404,7 @@ def test_the_engine_steps_on_until_the_workers_have_been_told():
 
 
 def test_vllms_own_keys_are_understood():
-    settings = read_settings(
+    settings = read_connector_config(
         {
             "shared_storage_path": "/data/x",
             "allow_custom_save_path": True,

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import hsx_dist.connector.worker as worker_module
+from hsx_dist.connector.copy_stream import Cuda, DeviceCopyStream
 from hsx_dist.connector.outlet import PageRef
 from hsx_dist.connector.ring import Ring
-from hsx_dist.connector.side import Cuda, StreamSide
 from hsx_dist.connector.step import Expect, Save, Skip, Step
 from hsx_dist.connector.worker import IDLE_WAIT_S, CopyPlan, WorkerHalf, pin, unpin
 from hsx_dist.errors import ConfigError
@@ -353,7 +353,7 @@ def test_a_page_that_fails_in_its_copy_costs_its_sample_alone(tmp_path, monkeypa
     if stream:
         recorded = RecordedCuda(monkeypatch)
         recorded.ended = set(range(100))
-        monkeypatch.setattr(worker_module, "side_of", lambda _: StreamSide(Cuda(DEVICE)))
+        monkeypatch.setattr(worker_module, "copy_stream_for", lambda _: DeviceCopyStream(Cuda(DEVICE)))
     outlet = outlet_on(tmp_path, apart=apart)
     _, worker = half(outlet, segment_bytes=1 << 20)
     bad = save(20, key="bad")  # three pages
@@ -383,7 +383,7 @@ def named(s: Save) -> Save:
 
 def test_copies_wait_for_earlier_steps_and_not_for_the_models_run_of_their_own_step(monkeypatch):
     recorded = RecordedCuda(monkeypatch)
-    monkeypatch.setattr(worker_module, "side_of", lambda _: StreamSide(Cuda(DEVICE)))
+    monkeypatch.setattr(worker_module, "copy_stream_for", lambda _: DeviceCopyStream(Cuda(DEVICE)))
     outlet = KeepingOutlet(1 << 20)
     _, worker = half(outlet)
     for meta in (Step(), Step(saves=[save(4)]), Step()):
@@ -400,7 +400,7 @@ def test_copies_wait_for_earlier_steps_and_not_for_the_models_run_of_their_own_s
 
 def test_a_device_that_is_lost_ends_the_step(monkeypatch):
     recorded = RecordedCuda(monkeypatch)
-    monkeypatch.setattr(worker_module, "side_of", lambda _: StreamSide(Cuda(DEVICE)))
+    monkeypatch.setattr(worker_module, "copy_stream_for", lambda _: DeviceCopyStream(Cuda(DEVICE)))
     _, worker = half(KeepingOutlet(1 << 20))
     worker.step(Step(saves=[save(4)]))
     recorded.lost = True

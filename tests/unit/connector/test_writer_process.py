@@ -21,10 +21,10 @@ import pytest
 
 import hsx_dist
 from hsx_dist.connector import process_sender, writer_process
+from hsx_dist.connector.connector_config import read_connector_config
+from hsx_dist.connector.object_writer import StoreOutlet, ThreadWriters, store_outlet
 from hsx_dist.connector.outlet import PageRef
 from hsx_dist.connector.process_sender import ProcessSender
-from hsx_dist.connector.settings import read_settings
-from hsx_dist.connector.standalone import StoreOutlet, ThreadWriters, store_outlet
 from hsx_dist.connector.step import Expect
 from hsx_dist.connector.writer_process import WriterProcessSpec
 from hsx_dist.errors import ConfigError, EngineError, SampleFailed
@@ -435,7 +435,7 @@ class _Config:
     [({}, ProcessSender), ({"writers": "threads"}, ThreadWriters), ({"output": "memory://hsx-apart"}, ThreadWriters)],
 )
 def test_which_writers_a_bare_connector_has(tmp_path, given, expected):
-    settings = read_settings({"hsx": {"output": str(tmp_path), "in_flight_bytes": 1 << 20, **given}})
+    settings = read_connector_config({"hsx": {"output": str(tmp_path), "in_flight_bytes": 1 << 20, **given}})
     outlet = store_outlet(settings, _Config)
     try:
         assert type(outlet._writers) is expected

@@ -13,8 +13,8 @@ import torch
 
 from hsx_dist.connector import outlet as outlet_module
 from hsx_dist.connector import worker as worker_module
+from hsx_dist.connector.copy_stream import HostCopyStream
 from hsx_dist.connector.ring import Ring
-from hsx_dist.connector.side import HostSide
 from tests.unit.device import simulated
 from tests.unit.device.request_runs import Request, Run, WrongNumbers, requests
 from tests.unit.device.simulated import Device, Latest, ModelFirst, Random, Schedule, SideFirst, simulated_cuda
@@ -61,7 +61,7 @@ def prepared(schedule: Schedule, seed: int, **options: Any) -> Iterator[tuple[Ru
 def test_no_order_of_the_device_gives_wrong_numbers(schedule, order, ring_pages):
     for seed in SEEDS if schedule == "random" else SEEDS[:1]:
         with prepared(schedules(seed)[schedule], seed, order=order, ring_pages=ring_pages) as (run, device):
-            assert not isinstance(run.worker._side, HostSide)
+            assert not isinstance(run.worker._copy_stream, HostCopyStream)
             run.run()
             assert run.host_waits == 0
             # Each thread that touches the device has made it its own: else it makes a context on device 0.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hsx_dist.connector.side import HostSide
+from hsx_dist.connector.copy_stream import HostCopyStream
 from tests.unit.connector import test_worker
 from tests.unit.device.simulated import Latest, SideFirst, simulated_cuda
 
@@ -39,7 +39,7 @@ def device(request, monkeypatch):
         monkeypatch.setattr(test_worker, "WorkerHalf", on_device)
         yield
         assert made
-        assert not any(isinstance(worker._side, HostSide) for worker in made)
+        assert not any(isinstance(worker._copy_stream, HostCopyStream) for worker in made)
         assert simulated.stalls == []
         for worker in made:
             worker.close()

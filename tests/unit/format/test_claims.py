@@ -39,7 +39,7 @@ from hsx_dist.format.runs import (
 )
 from hsx_dist.format.segments import exact_sum
 from hsx_dist.reading import load_hidden_states
-from hsx_dist.reading.retain import Retention, used_by_all
+from hsx_dist.reading.retention import Retention, used_by_all
 from hsx_dist.store.local import LocalStore
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore

@@ -15,7 +15,7 @@ from hsx_dist.format.names import CHECK
 from hsx_dist.format.place import open_place
 from hsx_dist.jobs import check
 from hsx_dist.observe.console import Console
-from hsx_dist.reading.retain import Retention
+from hsx_dist.reading.retention import Retention
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
 from tests.harness.runs import store_run

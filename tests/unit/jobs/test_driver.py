@@ -10,11 +10,7 @@ import pytest
 from rich.console import Console
 
 from hsx_dist.errors import EngineError, Fenced, StoreError
-from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SegmentProof
-from hsx_dist.format.names import part_name
-from hsx_dist.format.runs import load_manifest, take_attempt
-from hsx_dist.jobs.driver import Driver
-from hsx_dist.jobs.fleet import (
+from hsx_dist.fleet.base import (
     Draining,
     NodeGone,
     ReplicaDied,
@@ -23,10 +19,14 @@ from hsx_dist.jobs.fleet import (
     ReplicaUnreached,
     TaskDone,
 )
+from hsx_dist.fleet.tasks import TaskResult
+from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SegmentProof
+from hsx_dist.format.names import part_name
+from hsx_dist.format.runs import load_manifest, take_attempt
+from hsx_dist.inputs.rows import Row
+from hsx_dist.jobs.driver import Driver
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.jobs.limits import Limits
-from hsx_dist.jobs.rows import Row
-from hsx_dist.jobs.tasks import TaskResult
 from hsx_dist.observe.progress import Progress
 from hsx_dist.page import Segment
 from hsx_dist.store.local import LocalStore

@@ -9,9 +9,9 @@ import pytest
 
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import RunMismatch
+from hsx_dist.fleet.replica import row_seed
+from hsx_dist.inputs.rows import rows_from
 from hsx_dist.jobs.input_identity import FIRST_ROWS, check_same_input, differences, first_rows, run_seed
-from hsx_dist.jobs.replica import row_seed
-from hsx_dist.jobs.rows import rows_from
 
 PROMPTS = [{"id": f"r{i}", "text": f"text {i}"} for i in range(40)]
 

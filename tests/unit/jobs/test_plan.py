@@ -11,9 +11,9 @@ import pytest
 
 from hsx_dist.cli import main
 from hsx_dist.config import ExtractConfig, load_config
+from hsx_dist.inputs.rows import rows_from
 from hsx_dist.jobs.cache_share import cache_share
 from hsx_dist.jobs.plan import RATIOS, RunPlan, make_plan
-from hsx_dist.jobs.rows import rows_from
 
 
 def config(model: Path, **settings: Any) -> ExtractConfig:

@@ -19,14 +19,14 @@ from hsx_dist.format.manifest import RowFate
 from hsx_dist.format.place import Place, bury, find_place, open_place, start_run
 from hsx_dist.format.receipt_log import ReceiptLog
 from hsx_dist.format.runs import is_complete, load_manifest, read_heartbeat, refuse_version_1, write_complete
+from hsx_dist.inputs.rows import rows_from
 from hsx_dist.jobs import extract as extract_module
 from hsx_dist.jobs.extract import account_for, open_or_start_run, require_not_removed, take_over
-from hsx_dist.jobs.rows import rows_from
 from hsx_dist.observe.console import Console
-from hsx_dist.reading import open_run, retain, verify_run
+from hsx_dist.reading import open_run, retention, verify_run
 from hsx_dist.reading.garbage import remove_run
 from hsx_dist.reading.missing import mark_of, missing_parts
-from hsx_dist.reading.retain import Retention
+from hsx_dist.reading.retention import Retention
 from hsx_dist.reading.status import run_status
 from hsx_dist.store.local import LocalStore
 from hsx_dist.testing.samples import random_sample
@@ -125,7 +125,7 @@ def test_a_part_of_which_one_consumer_told_and_that_is_gone_is_lost(tmp_path: Pa
 def marks_of_an_earlier_version(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on parts are marked, and taken as used up, as versions before this one did."""
     earlier = partial(mark_of, every_copy=False)
-    monkeypatch.setattr(retain, "mark_of", lambda part, **_: earlier(part))
+    monkeypatch.setattr(retention, "mark_of", lambda part, **_: earlier(part))
     monkeypatch.setattr(Retention, "_used_up", lambda _, part: part.endswith("-v-000001.safetensors"))
 
 

@@ -19,7 +19,7 @@ from hsx_dist.observe.report.plots import Canvas
 from hsx_dist.observe.report.states import MOST_LAYERS, gather_states, spread
 from hsx_dist.reading import Run
 from hsx_dist.reading.missing import stored_parts
-from hsx_dist.reading.retain import Retention
+from hsx_dist.reading.retention import Retention
 from hsx_dist.store import Store, open_store
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore

@@ -18,14 +18,14 @@ from hsx_dist.format.container import EncodedSegment, SegmentEncoder, build_part
 from hsx_dist.format.manifest import Manifest, RowFate
 from hsx_dist.format.place import Place, find_place, start_run
 from hsx_dist.format.runs import all_receipts, load_manifest, take_attempt, write_complete
+from hsx_dist.inputs.rows import Row, rows_from
 from hsx_dist.jobs.extract import account_for, complete, open_or_start_run, remaining
 from hsx_dist.jobs.ledger import RowLedger
-from hsx_dist.jobs.rows import Row, rows_from
 from hsx_dist.observe.console import Console
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.reading import garbage
 from hsx_dist.reading.missing import removed_parts
-from hsx_dist.reading.retain import Retention
+from hsx_dist.reading.retention import Retention
 from hsx_dist.reading.run import Run
 from hsx_dist.store import Store
 from hsx_dist.testing.samples import RandomSample, random_sample

@@ -11,7 +11,7 @@ import pytest
 
 from hsx_dist.format import place, receipt_log, runs
 from hsx_dist.jobs import extract, ledger
-from hsx_dist.reading import garbage, missing, retain
+from hsx_dist.reading import garbage, missing, retention
 from tests.unit.protocol import explorer
 from tests.unit.protocol.explorer import Violation, explore
 from tests.unit.protocol.scenarios import SCENARIOS
@@ -152,12 +152,12 @@ def a_lost_part_is_not_declared(m: pytest.MonkeyPatch) -> None:
 
 
 def a_consumer_believes_an_old_completion(m: pytest.MonkeyPatch) -> None:
-    m.setattr(retain, "is_complete", lambda store: runs.read_complete(store) is not None)
+    m.setattr(retention, "is_complete", lambda store: runs.read_complete(store) is not None)
 
 
 def a_consumer_does_not_look_again_at_the_end(m: pytest.MonkeyPatch) -> None:
-    real = retain.Retention._refresh
-    m.setattr(retain.Retention, "_refresh", lambda self: None if self._manifest.receipts else real(self))
+    real = retention.Retention._refresh
+    m.setattr(retention.Retention, "_refresh", lambda self: None if self._manifest.receipts else real(self))
 
 
 def a_consumer_looks_at_the_copies_that_count_alone(m: pytest.MonkeyPatch) -> None:
@@ -165,11 +165,11 @@ def a_consumer_looks_at_the_copies_that_count_alone(m: pytest.MonkeyPatch) -> No
         records = [self._manifest.samples[proof.segment.key] for proof in self._manifest.parts[part].segments]
         return all(r.key in self._used or part not in dict(r.segments) for r in records)
 
-    m.setattr(retain.Retention, "_used_up", used_up)
+    m.setattr(retention.Retention, "_used_up", used_up)
 
 
 def a_consumer_marks_after_it_deletes(m: pytest.MonkeyPatch) -> None:
-    real = retain.removal_mark
+    real = retention.removal_mark
 
     def mark(self: Any, part: str) -> None:
         if self._used_up(part):
@@ -177,7 +177,7 @@ def a_consumer_marks_after_it_deletes(m: pytest.MonkeyPatch) -> None:
             self._store.delete(part)
             self._store.put(real(part), [b"{}"])
 
-    m.setattr(retain.Retention, "_mark", mark)
+    m.setattr(retention.Retention, "_mark", mark)
 
 
 MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], str] = {

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hsx_dist.cli import main
-from hsx_dist.connector.locks import CompanionLocks
+from hsx_dist.connector.locks import ObjectLocks
 from hsx_dist.errors import ConfigError, StoreError
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.page import Page, Segment
@@ -305,7 +305,7 @@ def test_what_a_server_or_a_reader_holds_stays_with_its_lock(tmp_path):
     store = open_store(str(tmp_path))
     put(store, "old", {"expires": 1000})
     lock = tmp_path / "old.safetensors.lock"
-    locks = CompanionLocks(tmp_path)
+    locks = ObjectLocks(tmp_path)
     locks.hold("old.safetensors", "r")
     assert not remove(store, "old.safetensors")
     locks.release("r", stored=True)

@@ -32,7 +32,7 @@ from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.page import Segment
 from hsx_dist.reading.follow import Follower
 from hsx_dist.reading.garbage import remove_run
-from hsx_dist.reading.retain import Retention, rank_of
+from hsx_dist.reading.retention import Retention, rank_of
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import open_store

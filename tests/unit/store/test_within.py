@@ -12,7 +12,7 @@ import pytest
 from hsx_dist.errors import ConfigError, HsxError, NotFound, StoreError
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.page import Page, Segment
-from hsx_dist.reading import companion_lock
+from hsx_dist.reading import object_lock
 from hsx_dist.reading.load import load_object
 from hsx_dist.store import folders, local, open_store, within
 from hsx_dist.store.within import open_within
@@ -206,7 +206,7 @@ def test_no_moment_of_a_swap_leads_out(tmp_path: Path, swap: str) -> None:
         system, flock = _System(step, _swaps(prefix, outside)[swap]), _Flock()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fcntl, "flock", flock)
-            for module in (folders, local, within, companion_lock):
+            for module in (folders, local, within, object_lock):
                 patch.setattr(module, "os", system)
             try:
                 found = load_object(store, name, framework="numpy")["hidden_states"].view(np.uint32).max()

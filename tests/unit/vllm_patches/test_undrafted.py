@@ -9,7 +9,7 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
-from hsx_dist.vllm_patches.undrafted import never_draft
+from hsx_dist.vllm_patches.no_drafts import never_draft
 from tests.unit.vllm_patches.engine_config import engine_config
 
 

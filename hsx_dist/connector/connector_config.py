@@ -1,0 +1,142 @@
+"""What the connector reads from ``kv_connector_extra_config``."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+
+from hsx_dist.config.secrets import check_no_credentials
+from hsx_dist.errors import ConfigError
+from hsx_dist.logger import get_logger
+
+log = get_logger(__name__)
+
+#: The keys of vLLM's own connector → ours.
+VLLM_KEYS = {
+    "shared_storage_path": "output",
+    "allow_custom_save_path": "allow_custom_save_path",
+    "num_writer_threads": "writer_threads",
+    "use_synchronization_lock": "use_synchronization_lock",
+}
+
+
+class ConnectorConfig(BaseModel):
+    """The ``hsx`` table of ``kv_connector_extra_config``; vLLM's own keys stand beside it (``VLLM_KEYS``).
+
+    ``via`` says where pages go: ``process`` to a sender registered in this process (``outlet.register``), ``socket`` to
+    the process that listens at ``address`` and knows ``authkey``, ``store`` to writers of the worker's own that store
+    under ``output`` (one sample an object, no run: what a bare connector does).
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    via: Literal["process", "socket", "store"] = "store"
+    address: str | None = None
+    #: Hexadecimal. A ``SecretStr``: vLLM logs its configuration.
+    authkey: SecretStr | None = None
+    output: str = Field(min_length=1)
+    storage_options: dict[str, Any] = Field(default_factory=dict, description="fsspec's, for ``output``")
+    layout: Literal["part", "sample"] = "sample"
+    codec: str | dict[str, Any] = "none"
+    segment_bytes: int = Field(64 << 20, gt=0)
+    page_bytes: int = Field(8 << 20, gt=0)
+    in_flight_bytes: int = Field(256 << 20, gt=0)
+    writer_threads: int = Field(2, ge=1, le=256)
+    writers: Literal["process", "threads"] = Field(
+        "process",
+        description="where a bare connector encodes and stores: in a process of its own, which does not share the "
+        "engine's interpreter lock, or on threads of the worker's (stores and codecs that only it knows)",
+    )
+    include_output_tokens: bool = False
+    aborted_outputs: Literal["store", "drop"] = Field(
+        "store",
+        description="what becomes of a request with include_output_tokens that was aborted (or ended by a stop "
+        "string): what was computed of it is stored and labelled, or nothing",
+    )
+    on_bad_rows: Literal["flag", "fail"] = Field(
+        "flag", description="a sample with non-finite rows or an all-zero layer: stored and labelled, or not stored"
+    )
+    allow_custom_save_path: bool = Field(False, description="a client may choose a name under ``output``")
+    use_synchronization_lock: bool = Field(
+        True, description="on a local disk, PATH.lock is held until the object is there, as vLLM's connector does"
+    )
+    cache_writes: Literal["vllm", "direct"] = Field(
+        "vllm",
+        description="how states get into the cache: by vLLM's own three copies, or by one (V1 runner, no data "
+        "parallelism; elsewhere vLLM's)",
+    )
+    owners: int | None = Field(
+        None,
+        ge=1,
+        description="at most so many ranks, from 0, copy and ship; null: all that can (``one_node``)",
+    )
+    replica: str | None = Field(None, description="the job's replica whose engine this is, for its ranks' log lines")
+    ttl_seconds: float | None = Field(None, gt=0, description="objects may be removed by hsx gc after so long")
+    drain_seconds: float = Field(4.0, ge=0, description="how long shutdown waits for what was copied to be stored")
+
+    @property
+    def local(self) -> bool:
+        """Whether samples are stored in a folder of this machine."""
+        return "://" not in self.output or self.output.startswith(("file://", "local://"))
+
+    # The other parts of ``in_flight_bytes``: half for the ring, ``sample_bytes`` in each of the two processes, and a
+    # tenth for the store's client.
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Limit of the bytes that a bare connector's writers hold encoded; one larger sample is stored alone."""
+        return self.in_flight_bytes * 3 // 10
+
+    @property
+    def sample_bytes(self) -> int:
+        """Limit of what samples occupy besides their states: metadata, token ids, attached arrays, objects."""
+        return self.in_flight_bytes // 20
+
+    @property
+    def one_node(self) -> bool:
+        """Whether only ranks on one node can store: the others have another disk, or cannot reach ``address``."""
+        return self.via != "store" or self.local
+
+    @property
+    def one_object(self) -> bool:
+        """Every sample is an object of its own, whose name the answer can tell."""
+        return self.layout == "sample" and self.via == "store"
+
+
+def read_connector_config(extra: Mapping[str, Any]) -> ConnectorConfig:
+    """Settings from ``kv_connector_extra_config``.
+
+    Raises:
+        ConfigError: an unknown key, a wrong value, parts without a run, or a ring that could not hold two segments.
+    """
+    table = dict(extra.get("hsx") or {})
+    for theirs, ours in VLLM_KEYS.items():
+        if extra.get(theirs) is not None:
+            table.setdefault(ours, extra[theirs])
+    for name in extra:
+        if name != "hsx" and name not in VLLM_KEYS:
+            log.warning("kv_connector_extra_config[%r] is not ours and is ignored; ours stand under 'hsx'", name)
+    table.setdefault("output", tempfile.gettempdir())  # where vLLM's own connector stores by default
+    try:
+        settings = ConnectorConfig.model_validate(table)
+    except ValidationError as e:
+        lines = [
+            f"{'.'.join(map(str, d['loc']))}: {d['msg']}" for d in e.errors(include_input=False, include_url=False)
+        ]
+        raise ConfigError("kv_connector_extra_config: " + "; ".join(lines)) from None
+    check_no_credentials(settings.output)  # answers to clients name it
+    if settings.via == "store" and settings.layout == "part":
+        raise ConfigError(
+            "hsx.layout: expected 'sample' where the connector stores by itself (parts need a run, whose driver proves "
+            "them), came 'part'; leave it out, or run a job"
+        )
+    # Where every sample is an object of its own there are no segments.
+    if settings.layout == "part" and settings.in_flight_bytes < 2 * settings.segment_bytes:
+        raise ConfigError(
+            f"in_flight_bytes must hold two segments: expected at least {2 * settings.segment_bytes}, came "
+            f"{settings.in_flight_bytes}; raise in_flight_bytes or lower segment_bytes"
+        )
+    return settings

@@ -1,0 +1,240 @@
+"""Copies that run concurrently with the engine's steps: on a stream of the device, or on a thread for a host cache."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from typing import Protocol
+
+import torch
+
+from hsx_dist.connector.affinity import any_core
+from hsx_dist.errors import ConfigError
+from hsx_dist.writers.daemon import DaemonPool
+
+
+class Event(Protocol):
+    """A point in a stream's work, or a copy that was started."""
+
+    def query(self) -> bool:
+        """Return whether all work up to this point has ended. A copy that failed has ended."""
+
+    def synchronize(self) -> None:
+        """Block until all work up to this point has ended. An event of a copy raises the copy's error."""
+
+
+class Stream(Protocol):
+    """Work that a device runs in order, concurrently with other streams."""
+
+    def launch(self, work: Callable[[], None]) -> None:
+        """Queue the device work of ``work``. Raises what ``work`` raises while it queues."""
+
+    def record(self) -> Event:
+        """Return an event after all work queued so far."""
+
+    def wait_event(self, event: Event) -> None:
+        """Run work that is queued later only after ``event``. Returns at once."""
+
+
+class Device(Protocol):
+    """The calls to a device's runtime that ``DeviceCopyStream`` makes; ``Cuda`` in production."""
+
+    def attach(self) -> None:
+        """Make this the calling thread's device."""
+
+    def current_stream(self) -> Stream:
+        """Return the stream on which the calling thread runs the model."""
+
+    def new_stream(self) -> Stream:
+        """Return a stream that runs concurrently with all others."""
+
+
+class CopyStream(Protocol):
+    """Runs copies one after another, in the order in which they are started."""
+
+    def follow(self) -> None:
+        """Make copies that start later wait for the model's work that is queued now, and for no later work."""
+
+    def start(self, copies: Sequence[Callable[[], None]]) -> list[Event]:
+        """Start the copies. An error of a copy reaches ``synchronize`` of its own event, and nothing else."""
+
+    def wait(self, seconds: float) -> None:
+        """Block until the started copies end, at most ``seconds``; for an engine without other work."""
+
+    def close(self) -> None:
+        """Block until the started copies end. No copy may be started later."""
+
+
+def copy_stream_for(cache: torch.Tensor) -> CopyStream:
+    """The copy stream for copies out of ``cache``.
+
+    Raises:
+        ConfigError: there are no copies out of memory of this device.
+    """
+    if cache.device.type == "cuda":  # ROCm's too
+        return DeviceCopyStream(Cuda(cache.device))
+    if cache.device.type == "cpu":
+        return HostCopyStream()
+    raise ConfigError(
+        f"expected a hidden-state cache on a CUDA, ROCm or CPU device, got {cache.device}. Use an engine on one "
+        "of these"
+    )
+
+
+class Cuda:
+    """``torch.cuda`` as a ``Device``."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def attach(self) -> None:
+        torch.cuda.set_device(self._device)
+
+    def current_stream(self) -> CudaStream:
+        return CudaStream(torch.cuda.current_stream(self._device))
+
+    def new_stream(self) -> CudaStream:
+        return CudaStream(torch.cuda.Stream(self._device))
+
+
+class CudaStream:
+    def __init__(self, stream: torch.cuda.Stream):
+        self._stream = stream
+
+    def launch(self, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(self._stream):
+            work()
+
+    def record(self) -> torch.cuda.Event:
+        # Blocking: the thread that waits for the event sleeps instead of spinning.
+        event = torch.cuda.Event(blocking=True)
+        event.record(self._stream)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        self._stream.wait_event(event)
+
+
+class DeviceCopyStream:
+    """Copies on a stream of their own."""
+
+    def __init__(self, device: Device):
+        self._device = device
+        self._stream = device.new_stream()
+        self._last: _Copied | None = None
+
+    def follow(self) -> None:
+        self._stream.wait_event(self._device.current_stream().record())
+
+    def start(self, copies: Sequence[Callable[[], None]]) -> list[Event]:
+        events: list[Event] = []
+        for copy in copies:
+            error = None
+            try:
+                self._stream.launch(copy)
+            except Exception as e:  # noqa: BLE001 - one copy's own: memory that is short, indices that do not fit
+                error = e
+            # Recorded also after an error: a part of the copy may be queued, and until it ends it uses the cache's
+            # blocks and the ring's bytes. A device that is lost raises here; then the engine's step must fail.
+            self._last = _Copied(self._device, self._stream.record(), error)
+            events.append(self._last)
+        return events
+
+    def wait(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while self._last is not None and not self._last.query() and time.monotonic() < end:
+            time.sleep(1e-4)
+
+    def close(self) -> None:
+        self._device.attach()
+        self._stream.record().synchronize()
+
+
+class _Copied:
+    """The event after a copy, with the error that kept parts of the copy from the stream."""
+
+    def __init__(self, device: Device, event: Event, error: Exception | None):
+        self._device = device
+        self._event = event
+        self._error = error
+
+    def query(self) -> bool:
+        return self._event.query()
+
+    def synchronize(self) -> None:
+        # Any thread may wait. On a thread without a device CUDA would make a context on GPU 0, for each rank.
+        self._device.attach()
+        self._event.synchronize()
+        if self._error is not None:
+            raise self._error
+
+
+class HostCopyStream:
+    """Copies on a thread, on any core that the process was given. The thread sees the model's writes at once.
+
+    The thread copies alone. torch would share each copy among a team of threads of this thread's own, in addition to
+    the engine's team; and once a process has more such threads than cores, GNU's OpenMP lets those of every team sleep
+    at each barrier, and an engine's many small operations have many barriers.
+    """
+
+    def __init__(self) -> None:
+        with any_core():
+            self._thread = DaemonPool(1, "hsx-copy")
+        _share_nothing(self._thread)
+        self._last: Future[None] | None = None
+
+    def follow(self) -> None:
+        pass
+
+    def start(self, copies: Sequence[Callable[[], None]]) -> list[Event]:
+        started: list[tuple[Callable[[], None], Future[None]]] = [(copy, Future()) for copy in copies]
+        if started:
+            self._last = started[-1][1]
+        # At one go: a thread that is woken for each would take the interpreter's lock from a step that is not done.
+        self._thread.submit(_run, started)
+        return [_HostEvent(future) for _, future in started]
+
+    def wait(self, seconds: float) -> None:
+        if self._last is not None:
+            wait([self._last], seconds)
+
+    def close(self) -> None:
+        self._thread.close()
+
+
+def _share_nothing(pool: DaemonPool) -> None:
+    """One thread for torch in ``pool``'s only thread, and in no other."""
+    others = torch.get_num_threads()
+    # A thread takes the number that was set last, by any thread, when it first asks for it: hence asked for here,
+    # before, and set back there, after. Not by torch.set_num_threads, which vLLM's CPU worker makes a no-op for
+    # the whole process once its own threads have their cores.
+    pool.submit(torch.get_num_threads).result()
+    pool.submit(torch._C.set_num_threads, 1).result()
+    setter = threading.Thread(target=torch._C.set_num_threads, args=(others,))
+    setter.start()
+    setter.join()
+
+
+def _run(started: list[tuple[Callable[[], None], Future[None]]]) -> None:
+    with torch.inference_mode():  # as the engine's thread is: each thread has its own mode
+        for copy, future in started:
+            try:
+                copy()
+            except BaseException as e:  # noqa: BLE001 - ``synchronize`` of its event raises it
+                future.set_exception(e)
+            else:
+                future.set_result(None)
+
+
+class _HostEvent:
+    def __init__(self, future: Future[None]):
+        self._future = future
+
+    def query(self) -> bool:
+        return self._future.done()
+
+    def synchronize(self) -> None:
+        self._future.result()

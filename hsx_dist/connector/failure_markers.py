@@ -1,0 +1,382 @@
+"""Markers next to the objects of a bare connector, stored by threads of their own: steps only say what to store.
+
+One thread at a time works on a name. Of a name's failure marker the latest call decides; a conflict marker stays. The
+rule between objects and markers is in ``format.markers``. What waits for the store is bounded for each name, however
+many requests name it, and in total; no call waits for the store.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from hsx_dist.connector.locks import ObjectLocks
+from hsx_dist.errors import FormatError, HsxError, NotFound
+from hsx_dist.format.container import Part
+from hsx_dist.format.identity import is_of_another
+from hsx_dist.format.json_objects import MAX_JSON_BYTES, get_small
+from hsx_dist.format.markers import conflict_name, is_conflict, is_of_a_key, marker_name
+from hsx_dist.logger import get_logger
+from hsx_dist.page import object_name
+from hsx_dist.store import Store
+from hsx_dist.text import bounded
+from hsx_dist.writers.daemon import DaemonPool
+
+log = get_logger(__name__)
+
+#: For failures and conflicts, and as many for stored samples: requests that fail, which cost a client little, delay no
+#: stored sample.
+_THREADS = 4
+#: How many bytes wait for a store that is slow, at most; what comes on top is not told, but logged. Markers of requests
+#: that just failed, which cost a client nothing, take three quarters of it.
+_MOST_BYTES = 64 << 20
+#: Characters of a key that a marker shows. The name of a longer key has its digest.
+_KEY_SHOWN = 128
+#: Bytes of a name that waits, without its markers.
+_NAME_BYTES = 1 << 10
+#: Seconds between two looks at the markers that the store refused. Each is stored again at the next look, and then
+#: after pauses that double, so many times.
+_AGAIN_S = 5.0
+_DOUBLED = 4
+#: How many names whose marker the store refused are tried again, and keep their lock, an open file.
+_MOST_KEPT = 256
+#: Names marked by this process that are remembered: a later request of one takes its marker away at once.
+_REMEMBERED = 65536
+#: Hashes of failed requests that are kept of a name: of two, one is not the request of the object that is there.
+ENOUGH_FAILED = 2
+
+
+@dataclass(slots=True)
+class _Act:
+    """What is to be done for one name, of any number of requests.
+
+    ``markers``: name → the marker to store, None to remove it; at most the failure and the conflict marker.
+    ``failed``: hash → key of requests of which nothing is stored. ``looks``: all requests are stored.
+    """
+
+    markers: dict[str, bytes | None]
+    failed: dict[str, str]
+    looks: bool
+
+    def and_then(self, later: _Act) -> _Act:
+        failed = islice((self.failed | later.failed).items(), ENOUGH_FAILED)
+        return _Act(self.markers | later.markers, dict(failed), self.looks and later.looks)
+
+    @property
+    def only_removes(self) -> bool:
+        """Whether all that it may leave behind is a failure marker that is out of date."""
+        return not self.failed and not any(self.markers.values())
+
+    @property
+    def nbytes(self) -> int:
+        keys = 4 * sum(map(len, self.failed.values()))
+        return _NAME_BYTES + keys + sum(len(body) for body in self.markers.values() if body)
+
+
+@dataclass(slots=True)
+class _PendingName:
+    """A name of which something is to be told.
+
+    ``act``: what no thread has begun. ``ticket``: what the thread that begins next must have; None while one works, or
+    while the name is kept. ``ahead``: a thread for stored samples may begin. ``holder``: the request that holds the
+    lock for all that wait for this name; ``stored``: one of them is stored. ``after``: called when the first act is
+    done. ``told``: nothing is left to tell.
+    """
+
+    act: _Act | None = None
+    ticket: object = None
+    ahead: bool = False
+    holder: str = ""
+    stored: bool = False
+    after: Callable[[], None] | None = None
+    refused: int = 0  # how often, by the store
+    due: float = 0.0  # when it is tried again
+    told: bool = False
+
+
+class Markers:
+    """What was told of names under ``store``. Thread-safe; no call waits for the store.
+
+    ``holder`` is a request that has ended. Its lock stays until what is said with it is stored. A marker that the store
+    refuses is stored again later: see ``_MOST_KEPT``.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        ttl: float | None = None,
+        about: Mapping[str, Any] | None = None,
+        locks: ObjectLocks | None = None,
+    ):
+        """``about``: what this server's objects say of the model."""
+        self._store = store
+        self._ttl = ttl
+        self._about = about or {}
+        self._locks = locks
+        self._lock = threading.Lock()
+        self._names: dict[str, _PendingName] = {}
+        self._bytes = 0  # of all acts that no thread has begun
+        self._kept: dict[str, _PendingName] = {}  # what the store refused, and is tried again
+        self._running = 0  # names that a thread works on or will
+        self._marked: OrderedDict[str, None] = OrderedDict()
+        self._trying = False
+        self._closed = False
+        self._failures = DaemonPool(_THREADS, "hsx-mark")
+        self._looks = DaemonPool(_THREADS, "hsx-look")
+
+    def fail(self, key: str, name: str, reason: str, *, requests: Iterable[str] = (), holder: str = "") -> None:
+        """Store the failure marker of ``name``, or its conflict marker where there is an object of another request than
+        ``requests`` (hashes)."""
+        with self._lock:
+            self._marked[object_name(name)] = None  # a path may be long
+            if len(self._marked) > _REMEMBERED:
+                self._marked.popitem(last=False)
+        more = {"until_stored": True} if is_of_a_key(name) else {}
+        self._put(name, {marker_name(name): self._body(key, reason, **more)}, _failed(key, name, requests), holder)
+
+    def conflict(self, key: str, name: str, reason: str, *, holder: str = "") -> None:
+        """Store the conflict marker of ``name``."""
+        self._put(name, {conflict_name(name): self._body(key, reason, conflict=True)}, {}, holder)
+
+    def clear(self, name: str) -> None:
+        """Remove the failure marker of ``name``: it is about an earlier request."""
+        self._unmark(name)
+        self._put(name, {marker_name(name): None}, {}, "")
+
+    def stored(
+        self,
+        key: str,
+        name: str,
+        *,
+        requests: Iterable[str] = (),
+        holder: str = "",
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Remove the failure marker of ``name``, whose object is stored; otherwise as ``fail``.
+
+        ``after`` is called once it is removed, or at once if the name waits already: what it gives back bounds how many
+        names wait.
+        """
+        self._unmark(name)
+        self._put(name, {marker_name(name): None}, _failed(key, name, requests), holder, after)
+
+    def failed(self, name: str) -> bool:
+        """Whether this process has marked the name, as far as it remembers; conflicts do not count."""
+        with self._lock:
+            return object_name(name) in self._marked
+
+    @property
+    def pending(self) -> int:
+        """Names of which something is still to be told, without those whose marker the store refused."""
+        return self._running
+
+    def close(self) -> list[str]:
+        """Take no more; the names of which what was to be told is not told yet."""
+        with self._lock:
+            self._closed = True
+            left = sorted(self._names)
+        self._failures.close(wait=False)
+        self._looks.close(wait=False)
+        return left
+
+    def _unmark(self, name: str) -> None:
+        with self._lock:
+            self._marked.pop(object_name(name), None)
+
+    def _body(self, key: str, reason: str, **more: bool) -> bytes:
+        body: dict[str, Any] = {"key": key[:_KEY_SHOWN], "error": bounded(reason), **more}
+        if self._ttl is not None:
+            body["expires"] = round(time.time() + self._ttl)
+        return json.dumps(body).encode()
+
+    def _put(
+        self,
+        name: str,
+        markers: dict[str, bytes | None],
+        failed: dict[str, str],
+        holder: str,
+        after: Callable[[], None] | None = None,
+    ) -> None:
+        """``after``: see ``stored``; None unless the request is stored."""
+        act = _Act(markers, failed, looks=after is not None)
+        with self._lock:
+            entry = self._names.get(name)
+            # A stored sample is never refused: its marker of an earlier time may hide it. ``after`` bounds them.
+            most = _MOST_BYTES if conflict_name(name) in markers else _MOST_BYTES * 3 // 4
+            refused = self._closed or (entry is None and not act.looks and self._bytes >= most)
+            if not refused:
+                if idle := entry is None:
+                    entry = self._names[name] = _PendingName(after=after)
+                    after = None
+                entry.holder = entry.holder or holder
+                entry.stored |= act.looks
+                self._set(entry, act if entry.act is None else entry.act.and_then(act))
+                if idle or self._kept.pop(name, None) is not None:
+                    self._start(name, entry)
+                elif act.looks and entry.ticket is not None and not entry.ahead:
+                    # It waits behind names of requests that failed: whichever thread comes first begins.
+                    entry.ahead = True
+                    self._looks.submit(self._work, name, entry.ticket)
+        if after is not None:
+            after()
+        if refused or entry is None:
+            if any(markers.values()):
+                log.error("no failure marker is stored for %s: too many wait for the store, or it is the end", name)
+            self._release(holder, stored=act.looks)
+        elif self._locks is not None and holder and holder != entry.holder:
+            self._locks.pass_on(holder, entry.holder)
+            with self._lock:
+                late = entry.told
+            if late:  # a thread has told this too, and gave the lock back without this holder's share
+                self._release(entry.holder, stored=entry.stored)
+
+    def _set(self, entry: _PendingName, act: _Act | None) -> None:
+        self._bytes += (act.nbytes if act else 0) - (entry.act.nbytes if entry.act else 0)
+        entry.act = act
+
+    def _start(self, name: str, entry: _PendingName) -> None:
+        self._running += 1
+        entry.ticket, entry.ahead = object(), entry.act is not None and entry.act.looks
+        (self._looks if entry.ahead else self._failures).submit(self._work, name, entry.ticket)
+
+    def _work(self, name: str, ticket: object) -> None:
+        with self._lock:
+            entry = self._names.get(name)
+            if entry is None or entry.ticket is not ticket:
+                return  # a thread of the other kind came first
+            act, entry.ticket = entry.act, None
+            assert act is not None
+            self._set(entry, None)
+        try:
+            self._do(name, act)
+            done = True
+        except Exception as e:
+            done = False
+            level = logging.DEBUG if entry.refused else logging.ERROR
+            unknown = not isinstance(e, HsxError)
+            log.log(level, "the markers of %s could not be stored or removed: %s", name, e, exc_info=unknown)
+        told = None
+        with self._lock:
+            after, entry.after = entry.after, None
+            again = entry.act is not None
+            # Readers could get an earlier object, or nothing: the lock stays until the store has taken all.
+            if not done and not self._closed:
+                self._set(entry, act if entry.act is None else act.and_then(entry.act))
+                entry.refused += 1
+                if not again:
+                    told = self._keep(name, entry)
+            elif not again:
+                told = self._ended(name)
+            if again:
+                self._start(name, entry)
+        if after is not None:
+            after()
+        if told is not None:
+            self._release(told.holder, stored=told.stored)
+        with self._lock:
+            self._running -= 1
+
+    def _ended(self, name: str) -> _PendingName:
+        entry = self._names.pop(name)
+        self._set(entry, None)
+        entry.told = True
+        return entry
+
+    def _keep(self, name: str, entry: _PendingName) -> _PendingName | None:
+        """Have a name tried again later; the name that this ends, where too many are kept."""
+        entry.due = time.monotonic() + _AGAIN_S * (2 ** min(entry.refused - 1, _DOUBLED) - 1)
+        self._kept[name] = entry
+        if not self._trying:
+            self._trying = True
+            threading.Thread(target=self._try_again, name="hsx-mark-again", daemon=True).start()
+        if len(self._kept) <= _MOST_KEPT:
+            return None
+        worst = max(self._kept, key=self._cheapness)
+        log.error("no failure marker is stored for %s: the store refuses those of too many names", worst)
+        del self._kept[worst]
+        return self._ended(worst)
+
+    def _cheapness(self, name: str) -> tuple[bool, bool, int, float]:
+        """The largest is given up first. A marker of a key that is out of date hides no object. A path may be one that
+        no store takes. A store that refuses for a moment takes a marker the second time; of others the newest goes."""
+        entry, of_a_key = self._kept[name], is_of_a_key(name)
+        only_removes = entry.act is not None and entry.act.only_removes
+        return only_removes and of_a_key, not of_a_key, entry.refused, entry.due
+
+    def _try_again(self) -> None:
+        while True:
+            time.sleep(_AGAIN_S)
+            with self._lock:
+                if self._closed or not self._kept:
+                    self._trying = False
+                    return
+                now = time.monotonic()
+                for name in [name for name, entry in self._kept.items() if entry.due <= now]:
+                    self._start(name, self._kept.pop(name))
+
+    def _do(self, name: str, act: _Act) -> None:
+        conflict, failure = conflict_name(name), marker_name(name)
+        if body := act.markers.get(conflict):
+            self._store.put(conflict, [body])
+        if failure in act.markers and not self._replace(failure, act.markers[failure]):
+            return
+        # After the put: of this look and another server's put of the object, one is the later.
+        if act.failed:
+            try:
+                part = Part.open(self._store, name)
+            except (NotFound, FormatError):
+                return
+            hidden = None
+            for request, key in act.failed.items():
+                other = is_of_another(part, request, self._about)
+                if other:
+                    self._store.put(conflict, [self._body(key, used_before(key), conflict=True)])
+                    break
+                if other is None:
+                    hidden = act.markers.get(failure)
+            self._replace(failure, None if hidden is None else _hiding(hidden))
+
+    def _replace(self, marker: str, body: bytes | None) -> bool:
+        """Store or remove a failure marker. False: an earlier version left a conflict marker there, which stays."""
+        try:
+            there = get_small(self._store, marker, MAX_JSON_BYTES)
+        except NotFound:
+            there = None
+        if there is not None and is_conflict(there):
+            return False
+        if body is not None:
+            self._store.put(marker, [body])
+        elif there is not None:
+            self._store.delete(marker)
+        return True
+
+    def _release(self, holder: str, *, stored: bool) -> None:
+        if self._locks is not None and holder:
+            try:
+                self._locks.release(holder, stored=stored)
+            except Exception:
+                log.exception("after a failure marker was told")
+
+
+def _failed(key: str, name: str, requests: Iterable[str]) -> dict[str, str]:
+    # A path's objects are replaced: that there is another request's is no conflict.
+    return dict.fromkeys(islice(requests, ENOUGH_FAILED), key[:_KEY_SHOWN]) if is_of_a_key(name) else {}
+
+
+def _hiding(marker: bytes) -> bytes:
+    """A failure marker that also counts where there is an object."""
+    body = json.loads(marker)
+    body.pop("until_stored", None)
+    return json.dumps(body).encode()
+
+
+def used_before(key: str) -> str:
+    """Why a key cannot stand for a second sample."""
+    return f"the key {key!r} was used before for another sample; choose another"

@@ -1,0 +1,76 @@
+"""Where a replica's processes lie: on one node while they fit there, on several when they must."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from hsx_dist.config import ReplicaConfig
+from hsx_dist.errors import ConfigError
+from hsx_dist.fleet.tasks import EngineSpec
+
+Resources = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A Ray placement group for one replica: its actor takes the first of ``bundles``.
+
+    One bundle with all the GPUs where vLLM starts the ranks itself, as children of the actor; one bundle a rank, of one
+    GPU each, where Ray starts them (vLLM's Ray executor wants it so, and puts rank 0 beside the actor).
+    """
+
+    bundles: tuple[Resources, ...]
+    strategy: Literal["STRICT_PACK", "PACK"]
+    #: GPUs of the actor itself; with the Ray executor its ranks take them.
+    actor_gpus: float
+
+    @property
+    def total(self) -> Resources:
+        """Resources of all bundles together; nothing that is 0."""
+        names = {name for bundle in self.bundles for name in bundle}
+        sums = {name: sum(bundle.get(name, 0.0) for bundle in self.bundles) for name in sorted(names)}
+        return {name: amount for name, amount in sums.items() if amount}
+
+    @property
+    def spans_nodes(self) -> bool:
+        return self.strategy == "PACK"
+
+
+def place(replica: ReplicaConfig, spec: EngineSpec, nodes: Sequence[Mapping[str, float]]) -> Placement:
+    """The placement of replicas of ``spec`` on nodes with these Ray resources (those of an autoscaler's future nodes
+    cannot be known: what fits nowhere today spans nodes).
+
+    Raises:
+        ConfigError: ranks must span nodes, and there are no GPUs: vLLM's Ray executor does not run on CPUs.
+    """
+    gpus = replica.num_gpus
+    if gpus is None:
+        gpus = float(spec.ranks) if any(node.get("GPU", 0) for node in nodes) else 0.0
+    base = {**replica.resources, "CPU": replica.num_cpus}
+    chosen = spec.engine_kwargs.get("distributed_executor_backend")
+    fits = any(node.get("GPU", 0) + 1e-9 >= gpus for node in nodes)
+    if chosen == "ray" or (gpus > 1 and spec.ranks > 1 and chosen is None and not fits):
+        if not gpus:
+            raise ConfigError(
+                "engine_kwargs.distributed_executor_backend: expected GPUs for 'ray', came a cluster without; vLLM's "
+                "Ray executor does not run on CPUs. Remove it: a replica's ranks then start on one node"
+            )
+        bundles = ({**base, "GPU": 1.0}, *({"GPU": 1.0} for _ in range(spec.ranks - 1)))
+        return Placement(bundles, "STRICT_PACK" if fits else "PACK", actor_gpus=0.0)
+    return Placement(({**base, **({"GPU": gpus} if gpus else {})},), "STRICT_PACK", actor_gpus=gpus)
+
+
+def placed_spec(spec: EngineSpec, placement: Placement) -> EngineSpec:
+    """What the engine is told of its placement: the Ray executor where its ranks lie in bundles of their own, else
+    children of the actor (left alone, vLLM takes Ray's whenever it finds itself in a placement group).
+
+    With Ray's, pages leave by a socket on the actor's node, so that only rank 0 ships, which vLLM puts there.
+    """
+    kwargs: dict[str, Any] = dict(spec.engine_kwargs)
+    if len(placement.bundles) > 1:
+        return replace(spec, engine_kwargs={**kwargs, "distributed_executor_backend": "ray"}, owners=1)
+    if spec.ranks > 1:
+        kwargs.setdefault("distributed_executor_backend", "mp")
+    return replace(spec, engine_kwargs=kwargs)

@@ -1,0 +1,387 @@
+"""One replica: a real vLLM engine, stepped by a thread, fed with tasks, shipping through a sender. No Ray in here."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import SecretStr
+
+from hsx_dist.connector import outlet as outlets
+from hsx_dist.connector.bridge import BridgeServer
+from hsx_dist.connector.outlet import LocalOutlet, Shipped
+from hsx_dist.errors import EngineError, InputError
+from hsx_dist.fleet.tasks import EngineSpec, Task, TaskResult
+from hsx_dist.format.manifest import RowFate
+from hsx_dist.inputs.encode import Encoded, RowEncoder, TooLong, load_tokenizer
+from hsx_dist.inputs.rows import Row
+from hsx_dist.logger import get_logger
+from hsx_dist.observe.metrics import Increments, Meter
+from hsx_dist.writers.base import CALL_BYTES, Sender
+
+log = get_logger(__name__)
+
+#: How long the loop sleeps when a step had nothing to compute (the ring is full, or the last copies are under way).
+IDLE_S = 0.001
+#: Characters of a refusal that are kept.
+_MAX_REASON = 2000
+
+
+@dataclass(slots=True)
+class _Running:
+    task: Task
+    result: TaskResult
+    future: Future[TaskResult]
+    open: set[str]  # keys that are neither shipped nor refused nor skipped
+
+
+class Replica:
+    """Runs tasks on one engine. ``make_sender`` gives a sender for every worker rank.
+
+    The engine lives in this process (one rank), or in child processes (several; with vLLM's Ray executor in actors of
+    its own); either way nothing is reported as shipped before the writers have been handed all of it.
+    """
+
+    def __init__(
+        self, spec: EngineSpec, make_sender: Callable[[], Sender], meter: Meter | None = None, *, name: str = "0"
+    ):
+        """Starts the engine; returns when it can work. ``meter``: counts what the engine and its ring do. ``name``:
+        what its ranks' log lines call the replica.
+
+        Raises:
+            EngineError: vLLM refused to start; the message carries its reason.
+        """
+        self._spec = spec
+        self._name = name
+        self.meter = Meter() if meter is None else meter
+        self._increments = Increments(self.meter)
+        self._senders: list[Sender] = []
+        self._make_sender = make_sender
+        self._inbox: queue.SimpleQueue[_Running | None] = queue.SimpleQueue()
+        self._shipped: queue.SimpleQueue[Shipped] = queue.SimpleQueue()
+        self._wake = threading.Event()
+        self._running: dict[str, _Running] = {}  # by key
+        self._unanswered: dict[int, _Running] = {}  # every task whose future is open, by its number
+        self._lock = threading.Lock()  # between ``submit`` and the end of the loop
+        backend = spec.engine_kwargs.get("distributed_executor_backend", "uni")
+        self._in_process = spec.ranks == 1 and backend == "uni"
+        # vLLM's Ray executor starts its ranks from the actor, whose placement group they share; from a child of it,
+        # they would be another job's.
+        self._core_here = self._in_process or backend == "ray"
+        self._outlet: LocalOutlet | None = None
+        self._bridge: BridgeServer | None = None
+        self._engine: Any = None
+        self._failure: BaseException | None = None
+        self._ready = threading.Event()
+        self._requests = 0
+        # Made here, before the engine pins its thread: whatever an engine's thread starts inherits its cores.
+        self._via, self._address = self._open_outlet()
+        self._thread = threading.Thread(target=self._loop, name="hsx-engine", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+        self._raise_if_not_started()
+
+    def _raise_if_not_started(self) -> None:
+        if self._failure is not None:
+            self._close_outlet()
+            raise EngineError(f"vLLM did not start: {self._failure}") from self._failure
+
+    # -- what the owner calls ------------------------------------------------------------------------------------
+
+    def submit(self, task: Task) -> Future[TaskResult]:
+        """Queue a task behind those that run. The future fails with ``EngineError`` if the engine dies."""
+        running = _Running(task, TaskResult(task.number), Future(), set())
+        with self._lock:
+            if self._failure is None:
+                self._unanswered[task.number] = running
+                self._inbox.put(running)
+            else:
+                running.future.set_exception(self._died())
+        self._wake.set()
+        return running.future
+
+    def flush(self) -> None:
+        """Wait until the writers have taken every page shipped so far."""
+        for sender in list(self._senders):
+            sender.flush()
+
+    def close(self) -> None:
+        """End the engine and the shipping threads. Tasks still running fail."""
+        self._inbox.put(None)
+        self._wake.set()
+        # vLLM's client waits for ever for the answer of processes that were killed: that thread is left to itself.
+        self._thread.join(timeout=None if self._failure is None else 10)
+        self._close_outlet()
+
+    # -- where pages go ------------------------------------------------------------------------------------------
+
+    def _open_outlet(self) -> tuple[str, str]:
+        if self._in_process:
+            self._outlet = LocalOutlet(
+                self._sender(),
+                self._spec.in_flight_bytes,
+                self._on_shipped,
+                meter=self.meter,
+                least_bytes=CALL_BYTES,
+            )
+            address = f"replica-{id(self)}"
+            outlets.register(address, self._outlet)
+            return "process", address
+        self._bridge = BridgeServer(self._sender, self._on_shipped, self._on_processes_ended, self.meter)
+        return "socket", self._bridge.address
+
+    def _close_outlet(self) -> None:
+        if self._outlet is not None:
+            outlets.unregister(self._address)
+            self._outlet.close()
+        if self._bridge is not None:
+            self._bridge.close()
+        for sender in self._senders:
+            sender.close()
+        self._senders.clear()
+
+    def _sender(self) -> Sender:
+        sender = self._make_sender()
+        self._senders.append(sender)
+        return sender
+
+    def _on_shipped(self, shipped: Shipped) -> None:
+        self._shipped.put(shipped)
+        self._wake.set()
+
+    def _on_processes_ended(self) -> None:
+        # Told from the shipping thread: the engine's own may be waiting for an answer of the dead.
+        self._end(EngineError("its processes ended"))
+        self._wake.set()
+
+    # -- the engine's thread -------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        try:
+            with engine_environment(self._core_here):
+                self._start()
+        except BaseException as e:
+            log.info("the engine did not start", exc_info=True)  # whoever made the replica tells it
+            self._failure = e
+            self._ready.set()
+            return
+        self._ready.set()
+        try:
+            while self._take_tasks():
+                before = time.monotonic()
+                self._step()
+                self.meter.add("engine_seconds", time.monotonic() - before)
+                self._take_shipped()
+            self._end(EngineError("the replica was closed"))
+        except BaseException as e:
+            log.exception("the engine died")
+            self._end(e)
+        finally:
+            with contextlib.suppress(Exception):
+                self._engine.engine_core.shutdown()
+
+    def _start(self) -> None:
+        from vllm import LLM
+        from vllm.exceptions import VLLMValidationError
+
+        #: What vLLM raises when a request is wrong, and the engine is not.
+        self._refusals = (VLLMValidationError,)
+        spec = self._spec
+        try:
+            self._sampling_params({})
+        except (TypeError, ValueError, VLLMValidationError) as e:
+            raise EngineError(f"sampling_params: expected what vLLM's SamplingParams take, came {e}") from e
+        key = self._bridge.key if self._bridge is not None else None
+        llm = LLM(**engine_arguments(spec, self._via, self._address, self._name, authkey=key))
+        self._engine = llm.llm_engine
+        if self._core_here and not self._in_process:
+            # vLLM names them itself, by an id of its own that it takes from nobody.
+            log.info("its ranks' actors are vllm_Worker_%s_TP0, …", self._engine.vllm_config.instance_id)
+        tokenizer = load_tokenizer(spec.model, revision=spec.revision, engine_kwargs=spec.engine_kwargs)
+        # The engine's own limit counts: its rules for it are not all in the model's configuration.
+        longest = min(spec.max_tokens, llm.model_config.max_model_len - 1)
+        self._encoder = RowEncoder(
+            tokenizer, longest, spec.chat_template_kwargs, vocab_size=spec.vocab_size, rules=spec.rules
+        )
+
+    def _take_tasks(self) -> bool:
+        while self._failure is None:
+            try:
+                running = self._inbox.get_nowait()
+            except queue.Empty:
+                if self._running:
+                    return True
+                self._wait("idle_seconds")  # nothing runs: sleep until somebody calls
+                continue
+            if running is None:
+                return False
+            self._begin(running)
+        return False
+
+    def _begin(self, running: _Running) -> None:
+        for row in running.task.rows:
+            try:
+                encoded = self._encoder.encode(row)
+                self._add(row, encoded)
+            except (InputError, ValueError, TypeError, *self._refusals) as e:
+                fate: Literal["refused", "failed"] = "refused"
+                if isinstance(e, TooLong) and self._spec.rules.too_long == "fail":
+                    fate = "failed"
+                reason = str(e)[:_MAX_REASON]  # receipts keep it, and vLLM's may quote the request
+                running.result.refused.append(RowFate(row.key, row.row, fate, reason, running.task.tries, row.content))
+                continue
+            running.open.add(row.key)
+            running.result.tokens += len(encoded.token_ids)
+            self._running[row.key] = running
+        self._settle(running)
+
+    def _add(self, row: Row, encoded: Encoded) -> None:
+        rules = self._spec.rules
+        asked: dict[str, Any] = {
+            "hidden_states_key": row.key,
+            "hidden_states_row": row.row,
+            "include_output_tokens": rules.include_output_tokens,
+        }
+        if rules.select != "all":
+            asked["hidden_states_tokens"] = rules.select
+        if encoded.loss_mask is not None:
+            asked["hidden_states_loss_mask"] = encoded.loss_mask
+        if row.metadata:
+            asked["hidden_states_metadata"] = row.metadata
+        self._requests += 1
+        params = self._sampling_params(asked, key=row.key)
+        self._engine.add_request(f"r{self._requests}", {"prompt_token_ids": encoded.token_ids}, params)
+
+    def _sampling_params(self, kv_transfer_params: dict[str, Any], key: str = "") -> Any:
+        from vllm import SamplingParams
+
+        # One token is sampled, as vLLM cannot sample none; the user's own parameters come over these.
+        params = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, **self._spec.sampling_params}
+        if self._spec.seed and self._spec.rules.include_output_tokens:
+            params["seed"] = row_seed(self._spec.seed, key)
+        extra = {**(params.pop("extra_args", None) or {}), "kv_transfer_params": kv_transfer_params}
+        return SamplingParams(**params, extra_args=extra)
+
+    def _step(self) -> None:
+        if self._engine.has_unfinished_requests() or (self._core_here and self._running):
+            # In this process nothing else steps: after the last answer the last requests' copies are still to come.
+            outputs = self._engine.step()
+            if outputs or self._engine.has_unfinished_requests():
+                return
+        elif not self._running:
+            return
+        self._wait("store_wait_seconds", IDLE_S if self._core_here else None)
+
+    def _wait(self, counted_as: str, timeout: float | None = None) -> None:
+        before = time.monotonic()
+        self._wake.wait(timeout)
+        self._wake.clear()
+        self.meter.add(counted_as, time.monotonic() - before)
+
+    def _take_shipped(self) -> None:
+        while True:
+            try:
+                shipped = self._shipped.get_nowait()
+            except queue.Empty:
+                return
+            running = self._running.pop(shipped.key, None)
+            if running is None:
+                continue
+            running.open.discard(shipped.key)
+            if shipped.reason is None:
+                running.result.shipped.append(shipped.key)
+            else:
+                running.result.skipped.append((shipped.key, shipped.reason))
+            self._settle(running)
+
+    def _settle(self, running: _Running) -> None:
+        if not running.open and self._unanswered.pop(running.task.number, None) is not None:
+            running.result.numbers = self._increments.counters()
+            running.future.set_result(running.result)
+
+    def _died(self) -> EngineError:
+        return EngineError(f"the engine died: {self._failure}")
+
+    def _end(self, why: BaseException) -> None:
+        """No task is answered any more: those that wait get the reason, and so do those that come later."""
+        with self._lock:
+            self._failure = self._failure or why
+            unanswered, self._unanswered = self._unanswered, {}
+        for running in unanswered.values():
+            running.future.set_exception(self._died())
+
+
+def row_seed(run: str, key: str) -> int:
+    """The seed of a row's sampling, 0 to 2^63 - 1: the same whenever, wherever and beside whatever the row is run."""
+    digest = hashlib.blake2b(f"{run}\0{key}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
+
+
+def engine_arguments(
+    spec: EngineSpec, via: str, address: str, replica: str = "0", *, authkey: bytes | None = None
+) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM``: the user's untouched, and those that the extraction sets. ``authkey``: with which the
+    ranks prove to the process at ``address`` that they are its engine's; log lines of vLLM do not show it."""
+    arguments: dict[str, Any] = {"disable_log_stats": True, **spec.engine_kwargs}
+    if spec.revision is not None:
+        arguments["revision"] = spec.revision
+    if via == "process":
+        arguments["distributed_executor_backend"] = "uni"
+    return {
+        **arguments,
+        "model": spec.model,
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(spec.layers)}},
+        },
+        "kv_transfer_config": {
+            "kv_connector": "HiddenStatesConnector",
+            "kv_connector_module_path": "hsx_dist.connector.connector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {
+                "hsx": {
+                    "via": via,
+                    "address": address,
+                    "replica": replica,
+                    "output": spec.output,
+                    "layout": spec.layout,
+                    "codec": spec.codec,
+                    "segment_bytes": spec.segment_bytes,
+                    "page_bytes": spec.page_bytes,
+                    "in_flight_bytes": spec.in_flight_bytes,
+                    **({} if spec.owners is None else {"owners": spec.owners}),
+                    **({} if authkey is None else {"authkey": SecretStr(authkey.hex())}),
+                }
+            },
+        },
+    }
+
+
+@contextlib.contextmanager
+def engine_environment(in_process: bool) -> Iterator[None]:
+    """vLLM reads where its core runs, and a CPU engine's cache size, from the environment, when the engine is made and
+    at no other time."""
+    changes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1"}
+    if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+        # Left alone, a CPU engine takes nearly all of the machine's memory; the variable means nothing to a GPU's.
+        gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
+        changes["VLLM_CPU_KVCACHE_SPACE"] = str(max(gib // 16, 1))
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

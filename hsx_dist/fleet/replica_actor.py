@@ -1,0 +1,134 @@
+"""A replica on a Ray cluster."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from hsx_dist.config.secrets import credential_environment
+from hsx_dist.fleet.cpu_binding import prepare_cpu
+from hsx_dist.fleet.placement import Placement
+from hsx_dist.fleet.tasks import EngineSpec, Task, TaskResult
+from hsx_dist.logger import get_logger
+from hsx_dist.observe.logs import configure_logging
+from hsx_dist.observe.metrics import Meter
+from hsx_dist.observe.ray_metrics import RayExport
+from hsx_dist.writers.events import Lost
+from hsx_dist.writers.ray_pool import RaySender
+
+log = get_logger(__name__)
+
+
+class ReplicaActor:
+    """A ``Replica`` in a Ray actor. Its constructor starts the engine."""
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        writers: list[tuple[str, Any]],
+        environment: Mapping[str, str],
+        num_cpus: float,
+        tags: Mapping[str, str],
+    ):
+        os.environ.update(environment)
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        # Ranks that vLLM starts as processes are then `hsx replica 0::Worker_TP1` to ps, top and py-spy.
+        os.environ.setdefault("VLLM_PROCESS_NAME_PREFIX", f"hsx replica {tags['replica']}")
+        self._claim = prepare_cpu(spec.ranks, num_cpus)
+        from hsx_dist.fleet.replica import Replica
+
+        self._tags = dict(tags)
+        configure_logging(logging.INFO, **tags)
+        self._writers = writers
+        self._abroad_bytes = spec.abroad_bytes
+        self._senders: list[RaySender] = []
+        self._meter = Meter()
+        self._export = RayExport(self._meter, "replica", tags)
+        before = time.monotonic()
+        self._replica = Replica(spec, self._sender, self._meter, name=tags["replica"])
+        log.info("the engine is ready after %.1f s, ranks: %d", time.monotonic() - before, spec.ranks)
+
+    def __repr__(self) -> str:
+        # What Ray's log lines and its dashboard call this process.
+        return f"hsx replica {self._tags['replica']}"
+
+    def _sender(self) -> RaySender:
+        self._senders.append(
+            RaySender(self._writers, self._on_lost, meter=self._meter, abroad_bytes=self._abroad_bytes)
+        )
+        return self._senders[-1]
+
+    def ready(self) -> str:
+        """The node's id, once the engine is up."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    def run(self, task: Task) -> TaskResult:
+        return self._replica.submit(task).result()
+
+    def flush(self) -> None:
+        self._replica.flush()
+
+    def set_writers(self, writers: list[tuple[str, Any]]) -> None:
+        """The pool has changed: nodes came, or went."""
+        self._writers = writers
+        for sender in self._senders:
+            sender.update(writers)
+
+    def stop(self) -> None:
+        self._replica.close()
+        self._export.close()
+
+    def _on_lost(self, lost: Lost) -> None:
+        # The driver learns it from the receipts that are missing; this line is for whoever reads the actor's log.
+        log.warning("pages of %d segments were not taken by their writer: %s", len(lost.segments), lost.reason)
+
+
+def start_replica(
+    spec: EngineSpec,
+    writers: list[tuple[str, Any]],
+    number: int,
+    *,
+    placement: Placement,
+    num_cpus: float,
+    resources: Mapping[str, float],
+    environment: Mapping[str, str],
+    name: str,
+    namespace: str,
+) -> tuple[Any, Any]:
+    """A replica's actor and its placement group (None where it asks for nothing that Ray reserves)."""
+    group, scheduling = None, {}
+    if placement.total:  # Ray makes no group of nothing
+        group = ray.util.placement_group(list(placement.bundles), strategy=placement.strategy, name=name)
+        scheduling["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+            group,
+            placement_group_bundle_index=0,
+            # The ranks of vLLM's Ray executor belong into the group as well.
+            placement_group_capture_child_tasks=len(placement.bundles) > 1,
+        )
+    actor = (
+        ray.remote(ReplicaActor)
+        .options(
+            name=name,
+            namespace=namespace,
+            num_cpus=num_cpus,
+            num_gpus=placement.actor_gpus,
+            resources=dict(resources) or None,
+            max_concurrency=8,
+            **scheduling,
+        )
+        .remote(
+            spec,
+            writers,
+            # As an argument, not as a runtime_env: that one is shown on Ray's dashboard.
+            {**credential_environment(), **environment},
+            num_cpus,
+            {"run": spec.output, "replica": str(number)},
+        )
+    )
+    return actor, group

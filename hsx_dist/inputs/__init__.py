@@ -1,0 +1,1 @@
+"""From files to rows: formats, limits and the checks of every value."""

@@ -1,0 +1,140 @@
+"""What a row's fields may hold: checks that answer with what is wrong, and forms that mean the same made one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from hsx_dist.connector.request_params import MAX_METADATA_BYTES
+from hsx_dist.errors import InputError
+from hsx_dist.inputs.row_cost import cost_of_json, most_cost
+from hsx_dist.inputs.row_values import chat_value, is_unicode, kind_of, metadata_value, shown
+
+_MAX_TOKEN_ID = (1 << 31) - 1
+#: Names of ShareGPT's roles → those of chat templates.
+_SHAREGPT = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+
+
+def as_messages(value: Any, name: str, most: int) -> Any:
+    """Messages in the form of chat templates: a list of mappings with ``role`` and ``content``.
+
+    A JSON text, as tables often hold, is read; ShareGPT's ``from`` and ``value`` are renamed; members that are null are
+    left out, as a table has every member in every row. A value that is no list is returned unchanged.
+
+    Args:
+        most: ``input.max_row_bytes``, the limit of a JSON text.
+
+    Raises:
+        InputError: a value has no JSON form, or is nested too deeply; a JSON text is too large.
+    """
+    if isinstance(value, str):
+        value = _parsed(value, name, most)
+    if not isinstance(value, list):
+        return value
+    return [_message(m) if isinstance(m, dict) else m for m in chat_value(value, name)]
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    if "role" not in message and isinstance(message.get("from"), str):
+        role = message["from"]
+        rest = {k: v for k, v in message.items() if k not in ("from", "value")}
+        message = {"role": _SHAREGPT.get(role, role), "content": message.get("value"), **rest}
+    return {k: v if k == "content" else _without_null(v) for k, v in message.items() if k == "content" or v is not None}
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_null(v) for k, v in value.items() if v is not None}
+    return [_without_null(v) for v in value] if isinstance(value, list) else value
+
+
+def as_tools(value: Any, name: str, most: int) -> list[Any] | None:
+    """Tools as a list of mappings, also from a JSON text of at most ``most`` bytes; None for an empty list.
+
+    Raises:
+        InputError: it is neither, a value has no JSON form, or is nested too deeply; a JSON text is too large.
+    """
+    found = _parsed(value, name, most) if isinstance(value, str) else value
+    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
+        raise InputError(f"{name}: expected a list of tools (objects), came {kind_of(found)}")
+    return [_without_null(tool) for tool in chat_value(found, name)] or None
+
+
+def _parsed(text: str, name: str, most: int) -> Any:
+    if len(text) > most or cost_of_json(text) > most_cost(most):
+        raise InputError(
+            f"{name}: expected a JSON text of at most {most} bytes (input.max_row_bytes), got {len(text)} characters "
+            "or too many values. Split the row"
+        )
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def mask_of(value: Any, name: str) -> list[int]:
+    """A loss mask as zeros and ones.
+
+    Raises:
+        InputError: it is no list of 0 and 1 (or false and true), or has no 1.
+    """
+    if not isinstance(value, list) or not value:
+        raise InputError(f"{name}: expected a list of 0 and 1, came {kind_of(value)}")
+    for i, item in enumerate(value):
+        if type(item) not in (int, bool) or item not in (0, 1):
+            raise InputError(f"{name}: expected 0 or 1, came {shown(item)} at position {i}")
+    return [int(item) for item in value]
+
+
+def json_metadata(values: dict[str, Any]) -> dict[str, Any]:
+    """Columns as JSON values: see ``metadata_value``.
+
+    Raises:
+        InputError: a value has no such form, is nested too deeply, or all are too large.
+    """
+    # Every value takes a byte: the count stops a value that is far too large before it is encoded.
+    found = {name: metadata_value(value, name, MAX_METADATA_BYTES) for name, value in values.items()}
+    size = len(json.dumps(found))
+    if size > MAX_METADATA_BYTES:
+        raise InputError(
+            f"metadata: expected at most {MAX_METADATA_BYTES} bytes as JSON, came {size}; name fewer or smaller columns"
+        )
+    return found
+
+
+def _text_problem(value: Any) -> str | None:
+    if not isinstance(value, str):
+        return f"expected a string, came {kind_of(value)}"
+    if not value.strip():
+        return "expected text, came an empty string"
+    return None if is_unicode(value) else "expected valid Unicode, came half of a surrogate pair"
+
+
+def _messages_problem(value: Any) -> str | None:
+    if not isinstance(value, list) or not value:
+        return f"expected a list of messages, came {kind_of(value)}"
+    for i, message in enumerate(value):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return f"expected objects with a role, came {kind_of(message)} without it as message {i}"
+        content = message.get("content")
+        if content is not None and not isinstance(content, (str, list)):
+            return f"expected the content of message {i} to be a string or a list, came {kind_of(content)}"
+    return None
+
+
+def _token_ids_problem(value: Any) -> str | None:
+    if not isinstance(value, list) or not value:
+        return f"expected a list of token ids, came {kind_of(value)}"
+    for i, token in enumerate(value):
+        if type(token) is not int or not 0 <= token <= _MAX_TOKEN_ID:
+            return f"expected token ids (integers from 0), came {shown(token)} at position {i}"
+    return None
+
+
+#: Kind of content → what is wrong with a value of it, or None.
+CONTENT_CHECKS: dict[str, Callable[[Any], str | None]] = {
+    "text": _text_problem,
+    "messages": _messages_problem,
+    "token_ids": _token_ids_problem,
+}

@@ -1,0 +1,239 @@
+"""From a row to the token ids that the model gets, by the model's own tokenizer, and to their loss mask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hsx_dist.config import ExtractConfig, public_url
+from hsx_dist.errors import ConfigError, InputError
+from hsx_dist.inputs.loss_mask import mask_of_spans, spans_of_roles
+from hsx_dist.inputs.rows import Row
+
+#: What deriving one row's loss mask may render: characters, and for each message as many more as it takes time.
+_MAX_RENDERED = 1 << 30
+_MESSAGE_COST = 256
+
+
+class TooLong(InputError):
+    """A row has more tokens than are taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A row as the engine gets it. ``loss_mask``: a byte, 0 or 1, for each token; None where the row has none."""
+
+    token_ids: list[int]
+    loss_mask: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowRules:
+    """What is made of a row: the fields of ``InputConfig`` and ``ExtractConfig`` of these names."""
+
+    loss_roles: tuple[str, ...] | None = None
+    max_length: int | None = None
+    too_long: str = "skip"
+    include_output_tokens: bool = False
+    select: str = "all"
+
+    @classmethod
+    def of(cls, config: ExtractConfig) -> RowRules:
+        """Those of a configuration."""
+        roles = config.input.loss_roles
+        return cls(
+            loss_roles=None if roles is None else tuple(roles),
+            max_length=config.input.max_length,
+            too_long=config.input.too_long,
+            include_output_tokens=config.include_output_tokens,
+            select=config.select,
+        )
+
+
+def load_tokenizer(model: str, *, revision: str | None = None, engine_kwargs: Mapping[str, Any] | None = None) -> Any:
+    """The transformers tokenizer that vLLM would take for ``model`` with these engine arguments.
+
+    Raises ConfigError when there is none.
+    """
+    from transformers import AutoTokenizer  # seconds of import that only a driver needs
+
+    engine_kwargs = engine_kwargs or {}
+    source = engine_kwargs.get("tokenizer") or model
+    if source == model:
+        revision = engine_kwargs.get("tokenizer_revision") or revision
+    else:
+        revision = engine_kwargs.get("tokenizer_revision")
+    try:
+        return AutoTokenizer.from_pretrained(
+            source,
+            revision=revision,
+            trust_remote_code=bool(engine_kwargs.get("trust_remote_code", False)),
+            use_fast=engine_kwargs.get("tokenizer_mode") != "slow",
+        )
+    except Exception as e:
+        # transformers raises OSError, ValueError, KeyError, … for one thing: it is not there or not readable.
+        why = public_url((str(e).splitlines() or [""])[0])[:200]  # it may name the hub's URL
+        raise ConfigError(
+            f"model: expected a model with a tokenizer at {source!r}, came {type(e).__name__}: {why}; check the "
+            "name, the revision and the access to it"
+        ) from e
+
+
+class RowEncoder:
+    """Turns rows into token ids, and refuses those that the model cannot take.
+
+    ``max_tokens`` is the longest prompt that the engine accepts (vLLM: ``max_model_len - 1``); ``vocab_size`` bounds
+    the ids of ``token_ids`` rows (default: the tokenizer's size).
+
+    Raises:
+        ConfigError: a loss mask is to be derived, and the tokenizer does not tell which characters a token stands for.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        max_tokens: int,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        vocab_size: int | None = None,
+        rules: RowRules = RowRules(),
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_tokens = max_tokens
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        self.vocab_size = len(tokenizer) if vocab_size is None else vocab_size
+        self.rules = rules
+        self._special = frozenset(getattr(tokenizer, "all_special_ids", ()))
+        if rules.loss_roles and not getattr(tokenizer, "is_fast", False):
+            raise ConfigError(
+                "input.loss_roles: expected a fast tokenizer, which tells where its tokens lie in a text, came "
+                f"{type(tokenizer).__name__}; give each row a loss_mask, or use another tokenizer_mode"
+            )
+
+    def encode(self, row: Row) -> Encoded:
+        """The row's token ids and loss mask.
+
+        Raises:
+            InputError: it has none, or unknown ones; the reason is told.
+            TooLong: it has more than are taken, and is not to be cut.
+        """
+        mask: Sequence[int] | None = None
+        if row.token_ids is not None:
+            ids = self._checked(row.token_ids)
+        elif row.messages is not None:
+            ids, mask = self._chat(row)
+        else:
+            ids = self._text(row.text or "")
+        if not ids:
+            raise InputError("expected at least one token, came none after tokenising; remove the row")
+        mask = self._mask(row, ids, mask)
+        self._check_length(ids)
+        ids, mask = ids[: self._limit], None if mask is None else mask[: self._limit]
+        if mask is not None and not any(mask) and not self.rules.include_output_tokens:
+            raise InputError(
+                f"expected a loss mask with a 1 in it, came {len(ids)} zeros; nothing would be learned from this row"
+            )
+        return Encoded(ids, None if mask is None else bytes(mask))
+
+    @property
+    def _limit(self) -> int:
+        return min(self.max_tokens, self.rules.max_length or self.max_tokens)
+
+    def _check_length(self, ids: list[int]) -> None:
+        if len(ids) > self._limit and self.rules.too_long != "truncate":
+            raise TooLong(
+                f"expected at most {self._limit} tokens, came {len(ids)}; shorten the row, set input.too_long="
+                "truncate, or extract it with a larger input.max_length or engine_kwargs.max_model_len into another run"
+            )
+
+    def _mask(self, row: Row, ids: list[int], derived: Sequence[int] | None) -> Sequence[int] | None:
+        rules = self.rules
+        if row.loss_mask is not None:
+            if len(row.loss_mask) != len(ids):
+                raise InputError(
+                    f"loss_mask: expected {len(ids)} entries, one for each token, came {len(row.loss_mask)}; derive it "
+                    "with the model's own tokenizer"
+                )
+            return row.loss_mask
+        if derived is not None or not (rules.loss_roles or rules.select == "loss_mask"):
+            return derived
+        if rules.include_output_tokens:
+            return bytes(len(ids))  # what is generated counts, and nothing before it
+        raise InputError(
+            "expected a loss mask, or messages from which input.loss_roles derives one, came neither; add a loss_mask "
+            "to the row, or remove the row"
+        )
+
+    def _text(self, text: str) -> list[int]:
+        try:
+            # verbose=False: the tokenizer would warn of each text longer than its own idea of the limit.
+            return _ints(self.tokenizer(text, verbose=False)["input_ids"])
+        except Exception as e:
+            raise InputError(f"expected text that the tokenizer takes, came {_told(e)}; correct the row") from e
+
+    def _chat(self, row: Row) -> tuple[list[int], bytes | None]:
+        messages = row.messages or []
+        options = self._chat_options(row)
+        try:
+            # A template is a program of the model's author: anything can be raised.
+            if not self.rules.loss_roles or row.loss_mask is not None:
+                ids = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
+                return _ints(ids), None
+            return self._chat_with_mask(messages, options)
+        except InputError:
+            raise
+        except Exception as e:
+            raise InputError(
+                f"expected messages that the model's chat template takes, came {_told(e)}; correct the row, or "
+                "chat_template_kwargs"
+            ) from e
+
+    def _chat_options(self, row: Row) -> dict[str, Any]:
+        """Arguments for the template. A chat whose answer is to be generated ends with the answer's header."""
+        options = dict(self.chat_template_kwargs)
+        asks = bool(row.messages) and (row.messages or [])[-1].get("role") != "assistant"
+        options.setdefault("add_generation_prompt", self.rules.include_output_tokens and asks)
+        if row.tools is not None:
+            options["tools"] = row.tools
+        return options
+
+    def _chat_with_mask(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> tuple[list[int], bytes]:
+        left = _MAX_RENDERED
+
+        def render(some: list[dict[str, Any]], header: bool) -> str:
+            nonlocal left
+            changed = {**options, "add_generation_prompt": header, "continue_final_message": False}
+            text = str(self.tokenizer.apply_chat_template(some, tokenize=False, **changed))
+            left -= len(text) + _MESSAGE_COST * len(some)
+            if left < 0:  # the beginnings of a chat grow with the square of its length
+                raise InputError(
+                    f"loss_roles: expected a chat whose beginnings are at most {_MAX_RENDERED >> 20} Mi characters, "
+                    f"got more with {len(messages)} messages. Give the row a loss_mask, or split it"
+                )
+            return text
+
+        whole = str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        # As apply_chat_template itself does: the template has put the special tokens there.
+        encoded = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        ids = _ints(encoded["input_ids"])
+        self._check_length(ids)  # before its beginnings are rendered: a long row would take minutes, and be refused
+        spans = spans_of_roles(whole, messages, self.rules.loss_roles or (), render)
+        return ids, mask_of_spans(whole, ids, encoded["offset_mapping"], spans, self._special)
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        for i, token in enumerate(ids):
+            if not 0 <= token < self.vocab_size:
+                raise InputError(
+                    f"expected token ids below {self.vocab_size}, the model's vocabulary, came {token} at position "
+                    f"{i}; tokenise with this model's tokenizer"
+                )
+        return list(ids)
+
+
+def _ints(ids: Any) -> list[int]:
+    return [int(i) for i in ids]
+
+
+def _told(e: Exception) -> str:
+    return f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}"

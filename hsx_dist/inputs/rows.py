@@ -1,0 +1,264 @@
+"""Input rows: streamed and checked; a bad one becomes a refusal with its reason, and the rest goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from hsx_dist.config import InputConfig
+from hsx_dist.errors import FormatError, InputError
+from hsx_dist.format.manifest import RowFate
+from hsx_dist.inputs.content import CONTENT_CHECKS, as_messages, as_tools, json_metadata, mask_of
+from hsx_dist.inputs.records import Unreadable, read_records
+from hsx_dist.inputs.row_cost import cost_of_json, most_cost
+from hsx_dist.inputs.row_values import is_unicode, kind_of, shown
+from hsx_dist.inputs.sources import Input, find_input
+
+_MAX_KEY = 1024
+#: Each refused row costs the driver about 500 bytes. An input may have so many, and so many more for each usable row.
+_FREE_REFUSED, _REFUSED_A_ROW = 1_000_000, 10
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One usable input row: its key, its number in the input (from 0), and exactly one of text, messages, token_ids.
+
+    ``tools``: what the chat template is told of; ``loss_mask``: 0 or 1 for each token; ``metadata``: the asked columns,
+    as JSON values.
+    """
+
+    key: str
+    row: int
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    token_ids: list[int] | None = None
+    #: Under which key this row would have been refused, had its own not been usable.
+    number_key: str = field(default="", compare=False)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    tools: list[Any] | None = None
+    loss_mask: list[int] | None = None
+
+    @property
+    def content(self) -> str:
+        """Hash of what its sample is made of: 16 hex digits."""
+        parts: list[Any] = [self.text, self.messages, self.token_ids]
+        if self.tools is not None or self.loss_mask is not None:
+            parts += [self.tools, self.loss_mask]
+        body = json.dumps(parts, sort_keys=True, default=str)
+        return hashlib.blake2b(body.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def read_rows(config: InputConfig) -> Iterator[Row | RowFate]:
+    """The rows of ``config.path`` in their order; the first file is opened before this returns.
+
+    Raises ConfigError when there is no such file or bucket, or no access to it; while iterating, Unavailable when the
+    store fails and FormatError when a file is broken, each with the number of the row that was not reached.
+    """
+    found = find_input(config)
+    first = found.sources[0]
+    return _rows(found, config, found.open(first.files[0], compressed=first.format in ("jsonl", "text")))
+
+
+def rows_from(prompts: Iterable[Any], config: InputConfig) -> Iterator[Row | RowFate]:
+    """Rows handed over in Python: each a text, token ids, chat messages, or a mapping like a JSONL row.
+
+    One without an id has its number as its key: ``"0"``, ``"1"``, …
+    """
+    check = _RowCheck(config, "")
+    choice = _Choice(config)
+    for number, prompt in enumerate(prompts):
+        if choice.ended():
+            return
+        if choice.takes("", number):
+            yield check.judge(number, number, _as_record(prompt, config))
+
+
+def _as_record(prompt: Any, config: InputConfig) -> Any:
+    if isinstance(prompt, str):
+        return {config.text: prompt}
+    if isinstance(prompt, Mapping):
+        return dict(prompt)
+    if hasattr(prompt, "tolist"):  # numpy or torch
+        prompt = prompt.tolist()
+    if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray, memoryview)):
+        return {config.messages if prompt and isinstance(prompt[0], Mapping) else config.token_ids: list(prompt)}
+    return prompt
+
+
+def _rows(found: Input, config: InputConfig, opened: IO[bytes] | None) -> Iterator[Row | RowFate]:
+    needed = (config.text, config.messages, config.token_ids)
+    own = (config.id, config.tools, config.loss_mask, *config.metadata)
+    columns = [*needed, *(name for name in own if name is not None)]
+    choice = _Choice(config)
+    check = _RowCheck(config, "")
+    row, refused, usable = -1, 0, 0
+    for source in found.sources:
+        if choice.ended():
+            return
+        check.stem = source.label
+        records = read_records(found, source, columns, needed, opened)
+        opened = None
+        for number, item in records:
+            if choice.ended():
+                return
+            row += 1
+            if not choice.takes(source.label, number):
+                continue
+            if source.format == "text" and item is not None:
+                judged = check.judge_text(row, number, item)
+            elif source.format == "jsonl" or item is None:
+                judged = check.judge_line(row, number, item)
+            else:
+                judged = check.judge(row, number, item)
+            if isinstance(judged, Row):
+                usable += 1
+            else:
+                refused += 1
+                if refused > _FREE_REFUSED + _REFUSED_A_ROW * usable:
+                    raise FormatError(
+                        f"expected rows that can be used, got {refused} refused and {usable} usable ones up to row "
+                        f"{number} of {source.label or 'the input'}. The last: {judged.reason}. Correct the input, or "
+                        "input.format and the names of its columns"
+                    )
+            yield judged
+
+
+class _Choice:
+    """Which rows are taken: a share by a hash of their place, of these a shard, of these the first ``limit``."""
+
+    def __init__(self, config: InputConfig) -> None:
+        self._config = config
+        self._left = config.limit
+        self._seen = -1
+
+    def ended(self) -> bool:
+        """No further row is taken."""
+        return self._left == 0
+
+    def takes(self, label: str, number: int) -> bool:
+        """Whether the next row, number ``number`` of the source ``label``, is taken."""
+        c = self._config
+        if c.sample is not None:
+            place = f"{c.sample_seed}:{label}:{number}".encode("utf-8", "surrogatepass")
+            digest = hashlib.blake2b(place, digest_size=8).digest()
+            if int.from_bytes(digest) >= c.sample * 2**64:
+                return False
+        self._seen += 1
+        if self._seen % c.num_shards != c.shard_index:
+            return False
+        if self._left is not None:
+            self._left -= 1
+        return True
+
+
+class _RowCheck:
+    """Judges rows one after another; remembers a hash of each key to find those that come twice: about 100 bytes a row,
+    and nothing where ``id`` is null, as places do not repeat."""
+
+    def __init__(self, config: InputConfig, stem: str) -> None:
+        self.config = config
+        self.stem = stem
+        self._seen: set[bytes] = set()
+
+    def judge_line(self, row: int, number: int, line: bytes | None) -> Row | RowFate:
+        most = int(self.config.max_row_bytes)
+        if line is None:
+            return self._refused(row, number, f"the row is longer than {most} bytes (input.max_row_bytes); split it")
+        if cost_of_json(line) > most_cost(most):
+            reason = f"the row has more values than {most} bytes (input.max_row_bytes) should hold; split it"
+            return self._refused(row, number, reason)
+        if not line.strip():
+            return self._refused(row, number, "the line is empty; expected a JSON object")
+        try:
+            record = json.loads(line.decode("utf-8-sig" if number == 0 else "utf-8"))
+        except UnicodeDecodeError:
+            return self._refused(row, number, "the line is not UTF-8; write it as UTF-8")
+        except (ValueError, RecursionError) as e:
+            what = f"{e.msg} at column {e.colno}" if isinstance(e, json.JSONDecodeError) else type(e).__name__
+            return self._refused(row, number, f"the line is not JSON ({what}); expected one JSON object")
+        return self.judge(row, number, record)
+
+    def judge_text(self, row: int, number: int, line: bytes) -> Row | RowFate:
+        try:
+            text = line.decode("utf-8-sig" if number == 0 else "utf-8").rstrip("\r\n")
+        except UnicodeDecodeError:
+            return self._refused(row, number, "the line is not UTF-8; write it as UTF-8")
+        return self.judge(row, number, {self.config.text: text})
+
+    def judge(self, row: int, number: int, record: Any) -> Row | RowFate:
+        if isinstance(record, Unreadable):
+            return self._refused(row, number, record.reason)
+        if not isinstance(record, dict):
+            return self._refused(row, number, f"expected a JSON object, came {kind_of(record)}")
+        key = None
+        try:
+            key = self._key(number, record)
+            if not self._first(key):
+                # Under its own number: the key belongs to the row that came first, even to a refused one.
+                reason = f"duplicate id {key[:80]!r}: an earlier row has it; give each row its own"
+                return self._refused(row, number, reason)
+            fields = self._content(record)
+        except InputError as e:
+            return self._refused(row, number, str(e), key)
+        return Row(key, row, number_key=self._number_key(number), **fields)
+
+    def _first(self, key: str) -> bool:
+        if self.config.id is None:
+            return True
+        digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
+        seen = digest in self._seen
+        self._seen.add(digest)
+        return not seen
+
+    def _default_key(self, number: int) -> str:
+        return f"{self.stem}:{number:08d}" if self.stem else str(number)
+
+    def _number_key(self, number: int) -> str:
+        # Not the default key: that one, or an id that looks like it, may belong to a row that is fine.
+        stem = self.stem.encode("utf-8", "backslashreplace").decode()  # a file's name may be no Unicode
+        return f"{stem}#{number:08d}"
+
+    def _refused(self, row: int, number: int, reason: str, key: str | None = None) -> RowFate:
+        return RowFate(key=key or self._number_key(number), row=row, fate="refused", reason=reason, tries=0)
+
+    def _key(self, number: int, record: dict[str, Any]) -> str:
+        name = self.config.id
+        value = record.get(name) if name is not None else None
+        if value is None:
+            name, value = "the key of a row without an id", self._default_key(number)
+        if isinstance(value, bool) or not isinstance(value, (str, int)):
+            raise InputError(f"{name}: expected a string or an integer, came {kind_of(value)}")
+        if isinstance(value, int) and value.bit_length() > _MAX_KEY:
+            raise InputError(f"{name}: expected an integer of at most {_MAX_KEY} bits, got {shown(value)}")
+        key = str(value)
+        if not key or len(key) > _MAX_KEY:
+            raise InputError(f"{name}: expected 1 to {_MAX_KEY} characters, came {len(key)}")
+        if not is_unicode(key):
+            raise InputError(f"{name}: expected valid Unicode, came half of a surrogate pair")
+        return key
+
+    def _content(self, record: dict[str, Any]) -> dict[str, Any]:
+        """The row's fields: its text, messages (and tools) or token ids; loss mask and metadata."""
+        c = self.config
+        names = {"text": c.text, "messages": c.messages, "token_ids": c.token_ids}
+        given = {kind: name for kind, name in names.items() if record.get(name) is not None}
+        if len(given) != 1:
+            came = " and ".join(given.values()) if given else "none of them"
+            raise InputError(f"expected exactly one of the fields {', '.join(names.values())}, came {came}")
+        kind, name = next(iter(given.items()))
+        most = int(c.max_row_bytes)
+        value = as_messages(record[name], name, most) if kind == "messages" else record[name]
+        problem = CONTENT_CHECKS[kind](value)
+        if problem:
+            raise InputError(f"{name}: {problem}")
+        fields: dict[str, Any] = {kind: value}
+        if kind == "messages" and record.get(c.tools) is not None:
+            fields["tools"] = as_tools(record[c.tools], c.tools, most)
+        if record.get(c.loss_mask) is not None:
+            fields["loss_mask"] = mask_of(record[c.loss_mask], c.loss_mask)
+        if c.metadata:
+            fields["metadata"] = json_metadata({n: record[n] for n in c.metadata if n in record})
+        return fields

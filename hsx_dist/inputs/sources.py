@@ -1,0 +1,305 @@
+"""Which files the input is: one, a folder's, a glob's, a saved data set's; and how each is opened."""
+
+from __future__ import annotations
+
+import io
+import json
+import posixpath
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, TypeVar
+from zipfile import ZIP_DEFLATED, ZIP_STORED
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractBufferedFile
+
+from hsx_dist.config import InputConfig, is_local, public_url
+from hsx_dist.errors import ConfigError
+from hsx_dist.inputs.decompress import DECOMPRESSORS, DecompressedFile
+from hsx_dist.store.opening import check_endpoints
+
+Format = Literal["jsonl", "text", "parquet", "arrow"]
+_T = TypeVar("_T")
+_BUFFER = 1 << 18
+#: A saved data set's list of its files.
+_LARGEST_LIST = 4 << 20
+
+_COMPRESSED = re.compile(r"\.(gz|zst|zstd|bz2|xz)$", re.IGNORECASE)
+_FORMATS: dict[str, Format] = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "text", ".text": "text",
+    ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow",
+}  # fmt: skip
+_LINES = ("jsonl", "text")
+_ARCHIVES = frozenset({".zip", ".tar", ".lz4", ".sz", ".snappy"})
+#: fsspec opens them before a file is asked for: tarfile reads what a header claims, and references name any file.
+_UNBOUNDED = frozenset({"tar", "libarchive", "reference"})
+#: What Hugging Face's ``Dataset.save_to_disk`` and ``DatasetDict.save_to_disk`` leave in their folders.
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+
+
+@dataclass(frozen=True, slots=True)
+class InputSource:
+    """Files whose rows are numbered as one. ``label`` leads the keys of rows that have no id, and is the source's own;
+    ``files`` are paths of the input's file system."""
+
+    label: str
+    files: tuple[str, ...]
+    format: Format
+
+
+@dataclass(frozen=True)
+class Input:
+    """The input's sources in their order, and the file system on which they lie. ``shown``: its path, for messages."""
+
+    sources: tuple[InputSource, ...]
+    shown: str
+    _fs: Any
+    _config: InputConfig
+
+    @property
+    def max_row_bytes(self) -> int:
+        """The longest line or row that is taken."""
+        return int(self._config.max_row_bytes)
+
+    def open(self, path: str, *, compressed: bool) -> IO[bytes]:
+        """A file of a source, for reading; decompressed by its name if ``compressed``.
+
+        Raises:
+            ConfigError: it cannot be opened; the message has no text of the back end's, which may hold credentials.
+        """
+
+        def opened() -> IO[bytes]:
+            ending = posixpath.splitext(public_url(path))[1].lower()
+            own = DECOMPRESSORS.get(ending) if compressed else None
+            _check_file(self._fs, path, ending)
+            file: Any = self._fs.open(path, "rb", compression="gzip" if compressed and ending == ".gz" else None)
+            if own is not None:
+                return io.BufferedReader(DecompressedFile(file, own), _BUFFER)
+            # The readline of fsspec's own files takes no length, and a line may be longer than there is memory for.
+            # Python's own decompressing files have a slow one.
+            lines = compressed and isinstance(file, AbstractBufferedFile | io.BufferedIOBase)
+            return io.BufferedReader(file, _BUFFER) if lines else file
+
+        return _told(opened, self.shown)
+
+
+def find_input(config: InputConfig) -> Input:
+    """The files of ``config.path``, in the order of their names. Reads names, and a saved data set's list of files.
+
+    Raises:
+        ConfigError: there are none, or they cannot be reached.
+    """
+    if not config.path:
+        raise ConfigError("input.path: expected a file, a folder or a glob, a local path or URL, came nothing; set it")
+    shown = public_url(config.path)
+    return _told(lambda: _find(config, shown), shown)
+
+
+def _find(config: InputConfig, shown: str) -> Input:
+    if is_local(config.path):
+        # Not by url_to_fs, which would take a colon in a local name for a scheme.
+        fs: Any = LocalFileSystem()
+        path = str(Path(config.path).expanduser().absolute())
+    else:
+        check_endpoints(config.storage_options)
+        _check_chain(config.path, shown)
+        fs, path = fsspec.core.url_to_fs(config.path, **config.storage_options)
+    try:
+        # As it stands first: * and [ may be letters of a name, and ? begins the query of an http URL.
+        kind = fs.info(path)["type"]
+    except FileNotFoundError:
+        if not re.search(r"[*?\[]", config.path) or path.startswith(("http://", "https://")):
+            raise
+        base = path[: re.search(r"[*?\[]", path).start()].rpartition("/")[0]  # type: ignore[union-attr]
+        found = fs.glob(path, detail=True)
+        sources = _of_many(config, fs, {p: i["type"] for p, i in found.items()}, base)
+    else:
+        if kind == "directory":
+            sources = _of_folder(config, fs, path)
+        elif config.format == "dataset":
+            raise ConfigError(
+                f"input.path: expected the folder of a saved data set, came the file {shown}; name its folder, or "
+                "another input.format"
+            )
+        else:
+            sources = [InputSource(stem(path), (path,), _format(path, config.format) or "jsonl")]
+    if not sources:
+        raise ConfigError(
+            f"input.path: expected files of rows at {shown}, came none; name them (jsonl, txt, parquet, arrow; or "
+            "set input.format)"
+        )
+    if twice := sorted(label for label, count in Counter(s.label for s in sources).items() if count > 1):
+        raise ConfigError(
+            f"input.path: expected files of different names, came several {twice[0]!r} at {shown}, whose rows would "
+            "have the same keys; name one kind of them (a glob such as *.jsonl)"
+        )
+    return Input(tuple(sources), shown, fs, config)
+
+
+def _of_folder(config: InputConfig, fs: Any, folder: str) -> list[InputSource]:
+    if config.format in ("auto", "dataset"):
+        if fs.exists(f"{folder}/{_SPLITS}"):
+            splits = _once(_json(fs, f"{folder}/{_SPLITS}")["splits"], folder)
+            if config.split is not None and config.split not in splits:
+                raise ConfigError(
+                    f"input.split: expected one of {', '.join(splits)}, came {config.split!r}; correct it"
+                )
+            wanted = splits if config.split is None else [config.split]
+            return [_saved(fs, _within(fs, folder, split), split) for split in wanted]
+        if fs.exists(f"{folder}/{_STATE}"):
+            return [_saved(fs, folder, posixpath.basename(folder.rstrip("/")))]
+        if config.format == "dataset":
+            raise ConfigError(
+                f"input.path: expected the folder of a saved data set, with {_STATE} or {_SPLITS}, came one without at "
+                f"{public_url(config.path)}; save it with save_to_disk, or set another input.format"
+            )
+    return _of_many(config, fs, {p: i["type"] for p, i in fs.find(folder, detail=True).items()}, folder)
+
+
+def _of_many(config: InputConfig, fs: Any, found: dict[str, str], base: str) -> list[InputSource]:
+    sources = []
+    for path, kind in sorted(found.items()):
+        # A page of links may sign them: keys are made of names.
+        name = public_url(path).removeprefix(public_url(base)).strip("/")
+        if any(part.startswith((".", "_")) for part in name.split("/")):
+            continue  # what other programs leave beside their data: _SUCCESS, .crc, .ipynb_checkpoints
+        if kind == "directory":
+            if config.format in ("auto", "dataset") and fs.exists(f"{path}/{_STATE}"):
+                sources.append(_saved(fs, path, name))
+        elif (form := _format(path, config.format)) is not None:
+            sources.append(InputSource(_COMPRESSED.sub("", name).removesuffix(_suffix(name)) or name, (path,), form))
+    return sources
+
+
+def _saved(fs: Any, folder: str, label: str) -> InputSource:
+    """A folder of ``Dataset.save_to_disk``: its state names Arrow files in the order of their rows."""
+    names = _once([item["filename"] for item in _json(fs, f"{folder}/{_STATE}")["_data_files"]], folder)
+    return InputSource(label, tuple(_within(fs, folder, name) for name in names), "arrow")
+
+
+def _once(names: list[Any], folder: str) -> list[Any]:
+    """``names`` of a saved data set. Before anything is read for each: a few bytes may name a split or a file again."""
+    for name, count in Counter(name for name in names if isinstance(name, str)).items():
+        if count > 1:
+            raise ConfigError(
+                f"input.path: expected different names of splits and files in {public_url(folder)}, got {name[:200]!r} "
+                f"{count} times in the saved data set's JSON. Save the data set again"
+            )
+    return names
+
+
+def _check_chain(path: str, shown: str) -> None:
+    """Raise ConfigError for a chain of URLs that fsspec does not open in bounded time and memory.
+
+    Of a zip file in another one fsspec reads the directory, through a member that may be of any compression.
+    """
+    schemes = [link.partition("://")[0] for link in path.split("::")]
+    if schemes.count("zip") > 1 or not _UNBOUNDED.isdisjoint(schemes):
+        raise ConfigError(
+            f"input.path: expected a file of rows, or one in a zip file (zip://NAME::FILE.zip), got {shown}. Extract it"
+        )
+
+
+def _check_file(fs: Any, path: str, ending: str = "") -> None:
+    """Raise ConfigError for a file that cannot be read in bounded time and memory.
+
+    A FIFO or a device may never end. zipfile expands what it reads of a bzip2 or LZMA member in one call.
+    """
+    if isinstance(fs, LocalFileSystem) and Path(path).exists() and not Path(path).is_file():
+        raise ConfigError(f"input.path: expected a regular file, got a FIFO, socket or device: {path}. Remove it")
+    if ending in _ARCHIVES:
+        raise ConfigError(
+            f"input.path: expected a file of rows, plain or compressed as .gz, .zst, .xz or .bz2, got {ending}. "
+            "Extract it, or name one of its files: zip://NAME::FILE.zip"
+        )
+    while (inner := getattr(fs, "fs", None)) is not None and not hasattr(fs, "zip"):
+        fs = inner
+    members = getattr(fs, "zip", None)
+    if members is not None and members.getinfo(path.lstrip("/")).compress_type not in (ZIP_STORED, ZIP_DEFLATED):
+        raise ConfigError(
+            f"input.path: expected {path[:200]} in the zip file stored or deflated, got another compression. Extract it"
+        )
+
+
+def _within(fs: Any, folder: str, name: Any) -> str:
+    """The path of ``name``, which a saved data set gives to a file or split directly in ``folder``.
+
+    Raises:
+        ConfigError: it is no such name, or a link that leads out of the folder.
+    """
+    path = f"{folder}/{name}"
+    if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\0?#%]|::", name):
+        raise ConfigError(
+            f"input.path: expected names of files in {public_url(folder)}, got {str(name)[:200]!r} in the saved data "
+            "set's JSON. Save the data set again, or name its files yourself (a glob such as *.arrow)"
+        )
+    if isinstance(fs, LocalFileSystem) and Path(path).resolve().parent != Path(folder).resolve():
+        raise ConfigError(
+            f"input.path: expected {name[:200]!r} within {folder}, got a link to another folder. Copy the data set "
+            "with its files (cp -rL), or name them yourself (a glob such as *.arrow)"
+        )
+    return path
+
+
+def _json(fs: Any, path: str) -> dict[str, Any]:
+    _check_file(fs, path)
+    try:
+        with fs.open(path, "rb") as file:
+            data = file.read(_LARGEST_LIST + 1)
+        if len(data) > _LARGEST_LIST:
+            raise ValueError(f"more than {_LARGEST_LIST} bytes")
+        found = json.loads(data)
+    except (ValueError, RecursionError) as e:
+        raise ConfigError(f"input.path: expected JSON in {public_url(path)}, came {e}; save the data set again") from e
+    if not isinstance(found, dict) or not isinstance(found.get("splits", found.get("_data_files")), list):
+        raise ConfigError(
+            f"input.path: expected a list of splits or files in {public_url(path)}, came none; save the data set again"
+        )
+    return found
+
+
+def _format(path: str, asked: str) -> Format | None:
+    """The format of a file; None for one that is not meant."""
+    known = _FORMATS.get(_suffix(path))
+    if asked == "auto":
+        return known
+    if asked == "dataset":
+        return None
+    # What says of itself to be something else is left; any name will do for what says nothing.
+    return asked if known in (None, asked) or (known in _LINES and asked in _LINES) else None  # type: ignore[return-value]
+
+
+def _suffix(path: str) -> str:
+    return posixpath.splitext(_COMPRESSED.sub("", public_url(path)))[1].lower()
+
+
+def stem(path: str) -> str:
+    """A file's name without folder and known endings: ``train`` for ``a/train.jsonl.zst``."""
+    name = _COMPRESSED.sub("", public_url(path).rstrip("/").rpartition("/")[2])
+    root, suffix = posixpath.splitext(name)
+    return (root if suffix.lower() in _FORMATS else name) or name
+
+
+def _told(do: Callable[[], _T], shown: str) -> _T:
+    """What ``do`` gives; whatever a back end raises becomes a ConfigError, without its text."""
+    try:
+        return do()
+    except ConfigError:
+        raise
+    except FileNotFoundError:
+        came, todo = "no such file or bucket", "check the path"
+    except PermissionError:
+        came, todo = "a refusal", "check the credentials (environment, profile, or input.storage_options)"
+    except ImportError as e:
+        came, todo = f"no support for its scheme ({e.name or 'a package'} is missing)", "install the extra s3 or gcs"
+    except Exception as e:  # noqa: BLE001 (whatever a back end raises: it is told before anything starts, and without its text)
+        known = isinstance(e, OSError) and e.strerror
+        came, todo = (
+            (str(known) if known else type(e).__name__),
+            "check the URL, the endpoint and input.storage_options",
+        )
+    raise ConfigError(f"input.path: expected a readable input at {shown}, came {came}; {todo}")

@@ -1,0 +1,1 @@
+"""Host memory: shared mappings, huge pages, reused blocks, advice to the kernel."""

@@ -1,0 +1,31 @@
+"""Asking Linux for huge pages under large memory that is copied through.
+
+With small pages every 4 KiB of a copy look up an address anew, on a virtual machine through two tables, and every first
+touch is a fault. Advice: where the system does not take it, nothing changes.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+
+from hsx_dist.memory import madvise
+
+_HUGE = 2 << 20
+
+
+def advise(address: int, nbytes: int) -> bool:
+    """Ask for huge pages under the whole ones of ``nbytes`` at ``address``; whether the system takes the advice. What
+    was touched before keeps its small pages."""
+    return madvise.advise(address, nbytes, "MADV_HUGEPAGE", grain=_HUGE)
+
+
+def zeroed(nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """Memory of zeros, uint8 ``[nbytes]``, all of it touched."""
+    # Private: shared memory has huge pages of its own, which are off by default.
+    mapped = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = np.frombuffer(mapped, np.uint8)[:nbytes]
+    advise(memory.ctypes.data, nbytes)
+    memory.fill(0)
+    return memory

@@ -1,0 +1,68 @@
+"""What a writer has mapped of Ray's object store counts as its resident memory until it lets go of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hsx_dist.memory.madvise import advise
+
+#: Smaller arrays are let go of together: all that a call brings lies in one place.
+LEAST_BYTES = 128 << 10
+
+
+class PlasmaViews:
+    """This process's views on memory that it shares with others."""
+
+    def __init__(self) -> None:
+        self._shared: list[tuple[int, int]] = []  # [start, stop) of mappings; Ray's object store is one, for all time
+
+    def bring(self, data: np.ndarray[Any, Any]) -> bool:
+        """Have all of ``data`` at hand, as it is read next: one call instead of a fault for every few pages of memory.
+        Whether the system did so (Linux since 5.14)."""
+        return self._is_shared_array(data) and advise(data.ctypes.data, data.nbytes, "MADV_POPULATE_READ")
+
+    def let_go(self, data: np.ndarray[Any, Any]) -> bool:
+        """Drop this process's view of ``data``, an array that it will not read any more; whether it was dropped.
+
+        Memory that is shared stays as it is for everybody, and the view comes back if it is read after all. Arrays in
+        memory of this process's own are left alone.
+        """
+        return self._is_shared_array(data) and advise(data.ctypes.data, data.nbytes, "MADV_DONTNEED")
+
+    def let_go_between(self, arrays: Sequence[np.ndarray[Any, Any]]) -> bool:
+        """``let_go`` of all that lies between the first and the last of ``arrays``. They came with one call, and so lie
+        in one object of Ray's store, with nothing of others between them."""
+        starts = [data.ctypes.data for data in arrays]
+        stops = [start + data.nbytes for start, data in zip(starts, arrays, strict=True)]
+        if not starts or max(stops) - min(starts) < LEAST_BYTES or not self._shares(min(starts), max(stops)):
+            return False
+        return advise(min(starts), max(stops) - min(starts), "MADV_DONTNEED")
+
+    def _is_shared_array(self, data: np.ndarray[Any, Any]) -> bool:
+        if data.nbytes < LEAST_BYTES or not data.flags.c_contiguous:
+            return False
+        return self._shares(data.ctypes.data, data.ctypes.data + data.nbytes)
+
+    def _shares(self, start: int, stop: int) -> bool:
+        """Whether all of it lies in one mapping that is shared."""
+        if not self._is_within(start, stop):
+            self._shared = shared_mappings()
+        return self._is_within(start, stop)
+
+    def _is_within(self, start: int, stop: int) -> bool:
+        return any(a <= start and stop <= b for a, b in self._shared)
+
+
+def shared_mappings() -> list[tuple[int, int]]:
+    """Where this process has memory mapped that it shares; empty on a system that does not say."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    fields = (line.split(maxsplit=2) for line in lines)
+    places = (place.split("-") for place, access, _ in fields if access.endswith("s"))
+    return [(int(start, 16), int(stop, 16)) for start, stop in places]

@@ -1,0 +1,124 @@
+"""Copies beside the engine's steps, on a host."""
+
+import threading
+
+import pytest
+import torch
+
+from hsx_dist.connector.copy_stream import Cuda, DeviceCopyStream, HostCopyStream, copy_stream_for
+from hsx_dist.errors import ConfigError
+from tests.unit.connector.recorded_cuda import DEVICE, RecordedCuda
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    return RecordedCuda(monkeypatch)
+
+
+def test_a_cache_in_host_memory_is_copied_on_a_thread():
+    side, ran = copy_stream_for(torch.zeros(1)), []
+    assert isinstance(side, HostCopyStream)
+    (event,) = side.start([lambda: ran.append(threading.current_thread().name)])
+    event.synchronize()
+    assert ran != [threading.current_thread().name]
+
+
+def test_copies_run_one_after_another_and_starting_one_waits_for_none():
+    side, go, ran = HostCopyStream(), threading.Event(), []
+    events = side.start([lambda: (go.wait(30), ran.append(1)), lambda: ran.append(2)])
+    events += side.start([lambda: ran.append(3)])
+    assert side.start([]) == []
+    side.wait(0.01)
+    assert not any(event.query() for event in events)
+    go.set()
+    events[-1].synchronize()
+    assert all(event.query() for event in events)
+    assert ran == [1, 2, 3]
+
+
+def test_an_error_of_a_copy_reaches_its_own_event_alone():
+    side = HostCopyStream()
+    before, failed, later = side.start([lambda: None, lambda: 1 / 0, lambda: None])
+    with pytest.raises(ZeroDivisionError):
+        failed.synchronize()
+    before.synchronize()
+    later.synchronize()
+    assert all(event.query() for event in (before, failed, later))
+    side.close()
+
+
+def test_memory_of_other_devices_is_refused():
+    with pytest.raises(ConfigError, match=r"CUDA, ROCm or CPU device, got meta\. Use"):
+        copy_stream_for(torch.zeros(1, device="meta"))
+
+
+def test_copies_on_a_stream_wait_for_what_the_model_had_queued_when_the_step_began(cuda):
+    side = DeviceCopyStream(Cuda(DEVICE))
+    side.follow()
+    cuda.calls.append("the model's next run")
+    side.start([lambda: cuda.calls.append("copy")])
+    assert cuda.calls == [
+        "record 0 on model", "copies wait for 0", "the model's next run",
+        "enter copies", "copy", "leave copies", "record 1 on copies",
+    ]  # fmt: skip
+
+
+def test_on_a_stream_an_error_while_a_copy_is_queued_reaches_its_own_event_after_the_queued_part(cuda):
+    side = DeviceCopyStream(Cuda(DEVICE))
+    failed, later = side.start([lambda: 1 / 0, lambda: None])
+    cuda.ended = {0}
+    assert failed.query()
+    assert not later.query()
+    with pytest.raises(ZeroDivisionError):
+        failed.synchronize()
+    later.synchronize()
+    waited = [call for call in cuda.calls if call.startswith("wait")]
+    assert waited == ["wait for 0", "wait for 1"]  # the error is raised after the queued part has ended
+
+
+def test_a_device_that_is_lost_surfaces(cuda):
+    side = DeviceCopyStream(Cuda(DEVICE))
+    cuda.lost = True
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        side.start([lambda: None])
+
+
+def test_a_thread_that_waits_sets_the_device_first(cuda):
+    """On a thread without a device CUDA makes a context on GPU 0."""
+    side = DeviceCopyStream(Cuda(DEVICE))
+    (event,) = side.start([lambda: None])
+    for wait in (event.synchronize, side.close):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
+    assert cuda.devices_of_waits == [DEVICE, DEVICE]
+
+
+def test_an_idle_engine_waits_for_the_last_copy(cuda):
+    side = DeviceCopyStream(Cuda(DEVICE))
+    side.wait(30)
+    side.start([lambda: None])
+    side.wait(0.001)
+    cuda.ended = {0}
+    side.wait(30)
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_copy_takes_no_threads_of_its_own_and_every_other_thread_has_those_it_had(two_threads, monkeypatch):
+    # As vLLM's CPU worker has it.
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    found = []
+    side = HostCopyStream()
+    (event,) = side.start([lambda: found.append(torch.get_num_threads())])
+    event.synchronize()
+    new = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    new.start()
+    new.join()
+    assert (*found, torch.get_num_threads()) == (1, 2, 2)

@@ -1,0 +1,501 @@
+"""A bare connector's outlet: every request that was expected is stored, or told why not, whatever the store does."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import pickle
+import sys
+import time
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import hsx_dist
+from hsx_dist.connector.connector_config import read_connector_config
+from hsx_dist.connector.object_writer import StoreOutlet, ThreadWriters
+from hsx_dist.connector.outlet import PageRef
+from hsx_dist.connector.step import Expect, Save, Skip, Step
+from hsx_dist.connector.worker import WorkerHalf
+from hsx_dist.errors import Denied, NotFound, SampleFailed
+from hsx_dist.page import Segment
+from hsx_dist.store import open_store
+from hsx_dist.testing.faulty_stores import PUTS, CountingStore, FailingStore, HangingStore, Strike
+from hsx_dist.testing.stores import MemoryStore
+from hsx_dist.writers.sink import PartSink
+from tests.unit.connector.small_outlet import HIDDEN, LAYERS, outlet_on, some, submit
+
+
+def test_stored_in_vllms_schema_with_its_own_loader(tmp_path):
+    from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as vllms
+
+    outlet = outlet_on(tmp_path)
+    states = some()
+    submit(outlet, "a", states, meta={"tokens": {"start": 0, "step": 2, "of": 9}})
+    path = str(tmp_path / "a.safetensors")
+    theirs = vllms.load_hidden_states(path)  # sleeps on the lock until the object is there
+    assert set(theirs) == {"hidden_states", "token_ids"}
+    np.testing.assert_array_equal(theirs["hidden_states"].numpy(), states.transpose(1, 0, 2))
+    assert theirs["token_ids"].tolist() == [0, 1, 2, 3, 4]
+    run = hsx_dist.load_hidden_states(path, framework="numpy")
+    np.testing.assert_array_equal(run["hidden_states"], states.transpose(1, 0, 2))
+    outlet.close()
+    vllms.cleanup_hidden_states(path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_skipped_request_leaves_a_marker_and_no_lock(tmp_path):
+    outlet = outlet_on(tmp_path)
+    outlet.expect(Expect("r", "a.safetensors", 0, True))
+    outlet.skip(Skip("r", "a", "a.safetensors", 0, "computed 3 of 9 tokens"))
+    outlet.expect(Expect("s", "b.safetensors", 0, True))
+    outlet.skip(Skip("s", "b", "b.safetensors", 0, "the request asked for none", quiet=True))
+    outlet.close()
+    assert [p.name for p in tmp_path.iterdir()] == ["a.error.json"]
+    started = time.monotonic()
+    with pytest.raises(SampleFailed, match="3 of 9"):
+        hsx_dist.load_hidden_states(str(tmp_path / "a.safetensors"), wait=60)
+    assert time.monotonic() - started < 30  # at once, not after the wait
+
+
+def test_the_same_key_with_other_tokens_is_told_to_both_and_replaces_nothing(tmp_path):
+    outlet = outlet_on(tmp_path)
+    first = some()
+    submit(outlet, "a", first)
+    outlet.close()
+    outlet = outlet_on(tmp_path)  # another server, which remembers nothing
+    submit(outlet, "a", some(seed=1), ids=[9, 9, 9, 9, 9])
+    outlet.close()
+    with pytest.raises(SampleFailed, match="another sample of that key"):
+        hsx_dist.load_hidden_states(str(tmp_path / "a.safetensors"))
+    (tmp_path / "a.safetensors.conflict.json").unlink()
+    np.testing.assert_array_equal(
+        hsx_dist.load_hidden_states(str(tmp_path / "a.safetensors"), framework="numpy")["hidden_states"],
+        first.transpose(1, 0, 2),
+    )
+
+
+def test_the_same_sample_again_is_fine_and_clears_an_old_marker(tmp_path):
+    (tmp_path / "a.error.json").write_text(json.dumps({"key": "a", "error": "before"}))
+    for _ in range(2):
+        outlet = outlet_on(tmp_path)
+        submit(outlet, "a", some())
+        outlet.close()
+    assert hsx_dist.load_hidden_states(str(tmp_path / "a.safetensors"))["hidden_states"].shape == (5, 2, HIDDEN)
+
+
+def test_a_path_that_the_client_chose_is_replaced(tmp_path):
+    for seed in (0, 1):
+        outlet = outlet_on(tmp_path)
+        submit(outlet, "sub/x", some(seed=seed), name="sub/x.bin", ids=[seed] * 5)
+        outlet.close()
+    part = open_store(str(tmp_path)).get("sub/x.bin")
+    assert len(part) > 0
+    assert (tmp_path / "sub/x.bin.lock").exists()
+
+
+def test_a_store_that_refuses_costs_its_samples_and_nothing_else(tmp_path):
+    """Terminal failure: ring and locks come free, the keys are marked, and what comes later is stored."""
+    stored = MemoryStore()
+    outlet = outlet_on(tmp_path, store=FailingStore(stored, Denied("not allowed"), Strike(PUTS, times=3)))
+    for i in range(5):
+        submit(outlet, f"k{i}", some(seed=i))
+        while outlet.pending:
+            time.sleep(0.005)
+    assert outlet.ring.used_bytes == 0
+    outlet.close()
+    for i in range(5):
+        if i < 3:
+            with pytest.raises(SampleFailed, match="Denied"):
+                hsx_dist.load_hidden_states(str(tmp_path / f"k{i}.safetensors"))
+    assert sorted(stored.objects) == ["k3.safetensors", "k4.safetensors"]
+    counts = {name: value for (name, _), value in outlet.meter.sums().items()}
+    assert (counts["stored"], counts["failed"], counts["samples"]) == (2, 3, 5)
+    assert outlet.meter.sums()["failed_parts", "Denied"] == 3
+    assert counts["puts"] == 5
+
+
+@pytest.mark.parametrize("policy", ["flag", "fail"])
+def test_states_that_cannot_be_right_are_flagged_or_refused(tmp_path, policy):
+    outlet = outlet_on(tmp_path, on_bad_rows=policy)
+    states = some()
+    states[1] = 0
+    states[0, 3, 1] = np.nan
+    submit(outlet, "a", states)
+    outlet.close()
+    path = str(tmp_path / "a.safetensors")
+    if policy == "fail":
+        with pytest.raises(SampleFailed, match="on_bad_rows"):
+            hsx_dist.load_hidden_states(path)
+    else:
+        data = hsx_dist.load_hidden_states(path)
+        assert data["meta"]["bad"] == [{"start": 0, "stop": 5, "nonfinite_rows": {"1": 1}, "zero_layers": [2]}]
+
+
+def test_the_end_is_not_waited_for_longer_than_asked(tmp_path):
+    hanging = HangingStore(MemoryStore(), Strike(PUTS))
+    outlet = outlet_on(tmp_path, store=hanging)
+    submit(outlet, "a", some())
+    outlet.close(0.2)
+    assert outlet.pending == 1
+    hanging.release()
+
+
+def test_whoever_reads_a_key_by_the_answer_of_its_second_use_is_told(tmp_path):
+    """No moment at which the first sample is taken for the second: the lock is held until the marker is there."""
+    hanging = HangingStore(open_store(str(tmp_path)), Strike(PUTS, prefix="a.safetensors.conflict"))
+    outlet = outlet_on(tmp_path, markers=hanging)
+    submit(outlet, "a", some())
+    path = str(tmp_path / "a.safetensors")
+    assert hsx_dist.load_hidden_states(path, wait=30)["hidden_states"].shape == (5, 2, HIDDEN)
+    outlet.skip(Skip("b", "a", "a.safetensors", 0, "the key 'a' was used before", conflict=True))
+    outlet.prepared()
+    with pytest.raises(NotFound, match=r"a\.safetensors\.lock"):
+        hsx_dist.load_hidden_states(path)
+    assert outlet.pending
+    hanging.release()
+    with pytest.raises(SampleFailed, match="used before"):
+        hsx_dist.load_hidden_states(path, wait=30)
+    # A third one, for the first sample again, takes nothing back, nor does one that fails.
+    submit(outlet, "a", some(), request="c")
+    outlet.skip(Skip("d", "a", "a.safetensors", 0, "aborted"))
+    outlet.close()
+    with pytest.raises(SampleFailed, match="used before"):
+        hsx_dist.load_hidden_states(path)
+
+
+def test_a_path_that_is_used_again_is_not_read_before_it_is_replaced(tmp_path):
+    outlet = outlet_on(tmp_path)
+    path = str(tmp_path / "x.safetensors")
+    submit(outlet, "x", some(seed=0), name="x.safetensors", request="r0")
+    hsx_dist.load_hidden_states(path, wait=30)
+    with (tmp_path / "x.safetensors.lock").open() as reader:
+        fcntl.flock(reader, fcntl.LOCK_SH)  # somebody still reads the old one when the next request is scheduled
+        outlet.expect(Expect("r1", "x.safetensors", 0, True))
+        outlet.prepared()
+        with pytest.raises(NotFound, match="lock"):
+            hsx_dist.load_hidden_states(path)
+    states = some(seed=1)
+    submit(outlet, "x", states, name="x.safetensors", request="r1")
+    data = hsx_dist.load_hidden_states(path, wait=30, framework="numpy")
+    np.testing.assert_array_equal(data["hidden_states"], states.transpose(1, 0, 2))
+    outlet.close()
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_request_that_ends_early_does_not_harm_another_of_its_key(tmp_path, quiet):
+    hanging = HangingStore(open_store(str(tmp_path)), Strike(PUTS))
+    outlet = outlet_on(tmp_path, store=hanging)
+    submit(outlet, "a", some())
+    assert hanging.hanging.wait(30)
+    outlet.skip(Skip("b", "a", "a.safetensors", 0, "computed 0 of 9 tokens", quiet=quiet))  # was never scheduled
+    path = str(tmp_path / "a.safetensors")
+    with pytest.raises(NotFound, match="lock"):  # still held, and no failure is told
+        hsx_dist.load_hidden_states(path)
+    hanging.release()
+    assert hsx_dist.load_hidden_states(path, wait=30)["hidden_states"].shape == (5, 2, HIDDEN)
+    outlet.close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.safetensors", "a.safetensors.lock"]
+
+
+def test_when_all_requests_of_a_key_fail_the_last_tells(tmp_path):
+    outlet = outlet_on(tmp_path)
+    for request in "rs":
+        outlet.expect(Expect(request, "a.safetensors", 0, True))
+    outlet.prepared()
+    outlet.skip(Skip("r", "a", "a.safetensors", 0, "computed 3 of 9 tokens"))
+    assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors.lock"]
+    outlet.skip(Skip("s", "a", "a.safetensors", 0, "the request asked for none", quiet=True))
+    outlet.close()
+    assert [p.name for p in tmp_path.iterdir()] == ["a.error.json"]
+
+
+def test_ordinary_requests_ask_the_store_nothing_before_their_sample_is_stored(tmp_path):
+    counting = CountingStore(open_store(str(tmp_path)))
+    outlet = outlet_on(tmp_path, markers=counting)
+    for i in range(20):
+        outlet.expect(Expect(f"r{i}", f"k{i}.safetensors", 0, True))
+    assert not outlet.pending
+    submit(outlet, "k", some(), chosen=False)
+    hsx_dist.load_hidden_states(str(tmp_path / "k.safetensors"), wait=30)
+    assert not counting.calls
+    submit(outlet, "k3", some(), request="r3")
+    outlet.close()
+    assert counting.calls == {"get": 1}
+
+
+def test_markers_count_as_pending_and_the_end_does_not_wait_for_them_longer_than_asked(tmp_path, caplog):
+    hanging = HangingStore(open_store(str(tmp_path)), Strike(PUTS))
+    outlet = outlet_on(tmp_path, markers=hanging)
+    for i in range(20):
+        outlet.skip(Skip(f"r{i}", f"k{i}", f"k{i}.safetensors", 0, "aborted"))
+    assert hanging.hanging.wait(30)
+    started = time.monotonic()
+    with caplog.at_level("ERROR"):
+        outlet.close(0.2)
+    assert time.monotonic() - started < 10
+    assert outlet.pending >= 20
+    assert "20 requests could not be told" in caplog.text
+    hanging.release()
+
+
+def test_any_number_of_failed_requests_of_a_key_costs_others_nothing(tmp_path, caplog):
+    caplog.set_level("ERROR", "hsx_dist")  # the lines of the log would be counted
+    hanging = HangingStore(open_store(str(tmp_path)), Strike(PUTS, prefix="a."))
+    outlet = outlet_on(tmp_path, markers=hanging)
+    submit(outlet, "a", some(), meta={"identity": {"request": "0" * 32, "tokens": ""}})
+    while outlet.pending:
+        time.sleep(0.002)
+
+    def fail(i: int) -> None:
+        outlet.expect(Expect(f"r{i}", "a.safetensors", 0, True, f"{i:032x}"))
+        outlet.prepared()
+        outlet.skip(Skip(f"r{i}", "a", "a.safetensors", 0, "aborted", request=f"{i:032x}"))
+
+    for i in range(1, 4):
+        fail(i)
+    assert hanging.hanging.wait(30)
+    tracemalloc.start()
+    for i in range(4, 300):
+        fail(i)
+    grown = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert grown < 20_000
+    submit(outlet, "b", some())
+    assert hsx_dist.load_hidden_states(str(tmp_path / "b.safetensors"), wait=30)["key"] == "b"
+    with pytest.raises(NotFound, match="lock"):
+        hsx_dist.load_hidden_states(str(tmp_path / "a.safetensors"))
+    hanging.release()
+    with pytest.raises(SampleFailed, match="used before"):
+        hsx_dist.load_hidden_states(str(tmp_path / "a.safetensors"), wait=30)
+    outlet.close()
+
+
+def test_a_name_that_its_file_system_does_not_take_stops_no_step(tmp_path):
+    outlet = outlet_on(tmp_path)
+    for name in ("x" * 300, "a\ud800", "a\x00b"):
+        outlet.expect(Expect(name, name, 0, True))
+    outlet.close(1)
+
+
+def test_names_with_and_without_suffix_have_markers_of_their_own(tmp_path):
+    outlet = outlet_on(tmp_path)
+    submit(outlet, "foo", some(), name="foo.safetensors")
+    outlet.skip(Skip("r", "foo", "foo", 0, "aborted"))
+    outlet.close()
+    assert hsx_dist.load_hidden_states(str(tmp_path / "foo.safetensors"))["key"] == "foo"
+    with pytest.raises(SampleFailed, match="aborted"):
+        hsx_dist.load_hidden_states(str(tmp_path / "foo"))
+    assert (tmp_path / "foo.failed.json").exists()
+
+
+def test_the_same_tokens_under_another_adapter_are_another_sample(tmp_path):
+    for adapter in ("a", "b"):
+        outlet = outlet_on(tmp_path)
+        submit(outlet, "k", some(), meta={"lora": adapter})
+        outlet.close()
+    with pytest.raises(SampleFailed, match="another sample of that key"):
+        hsx_dist.load_hidden_states(str(tmp_path / "k.safetensors"))
+
+
+def test_what_a_sender_could_not_pass_on_is_told_and_its_room_comes_free():
+    from hsx_dist.connector.outlet import LocalOutlet
+
+    class BrokenSender:
+        def send(self, pages, release):
+            release(pages[0])
+            raise RuntimeError("the object store is full")
+
+        def flush(self): ...
+        def close(self): ...
+
+    told = []
+    outlet = LocalOutlet(BrokenSender(), 1 << 20, told.append)
+    for key in "ab":
+        submit(outlet, key, some())
+    outlet.close()
+    assert [s.key for s in told] == ["a", "b"]
+    assert all("object store is full" in s.reason for s in told)
+    assert outlet.ring.used_bytes == 0
+
+
+def test_a_page_that_is_released_twice_frees_no_other_page():
+    from hsx_dist.connector.outlet import LocalOutlet
+
+    class LateSender:
+        def send(self, pages, release):
+            kept.extend((release, page) for page in pages)
+            raise RuntimeError("the connection is closed")
+
+        def flush(self): ...
+        def close(self): ...
+
+    kept = []
+    outlet = LocalOutlet(LateSender(), 1 << 20)
+    submit(outlet, "a", some())
+    outlet.close()
+    other = outlet.ring.allocate(64)  # where the page was
+    for release, page in kept:
+        release(page)
+    assert outlet.ring.used_bytes == 64
+    outlet.ring.free(other)
+
+
+def test_a_page_that_was_not_copied_reaches_its_writer_as_an_error():
+    from hsx_dist.connector.outlet import LocalOutlet
+
+    class KeepingSender:
+        def send(self, pages, release):
+            sent.extend((p.segment.key, bool(p.error)) for p in pages)
+            for page in pages:
+                release(page)
+
+        def flush(self): ...
+        def close(self): ...
+
+    def broken():
+        raise RuntimeError("an illegal memory access was encountered")
+
+    told, sent = [], []
+    outlet = LocalOutlet(KeepingSender(), 1 << 20, told.append)
+    submit(outlet, "a", some(), ready=broken)
+    submit(outlet, "b", some(), ready=lambda: None)
+    submit(outlet, "a", some(), request="again", ready=lambda: None)
+    # Of two pages the first is not copied.
+    n, layers = 6, some(6)
+    segment = Segment("c", 0, 0, n, n, source="c:0")
+    for start, ready in ((0, broken), (3, lambda: None)):
+        page = layers[:, start : start + 3]
+        offset = outlet.ring.allocate(page.nbytes)
+        ids = np.arange(3, dtype=np.int64)
+        outlet.submit((PageRef(offset, page.shape, segment, start, start + 3, 3, LAYERS, "float32", "LTH", ids), ready))
+    outlet.close()
+    assert sent == [("a", True), ("b", False), ("a", False), ("c", True), ("c", False)]
+    assert [(s.key, "illegal memory access" in (s.reason or "")) for s in told] == [
+        ("a", True), ("b", False), ("a", False), ("c", True)
+    ]  # fmt: skip
+    assert outlet.ring.used_bytes == 0
+
+
+def test_a_page_that_was_not_copied_is_told_to_whoever_waits(tmp_path):
+    outlet = outlet_on(tmp_path)
+
+    def fail() -> None:
+        raise RuntimeError("device lost")
+
+    submit(outlet, "a", some(), ready=fail)
+    submit(outlet, "b", some())
+    outlet.close(60)
+    assert outlet.pending == 0
+    assert outlet.meter.sums()["failed", ""] == 1
+    assert {p.name for p in tmp_path.iterdir()} >= {"a.error.json", "b.safetensors"}
+    assert not (tmp_path / "a.safetensors").exists()
+    with pytest.raises(SampleFailed, match="device lost"):
+        hsx_dist.load_hidden_states(str(tmp_path / "a.safetensors"), wait=60)
+    assert outlet.ring.used_bytes == 0
+
+
+class OnceMoreWriters(ThreadWriters):
+    """Each segment once more in memory, as where the writers are a process."""
+
+    def send(self, pages, release):
+        for page in pages:
+            copy = replace(page, segment=pickle.loads(pickle.dumps(page.segment)))
+            super().send([copy], lambda _, page=page: release(page))
+
+
+def test_metadata_of_short_samples_waits_with_its_blocks_and_not_beside_the_ring(tmp_path):
+    budget, n = 8 << 20, 400
+    settings = read_connector_config({"hsx": {"output": str(tmp_path), "in_flight_bytes": budget}})
+    hanging = HangingStore(open_store(str(tmp_path)), Strike(PUTS, times=10**9))
+    outlet = StoreOutlet(
+        lambda options, on_event, meter, _: OnceMoreWriters(PartSink(hanging, options, on_event, meter), 2),
+        settings,
+        {"model": "m", "revision": None, "norm": "pre"},
+        markers=open_store(str(tmp_path)),
+    )
+    cache = torch.randn(n, 2, 4, 8)
+    worker = WorkerHalf(cache, outlet, layer_ids=(1, 2), page_bytes=1 << 20, segment_bytes=sys.maxsize)
+    saves = [
+        Save(f"r{i}", f"k{i}", np.arange(1), np.array([i]), 0, metadata=json.dumps({"x": f"{i}".ljust(65000)}))
+        for i in range(n)
+    ]
+    expected = [Expect(f"r{i}", f"k{i}.safetensors", 0, chosen=True) for i in range(n)]
+    tracemalloc.start()
+    try:
+        worker.begin(Step(expected=expected))
+        worker.step(Step(saves=saves))
+        assert hanging.hanging.wait(60)
+        for _ in range(20):
+            worker.step(Step(idle=True))
+        grown = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert worker.blocks_held > n - 20  # vLLM's scheduler waits for them
+    assert outlet.ring.claimed_bytes <= settings.sample_bytes
+    assert grown < settings.encoded_bytes + 2 * settings.sample_bytes
+    hanging.release()
+    while worker.pending:
+        worker.step(Step(idle=True))
+        worker.finished()
+    outlet.close(60)
+    assert len(list(tmp_path.glob("*.safetensors"))) == n
+    assert outlet.ring.claimed_bytes == 0
+
+
+@pytest.mark.parametrize("metadata", ["", "y" * 65000, "\U0001f600" * 16000])
+def test_a_sample_takes_no_more_memory_than_it_is_counted_with(tmp_path, metadata):
+    """In both processes together: the objects of a hundred samples of one token that wait for a store."""
+    n = 100
+    hanging = HangingStore(open_store(str(tmp_path)), Strike(PUTS, times=10**9))
+    settings = read_connector_config({"hsx": {"output": str(tmp_path), "in_flight_bytes": 160 << 20}})
+    memory = np.ones(80 << 20, np.uint8)
+
+    def make(options, on_event, meter, _):
+        made = OnceMoreWriters(PartSink(hanging, options, on_event, meter), 2)
+        made.memory = memory
+        return made
+
+    outlet = StoreOutlet(make, settings, {"model": "m", "revision": None, "norm": "pre"}, markers=hanging)
+    submit(outlet, "first", some(1))
+    assert hanging.hanging.wait(60)
+    tracemalloc.start()
+    try:
+        for i in range(n):
+            text = json.dumps({"x": f"{metadata}{i}"}, ensure_ascii=False) if metadata else ""
+            segment = Segment(f"k{i}", 0, 0, 1, 1, source=f"r{i}:0", metadata=text, meta={"prompt_tokens": i})
+            assert outlet.admit(segment)
+            outlet.expect(Expect(f"r{i}", f"k{i}.safetensors", 0, chosen=True))
+            offset = outlet.ring.allocate(64)
+            outlet.submit(
+                (PageRef(offset, (2, 1, 8), segment, 0, 1, 1, LAYERS, "float32", "LTH", np.zeros(1, int)), None)
+            )
+            del segment, text
+        while outlet.ring.used_bytes:
+            outlet.ring.wait(1.0)
+        grown = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert grown < 2 * outlet.ring.claimed_bytes
+    hanging.release()
+    outlet.close(60)
+
+
+def test_a_marker_that_the_store_refuses_keeps_no_memory_that_others_need(tmp_path):
+    """Names below an object: the store takes neither the objects nor their markers."""
+    outlet = outlet_on(tmp_path)
+    submit(outlet, "a", some(1), name="a")
+    for i in range(20):
+        segment = Segment(f"k{i}", 0, 0, 1, 1, name=f"a/{i}", source=f"r{i}:0", metadata='"' + "y" * 60000 + '"')
+        end = time.monotonic() + 30
+        while not outlet.admit(segment):
+            assert time.monotonic() < end
+            outlet.ring.wait(0.1)
+        outlet.expect(Expect(f"r{i}", f"a/{i}", 0, chosen=True))
+        offset = outlet.ring.allocate(64)
+        outlet.submit((PageRef(offset, (2, 1, 8), segment, 0, 1, 1, LAYERS, "float32", "LTH", np.zeros(1, int)), None))
+    outlet.close(5)
+    assert outlet.ring.claimed_bytes == 0

@@ -1,0 +1,454 @@
+"""What a request asks for, as clients would write it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from typing import Any
+
+import pytest
+
+from hsx_dist.connector.request_params import (
+    ALL,
+    MAX_ID,
+    MAX_METADATA_DEPTH,
+    MAX_PARAMS,
+    MAX_UNKNOWN,
+    TokenSelection,
+    custom_name,
+    place,
+    read_request_params,
+)
+from hsx_dist.format.markers import RUN_NAMES, is_of_a_key, marker_name
+from hsx_dist.format.names import (
+    CHECK,
+    attempt_name,
+    closed_name,
+    compacted_name,
+    complete_name,
+    heartbeat_name,
+    part_name,
+    receipt_name,
+)
+from hsx_dist.format.place import RUN, start_run
+from hsx_dist.page import object_name, sample_key
+from hsx_dist.reading.missing import CONSUMED
+from hsx_dist.store import open_store
+
+CAPTURED = (2, 15, 30)
+
+
+def read(params, request_id="r-1", *, allowed=True, prompt_tokens=2):
+    return read_request_params(
+        request_id,
+        params,
+        prompt_tokens=prompt_tokens,
+        layer_ids=CAPTURED,
+        output="s3://bucket/states/",
+        allow_custom_path=allowed,
+        include_output_tokens=False,
+    )
+
+
+@pytest.mark.parametrize("path", ["mine.safetensors", "sub/mine.safetensors", "row-17.safetensors"])
+def test_a_key_and_a_path_together_are_both_refused(path):
+    both = {"hidden_states_key": "row-17", "hidden_states_path": path}
+    options = read(both)
+    assert (options.key, options.path, options.by_path, options.chosen) == ("r-1", None, False, False)
+    assert set(options.refused) == set(both)
+    assert all("Give one" in reason for reason in options.refused.values())
+    # A path that is refused for a reason of its own is set aside alone.
+    assert (off := read(both, allowed=False)).key == "row-17"
+    assert set(off.refused) == {"hidden_states_path"}
+
+
+def test_nothing_asked_is_everything_under_the_requests_own_id():
+    options = read({})
+    assert (options.key, options.layer_ids, options.tokens, options.save) == ("r-1", CAPTURED, ALL, True)
+    assert not options.chosen
+    assert not options.refused
+
+
+@pytest.mark.parametrize(
+    ("value", "total", "positions"),
+    [
+        ([0, 4], 10, [0, 1, 2, 3]),
+        ([-3, None], 10, [7, 8, 9]),
+        ([2, -1], 5, [2, 3]),
+        ([0, None, 4], 10, [0, 4, 8]),
+        ([8, 100], 10, [8, 9]),
+        ("last", 10, [9]),
+        ("stride:3", 10, [0, 3, 6, 9]),
+        ([4, 4], 10, []),
+    ],
+)
+def test_selections(value, total, positions):
+    assert list(TokenSelection.read(value).of(total)) == positions
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("hidden_states_key", ""),
+        ("hidden_states_key", 7),
+        ("hidden_states_key", "k" * 1025),
+        ("hidden_states_layers", []),
+        ("hidden_states_layers", [2, 2]),
+        ("hidden_states_layers", [3]),
+        ("hidden_states_layers", "all"),
+        ("hidden_states_layers", [True]),
+        ("hidden_states_tokens", "first"),
+        ("hidden_states_tokens", "stride:0"),
+        ("hidden_states_tokens", [1]),
+        ("hidden_states_tokens", [0, 5, -1]),
+        ("hidden_states_tokens", [0.5, 2]),
+        ("hidden_states_tokens", [0, 1 << 70]),
+        ("hidden_states_save", "no"),
+        ("hidden_states_row", -1),
+        ("include_output_tokens", 1),
+        ("hidden_states_colour", "red"),
+        ("hidden_states_path", 5),
+        ("hidden_states_loss_mask", [0, 2]),
+        ("hidden_states_loss_mask", "01"),
+        ("hidden_states_loss_mask", []),
+        ("hidden_states_loss_mask", b"\x00\x02"),
+        ("hidden_states_metadata", ["a"]),
+        ("hidden_states_metadata", {"a": float("nan")}),
+        ("hidden_states_metadata", {"a": "x" * 70_000}),
+        ("hidden_states_metadata", {"a": object()}),
+        ("hidden_states_metadata", {"a": "\ud800"}),
+        ("hidden_states_metadata", "{}"),
+        ("hidden_states_metadata", {"a": {1: "x", "1": "y"}}),
+        ("hidden_states_loss_mask", [1]),
+        ("hidden_states_loss_mask", [0, 1, 1]),
+        ("hidden_states_loss_mask", {0: 1, 1: 0}),
+        ("hidden_states_row", math.nan),
+        ("hidden_states_key", "a\ud800"),
+    ],
+)
+def test_a_wrong_value_is_refused_alone(name, value):
+    options = read({name: value, "do_remote_prefill": True})
+    assert set(options.refused) == {name}
+    assert "expected" in options.refused[name]
+    assert options == read({}) or options.refused  # all else is as if it had not been given
+    assert (options.key, options.layer_ids, options.tokens, options.save) == ("r-1", CAPTURED, ALL, True)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../x.safetensors",
+        "a/../../x.safetensors",
+        "/etc/passwd",
+        "s3://other/x.safetensors",
+        "s3://bucket/states-of-others/x.safetensors",
+        "file:///etc/x",
+        "",
+        "a//b.safetensors",
+        "./x.safetensors",
+        "a\x00b.safetensors",
+        "a\nb.safetensors",
+        "x.safetensors.lock",
+        "x.error.json",
+        "*.safetensors",
+        "x" * 1025,
+        "x.failed.json",
+        "x.safetensors.conflict.json",
+        "a.lock/x.safetensors",
+        "a.safetensors/x.safetensors",
+        "a.error.json/x",
+        ".hsx-unfinished-1/x.safetensors",
+        "a/.hsx-unfinished-1",
+        "x" * 241,
+        "\u00e9" * 121,
+        "a\ud800.safetensors",
+        "/".join("a" * 9),
+        "/".join(["x" * 240] * 4 + ["x" * 18]),  # with s3://bucket/states/ 1,001 bytes
+        "a/" * 511 + "x.safetensors",
+        "a\u202eb",
+        "a\x9bb",
+        "x.safetensors.LOCK",
+        "X.ERROR.JSON",
+        "x.failed.json.",
+        "x.error.json:stream",
+        "a.SAFETENSORS/x",
+        "a.lock. /x",
+        "a/ . /x",
+        ".HSX-unfinished-1",
+    ],
+)
+def test_no_path_leaves_the_prefix_or_hits_a_companion(path):
+    options = read({"hidden_states_path": path})
+    assert options.path is None
+    assert set(options.refused) == {"hidden_states_path"}
+    assert options.name == "r-1.safetensors"
+
+
+def test_paths_under_the_prefix_absolute_or_not():
+    for path in ("s3://bucket/states/a/b.safetensors", "a/b.safetensors"):
+        options = read({"hidden_states_path": path})
+        assert options.name == "a/b.safetensors"
+        assert options.key == "a/b"
+        assert options.chosen
+    longest = "/".join(["x" * 240] * 4 + ["x" * 17])
+    assert read({"hidden_states_path": longest}).name == longest
+    long = "x" * 239
+    assert read({"hidden_states_path": long}).name == long
+    assert "hidden_states_path" in read({"hidden_states_path": long}, "cmpl-x-1-00000000").refused
+    assert len(read({"hidden_states_key": "\u00e9" * 1024}, "cmpl-x-1-00000000").name) < 240
+    with pytest.raises(ValueError, match="allow_custom_save_path"):
+        custom_name("a/b.safetensors", "s3://bucket/states", False)
+
+
+@pytest.mark.parametrize(
+    ("request_id", "expected"),
+    [
+        ("7-1a2b3c4d", (0, 0)),
+        ("cmpl-0123-0-1a2b3c4d", (0, 0)),
+        ("cmpl-0123-3-1a2b3c4d", (3, 0)),
+        ("2_cmpl-0123-3-1a2b3c4d", (3, 2)),
+        ("1_chatcmpl-0123-1a2b3c4d", (0, 1)),
+        ("cmpl-my/..id-1-1a2b3c4d", (1, 0)),
+        ("r17-1a2b3c4d", (0, 0)),
+    ],
+)
+def test_which_result_of_its_clients_request_an_engines_request_is(request_id, expected):
+    assert place(request_id) == expected
+
+
+def test_keys_and_paths_of_several_results():
+    assert sample_key("k") == "k"
+    assert sample_key("k", prompt=2, choice=1) == "k-p2-n1"
+    assert read({"hidden_states_key": "k"}, "1_cmpl-x-2-00000000").key == "k-p2-n1"
+    assert read({"hidden_states_path": "a.b/c.safetensors"}, "cmpl-x-1-00000000").name == "a.b/c-p1.safetensors"
+    assert read({"hidden_states_path": "a.b/c"}, "cmpl-x-1-00000000").name == "a.b/c-p1"
+
+
+OF_A_RUN = [
+    *(
+        RUN,
+        "complete.json",
+        CHECK,
+        CONSUMED,
+        "removed.json",
+        "run.0002.json",
+        "run-0123456789abcdef/data/x",
+        "jobs/x/run-0123456789abcdef/data/y",
+    ),
+    *(attempt_name(1), heartbeat_name(1), receipt_name(1, "w", 1), compacted_name(1), part_name(1, "w", 1)),
+    *(
+        "data/mine.safetensors",
+        "consumed/0",
+        "report/x",
+        "removed/x",
+        "manifest",
+        "sub/run.json",
+        "sub/a/complete.json",
+    ),
+    # What some file system takes for one of them: letter case, normalisation, ignored characters, ends of names.
+    *("RUN.JSON", "Run.json", "run.json.", "run.json ", "run.json:stream", "\u017fub/run.json", "r\u200bun.json"),
+    *("data./x", "DATA /x", "\uff44ata/x", "\u212aeep/../run.json", "run.j\u017fon"),
+]
+
+
+@pytest.mark.parametrize("path", OF_A_RUN, ids=ascii)
+def test_no_path_is_an_object_of_a_run(path):
+    options = read({"hidden_states_path": path})
+    assert "hidden_states_path" in options.refused
+    assert options.name == "r-1.safetensors"
+    assert read({"hidden_states_path": "mine/data/x.safetensors"}).path == "mine/data/x.safetensors"
+
+
+@pytest.mark.parametrize("folder", ["old", "jobs/2026/old", "Old."])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(attempt_name(2), heartbeat_name(2), closed_name(2), complete_name(2), receipt_name(1, "W.x", 1)),
+        *(compacted_name(1), part_name(1, "W.x", 1), part_name(1, "w", 1, "sample"), CHECK),
+    ],
+)
+def test_no_path_is_an_object_of_a_run_without_an_id_in_a_folder_below(folder, name):
+    for path in (f"{folder}/{name}", f"{folder}/{name.upper()}"):
+        options = read({"hidden_states_path": path})
+        assert "hidden_states_path" in options.refused
+        assert options.name == "r-1.safetensors"
+
+
+def test_a_request_keeps_no_run_from_starting_in_a_folder_below(tmp_path):
+    path = f"nightly/{part_name(1, 'w', 1)}"
+    options = read({"hidden_states_path": path})
+    open_store(str(tmp_path)).put(options.name, [b"x"])
+    start_run(open_store(str(tmp_path / "nightly")), {})
+
+
+def test_the_reserved_names_are_all_that_runs_have():
+    for name in (RUN, CHECK, CONSUMED, attempt_name(1), receipt_name(1, "w", 1), part_name(1, "w", 1)):
+        assert name.partition("/")[0] in RUN_NAMES
+
+
+KEYS = [
+    "row-17",
+    "Row-17",
+    "a.b",
+    "a/b",
+    "k" * 200,
+    "\u00e9",
+    ".x",
+    "a b",
+    "x~y",
+    "100%",
+    "run.json",
+    "x.error.json",
+    "-",
+]
+PATHS = [
+    "row-17.safetensors",
+    "ROW-17.safetensors",
+    "row-17.SAFETENSORS",
+    "row-17.safetensors.",
+    "row-17.safetensors:x",
+    "ro\u200bw-17.safetensors",
+    "ro\uff57-17.safetensors",
+    "a%2Fb.safetensors",
+    "a%2fb.safetensors",
+    "%C3%A9.safetensors",
+    "\u212a.safetensors",
+    "row-17",
+    "sub/row-17.safetensors",
+    "a b.safetensors",
+    "\u00e9.safetensors",
+    "row-17.bin",
+    object_name("k" * 200) + ".safetensors",
+    object_name("k" * 200).upper() + ".safetensors",
+]
+
+
+def casefolding(name: str) -> str:
+    """What a file system that folds case and normalises takes for the same name."""
+    import unicodedata
+
+    return unicodedata.normalize("NFKC", name).casefold()
+
+
+@pytest.mark.parametrize("path", PATHS, ids=ascii)
+def test_what_lies_under_a_path_never_replaces_the_object_or_the_marker_of_a_key(path):
+    """An object with a path is put over what is there; one with a key only where there is none."""
+    options = read({"hidden_states_path": path})
+    if options.path is None:
+        assert options.name == ("r-1.safetensors" if options.refused else path)  # put as a key's: only if absent
+        assert options.by_path == (not options.refused)
+        return
+    for key in KEYS:
+        named = read({"hidden_states_key": key}).name
+        assert casefolding(named) != casefolding(options.name)
+        assert casefolding(marker_name(named)) != casefolding(marker_name(options.name))
+
+
+def test_a_name_costs_no_more_than_its_key_has_characters_that_count():
+    """A step of the engine asks for it several times. Thread time, of a key of 4 KiB."""
+
+    def seconds(key: str) -> float:
+        started = time.thread_time()
+        for _ in range(50):
+            object_name(key)
+        return time.thread_time() - started
+
+    assert min(seconds("\U000e0001" * 1024) for _ in range(3)) < 50 * 0.3e-3
+    assert object_name(".\u20ac.") == "%2E%E2%82%AC."
+    for key in ("k" * 128, "\ud800" * 14, "." * 126):
+        assert "~" not in object_name(key)
+    for key in ("k" * 129, "\ud800" * 15, "." * 127):
+        assert len(object_name(key)) == 128
+        assert object_name(key).endswith("~" + hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:32])
+
+
+def test_every_name_of_a_key_is_known_as_one():
+    for key in KEYS:
+        assert is_of_a_key(object_name(key) + ".safetensors"), key
+        assert is_of_a_key((object_name(key) + ".safetensors").upper()), key
+
+
+def test_a_path_that_a_key_has_is_that_key():
+    for prompt, request_id in ((0, "r-1"), (1, "cmpl-x-1-00000000")):
+        by_path = read({"hidden_states_path": "s3://bucket/states/row-17.safetensors"}, request_id)
+        by_key = read({"hidden_states_key": "row-17"}, request_id)
+        assert (
+            (by_path.key, by_path.name)
+            == (by_key.key, by_key.name)
+            == (
+                sample_key("row-17", prompt=prompt),
+                f"{sample_key('row-17', prompt=prompt)}.safetensors",
+            )
+        )
+        assert by_path.chosen
+        assert not by_path.refused
+
+
+def test_metadata_has_a_depth_and_travels_as_text():
+    inner: Any = 1
+    for _ in range(MAX_METADATA_DEPTH - 1):
+        inner = [inner]
+    assert json.loads(read({"hidden_states_metadata": {"a": inner, "b": "\u00e9"}}).metadata)["b"] == "\u00e9"
+    refused = read({"hidden_states_metadata": {"a": [inner]}}).refused
+    assert f"at most {MAX_METADATA_DEPTH} deep" in refused["hidden_states_metadata"]
+    assert read({}).metadata == ""
+
+
+def test_a_long_request_id_is_cut_and_stays_one_of_its_own():
+    long = "cmpl-" + "x/" * 500_000 + "-3-1a2b3c4d"
+    first, second = read({}, long), read({}, long)
+    assert len(first.key) <= MAX_ID + 33
+    assert first.key == first.id != second.id
+    assert read({"hidden_states_key": "k"}, long).key == "k-p3"
+    assert read({"hidden_states_key": "k"}, "7_" + long).key == "k-p3-n7"
+
+
+LARGE = 3_000_000
+COSTLY = [
+    lambda: ("key", "k" * 50_000_000),
+    lambda: ("path", "a/" * 25_000_000),
+    lambda: ("layers", [2] * LARGE),
+    lambda: ("layers", [1 << 50_000_000]),
+    lambda: ("tokens", [2] * LARGE),
+    lambda: ("tokens", [0, 1 << 50_000_000]),
+    lambda: ("tokens", "stride:" + "1" * 50_000_000),
+    lambda: ("loss_mask", [1] * LARGE),
+    lambda: ("loss_mask", bytes(50_000_000)),
+    lambda: ("metadata", {"a": [1] * LARGE}),
+    lambda: ("metadata", dict.fromkeys(map(str, range(300_000)))),
+    lambda: ("save", "x" * 50_000_000),
+    lambda: ("row", [[1] * LARGE]),
+    lambda: ("row", 1 << 50_000_000),
+    lambda: ("x" * 50_000_000, 1),
+]
+
+
+@pytest.mark.parametrize("make", COSTLY, ids=range(len(COSTLY)))
+def test_the_cost_of_a_parameter_does_not_grow_with_what_was_sent(make):
+    name, value = make()
+    params = {f"hidden_states_{name}": value}
+    hash(next(iter(params)))  # as JSON's reader does
+    before = time.thread_time()
+    options = read(params)
+    assert time.thread_time() - before < 0.02
+    assert len(options.refused) == 1
+    assert len(json.dumps(dict(options.refused))) < 1000
+
+
+def test_unknown_names_cost_and_are_answered_up_to_a_limit():
+    params: dict[str, Any] = {f"hidden_states_{'x' * 200}{i}": i for i in range(300_000)}
+    params["hidden_states_key"] = "k"
+    before = time.thread_time()
+    options = read(params)
+    assert time.thread_time() - before < 0.02
+    assert options.key == "k"  # what is known is found all the same
+    assert len(options.refused) <= MAX_UNKNOWN + 1
+    assert len(json.dumps(dict(options.refused))) < 4000
+    assert str(MAX_PARAMS) in options.refused["kv_transfer_params"]
+
+
+def test_what_is_refused_can_be_shown():
+    options = read({"hidden_states_\x1b[2J\u202e": 1, "hidden_states_key": ["\x1b"], "hidden_states_tokens": "\x9b\n"})
+    assert all(name.isprintable() and why.isprintable() for name, why in options.refused.items())

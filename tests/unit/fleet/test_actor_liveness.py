@@ -1,0 +1,123 @@
+"""Who is asked how often. Real actors are out of reach in tests/integration/test_nodes_of_a_run.py."""
+
+from __future__ import annotations
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+from hsx_dist.fleet import actor_liveness
+
+NEVER = ["no answer comes"]
+
+
+class Call:
+    """Fails the first times with ``answers``, then succeeds; or never answers."""
+
+    def __init__(self, answers):
+        self.answers = list(answers)
+        self.calls = 0
+
+    def remote(self):
+        self.calls += 1
+        return (self, self.calls)
+
+
+class Actor:
+    def __init__(self, *answers):
+        self.__ray_ready__ = Call(answers)
+        self.flush = Call(answers)
+
+
+def get(ref):
+    call, number = ref
+    if number <= len(call.answers):
+        raise call.answers[number - 1]
+
+
+@pytest.fixture
+def now(monkeypatch):
+    clock = [0.0]
+
+    def wait(refs, num_returns, timeout):
+        assert num_returns == len(refs)
+        clock[0] += 2.0
+        there = [ref for ref in refs if ref[0].answers != NEVER]
+        assert timeout is not None or len(there) == len(refs), "waits for ever"
+        return there, [ref for ref in refs if ref not in there]
+
+    monkeypatch.setattr(actor_liveness.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(actor_liveness.ray, "get", get)
+    monkeypatch.setattr(actor_liveness.ray, "wait", wait)
+    return clock
+
+
+def out_of_reach():
+    return ActorUnavailableError("socket closed", None)
+
+
+def ask(actor):
+    inquiry = actor_liveness.Inquiry()
+    inquiry.begin(7, actor)
+    return inquiry
+
+
+def test_an_actor_is_asked_again_while_ray_does_not_know(now):
+    for last in (ActorDiedError(), None):
+        inquiry = ask(Actor(out_of_reach(), out_of_reach(), *([last] if last else [])))
+        for _ in range(2):
+            assert inquiry.heard(inquiry.refs[0]) is None
+            assert 7 in inquiry
+        assert inquiry.heard(inquiry.refs[0]) == (7, last)
+        assert 7 not in inquiry
+        assert inquiry.refs == []
+
+
+def test_an_actor_that_stays_out_of_reach_is_given_up_whether_or_not_it_answers(now):
+    inquiry = ask(Actor())
+    assert inquiry.overdue() == []
+    now[0] = actor_liveness.KNOWN_AFTER_S
+    assert inquiry.overdue() == [7]
+    assert inquiry.overdue() == []
+    assert inquiry.heard(inquiry.refs[0]) is None
+
+
+def test_nobody_is_told_of_an_actor_that_was_forgotten(now):
+    inquiry = ask(Actor())
+    [ref] = inquiry.refs
+    inquiry.forget(7)
+    assert inquiry.heard(ref) is None
+
+
+def test_who_is_out_of_reach_is_flushed_again_until_it_is_known_what_became_of_it(now):
+    alive, back, dead = Actor(), Actor(out_of_reach(), out_of_reach()), Actor(out_of_reach(), ActorDiedError())
+    assert actor_liveness.flush_until_known([alive, back, dead]) == {dead: dead.flush.answers[1]}
+    assert [actor.flush.calls for actor in (alive, back, dead)] == [1, 3, 2]
+
+
+def test_a_flush_gives_up_once_who_never_answers(now):
+    gone = Actor(*[out_of_reach()] * 1000)
+    assert isinstance(actor_liveness.flush_until_known([gone])[gone], ActorUnavailableError)
+    assert now[0] == pytest.approx(actor_liveness.KNOWN_AFTER_S, abs=2.0)
+    calls = gone.flush.calls
+    assert isinstance(actor_liveness.flush_until_known([gone], {gone})[gone], ActorUnavailableError)
+    assert gone.flush.calls == calls + 1
+
+
+def test_who_hurries_waits_neither_for_those_that_do_not_answer_nor_for_what_becomes_of_others(now):
+    silent, gone, dead, alive = Actor(*NEVER), Actor(*[out_of_reach()] * 1000), Actor(ActorDiedError()), Actor()
+    hurry = iter([False, False, False, True, True])
+    failed = actor_liveness.flush_until_known([silent, gone, dead, alive], (), lambda: next(hurry))
+    assert failed == {dead: dead.flush.answers[0]}
+    assert [actor.flush.calls for actor in (silent, gone, dead, alive)] == [1, 1, 1, 1]
+    assert now[0] == 8.0  # four looks
+
+    hurry = iter([False, False, True])
+    assert actor_liveness.flush_until_known([gone, alive], (), lambda: next(hurry)) == {}
+    assert gone.flush.calls == 1 + 3
+
+
+def test_everything_that_is_there_is_not_looked_at_twice(now):
+    assert actor_liveness.wait_for_all([], None, lambda: False) == ([], [])
+    refs = [(Call([]), 1), (Call([]), 1)]
+    assert actor_liveness.wait_for_all(refs, None, lambda: False) == (refs, [])
+    assert now[0] == 2.0

@@ -1,0 +1,494 @@
+"""Tables whose columns name extension types: nothing in the file is unpickled, and rows have their storage types."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import pickle
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
+import pytest
+
+from hsx_dist.config import InputConfig
+from hsx_dist.errors import FormatError, Unavailable
+from hsx_dist.inputs.arrow_files import open_arrow, open_parquet
+from hsx_dist.inputs.rows import Row, read_rows
+
+OWN = "hsx.test.unpickles"
+#: Those of Ray Data's types whose metadata Ray unpickles, if an environment variable asks for it, and the one whose
+#: values are pickles.
+RAY_METADATA = ("ray.data.arrow_tensor", "ray.data.arrow_tensor_v2", "ray.data.arrow_variable_shaped_tensor")
+RAY_VALUES = "ray.data.arrow_pickled_object"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+class Unpickles(pa.ExtensionType):
+    """What any library may register: a type whose metadata is a pickle, as PyArrow's own PyExtensionType once was."""
+
+    def __init__(self, storage: pa.DataType = pa.string()) -> None:  # noqa: B008
+        super().__init__(storage, OWN)
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        return b""
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage: pa.DataType, serialized: bytes) -> Unpickles:
+        pickle.loads(serialized)
+        return cls(storage)
+
+
+class _Touch:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+class Trap:
+    """``pickle`` makes a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.pickle = pickle.dumps(_Touch(path))
+
+    def sprung(self) -> bool:
+        found = self._path.exists()
+        self._path.unlink(missing_ok=True)
+        return found
+
+
+@pytest.fixture
+def trap(tmp_path: Path) -> Trap:
+    return Trap(tmp_path / "made-by-a-pickle")
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    pa.register_extension_type(Unpickles())
+    yield
+    pa.unregister_extension_type(OWN)
+
+
+@pytest.fixture
+def ray_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray.data  # noqa: F401  (registers its types)
+    from ray.data._internal.tensor_extensions import arrow
+
+    monkeypatch.setattr(arrow, "_AUTOLOAD_CLOUDPICKLE_TENSOR_METADATA", True)
+
+
+def write_parquet(path: Path, table: pa.Table) -> Path:
+    pq.write_table(table, path / "in.parquet")
+    return path / "in.parquet"
+
+
+def write_file(path: Path, table: pa.Table, **options: Any) -> Path:
+    with pa.ipc.new_file(path / "in.arrow", table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_table(table)
+    return path / "in.arrow"
+
+
+def write_stream(path: Path, table: pa.Table, **options: Any) -> Path:
+    with pa.ipc.new_stream(path / "in.arrow", table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_table(table)
+    return path / "in.arrow"
+
+
+def write_feather(path: Path, table: pa.Table) -> Path:
+    feather.write_feather(table, str(path / "in.feather"), compression="zstd")
+    return path / "in.feather"
+
+
+def write_data_set(path: Path, table: pa.Table) -> Path:
+    (path / "set").mkdir()
+    write_stream(path / "set", table)
+    (path / "set" / "state.json").write_text(json.dumps({"_data_files": [{"filename": "in.arrow"}]}))
+    return path / "set"
+
+
+Write = Callable[[Path, pa.Table], Path]
+WRITERS: dict[str, Write] = {
+    "parquet": write_parquet,
+    "file": write_file,
+    "stream": write_stream,
+    "old file": lambda path, table: write_file(path, table, use_legacy_format=True),
+    "old stream": lambda path, table: write_stream(path, table, use_legacy_format=True),
+    "feather": write_feather,
+    "data set": write_data_set,
+}
+
+
+def marked(field: pa.Field, name: str, metadata: bytes) -> pa.Field:
+    """``field`` as a file has it whose column is of the extension type ``name``."""
+    return field.with_metadata({"ARROW:extension:name": name, "ARROW:extension:metadata": metadata})
+
+
+def hostile(name: str, metadata: bytes, content: Any = "hi") -> dict[str, pa.Table]:
+    """Tables with one row, and where in them the type is."""
+    kind = pa.binary() if isinstance(content, bytes) else pa.string()
+    word = marked(pa.field("content", kind), name, metadata)
+    chat = pa.list_(pa.field("item", pa.struct([pa.field("role", pa.string()), word])))
+    ids = marked(pa.field("token_ids", pa.list_(pa.int64())), name, metadata)
+    inner = pa.field("token_ids", pa.list_(marked(pa.field("item", pa.int64()), name, metadata)))
+    other = marked(pa.field("other", pa.dictionary(pa.int8(), kind)), name, metadata)
+    mapped = pa.field("other", pa.map_(pa.string(), word.with_name("value")))
+    text = pa.field("text", pa.string())
+    columns: dict[str, tuple[list[pa.Field], list[list[Any]]]] = {
+        "column": ([ids], [[[1, 2]]]),
+        "list's values": ([inner], [[[1, 2]]]),
+        "struct in a list": ([pa.field("messages", chat)], [[[{"role": "user", "content": content}]]]),
+        "column that is not read": ([text, other], [["hi"], [content]]),
+        "map's values": ([text, mapped], [["hi"], [[("a", content)]]]),
+    }
+    return {
+        where: pa.Table.from_arrays(
+            [pa.array(v, f.type) for f, v in zip(fields, values, strict=True)], schema=pa.schema(fields)
+        )
+        for where, (fields, values) in columns.items()
+    }
+
+
+PLACES = tuple(hostile("x", b""))
+
+
+def read(path: Path, **settings: Any) -> list[Any]:
+    return list(read_rows(InputConfig(path=str(path), **settings)))
+
+
+def check(rows: list[Any], where: str) -> None:
+    (row,) = rows
+    assert isinstance(row, Row), row
+    expected = {"column": (None, None, [1, 2]), "list's values": (None, None, [1, 2])}
+    expected["struct in a list"] = (None, MESSAGES, None)
+    assert (row.text, row.messages, row.token_ids) == expected.get(where, ("hi", None, None))
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("form", WRITERS)
+@pytest.mark.usefixtures("registered")
+def test_a_registered_type_never_sees_the_files_metadata(tmp_path: Path, trap: Trap, form: str, where: str) -> None:
+    path = WRITERS[form](tmp_path, hostile(OWN, trap.pickle)[where])
+    check(read(path), where)
+    assert not trap.sprung()
+
+
+@pytest.mark.usefixtures("registered")
+def test_pyarrow_alone_would_unpickle_it(tmp_path: Path, trap: Trap) -> None:
+    """The traps above work: these are the ways in which the files would be opened without the module."""
+    table = hostile(OWN, trap.pickle)["struct in a list"]
+    for form in ("parquet", "file", "stream"):
+        path = WRITERS[form](tmp_path, table)
+        opened = {"parquet": pq.read_metadata, "file": pa.ipc.open_file, "stream": pa.ipc.open_stream}[form]
+        opened(path.read_bytes() if form != "parquet" else path)
+        assert trap.sprung()
+
+
+@pytest.mark.slow  # Ray Data is imported
+@pytest.mark.parametrize("form", WRITERS)
+@pytest.mark.usefixtures("ray_types")
+def test_ray_datas_types_unpickle_neither_metadata_nor_values(tmp_path: Path, trap: Trap, form: str) -> None:
+    for name in RAY_METADATA:
+        for where, table in hostile(name, trap.pickle).items():
+            folder = tmp_path / f"{name} {where}"
+            folder.mkdir()
+            check(read(WRITERS[form](folder, table)), where)
+            assert not trap.sprung()
+    tables = hostile(RAY_VALUES, b"", trap.pickle)
+    kind = marked(pa.field("text", pa.large_binary()), RAY_VALUES, b"")
+    tables["text"] = pa.Table.from_arrays([pa.array([trap.pickle], kind.type)], schema=pa.schema([kind]))
+    for where, table in tables.items():
+        folder = tmp_path / f"values {where}"
+        folder.mkdir()
+        read(WRITERS[form](folder, table), metadata=["other"])
+        assert not trap.sprung()
+
+
+@pytest.mark.slow  # Ray Data is imported
+@pytest.mark.usefixtures("ray_types")
+def test_the_traps_for_ray_datas_types_work(tmp_path: Path, trap: Trap) -> None:
+    for name in RAY_METADATA[:2]:
+        with pytest.raises(Exception):  # noqa: B017 (Ray goes on with what the pickle gave)
+            pq.read_table(write_parquet(tmp_path, hostile(name, trap.pickle)["column"]))
+        assert trap.sprung()
+    kind = marked(pa.field("text", pa.large_binary()), RAY_VALUES, b"")
+    table = pa.Table.from_arrays([pa.array([trap.pickle], kind.type)], schema=pa.schema([kind]))
+    pq.read_table(write_parquet(tmp_path, table)).to_pylist()
+    assert trap.sprung()
+
+
+@pytest.mark.slow  # Ray Data is imported
+@pytest.mark.usefixtures("ray_types")
+def test_token_ids_that_ray_data_wrote_are_read(tmp_path: Path) -> None:
+    import numpy as np
+    from ray.data.extensions import ArrowTensorArray
+
+    table = pa.table({"token_ids": ArrowTensorArray.from_numpy(np.array([[1, 2, 3], [4, 5, 6]]))})
+    for write in (write_parquet, write_stream):
+        assert [row.token_ids for row in read(write(tmp_path, table))] == [[1, 2, 3], [4, 5, 6]]
+
+
+@pytest.mark.parametrize("extension", [False, True])
+@pytest.mark.usefixtures("registered")
+def test_the_other_types_of_arrows_schema_stay(tmp_path: Path, trap: Trap, extension: bool) -> None:
+    """Parquet itself knows neither durations nor time zones: Arrow's schema in the footer has them."""
+    when = datetime(2026, 1, 2, 3, tzinfo=timezone(timedelta(hours=2)))
+    fields = [
+        pa.field("text", pa.string()),
+        pa.field("span", pa.duration("ms")),
+        pa.field("when", pa.timestamp("us", tz="+02:00")),
+    ]
+    if extension:
+        fields[0] = marked(fields[0], OWN, trap.pickle)
+    values = [["hi"], [timedelta(seconds=90)], [when]]
+    table = pa.Table.from_arrays(
+        [pa.array(v, f.type) for f, v in zip(fields, values, strict=True)], schema=pa.schema(fields)
+    )
+    (row,) = read(write_parquet(tmp_path, table), metadata=["span", "when"])
+    assert (row.text, row.metadata) == ("hi", {"span": 90.0, "when": "2026-01-02T03:00:00+02:00"})
+    assert not trap.sprung()
+
+
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("damage", ["none", "newline", "no padding", "twice"])
+@pytest.mark.usefixtures("registered")
+def test_an_arrow_schema_in_an_odd_form(tmp_path: Path, trap: Trap, stored: bool, damage: str) -> None:
+    """A footer with Arrow's schema as the writer's own metadata: also twice, and not in plain base64."""
+    schema = hostile(OWN, trap.pickle)["struct in a list"].schema
+    text = base64.b64encode(schema.serialize().to_pybytes())
+    text = {"newline": text[:40] + b"\n" + text[40:], "no padding": text.rstrip(b"=")}.get(damage, text)
+    table = hostile("x", b"")["struct in a list"]
+    path = tmp_path / "in.parquet"
+    with pq.ParquetWriter(path, table.schema, store_schema=stored) as writer:
+        writer.write_table(table)
+        # Under another key: the writer leaves this one out.
+        writer.add_key_value_metadata({"ARROW-schema": text, "more": b"ARROW-schema" if damage == "twice" else b""})
+    path.write_bytes(path.read_bytes().replace(b"ARROW-schema", b"ARROW:schema"))
+    check(read(tmp_path / "in.parquet"), "struct in a list")
+    assert not trap.sprung()
+
+
+@pytest.mark.parametrize("form", ["parquet", "file", "stream"])
+@pytest.mark.usefixtures("registered")
+def test_a_cut_or_changed_table_is_a_typed_error_and_runs_nothing(tmp_path: Path, trap: Trap, form: str) -> None:
+    whole = WRITERS[form](tmp_path, hostile(OWN, trap.pickle)["column"]).read_bytes()
+    opened = open_parquet if form == "parquet" else open_arrow
+    # A stream is read to its end before its end is known.
+    for at in (0, 3, 4, 7, 8, 12, *([] if form == "stream" else [len(whole) - 9, len(whole) - 1])):
+        with pytest.raises(pa.ArrowInvalid):
+            opened(io.BytesIO(whole[:at]))
+    for at in range(len(whole) - 12, len(whole)):
+        for value in (0, 0x7F, 0xFF):
+            data = bytearray(whole)
+            data[at] = value
+            path = tmp_path / f"x.{'parquet' if form == 'parquet' else 'arrow'}"
+            path.write_bytes(data)
+            with suppress(FormatError, Unavailable):
+                read(path)
+            assert not trap.sprung()
+
+
+# -- claims of compressed buffers ------------------------------------------------------------------------------------
+
+#: A length whose bytes occur in no other place of a file, of each of 8 texts.
+TEXT = 8_068_407
+
+
+def bomb_table(*, dictionary: bool = False, column: str = "text") -> pa.Table:
+    """A few KiB, compressed, that stand for ``8 * TEXT`` bytes in ``column``; as a dictionary, for ``TEXT``."""
+    text = pa.array([f"row {i}" for i in range(8)])
+    zeros = pa.array(["\0" * TEXT] * 8)
+    large = zeros.dictionary_encode() if dictionary else zeros
+    return pa.table({column: large} if column == "text" else {"text": text, column: large})
+
+
+def claiming(path: Path, needle: int, claim: int) -> None:
+    """Make every compressed buffer that claims ``needle`` bytes claim ``claim``."""
+    data = path.read_bytes()
+    assert needle.to_bytes(8, "little") in data
+    path.write_bytes(data.replace(needle.to_bytes(8, "little"), claim.to_bytes(8, "little")))
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+@pytest.mark.parametrize("write", [write_file, write_stream])
+@pytest.mark.parametrize("dictionary", [False, True])
+@pytest.mark.parametrize("claim", [1 << 30, 3 << 30, 1 << 62, -2])
+def test_a_buffer_that_claims_too_much_is_refused_before_it_is_expanded(
+    tmp_path: Path, codec: str, write: Write, dictionary: bool, claim: int
+) -> None:
+    table = bomb_table(dictionary=dictionary)
+    path = write(tmp_path, table, compression=codec)
+    claiming(path, TEXT if dictionary else 8 * TEXT, claim & ((1 << 64) - 1))
+    before = pa.total_allocated_bytes(), pa.default_memory_pool().max_memory()
+    with pytest.raises(FormatError, match=r"expected at most 200|expected Arrow"):
+        list(read_rows(InputConfig(path=str(path))))
+    assert pa.default_memory_pool().max_memory() <= max(before[1], before[0] + (64 << 20))
+
+
+@pytest.mark.parametrize("write", [write_file, write_stream, write_feather])
+def test_columns_that_are_not_asked_for_are_neither_read_nor_expanded(tmp_path: Path, write: Write) -> None:
+    path = write(tmp_path, bomb_table(column="more"), **({} if write is write_feather else {"compression": "zstd"}))
+    claiming(path, 8 * TEXT, 1 << 62)
+    rows = [row for row in read_rows(InputConfig(path=str(path))) if isinstance(row, Row)]
+    assert [row.text for row in rows] == [f"row {i}" for i in range(8)]
+
+
+def test_the_last_of_many_types_is_found_among_the_buffers(tmp_path: Path) -> None:
+    n = 5
+    columns = {
+        "null": pa.nulls(n),
+        "bool": pa.array([True] * n),
+        "fixed": pa.array([b"abc"] * n, pa.binary(3)),
+        "view": pa.array(["a view that is longer than twelve bytes"] * n, pa.string_view()),
+        "list": pa.array([[["a"], []]] * n),
+        "large_list": pa.array([[1]] * n, pa.large_list(pa.int8())),
+        "list_view": pa.array([[1]] * n, pa.list_view(pa.int8())),
+        "fixed_list": pa.array([["a", "b"]] * n, pa.list_(pa.string(), 2)),
+        "map": pa.array([[("a", 1)]] * n, pa.map_(pa.string(), pa.int64())),
+        "struct": pa.array([{"a": 1, "b": {"c": "d"}}] * n),
+        "dictionary": pa.array(["a"] * n).dictionary_encode(),
+        "decimal": pa.array([1] * n, pa.decimal128(10)),
+        "runs": pa.RunEndEncodedArray.from_arrays(pa.array([n], pa.int32()), pa.array(["a"])),
+        "sparse": pa.UnionArray.from_sparse(pa.array([0] * n, pa.int8()), [pa.array(["a"] * n)]),
+        "dense": pa.UnionArray.from_dense(
+            pa.array([0] * n, pa.int8()), pa.array(range(n), pa.int32()), [pa.array(["a"] * n)]
+        ),
+        "large": pa.array(["a"] * n, pa.large_string()),
+        "text": pa.array([f"row {i}" for i in range(n)]),
+    }
+    for write in (write_file, write_stream):
+        for compression in (None, "zstd"):
+            path = write(tmp_path, pa.table(columns), compression=compression)
+            data = path.read_bytes()
+            with path.open("rb") as file:
+                schema, read = open_arrow(file)
+                assert schema.names == list(columns)
+                for name, column in columns.items():
+                    assert [b.column(0).to_pylist() for b in read([name])] == [column.to_pylist()], name
+                asked = [b.nbytes for b in read(["text"])]
+            assert sum(asked) < len(data) / 4
+
+
+def test_dictionaries_that_grow_and_change_are_read(tmp_path: Path) -> None:
+    texts = [["a", "b"], ["a", "b", "c"], ["x"]]
+    options = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=True, compression="zstd")
+    schema = pa.schema({"text": pa.dictionary(pa.int32(), pa.string())})
+    with pa.ipc.new_stream(tmp_path / "in.arrow", schema, options=options) as writer:
+        for words in texts:
+            column = pa.DictionaryArray.from_arrays(pa.array(range(len(words)), pa.int32()), pa.array(words))
+            writer.write_batch(pa.record_batch([column], schema=schema))
+    found = [row.text for row in read_rows(InputConfig(path=str(tmp_path / "in.arrow"))) if isinstance(row, Row)]
+    assert found == [word for words in texts for word in words]
+
+
+@pytest.mark.parametrize("write", [write_file, write_stream, write_feather, write_parquet])
+def test_a_uuid_is_text(tmp_path: Path, write: Write) -> None:
+    values = [UUID(int=7), None]
+    ids = pa.array([None if v is None else v.bytes for v in values], pa.binary(16))
+    uuids = pa.ExtensionArray.from_storage(pa.uuid(), ids)
+    path = write(tmp_path, pa.table({"text": ["a", "b"], "u": uuids}))
+    rows = [row for row in read_rows(InputConfig(path=str(path), metadata=["u"])) if isinstance(row, Row)]
+    assert [row.metadata for row in rows] == [{"u": str(values[0])}, {"u": None}]
+
+
+def shared_schema(levels: int, fan: int, name: bytes = b"x", *, text: bool = True) -> bytes:
+    """An Arrow message: a schema of a text and a structure, of which each level has one field table, ``fan`` times."""
+    data = bytearray(4)
+
+    def vtable(fields: list[int], size: int) -> int:
+        data.extend(bytes(-len(data) % 4))
+        data.extend(struct.pack(f"<{2 + len(fields)}H", 4 + 2 * len(fields), size, *fields))
+        return len(data) - 4 - 2 * len(fields)
+
+    message, schema, field = vtable([4, 6, 8, 16], 24), vtable([0, 4], 8), vtable([4, 8, 9, 12, 0, 16], 20)
+    kind = vtable([], 4)
+
+    def begin(table: int) -> int:
+        data.extend(bytes(-len(data) % 8))
+        data.extend(struct.pack("<i", len(data) - table))
+        return len(data) - 4
+
+    def refer(place: int) -> None:
+        struct.pack_into("<I", data, place, len(data) - place)
+
+    def vector(place: int, count: int) -> list[int]:
+        data.extend(bytes(-len(data) % 4))
+        refer(place)
+        data.extend(struct.pack("<I", count) + bytes(4 * count))
+        return list(range(len(data) - 4 * count, len(data), 4))
+
+    def column(places: list[int], word: bytes, type_: int, count: int) -> list[int]:
+        at = begin(field)
+        for place in places:
+            struct.pack_into("<I", data, place, at - place)
+        data.extend(struct.pack("<IBBxxII", 0, 1, type_, 0, 0))
+        data.extend(bytes(-len(data) % 4))
+        refer(at + 4)
+        data.extend(struct.pack("<I", len(word)) + word + b"\0")
+        data.extend(bytes(-(len(data)) % 8))
+        struct.pack_into("<I", data, at + 12, begin(kind) - at - 12)
+        return vector(at + 16, count)
+
+    struct.pack_into("<I", data, 0, begin(message))
+    data.extend(struct.pack("<hBxIIq", 4, 1, 0, 0, 0))
+    header = len(data) - 16
+    struct.pack_into("<I", data, header, begin(schema) - header)
+    data.extend(bytes(4))
+    first, *places = vector(len(data) - 4, 2)
+    column([first], b"text" if text else b"a", 5, 0)
+    for level in range(levels):
+        last = level == levels - 1
+        places = column(places, name, 1 if last else 13, 0 if last else fan)
+    data.extend(bytes(64 * 1024))  # with it Arrow's own limit of tables lets the schema pass
+    data.extend(bytes(-len(data) % 8))
+    return b"\xff\xff\xff\xff" + struct.pack("<i", len(data)) + bytes(data)
+
+
+SHARED = {"many": (5, 30), "deep": (70, 1), "names": (3, 90, b"n" * 1000)}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_a_schema_whose_tables_are_shared_is_refused(tmp_path: Path, case: str) -> None:
+    """Arrow makes objects of its own for each reference: 64 KiB of a file can be tens of millions of fields."""
+    path = tmp_path / "in.arrow"
+    path.write_bytes(shared_schema(*SHARED[case]) + b"\xff\xff\xff\xff" + bytes(4))
+    with pytest.raises(FormatError, match="schema"):
+        read(path)
+    path.write_bytes(shared_schema(3, 4) + b"\xff\xff\xff\xff" + bytes(4))
+    assert read(path) == []
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_arrow_does_not_see_such_a_schema_in_parquet(tmp_path: Path, case: str) -> None:
+    schema = pa.schema([("text", pa.string())])
+    with pq.ParquetWriter(tmp_path / "in.parquet", schema, store_schema=False) as writer:
+        writer.write_table(pa.table({"text": ["hi"]}, schema=schema))
+        writer.add_key_value_metadata({b"ARROW:schema": base64.b64encode(shared_schema(*SHARED[case]))})
+    before = pa.total_allocated_bytes()
+    with (tmp_path / "in.parquet").open("rb") as f:
+        parquet = open_parquet(f)
+        assert b"ARROW:schema" not in parquet.metadata.metadata
+    assert pa.total_allocated_bytes() - before < 1 << 20
+    (row,) = read(tmp_path / "in.parquet")
+    assert row.text == "hi"
+
+
+def test_a_schema_of_many_fields_and_texts_of_their_own_is_read(tmp_path: Path) -> None:
+    names = ["text", *(f"column {i}" for i in range(5000))]
+    fields = [pa.field(name, pa.string(), metadata={"about": f"{name}: " + "a" * 50}) for name in names]
+    zone = pa.field("at", pa.timestamp("us", "Europe/Berlin"))
+    schema = pa.schema([*fields, zone], metadata={"huggingface": "x" * 100_000})
+    table = pa.Table.from_pylist([{"text": "hi"}], schema=schema)
+    for write in (write_file, write_stream, write_parquet):
+        (row,) = read(write(tmp_path, table))
+        assert row.text == "hi"

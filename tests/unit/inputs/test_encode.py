@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from hsx_dist.errors import ConfigError, InputError
+from hsx_dist.inputs.encode import RowEncoder, RowRules, TooLong, load_tokenizer
+from hsx_dist.inputs.rows import Row
+
+WORDS = {"<s>": 0, "[user]": 1, "[assistant]": 2, "a": 3, "b": 4, "c": 5}
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "[{{ m.role }}] {{ m.content }} {% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real tokenizer of six words that puts <s> first, with a chat template."""
+    tokenizer = Tokenizer(models.WordLevel(WORDS, unk_token="<s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", model_max_length=4)
+    fast.chat_template = TEMPLATE
+    path = tmp_path_factory.mktemp("tokenizer")
+    fast.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Any:
+    return load_tokenizer(str(folder))
+
+
+def test_text_gets_the_special_tokens_that_the_tokenizer_adds(tokenizer: Any) -> None:
+    assert RowEncoder(tokenizer, 10).encode(Row("k", 0, text="a b c")).token_ids == [0, 3, 4, 5]
+
+
+def test_messages_go_through_the_template(tokenizer: Any) -> None:
+    row = Row("k", 0, messages=[{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}])
+    assert RowEncoder(tokenizer, 10).encode(row).token_ids == [1, 3, 4, 2, 5]
+    assert RowEncoder(tokenizer, 10, {"add_generation_prompt": True}).encode(row).token_ids == [1, 3, 4, 2, 5, 2]
+
+
+def test_ready_token_ids_are_taken_as_they_are(tokenizer: Any) -> None:
+    assert RowEncoder(tokenizer, 10).encode(Row("k", 0, token_ids=[5, 0, 5])).token_ids == [5, 0, 5]
+
+
+def test_too_long_says_length_and_limit(tokenizer: Any) -> None:
+    assert len(RowEncoder(tokenizer, 4).encode(Row("k", 0, text="a b c")).token_ids) == 4
+    for row in (Row("k", 0, text="a b c a"), Row("k", 0, token_ids=[3] * 5)):
+        with pytest.raises(InputError, match="expected at most 4 tokens, came 5"):
+            RowEncoder(tokenizer, 4).encode(row)
+
+
+def test_token_ids_out_of_the_vocabulary(tokenizer: Any) -> None:
+    with pytest.raises(InputError, match=r"below 6, .*, came 6 at position 1"):
+        RowEncoder(tokenizer, 10).encode(Row("k", 0, token_ids=[5, 6]))
+    assert RowEncoder(tokenizer, 10, vocab_size=8).encode(Row("k", 0, token_ids=[6])).token_ids == [6]
+
+
+def test_nothing_left_after_tokenising(tokenizer: Any) -> None:
+    with pytest.raises(InputError, match="at least one token"):
+        RowEncoder(tokenizer, 10, {"chat_template": " "}).encode(
+            Row("k", 0, messages=[{"role": "user", "content": ""}])
+        )
+
+
+def test_a_template_that_refuses(tokenizer: Any) -> None:
+    with pytest.raises(InputError, match="chat template takes, came TemplateError: no tools here"):
+        RowEncoder(tokenizer, 10).encode(Row("k", 0, messages=[{"role": "tool", "content": "a"}]))
+
+
+def test_a_model_without_a_template(folder: Path) -> None:
+    bare = load_tokenizer(str(folder))
+    bare.chat_template = None
+    with pytest.raises(InputError, match="chat template"):
+        RowEncoder(bare, 10).encode(Row("k", 0, messages=[{"role": "user", "content": "a"}]))
+
+
+def test_a_tokenizer_of_its_own(folder: Path, tmp_path: Path) -> None:
+    assert len(load_tokenizer(str(tmp_path), engine_kwargs={"tokenizer": str(folder)})) == 6
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected a model with a tokenizer"):
+        load_tokenizer(str(tmp_path / "nothing"))
+
+
+def test_too_long_rows_are_cut_or_told_apart(tokenizer: Any) -> None:
+    row = Row("k", 0, token_ids=[3, 4, 5, 3, 4], loss_mask=[0, 1, 0, 1, 1])
+    cut = RowEncoder(tokenizer, 10, rules=RowRules(max_length=3, too_long="truncate")).encode(row)
+    assert (cut.token_ids, cut.loss_mask) == ([3, 4, 5], b"\0\1\0")
+    with pytest.raises(TooLong, match="at most 3 tokens, came 5"):
+        RowEncoder(tokenizer, 10, rules=RowRules(max_length=3)).encode(row)
+    assert len(RowEncoder(tokenizer, 4, rules=RowRules(max_length=9, too_long="truncate")).encode(row).token_ids) == 4
+    with pytest.raises(InputError, match="came 1 zeros"):  # what it would teach is cut off
+        RowEncoder(tokenizer, 10, rules=RowRules(max_length=1, too_long="truncate")).encode(row)
+
+
+def test_an_answer_to_be_generated_gets_its_header(tokenizer: Any) -> None:
+    encoder = RowEncoder(tokenizer, 10, rules=RowRules(include_output_tokens=True))
+    ask = [{"role": "user", "content": "a"}]
+    assert encoder.encode(Row("k", 0, messages=ask)).token_ids == [1, 3, 2]
+    answered = Row("k", 0, messages=[*ask, {"role": "assistant", "content": "b"}])
+    assert encoder.encode(answered).token_ids == [1, 3, 2, 4]
+
+
+def test_tools_reach_the_template(folder: Path) -> None:
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.chat_template = "{% for t in tools %}{{ t.name }} {% endfor %}" + TEMPLATE
+    row = Row("k", 0, messages=[{"role": "user", "content": "a"}], tools=[{"name": "b"}])
+    assert RowEncoder(tokenizer, 10).encode(row).token_ids == [4, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "RecursionError"),
+        ("{{ messages[0].content * (10**15) }}", "MemoryError"),
+        ("{{ messages | tojson }}{{ messages[0].content.x.y }}", "UndefinedError"),
+        ("{% for i in range(10**9) %}{% endfor %}", "Overflow"),
+    ],
+)
+def test_a_template_that_fails_or_grows_refuses_the_row(folder: Path, template: str, reason: str) -> None:
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.chat_template = template
+    with pytest.raises(InputError, match=reason):
+        RowEncoder(tokenizer, 10).encode(Row("k", 0, messages=[{"role": "user", "content": "a"}]))
+
+
+def test_what_a_loss_mask_costs_is_bounded(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = [{"role": role, "content": "a"} for role in ("user", "assistant")] * 30
+    rules = RowRules(loss_roles=("assistant",))
+    assert RowEncoder(tokenizer, 200, rules=rules).encode(Row("k", 0, messages=chat)).loss_mask is not None
+    monkeypatch.setattr("hsx_dist.inputs.encode._MAX_RENDERED", 400_000)
+    with pytest.raises(InputError, match="got more with 60 messages"):
+        RowEncoder(tokenizer, 200, rules=rules).encode(Row("k", 0, messages=chat))
+    with pytest.raises(TooLong):  # a long row is refused before its beginnings are rendered
+        RowEncoder(tokenizer, 20, rules=rules).encode(Row("k", 0, messages=chat))

@@ -1,0 +1,157 @@
+"""Loss masks: given with a row, or derived from the roles of a chat by rendering its beginnings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+
+from hsx_dist.errors import ConfigError, InputError
+from hsx_dist.inputs.encode import RowEncoder, RowRules, load_tokenizer
+from hsx_dist.inputs.rows import Row
+from hsx_dist.models.tiny import write_tiny_tokenizer
+
+# What stock templates do, in few words; none of them marks what the assistant says.
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# Llama-3: begins with a token of its own, strips what is said, has no newline between turns.
+LLAMA3 = (
+    "{{ '<|begin|>' }}{% for m in messages %}{{ '<|head|>' + m.role + '<|/head|>\n\n' + m.content | trim + '<|eot|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|head|>assistant<|/head|>\n\n' }}{% endif %}"
+)
+# Gemma: the system's words go into the first user's turn, roles have other names, roles must take turns.
+GEMMA = (
+    "{{ '<bos>' }}{% set ns = namespace(first='') %}{% if messages[0].role == 'system' %}"
+    "{% set ns.first = messages[0].content + '\n\n' %}{% set messages = messages[1:] %}{% endif %}"
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must take turns') }}{% endif %}"
+    "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + (ns.first if loop.first else '') }}"
+    "{{ m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+# Qwen3: the thoughts of all turns but the last are dropped, and the last has an empty thought if it has none.
+QWEN3 = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}"
+    "{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|begin|>", "<|head|>", "<|/head|>", "<|eot|>"]
+SPECIAL += ["<bos>", "<start_of_turn>", "<end_of_turn>"]
+CHAT = [
+    {"role": "user", "content": "What is a page?"},
+    {"role": "assistant", "content": "A run of tokens."},
+    {"role": "user", "content": "And a segment?"},
+    {"role": "assistant", "content": "The unit of durability: A run of tokens."},
+]
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tiny_tokenizer(Path(folder), 512, 512)
+    made = load_tokenizer(str(folder))
+    made.add_special_tokens({"additional_special_tokens": [AddedToken(s, special=True) for s in SPECIAL]})
+    return made
+
+
+def said(
+    tokenizer: Any, template: str, messages: list[dict[str, Any]], roles: tuple[str, ...] = ("assistant",), **kw: Any
+):
+    """The runs of text whose mask is 1; and that the ids are those of apply_chat_template."""
+    tokenizer.chat_template = template
+    got = RowEncoder(tokenizer, 500, kw, rules=RowRules(loss_roles=roles)).encode(Row("k", 0, messages=messages))
+    assert got.token_ids == list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **kw))
+    assert got.loss_mask is not None
+    runs, run = [], []
+    for token, counts in zip([*got.token_ids, 0], [*got.loss_mask, 0], strict=True):
+        if counts:
+            run.append(token)
+        elif run:
+            runs.append(tokenizer.decode(run))
+            run = []
+    return runs
+
+
+@pytest.mark.parametrize("system", [False, True])
+@pytest.mark.parametrize(("template", "end"), [(CHATML, "<|im_end|>"), (LLAMA3, "<|eot|>"), (GEMMA, "<end_of_turn>")])
+def test_what_the_assistant_says_counts_with_its_end_of_turn(
+    tokenizer: Any, template: str, end: str, system: bool
+) -> None:
+    messages = [SYSTEM, *CHAT] if system else CHAT
+    assert said(tokenizer, template, messages) == [CHAT[1]["content"] + end, CHAT[3]["content"] + end]
+
+
+def test_thoughts_that_a_template_drops_from_earlier_turns(tokenizer: Any) -> None:
+    chat = [CHAT[0], {**CHAT[1], "reasoning_content": "first"}, CHAT[2], {**CHAT[3], "reasoning_content": "second"}]
+    assert said(tokenizer, QWEN3, chat) == [
+        "A run of tokens.<|im_end|>",
+        "<think>\nsecond\n</think>\n\nThe unit of durability: A run of tokens.<|im_end|>",
+    ]
+    # Without thinking the header ends with an empty thought, which is then no part of the answer.
+    assert said(tokenizer, QWEN3, CHAT, enable_thinking=False) == [
+        "A run of tokens.<|im_end|>",
+        "The unit of durability: A run of tokens.<|im_end|>",
+    ]
+
+
+def test_other_roles(tokenizer: Any) -> None:
+    assert said(tokenizer, CHATML, CHAT, ("user",)) == [
+        f"<|im_start|>user\n{CHAT[i]['content']}<|im_end|>" for i in (0, 2)
+    ]
+    assert len(said(tokenizer, CHATML, [SYSTEM, *CHAT], ("system", "assistant"))) == 3
+
+
+def test_many_bytes_a_character(tokenizer: Any) -> None:
+    chat = [CHAT[0], {"role": "assistant", "content": "Zeichen: 漢字 😀 é"}]
+    assert said(tokenizer, CHATML, chat) == ["Zeichen: 漢字 😀 é<|im_end|>"]
+
+
+def test_a_header_at_the_end_is_not_said(tokenizer: Any) -> None:
+    assert said(tokenizer, CHATML, CHAT, add_generation_prompt=True)[-1].endswith("tokens.<|im_end|>")
+
+
+def test_nobody_of_the_roles_speaks(tokenizer: Any) -> None:
+    tokenizer.chat_template = CHATML
+    with pytest.raises(InputError, match=r"expected a loss mask with a 1 in it, came \d+ zeros"):
+        RowEncoder(tokenizer, 500, rules=RowRules(loss_roles=("assistant",))).encode(Row("k", 0, messages=CHAT[:1]))
+
+
+def test_a_template_that_reads_otherwise_within_the_whole_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(InputError, match="renders the messages before message 1 as it renders them within the whole"):
+        said(tokenizer, "{{ messages | length }}" + CHATML, CHAT)
+
+
+def test_a_row_without_messages_and_without_a_mask_is_refused(tokenizer: Any) -> None:
+    encoder = RowEncoder(tokenizer, 500, rules=RowRules(loss_roles=("assistant",)))
+    with pytest.raises(InputError, match="came neither"):
+        encoder.encode(Row("k", 0, text="text"))
+    assert encoder.encode(Row("k", 0, token_ids=[5, 6], loss_mask=[0, 1])).loss_mask == b"\0\1"
+    with pytest.raises(InputError, match="expected 2 entries, one for each token, came 3"):
+        encoder.encode(Row("k", 0, token_ids=[5, 6], loss_mask=[0, 1, 1]))
+    assert RowEncoder(tokenizer, 500).encode(Row("k", 0, text="text")).loss_mask is None
+
+
+def test_generated_answers_need_nothing_before_them_to_count(tokenizer: Any) -> None:
+    tokenizer.chat_template = CHATML
+    rules = RowRules(loss_roles=("assistant",), include_output_tokens=True)
+    got = RowEncoder(tokenizer, 500, rules=rules).encode(Row("k", 0, messages=CHAT[:1]))
+    assert got.loss_mask == bytes(len(got.token_ids))
+    assert RowEncoder(tokenizer, 500, rules=rules).encode(Row("k", 0, text="x")).loss_mask == b"\0"
+
+
+def test_a_tokenizer_that_cannot_tell_where_its_tokens_lie(tokenizer: Any) -> None:
+    class Slow:
+        is_fast = False
+
+        def __len__(self) -> int:
+            return 5
+
+    with pytest.raises(ConfigError, match="expected a fast tokenizer"):
+        RowEncoder(Slow(), 5, rules=RowRules(loss_roles=("assistant",)))

@@ -1,0 +1,336 @@
+"""Input files of a few KiB that expand to much more."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import tracemalloc
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from hsx_dist.config import InputConfig
+from hsx_dist.errors import ConfigError, FormatError
+from hsx_dist.format.manifest import RowFate
+from hsx_dist.inputs import decompress, records, rows
+from hsx_dist.inputs.decompress import DECOMPRESSORS, DecompressedFile
+from hsx_dist.inputs.row_cost import cost_of_columns, cost_of_json, most_cost
+from hsx_dist.inputs.rows import Row, read_rows, rows_from
+
+_PACK = {".gz": gzip.compress, ".zst": zstandard.compress, ".xz": lzma.compress, ".bz2": bz2.compress}
+
+
+def _rows(path: Path, most: int = 20, **settings: Any) -> tuple[list[Row | RowFate], int]:
+    """The first rows, and the most bytes that were allocated."""
+    tracemalloc.start()
+    try:
+        found = list(islice(read_rows(InputConfig(path=str(path), **settings)), most))
+        return found, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("ending", _PACK)
+def test_a_compressed_line_is_not_expanded_beyond_the_limit(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"in.jsonl{ending}"
+    path.write_bytes(_PACK[ending](b'{"text": "' + b"x" * (40 << 20) + b'"}\n{"text": "b"}\n'))
+    assert path.stat().st_size < 82_000
+    (first, second), held = _rows(path, max_row_bytes="1MiB")
+    assert isinstance(first, RowFate)
+    assert "input.max_row_bytes" in first.reason
+    assert isinstance(second, Row)
+    assert held < 16 << 20
+
+
+@pytest.mark.parametrize("ending", _PACK)
+def test_a_line_that_goes_on_and_on_ends_the_input(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"in.jsonl{ending}"
+    path.write_bytes(_PACK[ending](b"x" * (10 << 20)))
+    with pytest.raises(FormatError, match=r"raise input\.max_row_bytes"):
+        _rows(path, max_row_bytes="100KiB")
+
+
+@pytest.mark.parametrize("ending", _PACK)
+def test_very_many_empty_lines_end_the_input(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"in.jsonl{ending}"
+    path.write_bytes(_PACK[ending](b"\n" * 200_000 + b'{"text": "a"}'))
+    with pytest.raises(FormatError, match="empty lines in a row"):
+        _rows(path)
+
+
+def test_a_row_of_many_small_values_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'{"text": "a", "x": [' + b"[]," * 900_000 + b"[]]}\n")
+    (fate,), held = _rows(path, max_row_bytes="4MiB")
+    assert isinstance(fate, RowFate)
+    assert "input.max_row_bytes" in fate.reason
+    assert held < 24 << 20
+
+
+def test_two_million_tokens_fit_a_row() -> None:
+    assert cost_of_json(b'{"token_ids": [' + b"123456," * 2_000_000 + b"1]}") < most_cost(16 << 20)
+    assert cost_of_json(b'{"text": "' + b"a, b. " * (2 << 20) + b'"}') < most_cost(16 << 20)
+
+
+def test_an_xz_file_does_not_allocate_the_dictionary_that_it_claims(tmp_path: Path) -> None:
+    filters = [{"id": lzma.FILTER_LZMA2, "dict_size": 1 << 28, "mode": lzma.MODE_FAST, "mf": lzma.MF_HC3}]
+    packed = bytearray(lzma.compress(b'{"text": "a"}\n', filters=filters))
+    path = tmp_path / "in.jsonl.xz"
+    path.write_bytes(bytes(packed))
+    with pytest.raises(FormatError, match="broken compressed data"):
+        _rows(path)
+
+
+@pytest.mark.parametrize("ending", [".zst", ".xz"])
+def test_all_frames_are_read_in_pieces_of_any_size(ending: str) -> None:
+    data = [b"a" * 100_000, b"", b"xyz" * 1000]
+    packed = b"".join(_PACK[ending](d) for d in data)
+    for size in (7, 1 << 16):
+        file = DecompressedFile(io.BytesIO(packed), DECOMPRESSORS[ending])
+        reader = io.BufferedReader(file, 1 << 10)
+        assert b"".join(iter(lambda n=size, r=reader: r.read(n), b"")) == b"".join(data)
+    with pytest.raises(EOFError):
+        DecompressedFile(io.BytesIO(packed[:-3]), DECOMPRESSORS[ending]).read()
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".arrow"])
+def test_texts_that_rows_share_are_not_copied_to_all_of_them_at_once(tmp_path: Path, ending: str) -> None:
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * 256, pa.int32()), pa.array(["x" * (2 << 20)]))
+    path = tmp_path / f"in{ending}"
+    if ending == ".parquet":
+        pq.write_table(pa.table({"text": column}), path, compression="zstd", dictionary_pagesize_limit=1 << 30)
+    else:
+        options, schema = pa.ipc.IpcWriteOptions(compression="zstd"), pa.schema([("text", column.type)])
+        with (
+            pa.OSFile(str(path), "wb") as f,
+            pa.ipc.new_file(f, schema, options=options) as w,
+        ):
+            w.write_batch(pa.record_batch([column], ["text"]))
+    assert path.stat().st_size < 3000
+    before = pa.total_allocated_bytes()
+    tracemalloc.start()
+    taken = 0
+    for row in read_rows(InputConfig(path=str(path), max_row_bytes="2MiB")):
+        assert isinstance(row, Row)
+        taken += 1
+        assert pa.total_allocated_bytes() - before < 64 << 20
+    assert tracemalloc.get_traced_memory()[1] < 96 << 20
+    tracemalloc.stop()
+    assert taken == 256
+
+
+def test_a_list_of_nothing_is_not_made(tmp_path: Path) -> None:
+    n = 1 << 24
+    column = pa.ListArray.from_arrays(pa.array([0, n], pa.int32()), pa.nulls(n))
+    path = tmp_path / "in.arrow"
+    with pa.OSFile(str(path), "wb") as f, pa.ipc.new_file(f, pa.schema([("token_ids", column.type)])) as w:
+        w.write_batch(pa.record_batch([column], ["token_ids"]))
+    assert path.stat().st_size < 3000
+    (fate,), held = _rows(path)
+    assert isinstance(fate, RowFate)
+    assert "input.max_row_bytes" in fate.reason
+    assert held < 8 << 20
+
+
+def _nothings(kind: str, n: int) -> Any:
+    """A column of one row with ``n`` nulls."""
+    nulls = pa.nulls(n)
+    lists = pa.ListArray.from_arrays(pa.array([0, n], pa.int32()), nulls)
+    if kind == "list view":
+        return pa.ListViewArray.from_arrays(pa.array([0], pa.int32()), pa.array([n], pa.int32()), nulls)
+    if kind == "large list view":
+        return pa.LargeListViewArray.from_arrays(pa.array([0], pa.int64()), pa.array([n], pa.int64()), nulls)
+    if kind == "runs":
+        return pa.RunEndEncodedArray.from_arrays(pa.array([1], pa.int32()), lists)
+    if kind == "dense union":
+        return pa.UnionArray.from_dense(pa.array([0], pa.int8()), pa.array([0], pa.int32()), [lists])
+    return pa.UnionArray.from_sparse(pa.array([0], pa.int8()), [lists])
+
+
+@pytest.mark.parametrize("kind", ["list view", "large list view", "runs", "dense union", "sparse union"])
+def test_elements_without_bytes_are_not_made_of_any_type(tmp_path: Path, kind: str) -> None:
+    column = _nothings(kind, 1 << 24)
+    path = tmp_path / "in.arrow"
+    with pa.OSFile(str(path), "wb") as f, pa.ipc.new_file(f, pa.schema([("messages", column.type)])) as w:
+        w.write_batch(pa.record_batch([column], ["messages"]))
+    assert path.stat().st_size < 3000
+    (fate,), held = _rows(path)
+    assert isinstance(fate, RowFate)
+    assert "input.max_row_bytes" in fate.reason
+    assert held < 8 << 20
+
+
+def test_ranges_of_a_view_that_overlap_are_each_counted() -> None:
+    starts, sizes = pa.array([0] * 100, pa.int32()), pa.array([1000] * 100, pa.int32())
+    views = pa.ListViewArray.from_arrays(starts, sizes, pa.array(["a"] * 1000))
+    assert cost_of_columns(pa.record_batch([views], ["a"])) > 100 * 1000 * 80
+
+
+@pytest.mark.parametrize("kind", ["view", "list view", "runs", "dense union", "sparse union", "dictionary"])
+def test_each_row_of_a_batch_is_counted_with_its_own_bytes(kind: str) -> None:
+    """A short row does not cost what the longest of its batch costs."""
+    texts = pa.array(["a", "b" * 1_000_000, "c"])
+    zeros, places = pa.array([0] * 3, pa.int8()), pa.array(range(3), pa.int32())
+    columns = {
+        "view": pa.array(texts.to_pylist(), pa.string_view()),
+        "list view": pa.array([[t] for t in texts.to_pylist()], pa.list_view(pa.string())),
+        "runs": pa.RunEndEncodedArray.from_arrays(pa.array([1, 2, 3], pa.int32()), texts),
+        "dense union": pa.UnionArray.from_dense(zeros, places, [texts]),
+        "sparse union": pa.UnionArray.from_sparse(zeros, [texts]),
+        "dictionary": pa.DictionaryArray.from_arrays(places, texts),
+    }
+    batch = pa.record_batch([columns[kind]], ["a"])
+    short, long, last = (cost_of_columns(batch.slice(i, 1)) for i in range(3))
+    assert short == last < 1000
+    assert 12_000_000 < long < 12_001_000
+
+
+def test_a_table_with_the_documented_bytes_in_a_row_is_read(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["a" * (2 << 20), "a" * (3 << 20)]}), tmp_path / "in.parquet")
+    (first, second), _ = _rows(tmp_path / "in.parquet", max_row_bytes="2MiB")
+    assert isinstance(first, Row)
+    assert isinstance(second, RowFate)
+    assert "input.max_row_bytes" in second.reason
+
+
+@pytest.mark.parametrize("column", ["messages", "tools"])
+@pytest.mark.parametrize("unit", ["[]", '{"a":0}'])
+def test_a_json_text_of_many_values_refuses_its_row_before_it_is_parsed(tmp_path: Path, column: str, unit: str) -> None:
+    chat = json.dumps([{"role": "user", "content": "hi"}])
+    text = "[" + ",".join([unit] * ((2 << 20) // (len(unit) + 1))) + "]"
+    rows = [{"messages": chat, "tools": "[]", column: text}, {"messages": chat, "tools": "[]"}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet", compression="zstd")
+    (first, second), held = _rows(tmp_path / "in.parquet", max_row_bytes="2MiB")
+    assert isinstance(first, RowFate)
+    assert f"{column}: expected a JSON text of at most" in first.reason
+    assert isinstance(second, Row)
+    assert held < 24 << 20
+    record = {"messages": json.loads(chat), column: " " * (3 << 20) + chat}
+    (longer,) = rows_from([record], InputConfig(max_row_bytes="2MiB"))
+    assert isinstance(longer, RowFate)
+
+
+def test_an_arrow_file_whose_offsets_lie_is_broken(tmp_path: Path) -> None:
+    text = pa.array(["hello", "world"])
+    path = tmp_path / "in.arrow"
+    with pa.OSFile(str(path), "wb") as f, pa.ipc.new_file(f, pa.schema([("text", text.type)])) as w:
+        w.write_batch(pa.record_batch([text], ["text"]))
+    data = path.read_bytes()
+    offsets = b"".join(i.to_bytes(4, "little") for i in (0, 5, 10))
+    assert data.count(offsets) == 1
+    lies = b"".join(i.to_bytes(4, "little") for i in (0, 5, 1 << 30))
+    path.write_bytes(data.replace(offsets, lies))
+    with pytest.raises(FormatError, match="to be a whole arrow file"):
+        _rows(path)
+
+
+def test_a_saved_data_sets_list_is_not_read_whole(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_bytes(b"[" * (5 << 20))
+    with pytest.raises(ConfigError, match="more than"):
+        read_rows(InputConfig(path=str(tmp_path)))
+    (tmp_path / "state.json").write_bytes(b"[" * 100_000)
+    with pytest.raises(ConfigError, match=r"state\.json"):
+        read_rows(InputConfig(path=str(tmp_path)))
+
+
+def test_rows_without_bytes_are_refused(tmp_path: Path) -> None:
+    """A column of Arrow's null type has no bytes, and claims any number of rows."""
+    nothing = pa.Array.from_buffers(pa.null(), 2**31 - 1, [None])
+    path = tmp_path / "a.arrow"
+    batch = pa.RecordBatch.from_arrays([nothing], ["text"])
+    with pa.ipc.new_file(path, batch.schema) as writer:
+        writer.write_batch(batch)
+    with pytest.raises(FormatError, match="expected bytes for each of 2147483647 rows"):
+        list(read_rows(InputConfig(path=str(path))))
+
+
+@pytest.mark.parametrize("ending", ["arrow", "parquet"])
+def test_rows_that_are_stored_once_and_named_often_are_an_error(
+    tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row costs the driver as much, whatever it takes in the file."""
+    monkeypatch.setattr(records, "FREE_ROWS", 1000)
+
+    def write(path: Path, texts: list[str]) -> None:
+        table = pa.table({"text": pa.array(texts).dictionary_encode()})
+        if ending == "parquet":
+            pq.write_table(table, path, compression="zstd")
+            return
+        with pa.ipc.new_file(path, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+            writer.write_table(table)
+
+    path = tmp_path / f"a.{ending}"
+    write(path, ["a"] * 100_000)
+    with pytest.raises(FormatError, match="at most 16 rows for each stored byte"):
+        for _ in read_rows(InputConfig(path=str(path))):
+            pass
+    write(path, [f"line {i * 7919 % 5003}" for i in range(5000)])
+    assert len(list(read_rows(InputConfig(path=str(path))))) == 5000
+
+
+def test_a_parquet_column_that_expands_too_far_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    text = pa.array(["a" * (300 << 20)])
+    pq.write_table(pa.table({"text": text}), path, compression="zstd", use_dictionary=False)
+    with pytest.raises(FormatError, match="200 decompressed bytes"):
+        list(read_rows(InputConfig(path=str(path))))
+
+
+@pytest.mark.parametrize("ending", ["xz", "zst", "bz2"])
+def test_an_expansion_without_end_is_an_error(tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decompress, "_FREE_BYTES", 1 << 20)
+    pack = {"xz": lzma.compress, "zst": zstandard.ZstdCompressor().compress, "bz2": bz2.compress}[ending]
+    path = tmp_path / f"a.jsonl.{ending}"
+    path.write_bytes(pack(b'{"text":"a"}\n' * 1_000_000))
+    with pytest.raises(FormatError, match="for each compressed one"):
+        for _ in read_rows(InputConfig(path=str(path))):
+            pass
+
+
+@pytest.mark.parametrize("ending", ["lzma", "bz2"])
+def test_every_frame_of_a_compressed_file_is_read(tmp_path: Path, ending: str) -> None:
+    lines = [b'{"text":"%d"}\n' % i for i in range(4)]
+    data = lzma.compress(b"".join(lines), lzma.FORMAT_ALONE) if ending == "lzma" else b"".join(map(bz2.compress, lines))
+    path = tmp_path / f"a.jsonl.{ending}"
+    path.write_bytes(data)
+    assert [row.text for row in read_rows(InputConfig(path=str(path))) if isinstance(row, Row)] == ["0", "1", "2", "3"]
+    path.write_bytes(data[:-3])
+    with pytest.raises(FormatError, match="broken compressed data"):
+        list(read_rows(InputConfig(path=str(path))))
+
+
+@pytest.mark.parametrize("ending", ["xz", "zst", "bz2"])
+def test_short_lines_without_end_are_an_error(tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decompress, "FREE_ROWS", 1000)
+    pack = {"xz": lzma.compress, "zst": zstandard.ZstdCompressor().compress, "bz2": bz2.compress}[ending]
+    path = tmp_path / f"a.txt.{ending}"
+    path.write_bytes(pack(b"x\n" * 1_000_000))
+    with pytest.raises(FormatError, match="lines for each compressed byte"):
+        for _ in read_rows(InputConfig(path=str(path))):
+            pass
+    path.write_bytes(pack("".join(f"line {i * 7919 % 5003}\n" for i in range(5000)).encode()))
+    assert len(list(read_rows(InputConfig(path=str(path))))) == 5000
+
+
+@pytest.mark.parametrize(
+    "unit", [b"x\n", b"{}\n", b"7\n", b'{"text":"a","id":1}\n', b'{"text":""}\n'], ids=lambda unit: unit.decode()
+)
+def test_refused_rows_without_end_end_the_input(tmp_path: Path, unit: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs the driver an entry in its ledger, and costs the file's author nothing."""
+    monkeypatch.setattr(rows, "_FREE_REFUSED", 100)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(unit * 1000)
+    found: list[Row | RowFate] = []
+    with pytest.raises(FormatError, match="expected rows that can be used") as error:
+        found.extend(read_rows(InputConfig(path=str(path))))
+    assert "The last: " in str(error.value)
+    path.write_bytes((unit * 10 + b'{"text":"fine"}\n') * 50)
+    assert len(list(read_rows(InputConfig(path=str(path))))) == 550

@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import zstandard
+
+from hsx_dist.config import InputConfig
+from hsx_dist.errors import ConfigError, FormatError
+from hsx_dist.format.manifest import RowFate
+from hsx_dist.inputs.rows import Row, read_rows, rows_from
+
+
+def write(path: Path, *lines: Any) -> str:
+    data = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    path.write_bytes(b"\n".join(data) + b"\n")
+    return str(path)
+
+
+def read(path: str, **settings: Any) -> list[Row | RowFate]:
+    return list(read_rows(InputConfig(path=path, **settings)))
+
+
+def one(tmp_path: Path, line: Any, **settings: Any) -> Row | RowFate:
+    (row,) = read(write(tmp_path / "in.jsonl", line), **settings)
+    return row
+
+
+def test_the_three_kinds(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    path = write(
+        tmp_path / "in.jsonl",
+        {"id": "a", "text": "one", "source": "x", "n": 3},
+        {"id": 7, "messages": messages},
+        {"token_ids": [0, 5]},
+        {"id": None, "text": "four", "messages": None},
+    )
+    assert read(path, metadata=["source", "n"]) == [
+        Row("a", 0, text="one", metadata={"source": "x", "n": 3}),
+        Row("7", 1, messages=messages),
+        Row("in:00000002", 2, token_ids=[0, 5]),
+        Row("in:00000003", 3, text="four"),
+    ]
+
+
+def test_other_field_names(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", {"uid": "a", "prompt": "p", "text": "kept", "id": 3})
+    kept = Row("a", 0, text="p", metadata={"text": "kept", "id": 3})
+    assert read(path, id="uid", text="prompt", metadata=["text", "id"]) == [kept]
+    assert [r.key for r in read(path, id=None, text="prompt")] == ["in:00000000"]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"{", "not JSON"),
+        (b"nope", "not JSON"),
+        (b'{"text": "\xff"}', "not UTF-8"),
+        (b"[" * 100_000, "not JSON"),
+        (b"9" * 10_000, "not JSON"),
+        (b"3", "expected a JSON object, came an integer"),
+        (b'["a"]', "expected a JSON object, came a list"),
+        (b"null", "expected a JSON object, came null"),
+        ({"id": "a"}, "expected exactly one of the fields text, messages, token_ids, came none of them"),
+        ({"text": "a", "token_ids": [1]}, "came text and token_ids"),
+        ({"text": ""}, "text: expected text, came an empty string"),
+        ({"text": " \n"}, "text: expected text, came an empty string"),
+        ({"text": 3}, "text: expected a string, came an integer"),
+        (b'{"text": "\\ud800"}', "text: expected valid Unicode"),
+        ({"messages": []}, "messages: expected a list of messages, came an empty list"),
+        ({"messages": "hi"}, "messages: expected a list of messages, came a string"),
+        ({"messages": [{"content": "x"}]}, "messages: expected objects with a role"),
+        ({"messages": ["x"]}, "messages: expected objects with a role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "content of message 0"),
+        ({"token_ids": []}, "token_ids: expected a list of token ids, came an empty list"),
+        ({"token_ids": [1, -1]}, "came '-1' at position 1"),
+        ({"token_ids": [1, True]}, "came 'True' at position 1"),
+        ({"token_ids": [1.5]}, "came '1.5' at position 0"),
+        ({"token_ids": [2**40]}, "at position 0"),
+        ({"token_ids": "1 2"}, "token_ids: expected a list of token ids, came a string"),
+        ({"id": "", "text": "a"}, "id: expected 1 to 1024 characters"),
+        ({"id": "x" * 2000, "text": "a"}, "id: expected 1 to 1024 characters, came 2000"),
+        ({"id": True, "text": "a"}, "id: expected a string or an integer, came a boolean"),
+        ({"id": 1.5, "text": "a"}, "id: expected a string or an integer, came a number"),
+        ({"id": ["a"], "text": "a"}, "id: expected a string or an integer, came a list"),
+        (b'{"id": "\\ud800", "text": "a"}', "id: expected valid Unicode"),
+    ],
+)
+def test_a_bad_row_is_refused_and_the_next_one_read(tmp_path: Path, line: Any, reason: str) -> None:
+    fate, good = read(write(tmp_path / "in.jsonl", line, {"text": "good"}))
+    assert isinstance(fate, RowFate)
+    assert (fate.fate, fate.row, fate.tries) == ("refused", 0, 0)
+    assert reason in fate.reason
+    assert good == Row("in:00000001", 1, text="good")
+
+
+def test_a_refused_row_keeps_the_id_it_has(tmp_path: Path) -> None:
+    assert one(tmp_path, {"id": "a", "text": ""}).key == "a"
+    assert one(tmp_path, {"id": "a" * 2000, "text": "x"}).key == "in#00000000"
+
+
+def test_a_duplicate_id_is_refused_under_its_row_number(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", {"id": "7", "text": "a"}, {"id": 7, "text": "b"}, {"id": "c", "text": "c"})
+    first, second, third = read(path)
+    assert (first.key, third.key) == ("7", "c")
+    assert isinstance(second, RowFate)
+    assert second.key == "in#00000001"
+    assert "duplicate id '7'" in second.reason
+
+
+def test_the_id_of_a_refused_row_is_taken_too(tmp_path: Path) -> None:
+    # Else a resumed run, which looks rows up by key, would take the second row for the refused one.
+    first, second = read(write(tmp_path / "in.jsonl", {"id": "a", "text": ""}, {"id": "a", "text": "x"}))
+    assert isinstance(first, RowFate)
+    assert isinstance(second, RowFate)
+    assert (first.key, second.key) == ("a", "in#00000001")
+
+
+def test_empty_lines(tmp_path: Path) -> None:
+    rows = read(write(tmp_path / "in.jsonl", {"text": "a"}, b"", b"  ", {"text": "b"}, b"", b""))
+    assert [(r.row, type(r)) for r in rows] == [(0, Row), (1, RowFate), (2, RowFate), (3, Row)]
+
+
+def test_a_line_that_is_too_long_is_not_held(tmp_path: Path) -> None:
+    fate, good, exact = read(
+        write(tmp_path / "in.jsonl", {"text": "x" * 1000}, {"text": "y"}, {"text": "z" * (99 - len('{"text": ""}'))}),
+        max_row_bytes=100,
+    )
+    assert isinstance(fate, RowFate)
+    assert "input.max_row_bytes" in fate.reason
+    assert (good.row, exact.row) == (1, 2)
+    assert isinstance(exact, Row)
+
+
+def test_byte_order_mark_and_windows_lines(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n{"text": "b"}\r\n')
+    assert [r.text for r in read(str(tmp_path / "in.jsonl")) if isinstance(r, Row)] == ["a", "b"]
+
+
+def test_no_newline_at_the_end(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(b'{"text": "a"}')
+    assert len(read(str(tmp_path / "in.jsonl"))) == 1
+
+
+@pytest.mark.parametrize(("limit", "rows"), [(0, 0), (2, 2), (9, 4)])
+def test_limit_counts_refused_rows_too(tmp_path: Path, limit: int, rows: int) -> None:
+    path = write(tmp_path / "in.jsonl", {"text": "a"}, b"{", {"text": "b"}, {"text": "c"})
+    assert len(read(path, limit=limit)) == rows
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_compressed(tmp_path: Path, suffix: str) -> None:
+    data = b"".join(b'{"text": "row %d"}\n' % i for i in range(1000))
+    compressed = gzip.compress(data) if suffix == ".gz" else zstandard.compress(data)
+    path = tmp_path / f"train.v2.jsonl{suffix}"
+    path.write_bytes(compressed)
+    rows = read(str(path))
+    assert len(rows) == 1000
+    assert rows[-1].key == "train.v2:00000999"
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("damage", ["cut", "not compressed"])
+def test_broken_compression(tmp_path: Path, suffix: str, damage: str) -> None:
+    data = b"".join(b'{"text": "row %d"}\n' % (i * i * 7919) for i in range(20_000))
+    compressed = gzip.compress(data) if suffix == ".gz" else zstandard.compress(data)
+    path = tmp_path / f"in.jsonl{suffix}"
+    path.write_bytes(compressed[: len(compressed) // 2] if damage == "cut" else data)
+    with pytest.raises(FormatError, match="broken compressed data after row"):
+        read(str(path))
+
+
+def test_zstandard_of_several_frames(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl.zst"
+    path.write_bytes(zstandard.compress(b'{"text": "a"}\n{"text"') + zstandard.compress(b': "b"}\n{"text": "c"}\n'))
+    assert [r.text for r in read(str(path)) if isinstance(r, Row)] == ["a", "b", "c"]
+
+
+def test_any_url() -> None:
+    with fsspec.open("memory://hsx-rows/in.jsonl", "wb") as f:
+        f.write(b'{"text": "a"}\n')
+    assert read("memory://hsx-rows/in.jsonl") == [Row("in:00000000", 0, text="a")]
+
+
+def test_a_name_that_looks_like_a_pattern(tmp_path: Path) -> None:
+    assert len(read(write(tmp_path / "in[1]*.jsonl", {"text": "a"}))) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("", "came nothing"),
+        ("not/there.jsonl", "no such file"),
+        ("memory://hsx-rows/not-there.jsonl", "no such file or bucket"),
+        ("nonsense://x/y.jsonl", "nonsense://x/y.jsonl"),
+        ("tests/golden/**/*.nothing", "expected files of rows"),
+    ],
+)
+def test_an_input_that_is_not_there_is_told_before_the_first_row(path: str, words: str) -> None:
+    with pytest.raises(ConfigError) as e:
+        read_rows(InputConfig(path=path))
+    assert words in str(e.value)
+
+
+def test_no_credential_in_the_message() -> None:
+    with pytest.raises(ConfigError) as e:
+        read_rows(
+            InputConfig(path="http://u:hunter2@127.0.0.1:1/x.jsonl?sig=hunter3", storage_options={"x": "hunter4"})
+        )
+    assert "hunter" not in str(e.value)
+
+
+def test_rows_from_python() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    prompts = ["a", [1, 2], np.array([3, 4]), messages, {"id": "k", "text": "t"}, "", 3, []]
+    rows = list(rows_from(prompts, InputConfig()))
+    assert rows[:5] == [
+        Row("0", 0, text="a"),
+        Row("1", 1, token_ids=[1, 2]),
+        Row("2", 2, token_ids=[3, 4]),
+        Row("3", 3, messages=messages),
+        Row("k", 4, text="t"),
+    ]
+    assert all(isinstance(r, RowFate) for r in rows[5:])
+    assert len(rows) == 8
+    assert len(list(rows_from(iter(prompts), InputConfig(limit=2)))) == 2
+
+
+def test_a_refused_rows_key_is_never_a_good_rows(tmp_path: Path) -> None:
+    rows = list(
+        rows_from([{"id": 1, "text": "x"}, {"text": "no id"}, {"text": ""}, {"id": "2", "text": "y"}], InputConfig())
+    )
+    assert [type(r) for r in rows] == [Row, RowFate, RowFate, RowFate]
+    assert rows[0].key == "1"
+    assert {r.key for r in rows[1:]}.isdisjoint({"1"})
+    first, second = read(write(tmp_path / "in.jsonl", b"broken", {"id": "in:00000000", "text": "x"}))
+    assert first.key != second.key
+
+
+def test_content_tells_a_corrected_row_from_the_one_that_was_refused() -> None:
+    contents = {row.content for row in rows_from(["a", "b", [1, 2], [{"role": "user", "content": "a"}]], InputConfig())}
+    assert len(contents) == 4
+    assert Row("k", 0, text="a").content == Row("other", 7, text="a").content

@@ -1,0 +1,434 @@
+"""Where rows come from: files, folders, globs, saved data sets, whichever format."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import zipfile
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pytest
+import zstandard
+
+from hsx_dist.config import InputConfig, load_config
+from hsx_dist.errors import ConfigError, FormatError
+from hsx_dist.format.manifest import RowFate
+from hsx_dist.inputs import records, sources
+from hsx_dist.inputs import sources as sources_module
+from hsx_dist.inputs.rows import Row, read_rows, rows_from
+from hsx_dist.inputs.sources import find_input
+
+MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+
+
+def read(path: Any, **settings: Any) -> list[Row | RowFate]:
+    return list(read_rows(InputConfig(path=str(path), **settings)))
+
+
+def keys(path: Any, **settings: Any) -> list[str]:
+    return [row.key for row in read(path, **settings)]
+
+
+def lines(path: Path, *texts: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    return path
+
+
+def saved(folder: Path, *tables: Any) -> Path:
+    """What ``Dataset.save_to_disk`` writes: Arrow streams, and a state that names them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [f"data-{i:05d}-of-{len(tables):05d}.arrow" for i in range(len(tables))]
+    for name, table in zip(names, tables, strict=True):
+        with pa.ipc.new_stream(folder / name, table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    (folder / "dataset_info.json").write_text("{}")
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": n} for n in names], "_split": "train"}))
+    return folder
+
+
+def table(*texts: str) -> Any:
+    return pa.table({"text": list(texts), "unused": [b"x" * 100] * len(texts)})
+
+
+def test_a_folder_is_read_by_name_and_keys_say_the_file(tmp_path: Path) -> None:
+    lines(tmp_path / "b.jsonl", "b0", "b1")
+    lines(tmp_path / "a" / "x.jsonl", "a0")
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "c0"}\n'))
+    (tmp_path / "d.txt.zst").write_bytes(zstandard.compress(b"first line\n\nsecond\n"))
+    for name in ("README.md", "_SUCCESS", ".hidden.jsonl"):
+        (tmp_path / name).write_text("not a row\n")
+    rows = read(tmp_path)
+    # Of text, a row is a line that is not empty.
+    of_text = ["d:00000000", "d:00000002"]
+    assert [r.key for r in rows] == ["a/x:00000000", "b:00000000", "b:00000001", "c:00000000", *of_text]
+    assert [r.row for r in rows] == list(range(6))
+    assert rows[-1] == Row("d:00000002", 5, text="second")
+
+
+def test_a_glob(tmp_path: Path) -> None:
+    for name in ("train-0", "train-1", "test-0"):
+        lines(tmp_path / "deep" / f"{name}.jsonl", name)
+    assert keys(tmp_path / "deep" / "train-*.jsonl") == ["train-0:00000000", "train-1:00000000"]
+    assert keys(tmp_path / "**" / "*-0.jsonl") == ["deep/test-0:00000000", "deep/train-0:00000000"]
+    with pytest.raises(ConfigError, match="came none"):
+        read(tmp_path / "*.parquet")
+
+
+def test_a_folder_of_another_store() -> None:
+    for name in ("one", "two"):
+        with fsspec.open(f"memory://hsx-sources/x/{name}.jsonl", "wb") as f:
+            f.write(b'{"text": "a"}\n')
+    assert keys("memory://hsx-sources/x") == keys("memory://hsx-sources/x/*.jsonl") == ["one:00000000", "two:00000000"]
+
+
+def test_files_whose_rows_would_share_keys_are_refused(tmp_path: Path) -> None:
+    lines(tmp_path / "a.jsonl", "x")
+    (tmp_path / "a.txt").write_text("x\n")
+    with pytest.raises(ConfigError, match="several 'a'"):
+        read(tmp_path)
+    assert keys(tmp_path / "*.txt") == ["a:00000000"]
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow", "stream", "feather"])
+def test_columnar_formats_give_the_rows_of_jsonl(tmp_path: Path, form: str) -> None:
+    rows: list[dict[str, Any]] = [
+        {"id": "t", "text": "one", "source": "web", "score": 0.5},
+        {
+            "id": "m",
+            "messages": [*MESSAGES, {"role": "tool", "content": None, "name": "f"}],
+            "tools": '[{"name": "f"}]',
+        },
+        {"id": "i", "token_ids": [1, 2, 3], "loss_mask": [0, 1, 1]},
+        {"id": "bad", "text": ""},
+    ]
+    columns = ("id", "text", "messages", "tools", "token_ids", "loss_mask", "source", "score")
+    whole = pa.table({c: [r.get(c) for r in rows] for c in columns} | {"unused": [b"u"] * 4})
+    path = tmp_path / f"in.{ {'parquet': 'parquet', 'feather': 'feather'}.get(form, 'arrow') }"
+    if form == "parquet":
+        import pyarrow.parquet as pq
+
+        pq.write_table(whole, path, row_group_size=3)
+    elif form == "feather":
+        import pyarrow.feather as feather
+
+        feather.write_feather(whole, str(path), compression="zstd")
+    else:
+        with (pa.ipc.new_file if form == "arrow" else pa.ipc.new_stream)(path, whole.schema) as writer:
+            writer.write_table(whole, max_chunksize=3)
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    expected = read(tmp_path / "in.jsonl", metadata=["source"])
+    found = read(path, metadata=["source"])
+    # A table has every column in every row.
+    assert [getattr(r, "metadata", None) for r in found] == [
+        {"source": "web"},
+        {"source": None},
+        {"source": None},
+        None,
+    ]
+    for row in (*expected, *found):
+        if isinstance(row, Row):
+            row.metadata.clear()
+    assert found == expected
+    assert found[1].tools == [{"name": "f"}]
+    assert found[1].messages == [*MESSAGES, {"role": "tool", "content": None, "name": "f"}]
+    assert found[2].loss_mask == [0, 1, 1]
+    assert "empty string" in found[3].reason
+
+
+def test_a_saved_data_set_and_its_splits(tmp_path: Path) -> None:
+    one = saved(tmp_path / "one", table("a", "b", "c"), table("d"))
+    rows = read(one)
+    assert [(r.key, r.text) for r in rows] == [(f"one:0000000{i}", t) for i, t in enumerate("abcd")]
+    both = tmp_path / "both"
+    for split, text in (("train", "x"), ("test", "y")):
+        saved(both / split, table(text))
+    (both / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert keys(both) == ["train:00000000", "test:00000000"]
+    assert keys(both, split="test") == ["test:00000000"]
+    with pytest.raises(ConfigError, match="expected one of train, test, came 'dev'"):
+        read(both, split="dev")
+    with pytest.raises(ConfigError, match="expected the folder of a saved data set"):
+        read(tmp_path / "one" / "state.json", format="dataset")
+
+
+def test_a_saved_data_set_that_datasets_itself_wrote() -> None:
+    """A DatasetDict of datasets 5.2.0, its train split selected ([2, 0, 1]) and in two files."""
+    rows = read(Path(__file__).parents[2] / "golden" / "saved_dataset")
+    assert [r.key for r in rows] == ["c", "a", "b", "test#00000000"]
+    assert all(r.messages == MESSAGES for r in rows[:3])
+    assert "duplicate id 'a'" in rows[3].reason
+
+
+def test_only_what_is_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[str] = set()
+    chosen = records._chosen
+    monkeypatch.setattr(records, "_chosen", lambda *a: [seen.add(c) or c for c in chosen(*a)])
+    read(saved(tmp_path / "d", table("a")))
+    assert seen == {"text"}
+    with pytest.raises(ConfigError, match=r"expected one of the columns text, chat, token_ids .* came body"):
+        read(saved(tmp_path / "e", pa.table({"body": ["x"]})), messages="chat")
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+@pytest.mark.parametrize("damage", ["cut", "other"])
+def test_a_broken_table_is_told(tmp_path: Path, form: str, damage: str) -> None:
+    path = tmp_path / f"x.{form}"
+    whole = pa.table({"text": [str(i) * 50 for i in range(5000)]})
+    if form == "parquet":
+        import pyarrow.parquet as pq
+
+        pq.write_table(whole, path)
+    else:
+        with pa.ipc.new_stream(path, whole.schema) as writer:
+            writer.write_table(whole)
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2] if damage == "cut" else b"nonsense" * 100)
+    with pytest.raises(FormatError, match=rf"whole {form} file"):
+        read(path)
+
+
+def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(tmp_path / "d", table("a"))
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"hsx-dist\[parquet\]"):
+        read(path)
+
+
+@pytest.mark.slow
+def test_only_a_batch_is_held(tmp_path: Path) -> None:
+    """Two hundred times the rows, and no more of Arrow's memory."""
+    import pyarrow.parquet as pq
+
+    peaks = []
+    for n in (1_000, 200_000):
+        path = tmp_path / f"{n}.parquet"
+        schema = pa.schema([("text", pa.string()), ("id", pa.string())])
+        with pq.ParquetWriter(path, schema) as writer:
+            for at in range(0, n, 10_000):
+                part = range(at, min(at + 10_000, n))
+                writer.write_table(pa.table({"text": [f"row {i} " * 9 for i in part], "id": [str(i) for i in part]}))
+        most = 0
+        for i, _ in enumerate(read_rows(InputConfig(path=str(path), id=None))):
+            if i % 997 == 0:
+                most = max(most, pa.total_allocated_bytes())
+        peaks.append(most)
+    assert peaks[1] < max(4 * peaks[0], 8 << 20)
+
+
+def test_shards_are_the_whole_and_share_no_row() -> None:
+    prompts = [f"p{i}" for i in range(20)]
+    shards = [
+        [r.text for r in rows_from(prompts, InputConfig(num_shards=3, shard_index=i)) if isinstance(r, Row)]
+        for i in range(3)
+    ]
+    assert sorted(text for shard in shards for text in shard) == sorted(prompts)
+    assert [len(s) for s in shards] == [7, 7, 6]
+
+
+def test_a_sample_is_stable_and_a_larger_one_holds_it(tmp_path: Path) -> None:
+    path = lines(tmp_path / "in.jsonl", *(str(i) for i in range(2000)))
+    small, again, large = keys(path, sample=0.1), keys(path, sample=0.1), keys(path, sample=0.3)
+    assert small == again
+    assert 150 < len(small) < 250
+    assert set(small) < set(large)
+    assert set(keys(path, sample=0.1, sample_seed=1)) != set(small)
+    sharded = keys(path, sample=0.1, num_shards=2, shard_index=0) + keys(path, sample=0.1, num_shards=2, shard_index=1)
+    assert sorted(sharded) == sorted(small)
+    assert keys(path, sample=0.1, limit=5) == small[:5]
+
+
+def test_limit_reads_no_further(tmp_path: Path) -> None:
+    lines(tmp_path / "a.jsonl", "x", "y")
+    (tmp_path / "b.jsonl.gz").write_bytes(b"broken")
+    assert len(read(tmp_path, limit=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"text": "x", "loss_mask": [0, 2]}, "loss_mask: expected 0 or 1, came '2' at position 1"),
+        ({"text": "x", "loss_mask": [0, 1.0]}, "came '1.0' at position 1"),
+        ({"text": "x", "loss_mask": "01"}, "expected a list of 0 and 1, came a string"),
+        ({"messages": MESSAGES, "tools": "f"}, "tools: expected a list of tools"),
+        ({"text": "x", "more": {"deep": b"bytes"}}, "more: expected what JSON can hold, came bytes"),
+        ({"text": "x", "more": "y" * 70_000}, "metadata: expected at most 65536 bytes"),
+        ({"text": "x", "more": "\ud800"}, "more: expected valid Unicode"),
+    ],
+)
+def test_fields_that_cannot_be_used_are_refused(record: dict[str, Any], reason: str) -> None:
+    (fate,) = rows_from([record], InputConfig(metadata=["more"]))
+    assert isinstance(fate, RowFate)
+    assert reason in fate.reason
+
+
+def test_metadata_becomes_json() -> None:
+    when = datetime(2026, 1, 2, tzinfo=UTC)
+    record = {"text": "x", "more": {"a": [1, Decimal("1.5"), float("nan"), when, True], "b": None}}
+    (row,) = rows_from([record], InputConfig(metadata=["more", "absent"]))
+    assert row.metadata == {"more": {"a": [1, "1.5", None, when.isoformat(), True], "b": None}}
+
+
+def test_sharegpt_and_json_texts_are_chats() -> None:
+    shared = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]
+    a, b = rows_from([{"messages": shared}, {"messages": json.dumps(MESSAGES)}], InputConfig())
+    assert a.messages == b.messages == MESSAGES
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_shards": 2, "shard_index": 2}, "shard_index: expected a number below num_shards"),
+        ({"text": "x", "messages": "x"}, "came x for several"),
+        ({"metadata": ["id"]}, "which is stored anyway"),
+        ({"sample": 0}, "sample"),
+        ({"too_long": "drop"}, "too_long"),
+    ],
+)
+def test_an_input_that_contradicts_itself(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config(None, output="o", model="m", input=settings)
+
+
+def test_what_is_found_is_named_before_anything_is_read(tmp_path: Path) -> None:
+    found = find_input(InputConfig(path=str(saved(tmp_path / "d", table("a")))))
+    assert [(s.label, s.format, len(s.files)) for s in found.sources] == [("d", "arrow", 1)]
+
+
+def test_keys_hold_nothing_of_a_url_but_the_name() -> None:
+    """A server's page of links may sign each of them."""
+    found = {f"https://u:hunter2@h/dir/{name}.jsonl?sig=hunter2": "file" for name in ("a", "b/c")}
+    sources = sources_module._of_many(InputConfig(), None, found, "https://u:hunter2@h/dir")
+    assert [s.label for s in sources] == ["a", "b/c"]
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret/data.arrow", "/etc/x.arrow", "sub/data.arrow", "..", "", 3, "a\\b", "a::b", "%2e%2e%2fx"]
+)
+def test_a_saved_data_set_names_no_file_outside_its_folder(tmp_path: Path, name: Any) -> None:
+    saved(tmp_path / "secret", table("mine")).joinpath("data-00000-of-00001.arrow").rename(
+        tmp_path / "secret" / "data.arrow"
+    )
+    folder = saved(tmp_path / "theirs", table("a"))
+    if name == "/etc/x.arrow":
+        name = str(tmp_path / "secret" / "data.arrow")
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    with pytest.raises(ConfigError, match="expected names of files in"):
+        read(folder)
+    both = tmp_path / "both"
+    saved(both / "train", table("x"))
+    (both / "dataset_dict.json").write_text(json.dumps({"splits": ["train", name]}))
+    with pytest.raises(ConfigError, match="expected names of files in"):
+        read(both)
+
+
+def test_a_saved_data_set_names_no_split_and_no_file_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved(tmp_path / "theirs", table("a"))
+    monkeypatch.setattr(sources, "_within", lambda *_: pytest.fail("a path was made"))
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "a.arrow"}] * 2}))
+    with pytest.raises(ConfigError, match=r"got 'a.arrow' 2 times"):
+        read(folder)
+    (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["theirs"] * 3}))
+    with pytest.raises(ConfigError, match=r"got 'theirs' 3 times"):
+        read(tmp_path)
+
+
+def test_a_saved_data_set_of_another_store_names_no_file_outside_its_folder() -> None:
+    for name, data in (("secret.arrow", b"x"), ("theirs/state.json", b'{"_data_files": [{"filename": "../secret"}]}')):
+        with fsspec.open(f"memory://hsx-saved/{name}", "wb") as f:
+            f.write(data)
+    with pytest.raises(ConfigError, match="expected names of files in"):
+        read("memory://hsx-saved/theirs")
+
+
+def test_a_link_out_of_a_saved_data_set_is_refused(tmp_path: Path) -> None:
+    mine = saved(tmp_path / "mine", table("secret"))
+    folder = saved(tmp_path / "theirs", table("a"))
+    data = folder / "data-00000-of-00001.arrow"
+    data.rename(folder / "real.arrow")
+    data.symlink_to("real.arrow")
+    assert keys(folder) == ["theirs:00000000"]  # within the folder
+    data.unlink()
+    data.symlink_to(mine / data.name)
+    with pytest.raises(ConfigError, match="a link to another folder"):
+        read(folder)
+    both = tmp_path / "both"
+    both.mkdir()
+    (both / "train").symlink_to(mine)
+    (both / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    with pytest.raises(ConfigError, match="a link to another folder"):
+        read(both)
+    (tmp_path / "link").symlink_to(mine)
+    assert keys(tmp_path / "link") == ["link:00000000"]  # the folder that the user names may be one
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_text_that_is_not_utf8_costs_its_row_alone(tmp_path: Path, form: str) -> None:
+    import pyarrow.parquet as pq
+
+    texts = pa.array([b"one", b"\xff", b"three", b"four"], pa.binary()).view(pa.string())
+    roles = pa.array([b"user", b"user", b"\xff", b"user"], pa.binary()).view(pa.string())
+    chats = pa.ListArray.from_arrays([0, 1, 2, 3, 4], pa.StructArray.from_arrays([roles, roles], ["role", "content"]))
+    whole = pa.table({"text": texts, "other": chats})
+    path = tmp_path / f"in.{form}"
+    if form == "parquet":
+        pq.write_table(whole, path)
+    else:
+        with pa.ipc.new_stream(path, whole.schema) as writer:
+            writer.write_table(whole)
+    rows = read(path, metadata=["other"])
+    assert [r.text if isinstance(r, Row) else r.reason for r in rows] == [
+        "one",
+        "the row's values cannot be read (UnicodeDecodeError); correct or cast the column",
+        "the row's values cannot be read (UnicodeDecodeError); correct or cast the column",
+        "four",
+    ]
+
+
+@pytest.mark.parametrize("name", ["b.jsonl", "b.jsonl.gz", "b.parquet", "b.arrow", "state.json", "dataset_dict.json"])
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_a_fifo_or_a_device_is_no_input(name: str, kind: str, tmp_path: Path) -> None:
+    """Reading one may never end."""
+    lines(tmp_path / "a.jsonl", "a0")
+    if kind == "fifo":
+        os.mkfifo(tmp_path / name)
+    else:
+        (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="expected a regular file, got a FIFO, socket or device"):
+        read(tmp_path)
+    with pytest.raises(ConfigError, match="expected a regular file"):
+        read(f"file://{tmp_path}")
+
+
+@pytest.mark.parametrize("chain", ["zip://inner.zip::", "tar://inner.zip::", "libarchive::", "tar::", "reference::"])
+def test_archives_that_are_read_without_a_bound_are_not_opened(
+    chain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3 KB are gigabytes where fsspec reads the directory of a zip file in another one, or a header of a tar file."""
+    (tmp_path / "x").write_bytes(b"")
+    monkeypatch.setattr("fsspec.core.url_to_fs", lambda *_, **__: pytest.fail("opened"))
+    for first in ("zip://rows.jsonl::", "simplecache::zip://rows.jsonl::", "tar://rows.jsonl::"):
+        with pytest.raises(ConfigError, match=r"expected a file of rows, or one in a zip file .* Extract it"):
+            read(f"{first}{chain}file://{tmp_path}/x")
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_zip_files_members_expand_in_bounded_memory(method: int, tmp_path: Path) -> None:
+    """Python expands what it reads of a bzip2 or LZMA member in one call: 1 KB is then GiB."""
+    archive = tmp_path / "x.zip"
+    with zipfile.ZipFile(archive, "w", method) as file:
+        file.writestr("rows.jsonl", json.dumps({"text": "t"}))
+    chain = f"zip://rows.jsonl::{archive}"
+    if method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        assert [row.text for row in read(chain) if isinstance(row, Row)] == ["t"]
+    else:
+        with pytest.raises(ConfigError, match="stored or deflated"):
+            read(chain)
+    with pytest.raises(ConfigError, match=r"expected a file of rows, .* got \.zip"):
+        read(archive)

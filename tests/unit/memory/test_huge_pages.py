@@ -1,0 +1,28 @@
+"""Advice about pages changes no byte, and is never an error."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hsx_dist.memory import huge_pages
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, (4 << 20) + 64])
+def test_memory_of_any_size_is_zeroed_and_can_be_written(nbytes):
+    memory = huge_pages.zeroed(nbytes)
+    assert memory.shape == (nbytes,)
+    assert not memory.any()
+    memory[:] = 7
+    assert (memory == 7).all()
+
+
+def test_what_holds_no_whole_huge_page_is_left_alone():
+    small = np.zeros(4096, np.uint8)
+    assert not huge_pages.advise(small.ctypes.data, small.nbytes)
+
+
+def test_what_is_there_stays():
+    memory = np.arange(6 << 20, dtype=np.uint8)
+    huge_pages.advise(memory.ctypes.data, memory.nbytes)
+    assert (memory == np.arange(6 << 20, dtype=np.uint8)).all()
