@@ -354,6 +354,25 @@ def test_an_object_that_is_replaced_before_it_is_renewed_is_looked_at_again(stor
         read(store)
 
 
+class RenewedAtCall(WrappedStore):
+    """Before call number ``at`` (from 0) for the object, another server removes its end. ``verbs``: only these count;
+    default: all."""
+
+    def __init__(self, inner, at, tmp_path, verbs=()):
+        super().__init__(inner)
+        self.calls: list[str] = []
+        self._at, self._tmp_path, self._verbs = at, tmp_path, verbs
+
+    def _call(self, verb, name, call, nbytes):  # noqa: ARG002
+        if name == NAME and (not self._verbs or verb in self._verbs):
+            self.calls.append(verb)
+            if len(self.calls) == self._at + 1:
+                without = SmallServer(self._tmp_path, self._inner)
+                without.ask(PROMPT, key="k")
+                without.close()
+        return call()
+
+
 @pytest.mark.parametrize("at", range(4))
 @pytest.mark.parametrize("how", ["ask", "abort", "read"])
 def test_an_object_that_is_renewed_while_it_is_opened_is_no_other_sample(tmp_path, how, at):
@@ -363,25 +382,14 @@ def test_an_object_that_is_renewed_while_it_is_opened_is_no_other_sample(tmp_pat
     first.ask(PROMPT, key="k")
     first.close()
 
-    class Renewing(WrappedStore):
-        def _call(self, verb, name, call, nbytes):  # noqa: ARG002
-            if name == NAME and verb in ("head", "get_ranges") and len(calls) <= at:
-                calls.append(1)
-                if len(calls) == at + 1:
-                    without = SmallServer(tmp_path, store)
-                    without.ask(PROMPT, key="k")
-                    without.close()
-            return call()
-
-    calls: list[int] = []
-    racing = Renewing(store)
+    racing = RenewedAtCall(store, at, tmp_path, verbs=("head", "get_ranges"))
     if how == "read":
         assert load_object(racing, NAME, framework="numpy")["token_ids"].tolist() == PROMPT
     else:
         second = SmallServer(tmp_path, racing, markers=racing if how == "abort" else store, ttl_seconds=100)
         second.ask(PROMPT, key="k", computed=3 if how == "abort" else None)
         second.close()
-    assert calls
+    assert racing.calls
     assert names(store) == {NAME}
     assert read(store)["token_ids"].tolist() == PROMPT
 
@@ -418,21 +426,11 @@ def test_a_failed_request_finds_what_the_object_is_while_another_server_renews_i
     first.ask(PROMPT, key="k")
     first.close()
 
-    class Renewing(WrappedStore):
-        def _call(self, verb, name, call, nbytes):  # noqa: ARG002
-            if name == NAME:
-                calls.append(verb)
-                if len(calls) == at + 1:
-                    without = SmallServer(tmp_path, store)
-                    without.ask(PROMPT, key="k")
-                    without.close()
-            return call()
-
-    calls: list[str] = []
-    second = SmallServer(tmp_path, store, markers=Renewing(store))
+    racing = RenewedAtCall(store, at, tmp_path)
+    second = SmallServer(tmp_path, store, markers=racing)
     second.ask(PROMPT if same else [9] * 6, key="k", computed=3)
     second.close()
-    assert len(calls) >= 3
+    assert len(racing.calls) >= 3
     assert (f"{NAME}.conflict.json" in names(store)) is not same
 
 
