@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hsx_dist.connector.affinity  # noqa: F401 - early: it reads what vLLM is about to change
 from hsx_dist.isa import avoid_broken_amx
-from hsx_dist.vllm_patches import captures
+from hsx_dist.vllm_patches import captures, model_loads
 
 NAME = "HiddenStatesConnector"
 
@@ -18,3 +20,13 @@ def register() -> None:
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, "hsx_dist.connector.connector", NAME)
     captures.install()  # before a model is built
+    model_loads.install(_tap)
+
+
+def _tap(model: Any, vllm_config: Any) -> None:
+    from hsx_dist.taps.limits import capture_of
+
+    if capture_of(vllm_config) is not None:  # else nothing of the taps is imported
+        from hsx_dist.taps.install import tap_model
+
+        tap_model(model, vllm_config)

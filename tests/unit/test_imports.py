@@ -39,7 +39,9 @@ ALLOWED: dict[str, set[str]] = {
     "observe": {"errors", "page", "config", "layers", "store", "format", "reading", "text"},
     "writers": {"errors", "page", "config", "layers", "store", "format", "observe", "memory", "logger", "text"},
     "vllm_patches": {"errors", "logger"},
+    "taps": {"errors"},
     "connector": {
+        "taps",
         "vllm_patches",
         "errors",
         "isa",

@@ -1,0 +1,82 @@
+"""The cache-only layer of a point: vLLM allocates it in the same paged blocks as keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.models.extract_hidden_states import (
+    CacheOnlyAttentionBackend,
+    CacheOnlyAttentionLayer,
+    CacheOnlyAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backend import AttentionCGSupport
+
+
+class TapMetadataBuilder(CacheOnlyAttentionMetadataBuilder):
+    """vLLM's builder says that it supports no CUDA graphs. A tap reads a persistent buffer of slots, in any graph."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+
+
+class TapBackend(CacheOnlyAttentionBackend):
+    """The backend of ``PointCache``."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "HSX_TAP"
+
+    @staticmethod
+    def get_builder_cls() -> type[TapMetadataBuilder]:
+        return TapMetadataBuilder
+
+
+class PointCache(CacheOnlyAttentionLayer):
+    """The cache of one point, ``[blocks, layers, block_size, width]``.
+
+    Attributes:
+        point: the point's name.
+        layers: the model's layers, in the order of the cache's second axis.
+        head: length of a head, where a row is made of heads.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        name: str,
+        point: str,
+        layers: tuple[int, ...],
+        width: int,
+        dtype: torch.dtype,
+        head: int | None,
+    ):
+        # The dtype of keys and values is not that of points, and vLLM's layer refuses a quantised one.
+        config = replace(vllm_config.cache_config, cache_dtype="auto")
+        with set_current_vllm_config(vllm_config):
+            super().__init__(len(layers), width, config, prefix=name)
+        self.kv_cache_torch_dtype = dtype
+        self.attn_backend = TapBackend
+        self.point, self.layers, self.head = point, layers, head
+
+    def slots(self) -> torch.Tensor | None:
+        """The slots of this step's rows; None while vLLM profiles its memory."""
+        slots = get_forward_context().slot_mapping
+        if not isinstance(slots, dict):
+            raise RuntimeError(f"{self.layer_name}: expected one batch a step, got {len(slots)} (DBO). Turn it off")
+        return slots.get(self.layer_name)
+
+
+class LayerTarget:
+    """One layer of a point's cache, as the operator's target."""
+
+    def __init__(self, cache: PointCache, at: int):
+        self.cache, self.at = cache, at
+
+    def rows(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        kv_cache = self.cache.kv_cache
+        if kv_cache.numel() == 0:
+            return None, None
+        return kv_cache[:, self.at], self.cache.slots()

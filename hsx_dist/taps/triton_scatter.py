@@ -1,0 +1,60 @@
+"""The operator's kernel for CUDA. One launch a tap; it replays in CUDA graphs, since it reads the slots itself."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_ROWS = 4
+_COLUMNS = 1024
+
+
+@triton.jit
+def _kernel(
+    x,
+    slots,
+    cache,
+    count,
+    n,
+    width,
+    block,
+    x_stride,
+    block_stride,
+    token_stride,
+    ROWS: tl.constexpr,  # noqa: N803
+    COLUMNS: tl.constexpr,  # noqa: N803
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    slot = tl.load(slots + row, mask=row < n, other=-1).to(tl.int64)
+    valid = slot >= 0
+    target = (slot // block) * block_stride + (slot % block) * token_stride
+    mask = valid[:, None] & (column < width)[None, :]
+    source = row.to(tl.int64) * x_stride
+    values = tl.load(x + source[:, None] + column[None, :], mask=mask)
+    tl.store(cache + target[:, None] + column[None, :], values.to(cache.dtype.element_ty), mask=mask)
+    if tl.program_id(1) == 0:
+        tl.atomic_add(count + 1, tl.sum(valid.to(tl.int64)))
+        if tl.program_id(0) == 0:
+            tl.atomic_add(count, 1)
+
+
+def scatter_triton(x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, count: torch.Tensor) -> None:
+    """``operator.scatter`` by one kernel: ``x`` and ``slots`` of equal length, above 0."""
+    n, width = x.shape
+    columns = min(_COLUMNS, triton.next_power_of_2(width))
+    _kernel[(triton.cdiv(n, _ROWS), triton.cdiv(width, columns))](
+        x,
+        slots,
+        cache,
+        count,
+        n,
+        width,
+        cache.shape[1],
+        x.stride(0),
+        cache.stride(0),
+        cache.stride(1),
+        ROWS=_ROWS,
+        COLUMNS=columns,
+    )
