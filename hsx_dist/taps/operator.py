@@ -34,7 +34,9 @@ def register(target: Target) -> int:
 
 
 def scatter(x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, count: torch.Tensor) -> None:
-    """Copy ``x[i]`` to the cache's slot ``slots[i]``; add 1 to ``count[CALLS]``, and the copied rows to ``count[ROWS]``.
+    """Copy ``x[i]`` to the cache's slot ``slots[i]``.
+
+    Adds 1 to ``count[CALLS]``, and the number of copied rows to ``count[ROWS]``.
 
     Args:
         x: ``[n, width]``; the last axis is contiguous. It may have more rows than ``slots``: padding.

@@ -1,0 +1,194 @@
+"""Every point of real vLLM engines against transformers with hooks, in float32.
+
+The rows are read from the paged cache by the block tables, when the scheduler frees them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hsx_dist.connector import plugin
+from hsx_dist.errors import EngineError
+from hsx_dist.taps import operator
+from hsx_dist.taps.cache import LayerTarget
+from hsx_dist.taps.limits import additional_config
+from hsx_dist.taps.points import POINTS
+from hsx_dist.vllm_patches.model_loads import taps_of
+from tests.harness.hooked_model import HookedModel, tiny_model
+from tests.integration.exact import prompts
+
+BLOCK, CHUNK, MAX_LEN = 32, 64, 256
+LAYERS = [0, 2, -1]  # the first, a middle and the last
+TOLERANCE = 2e-5  # of the worst row; the engines' differences are below 5e-6
+
+#: All of them with HSX_ALL_TAPS=1; else each model once, and both ways.
+ENGINES = (
+    list(product(("llama", "qwen3", "qwen3_moe", "mixtral"), ("eager", "compiled")))
+    if os.environ.get("HSX_ALL_TAPS")
+    else [("llama", "eager"), ("qwen3", "compiled"), ("qwen3_moe", "compiled"), ("mixtral", "eager")]
+)
+
+
+def choice(kind: str) -> dict[str, Any]:
+    """Every point that the model has."""
+    layers: dict[str, Any] = {name: LAYERS if p.per_layer else "all" for name, p in POINTS.items()}
+    lacking = {"q_norm", "k_norm"} if kind in ("llama", "mixtral") else set()
+    lacking |= {"mlp_post"} if kind == "mixtral" else set()
+    if kind in ("llama", "qwen3"):
+        lacking |= {"router_logits", "topk_ids", "topk_weights"}
+    if kind == "qwen3_moe":
+        layers["mlp_post"] = 1  # its second layer is dense
+    return {"points": {name: of for name, of in layers.items() if name not in lacking}}
+
+
+class Tapped:
+    """An engine without speculation whose points are read when the scheduler frees a request's blocks."""
+
+    def __init__(self, kind: str, mode: str, folder: Path, patch: pytest.MonkeyPatch):
+        from vllm import LLM
+        from vllm.v1.core.kv_cache_manager import KVCacheManager
+        from vllm.v1.core.sched.scheduler import Scheduler
+
+        plugin.register()
+        model = tiny_model(kind, folder / kind)
+        self.hooked = HookedModel(model)
+        self.read: dict[tuple[int, ...], dict[tuple[str, int], torch.Tensor]] = {}
+        self.preemptions = 0
+        free, preempt = KVCacheManager.free, Scheduler._preempt_request
+
+        def read_and_free(manager: Any, request: Any) -> None:
+            n = request.num_computed_tokens
+            (blocks,) = manager.get_block_ids(request.request_id)
+            self.read[tuple(request.all_token_ids[:n])] = self._rows(blocks, n)
+            free(manager, request)
+
+        def count_and_preempt(*args: Any, **kwargs: Any) -> None:
+            self.preemptions += 1
+            preempt(*args, **kwargs)
+
+        patch.setattr(KVCacheManager, "free", read_and_free)
+        patch.setattr(Scheduler, "_preempt_request", count_and_preempt)
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setenv("VLLM_CACHE_ROOT", str(folder / "cache"))
+        self.llm = LLM(
+            str(model),
+            dtype="float32",
+            skip_tokenizer_init=True,
+            max_model_len=MAX_LEN,
+            max_num_batched_tokens=CHUNK,
+            block_size=BLOCK,
+            enforce_eager=mode == "eager",
+            num_gpu_blocks_override=17,  # two of the longest requests
+            additional_config=additional_config(choice(kind)),
+            disable_log_stats=True,
+        )
+        (self.taps,) = self.llm.apply_model(taps_of)
+
+    def _rows(self, blocks: list[int], n: int) -> dict[tuple[str, int], torch.Tensor]:
+        return {
+            (point, layer): cache.kv_cache[blocks, at].reshape(-1, cache.kv_cache.shape[3])[:n].clone()
+            for point, cache in self.taps.caches.items()
+            for at, layer in enumerate(cache.layers)
+        }
+
+    def run(self, wanted: list[list[int]], new_tokens: int = 1) -> list[Any]:
+        """Generate, and compare every row of every point. Returns vLLM's outputs."""
+        from vllm import SamplingParams
+
+        self.read.clear()
+        sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+        outputs = self.llm.generate([{"prompt_token_ids": p} for p in wanted], sampling, use_tqdm=False)
+        for prompt, output in zip(wanted, outputs, strict=True):
+            token_ids = [*prompt, *output.outputs[0].token_ids][:-1]
+            self.compare(token_ids, self.read[tuple(token_ids)])
+        return outputs
+
+    def compare(self, token_ids: list[int], got: dict[tuple[str, int], torch.Tensor]) -> None:
+        expected = self.hooked.rows(token_ids)
+        for (point, layer), rows in got.items():
+            right = expected[point, layer].double()
+            assert rows.shape == right.shape, (point, layer)
+            error = (rows.double() - right).norm(dim=1) / right.norm(dim=1).clamp_min(1e-30)
+            assert float(error.max()) < TOLERANCE, (point, layer, int(error.argmax()), float(error.max()))
+
+
+@pytest.fixture(scope="module", params=ENGINES, ids="-".join)
+def tapped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tapped]:
+    with pytest.MonkeyPatch.context() as patch:
+        engine = Tapped(*request.param, tmp_path_factory.mktemp("taps"), patch)
+        try:
+            yield engine
+        finally:
+            engine.llm.llm_engine.engine_core.shutdown()
+            torch.compiler.reset()
+
+
+def test_every_point_of_every_request(tapped: Tapped) -> None:
+    """Short and chunked prompts, prefix hits, generated tokens, and preempted requests."""
+    before = tapped.taps.check_alive()
+    tapped.run(prompts(1, 1, 31, 33, 200))
+    assert tapped.taps.check_alive() == before + 265
+    (long,) = prompts(2, 100)
+    tapped.run([long])
+    (hit,) = tapped.run([[*long[:96], 7, 8, 9]])
+    assert hit.num_cached_tokens == 96
+    tapped.run(prompts(3, 5, 40), new_tokens=40)
+    tapped.run(prompts(4, 60, 65, 70, 75, 80, 85), new_tokens=90)
+    assert tapped.preemptions
+    tapped.taps.check_alive()
+
+
+def test_every_point_is_captured(tapped: Tapped) -> None:
+    plan = tapped.taps.plan
+    assert plan.aliases == {"mlp_in": "ln2"}
+    assert plan.points["q"] == (0, 2, 4)
+    assert len(tapped.llm.llm_engine.vllm_config.compilation_config.static_forward_context) >= len(plan.points) + 5
+
+
+@pytest.fixture
+def mutable(tapped: Tapped) -> Iterator[Tapped]:
+    """The eager engine: a compiled one would keep what it has traced."""
+    if not tapped.llm.llm_engine.model_config.enforce_eager:
+        pytest.skip("mutations are tested in eager engines")
+    yield tapped
+    for count in tapped.taps.counts.values():
+        count.zero_()
+
+
+@pytest.mark.parametrize("point", ["resid_pre", "z", "mlp_out"])
+def test_a_layer_shifted_by_one_is_seen(mutable: Tapped, point: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = mutable.taps.caches[point]
+    targets = [t for t in operator._targets if isinstance(t, LayerTarget) and t.cache is cache]
+    for target in targets:
+        monkeypatch.setattr(target, "at", (target.at + 1) % len(targets))
+    with pytest.raises(AssertionError, match=point):
+        mutable.run(prompts(5, 40))
+
+
+def test_transposed_heads_are_seen(mutable: Tapped, monkeypatch: pytest.MonkeyPatch) -> None:
+    scatter = operator.scatter
+
+    def transposed(x: torch.Tensor, *args: torch.Tensor) -> None:
+        if x.shape[1] == 128:  # q and z
+            x = x.reshape(-1, 4, 32).flip(1).reshape(-1, 128)
+        scatter(x, *args)
+
+    monkeypatch.setattr(operator, "scatter", transposed)
+    with pytest.raises(AssertionError, match="'q', 0"):
+        mutable.run(prompts(6, 40))
+
+
+def test_a_dead_tap_is_seen_by_its_rows_and_by_its_counter(mutable: Tapped, monkeypatch: pytest.MonkeyPatch) -> None:
+    (module,) = mutable.llm.apply_model(lambda model: model.model.layers[0].self_attn.o_proj)
+    monkeypatch.setattr(module, "_forward_hooks", type(module._forward_hooks)())
+    with pytest.raises(AssertionError, match="'attn_out', 0"):
+        mutable.run(prompts(7, 40))
+    with pytest.raises(EngineError, match=r"got another number from attn_out of layer 0 \("):
+        mutable.taps.check_alive()
