@@ -24,7 +24,7 @@ def register() -> None:
 
 
 def _tap(model: Any, vllm_config: Any) -> None:
-    from hsx_dist.taps.limits import capture_of
+    from hsx_dist.taps.capture_config import capture_of
 
     if capture_of(vllm_config) is not None:  # else nothing of the taps is imported
         from hsx_dist.taps.install import tap_model

@@ -15,8 +15,8 @@ from torch import nn
 
 from hsx_dist.errors import ConfigError, EngineError
 from hsx_dist.taps import operator
-from hsx_dist.taps.cache import LayerTarget, PointCache
-from hsx_dist.taps.limits import capture_of, check_engine
+from hsx_dist.taps.capture_config import capture_of, check_engine
+from hsx_dist.taps.point_cache import LayerTarget, PointCache
 from hsx_dist.taps.points import Plan, plan_capture
 from hsx_dist.taps.structure import Read, Structure, find_structure, modules_of
 

@@ -16,6 +16,8 @@ file             vLLM                 replaces                     if vLLM no lo
                                       cache``, while vLLM reads it
 ``resets``       0.31, 0.32, 0.33     ``EngineCore                 a warning; a reset fails while blocks are held
                                       .reset_prefix_cache``
+``model_loads``  0.32                 ``BaseModelLoader            a warning; an engine with taps is refused
+                                      .load_model``
 ================ ==================== ============================ ==========================================
 
 What differs between releases without a patch is in ``hsx_dist/connector/versions.py``.

@@ -17,23 +17,23 @@ def tiny_model(kind: str, path: Path) -> Path:
     """Write a random model of 5 layers to ``path``: ``llama``, ``qwen3``, ``qwen3_moe`` or ``mixtral``."""
     import transformers
 
-    sizes = dict(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        initializer_range=0.1,
-        tie_word_embeddings=False,
-    )
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.1,
+        "tie_word_embeddings": False,
+    }
     if kind == "mixtral":
-        sizes |= dict(num_local_experts=8, num_experts_per_tok=2)
+        sizes |= {"num_local_experts": 8, "num_experts_per_tok": 2}
     if kind == "qwen3_moe":
-        sizes |= dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True)
-        sizes |= dict(decoder_sparse_step=1, mlp_only_layers=[1])
+        sizes |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+        sizes |= {"decoder_sparse_step": 1, "mlp_only_layers": [1]}
     name = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"}[kind]
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -17,8 +17,8 @@ import torch
 from hsx_dist.connector import plugin
 from hsx_dist.errors import EngineError
 from hsx_dist.taps import operator
-from hsx_dist.taps.cache import LayerTarget
-from hsx_dist.taps.limits import additional_config
+from hsx_dist.taps.capture_config import additional_config
+from hsx_dist.taps.point_cache import LayerTarget
 from hsx_dist.taps.points import POINTS
 from hsx_dist.vllm_patches.model_loads import taps_of
 from tests.harness.hooked_model import HookedModel, tiny_model
@@ -53,6 +53,7 @@ class Tapped:
 
     def __init__(self, kind: str, mode: str, folder: Path, patch: pytest.MonkeyPatch):
         from vllm import LLM
+        from vllm.config import CompilationMode
         from vllm.v1.core.kv_cache_manager import KVCacheManager
         from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -90,6 +91,8 @@ class Tapped:
             disable_log_stats=True,
         )
         (self.taps,) = self.llm.apply_model(taps_of)
+        compiled = self.llm.llm_engine.vllm_config.compilation_config.mode != CompilationMode.NONE
+        assert compiled == (mode == "compiled")
 
     def _rows(self, blocks: list[int], n: int) -> dict[tuple[str, int], torch.Tensor]:
         return {
@@ -169,7 +172,7 @@ def test_a_layer_shifted_by_one_is_seen(mutable: Tapped, point: str, monkeypatch
     for target in targets:
         monkeypatch.setattr(target, "at", (target.at + 1) % len(targets))
     with pytest.raises(AssertionError, match=point):
-        mutable.run(prompts(5, 40))
+        mutable.run(prompts(50 + len(point), 40))  # its own: a prefix hit would have the last test's rows
 
 
 def test_transposed_heads_are_seen(mutable: Tapped, monkeypatch: pytest.MonkeyPatch) -> None:

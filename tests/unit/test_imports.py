@@ -78,11 +78,12 @@ ALLOWED: dict[str, set[str]] = {
 #: Where the heavy packages may be imported: a path, or a folder.
 HEAVY: dict[str, tuple[str, ...]] = {
     "ray": ("writers/ray_pool.py", "observe/ray_metrics.py", "fleet/", "jobs/", "ray.py"),
-    "vllm": ("connector/", "vllm_patches/", "fleet/", "inputs/encode.py", "jobs/"),
+    "vllm": ("connector/", "vllm_patches/", "taps/", "fleet/", "inputs/encode.py", "jobs/"),
     "torch": (
         "isa.py",
         "connector/",
         "vllm_patches/",
+        "taps/",
         "fleet/",
         "inputs/",
         "jobs/",

@@ -30,8 +30,8 @@ def capture_of(vllm_config: Any) -> dict[str, Any] | None:
         return None
     if found.get("trace") != TRACE or not isinstance(found.get("capture"), dict):
         raise ConfigError(
-            f"additional_config.{KEY}: expected what hsx_dist.taps.limits.additional_config returns, got {found!r}. "
-            "Use the same version of hsx_dist on all nodes"
+            f"additional_config.{KEY}: expected what capture_config.additional_config returns, got {found!r}. Use "
+            "the same version of hsx_dist on all nodes"
         )
     return found["capture"]
 
