@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -12,19 +14,19 @@ _COLUMNS = 1024
 
 @triton.jit
 def _kernel(
-    x,
-    slots,
-    cache,
-    count,
-    n,
-    width,
-    block,
-    x_stride,
-    block_stride,
-    token_stride,
+    x: Any,
+    slots: Any,
+    cache: Any,
+    count: Any,
+    n: Any,
+    width: Any,
+    block: Any,
+    x_stride: Any,
+    block_stride: Any,
+    token_stride: Any,
     ROWS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
-):
+) -> None:
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     slot = tl.load(slots + row, mask=row < n, other=-1).to(tl.int64)

@@ -34,7 +34,7 @@ def install(tap: Callable[[Any, Any], Any]) -> None:
     """
     from vllm.model_executor.model_loader import base_loader
 
-    loader = getattr(base_loader, "BaseModelLoader", None)
+    loader: Any = getattr(base_loader, "BaseModelLoader", None)
     theirs = getattr(loader, "load_model", None)
     if theirs is None:
         log.warning("taps cannot be installed: this vLLM loads models in a way that hsx_dist does not know")

@@ -1,0 +1,74 @@
+"""The choice of points is in the key of vLLM's compile cache, and engines that do not fit are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import VllmConfig
+
+from hsx_dist.errors import ConfigError
+from hsx_dist.taps.capture_config import KEY, additional_config, capture_of, check_engine
+
+
+def test_another_choice_has_another_key_in_the_compile_cache() -> None:
+    choices: list[dict[str, Any]] = [{"points": {"q": [0]}}, {"points": {"q": [1]}}, {"preset": "full"}]
+    keys = {VllmConfig(additional_config=additional_config(choice)).compute_hash() for choice in choices}
+    assert len(keys | {VllmConfig().compute_hash()}) == 4
+
+
+def test_the_choice_is_read_back() -> None:
+    def read(table: Any) -> Any:
+        return capture_of(SimpleNamespace(additional_config=table))
+
+    assert read(additional_config({"preset": "full"})) == {"preset": "full"}
+    assert read({}) is read({"other": 1}) is read(object()) is None
+    with pytest.raises(ConfigError, match="same version of hsx_dist"):
+        read({KEY: {"capture": {"preset": "full"}, "trace": 0}})
+
+
+def engine() -> Any:
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
+        model_config=SimpleNamespace(model="m", runner_type="generate", use_mla=False, is_hybrid=False, is_moe=False),
+        compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=None)),
+        lora_config=None,
+        speculative_config=None,
+    )
+
+
+def test_engines_that_fit() -> None:
+    check_engine(engine())
+    fits = engine()
+    fits.speculative_config = SimpleNamespace(method="extract_hidden_states")
+    fits.parallel_config.data_parallel_size = 2  # of a dense model: engines of their own
+    check_engine(fits)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda e: vars(e.parallel_config).update(pipeline_parallel_size=2), "pipeline_parallel_size: expected 1"),
+        (lambda e: vars(e.parallel_config).update(decode_context_parallel_size=2), "decode_context_parallel_size"),
+        (lambda e: vars(e.parallel_config).update(prefill_context_parallel_size=2), "prefill_context_parallel_size"),
+        (lambda e: vars(e.parallel_config).update(enable_dbo=True), "enable_dbo: expected False"),
+        (lambda e: vars(e.parallel_config).update(enable_eplb=True), "enable_eplb: expected False"),
+        (lambda e: vars(e.compilation_config.pass_config).update(enable_sp=True), "enable_sp: expected False"),
+        (lambda e: vars(e).update(lora_config=object()), "enable_lora: expected False"),
+        (lambda e: vars(e.model_config).update(runner_type="pooling"), "runner: expected 'generate'"),
+        (lambda e: vars(e.model_config).update(use_mla=True), "got MLA"),
+        (lambda e: vars(e.model_config).update(is_hybrid=True), "got a hybrid model"),
+        (lambda e: vars(e).update(speculative_config=SimpleNamespace(method="eagle3")), "got method 'eagle3'"),
+        (
+            lambda e: [vars(e.model_config).update(is_moe=True), vars(e.parallel_config).update(data_parallel_size=2)],
+            "data_parallel_size: expected 1",
+        ),
+    ],
+)
+def test_engines_that_are_refused(change: Callable[[Any], None], message: str) -> None:
+    one = engine()
+    change(one)
+    with pytest.raises(ConfigError, match=message):
+        check_engine(one)
