@@ -28,11 +28,11 @@ BLOCK, CHUNK, MAX_LEN = 32, 64, 256
 LAYERS = [0, 2, -1]  # the first, a middle and the last
 TOLERANCE = 2e-5  # of the worst row; the engines' differences are below 5e-6
 
-#: All of them with HSX_ALL_TAPS=1; else each model once, and both ways.
+#: All of them with HSX_ALL_TAPS=1. Every point is in one of the three: Qwen3-MoE has all that Qwen3 has.
 ENGINES = (
     list(product(("llama", "qwen3", "qwen3_moe", "mixtral"), ("eager", "compiled")))
     if os.environ.get("HSX_ALL_TAPS")
-    else [("llama", "eager"), ("qwen3", "compiled"), ("qwen3_moe", "compiled"), ("mixtral", "eager")]
+    else [("llama", "eager"), ("qwen3_moe", "compiled"), ("mixtral", "eager")]
 )
 
 
