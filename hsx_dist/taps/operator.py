@@ -62,15 +62,16 @@ def scatter(x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, count: to
 
 
 def _scatter_cpu(x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, count: torch.Tensor) -> None:
-    written = slots >= 0
-    number = int(written.sum())
-    if number < len(slots):
-        x, slots = x[written], slots[written]
+    # NumPy's operators on few numbers cost a fraction of torch's.
+    to, numbers = slots.numpy(), count.numpy()
+    written = to >= 0
+    if not written.all():
+        x, to = x[torch.from_numpy(written)], to[written]
     block = cache.shape[1]
-    cache[slots // block, slots % block] = x.to(cache.dtype)
-    numbers = count.numpy()  # far cheaper than two operators
+    x = x if x.dtype == cache.dtype else x.to(cache.dtype)
+    cache[torch.from_numpy(to // block), torch.from_numpy(to % block)] = x
     numbers[CALLS] += 1
-    numbers[ROWS] += number
+    numbers[ROWS] += len(to)
 
 
 def _holds(cache: torch.dtype, value: torch.dtype) -> bool:
