@@ -30,10 +30,12 @@ USED_BY = {
     "read_metadata": {"inputs/arrow_files.py"},
     # The conformance suites pickle codecs and errors that they made.
     "pickle": {"testing/codec_suite.py", "testing/store_suite.py"},
+    # Pickles settings to see whether Ray can, and loads nothing.
+    "cloudpickle": {"ray_arguments.py"},
 }
 #: No module uses these.
 UNUSED = {
-    *("AutoModelForCausalLM", "hf_hub_download", "cloudpickle", "dill", "joblib", "marshal", "runpy", "Unpickler"),
+    *("AutoModelForCausalLM", "hf_hub_download", "dill", "joblib", "marshal", "runpy", "Unpickler"),
     *("open_file", "read_table", "read_schema", "read_message", "read_record_batch", "read_feather", "ParquetDataset"),
     *("RecordBatchStreamReader", "RecordBatchFileReader", "load_from_disk", "load_dataset", "read_parquet"),
     *("allow_pickle", "unsafe_load", "full_load"),
