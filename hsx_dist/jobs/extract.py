@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hsx_dist.config import ExtractConfig, load_config, public_url, refuse_in_job, resolve_paths
 from hsx_dist.errors import Fenced, FormatError, HsxError, NotFound, RunError, RunMismatch
-from hsx_dist.fleet.base import Fleet, LocalFleet
+from hsx_dist.fleet.base import Fleet
+from hsx_dist.fleet.local_fleet import LocalFleet
 from hsx_dist.fleet.tasks import EngineSpec
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.manifest import Manifest, RowFate
