@@ -20,8 +20,10 @@ from hsx_dist.format.place import Place, bury, find_place, open_place, start_run
 from hsx_dist.format.receipt_log import ReceiptLog
 from hsx_dist.format.runs import is_complete, load_manifest, read_heartbeat, refuse_version_1, write_complete
 from hsx_dist.inputs.rows import rows_from
+from hsx_dist.jobs import attempt as attempt_module
 from hsx_dist.jobs import extract as extract_module
-from hsx_dist.jobs.extract import account_for, open_or_start_run, require_not_removed, take_over
+from hsx_dist.jobs.attempt import open_or_start_run, require_not_removed, take_over
+from hsx_dist.jobs.extract import account_for
 from hsx_dist.observe.console import Console
 from hsx_dist.reading import open_run, retention, verify_run
 from hsx_dist.reading.garbage import remove_run
@@ -339,6 +341,6 @@ def test_an_error_next_to_a_removal_names_the_removal(
             rows = partial(rows_from, ["a"], config.input)
             account_for(config, place, manifest, rows, Console(file=io.StringIO()), lambda *_: None)
 
-    monkeypatch.setattr(extract_module, "load_manifest", removed_meanwhile)
+    monkeypatch.setattr(attempt_module, "load_manifest", removed_meanwhile)
     with pytest.raises(RunError, match="the mark of its removal"):
         drive()
