@@ -71,11 +71,11 @@ class _Reader:
         self.spec = spec
 
     def make(self, place: int, epoch: int, empty: Empty | None = None) -> dict[str, Any]:
-        return self.spec.make(self.run.at(place), epoch, empty)
+        return self.spec.make(self.run.sample_of(self.selection.run_index[place]), epoch, empty)
 
     def nbytes(self, place: int) -> int:
         """As ``ItemSpec.nbytes``."""
-        index = self.run.index
+        index = self.selection.run_index
         sizes = int(index.tokens[place]), int(index.raw_bytes[place]), int(index.stored_bytes[place])
         return self.spec.nbytes(self.run, index.keys[place], *sizes)
 
@@ -206,7 +206,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
 
     def _one_epoch(self, progress: EpochPosition) -> Iterator[dict[str, Any]]:
         selection, reader = self._reader.selection, self._reader
-        groups = self.run.index.part_of[selection.places]
+        groups = selection.run_index.part_of[selection.places]
         order = canonical_order(
             groups, shuffle=self._shuffle, buffer=self._buffer, seed=self._seed, epoch=progress.epoch
         )
@@ -216,7 +216,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         for place, future in read_ahead(
             lambda place: reader.make(place, epoch, empty), tasks, threads=self._threads, max_bytes=self._prefetch
         ):
-            item = self._outcome(self.run.index.keys[place], future)
+            item = self._outcome(selection.run_index.keys[place], future)
             progress.taken += 1
             if item is not None:
                 yield item

@@ -33,10 +33,12 @@ class Index:
     """All whole samples of a run, in the order of their rows; those without a row last, by key.
 
     Arrays are ``[N]``: ``tokens`` int64, ``raw_bytes`` int64 (of the states), ``part_of`` int32 (the part of the first
-    segment, an index into ``parts``). ``tokens_in``: a part's name → tokens of all its segments.
+    segment, an index into ``parts``). ``tokens_in``: a part's name → tokens of all its segments. ``complete``: whether
+    the newest attempt had ended and said so. Never changes: threads may share it, and positions in it stay.
     """
 
-    def __init__(self, receipts: Iterable[Receipt]):
+    def __init__(self, receipts: Iterable[Receipt], *, complete: bool = False):
+        self.complete = complete
         #: Receipts of parts, without their segments.
         self.parts: list[Receipt] = []
         found = list(receipts)
@@ -124,6 +126,15 @@ class Index:
         for i in np.flatnonzero(self._slot < 0):
             found[i] = all(part in parts for part, _ in self._many[self.keys[i]].segments)
         return found
+
+    def why_not(self, key: str) -> str:
+        """Why there is no sample of ``key``, for people."""
+        fate = self.refused.get(key) or self.failed.get(key)
+        if fate is not None:
+            return f"its row was {'refused' if fate.fate == 'refused' else 'given up'}: {fate.reason}"
+        if not self.complete:
+            return f"it is not stored yet; the run has {len(self)} samples and is not complete"
+        return f"the run is complete, with {len(self)} samples, and none has this key; see Run.keys(), or hsx ls"
 
     def digest(self) -> str:
         """32 hex digits of all samples in order: keys, lengths, token ids."""
