@@ -56,6 +56,11 @@ class Selection(Sequence[Sample]):
         """Tokens of each, int64 ``[n]``."""
         return self.run_index.tokens[self.places]
 
+    @property
+    def groups(self) -> np.ndarray[Any, Any]:
+        """Which samples were stored together, int32 ``[n]``: see ``Index``."""
+        return self.run_index.group_of[self.places]
+
     def __repr__(self) -> str:
         return f"Selection({len(self)} of {len(self.run_index)} samples of {self.run.url!r})"
 
