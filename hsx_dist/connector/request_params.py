@@ -240,6 +240,9 @@ def custom_name(value: Any, output: str, allowed: bool, prompt: int = 0, choice:
         raise ValueError(f"expected at most {MAX_PATH_NAMES} names in a path, got {len(parts)}")
     if any(not c.isprintable() or c in "\\?#*[]" for c in name):
         raise ValueError(f"expected a path without control characters and \\ ? # * [ ], got {_shown(value)}")
+    if "::" in name or any(p.endswith((" ", ".")) for p in parts):
+        # A reader that opens the folder as a URL refuses it, or reads another one.
+        raise ValueError(f"expected names without :: that do not end in a space or dot, got {_shown(value)}")
     stem, suffix = posixpath.splitext(name)
     name = sample_key(stem, prompt=prompt, choice=choice) + suffix
     same = folded(name).split("/")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hsx_dist.errors import ConfigError
+from hsx_dist.errors import ConfigError, FormatError
+from hsx_dist.format.json_objects import Check, anything, check_members, object_of, or_null, parse_object, shown, text
 from hsx_dist.isa import avoid_broken_amx
 from hsx_dist.models.builtin import SMOLLM2, resolve_model
 from hsx_dist.reading.run import Run
@@ -23,6 +25,26 @@ _EMBED = (
     "model.language_model.embed_tokens.weight",
     "language_model.model.embed_tokens.weight",
 )
+#: Of ``config.json`` and of the weights' index, which has an entry for each of a mixture's experts.
+_JSON_BYTES, _JSON_VALUES = 64 << 20, 1_000_000
+#: float32 logits that are held at once; with what is computed from them, a few times as much.
+_LOGITS_BYTES = 256 << 20
+_DTYPES = ("F64", "F32", "F16", "BF16")
+
+
+def _positive(value: Any) -> str | None:
+    """A ``Check``. Within the bounds a float32 logit divided or multiplied by the value is finite."""
+    fine = type(value) in (int, float) and 1e-30 <= value <= 1e30
+    return None if fine else "a number from 1e-30 to 1e30"
+
+
+_MEMBERS: dict[str, Check] = {
+    "model_type": text,
+    "text_config": or_null(object_of(anything)),
+    "rms_norm_eps": or_null(_positive),
+    "logits_scaling": or_null(_positive),
+    "final_logit_softcapping": or_null(_positive),
+}
 
 
 class ModelEnd:
@@ -36,19 +58,22 @@ class ModelEnd:
 
     Raises:
         ConfigError: the run's model is no id of the hub; the weights cannot be loaded; the last norm is no RMSNorm.
+        FormatError: a file of the model is damaged.
     """
 
     def __init__(self, run: Run, model: str | None = None):
         self.model, self._folder = _named(model) if model else _stored(run)
-        config = json.loads((self._folder / "config.json").read_text())
-        config = {**config, **config.get("text_config", {})}
+        path = self._folder / "config.json"
+        config = _read_json(path, _MEMBERS)
+        config |= config.get("text_config") or {}
+        check_members(config, _MEMBERS, str(path))
         self.eps = config.get("rms_norm_eps")
-        if not isinstance(self.eps, float):
+        if self.eps is None:
             raise ConfigError(f"{self.model}: expected a model with a final RMSNorm, its config has no rms_norm_eps")
         # Gemma's norms multiply by one more than their weight.
         self._plus_one = str(config.get("model_type", "")).startswith("gemma")
         self._softcap = config.get("final_logit_softcapping")
-        self._scale = config.get("logits_scaling", 1.0)
+        self._scale = config.get("logits_scaling") or 1.0
         self._files = _weight_files(self._folder)
         self._norm: Any = None
         self._head: Any = None
@@ -58,7 +83,7 @@ class ModelEnd:
         import torch
 
         if self._norm is None:
-            weight = self._tensor(_NORM)
+            weight = self._tensor(states.shape[-1:], _NORM)
             self._norm = weight.float() + 1 if self._plus_one else weight
         x = states.float()
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
@@ -66,25 +91,37 @@ class ModelEnd:
             return (x * self._norm).to(states.dtype)
         return self._norm.to(states.dtype) * x.to(states.dtype)
 
-    def logprobs(self, states: Any) -> Any:
-        """Log-probabilities of the next token, float32 ``[T, V]``, from layer N's states ``[T, H]``."""
+    def logprobs(self, states: Any) -> Iterator[Any]:
+        """Log-probabilities of the next token from layer N's states ``[T, H]``: float32 ``[t, V]``, of as many
+        positions at once as take ``_LOGITS_BYTES``."""
         import torch
 
         if self._head is None:
             avoid_broken_amx()
-            self._head = self._tensor(_HEAD, _EMBED)
-        x = self.norm(states)
-        logits = (x @ self._head.to(x.dtype).T).float() / self._scale
-        if self._softcap:
-            logits = torch.tanh(logits / self._softcap) * self._softcap
-        return torch.log_softmax(logits, -1)
+            self._head = self._tensor((None, states.shape[-1]), _HEAD, _EMBED)
+        for part in states.split(max(_LOGITS_BYTES // (4 * len(self._head)), 1)):
+            x = self.norm(part)
+            logits = (x @ self._head.to(x.dtype).T).float() / self._scale
+            if self._softcap:
+                logits = torch.tanh(logits / self._softcap) * self._softcap
+            yield torch.log_softmax(logits, -1)
 
-    def _tensor(self, *groups: tuple[str, ...]) -> Any:
-        from safetensors import safe_open
-
+    def _tensor(self, shape: tuple[int | None, ...], *groups: tuple[str, ...]) -> Any:
+        """The first of the named tensors. ``shape``: None for any number."""
         for name in (name for group in groups for name in group):
             if name in self._files:
-                with safe_open(self._folder / self._files[name], "pt") as f:
+                path = self._folder / self._files[name]
+                with _opened(path) as f:
+                    there = f.get_slice(name)
+                    found, dtype = there.get_shape(), there.get_dtype()
+                    pairs = zip(found, shape, strict=False)
+                    fits = len(found) == len(shape) and all(n and m in (n, None) for n, m in pairs)
+                    if not fits or dtype not in _DTYPES:
+                        wanted = ", ".join(str(n or "V") for n in shape)
+                        raise ConfigError(
+                            f"{path}: expected {name} of shape [{wanted}] and a dtype of {', '.join(_DTYPES)}, as the "
+                            f"run's states need it, got {found} {dtype}. Name the run's model (--model)"
+                        )
                     return f.get_tensor(name)
         raise ConfigError(
             f"{self.model}: expected one of the tensors {[n for g in groups for n in g]} in its safetensors files, "
@@ -137,18 +174,47 @@ def _download(model: str, revision: str | None) -> Path:
         ) from e
 
 
+def _read_json(path: Path, checks: Mapping[str, Check]) -> dict[str, Any]:
+    """The JSON object in the file, its members checked."""
+    try:
+        with path.open("rb") as f:
+            data = f.read(_JSON_BYTES + 1)
+    except OSError as e:
+        raise ConfigError(f"{path}: expected a file of the model, got {e.strerror}. Name another (--model)") from e
+    if len(data) > _JSON_BYTES:
+        raise FormatError(f"{path}: expected at most {_JSON_BYTES} bytes, got more. Name another model (--model)")
+    # transformers writes Infinity into some configurations.
+    found = parse_object(data, str(path), values=_JSON_VALUES, constants=True)
+    check_members(found, checks, str(path))
+    return found
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as f:
+            yield f
+    except (SafetensorError, OSError, UnicodeError) as e:
+        raise FormatError(
+            f"{str(path)!a}: expected a whole safetensors file with the tensors that its index names, got "
+            f"{type(e).__name__}: {str(e)[:200]!a}. Download the model again"
+        ) from e
+
+
 def _weight_files(folder: Path) -> dict[str, str]:
     """Tensor → file."""
-    from safetensors import safe_open
-
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        found: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        found: dict[str, str] = _read_json(index, {"weight_map": object_of(text)}).get("weight_map", {})
         if wrong := [name for name in found.values() if Path(name).name != name or not name.endswith(_WEIGHTS)]:
-            raise ConfigError(f"{index}: expected safetensors files next to it, got {wrong[0]!r}. Use another model")
+            raise ConfigError(
+                f"{index}: expected safetensors files next to it, got {shown(wrong[0])}. Use another model"
+            )
         return found
     names: dict[str, str] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "np") as f:
+        with _opened(path) as f:
             names |= dict.fromkeys(f.keys(), path.name)
     return names

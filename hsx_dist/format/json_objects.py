@@ -23,8 +23,9 @@ MAX_DEPTH = 200
 Check = Callable[[Any], str | None]
 
 
-def parse_json(text: str | bytes, *, floats: bool) -> Any:
-    """JSON without duplicate names or NaN; ``floats=False`` refuses fractions too. ``FormatError`` otherwise."""
+def parse_json(text: str | bytes, *, floats: bool, constants: bool = False) -> Any:
+    """JSON without duplicate names or NaN; ``floats=False`` refuses fractions too, ``constants=True`` takes NaN and
+    infinity. ``FormatError`` otherwise."""
 
     def refuse(token: str) -> Any:
         raise FormatError(f"expected JSON with whole numbers, got {token[:40]}")
@@ -44,7 +45,8 @@ def parse_json(text: str | bytes, *, floats: bool) -> Any:
     try:
         text = text if isinstance(text, str) else text.decode()
         parse_float = finite if floats else refuse
-        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse, parse_float=parse_float)
+        parse_constant = float if constants else refuse
+        return json.loads(text, object_pairs_hook=unique, parse_constant=parse_constant, parse_float=parse_float)
     except FormatError:
         raise
     except (ValueError, RecursionError) as e:  # ValueError: also for a number of thousands of digits
@@ -93,7 +95,7 @@ def read_json(store: Store, name: str) -> dict[str, Any]:
         NotFound: there is no such object.
         FormatError: it is no JSON object, larger than ``MAX_JSON_BYTES``, or has more than ``MAX_JSON_VALUES``.
     """
-    return _parsed(get_small(store, name, MAX_JSON_BYTES), f"{store.url}/{name}")
+    return parse_object(get_small(store, name, MAX_JSON_BYTES), f"{store.url}/{name}")
 
 
 def find_json(store: Store, name: str, checks: Mapping[str, Check]) -> dict[str, Any] | None:
@@ -115,7 +117,7 @@ def dump_json(value: Mapping[str, Any]) -> bytes:
         raise FormatError(f"settings: expected values that JSON can hold, got others: {e}. Change them") from e
     if len(body) > MAX_JSON_BYTES:
         raise FormatError(f"expected at most {MAX_JSON_BYTES} bytes of settings, got {len(body)}. Shorten them")
-    _parsed(body, "settings")
+    parse_object(body, "settings")
     return body
 
 
@@ -128,16 +130,17 @@ def put_own(store: Store, name: str, body: bytes) -> bool:
     return True
 
 
-def _check_values(data: bytes, where: str) -> None:
-    values = sum(map(data.count, (b",", b"[", b"{")))
-    if values > MAX_JSON_VALUES:
-        raise FormatError(f"{where}: expected at most {MAX_JSON_VALUES} JSON values, got about {values}. Shorten it")
+def parse_object(data: bytes, where: str, *, values: int = MAX_JSON_VALUES, constants: bool = False) -> dict[str, Any]:
+    """The JSON object in ``data``, with at most ``values`` values; ``constants``: as ``parse_json``.
 
-
-def _parsed(data: bytes, where: str) -> dict[str, Any]:
-    _check_values(data, where)
+    Raises:
+        FormatError: it is no JSON object, or has more values or levels.
+    """
+    count = sum(map(data.count, (b",", b"[", b"{")))
+    if count > values:
+        raise FormatError(f"{where}: expected at most {values} JSON values, got about {count}. Shorten it")
     try:
-        found = parse_json(data, floats=True)
+        found = parse_json(data, floats=True, constants=constants)
     except FormatError as e:
         raise FormatError(f"{where}: not JSON: {e}") from e
     if not isinstance(found, dict):

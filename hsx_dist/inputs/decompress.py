@@ -46,7 +46,7 @@ def check_expansion(made: int, stored: int, what: str) -> None:
 
 _Decompressor = zstd.ZstdDecompressor | lzma.LZMADecompressor | bz2.BZ2Decompressor
 #: Rows may expand by so much beyond so many bytes. More is repetition that costs the driver an entry for each row.
-_MAX_EXPANSION, _FREE_BYTES = 1000, 1 << 30
+MAX_EXPANSION, FREE_BYTES = 1000, 1 << 30
 #: The same for lines and rows: short ones cost the driver as much as long ones.
 MOST_ROWS, FREE_ROWS = 16, 1 << 20
 
@@ -107,10 +107,10 @@ class DecompressedFile(io.RawIOBase):
             except OSError as e:  # bz2's word for a damaged file
                 raise EOFError(str(e)) from e
             self._made += len(found)
-            if self._made > _FREE_BYTES and self._made > _MAX_EXPANSION * self._read:
+            if self._made > FREE_BYTES and self._made > MAX_EXPANSION * self._read:
                 raise FormatError(
-                    f"expected at most {_MAX_EXPANSION} decompressed bytes for each compressed one, got more beyond "
-                    f"{_FREE_BYTES}. Give the file decompressed"
+                    f"expected at most {MAX_EXPANSION} decompressed bytes for each compressed one, got more beyond "
+                    f"{FREE_BYTES}. Give the file decompressed"
                 )
             self._lines += found.count(b"\n")
             if self._lines > FREE_ROWS and self._lines > MOST_ROWS * self._read:

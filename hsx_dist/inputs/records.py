@@ -13,12 +13,13 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import inf
 from typing import IO, Any
 
 from hsx_dist.config import public_url
 from hsx_dist.errors import ConfigError, FormatError, Unavailable
 from hsx_dist.inputs.arrow_files import open_arrow, open_parquet, with_uuids_as_text
-from hsx_dist.inputs.decompress import BROKEN, FREE_ROWS, MOST_ROWS, check_expansion
+from hsx_dist.inputs.decompress import BROKEN, FREE_BYTES, FREE_ROWS, MAX_EXPANSION, MOST_ROWS, check_expansion
 from hsx_dist.inputs.row_cost import cost_of_columns, most_cost
 from hsx_dist.inputs.sources import Input, InputSource
 
@@ -67,7 +68,7 @@ def read_records(
                     file.seek(0)
                 left = max(FREE_ROWS, MOST_ROWS * stored) - at
                 items: Iterator[tuple[int, Any]] = (
-                    _lines(file, found.max_row_bytes)
+                    _lines(file, found.max_row_bytes, found.stored_bytes(path))
                     if lines
                     else enumerate(
                         _columnar(file, source.format, columns, needed, shown, most_cost(found.max_row_bytes), left),
@@ -94,14 +95,24 @@ def read_records(
             ) from e
 
 
-def _lines(file: IO[bytes], most: int) -> Iterator[tuple[int, bytes | None]]:
+def _lines(file: IO[bytes], most: int, stored: int | None) -> Iterator[tuple[int, bytes | None]]:
     """Numbered lines; ``None`` for one that is too long. Empty lines at the end of the file are no rows.
 
-    A line that is far too long, and very many empty lines, are errors: compressed, they cost their author nothing.
+    A line that is far too long, very many empty lines, and more lines and bytes than ``stored`` ones should hold, are
+    errors: compressed, they cost their author nothing.
     """
-    number, empty = -1, 0
+    number, empty, made = -1, 0, 0
+    most_lines, most_made = inf, inf
+    if stored is not None:
+        most_lines, most_made = max(FREE_ROWS, MOST_ROWS * stored), max(FREE_BYTES, MAX_EXPANSION * stored)
     while line := file.readline(most + 1):
         number += 1
+        made += len(line)
+        if number >= most_lines or made > most_made:
+            raise FormatError(
+                f"expected at most {MOST_ROWS} lines and {MAX_EXPANSION} bytes for each stored byte, got more beyond "
+                f"{FREE_ROWS} lines or {FREE_BYTES} bytes. Give the file decompressed"
+            )
         if len(line) <= most and not line.strip():
             empty += 1
             if empty > _MOST_EMPTY:
@@ -120,6 +131,7 @@ def _lines(file: IO[bytes], most: int) -> Iterator[tuple[int, bytes | None]]:
                         f"expected lines of at most {most} bytes, got one of more than {skipped}. Split "
                         "the line, or raise input.max_row_bytes"
                     )
+            made += skipped - most - 1
             yield number, None
         else:
             yield number, line

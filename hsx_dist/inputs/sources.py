@@ -86,6 +86,22 @@ class Input:
 
         return _told(opened, self.shown)
 
+    def stored_bytes(self, path: str) -> int | None:
+        """The size of a file of a source as it is stored, compressed; None where the back end does not know it.
+
+        Raises:
+            ConfigError: as ``open``.
+        """
+
+        def size() -> int | None:
+            members = _zip_file(self._fs)
+            if members is None:
+                return self._fs.info(path).get("size")  # type: ignore[no-any-return]
+            # A member's size is a claim. All members are stored before the directory.
+            return min(members.getinfo(path.lstrip("/")).compress_size, members.start_dir)
+
+        return _told(size, self.shown)
+
 
 def find_input(config: InputConfig) -> Input:
     """The files of ``config.path``, in the order of their names. Reads names, and a saved data set's list of files.
@@ -216,13 +232,18 @@ def _check_file(fs: Any, path: str, ending: str = "") -> None:
             f"input.path: expected a file of rows, plain or compressed as .gz, .zst, .xz or .bz2, got {ending}. "
             "Extract it, or name one of its files: zip://NAME::FILE.zip"
         )
-    while (inner := getattr(fs, "fs", None)) is not None and not hasattr(fs, "zip"):
-        fs = inner
-    members = getattr(fs, "zip", None)
+    members = _zip_file(fs)
     if members is not None and members.getinfo(path.lstrip("/")).compress_type not in (ZIP_STORED, ZIP_DEFLATED):
         raise ConfigError(
             f"input.path: expected {path[:200]} in the zip file stored or deflated, got another compression. Extract it"
         )
+
+
+def _zip_file(fs: Any) -> Any:
+    """The ``zipfile.ZipFile`` that the file system reads; None for another file system."""
+    while (inner := getattr(fs, "fs", None)) is not None and not hasattr(fs, "zip"):
+        fs = inner
+    return getattr(fs, "zip", None)
 
 
 def _within(fs: Any, folder: str, name: Any) -> str:

@@ -18,11 +18,11 @@ on them. A prompt is a list of messages, or a text, or a list of token ids. The 
 that are most frequent in its training text, until its vocabulary is full. Numbers such as 0, 1, 12, 345 and 2048
 stand in it, and signs: commas, colons; brackets (these), [these] and {these}, quotes "like this" and 'like this', a
 question? An answer! Programs also have names such as hidden_states, layer_ids, max_tokens and token_ids, and lines
-like "for sample in run: print(sample.key, sample.shape)". What is written here has no other use than to be split into
-pieces, the same pieces on every machine and in every version. The quick brown fox jumps over the lazy dog, while the
+like "for sample in run: print(sample.key, sample.shape)". This text has one use: the tokenizer splits it into pieces,
+the same pieces on every machine and in every version. The quick brown fox jumps over the lazy dog, while the
 five boxing wizards jump quickly. Once upon a time there was a small model that lived in the memory of a big machine.
 It had four layers, two heads and sixty-four channels, and it knew nothing at all, since its weights were random.
-Still it was useful: whoever tested a program with it saw at once whether the program was right.
+It was useful for tests: a program that reads its hidden states must find the same values each time.
 """
 
 
@@ -41,7 +41,7 @@ def tiny_llama(
 ) -> Path:
     """Write a random ``LlamaForCausalLM`` with a working byte-level tokenizer and chat template to ``path``.
 
-    ``dtype`` is torch's name; ``vocab`` at least 320, of which the tokenizer has the first 708 at most; ``spread``:
+    ``dtype`` is torch's name; ``vocab`` at least 320, of which the tokenizer has the first 689 at most; ``spread``:
     standard deviation of the weights. The same arguments give the same weights.
     """
     if vocab < 320:

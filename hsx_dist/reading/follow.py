@@ -20,6 +20,8 @@ from hsx_dist.store import Store
 _Writer = tuple[int, str]
 #: Name in a position of the keys that were lost; those of writers have a slash.
 _LOST = "lost"
+#: Names in one answer of S3 to a listing.
+_PAGE = 1000
 #: Seconds between a driver's last sign of life and the manifest that it leaves, at most.
 _COMPLETING_S = 30.0
 
@@ -215,13 +217,18 @@ class Follower:
         return arrivals
 
     def _find_writers(self) -> None:
-        """One short listing for each writer: behind all that it wrote, the next name is another writer's."""
+        """One listing for all writers, and another one for each that wrote a page of receipts, to skip the rest."""
         after = None
         while True:
+            last, count = None, 0
             for info in self._store.list("manifest/", after=after):
                 parsed = parse_receipt_name(info.name)
-                if parsed is not None:
-                    self._next.setdefault(parsed[:2], 1)
+                if parsed is None:
+                    continue
+                writer = parsed[:2]
+                self._next.setdefault(writer, 1)
+                last, count = writer, count + 1 if writer == last else 1
+                if count == _PAGE:
                     after = f"{info.name.rpartition('/')[0]}/~"
                     break
             else:

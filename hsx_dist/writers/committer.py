@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from hsx_dist.errors import AlreadyExists, FormatError, NotFound, SampleConflict
+from hsx_dist.errors import AlreadyExists, Denied, FormatError, NotFound, SampleConflict, StoreError, Unavailable
 from hsx_dist.format.container import EncodedPart, EncodedSegment, Part, with_expires
 from hsx_dist.format.identity import same_sample
 from hsx_dist.format.manifest import Receipt, SegmentProof
@@ -24,13 +24,19 @@ from hsx_dist.observe.units import bytes_text
 from hsx_dist.page import object_name, token_hash
 from hsx_dist.store import Store
 from hsx_dist.store.base import Conditional, replaces_conditionally, version_of
+from hsx_dist.text import printable
 from hsx_dist.writers.events import Stored
 from hsx_dist.writers.put_order import PutOrder
 
 log = get_logger(__name__)
 
-#: An object that a put found and that is not there when it is read, so many times in a row, is a folder or broken link.
-_MOST_MISSING = 10
+#: A put that finds an object which it can neither read nor renew tries so many times.
+_MOST_TRIES = 10
+_PAUSE_S = 0.05
+#: An object that could not be renewed stands for a request if it does not expire before readers have come.
+_STILL_THERE_S = 60.0
+#: A store that could not be probed for conditional puts is probed again after so long.
+_PROBE_AGAIN_S = 600.0
 
 
 class PartCommitter:
@@ -50,6 +56,7 @@ class PartCommitter:
         self._meter = meter
         self._put_order = PutOrder()
         self._renews: bool | None = None  # whether the store has conditional puts, once that is known
+        self._probe_after = 0.0
         self._renewing = threading.Lock()  # a stored object is in memory meanwhile: one at a time
         self._log = ReceiptLog(store, attempt, writer)
 
@@ -100,24 +107,29 @@ class PartCommitter:
 
         Raises:
             SampleConflict: the key stands for something else.
+            Unavailable: the object that is there expires, and another process keeps this one from renewing it.
         """
-        missing = 0
-        while True:
+        for left in reversed(range(_MOST_TRIES)):
             try:
                 self._store.put_if_absent(name, buffers)
                 return
             except AlreadyExists:
                 try:
-                    if self._keep(name, segment):
+                    if self._keep(name, segment, last=not left):
                         return
                 except NotFound:  # a client or hsx gc deleted it in between; each time: a folder, or a broken link
-                    missing += 1
-                    if missing == _MOST_MISSING:
+                    if not left:
                         raise
+            time.sleep(_PAUSE_S)
+        raise Unavailable(
+            f"{self._store.url}/{name}: expected an object that can be renewed before it expires, another process "
+            "locks or replaces it each time. Find the process that locks this object"
+        )
 
-    def _keep(self, name: str, segment: EncodedSegment) -> bool:
+    def _keep(self, name: str, segment: EncodedSegment, *, last: bool) -> bool:
         """Renew the object that is there, which must be the same sample. Without conditional puts it keeps its end:
-        a put without a condition could replace another client's object. False: it was replaced in between.
+        a put without a condition could replace another client's object. False: another process replaced or locked it.
+        At the ``last`` try it keeps an end that is still to come: any user who may read a file can lock it.
 
         Raises:
             NotFound: there is none any more.
@@ -140,18 +152,42 @@ class PartCommitter:
         before, ours = (meta.get("expires") for meta in (part.segments[0].segment.meta, segment.segment.meta))
         if before is None or (ours is not None and ours <= before):
             return True
-        if self._renews is None:
-            self._renews = replaces_conditionally(self._store)
-            if not self._renews:
-                log.warning(
-                    "%s has no conditional puts: objects of keys that are used again keep their end", self._store.url
-                )
-        if not self._renews or version is None:
+        if not self._can_renew() or version is None:
             return True
         assert isinstance(self._store, Conditional)
-        with self._renewing:
-            renewed = with_expires(self._store.get(name, part.size + 1), part, ours)
-            return renewed is not None and self._store.put_version(name, renewed, version)
+        try:
+            with self._renewing:
+                renewed = with_expires(self._store.get(name, part.size + 1), part, ours)
+                if renewed is not None and self._store.put_version(name, renewed, version):
+                    return True
+        except Denied as e:
+            log.warning("%s keeps its end: %s", printable(name), e)
+            return True
+        if last and before > time.time() + _STILL_THERE_S:
+            log.warning("%s keeps its end: another process locks or replaces it each time", printable(name))
+            return True
+        return False
+
+    def _can_renew(self) -> bool:
+        """Whether the store has conditional puts. What a probe says is believed for good if the store did what it was
+        asked, and for a while if the probe failed."""
+        if self._renews is not None:
+            return self._renews
+        if time.monotonic() < self._probe_after:
+            return False
+        try:
+            self._renews = replaces_conditionally(self._store)
+        except StoreError as e:
+            if e.retryable:
+                raise
+            self._probe_after = time.monotonic() + _PROBE_AGAIN_S
+            log.warning("objects of keys that are used again keep their end: %s", e)
+            return False
+        if not self._renews:
+            log.warning(
+                "%s has no conditional puts: objects of keys that are used again keep their end", self._store.url
+            )
+        return self._renews
 
     def _receipt(self, segments: Sequence[EncodedSegment], part: EncodedPart, name: str) -> Receipt:
         """Of a stored part, without its number."""

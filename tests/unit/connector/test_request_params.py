@@ -452,3 +452,9 @@ def test_unknown_names_cost_and_are_answered_up_to_a_limit():
 def test_what_is_refused_can_be_shown():
     options = read({"hidden_states_\x1b[2J\u202e": 1, "hidden_states_key": ["\x1b"], "hidden_states_tokens": "\x9b\n"})
     assert all(name.isprintable() and why.isprintable() for name, why in options.refused.items())
+
+
+@pytest.mark.parametrize("path", ["a b /x", "a./x", "a::b/x.safetensors", "x::y"])
+def test_a_path_that_a_url_cannot_name_is_refused(path):
+    with pytest.raises(ValueError, match="do not end in a space or dot"):
+        custom_name(path, "s3://bucket/states", True)

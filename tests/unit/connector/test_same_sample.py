@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import struct
 import time
 from contextlib import suppress
 from itertools import permutations
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 
 from hsx_dist.connector.failure_markers import Markers
-from hsx_dist.errors import SampleFailed
+from hsx_dist.errors import Denied, SampleFailed
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.container import Part, SegmentEncoder, build_part, with_expires
 from hsx_dist.format.identity import identity_hash
@@ -20,6 +23,7 @@ from hsx_dist.reading.load import _sample_in_object, load_object
 from hsx_dist.store import open_store
 from hsx_dist.testing.faulty_stores import WrappedStore
 from hsx_dist.testing.stores import MemoryStore
+from hsx_dist.writers import committer
 from tests.unit.connector.small_server import SmallServer
 
 NAME = "k.safetensors"
@@ -258,6 +262,43 @@ def test_an_object_never_ends_earlier_than_it_said(store, tmp_path, before, afte
         assert abs(expires - time.time() - 3600) < 600
 
 
+@pytest.mark.parametrize(("left_s", "said"), [(3600, "keeps its end"), (1, "was not stored")])
+def test_a_process_that_locks_an_object_stops_no_writer(tmp_path, caplog, left_s, said):
+    """Any user who may read a file can take a shared lock of it. Then it cannot be renewed."""
+    server = SmallServer(tmp_path, ttl_seconds=left_s)
+    server.ask(PROMPT, key="k")
+    server.close()
+    stored = (tmp_path / NAME).read_bytes()
+    with (tmp_path / NAME).open("rb") as file:
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
+        server = SmallServer(tmp_path, ttl_seconds=7200)
+        server.ask(PROMPT, key="k")
+        server.ask([9] * 6, key="another")
+        server.close()
+    assert (tmp_path / NAME).read_bytes() == stored
+    assert load_object(open_store(str(tmp_path)), "another.safetensors")["token_ids"].tolist() == [9] * 6
+    assert said in caplog.text
+
+
+def test_a_store_that_refuses_the_probe_once_is_probed_again(tmp_path, monkeypatch):
+    class Refusing(WrappedStore):
+        def put(self, name, buffers):
+            if name.startswith(".hsx-probe-") and not refused:
+                refused.append(1)
+                raise Denied("a role is being replaced")
+            super().put(name, buffers)
+
+    monkeypatch.setattr(committer, "_PROBE_AGAIN_S", 0.0)
+    refused: list[int] = []
+    for seconds in (60, 3600, 3600):
+        server = SmallServer(tmp_path, Refusing(open_store(str(tmp_path))), ttl_seconds=seconds)
+        for _ in range(3):
+            server.ask(PROMPT, key="k")
+        server.close()
+    assert refused
+    assert read(open_store(str(tmp_path)))["meta"]["expires"] > time.time() + 3000
+
+
 def test_an_object_that_is_deleted_while_it_is_looked_at_is_stored(store, tmp_path):
     class Deleting(WrappedStore):
         def head(self, name):
@@ -354,6 +395,25 @@ def test_an_object_that_is_replaced_before_it_is_renewed_is_looked_at_again(stor
         read(store)
 
 
+class RenewedAtCall(WrappedStore):
+    """Before call number ``at`` (from 0) for the object, another server removes its end. ``verbs``: only these count;
+    default: all."""
+
+    def __init__(self, inner, at, tmp_path, verbs=()):
+        super().__init__(inner)
+        self.calls: list[str] = []
+        self._at, self._tmp_path, self._verbs = at, tmp_path, verbs
+
+    def _call(self, verb, name, call, nbytes):  # noqa: ARG002
+        if name == NAME and (not self._verbs or verb in self._verbs):
+            self.calls.append(verb)
+            if len(self.calls) == self._at + 1:
+                without = SmallServer(self._tmp_path, self._inner)
+                without.ask(PROMPT, key="k")
+                without.close()
+        return call()
+
+
 @pytest.mark.parametrize("at", range(4))
 @pytest.mark.parametrize("how", ["ask", "abort", "read"])
 def test_an_object_that_is_renewed_while_it_is_opened_is_no_other_sample(tmp_path, how, at):
@@ -363,25 +423,14 @@ def test_an_object_that_is_renewed_while_it_is_opened_is_no_other_sample(tmp_pat
     first.ask(PROMPT, key="k")
     first.close()
 
-    class Renewing(WrappedStore):
-        def _call(self, verb, name, call, nbytes):  # noqa: ARG002
-            if name == NAME and verb in ("head", "get_ranges") and len(calls) <= at:
-                calls.append(1)
-                if len(calls) == at + 1:
-                    without = SmallServer(tmp_path, store)
-                    without.ask(PROMPT, key="k")
-                    without.close()
-            return call()
-
-    calls: list[int] = []
-    racing = Renewing(store)
+    racing = RenewedAtCall(store, at, tmp_path, verbs=("head", "get_ranges"))
     if how == "read":
         assert load_object(racing, NAME, framework="numpy")["token_ids"].tolist() == PROMPT
     else:
         second = SmallServer(tmp_path, racing, markers=racing if how == "abort" else store, ttl_seconds=100)
         second.ask(PROMPT, key="k", computed=3 if how == "abort" else None)
         second.close()
-    assert calls
+    assert racing.calls
     assert names(store) == {NAME}
     assert read(store)["token_ids"].tolist() == PROMPT
 
@@ -418,21 +467,11 @@ def test_a_failed_request_finds_what_the_object_is_while_another_server_renews_i
     first.ask(PROMPT, key="k")
     first.close()
 
-    class Renewing(WrappedStore):
-        def _call(self, verb, name, call, nbytes):  # noqa: ARG002
-            if name == NAME:
-                calls.append(verb)
-                if len(calls) == at + 1:
-                    without = SmallServer(tmp_path, store)
-                    without.ask(PROMPT, key="k")
-                    without.close()
-            return call()
-
-    calls: list[str] = []
-    second = SmallServer(tmp_path, store, markers=Renewing(store))
+    racing = RenewedAtCall(store, at, tmp_path)
+    second = SmallServer(tmp_path, store, markers=racing)
     second.ask(PROMPT if same else [9] * 6, key="k", computed=3)
     second.close()
-    assert len(calls) >= 3
+    assert len(racing.calls) >= 3
     assert (f"{NAME}.conflict.json" in names(store)) is not same
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from hsx_dist import open_run
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.exporting import ExportOptions, export_run, register_exporter
 from hsx_dist.exporting.export import EXPORTERS
+from hsx_dist.exporting.weights import ModelEnd
 from hsx_dist.format.names import part_name
 from hsx_dist.format.place import open_place
 from hsx_dist.format.runs import load_manifest
@@ -248,6 +250,68 @@ def test_a_model_without_safetensors_is_refused_and_its_pickle_not_read(
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: weights[name]}}))
         with pytest.raises(ConfigError, match="expected safetensors files next to it"):
             export_run(run, "topk-logprobs", tmp_path / "b", options)
+
+
+@pytest.mark.parametrize(
+    ("file", "changed", "message"),
+    [
+        pytest.param("config.json", "[" * 100_000, "not JSON", id="levels"),
+        ("config.json", "[1]", "expected a JSON object"),
+        ("config.json", '{"rms_norm_eps": 1e-5, "rms_norm_eps": 1e-5}', "duplicate names"),
+        pytest.param("config.json", '{"x": [' + "[]," * 600_000 + "[]]}", "at most 1000000 JSON values", id="values"),
+        ("config.json", b"\xff", "not JSON"),
+        ("config.json", {"text_config": [1]}, "text_config: expected an object"),
+        ("config.json", {"text_config": {"rms_norm_eps": "1"}}, "rms_norm_eps: expected a number"),
+        ("config.json", {"model_type": 5}, "model_type: expected a string"),
+        *(("config.json", {"rms_norm_eps": eps}, "rms_norm_eps: ") for eps in (0, -1e-5, 1e300, float("nan"), True)),
+        *(("config.json", {"logits_scaling": x}, "logits_scaling: ") for x in (0, float("inf"), 1e-320, 10**400, "1")),
+        ("config.json", {"final_logit_softcapping": 0.0}, "final_logit_softcapping: "),
+        ("model.safetensors.index.json", {"weight_map": ["a"]}, "weight_map: expected an object"),
+        ("model.safetensors.index.json", {"weight_map": {"a": 5}}, "weight_map: expected an object"),
+        ("model.safetensors.index.json", {}, "in its safetensors files"),
+        ("model.safetensors.index.json", {"weight_map": {"lm_head.weight": "no.safetensors"}}, "FileNotFoundError"),
+        (
+            "model.safetensors.index.json",
+            {"weight_map": {"lm_head.weight": "\ud800.safetensors"}},
+            "UnicodeEncodeError",
+        ),
+        ("model.safetensors", b"x" * 100, "expected a whole safetensors file"),
+        ("lm_head.weight", torch.ones(512, H + 1), r"of shape \[V, 64\] .* got \[512, 65\] F32"),
+        ("lm_head.weight", torch.ones(512, 1), r"got \[512, 1\] F32"),
+        ("lm_head.weight", torch.ones(0, H), r"got \[0, 64\] F32"),
+        ("lm_head.weight", torch.ones(512, H, dtype=torch.int32), "got .* I32"),
+        ("model.norm.weight", torch.ones(1), r"of shape \[64\] .* got \[1\] F32"),
+        ("model.norm.weight", torch.ones(H, H), r"got \[64, 64\] F32"),
+        ("model.norm.weight", torch.ones(H, dtype=torch.float8_e4m3fn), "got .* F8_E4M3"),
+    ],
+)
+def test_a_hostile_models_files_are_typed_errors(
+    run: Run, model: Any, tmp_path: Path, file: str, changed: Any, message: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model[0], folder)
+    if isinstance(changed, torch.Tensor):
+        tensors = load_file(folder / "model.safetensors")
+        save_file({**tensors, file: changed}, folder / "model.safetensors")
+    elif isinstance(changed, dict):
+        before = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+        (folder / file).write_text(json.dumps({**before, **changed}))
+    else:
+        (folder / file).write_bytes(changed if isinstance(changed, bytes) else changed.encode())
+    with pytest.raises((ConfigError, FormatError), match=message):
+        export_run(run, "topk-logprobs", tmp_path / "out", ExportOptions(model=str(folder)))
+
+
+def test_infinity_in_a_configuration_is_taken_and_logits_are_held_within_a_budget(
+    run: Run, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model[0], folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "time_step_limit": [0.0, float("inf")]}))
+    monkeypatch.setattr("hsx_dist.exporting.weights._LOGITS_BYTES", 3 * 512 * 4)
+    parts = list(ModelEnd(run, str(folder)).logprobs(torch.ones(8, H)))
+    assert [tuple(part.shape) for part in parts] == [(3, 512), (3, 512), (2, 512)]
 
 
 def test_an_export_goes_on_and_refuses_another_in_its_place(run: Run, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import io
 import json
 import lzma
 import tracemalloc
+import zipfile
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -286,7 +287,7 @@ def test_a_parquet_column_that_expands_too_far_is_refused(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("ending", ["xz", "zst", "bz2"])
 def test_an_expansion_without_end_is_an_error(tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decompress, "_FREE_BYTES", 1 << 20)
+    monkeypatch.setattr(decompress, "FREE_BYTES", 1 << 20)
     pack = {"xz": lzma.compress, "zst": zstandard.ZstdCompressor().compress, "bz2": bz2.compress}[ending]
     path = tmp_path / f"a.jsonl.{ending}"
     path.write_bytes(pack(b'{"text":"a"}\n' * 1_000_000))
@@ -318,6 +319,49 @@ def test_short_lines_without_end_are_an_error(tmp_path: Path, ending: str, monke
             pass
     path.write_bytes(pack("".join(f"line {i * 7919 % 5003}\n" for i in range(5000)).encode()))
     assert len(list(read_rows(InputConfig(path=str(path))))) == 5000
+
+
+def _archived(folder: Path, kind: str, data: bytes) -> str:
+    """The URL of ``data`` in a file of this kind."""
+    name = "a.jsonl.gz" if "gz" in kind else "a.jsonl"
+    data = gzip.compress(data) if "gz" in kind else data
+    if "zip" not in kind:
+        (folder / name).write_bytes(data)
+        return str(folder / name)
+    with zipfile.ZipFile(folder / "a.zip", "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr(name, data)
+    return f"zip://{name}::{folder}/a.zip"
+
+
+@pytest.mark.parametrize("kind", ["gz", "zip", "gz in zip"])
+def test_lines_and_bytes_of_deflated_files_have_the_same_limits(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "FREE_ROWS", 1000)
+    config = InputConfig(path=_archived(tmp_path, kind, b"7\n" * 1_000_000))
+    with pytest.raises(FormatError, match=r"lines .* for each stored byte"):
+        for _ in read_rows(config):
+            pass
+    monkeypatch.setattr(records, "FREE_BYTES", 1 << 20)
+    monkeypatch.setattr(records, "MAX_EXPANSION", 100)
+    config = InputConfig(path=_archived(tmp_path, kind, b"x" * (4 << 20)), max_row_bytes="1MiB")
+    with pytest.raises(FormatError, match="bytes for each stored byte"):
+        list(read_rows(config))
+    rows_of_text = "".join(f'{{"text": "{i * 7919 % 5003}"}}\n' for i in range(5000)).encode()
+    assert len(list(read_rows(InputConfig(path=_archived(tmp_path, kind, rows_of_text))))) == 5000
+
+
+def test_a_zip_file_that_claims_a_large_member_gets_no_higher_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "FREE_ROWS", 1000)
+    config = InputConfig(path=_archived(tmp_path, "zip", b"7\n" * 1_000_000))
+    data = (tmp_path / "a.zip").read_bytes()
+    at = data.index(b"PK\x01\x02") + 20  # the compressed size in the directory
+    (tmp_path / "a.zip").write_bytes(data[:at] + (1 << 31).to_bytes(4, "little") + data[at + 4 :])
+    with pytest.raises(FormatError, match=r"lines .* for each stored byte"):
+        for _ in read_rows(config):
+            pass
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from hsx_dist.errors import (
 )
 from hsx_dist.format.codecs import NoneCodec
 from hsx_dist.format.manifest import Receipt, SegmentProof
+from hsx_dist.format.names import receipt_name
 from hsx_dist.format.place import Place, open_place, start_run
 from hsx_dist.format.runs import beat, load_manifest, take_attempt
 from hsx_dist.jobs.ledger import RowLedger
@@ -106,6 +107,28 @@ def test_a_follower_asks_for_the_next_receipt_instead_of_listing() -> None:
         assert arrival is not None
         assert arrival.entry.key == SAMPLES[i].key
     assert not [a for a in listed if a and str(a[0]).startswith("manifest")]
+
+
+@pytest.mark.parametrize(("receipts", "listings"), [(1, 1), (999, 1), (1000, 2), (4000, 2)])
+def test_new_writers_are_found_by_one_listing_that_skips_long_logs(receipts: int, listings: int) -> None:
+    store = MemoryStore()
+    writers = [(1, "a"), (1, "b"), (2, "a"), (3, "c")]
+    for attempt, writer in writers:
+        for seq in range(1, 1 + (receipts if writer == "b" else 1)):
+            store.put_if_absent(receipt_name(attempt, writer, seq), b"")
+    follower = Follower(Place(store, "", 1, {}, store))
+    listed, read, listing = [], [], store.list
+
+    def counted(prefix: str, after: str | None) -> Any:
+        listed.append(after)
+        for info in listing(prefix, after):
+            read.append(info.name)
+            yield info
+
+    store.list = counted  # type: ignore[assignment, method-assign]
+    follower._find_writers()
+    assert sorted(follower._next) == writers
+    assert (len(listed), len(read)) == (listings, min(receipts, 1000) + 3)
 
 
 def test_a_run_without_a_live_attempt_is_told() -> None:

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from hsx_dist.models.builtin import resolve_model
-from hsx_dist.models.tiny import tiny_llama
+from hsx_dist.models.tiny import tiny_llama, write_tiny_tokenizer
 
 
 def test_tiny_llama_is_the_same_every_time(tmp_path: Path) -> None:
@@ -27,6 +27,10 @@ def test_tiny_llamas_tokenizer_gives_text_back(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "hi"}]
     wanted = "<|user|>hi</s><|assistant|>"
     assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == wanted
+
+
+def test_the_tokenizer_has_as_many_entries_as_the_docstring_says(tmp_path: Path) -> None:
+    assert f"the first {write_tiny_tokenizer(tmp_path, 2000, 512)} at most" in (tiny_llama.__doc__ or "")
 
 
 def test_a_vocabulary_that_is_too_small_is_refused(tmp_path: Path) -> None:
