@@ -88,10 +88,10 @@ def real_states(pages: int) -> np.ndarray[Any, Any]:
 def page_of(states: np.ndarray[Any, Any], i: int) -> Page:
     """The ``i``-th page of an endless supply: the real ones in turn, each a sample of its own."""
     data = states[i % len(states)]
-    layers, tokens, hidden = data.shape
+    layers, tokens, _ = data.shape
     segment = Segment(f"k{i}", 0, 0, tokens, tokens)
     ids = np.arange(tokens, dtype=np.int64) + i
-    return Page(segment, 0, tokens, tokens, tuple(range(layers)), "bfloat16", hidden, "LTH", ids, data)
+    return Page(segment, 0, tokens, tokens, tuple(range(layers)), "bfloat16", data.shape, "LTH", ids, data)
 
 
 def as_pages(states: np.ndarray[Any, Any], layers: int, hidden: int) -> np.ndarray[Any, Any]:

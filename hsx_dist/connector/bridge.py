@@ -25,7 +25,6 @@ import numpy as np
 from hsx_dist.connector.outlet import (
     LINGER_S,
     Copied,
-    PageRef,
     Shipped,
     ShippingThread,
     count_shipped,
@@ -38,7 +37,7 @@ from hsx_dist.connector.step import Expect, Skip
 from hsx_dist.logger import get_logger
 from hsx_dist.memory.shared import mapped, reserve
 from hsx_dist.observe.metrics import Increments, Meter, Series
-from hsx_dist.page import Segment
+from hsx_dist.page import Page, Segment
 from hsx_dist.writers.base import CALL_BYTES, Sender
 
 log = get_logger(__name__)
@@ -95,7 +94,7 @@ class SocketOutlet:
     def pending(self) -> int:
         return self._thread.pending
 
-    def _deliver(self, refs: list[PageRef], told: list[Shipped]) -> None:
+    def _deliver(self, refs: list[Page], told: list[Shipped]) -> None:
         self._told = self._increments.gauges()
         numbers = {**self._increments.counters(), **self._told}
         try:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Literal, ParamSpec, Protocol
+from typing import Any, ParamSpec, Protocol
 
 import numpy as np
 
@@ -25,57 +25,13 @@ from hsx_dist.connector.step import Expect, Skip
 from hsx_dist.logger import get_logger
 from hsx_dist.memory import huge_pages
 from hsx_dist.observe.metrics import Meter
-from hsx_dist.page import CARRIER, Page, Segment
+from hsx_dist.page import Page, Segment
 from hsx_dist.text import bounded
 from hsx_dist.writers.base import Sender
 
 log = get_logger(__name__)
 
 _P = ParamSpec("_P")
-
-
-@dataclass(frozen=True, slots=True)
-class PageRef:
-    """A page that lies in a ring: ``Page`` with a place instead of its data. Crosses process borders."""
-
-    offset: int
-    shape: tuple[int, int, int]
-    segment: Segment
-    start: int
-    stop: int
-    chunk_tokens: int
-    layer_ids: tuple[int, ...]
-    dtype: str
-    order: Literal["LTH", "TLH"]
-    token_ids: np.ndarray[Any, Any]
-    error: str = ""  # ``Page.error``
-
-    @property
-    def nbytes(self) -> int:
-        a, b, c = self.shape
-        return a * b * c * np.dtype(CARRIER[self.dtype]).itemsize
-
-    @property
-    def last(self) -> bool:
-        """The last page of its sample."""
-        return self.stop == self.segment.total
-
-    def page(self, memory: np.ndarray[Any, Any]) -> Page:
-        """The page as a view on the ring's ``memory`` (uint8)."""
-        data = memory[self.offset : self.offset + self.nbytes].view(CARRIER[self.dtype]).reshape(self.shape)
-        return Page(
-            segment=self.segment,
-            start=self.start,
-            stop=self.stop,
-            chunk_tokens=self.chunk_tokens,
-            layer_ids=self.layer_ids,
-            dtype=self.dtype,
-            hidden_size=self.shape[2],
-            order=self.order,
-            token_ids=self.token_ids,
-            data=data,
-            error=self.error,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +43,7 @@ class Shipped:
 
 
 #: A page, and what blocks until its copy into the ring is done.
-Copied = tuple[PageRef, Callable[[], None] | None]
+Copied = tuple[Page, Callable[[], None] | None]
 #: What is shipped, or what there is to tell.
 Item = Copied | Shipped
 
@@ -144,7 +100,7 @@ class ShippingThread:
 
     def __init__(
         self,
-        deliver: Callable[[list[PageRef], list[Shipped]], None],
+        deliver: Callable[[list[Page], list[Shipped]], None],
         meter: Meter,
         *,
         idle: Callable[[], None] | None = None,
@@ -209,14 +165,14 @@ class ShippingThread:
             self._ahead.extend((None,) if items is None else items)
         return self._ahead.popleft()
 
-    def _copied(self, items: Sequence[Item]) -> tuple[list[PageRef], list[Shipped]]:
+    def _copied(self, items: Sequence[Item]) -> tuple[list[Page], list[Shipped]]:
         """Pages in the ring, once their copies have ended, and what there is to tell; in order. The page of a copy that
         failed carries the error to its writer, which drops the sample's other pages too."""
         last = next((ready for item in reversed(items) if not isinstance(item, Shipped) and (ready := item[1])), None)
         if last is not None:
             with suppress(Exception):  # asked again below
                 last()  # the copies end in order: this thread wakes, and takes the interpreter's lock, once for all
-        refs: list[PageRef] = []
+        refs: list[Page] = []
         told: list[Shipped] = []
         for item in items:
             if isinstance(item, Shipped):
@@ -232,7 +188,7 @@ class ShippingThread:
                 ref = replace(ref, error=bounded(f"its states were not copied: {type(e).__name__}: {e}"))
                 self._failed.setdefault(sample, ref.error)
             refs.append(ref)
-            if ref.last:
+            if ref.ends_sample:
                 told.append(Shipped(ref.segment.key, self._failed.pop(sample, None)))
         return refs, told
 
@@ -272,7 +228,7 @@ class ShippingThread:
                 self._since.popleft()
 
 
-def count_shipped(meter: Meter, refs: list[PageRef], told: list[Shipped], seconds: float) -> None:
+def count_shipped(meter: Meter, refs: list[Page], told: list[Shipped], seconds: float) -> None:
     """Count what was handed to the writers within ``seconds``."""
     for name, value in (
         ("pages", len(refs)),
@@ -287,48 +243,46 @@ def count_shipped(meter: Meter, refs: list[PageRef], told: list[Shipped], second
 
 
 def send_pages(
-    sender: Sender, refs: Sequence[PageRef], memory: np.ndarray[Any, Any], free: Callable[[int], None]
-) -> list[tuple[PageRef, str]]:
+    sender: Sender, refs: Sequence[Page], memory: np.ndarray[Any, Any], free: Callable[[int], None]
+) -> list[tuple[Page, str]]:
     """Hand pages in ``memory`` to ``sender``; ``free(offset)`` is called for each place that may be used again.
 
     Returns the pages that could not be handed over, and why: their places are free too.
     """
-    offsets: dict[int, int] = {}  # by the page's id, of places that are not free yet
+    held = {ref.offset for ref in refs}  # places that are not free yet
 
     def release(page: Page) -> None:
-        offset = offsets.pop(id(page), None)
-        if offset is not None:  # a place that is freed twice would be given to two pages
-            free(offset)
+        try:
+            held.remove(page.offset)
+        except KeyError:
+            return  # a place that is freed twice would be given to two pages
+        free(page.offset)
 
-    pages, sent, failed = [], [], []
+    pages, failed = [], []
     for ref in refs:
         try:
-            page = ref.page(memory)
+            pages.append(ref.attached(memory))
         except Exception as e:
             log.exception("a page of %s was not shipped", ref.segment.key)
             failed.append((ref, bounded(f"its page cannot be read: {type(e).__name__}: {e}")))
-            free(ref.offset)
-            continue
-        offsets[id(page)] = ref.offset
-        pages.append(page)
-        sent.append(ref)
+            release(ref)
     try:
         if pages:
             sender.send(pages, release)
     except Exception as e:
         # The ring must go round, and whoever waits for a sample be told, whatever the writers do.
         log.exception("%d pages were not shipped", len(pages))
-        failed += [(ref, bounded(f"its pages were not shipped: {type(e).__name__}: {e}")) for ref in sent]
+        failed += [(ref, bounded(f"its pages were not shipped: {type(e).__name__}: {e}")) for ref in pages]
         for page in pages:
             release(page)
     return failed
 
 
-def picklable(refs: Sequence[PageRef]) -> tuple[list[PageRef], list[tuple[PageRef, str]]]:
+def picklable(refs: Sequence[Page]) -> tuple[list[Page], list[tuple[Page, str]]]:
     """The pages that can cross a process border, and the others with the reason. For a call that could not be pickled
     as a whole: one bad page must not cost the others."""
-    good: list[PageRef] = []
-    bad: list[tuple[PageRef, str]] = []
+    good: list[Page] = []
+    bad: list[tuple[Page, str]] = []
     for ref in refs:
         try:
             ForkingPickler.dumps(ref)
@@ -340,7 +294,7 @@ def picklable(refs: Sequence[PageRef]) -> tuple[list[PageRef], list[tuple[PageRe
     return good, bad
 
 
-def with_failures(told: Sequence[Shipped], failed: Sequence[tuple[PageRef, str]]) -> list[Shipped]:
+def with_failures(told: Sequence[Shipped], failed: Sequence[tuple[Page, str]]) -> list[Shipped]:
     """``told``, corrected for pages that could not be handed over."""
     why = {ref.segment.key: text for ref, text in failed}
     return [Shipped(s.key, s.reason or why.get(s.key)) for s in told]
@@ -399,7 +353,7 @@ class LocalOutlet:
     def _lost(self, segment: Segment, why: str) -> None:
         """A page of ``segment`` was not shipped."""
 
-    def _ship(self, refs: list[PageRef], told: list[Shipped]) -> None:
+    def _ship(self, refs: list[Page], told: list[Shipped]) -> None:
         failed = send_pages(self._sender, refs, self.memory, self.ring.free)
         for ref, why in failed:
             _each_alone(self._lost, ref.segment, why)

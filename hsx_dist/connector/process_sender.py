@@ -29,7 +29,7 @@ import numpy as np
 import hsx_dist
 from hsx_dist.connector import writer_process
 from hsx_dist.connector.affinity import any_core
-from hsx_dist.connector.outlet import PageRef, picklable
+from hsx_dist.connector.outlet import picklable
 from hsx_dist.connector.writer_process import WriterProcessSpec
 from hsx_dist.errors import EngineError, HsxError
 from hsx_dist.format.receipt import Receipt
@@ -129,7 +129,6 @@ class ProcessSender:
         self._meter = meter
         self._ring = reserve(spec.ring_bytes)
         self.memory: np.ndarray[Any, Any] | None = mapped(self._ring, spec.ring_bytes)
-        self._base = self.memory.ctypes.data
         self._state = threading.Condition()
         self._held: dict[int, Callable[[], None]] = {}  # offset → gives the page's room back
         self._copies: dict[str, _UnsettledSource] = {}  # by source, of what is neither stored nor lost
@@ -174,7 +173,7 @@ class ProcessSender:
 
     def send(self, pages: Sequence[Page], release: Callable[[Page], None]) -> None:
         child = self._living()
-        refs = [self._ref(page) for page in pages]
+        refs = [page.detached() for page in pages]
         unsendable: dict[int, str] = {}  # offset → why
         message = None
         try:
@@ -186,7 +185,7 @@ class ProcessSender:
             if child is not self._child:
                 child = None  # it died just now
             for page, ref in zip(pages, refs, strict=True):
-                source, whole = page.segment.source, page.stop == page.segment.stop
+                source, whole = page.segment.source, page.last
                 if source in self._broken:
                     dropped.append(page)
                     if whole:
@@ -211,24 +210,6 @@ class ProcessSender:
             self._on_event(event)
         if child is not None and sent:
             child.send(message if message is not None and not dropped else ForkingPickler.dumps(sent))
-
-    def _ref(self, page: Page) -> PageRef:
-        a, b, c = page.data.shape
-        first = page.start == page.segment.start
-        return PageRef(
-            offset=page.data.ctypes.data - self._base,
-            shape=(a, b, c),
-            # What a client said of its sample, a loss mask for instance, may be as long as the sample: once is enough.
-            segment=page.segment if first else page.segment.bare(),
-            start=page.start,
-            stop=page.stop,
-            chunk_tokens=page.chunk_tokens,
-            layer_ids=page.layer_ids,
-            dtype=page.dtype,
-            order=page.order,
-            token_ids=page.token_ids,
-            error=page.error,
-        )
 
     def _living(self) -> _Child | None:
         """The process, started again if it died; None if it cannot be."""

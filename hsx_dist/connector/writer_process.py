@@ -19,7 +19,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from hsx_dist.connector.outlet import PageRef
 from hsx_dist.errors import HsxError
 from hsx_dist.format.receipt import Receipt
 from hsx_dist.memory.shared import mapped
@@ -156,28 +155,28 @@ def serve(connection: Connection, ring: int) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             if connection.poll(TELL_S):
-                refs: list[PageRef] | None = connection.recv()
+                refs: list[Page] | None = connection.recv()
                 if refs is None:
                     break
                 for ref in refs:
                     teller.took(ref.nbytes)
-                    if ref.start == ref.segment.start:
+                    if ref.first:
                         segments[ref.segment.source] = ref.segment
                     segment = segments.get(ref.segment.source)
                     if segment is None:  # an earlier one of its pages could not be sent
                         teller.free(ref.offset, ref.nbytes)
                         teller.event(Lost((ref.segment,), "not all of its pages came"))
                         continue
-                    if ref.stop == ref.segment.stop:
+                    if ref.last:
                         del segments[ref.segment.source]
                     try:
-                        page = replace(ref, segment=segment).page(memory)
+                        page = replace(ref, segment=segment).attached(memory)
                     except Exception as e:  # noqa: BLE001 - one page must not end the process, and lose the others
                         segments.pop(ref.segment.source, None)
                         teller.free(ref.offset, ref.nbytes)
                         teller.event(Lost((segment,), bounded(f"its page cannot be read: {type(e).__name__}: {e}")))
                         continue
-                    sender.send([page], partial(_free, teller, ref.offset))
+                    sender.send([page], partial(_free, teller))
             elif os.getppid() != parent:
                 break  # another process has the engine's end of the connection
             if time.monotonic() - told >= TELL_S:
@@ -188,8 +187,8 @@ def serve(connection: Connection, ring: int) -> None:
     teller.close()
 
 
-def _free(teller: _Teller, offset: int, page: Page) -> None:
-    teller.free(offset, page.data.nbytes)
+def _free(teller: _Teller, page: Page) -> None:
+    teller.free(page.offset, page.nbytes)
 
 
 def _outlive(parent: int, seconds: float) -> None:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import ray
 
-from hsx_dist.connector.outlet import LocalOutlet, PageRef
+from hsx_dist.connector.outlet import LocalOutlet
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.container import Part
 from hsx_dist.format.runs import load_manifest, take_attempt
-from hsx_dist.page import Segment
+from hsx_dist.page import Page, Segment
 from hsx_dist.store import open_store
 from hsx_dist.writers.ray_pool import Credits, PoolWriterSpec, RaySender, start_writer
 from hsx_dist.writers.sink import SinkOptions
@@ -57,7 +57,7 @@ def page_refs(outlet: LocalOutlet, key: int, tokens: int, segment_tokens: int):
                 outlet.ring.wait(1.0)
             shape = (len(LAYERS), stop - at, HIDDEN)
             outlet.memory[offset : offset + nbytes] = np.ascontiguousarray(data[:, at:stop]).reshape(-1).view(np.uint8)
-            yield PageRef(offset, shape, segment, at, stop, CHUNK, LAYERS, "bfloat16", "LTH", ids[at:stop])
+            yield Page(segment, at, stop, CHUNK, LAYERS, "bfloat16", shape, "LTH", ids[at:stop], offset=offset)
 
 
 @pytest.mark.timeout(120)

@@ -19,7 +19,7 @@ from pydantic import SecretStr
 
 from hsx_dist.connector.bridge import BridgeServer, SocketOutlet
 from hsx_dist.connector.connector_config import read_connector_config
-from hsx_dist.connector.outlet import PageRef, Shipped
+from hsx_dist.connector.outlet import Shipped
 from hsx_dist.connector.step import Skip
 from hsx_dist.page import Page, Segment
 
@@ -78,7 +78,7 @@ def submit(outlet: SocketOutlet, *keys: str, attached=None) -> None:
         assert offset is not None
         segment = Segment(key, 0, 0, TOKENS, TOKENS, source=f"{key}:0", attached=(attached or {}).get(key, {}))
         ids = np.arange(TOKENS, dtype=np.int64)
-        ref = PageRef(offset, shape, segment, 0, TOKENS, TOKENS, LAYERS, "float32", "LTH", ids)
+        ref = Page(segment, 0, TOKENS, TOKENS, LAYERS, "float32", shape, "LTH", ids, offset=offset)
         outlet.memory[offset : offset + ref.nbytes] = i + 1
         pages.append((ref, None))
     outlet.submit(*pages)
@@ -166,12 +166,12 @@ def test_a_page_that_cannot_be_pickled_costs_its_own_sample(bridge, connect):
 
 
 def test_a_page_that_cannot_be_read_costs_its_own_sample(bridge, connect, monkeypatch):
-    whole = PageRef.page
+    whole = Page.attached
 
-    def page(self: PageRef, memory: np.ndarray) -> Page:
+    def attached(self: Page, memory: np.ndarray) -> Page:
         return whole(replace(self, offset=1 << 40) if self.segment.key == "bad" else self, memory)
 
-    monkeypatch.setattr(PageRef, "page", page)
+    monkeypatch.setattr(Page, "attached", attached)
     outlet = connect()
     submit(outlet, "a", "bad", "c")
     found = told(bridge, 3)

@@ -17,11 +17,10 @@ import torch
 import hsx_dist
 from hsx_dist.connector.connector_config import read_connector_config
 from hsx_dist.connector.object_writer import StoreOutlet, ThreadWriters
-from hsx_dist.connector.outlet import PageRef
 from hsx_dist.connector.step import Expect, Save, Skip, Step
 from hsx_dist.connector.worker import WorkerHalf
 from hsx_dist.errors import Denied, NotFound, SampleFailed
-from hsx_dist.page import Segment
+from hsx_dist.page import Page, Segment
 from hsx_dist.store import open_store
 from hsx_dist.testing.faulty_stores import PUTS, CountingStore, FailingStore, HangingStore, Strike
 from hsx_dist.testing.stores import MemoryStore
@@ -371,7 +370,9 @@ def test_a_page_that_was_not_copied_reaches_its_writer_as_an_error():
         page = layers[:, start : start + 3]
         offset = outlet.ring.allocate(page.nbytes)
         ids = np.arange(3, dtype=np.int64)
-        outlet.submit((PageRef(offset, page.shape, segment, start, start + 3, 3, LAYERS, "float32", "LTH", ids), ready))
+        outlet.submit(
+            (Page(segment, start, start + 3, 3, LAYERS, "float32", page.shape, "LTH", ids, offset=offset), ready)
+        )
     outlet.close()
     assert sent == [("a", True), ("b", False), ("a", False), ("c", True), ("c", False)]
     assert [(s.key, "illegal memory access" in (s.reason or "")) for s in told] == [
@@ -471,7 +472,7 @@ def test_a_sample_takes_no_more_memory_than_it_is_counted_with(tmp_path, metadat
             outlet.expect(Expect(f"r{i}", f"k{i}.safetensors", 0, chosen=True))
             offset = outlet.ring.allocate(64)
             outlet.submit(
-                (PageRef(offset, (2, 1, 8), segment, 0, 1, 1, LAYERS, "float32", "LTH", np.zeros(1, int)), None)
+                (Page(segment, 0, 1, 1, LAYERS, "float32", (2, 1, 8), "LTH", np.zeros(1, int), offset=offset), None)
             )
             del segment, text
         while outlet.ring.used_bytes:
@@ -496,6 +497,8 @@ def test_a_marker_that_the_store_refuses_keeps_no_memory_that_others_need(tmp_pa
             outlet.ring.wait(0.1)
         outlet.expect(Expect(f"r{i}", f"a/{i}", 0, chosen=True))
         offset = outlet.ring.allocate(64)
-        outlet.submit((PageRef(offset, (2, 1, 8), segment, 0, 1, 1, LAYERS, "float32", "LTH", np.zeros(1, int)), None))
+        outlet.submit(
+            (Page(segment, 0, 1, 1, LAYERS, "float32", (2, 1, 8), "LTH", np.zeros(1, int), offset=offset), None)
+        )
     outlet.close(5)
     assert outlet.ring.claimed_bytes == 0

@@ -23,14 +23,13 @@ import hsx_dist
 from hsx_dist.connector import process_sender, writer_process
 from hsx_dist.connector.connector_config import read_connector_config
 from hsx_dist.connector.object_writer import StoreOutlet, ThreadWriters, store_outlet
-from hsx_dist.connector.outlet import PageRef
 from hsx_dist.connector.process_sender import ProcessSender
 from hsx_dist.connector.step import Expect
 from hsx_dist.connector.writer_process import WriterProcessSpec
 from hsx_dist.errors import ConfigError, EngineError, SampleFailed
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.observe.metrics import Meter
-from hsx_dist.page import Segment
+from hsx_dist.page import Page, Segment
 from hsx_dist.writers.events import Stored
 from hsx_dist.writers.sink import SinkOptions
 from tests.unit.connector.small_outlet import LAYERS, outlet_on, some, submit
@@ -105,7 +104,7 @@ def test_pages_whose_first_one_could_not_be_sent_cost_their_sample_alone(outlet,
     offset = outlet.ring.allocate(rows.nbytes)
     segment = Segment("a", 0, 0, 8, 8, name="a.safetensors", source="r:0")
     ids = np.arange(4, dtype=np.int64)
-    late = PageRef(offset, rows.shape, segment, 4, 8, 4, LAYERS, "float32", "LTH", ids)
+    late = Page(segment, 4, 8, 4, LAYERS, "float32", rows.shape, "LTH", ids, offset=offset)
     outlet.expect(Expect("r", "a.safetensors", 0, True))
     with outlet._state:
         outlet._submitted["r"] = "a.safetensors"  # its first page was submitted
@@ -184,7 +183,9 @@ def test_what_still_comes_of_a_sample_that_was_lost_joins_nothing(outlet, tmp_pa
         offset = outlet.ring.allocate(rows.nbytes)
         outlet.memory[offset : offset + rows.nbytes] = rows.reshape(-1).view(np.uint8)
         ids = np.arange(start, start + 4, dtype=np.int64)
-        outlet.submit((PageRef(offset, rows.shape, segment, start, start + 4, 4, LAYERS, "float32", "LTH", ids), None))
+        outlet.submit(
+            (Page(segment, start, start + 4, 4, LAYERS, "float32", rows.shape, "LTH", ids, offset=offset), None)
+        )
 
     page(0)
     while outlet.ring.used_bytes:  # taken, and half of a segment
@@ -300,7 +301,7 @@ def test_what_a_client_said_of_a_sample_of_several_pages_is_stored_with_it(outle
         offset = outlet.ring.allocate(rows.nbytes)
         outlet.memory[offset : offset + rows.nbytes] = rows.reshape(-1).view(np.uint8)
         ids = np.arange(start, stop, dtype=np.int64)
-        outlet.submit((PageRef(offset, rows.shape, segment, start, stop, 4, LAYERS, "float32", "LTH", ids), None))
+        outlet.submit((Page(segment, start, stop, 4, LAYERS, "float32", rows.shape, "LTH", ids, offset=offset), None))
     settle(outlet)
     np.testing.assert_array_equal(states_of(tmp_path, "a"), states)
     found = hsx_dist.load_hidden_states(str(tmp_path / "a.safetensors"), framework="numpy")
@@ -460,9 +461,9 @@ def test_it_runs_where_its_starter_was_allowed_to_run_not_where_the_engine_is(tm
         os.sched_setaffinity(0, allowed)
 
 
-def test_a_page_that_cannot_be_sent_or_read_costs_its_sample_alone(outlet, tmp_path):
+def test_a_page_that_cannot_be_sent_or_read_costs_its_sample_alone(outlet, tmp_path, monkeypatch):
     """All of them in one call, as the shipping thread makes it."""
-    writers, refs = outlet._writers, []
+    refs = []
     for key in ("a", "bad", "c", "bad-shape"):
         rows = some(4)
         offset = outlet.ring.allocate(rows.nbytes)
@@ -470,15 +471,15 @@ def test_a_page_that_cannot_be_sent_or_read_costs_its_sample_alone(outlet, tmp_p
         attached = {"x": lambda: None} if key == "bad" else {}
         segment = Segment(key, 0, 0, 4, 4, source=f"{key}:0", attached=attached)
         ids = np.arange(4, dtype=np.int64)
-        refs.append(PageRef(offset, rows.shape, segment, 0, 4, 4, LAYERS, "float32", "LTH", ids))
+        refs.append(Page(segment, 0, 4, 4, LAYERS, "float32", rows.shape, "LTH", ids, offset=offset))
         outlet.expect(Expect(key, f"{key}.safetensors", 0, True))
-    whole = writers._ref
+    whole = Page.detached
 
-    def _ref(page):
-        ref = whole(page)
-        return replace(ref, shape=(1 << 20, 1 << 20, 1)) if page.segment.key == "bad-shape" else ref
+    def detached(page: Page) -> Page:
+        sent = whole(page)
+        return replace(sent, shape=(1 << 20, 1 << 20, 1)) if page.segment.key == "bad-shape" else sent
 
-    writers._ref = _ref
+    monkeypatch.setattr(Page, "detached", detached)
     outlet.submit(*[(ref, None) for ref in refs])
     submit(outlet, "later", some())
     settle(outlet)
@@ -517,7 +518,7 @@ def test_of_long_samples_the_writers_hold_one_and_keep_nothing_of_it(tmp_path):
                 outlet.ring.wait(1.0)
             outlet.memory[offset : offset + size].view(np.float32)[:] = at + 1
             ids = np.arange(at, at + tokens)
-            ref = PageRef(offset, shape, segment, at, at + tokens, tokens, LAYERS, "float32", "LTH", ids)
+            ref = Page(segment, at, at + tokens, tokens, LAYERS, "float32", shape, "LTH", ids, offset=offset)
             outlet.submit((ref, None))
     settle(outlet)
     assert memory_of(pid, "VmHWM") - base < sample + budget + (16 << 20)
