@@ -33,7 +33,6 @@ import numpy as np
 import psutil
 import ray
 
-from hsx_dist.connector.outlet import COALESCE_BYTES
 from hsx_dist.connector.worker import CopyPlan
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.codecs.base import encode_into
@@ -42,6 +41,7 @@ from hsx_dist.memory.blocks import BlockPool
 from hsx_dist.models.builtin import smollm2
 from hsx_dist.page import Page, Segment
 from hsx_dist.store import open_store
+from hsx_dist.transport.shipping import COALESCE_BYTES
 from hsx_dist.writers.events import Lost
 from hsx_dist.writers.ray_pool import PoolWriterSpec, RaySender, start_writer
 from hsx_dist.writers.sink import SinkOptions

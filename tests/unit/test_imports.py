@@ -38,6 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "speculators": {"errors", "config", "page", "format", "reading", "store"},
     "observe": {"errors", "page", "config", "layers", "store", "format", "reading", "text"},
     "writers": {"errors", "page", "config", "layers", "store", "format", "observe", "memory", "logger", "text"},
+    "transport": {"errors", "page", "store", "format", "observe", "memory", "logger", "text", "writers"},
     "vllm_patches": {"errors", "logger"},
     "connector": {
         "vllm_patches",
@@ -55,12 +56,13 @@ ALLOWED: dict[str, set[str]] = {
         "format",
         "observe",
         "writers",
+        "transport",
     },
     "testing": {"errors", "page", "config", "layers", "store", "format", "writers"},
     "inputs": {"errors", "config", "page", "store", "format", "connector", "text", "json_limits", "logger"},
     "fleet": {
         *("errors", "page", "config", "store", "format", "logger", "text", "isa"),
-        *("writers", "connector", "inputs", "observe", "jobs"),
+        *("writers", "transport", "connector", "inputs", "observe", "jobs"),
     },
     "jobs": {
         *("inputs", "fleet"),

@@ -17,6 +17,7 @@ import torch
 import hsx_dist
 from hsx_dist.connector.connector_config import read_connector_config
 from hsx_dist.connector.object_writer import StoreOutlet, ThreadWriters
+from hsx_dist.connector.outlet import Outlet
 from hsx_dist.connector.step import Expect, Save, Skip, Step
 from hsx_dist.connector.worker import WorkerHalf
 from hsx_dist.errors import Denied, NotFound, SampleFailed
@@ -24,6 +25,7 @@ from hsx_dist.page import Page, Segment
 from hsx_dist.store import open_store
 from hsx_dist.testing.faulty_stores import PUTS, CountingStore, FailingStore, HangingStore, Strike
 from hsx_dist.testing.stores import MemoryStore
+from hsx_dist.transport.local_end import LocalEnd
 from hsx_dist.writers.sink import PartSink
 from tests.unit.connector.small_outlet import HIDDEN, LAYERS, outlet_on, some, submit
 
@@ -301,8 +303,6 @@ def test_the_same_tokens_under_another_adapter_are_another_sample(tmp_path):
 
 
 def test_what_a_sender_could_not_pass_on_is_told_and_its_room_comes_free():
-    from hsx_dist.connector.outlet import LocalOutlet
-
     class BrokenSender:
         def send(self, pages, release):
             release(pages[0])
@@ -312,7 +312,7 @@ def test_what_a_sender_could_not_pass_on_is_told_and_its_room_comes_free():
         def close(self): ...
 
     told = []
-    outlet = LocalOutlet(BrokenSender(), 1 << 20, told.append)
+    outlet = Outlet(LocalEnd(BrokenSender(), 1 << 20, told.append))
     for key in "ab":
         submit(outlet, key, some())
     outlet.close()
@@ -322,8 +322,6 @@ def test_what_a_sender_could_not_pass_on_is_told_and_its_room_comes_free():
 
 
 def test_a_page_that_is_released_twice_frees_no_other_page():
-    from hsx_dist.connector.outlet import LocalOutlet
-
     class LateSender:
         def send(self, pages, release):
             kept.extend((release, page) for page in pages)
@@ -333,7 +331,7 @@ def test_a_page_that_is_released_twice_frees_no_other_page():
         def close(self): ...
 
     kept = []
-    outlet = LocalOutlet(LateSender(), 1 << 20)
+    outlet = Outlet(LocalEnd(LateSender(), 1 << 20))
     submit(outlet, "a", some())
     outlet.close()
     other = outlet.ring.allocate(64)  # where the page was
@@ -344,8 +342,6 @@ def test_a_page_that_is_released_twice_frees_no_other_page():
 
 
 def test_a_page_that_was_not_copied_reaches_its_writer_as_an_error():
-    from hsx_dist.connector.outlet import LocalOutlet
-
     class KeepingSender:
         def send(self, pages, release):
             sent.extend((p.segment.key, bool(p.error)) for p in pages)
@@ -359,7 +355,7 @@ def test_a_page_that_was_not_copied_reaches_its_writer_as_an_error():
         raise RuntimeError("an illegal memory access was encountered")
 
     told, sent = [], []
-    outlet = LocalOutlet(KeepingSender(), 1 << 20, told.append)
+    outlet = Outlet(LocalEnd(KeepingSender(), 1 << 20, told.append))
     submit(outlet, "a", some(), ready=broken)
     submit(outlet, "b", some(), ready=lambda: None)
     submit(outlet, "a", some(), request="again", ready=lambda: None)

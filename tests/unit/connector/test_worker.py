@@ -11,12 +11,12 @@ import torch
 
 import hsx_dist.connector.worker as worker_module
 from hsx_dist.connector.copy_stream import Cuda, DeviceCopyStream
-from hsx_dist.connector.ring import Ring
 from hsx_dist.connector.step import Expect, Save, Skip, Step
 from hsx_dist.connector.worker import IDLE_WAIT_S, CopyPlan, WorkerHalf, pin, unpin
 from hsx_dist.errors import ConfigError
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import Page
+from hsx_dist.transport.ring import Ring
 from tests.unit.connector.recorded_cuda import DEVICE, RecordedCuda
 from tests.unit.connector.small_outlet import outlet_on
 

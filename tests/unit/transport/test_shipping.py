@@ -8,9 +8,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from hsx_dist.connector.outlet import COALESCE_BYTES, Shipped, ShippingThread
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import Page, Segment
+from hsx_dist.transport.shipping import COALESCE_BYTES, Shipped, ShippingThread
 
 FOREVER = 600.0
 
