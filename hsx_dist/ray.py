@@ -17,6 +17,7 @@ from ray.data.datasource import Datasource, ReadTask
 from hsx_dist.errors import ConfigError
 from hsx_dist.exporting import ExportOptions, ExportReport, export_run
 from hsx_dist.exporting.export import exporter_of
+from hsx_dist.ray_arguments import sendable
 from hsx_dist.reading import Run, open_run
 from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.reading.select import Selection
@@ -127,6 +128,7 @@ def read_hidden_states(
     if not isinstance(source, (Run, Selection)):
         source = open_run(source, storage_options=storage_options)
     selection = source if isinstance(source, Selection) else source.select()
+    sendable(selection.run.store, "storage_options")
     if layers is not None:
         options["layers"] = list(layers)
     HiddenStatesDataset(selection, rank=0, world_size=1, framework="numpy", **options)  # wrong options are told here
@@ -151,7 +153,7 @@ def export(
 
     Goes on where an earlier call was cut off; what belongs to all files is written at the end, here.
     """
-    run = open_run(url, storage_options=storage_options)
+    run = open_run(url, storage_options=sendable(storage_options, "storage_options"))
     exporter_of(to)(run, options or ExportOptions())  # what is wrong with them is told here, not by a task
     count = shards or max(1, int(ray.cluster_resources().get("CPU", 1)))
 

@@ -39,6 +39,7 @@ from hsx_dist.observe.console import Console
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.observe.progress import Progress
 from hsx_dist.observe.summary import RunSummary, print_summary
+from hsx_dist.ray_arguments import sendable
 from hsx_dist.reading.missing import missing_parts
 from hsx_dist.store import Store
 from hsx_dist.writers.sink import SinkOptions
@@ -99,6 +100,7 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
     resolve_codec(config.codec)
     if config.pool == "ray":
         connect_ray(public_url(config.output))
+        sendable(config)
     else:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # read by vLLM when it is imported
     versions = preflight.check_versions(("vllm", "ray") if config.pool == "ray" else ("vllm",))
