@@ -252,13 +252,13 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
             for arrival in arrivals:
                 if arrival is None:
                     yield None, 0
-                elif rank_of(arrival.entry.key, shards) == shard:
-                    sizes = arrival.entry.num_tokens, arrival.raw_bytes, arrival.stored_bytes
-                    yield arrival, reader.spec.nbytes(self.run, arrival.entry.key, *sizes)
+                elif rank_of(arrival.record.key, shards) == shard:
+                    r = arrival.record
+                    yield arrival, reader.spec.nbytes(self.run, r.key, r.num_tokens, r.raw_bytes, r.stored_bytes)
 
         def make(arrival: Arrival | None) -> dict[str, Any]:
             assert arrival is not None, "read_ahead runs no pauses"
-            return reader.spec.make(self.run.sample_of(arrival.entry), 0, empty)
+            return reader.spec.make(self.run.sample_of(arrival.record), 0, empty)
 
         for arrivals in (follower, follower.computed_again()):
             for arrival, future in read_ahead(make, tasks(arrivals), threads=self._threads, max_bytes=self._prefetch):
@@ -266,7 +266,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
                 gone = isinstance(future.exception(), NotFound)
                 if gone and arrivals is not follower:
                     continue  # it was skipped before
-                item = self._outcome(arrival.entry.key, future)
+                item = self._outcome(arrival.record.key, future)
                 if arrivals is not follower:
                     follower.given(arrival)
                 elif gone:

@@ -121,7 +121,8 @@ def _places_of(run: Run, index: Index, keys: Iterable[str]) -> list[int]:
     for key in keys:
         place = index.place(key)
         if place is None:
-            raise SampleNotFound(f"{run.url}: no sample {key!r}: {index.why_not(key)}")
+            run[key]  # says why not
+            raise SampleNotFound(f"{run.url}: no sample {key!r} when the run was last refreshed")
         found.append(place)
     return found
 
