@@ -103,7 +103,7 @@ def engine_arguments(spec: CellSpec) -> dict[str, Any]:
     else:
         hsx = {"output": spec.output or "nowhere", "codec": spec.codec, "in_flight_bytes": 2 * RING_BYTES}
         if spec.sink == "null-sink":
-            hsx |= {"via": "process", "address": "null-sink"}
+            hsx |= {"transport": "inline", "address": "null-sink"}
         if spec.storage_options:
             hsx["storage_options"] = spec.storage_options
         connector["kv_connector"] = "HiddenStatesConnector"

@@ -365,8 +365,8 @@ def store_outlet(settings: ConnectorConfig, vllm_config: VllmConfig) -> StoreOut
     with any_core():  # encoding and storing are not to take the engine's time
         # Opened here too: what is wrong with it is the engine's to say.
         store = open_store(settings.output, settings.storage_options, on_retry=meter.retried)
-        # What is in memory is in one process's.
-        apart = settings.writers == "process" and not settings.output.startswith("memory:")
+        # An object at memory:// exists in one process.
+        apart = settings.transport == "spawn" and not settings.output.startswith("memory:")
         return StoreOutlet(
             process_writers(settings) if apart else thread_writers(store, settings.writer_threads),
             settings,

@@ -83,7 +83,7 @@ class Replica:
         self._ready = threading.Event()
         self._requests = 0
         # Made here, before the engine pins its thread: whatever an engine's thread starts inherits its cores.
-        self._via, self._address = self._open_transport()
+        self._transport, self._address = self._open_transport()
         self._thread = threading.Thread(target=self._loop, name="hsx-engine", daemon=True)
         self._thread.start()
         self._ready.wait()
@@ -134,9 +134,9 @@ class Replica:
             )
             address = f"replica-{id(self)}"
             register(address, self._end_here)
-            return "process", address
+            return "inline", address
         self._server = PageServer(self._sender, self._on_shipped, self._on_processes_ended, self.meter)
-        return "socket", self._server.address
+        return "attach", self._server.address
 
     def _close_transport(self) -> None:
         if self._end_here is not None:
@@ -200,7 +200,7 @@ class Replica:
         except (TypeError, ValueError, VLLMValidationError) as e:
             raise EngineError(f"sampling_params: expected what vLLM's SamplingParams take, came {e}") from e
         key = self._server.key if self._server is not None else None
-        llm = LLM(**engine_arguments(spec, self._via, self._address, self._name, authkey=key))
+        llm = LLM(**engine_arguments(spec, self._transport, self._address, self._name, authkey=key))
         self._engine = llm.llm_engine
         if self._core_here and not self._in_process:
             # vLLM names them itself, by an id of its own that it takes from nobody.
@@ -326,14 +326,14 @@ def row_seed(run: str, key: str) -> int:
 
 
 def engine_arguments(
-    spec: EngineSpec, via: str, address: str, replica: str = "0", *, authkey: bytes | None = None
+    spec: EngineSpec, transport: str, address: str, replica: str = "0", *, authkey: bytes | None = None
 ) -> dict[str, Any]:
     """Arguments of ``vllm.LLM``: the user's untouched, and those that the extraction sets. ``authkey``: with which the
     ranks prove to the process at ``address`` that they are its engine's; log lines of vLLM do not show it."""
     arguments: dict[str, Any] = {"disable_log_stats": True, **spec.engine_kwargs}
     if spec.revision is not None:
         arguments["revision"] = spec.revision
-    if via == "process":
+    if transport == "inline":
         arguments["distributed_executor_backend"] = "uni"
     return {
         **arguments,
@@ -349,7 +349,7 @@ def engine_arguments(
             "kv_role": "kv_producer",
             "kv_connector_extra_config": {
                 "hsx": {
-                    "via": via,
+                    "transport": transport,
                     "address": address,
                     "replica": replica,
                     "output": spec.output,

@@ -74,8 +74,8 @@ def spawn(spec: WriterProcessSpec, ring: int) -> Peer:
     if isinstance(came, HsxError):
         raise came
     raise EngineError(
-        f"expected a process that stores hidden states, got: {came}. Set hsx.writers to 'threads' to store from the "
-        "engine's own process"
+        f"expected a process that stores hidden states, got: {came}. Set hsx.transport to 'inline' to store from "
+        "the engine's own process"
     )
 
 

@@ -138,7 +138,7 @@ def test_a_stranger_that_says_nothing_delays_nobody(bridge, connect):
 
 
 def test_the_key_is_hidden_where_configurations_are_shown(bridge):
-    extra = {"hsx": {"via": "socket", "address": "x", "output": "y", "authkey": SecretStr(bridge.key.hex())}}
+    extra = {"hsx": {"transport": "attach", "address": "x", "output": "y", "authkey": SecretStr(bridge.key.hex())}}
     settings = read_connector_config(extra)
     assert bytes.fromhex(settings.authkey.get_secret_value()) == bridge.key
     copied = pickle.loads(pickle.dumps(extra))  # as vLLM hands it to its workers

@@ -430,7 +430,7 @@ def test_what_keeps_it_from_starting_is_an_error_that_says_it(tmp_path, monkeypa
         sender_of(spec(tmp_path, url="s3://user:word@bucket/x"))
     monkeypatch.setattr("sys.executable", "/bin/false")
     before = rings()
-    with pytest.raises(EngineError, match=r"exit code 1 .*\. Set hsx.writers to 'threads'"):
+    with pytest.raises(EngineError, match=r"exit code 1 .*\. Set hsx.transport to 'inline'"):
         sender_of(spec(tmp_path))
     assert rings() == before
 
@@ -444,7 +444,7 @@ class _Config:
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [({}, RemoteSender), ({"writers": "threads"}, ThreadWriters), ({"output": "memory://hsx-apart"}, ThreadWriters)],
+    [({}, RemoteSender), ({"transport": "inline"}, ThreadWriters), ({"output": "memory://hsx-apart"}, ThreadWriters)],
 )
 def test_which_writers_a_bare_connector_has(tmp_path, given, expected):
     settings = read_connector_config({"hsx": {"output": str(tmp_path), "in_flight_bytes": 1 << 20, **given}})
