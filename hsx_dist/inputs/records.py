@@ -31,6 +31,7 @@ _BUFFER = 1 << 20
 #: Rows that a batch may have without bytes; beyond, each takes a bit of at least one asked column.
 _FREE_ROWS = 1024
 _BROKEN: tuple[type[Exception], ...] = (*BROKEN, zlib.error, gzip.BadGzipFile)
+_READ_ERRORS: tuple[type[Exception], ...] = (*_BROKEN, FormatError, OSError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +80,25 @@ def read_records(
                     if source.format != "text" or item is None or item.strip():
                         yield number, item
             at = number + 1
-        except _BROKEN as e:
-            raise FormatError(
-                f"expected {shown} to be whole, came broken compressed data after row {number} ({type(e).__name__}); "
-                "write or copy the file again"
-            ) from e
-        except FormatError as e:
-            raise FormatError(f"{shown}, after row {number}: {e}") from e
-        except ConfigError:
+        except ConfigError:  # some are OSErrors
             raise
-        except OSError as e:
-            raise Unavailable(
-                f"expected to read {shown} to its end, came {type(e).__name__} after row {number}; try again when the "
-                "store answers (rows already stored are skipped)"
-            ) from e
+        except _READ_ERRORS as e:
+            raise _error_of(e, shown, number) from e
+
+
+def _error_of(e: Exception, shown: str, number: int) -> Exception:
+    """The error of reading a file, with its name and the last row that was read."""
+    if isinstance(e, _BROKEN):
+        return FormatError(
+            f"expected {shown} to be whole, came broken compressed data after row {number} ({type(e).__name__}); "
+            "write or copy the file again"
+        )
+    if isinstance(e, FormatError):
+        return FormatError(f"{shown}, after row {number}: {e}")
+    return Unavailable(
+        f"expected to read {shown} to its end, came {type(e).__name__} after row {number}; try again when the store "
+        "answers (rows already stored are skipped)"
+    )
 
 
 def _lines(file: IO[bytes], most: int, stored: int | None) -> Iterator[tuple[int, bytes | None]]:
