@@ -27,7 +27,8 @@ from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 from hsx_dist.connector.connector_config import ConnectorConfig, read_connector_config
 from hsx_dist.connector.engine_checks import check_engine
 from hsx_dist.connector.metadata import StepMetadata
-from hsx_dist.connector.outlet import Outlet, registered
+from hsx_dist.connector.object_writer import store_outlet
+from hsx_dist.connector.outlet import Outlet
 from hsx_dist.connector.ranks import RankComparison, Ranks, check_parallelism, check_siblings, ranks_of
 from hsx_dist.connector.scheduler import SchedulerHalf
 from hsx_dist.connector.stats import HiddenStatesPromMetrics, HiddenStatesStats
@@ -38,6 +39,8 @@ from hsx_dist.logger import get_logger
 from hsx_dist.memory import huge_pages
 from hsx_dist.observe.logs import configure_logging
 from hsx_dist.observe.metrics import Increments
+from hsx_dist.transport.attach import AttachedEnd
+from hsx_dist.transport.local_end import registered
 from hsx_dist.vllm_patches import captures, resets
 from hsx_dist.vllm_patches.cache_writes import watch
 from hsx_dist.vllm_patches.loads import Loads, loaded_tokens, warn_of_loads
@@ -354,16 +357,12 @@ def make_outlet(settings: ConnectorConfig, vllm_config: VllmConfig) -> Outlet:
     """Where this rank's pages go; called once the worker is set up."""
     if settings.via == "process":
         assert settings.address is not None
-        return registered(settings.address)
+        return Outlet(registered(settings.address))
     if settings.via == "socket":
-        from hsx_dist.connector.bridge import SocketOutlet
-
         assert settings.address is not None
         assert settings.authkey is not None
         key = bytes.fromhex(settings.authkey.get_secret_value())
-        return SocketOutlet(settings.address, key, settings.in_flight_bytes)
-    from hsx_dist.connector.object_writer import store_outlet
-
+        return Outlet(AttachedEnd(settings.address, key, settings.in_flight_bytes))
     return store_outlet(settings, vllm_config)
 
 

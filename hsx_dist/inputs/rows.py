@@ -76,7 +76,7 @@ def rows_from(prompts: Iterable[Any], config: InputConfig) -> Iterator[Row | Row
 
     One without an id has its number as its key: ``"0"``, ``"1"``, …
     """
-    check = _RowCheck(config, "")
+    check = _RowCheck(config, [""])
     choice = _Choice(config)
     for number, prompt in enumerate(prompts):
         if choice.ended():
@@ -99,7 +99,7 @@ def _as_record(prompt: Any, config: InputConfig) -> Any:
 
 def _rows(batches: Iterator[RecordBatch], config: InputConfig) -> Iterator[Row | RowFate]:
     choice = _Choice(config)
-    check = _RowCheck(config, "")
+    check = _RowCheck(config, [source.label for source in found.sources])
     row, refused, usable = -1, 0, 0
     if choice.ended():
         return
@@ -162,9 +162,11 @@ class _RowCheck:
     """Judges rows one after another; remembers a hash of each key to find those that come twice: about 100 bytes a row,
     and nothing where ``id`` is null, as places do not repeat."""
 
-    def __init__(self, config: InputConfig, stem: str) -> None:
+    def __init__(self, config: InputConfig, stems: Sequence[str]) -> None:
+        """``stems``: the labels of all sources of the input."""
         self.config = config
-        self.stem = stem
+        self.stem = stems[0]
+        self._places = {_place_stem(stem) for stem in stems}
         self._seen: set[bytes] = set()
 
     def judge_line(self, row: int, number: int, line: bytes | None) -> Row | RowFate:
@@ -222,8 +224,7 @@ class _RowCheck:
 
     def _number_key(self, number: int) -> str:
         # Not the default key: that one, or an id that looks like it, may belong to a row that is fine.
-        stem = self.stem.encode("utf-8", "backslashreplace").decode()  # a file's name may be no Unicode
-        return f"{stem}#{number:08d}"
+        return f"{_place_stem(self.stem)}#{number:08d}"
 
     def _refused(self, row: int, number: int, reason: str, key: str | None = None) -> RowFate:
         return RowFate(key=key or self._number_key(number), row=row, fate="refused", reason=reason, tries=0)
@@ -242,6 +243,10 @@ class _RowCheck:
             raise InputError(f"{name}: expected 1 to {_MAX_KEY} characters, came {len(key)}")
         if not is_unicode(key):
             raise InputError(f"{name}: expected valid Unicode, came half of a surrogate pair")
+        stem, _, digits = key.rpartition("#")
+        if "#" in key and stem in self._places and len(digits) >= 8 and digits.isascii() and digits.isdecimal():
+            # A refused row without an id has such a key. A sample with it would hide that row's refusal.
+            raise InputError(f"{name}: expected a key that names no row of the input, got {key!r}. Use another id")
         return key
 
     def _content(self, record: dict[str, Any]) -> dict[str, Any]:
@@ -266,3 +271,8 @@ class _RowCheck:
         if c.metadata:
             fields["metadata"] = json_metadata({n: record[n] for n in c.metadata if n in record})
         return fields
+
+
+def _place_stem(label: str) -> str:
+    """A source's label in the keys of refused rows. A file's name may be no Unicode."""
+    return label.encode("utf-8", "backslashreplace").decode()

@@ -33,15 +33,20 @@ class Index:
     """All whole samples of a run, in the order of their rows; those without a row last, by key.
 
     Arrays are ``[N]``: ``tokens`` int64, ``raw_bytes`` int64 (of the states), ``part_of`` int32 (the part of the first
-    segment, an index into ``parts``). ``tokens_in``: a part's name → tokens of all its segments.
+    segment, an index into ``parts``), ``group_of`` int32 (which receipt named the sample first, also of a part that was
+    lost since: an order by it stays when lost samples are computed again). ``tokens_in``: a part's name → tokens of all
+    its segments. ``complete``: whether the newest attempt had ended and said so. Never changes: threads may share it,
+    and positions in it stay.
     """
 
-    def __init__(self, receipts: Iterable[Receipt]):
+    def __init__(self, receipts: Iterable[Receipt], *, complete: bool = False):
+        self.complete = complete
         #: Receipts of parts, without their segments.
         self.parts: list[Receipt] = []
         found = list(receipts)
         lost = {part for r in found for part in r.void}
-        with_part = [r for r in found if r.part is not None and r.part not in lost]
+        stored = [r for r in found if r.part is not None]
+        with_part = [r for r in stored if r.part not in lost]
         keys = [key for r in with_part for key in r.table.keys()]  # noqa: SIM118 - an iterator, of a table
         columns = _columns(with_part)
         odd = _odd(keys, columns)
@@ -51,7 +56,11 @@ class Index:
         self._many = {key: manifest.samples[key] for key in several if key in manifest.samples}
         self.conflicts = manifest.conflicts
         self.parts = [replace(r, segments=()) for r in with_part]
-        self._arrange(keys, columns, odd)
+        first = _first_receipts(stored, lost, set(several))
+        columns["group"] = np.flatnonzero([r.part not in lost for r in stored])[columns["part"]]
+        if first:
+            columns["group"] = np.array([first.get(k, g) for k, g in zip(keys, columns["group"], strict=True)])
+        self._arrange(keys, columns, odd, first)
         self._places: dict[str, int] | None = None
         self.refused: dict[str, RowFate] = {k: f for k, f in manifest.refused.items() if k not in self}
         self.failed: dict[str, RowFate] = {k: f for k, f in manifest.failed.items() if k not in self}
@@ -60,7 +69,7 @@ class Index:
         totals = np.bincount(columns["part"], lengths, len(with_part)).astype(np.int64)
         self.tokens_in = {r.part: int(n) for r, n in zip(with_part, totals, strict=True) if r.part is not None}
 
-    def _arrange(self, keys: list[str], columns: dict[str, _Array], odd: _Array) -> None:
+    def _arrange(self, keys: list[str], columns: dict[str, _Array], odd: _Array, first: dict[str, int]) -> None:
         simple = np.flatnonzero(~odd)
         many = list(self._many.values())
         part_numbers = {r.part: i for i, r in enumerate(self.parts)}
@@ -82,6 +91,7 @@ class Index:
             "stored_bytes", lambda r: _total(p.stored_bytes for _, p in r.segments), np.int64
         )[order]
         self.part_of: _Array = joined("part", lambda r: part_numbers[r.segments[0][0]], np.int32)[order]
+        self.group_of: _Array = joined("group", lambda r: first[r.key], np.int32)[order]
         self._slot: _Array = joined("slot", lambda _: -1, np.int64)[order]
         self._hash: _Array = joined("token_hash", lambda _: b"", "S16")[order]
 
@@ -124,6 +134,15 @@ class Index:
         for i in np.flatnonzero(self._slot < 0):
             found[i] = all(part in parts for part, _ in self._many[self.keys[i]].segments)
         return found
+
+    def why_not(self, key: str) -> str:
+        """Why there is no sample of ``key``, for people."""
+        fate = self.refused.get(key) or self.failed.get(key)
+        if fate is not None:
+            return f"its row was {'refused' if fate.fate == 'refused' else 'given up'}: {fate.reason}"
+        if not self.complete:
+            return f"it is not stored yet; the run has {len(self)} samples and is not complete"
+        return f"the run is complete, with {len(self)} samples, and none has this key; see Run.keys(), or hsx ls"
 
     def digest(self) -> str:
         """32 hex digits of all samples in order: keys, lengths, token ids."""
@@ -171,6 +190,18 @@ def _odd(keys: list[str], columns: dict[str, _Array]) -> _Array:
             if first != i:
                 odd[i] = odd[first] = True
     return odd
+
+
+def _first_receipts(receipts: Sequence[Receipt], lost: Set[str], several: Set[str]) -> dict[str, int]:
+    """Which receipt (a position in ``receipts``) was the first that named the begin of each sample of ``several`` keys,
+    and of those that a ``lost`` part held."""
+    keys = several | {key for r in receipts if r.part in lost for key in list(r.table.keys())}
+    first: dict[str, int] = {}
+    for i, receipt in enumerate(receipts if keys else ()):
+        for key, index in zip(receipt.table.keys(), receipt.table.numbers[:, 0], strict=True):
+            if index == 0 and key in keys:
+                first.setdefault(key, i)
+    return first
 
 
 def _decide(receipts: Sequence[Receipt], odd: _Array) -> Manifest:

@@ -143,8 +143,9 @@ class Run:
         with self.place.reading():
             # In this order: what is said to be complete must have been so before the receipts were read.
             complete, over = read_completion(self.store)
-            index = Index(receipts_after(self.store, complete, over=over))
-        self.index, self._complete = index, over
+            #: The samples as they were then. A refresh replaces it and never changes it: whoever counts positions in
+            #: an index, or asks it twice, keeps that one.
+            self.index = Index(receipts_after(self.store, complete, over=over), complete=over)
         self.__dict__.pop("manifest", None)
 
     @cached_property
@@ -180,10 +181,15 @@ class Run:
 
     def with_store(self, wrap: Callable[[Store], Store]) -> Run:
         """The same run, its parts read through ``wrap(store)``; the samples are shared, not read again."""
-        other = object.__new__(type(self))  # copy.copy goes by what pickles: the store would be opened again
-        other.__dict__.update(self.__dict__)
+        other = self.snapshot()
         other._wrap = wrap
         other._parts = _Parts()
+        return other
+
+    def snapshot(self) -> Run:
+        """The same run and samples, which a later ``refresh`` of this one does not change."""
+        other = object.__new__(type(self))  # copy.copy goes by what pickles: the store would be opened again
+        other.__dict__.update(self.__dict__)
         return other
 
     @property
@@ -203,7 +209,7 @@ class Run:
     @property
     def complete(self) -> bool:
         """Whether the newest attempt ended and said so; until then, samples may still appear."""
-        return self._complete
+        return self.index.complete
 
     @property
     def refused(self) -> Mapping[str, RowFate]:
@@ -236,17 +242,19 @@ class Run:
         return key in self.index
 
     def __iter__(self) -> Iterator[Sample]:
-        return map(self.at, range(len(self)))
+        index = self.index
+        return (self.sample_of(index[i]) for i in range(len(index)))
 
     def __getitem__(self, key: str) -> Sample:
         """The sample of ``key``. ``SampleNotFound`` says what is known of the key."""
-        place = self.index.place(key)
+        index = self.index
+        place = index.place(key)
         if place is None:
-            raise SampleNotFound(f"{self.url}: no sample {key!r}: {self._why_not(key)}")
-        return self.at(place)
+            raise SampleNotFound(f"{self.url}: no sample {key!r}: {index.why_not(key)}")
+        return self.sample_of(index[place])
 
     def at(self, place: int) -> Sample:
-        """The ``place``-th sample in the order of iteration."""
+        """The ``place``-th sample in the order of iteration, which a refresh may change."""
         return self.sample_of(self.index[place])
 
     def sample_of(self, entry: SampleEntry) -> Sample:
@@ -260,14 +268,6 @@ class Run:
     def __repr__(self) -> str:
         return f"Run({self.url!r}, {len(self)} samples{'' if self.complete else ', not complete'})"
 
-    def _why_not(self, key: str) -> str:
-        fate = self.refused.get(key) or self.failed.get(key)
-        if fate is not None:
-            return f"its row was {'refused' if fate.fate == 'refused' else 'given up'}: {fate.reason}"
-        if not self.complete:
-            return f"it is not stored yet; the run has {len(self)} samples and is not complete"
-        return f"the run is complete, with {len(self)} samples, and none has this key; see Run.keys(), or hsx ls"
-
     def open_part(self, name: str) -> Part:
         """The part of that name, its header and token ids read; the last few are kept.
 
@@ -279,10 +279,10 @@ class Run:
         return self._parts.get(name, partial(self._open_part, store))
 
     def _open_part(self, store: Store, name: str) -> Part:
-        known = {}
-        receipt = self.index.parts_by_name.get(name)
+        known, index = {}, self.index
+        receipt = index.parts_by_name.get(name)
         if receipt is not None:
-            ids = 8 * self.index.tokens_in[name]
+            ids = 8 * index.tokens_in[name]
             known = {"header_bytes": receipt.header_bytes, "size": receipt.size}
             known["front_bytes"] = ids if ids <= _MOST_IDS else 0
         return Part.open(_ProvenPart(store, self.place), name, **known)

@@ -34,10 +34,15 @@ ALLOWED: dict[str, set[str]] = {
     "reading": {"errors", "memory", "page", "config", "store", "format", "logger", "text"},
     "models": {"errors"},
     "exporting": {"errors", "isa", "models", "page", "config", "layers", "store", "format", "reading"},
-    "ray": {"errors", "reading", "exporting"},
+    "ray_arguments": {"config", "errors"},
+    "ray": {"errors", "reading", "exporting", "ray_arguments"},
     "speculators": {"errors", "config", "page", "format", "reading", "store"},
     "observe": {"errors", "page", "config", "layers", "store", "format", "reading", "text"},
-    "writers": {"errors", "page", "config", "layers", "store", "format", "observe", "memory", "logger", "text"},
+    "writers": {
+        *("errors", "page", "config", "layers", "store", "format"),
+        *("observe", "memory", "logger", "text", "ray_arguments"),
+    },
+    "transport": {"errors", "page", "store", "format", "observe", "memory", "logger", "text", "writers"},
     "vllm_patches": {"errors", "logger"},
     "connector": {
         "vllm_patches",
@@ -55,15 +60,16 @@ ALLOWED: dict[str, set[str]] = {
         "format",
         "observe",
         "writers",
+        "transport",
     },
     "testing": {"errors", "page", "config", "layers", "store", "format", "writers"},
     "inputs": {"errors", "config", "page", "store", "format", "connector", "text", "json_limits", "logger"},
     "fleet": {
         *("errors", "page", "config", "store", "format", "logger", "text", "isa"),
-        *("writers", "connector", "inputs", "observe", "jobs"),
+        *("writers", "transport", "connector", "inputs", "observe", "jobs", "ray_arguments"),
     },
     "jobs": {
-        *("inputs", "fleet"),
+        *("inputs", "fleet", "ray_arguments"),
         *("errors", "isa", "page", "config", "layers", "tokenizers", "store", "format"),
         *("writers", "connector", "reading", "observe", "models", "logger", "text", "json_limits"),
     },
@@ -75,7 +81,7 @@ ALLOWED: dict[str, set[str]] = {
 
 #: Where the heavy packages may be imported: a path, or a folder.
 HEAVY: dict[str, tuple[str, ...]] = {
-    "ray": ("writers/ray_pool.py", "observe/ray_metrics.py", "fleet/", "jobs/", "ray.py"),
+    "ray": ("ray_arguments.py", "writers/ray_pool.py", "observe/ray_metrics.py", "fleet/", "jobs/", "ray.py"),
     "vllm": ("connector/", "vllm_patches/", "fleet/", "inputs/encode.py", "jobs/"),
     "torch": (
         "isa.py",

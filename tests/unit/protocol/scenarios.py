@@ -19,7 +19,9 @@ from hsx_dist.format.manifest import Manifest, RowFate
 from hsx_dist.format.place import Place, find_place, start_run
 from hsx_dist.format.runs import all_receipts, load_manifest, take_attempt, write_complete
 from hsx_dist.inputs.rows import Row, rows_from
-from hsx_dist.jobs.extract import account_for, complete, open_or_start_run, remaining
+from hsx_dist.jobs.accounting import remaining
+from hsx_dist.jobs.attempt import complete, open_or_start_run
+from hsx_dist.jobs.extract import account_for
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.observe.console import Console
 from hsx_dist.observe.metrics import Meter

@@ -170,7 +170,7 @@ def test_each_module_that_reads_a_manifest_looks_for_a_removal() -> None:
     root = Path(hsx_dist.__file__).parent
     # They read while they change the run: a driver looks at its end, gc and retention delete what receipts allow.
     # liveness: asked by status, which looks, and before a removal.
-    others = {"jobs/extract.py", "reading/retention.py", "reading/liveness.py"}
+    others = {"jobs/attempt.py", "reading/retention.py", "reading/liveness.py"}
     found = set()
     for path in root.rglob("*.py"):
         name = path.relative_to(root).as_posix()
