@@ -39,6 +39,8 @@ class RecordBatch(NamedTuple):
     format: str
     shown: str
     records: list[tuple[int, Any]]
+    #: Of all sources, in the batch that begins the first file.
+    labels: tuple[str, ...] = ()
 
 
 def read_batches(found: Input, columns: Sequence[str], needed: Sequence[str]) -> Iterator[RecordBatch]:
@@ -52,6 +54,7 @@ def read_batches(found: Input, columns: Sequence[str], needed: Sequence[str]) ->
         FormatError: a file is broken; Unavailable: the store failed; both with the number of the last row read.
         ConfigError: a file cannot be opened or has none of the needed columns; pyarrow is missing.
     """
+    labels = tuple(source.label for source in found.sources)
     for source in found.sources:
         number, at, stored = -1, 0, 0
         lines = source.format in ("jsonl", "text")
@@ -60,7 +63,8 @@ def read_batches(found: Input, columns: Sequence[str], needed: Sequence[str]) ->
             try:
                 with ExitStack() as stack:
                     file = stack.enter_context(found.open(path, compressed=lines))
-                    yield RecordBatch(source.label, source.format, shown, [])
+                    yield RecordBatch(source.label, source.format, shown, [], labels)
+                    labels = ()
                     if lines:
                         items = read_lines(file, found.max_row_bytes, found.stored_bytes(path))
                         text = source.format == "text"

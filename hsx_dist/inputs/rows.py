@@ -67,8 +67,8 @@ def read_rows(config: InputConfig) -> Iterator[Row | RowFate]:
         batches = read_batches(found, columns, needed)
     else:
         batches = read_in_child(config, None if found is None else found.sources, columns, needed)
-    next(batches)  # the first file is open
-    return _rows(batches, config)
+    opened = next(batches)  # the first file is open
+    return _rows(batches, config, opened)
 
 
 def rows_from(prompts: Iterable[Any], config: InputConfig) -> Iterator[Row | RowFate]:
@@ -97,9 +97,9 @@ def _as_record(prompt: Any, config: InputConfig) -> Any:
     return prompt
 
 
-def _rows(batches: Iterator[RecordBatch], config: InputConfig) -> Iterator[Row | RowFate]:
+def _rows(batches: Iterator[RecordBatch], config: InputConfig, opened: RecordBatch) -> Iterator[Row | RowFate]:
     choice = _Choice(config)
-    check = _RowCheck(config, [source.label for source in found.sources])
+    check = _RowCheck(config, list(opened.labels))
     row, refused, usable = -1, 0, 0
     if choice.ended():
         return
