@@ -4,8 +4,7 @@
 
 Plain zstd-1 is what one writes without this library: `compress` and `decompress` of the zstandard package, of
 token-major states as vLLM's own files hold them. Every codec here gets layer-major chunks; what it makes is copied to
-where a part is collected, and it decodes into the reader's array. ``split`` decodes as a process does that has read
-some GiB, by compiled code (``hsx_dist.format.codecs.planes``), and in a row of its own by libzstd alone.
+where a part is collected, and it decodes into the reader's array.
 Every round times every codec once, in an order that turns; speeds relative to plain zstd-1 are medians of the ratios
 within a round, so that what else the machine does falls on all of them. Writes benchmarks/results/codec.{md,json}.
 """
@@ -14,12 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,7 @@ import zstandard
 
 from benchmarks.provenance import provenance
 from benchmarks.states import LAYERS, smollm2_states
-from hsx_dist.format.codecs import Codec, Fp8TokenCodec, NoneCodec, SplitCodec, ZstdCodec, planes
+from hsx_dist.format.codecs import Codec, Fp8TokenCodec, NoneCodec, SplitCodec, ZstdCodec
 from hsx_dist.format.codecs.base import encode_into
 from hsx_dist.format.loss import combine, measure
 from hsx_dist.page import CARRIER
@@ -37,7 +34,6 @@ from hsx_dist.store.base import as_bytes_view
 RESULTS = Path(__file__).parent / "results"
 CHUNK_BYTES = 1 << 20
 BASELINE = "plain zstd-1 of [T, L, H]"
-BY_LIBZSTD = "split, decoded by libzstd alone"
 CODECS: dict[str, Codec] = {
     "zstd": ZstdCodec(1),
     "none": NoneCodec(),
@@ -62,7 +58,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="folder in which the model's states are kept for the next time")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     args = parser.parse_args()
-    about = provenance("numpy", "zstandard", "numba", "crc32c", "torch", "transformers")
+    about = provenance("numpy", "zstandard", "crc32c", "torch", "transformers")
     states = {dtype: states_of(dtype, args.tokens, args.keep) for dtype in CARRIER}
     bf16 = states["bfloat16"]
     result = {
@@ -149,13 +145,9 @@ def speeds(states: Array, rounds: int) -> dict[str, Any]:
     token_major = chunks_of(np.ascontiguousarray(states.transpose(1, 0, 2)).reshape(1, -1, states.shape[2]))
     inputs: dict[str, tuple[Codec, list[Array]]] = {BASELINE: (ZstdCodec(1), token_major[: len(chunks)])}
     inputs |= {name: (codec, chunks) for name, codec in CODECS.items()}
-    inputs[BY_LIBZSTD] = inputs["split"]
     works: dict[str, tuple[Work, Work]] = {"memcpy": (lambda i: np.copyto(_out(chunks[i]), chunks[i]),) * 2}
     works |= {name: _works(codec, of) for name, (codec, of) in inputs.items()}
     works[BASELINE] = _plain_zstd(inputs[BASELINE][1])
-    for name, code in (("split", planes.Planes(0)), (BY_LIBZSTD, planes.Planes(math.inf))):
-        encode, decode = works[name]
-        works[name] = encode, partial(_with, code, decode)
     jobs = [(name, step, n) for name in works for step in (0, 1) for n in (1, 2)]
     times: dict[tuple[str, int, int], list[float]] = {job: [] for job in jobs}
     for name, step, _ in jobs[::2]:
@@ -209,11 +201,6 @@ def _works(codec: Codec, chunks: Sequence[Array]) -> tuple[Work, Work]:
         encode,
         lambda i: codec.decode(stored[i], _out(chunks[i]), dtype),
     )
-
-
-def _with(code: planes.Planes, work: Work, i: int) -> None:
-    planes.current = code
-    work(i)
 
 
 def _plain_zstd(chunks: Sequence[Array]) -> tuple[Work, Work]:

@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks.provenance import provenance
 from benchmarks.states import smollm2_states
-from hsx_dist.format.codecs import SplitCodec, planes
+from hsx_dist.format.codecs import SplitCodec
 from hsx_dist.format.manifest import Manifest, Receipt, SegmentProof
 from hsx_dist.format.names import part_name
 from hsx_dist.format.runs import take_attempt, write_complete
@@ -173,9 +173,7 @@ def one_layer(server: S3Server, slow: dict[str, Any], rounds: int, name: str, to
 
 
 def against_codec(path: str, narrow: Sequence[RandomSample], rounds: int) -> dict[str, Any]:
-    """From disk (its cache) with one thread, against the codec alone on the same chunks in memory; both decode as a
-    process does that has read some GiB."""
-    planes.current = planes.Planes(0)
+    """From disk (its cache) with one thread, against the codec alone on the same chunks in memory."""
     codec = SplitCodec()
     chunks = []
     for sample in narrow:

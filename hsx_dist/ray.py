@@ -41,13 +41,12 @@ class HiddenStatesSource(Datasource):  # type: ignore[misc]
     ) -> list[ReadTask]:
         """At most ``parallelism`` tasks, each of neighbours within parts."""
         del data_context
-        run = self._selection.run
-        places = self._selection.places
-        ordered = places[np.argsort(run.index.part_of[places], kind="stable")]
+        run, index, places = self._selection.run, self._selection.run_index, self._selection.places
+        ordered = places[np.argsort(index.part_of[places], kind="stable")]
         groups = [g for g in np.array_split(ordered, max(1, min(parallelism, len(ordered)))) if len(g)]
         return [
             ReadTask(
-                _reader(Selection(run, np.sort(group)), self._options),
+                _reader(Selection(run, index, np.sort(group)), self._options),
                 BlockMetadata(
                     num_rows=len(group), size_bytes=int(self._bytes(group)), input_files=None, exec_stats=None
                 ),
@@ -59,7 +58,7 @@ class HiddenStatesSource(Datasource):  # type: ignore[misc]
     def _bytes(self, places: np.ndarray[Any, Any]) -> float:
         run, layers = self._selection.run, self._options.get("layers")
         share = len(layers) / len(run.layer_ids) if layers is not None and run.layer_ids else 1.0
-        return 2 * share * float(run.index.raw_bytes[places].sum())
+        return 2 * share * float(self._selection.run_index.raw_bytes[places].sum())
 
 
 def _reader(selection: Selection, options: Mapping[str, Any]) -> Callable[[], Iterable[Block]]:

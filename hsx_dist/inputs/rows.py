@@ -6,16 +6,18 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import Any
 
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import FormatError, InputError
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.inputs.content import CONTENT_CHECKS, as_messages, as_tools, json_metadata, mask_of
-from hsx_dist.inputs.records import Unreadable, read_records
+from hsx_dist.inputs.reader import read_in_child
+from hsx_dist.inputs.records import RecordBatch, read_batches
 from hsx_dist.inputs.row_cost import cost_of_json, most_cost
 from hsx_dist.inputs.row_values import is_unicode, kind_of, shown
-from hsx_dist.inputs.sources import Input, find_input
+from hsx_dist.inputs.sources import find_input
+from hsx_dist.inputs.tables import Unreadable
 
 _MAX_KEY = 1024
 #: Each refused row costs the driver about 500 bytes. An input may have so many, and so many more for each usable row.
@@ -57,9 +59,16 @@ def read_rows(config: InputConfig) -> Iterator[Row | RowFate]:
     Raises ConfigError when there is no such file or bucket, or no access to it; while iterating, Unavailable when the
     store fails and FormatError when a file is broken, each with the number of the row that was not reached.
     """
-    found = find_input(config)
-    first = found.sources[0]
-    return _rows(found, config, found.open(first.files[0], compressed=first.format in ("jsonl", "text")))
+    needed = (config.text, config.messages, config.token_ids)
+    own = (config.id, config.tools, config.loss_mask, *config.metadata)
+    columns = [*needed, *(name for name in own if name is not None)]
+    found = None if "::" in config.path else find_input(config)
+    if found is not None and found.is_plain:
+        batches = read_batches(found, columns, needed)
+    else:
+        batches = read_in_child(config, None if found is None else found.sources, columns, needed)
+    opened = next(batches)  # the first file is open
+    return _rows(batches, config, opened)
 
 
 def rows_from(prompts: Iterable[Any], config: InputConfig) -> Iterator[Row | RowFate]:
@@ -88,22 +97,15 @@ def _as_record(prompt: Any, config: InputConfig) -> Any:
     return prompt
 
 
-def _rows(found: Input, config: InputConfig, opened: IO[bytes] | None) -> Iterator[Row | RowFate]:
-    needed = (config.text, config.messages, config.token_ids)
-    own = (config.id, config.tools, config.loss_mask, *config.metadata)
-    columns = [*needed, *(name for name in own if name is not None)]
+def _rows(batches: Iterator[RecordBatch], config: InputConfig, opened: RecordBatch) -> Iterator[Row | RowFate]:
     choice = _Choice(config)
-    check = _RowCheck(config, [source.label for source in found.sources])
+    check = _RowCheck(config, list(opened.labels))
     row, refused, usable = -1, 0, 0
-    for source in found.sources:
-        if choice.ended():
-            return
+    if choice.ended():
+        return
+    for source in batches:
         check.stem = source.label
-        records = read_records(found, source, columns, needed, opened)
-        opened = None
-        for number, item in records:
-            if choice.ended():
-                return
+        for number, item in source.records:
             row += 1
             if not choice.takes(source.label, number):
                 continue
@@ -124,6 +126,8 @@ def _rows(found: Input, config: InputConfig, opened: IO[bytes] | None) -> Iterat
                         "input.format and the names of its columns"
                     )
             yield judged
+            if choice.ended():
+                return
 
 
 class _Choice:

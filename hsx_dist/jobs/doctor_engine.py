@@ -154,7 +154,7 @@ def _start(config: ExtractConfig, model: preflight.Model, layers: list[int], fol
     from vllm import LLM
 
     spec = replace(engine_spec(config, model), layers=tuple(layers))
-    arguments = engine_arguments(spec, "process" if in_process else "socket", "")
+    arguments = engine_arguments(spec, "inline" if in_process else "attach", "")
     arguments["kv_transfer_config"]["kv_connector_extra_config"] = {"shared_storage_path": folder}
     try:
         return LLM(**arguments)

@@ -20,8 +20,6 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 #: Refers to a link itself; macOS has no such flag.
 _LINK = getattr(os, "O_PATH", 0)
-#: As the kernel follows in one path.
-_MOST_LINKS = 40
 
 
 @contextmanager
@@ -138,43 +136,6 @@ def private_folder(path: Path) -> int:
         owner = f"owner {found.st_uid} and mode {stat.S_IMODE(found.st_mode):o}"
         raise ConfigError(_not_private(path, owner))
     return folder
-
-
-def is_trusted(path: Path) -> bool:
-    """Whether only this process's user and root can write the folder, and can replace it, a folder above it or a link
-    on the way to it. Made where it is missing.
-
-    A group counts as other users: its members are not known here. Write permission is harmless below a folder that no
-    other user can enter.
-    """
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        own = (0, os.geteuid())
-        at, enterable, links = Path("/"), True, 0
-        names = list(reversed(path.absolute().parts[1:]))
-        while True:
-            found = at.lstat()
-            if found.st_uid not in own:
-                return False
-            if stat.S_ISLNK(found.st_mode):
-                links += 1
-                if links > _MOST_LINKS:
-                    return False
-                target = at.readlink()
-                names += reversed(target.parts[1:] if target.is_absolute() else target.parts)
-                at, enterable = Path("/") if target.is_absolute() else at.parent, True
-                continue
-            enterable = enterable and bool(found.st_mode & (stat.S_IXGRP | stat.S_IXOTH))
-            writable = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            # In a sticky folder other users can make names, and cannot replace those of this user.
-            if enterable and writable and not (names and found.st_mode & stat.S_ISVTX):
-                return False
-            if not names:
-                return True
-            name = names.pop()
-            at, enterable = (at.parent, True) if name == ".." else (at / name, enterable)
-    except OSError:
-        return False
 
 
 def _not_private(path: Path, got: str) -> str:

@@ -1,6 +1,5 @@
 """Two hundred thousand mutated parts: each ends in a typed error that names it, or in the numbers that were stored.
-And as many zstd frames for the compiled decoder: each is decoded as libzstd does, or left to it. And small objects that
-claim much, read in little memory (``claims``).
+And small objects that claim much, read in little memory (``claims``).
 
     .venv/bin/python -m tests.soak.run [--objects 200000] [--seed 0]
 
@@ -24,7 +23,6 @@ import zstandard
 
 from benchmarks.provenance import provenance
 from tests.soak import claims
-from tests.soak.frames import OF_EACH, compare
 from tests.soak.mutations import FILES, KINDS, PLAIN, mutate, outcome
 
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "soak-format.md"
@@ -62,28 +60,21 @@ def work(job: tuple[int, int]) -> tuple[Tally, float, int]:
     return tally, slowest, gained
 
 
-def frames(job: tuple[int, int]) -> Counter[str]:
-    """Of ``(seed, count)``: what became of how many frames."""
-    seed, count = job
-    return sum((compare(random.Random(f"{seed}/{number}")) for number in range(-(-count // OF_EACH))), Counter())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--objects", type=int, default=200_000)
     parser.add_argument("--claims", type=int, default=300, help="small objects of each kind that claim much")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    about = provenance("numpy", "numba", "zstandard", "safetensors")
+    about = provenance("numpy", "zstandard", "safetensors")
     begin = time.monotonic()
     jobs = [(args.seed * PROCESSES + p, -(-args.objects // PROCESSES)) for p in range(PROCESSES)]
     with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
         done = pool.map(work, jobs)
-        decoded = sum(pool.map(frames, jobs), Counter())
     claimed = claims.run_limited(args.claims, args.seed)
     tally: Tally = sum((t for t, _, _ in done), Counter())
     slowest, gained = max(s for _, s, _ in done), max(g for _, _, g in done)
-    page = as_markdown(tally, slowest, gained, decoded, claimed, about, args.seed)
+    page = as_markdown(tally, slowest, gained, claimed, about, args.seed)
     print(page, f"{time.monotonic() - begin:.0f} s", sep="\n")
     RESULT.write_text(page)
 
@@ -92,7 +83,6 @@ def as_markdown(
     tally: Tally,
     slowest: float,
     gained: int,
-    decoded: Counter[str],
     claimed: dict[str, dict[str, int]],
     about: dict[str, Any],
     seed: int,
@@ -123,10 +113,6 @@ def as_markdown(
     totals = [sum(tally[kind, result] for kind in KINDS) for result in results]
     lines.append(f"| all | {' | '.join(map(str, totals))} | {sum(totals)} |")
     lines += [
-        "",
-        f"{sum(decoded.values())} damaged and forged zstd frames of high bytes for the compiled decoder (numba): "
-        + ", ".join(f"{count} {what}" for what, count in sorted(decoded.items()))
-        + "; none decoded to anything else than by libzstd, none that libzstd refuses.",
         "",
         f"Small objects that claim much, in an address space limited to {claims.MEMORY >> 20} MiB more than at the "
         f"start; each was read in every way that a command or a reader has, within {claims.SLOWEST:g} s of CPU:",

@@ -42,6 +42,7 @@ ALLOWED: dict[str, set[str]] = {
         *("errors", "page", "config", "layers", "store", "format"),
         *("observe", "memory", "logger", "text", "ray_arguments"),
     },
+    "transport": {"errors", "page", "store", "format", "observe", "memory", "logger", "text", "writers"},
     "vllm_patches": {"errors", "logger"},
     "connector": {
         "vllm_patches",
@@ -59,12 +60,13 @@ ALLOWED: dict[str, set[str]] = {
         "format",
         "observe",
         "writers",
+        "transport",
     },
     "testing": {"errors", "page", "config", "layers", "store", "format", "writers"},
     "inputs": {"errors", "config", "page", "store", "format", "connector", "text", "json_limits", "logger"},
     "fleet": {
         *("errors", "page", "config", "store", "format", "logger", "text", "isa"),
-        *("writers", "connector", "inputs", "observe", "jobs", "ray_arguments"),
+        *("writers", "transport", "connector", "inputs", "observe", "jobs", "ray_arguments"),
     },
     "jobs": {
         *("inputs", "fleet", "ray_arguments"),

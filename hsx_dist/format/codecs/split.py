@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hsx_dist.errors import FormatError
-from hsx_dist.format.codecs import planes
 from hsx_dist.format.codecs.base import Allocate, Look, allocate, blocks, itemsize, raw_array, scratch
 from hsx_dist.format.codecs.zstd import check_expansion, compress_huffman, decompress_into
 from hsx_dist.store.base import Buffer
@@ -66,8 +65,6 @@ class SplitCodec:
         low = [raw_array(data[: size * (width // 2)], width // 2, out.shape, "low part")]
         if width == 4:
             low.insert(0, raw_array(data[2 * size : raw], 1, out.shape, "third bytes"))
-        if width == 2 and planes.join(data[raw:], low[0], out):
-            return
         high = scratch("high", size)
         decompress_into(data[raw:], high)
         # In numpy a product is faster than a shift. Each operation widens its bytes a buffer at a time, in the first

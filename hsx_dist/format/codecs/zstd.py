@@ -42,7 +42,7 @@ def _compressor(level: int) -> zstd.ZstdCompressor:
 
 
 # With the fast strategy a target length is the step of the match search: this one, the largest, skips a whole block. On
-# planes matches only displace Huffman codes, cost time, and keep the compiled decoder from a frame.
+# planes matches only displace Huffman codes and cost time.
 _HUFFMAN: dict[int, int] = {
     zstd.CompressionParameter.compression_level: 1,
     zstd.CompressionParameter.strategy: zstd.Strategy.fast,
@@ -80,7 +80,7 @@ def decompress_into(frame: memoryview, out: np.ndarray[Any, Any]) -> None:
     """
     expected = out.nbytes
     try:
-        walk(frame, expected)
+        _check_frame(frame, expected)
         decompressor: zstandard.ZstdDecompressor | None = getattr(_local, "decompressor", None)
         if decompressor is None:
             decompressor = _local.decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
@@ -99,9 +99,9 @@ def check_expansion(frame_bytes: int, expected: int) -> None:
         raise FormatError(f"expected {expected} bytes, which no zstd frame of {frame_bytes} bytes can hold")
 
 
-def walk(frame: memoryview, expected: int) -> tuple[int, int]:
-    """Where the first block of a zstd frame begins, and how many bytes a block may hold at most. Walks over the blocks'
-    headers: what is cut short, or has something behind it, is seen before it is decoded.
+def _check_frame(frame: memoryview, expected: int) -> None:
+    """Walk over the headers of a zstd frame's blocks: a frame that is cut short, or has bytes after its end, is found
+    before it is decoded.
 
     Raises:
         FormatError: ``frame`` is not one whole frame that says to hold ``expected`` bytes.
@@ -114,7 +114,7 @@ def walk(frame: memoryview, expected: int) -> tuple[int, int]:
         raise FormatError(f"expected a zstd frame of {expected} bytes, it says {parameters.content_size}")
     if parameters.dict_id:
         raise FormatError(f"expected a zstd frame without a dictionary, it wants number {parameters.dict_id}")
-    first = at = zstandard.frame_header_size(frame)
+    at = zstandard.frame_header_size(frame)
     last = False
     while not last:
         header = int.from_bytes(frame[at : at + 3], "little")
@@ -125,7 +125,6 @@ def walk(frame: memoryview, expected: int) -> tuple[int, int]:
     at += 4 if parameters.has_checksum else 0
     if at != frame.nbytes:
         raise FormatError(f"expected a zstd frame of {at} bytes, got {frame.nbytes}")
-    return first, min(parameters.window_size, _MAX_BLOCK)
 
 
 @dataclass(frozen=True, slots=True)

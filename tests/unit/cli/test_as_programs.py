@@ -66,7 +66,7 @@ def test_no_command_reads_settings_or_code_of_its_working_folder(
     done = subprocess.run(
         [sys.executable, "-P", "-c", PROGRAM, *(a.format(out=tmp_path) for a in arguments)],
         cwd=folder,
-        env={"PATH": "", "HOME": str(tmp_path), "HSX_COMPILED_DECODE": "always", "PYTHONPATH": str(Path.cwd())},
+        env={"PATH": "", "HOME": str(tmp_path), "PYTHONPATH": str(Path.cwd())},
         capture_output=True,
         text=True,
         check=False,

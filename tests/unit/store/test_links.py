@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from hsx_dist.errors import ConfigError, Denied, NotFound, StoreError
 from hsx_dist.format.place import open_place
 from hsx_dist.reading.garbage import remove_run
 from hsx_dist.store import open_store
-from hsx_dist.store.folders import is_trusted, private_folder
+from hsx_dist.store.folders import private_folder
 from hsx_dist.store.local import LocalStore
 from tests.harness.runs import write_v1_run
 
@@ -214,64 +213,6 @@ def test_a_private_folder_that_another_user_prepared_is_refused(tmp_path: Path, 
             path.chmod(0o777)
     with pytest.raises(ConfigError, match=r"expected a folder of user 0 .*TMPDIR"):
         private_folder(path)
-
-
-@pytest.fixture
-def public() -> Iterator[Path]:
-    """A folder of this user that other users can enter: pytest's own are private."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)
-        yield Path(folder)
-
-
-def test_a_folder_that_other_users_can_write_is_not_trusted(public: Path) -> None:
-    path = public / "made" / "by it"
-    assert is_trusted(path)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o700
-    for mode, trusted in {0o755: True, 0o1777: False, 0o775: False, 0o770: False, 0o757: False, 0o730: False}.items():
-        path.chmod(mode)
-        assert is_trusted(path) is trusted, oct(mode)
-    public.chmod(0o700)  # no other user can enter it
-    assert is_trusted(path)
-    assert not is_trusted(Path("/proc/none"))
-
-
-def test_a_folder_that_other_users_can_replace_is_not_trusted(public: Path) -> None:
-    above = public / "above"
-    path = above / "path"
-    path.mkdir(parents=True)
-    for mode, trusted in {0o755: True, 0o1777: True, 0o775: False, 0o777: False}.items():
-        above.chmod(mode)
-        assert is_trusted(path) is trusted, oct(mode)
-
-
-@pytest.mark.parametrize("relative", [False, True])
-def test_a_link_on_the_way_that_other_users_can_replace_is_not_trusted(public: Path, relative: bool) -> None:
-    for name in ("links", "target/path", "private"):
-        (public / name).mkdir(parents=True)
-    (public / "private").chmod(0o700)
-    for name in ("links", "private"):
-        (public / name / "link").symlink_to("../target/path" if relative else public / "target" / "path")
-    for name in ("links", "private"):
-        assert is_trusted(public / name / "link")
-    (public / "links").chmod(0o777)
-    assert not is_trusted(public / "links" / "link")
-    (public / "target").chmod(0o777)  # a private folder on the way hides no public one behind a link
-    assert not is_trusted(public / "private" / "link")
-    (public / "links" / "loop").symlink_to("loop")
-    assert not is_trusted(public / "links" / "loop")
-
-
-@as_root
-@pytest.mark.parametrize("whose", ["folder", "folder above", "link"])
-def test_a_folder_or_a_link_of_another_user_is_not_trusted(public: Path, whose: str) -> None:
-    path = public / "above" / "path"
-    path.mkdir(parents=True)
-    (public / "link").symlink_to(path)
-    assert is_trusted(public / "link")
-    changed = {"folder": path, "folder above": path.parent, "link": public / "link"}[whose]
-    os.chown(changed, NOBODY, NOBODY, follow_symlinks=False)
-    assert not is_trusted(public / "link")
 
 
 def test_a_private_folder(tmp_path: Path) -> None:
