@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -138,6 +139,12 @@ def room(path: Path) -> str:
 
 def test_every_room_has_its_rule() -> None:
     assert {room(path) for path in MODULES} <= set(ALLOWED)
+
+
+def test_the_map_names_each_room() -> None:
+    table = (PACKAGE.parent / "docs" / "architecture.md").read_text().partition("## Rooms")[2].partition("\n## ")[0]
+    named = [name for row in table.splitlines() for name in re.findall(r"`([a-z_]+)`", row.split(" | ")[0])]
+    assert sorted(name for name in named if name not in ("hsx_dist",)) == sorted(set(ALLOWED) - {"__init__"})
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
