@@ -29,7 +29,7 @@ from hsx_dist.store.direct import write_direct
 from hsx_dist.store.faults import FULL
 from hsx_dist.store.folder_listing import UNFINISHED, FolderListing
 from hsx_dist.store.folders import SAFELY, is_at, opened
-from hsx_dist.store.inode_lock import lock_exclusively, wait_for_deletes
+from hsx_dist.store.inode_lock import lock_exclusively, lock_for_put
 from hsx_dist.store.synced import SyncedFolders
 
 _IOV_MAX = 512
@@ -321,7 +321,7 @@ def _link(folder: int, temporary: str, last: str) -> None:
 
 
 def _place(folder: int, temporary: str, last: str, what: str) -> None:
-    """Give the file its name, in place of what has it. Waits while a conditional delete looks at that object."""
+    """Give the file its name, in place of what has it. Waits for another put or a conditional delete."""
     has_links = True
     while True:
         try:
@@ -335,13 +335,16 @@ def _place(folder: int, temporary: str, last: str, what: str) -> None:
                 raise
             has_links = False
         try:
-            there = os.open(last, os.O_RDONLY | SAFELY, dir_fd=folder)
+            try:
+                there = os.open(last, os.O_RDWR | SAFELY, dir_fd=folder)
+            except PermissionError:
+                there = os.open(last, os.O_RDONLY | SAFELY, dir_fd=folder)
         except OSError as e:
             if e.errno == errno.ENOENT and has_links:
                 continue  # deleted meanwhile
             break  # a link, or a file that only another user may read
         with _opened(there):
-            wait_for_deletes(there, what)
+            lock_for_put(there, what)
             if is_at(there, folder, last):
                 os.rename(temporary, last, src_dir_fd=folder, dst_dir_fd=folder)
                 return
