@@ -124,9 +124,9 @@ def remove(store: Store, name: str, now: float | None = None) -> bool:
 
     - S3 and GCS refuse the delete of another version (``require_conditional_deletes`` makes sure of it).
     - In a folder puts and the delete exclude each other (``store.inode_lock``), also between machines where the file
-      system passes locks on. Puts of a user who may replace the object but not write it exclude deletes, not each other.
-      The object's lock file is locked meanwhile, so no lock file of a server is removed; an object that a server or a
-      reader holds is left for the next call.
+      system passes locks on. Puts of a user who may replace the object but not write it exclude deletes, and not each
+      other. The object's lock file is locked meanwhile, so no lock file of a server is removed; an object that a server
+      or a reader holds is left for the next call.
 
     Raises:
         StoreError: the store's, and where it has no conditional deletes.

@@ -245,7 +245,8 @@ class Run:
     def layer_ids(self) -> tuple[int, ...]:
         """vLLM's ids of the layers that were asked for, ascending; empty where the run does not tell."""
         layers = self.info.get("meaning", {}).get("layers", [])
-        return tuple(layers) if isinstance(layers, list) else ()
+        whole = isinstance(layers, list) and all(type(layer) is int for layer in layers)
+        return tuple(layers) if whole else ()
 
     def keys(self) -> list[str]:
         """The keys of all samples, in the order of iteration."""
