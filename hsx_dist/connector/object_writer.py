@@ -84,7 +84,7 @@ MakeWriters = Callable[[SinkOptions, Callable[[Event], None], Meter, int], Write
 
 
 class StoreOutlet(Outlet):
-    """An outlet with writers of its own. A failure leaves ``KEY.error.json`` for whoever waits.
+    """An outlet with writers of its own. If a sample fails, ``KEY.error.json`` ends a reader's wait.
 
     ``in_flight_bytes`` is divided: half for the ring, three tenths for encoded bytes that are not stored yet, a
     twentieth in each process for what samples occupy besides their states, and the rest for the store's client.

@@ -79,7 +79,7 @@ class Fleet(Protocol):
 
     def flush(self, timeout: float | None = None, *, hurry: Callable[[], bool] | None = None) -> list[FleetEvent]:
         """Make durable all that replicas have shipped; what happened by then. After ``timeout`` seconds, or when
-        ``hurry`` says so, what is not durable yet is left to its fate, which nothing is told of."""
+        ``hurry`` says so, the call returns before everything is durable, and reports nothing of the rest."""
         ...
 
     def close(self, *, quickly: bool = False) -> None:

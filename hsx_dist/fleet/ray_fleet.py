@@ -164,7 +164,7 @@ class RayFleet:
     # -- actors --------------------------------------------------------------------------------------------------
 
     def _start_writers(self) -> None:
-        """On each node that has none yet. Replicas are told of a writer when it lives."""
+        """Start a writer on each node that has none. Replicas get it once it has answered."""
         for order, node in self.writers.new_nodes(self._nodes):
             for slot in range(self._shape.writers_per_node):
                 name = f"n{order}w{slot}"

@@ -1,6 +1,6 @@
 """The state machine of a replica as the driver sees it; no Ray.
 
-``after`` is pure: a state and what happened give the next state, and what the fleet does or the driver is told.
+``after`` is pure. It returns the next state, the fleet's actions and the driver's events.
 """
 
 from __future__ import annotations

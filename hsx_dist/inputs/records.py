@@ -92,12 +92,12 @@ def _read_error(error: Exception, shown: str, number: int) -> HsxError:
     kind = type(error).__name__
     if isinstance(error, _BROKEN):
         return FormatError(
-            f"expected {shown} to be whole, came broken compressed data after row {number} ({kind}); write or copy the "
+            f"expected {shown} to be whole, got broken compressed data after row {number} ({kind}). Write or copy the "
             "file again"
         )
     return Unavailable(
-        f"expected to read {shown} to its end, came {kind} after row {number}; try again when the store answers (rows "
-        "already stored are skipped)"
+        f"expected to read {shown} to its end, got {kind} after row {number}. Try again when the store answers: stored "
+        "rows are skipped"
     )
 
 

@@ -142,7 +142,6 @@ def failing_server() -> Iterator[str]:
 
 
 def test_a_server_that_fails_is_unavailable_and_its_signed_url_is_not_shown(failing_server: str) -> None:
-    pytest.importorskip("aiohttp")
     with pytest.raises(Unavailable) as error:
         list(read_rows(InputConfig(path=f"{failing_server}/x.jsonl?X-Amz-Signature=SECRETSIG")))
     assert "ClientResponseError" in str(error.value)

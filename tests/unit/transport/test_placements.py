@@ -89,9 +89,8 @@ def test_a_page_that_cannot_be_read_costs_its_sample_alone(placement, monkeypatc
     assert placement.outcomes["later"] == [None]
 
 
+@pytest.mark.parametrize("placement", ["attach", "spawn"], indirect=True)
 def test_a_page_that_cannot_cross_a_process_border_costs_its_sample_alone(placement):
-    if placement.name == "inline":
-        pytest.skip("there is no border")
     pages = [
         page
         for key in ("a", "bad", "c")
