@@ -19,10 +19,10 @@ $(READY): requirements/dev.lock pyproject.toml scripts/setup.sh
 	@touch $@
 
 demo: $(READY)  ## extract hidden states of SmolLM2 into runs/demo on a local Ray cluster, check them, write a report
-	$(BIN)/python scripts/demo.py
+	$(BIN)/python -m scripts.demo
 
 demo-s3: $(READY)  ## the same into an S3 server that it starts and ends
-	$(BIN)/python scripts/demo.py --s3
+	$(BIN)/python -m scripts.demo --s3
 
 check: $(READY)  ## lint, format, types, quick unit tests: about two minutes
 	$(BIN)/ruff check $(SOURCES)
@@ -50,7 +50,7 @@ soak: $(READY)  ## hostile parts and claims, orders of events in runs, and an ho
 	$(BIN)/python -m scripts.soak_pool --minutes $(or $(MINUTES),60) --tally benchmarks/results/soak-pool.json
 
 matrix: $(READY)  ## the connector's tests on every tested vLLM, both model runners; the table goes to docs/
-	$(BIN)/python scripts/matrix.py
+	$(BIN)/python -m scripts.matrix
 
 gpu:  ## what a GPU proves, in under 20 minutes: gpu-report.html and gpu-report.json; without a GPU, what a CPU can
 	$(PYTHON) scripts/gpu.py
@@ -59,7 +59,7 @@ docs: $(READY)  ## the documentation's site in docs/_build/html; warnings are er
 	$(BIN)/sphinx-build -W --keep-going -q -b html -d docs/_build/doctrees docs docs/_build/html
 
 screenshots: $(READY)  ## the pictures of docs/guides/watching.md, with Debian's Chromium
-	$(BIN)/python scripts/screenshots.py
+	$(BIN)/python -m scripts.screenshots
 
 tables: $(READY)  ## what is generated and kept: the metrics' table in docs/operations.md, dashboards/
 	$(BIN)/python scripts/tables.py

@@ -16,8 +16,8 @@ import time
 
 import numpy as np
 
-from hsx_dist.connector.writer_process import NICE
 from hsx_dist.store import Store, open_store
+from hsx_dist.transport.writer_process import NICE
 from tests.harness.discard import DiscardServer
 
 _TURN_S = 0.005

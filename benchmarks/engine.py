@@ -16,10 +16,10 @@ FOLDER/engine.{md,json}, by default and for a choice in benchmarks/results; ``--
 this commit for the same load.
 
 Sinks: ``none`` (no extraction), ``null`` (vLLM's own path into a connector that does nothing), ``null-sink`` (ours,
-pages dropped once they are in host memory), ``file``, ``threads`` (the same with ``writers: threads``), ``discard`` (an
-S3 server that throws bytes away), ``split`` (the same with the lossless codec), ``zstd`` (with one that is more than
-the writers' core can do), ``slow`` (that server takes 60 MB in a second), ``seaweedfs``, and ``vllm`` (vLLM's own
-connector, writing files beside ours). ``direct-sink`` and ``direct`` are ``null-sink`` and ``file`` with
+pages dropped once they are in host memory), ``file``, ``threads`` (the same with ``transport: inline``), ``discard``
+(an S3 server that throws bytes away), ``split`` (the same with the lossless codec), ``zstd`` (with one that is
+more than the writers' core can do), ``slow`` (that server takes 60 MB in a second), ``seaweedfs``, and ``vllm`` (vLLM's
+own connector, writing files beside ours). ``direct-sink`` and ``direct`` are ``null-sink`` and ``file`` with
 ``cache_writes: direct``. Beside a stranger on the writers' core, which has nothing to do with the engine, ``null-sink``
 is ``busy`` (the stranger copies memory half of the time), ``traffic`` (it sends 450 MB in a second to a discarding
 server of its own there) and ``disk`` (it writes as much to files): what those cost, whoever does them.

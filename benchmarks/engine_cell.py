@@ -103,7 +103,7 @@ def engine_arguments(spec: CellSpec) -> dict[str, Any]:
     else:
         hsx = {"output": spec.output or "nowhere", "codec": spec.codec, "in_flight_bytes": 2 * RING_BYTES}
         if spec.sink == "null-sink":
-            hsx |= {"via": "process", "address": "null-sink"}
+            hsx |= {"transport": "inline", "address": "null-sink"}
         if spec.storage_options:
             hsx["storage_options"] = spec.storage_options
         connector["kv_connector"] = "HiddenStatesConnector"
@@ -125,9 +125,9 @@ class Cell:
         self.ended: list[float] = []  # when each request of a window ended
         self._files = 0  # of earlier windows
         if spec.sink == "null-sink":
-            from hsx_dist.connector import outlet
+            from hsx_dist.transport.local_end import LocalEnd, register
 
-            outlet.register("null-sink", outlet.LocalOutlet(NullSender(), RING_BYTES))
+            register("null-sink", LocalEnd(NullSender(), RING_BYTES))
         from vllm import LLM, SamplingParams
         from vllm.platforms import current_platform
 

@@ -27,7 +27,7 @@ SLOW_RATE = 60e6
 SETTINGS: dict[str, dict[str, Any]] = {
     "direct-sink": {"cache_writes": "direct"},
     "direct": {"cache_writes": "direct"},
-    "threads": {"writers": "threads"},
+    "threads": {"transport": "inline"},
     # A fifth of what the thin model makes, or less, is what a core does.
     "zstd": {"codec": {"name": "zstd", "level": 9}},
 }

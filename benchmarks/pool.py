@@ -33,7 +33,6 @@ import numpy as np
 import psutil
 import ray
 
-from hsx_dist.connector.outlet import COALESCE_BYTES
 from hsx_dist.connector.worker import CopyPlan
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.codecs.base import encode_into
@@ -42,6 +41,7 @@ from hsx_dist.memory.blocks import BlockPool
 from hsx_dist.models.builtin import smollm2
 from hsx_dist.page import Page, Segment
 from hsx_dist.store import open_store
+from hsx_dist.transport.shipping import COALESCE_BYTES
 from hsx_dist.writers.events import Lost
 from hsx_dist.writers.ray_pool import PoolWriterSpec, RaySender, start_writer
 from hsx_dist.writers.sink import SinkOptions
@@ -88,10 +88,10 @@ def real_states(pages: int) -> np.ndarray[Any, Any]:
 def page_of(states: np.ndarray[Any, Any], i: int) -> Page:
     """The ``i``-th page of an endless supply: the real ones in turn, each a sample of its own."""
     data = states[i % len(states)]
-    layers, tokens, hidden = data.shape
+    layers, tokens, _ = data.shape
     segment = Segment(f"k{i}", 0, 0, tokens, tokens)
     ids = np.arange(tokens, dtype=np.int64) + i
-    return Page(segment, 0, tokens, tokens, tuple(range(layers)), "bfloat16", hidden, "LTH", ids, data)
+    return Page(segment, 0, tokens, tokens, tuple(range(layers)), "bfloat16", data.shape, "LTH", ids, data)
 
 
 def as_pages(states: np.ndarray[Any, Any], layers: int, hidden: int) -> np.ndarray[Any, Any]:

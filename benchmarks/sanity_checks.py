@@ -55,7 +55,7 @@ def pages_of(states: np.ndarray[Any, Any], dtype: str) -> list[Page]:
         data = np.ascontiguousarray(states[:, start : start + PAGE_TOKENS])
         segment = Segment(f"s{start}", 0, 0, PAGE_TOKENS, PAGE_TOKENS)
         ids = np.arange(PAGE_TOKENS, dtype=np.int64)
-        pages.append(Page(segment, 0, PAGE_TOKENS, PAGE_TOKENS, LAYERS, dtype, states.shape[2], "LTH", ids, data))
+        pages.append(Page(segment, 0, PAGE_TOKENS, PAGE_TOKENS, LAYERS, dtype, data.shape, "LTH", ids, data))
     return pages
 
 

@@ -33,8 +33,8 @@ from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SegmentProof
 from hsx_dist.format.names import part_name, receipt_name
 from hsx_dist.format.runs import load_manifest, take_attempt, write_complete
 from hsx_dist.inputs.rows import Row
+from hsx_dist.jobs.accounting import count_rows
 from hsx_dist.jobs.driver import Driver
-from hsx_dist.jobs.extract import count_rows
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.observe.console import Console
 from hsx_dist.observe.progress import Progress

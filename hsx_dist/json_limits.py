@@ -21,18 +21,8 @@ def json_text(value: Any, *, max_bytes: int, max_depth: int) -> str:
     while level:
         below: list[Any] = []
         for item in level:
-            # A lower bound of the item's own length as JSON, which ``left`` must cover before anything is iterated.
-            if isinstance(item, str):
-                left -= len(item) + 2
-            elif isinstance(item, (list, tuple)):
-                left -= max(2 * len(item), 2)
-            elif isinstance(item, Mapping):
-                left -= max(4 * len(item), 2)
-            elif isinstance(item, int):
-                left -= max(item.bit_length() * 3 // 10, 1)
-            else:
-                left -= 1
-            if left < 0:
+            left -= _least_bytes(item)
+            if left < 0:  # before anything is iterated
                 raise ValueError(f"expected at most {max_bytes} bytes as JSON, got more")
             if isinstance(item, str):
                 if not item.isascii():
@@ -54,6 +44,17 @@ def json_text(value: Any, *, max_bytes: int, max_depth: int) -> str:
     if len(text) > max_bytes:
         raise ValueError(f"expected at most {max_bytes} bytes as JSON, got {len(text)}")
     return text
+
+
+def _least_bytes(item: Any) -> int:
+    """A lower bound of the item's own length as JSON."""
+    if isinstance(item, str):
+        return len(item) + 2
+    if isinstance(item, (list, tuple)):
+        return max(2 * len(item), 2)
+    if isinstance(item, Mapping):
+        return max(4 * len(item), 2)
+    return max(item.bit_length() * 3 // 10, 1) if isinstance(item, int) else 1
 
 
 def _check_unicode(text: str) -> None:

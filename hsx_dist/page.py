@@ -7,6 +7,7 @@ unit of durability) meet again in a writer; the segments of one *sample* meet ag
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -18,13 +19,18 @@ CARRIER: dict[str, type[np.unsignedinteger[Any]]] = {
     "bfloat16": np.uint16,
     "float16": np.uint16,
     "float32": np.uint32,
+    "int32": np.uint32,
 }
+#: The point that is stored unless others are chosen: the residual stream that enters a layer.
+HIDDEN_STATES = "hidden_states"
 
 #: By byte of a key's UTF-8.
 _QUOTED = tuple(
     chr(b) if chr(b).isascii() and (chr(b).isalnum() or chr(b) in "_-.") else f"%{b:02X}" for b in range(256)
 )
 _MAX_NAME = 128
+#: ``Page.data`` of a page that is attached to no memory.
+_DETACHED = np.empty((0, 0, 0), np.uint8)
 
 
 def object_name(key: str) -> str:
@@ -70,7 +76,7 @@ def token_hash(token_ids: np.ndarray[Any, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens ``[start, stop)`` of the ``total`` tokens of sample ``key``; segments of a sample count from 0.
+    """Tokens ``[start, stop)`` of the ``total`` tokens of one column of sample ``key``; segments count from 0.
 
     ``row``: the input row (from 0) that the sample came from, where there was one; ``sample_hash``: ``token_hash`` of
     the whole sample's ids, by which segments know each other again when a row was computed twice. Receipts keep both;
@@ -95,6 +101,15 @@ class Segment:
     attached: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict, compare=False, repr=False)
     name: str = field(default="", compare=False)
     metadata: str = field(default="", compare=False)
+    #: A sample has ``columns`` columns, and ``column`` counts them from 0. A column is what one tensor-parallel rank
+    #: has of one point (``shard`` of ``shards``, along the row), for all tokens; ``index`` counts within the column.
+    column: int = 0
+    columns: int = 1
+    point: str = HIDDEN_STATES
+    shard: int = 0
+    shards: int = 1
+    #: Length of a head, where the point's rows are made of heads; 0: they are not.
+    head: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -109,9 +124,10 @@ class Segment:
 class Page:
     """Tokens ``[start, stop)`` of a sample (absolute positions within it), all captured layers, on the host.
 
-    ``data`` is a contiguous array of the dtype's carrier (``CARRIER``), shape ``[L, rows, H]`` when ``order`` is
-    ``"LTH"`` or ``[rows, L, H]`` when it is ``"TLH"``; ``rows >= stop - start``, as the gather copies whole cache
-    blocks; the rows past ``stop - start`` mean nothing.
+    ``shape`` is ``[L, rows, H]`` when ``order`` is ``"LTH"`` or ``[rows, L, H]`` when it is ``"TLH"``; ``rows >=
+    stop - start``, as the gather copies whole cache blocks; the rows past ``stop - start`` mean nothing. ``data`` is a
+    contiguous array of that shape, of the dtype's carrier (``CARRIER``). A page that crosses a process border has none:
+    the other process attaches its own view of the ring, ``offset`` bytes from the ring's start.
     Every page of a segment but the last has ``chunk_tokens`` tokens, and starts at a multiple of them from the
     segment's start.
     """
@@ -122,10 +138,11 @@ class Page:
     chunk_tokens: int
     layer_ids: tuple[int, ...]
     dtype: str
-    hidden_size: int
+    shape: tuple[int, int, int]
     order: Literal["LTH", "TLH"]
     token_ids: np.ndarray[Any, Any]  # int64 [stop - start]
-    data: np.ndarray[Any, Any]
+    data: np.ndarray[Any, Any] = field(default_factory=lambda: _DETACHED, repr=False)
+    offset: int = 0
     error: str = ""  # why the states were not copied; then ``data`` means nothing, and the segment is lost
 
     @property
@@ -138,8 +155,40 @@ class Page:
         return (self.start - self.segment.start) // self.chunk_tokens
 
     @property
+    def hidden_size(self) -> int:
+        return self.shape[2]
+
+    @property
     def nbytes(self) -> int:
-        return self.data.nbytes
+        return math.prod(self.shape) * np.dtype(CARRIER[self.dtype]).itemsize
+
+    @property
+    def first(self) -> bool:
+        """Whether no page of the segment precedes this one."""
+        return self.start == self.segment.start
+
+    @property
+    def last(self) -> bool:
+        """Whether no page of the segment follows this one."""
+        return self.stop == self.segment.stop
+
+    @property
+    def ends_sample(self) -> bool:
+        return self.stop == self.segment.total
+
+    def attached(self, memory: np.ndarray[Any, Any]) -> Page:
+        """The page with its view of the ring's ``memory`` (uint8).
+
+        Raises:
+            ValueError: the page does not lie within ``memory``.
+        """
+        data = memory[self.offset : self.offset + self.nbytes].view(CARRIER[self.dtype]).reshape(self.shape)
+        return replace(self, data=data)
+
+    def detached(self) -> Page:
+        """The page as it crosses a process border: without data, and with the long parts of its segment only if it is
+        the segment's first. A client's metadata may be as long as the sample: it travels once."""
+        return replace(self, data=_DETACHED, segment=self.segment if self.first else self.segment.bare())
 
     def layer(self, i: int) -> np.ndarray[Any, Any]:
         """The ``i``-th captured layer, ``[num_tokens, H]``, a view (its rows may be strided)."""

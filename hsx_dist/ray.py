@@ -17,6 +17,7 @@ from ray.data.datasource import Datasource, ReadTask
 from hsx_dist.errors import ConfigError
 from hsx_dist.exporting import ExportOptions, ExportReport, export_run
 from hsx_dist.exporting.export import exporter_of
+from hsx_dist.ray_arguments import sendable
 from hsx_dist.reading import Run, open_run
 from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.reading.select import Selection
@@ -40,13 +41,12 @@ class HiddenStatesSource(Datasource):  # type: ignore[misc]
     ) -> list[ReadTask]:
         """At most ``parallelism`` tasks, each of neighbours within parts."""
         del data_context
-        run = self._selection.run
-        places = self._selection.places
-        ordered = places[np.argsort(run.index.part_of[places], kind="stable")]
+        run, index, places = self._selection.run, self._selection.run_index, self._selection.places
+        ordered = places[np.argsort(index.part_of[places], kind="stable")]
         groups = [g for g in np.array_split(ordered, max(1, min(parallelism, len(ordered)))) if len(g)]
         return [
             ReadTask(
-                _reader(Selection(run, np.sort(group)), self._options),
+                _reader(Selection(run, index, np.sort(group)), self._options),
                 BlockMetadata(
                     num_rows=len(group), size_bytes=int(self._bytes(group)), input_files=None, exec_stats=None
                 ),
@@ -58,7 +58,7 @@ class HiddenStatesSource(Datasource):  # type: ignore[misc]
     def _bytes(self, places: np.ndarray[Any, Any]) -> float:
         run, layers = self._selection.run, self._options.get("layers")
         share = len(layers) / len(run.layer_ids) if layers is not None and run.layer_ids else 1.0
-        return 2 * share * float(run.index.raw_bytes[places].sum())
+        return 2 * share * float(self._selection.run_index.raw_bytes[places].sum())
 
 
 def _reader(selection: Selection, options: Mapping[str, Any]) -> Callable[[], Iterable[Block]]:
@@ -128,6 +128,7 @@ def read_hidden_states(
     if not isinstance(source, (Run, Selection)):
         source = open_run(source, storage_options=storage_options)
     selection = source if isinstance(source, Selection) else source.select()
+    sendable(selection.run.store, "storage_options")
     if layers is not None:
         options["layers"] = list(layers)
     HiddenStatesDataset(selection, rank=0, world_size=1, framework="numpy", **options)  # wrong options are told here
@@ -152,7 +153,7 @@ def export(
 
     Goes on where an earlier call was cut off; what belongs to all files is written at the end, here.
     """
-    run = open_run(url, storage_options=storage_options)
+    run = open_run(url, storage_options=sendable(storage_options, "storage_options"))
     exporter_of(to)(run, options or ExportOptions())  # what is wrong with them is told here, not by a task
     count = shards or max(1, int(ray.cluster_resources().get("CPU", 1)))
 

@@ -13,9 +13,10 @@ import torch
 
 from benchmarks.null_sender import NullSender
 from hsx_dist.connector.gather import Order
-from hsx_dist.connector.outlet import LocalOutlet
+from hsx_dist.connector.outlet import Outlet
 from hsx_dist.connector.step import Save, Step
 from hsx_dist.connector.worker import WorkerHalf
+from hsx_dist.transport.local_end import LocalEnd
 from hsx_dist.writers.base import Sender
 
 DTYPE = torch.bfloat16
@@ -78,7 +79,7 @@ class Ways:
         self.cache = cache
         self.cuda = cache.device.type == "cuda"
         self.stream = torch.cuda.Stream(cache.device) if self.cuda else None
-        self._outlet = LocalOutlet(sender or NullSender(), ring_bytes)
+        self._outlet = Outlet(LocalEnd(sender or NullSender(), ring_bytes))
         self._worker = WorkerHalf(
             cache.view,
             self._outlet,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from hsx_dist.config import parse_storage_options
 from hsx_dist.errors import Denied, NotFound, RunError
@@ -35,6 +35,10 @@ def run_gc(path: str, options: Sequence[str], *, delete: bool, watch: float, as_
             f"{path}: expected a run, or where a server stores, got an unfinished removal ({earlier[0]}). Finish it "
             f"with `hsx rm {path} --yes`"
         )
+    _gc_served(store, path, delete=delete, as_json=as_json)
+
+
+def _gc_served(store: Store, path: str, *, delete: bool, as_json: bool) -> None:
     unreadable: dict[str, None] = {}
 
     def skipped(folder: str) -> None:
@@ -44,28 +48,9 @@ def run_gc(path: str, options: Sequence[str], *, delete: bool, watch: float, as_
 
     if next(readable(store, skipped), None) is None and not unreadable:
         raise NotFound(f"{path}: expected a run, or where a server stores, and nothing is stored there; check the path")
-    names: list[str] = []
-    busy: list[str] = []
-    denied: list[str] = []
     if delete:
         require_conditional_deletes(store)
-
-    def tried(name: str) -> bool:
-        try:
-            if delete and not remove(store, name):
-                return False  # in use, or stored anew
-        except Denied as e:
-            _not_allowed(name, e, denied)
-            return True
-        names.append(name)
-        if not as_json:
-            say(f"{'removed' if delete else 'expired'} {name}")
-        return True
-
-    for name, _ in expired(store, unreadable=skipped):
-        if not tried(name):
-            busy.append(name)
-    busy = [name for name in busy if not tried(name) and is_expired(store, name)]
+    names, busy, denied = _collect_expired(store, skipped, delete=delete, as_json=as_json)
     dead = unfinished(store, _LONGEST_PUT_S, skipped)
     left = _collect(store, dead, "never finished", delete=delete, as_json=as_json, denied=denied)
     if as_json:
@@ -82,6 +67,32 @@ def run_gc(path: str, options: Sequence[str], *, delete: bool, watch: float, as_
         say(f"{len(busy):,} objects are in use, and stay: run gc again")
     if denied:
         say(f"{len(denied):,} files may not be removed, and stay: run gc as their owner")
+
+
+def _collect_expired(
+    store: Store, skipped: Callable[[str], None], *, delete: bool, as_json: bool
+) -> tuple[list[str], list[str], list[str]]:
+    """Names that have expired (and are removed if ``delete``), that are in use, and that may not be removed."""
+    names: list[str] = []
+    busy: list[str] = []
+    denied: list[str] = []
+
+    def tried(name: str) -> bool:
+        try:
+            if delete and not remove(store, name):
+                return False  # in use, or stored anew
+        except Denied as e:
+            _not_allowed(name, e, denied)
+            return True
+        names.append(name)
+        if not as_json:
+            say(f"{'removed' if delete else 'expired'} {name}")
+        return True
+
+    for name, _ in expired(store, unreadable=skipped):
+        if not tried(name):
+            busy.append(name)
+    return names, [name for name in busy if not tried(name) and is_expired(store, name)], denied
 
 
 def _not_allowed(name: str, error: Denied, denied: list[str]) -> None:

@@ -33,13 +33,13 @@ def print_samples(path: str, options: Sequence[str], *, limit: int, as_json: boo
     index = run.index
     rows: Iterator[dict[str, Any]] = (
         {
-            "key": entry.key,
-            "tokens": entry.num_tokens,
+            "key": record.key,
+            "tokens": record.num_tokens,
             "layers": layers,
-            "parts": sorted({piece[0] for piece in entry.pieces}),
-            "attempt": index.attempt(i),
+            "parts": sorted({part for part, _ in record.segments}),
+            "attempt": record.attempt,
         }
-        for i, entry in ((i, index[i]) for i in islice(range(len(index)), limit or None))
+        for record in (index[i] for i in islice(range(len(index)), limit or None))
     )
     totals = _totals(run)
     if as_json:

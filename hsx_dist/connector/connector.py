@@ -27,7 +27,8 @@ from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 from hsx_dist.connector.connector_config import ConnectorConfig, read_connector_config
 from hsx_dist.connector.engine_checks import check_engine
 from hsx_dist.connector.metadata import StepMetadata
-from hsx_dist.connector.outlet import Outlet, registered
+from hsx_dist.connector.object_writer import store_outlet
+from hsx_dist.connector.outlet import Outlet
 from hsx_dist.connector.ranks import RankComparison, Ranks, check_parallelism, check_siblings, ranks_of
 from hsx_dist.connector.scheduler import SchedulerHalf
 from hsx_dist.connector.stats import HiddenStatesPromMetrics, HiddenStatesStats
@@ -38,6 +39,8 @@ from hsx_dist.logger import get_logger
 from hsx_dist.memory import huge_pages
 from hsx_dist.observe.logs import configure_logging
 from hsx_dist.observe.metrics import Increments
+from hsx_dist.transport.attach import AttachedEnd
+from hsx_dist.transport.local_end import registered
 from hsx_dist.vllm_patches import captures, resets
 from hsx_dist.vllm_patches.cache_writes import watch
 from hsx_dist.vllm_patches.loads import Loads, loaded_tokens, warn_of_loads
@@ -182,7 +185,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         )
         settings = self._settings
         self._ranks = ranks_of(group, one_node=settings.one_node, limit=settings.owners)
-        if settings.via == "socket":
+        if settings.transport == "attach":
             # A process that vLLM made, and in which nobody has told our lines where to go and what to say of it.
             about = {"run": settings.output, "replica": settings.replica or "", "rank": str(self._ranks.rank)}
             configure_logging(logging.INFO, **about)
@@ -273,13 +276,13 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 left,
                 self._settings.drain_seconds,
             )
-        if self._settings.via != "process":  # else its owner closes it
+        if self._settings.bare or self._settings.transport == "attach":  # else its owner closes it
             self._outlet.close(max(end - time.monotonic(), 0.1))
 
 
 def warn_of_long_samples(settings: ConnectorConfig, longest: int, token_bytes: int) -> None:
     """Log a warning if the states of one request can exceed what a bare connector's writers hold encoded."""
-    if settings.via == "store" and longest * token_bytes > settings.encoded_bytes:
+    if settings.bare and longest * token_bytes > settings.encoded_bytes:
         log.warning(
             "a request of max_model_len=%d tokens has %d bytes of states, and in_flight_bytes=%d allows %d encoded "
             "bytes: the writers of each worker hold one such request whole, beyond in_flight_bytes. Provide memory, "
@@ -311,7 +314,7 @@ def warn_of_short_limits(settings: ConnectorConfig, vllm_config: VllmConfig, rol
             "states of longer ones would be missing; do not set speculative_config's max_model_len, or lower the "
             "model's"
         )
-    if settings.via != "store":
+    if not settings.bare:
         return
     if vllm_config.shutdown_timeout < settings.drain_seconds:
         log.warning(
@@ -352,19 +355,14 @@ def hidden_state_group(kv_cache_config: KVCacheConfig, model: str = "this model"
 
 def make_outlet(settings: ConnectorConfig, vllm_config: VllmConfig) -> Outlet:
     """Where this rank's pages go; called once the worker is set up."""
-    if settings.via == "process":
-        assert settings.address is not None
-        return registered(settings.address)
-    if settings.via == "socket":
-        from hsx_dist.connector.bridge import SocketOutlet
-
-        assert settings.address is not None
-        assert settings.authkey is not None
-        key = bytes.fromhex(settings.authkey.get_secret_value())
-        return SocketOutlet(settings.address, key, settings.in_flight_bytes)
-    from hsx_dist.connector.object_writer import store_outlet
-
-    return store_outlet(settings, vllm_config)
+    if settings.address is None:
+        return store_outlet(settings, vllm_config)
+    if settings.transport == "inline":
+        return Outlet(registered(settings.address))
+    if settings.authkey is None:
+        raise ConfigError("hsx.authkey: expected the key of the process at hsx.address, got none. Set it")
+    key = bytes.fromhex(settings.authkey.get_secret_value())
+    return Outlet(AttachedEnd(settings.address, key, settings.in_flight_bytes))
 
 
 def pending_of(connector: Any) -> int:

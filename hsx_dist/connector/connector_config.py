@@ -23,17 +23,29 @@ VLLM_KEYS = {
 }
 
 
+#: Settings of earlier versions, by value: what ``transport`` is instead.
+RENAMED = {
+    "writers": {"threads": "inline", "process": "spawn"},
+    "via": {"process": "inline", "socket": "attach", "store": "spawn"},
+}
+
+
 class ConnectorConfig(BaseModel):
     """The ``hsx`` table of ``kv_connector_extra_config``; vLLM's own keys stand beside it (``VLLM_KEYS``).
 
-    ``via`` says where pages go: ``process`` to a sender registered in this process (``outlet.register``), ``socket`` to
-    the process that listens at ``address`` and knows ``authkey``, ``store`` to writers of the worker's own that store
-    under ``output`` (one sample an object, no run: what a bare connector does).
+    With an ``address`` pages go to a job's writers: ``inline`` to an end registered in this process under that name
+    (``transport.local_end.register``), ``attach`` to the process that listens there and knows ``authkey``. Without one
+    the connector is bare: it stores under ``output`` itself (one sample an object, no run).
     """
 
     model_config = ConfigDict(extra="forbid")
 
-    via: Literal["process", "socket", "store"] = "store"
+    transport: Literal["inline", "attach", "spawn"] = Field(
+        "spawn",
+        description="where pages go: inline, to writers in the engine's process (for stores that only it knows); "
+        "attach, to a process that listens at ``address``; spawn, to a process that the connector starts, which does "
+        "not share the engine's interpreter lock",
+    )
     address: str | None = None
     #: Hexadecimal. A ``SecretStr``: vLLM logs its configuration.
     authkey: SecretStr | None = None
@@ -45,11 +57,6 @@ class ConnectorConfig(BaseModel):
     page_bytes: int = Field(8 << 20, gt=0)
     in_flight_bytes: int = Field(256 << 20, gt=0)
     writer_threads: int = Field(2, ge=1, le=256)
-    writers: Literal["process", "threads"] = Field(
-        "process",
-        description="where a bare connector encodes and stores: in a process of its own, which does not share the "
-        "engine's interpreter lock, or on threads of the worker's (stores and codecs that only it knows)",
-    )
     include_output_tokens: bool = False
     aborted_outputs: Literal["store", "drop"] = Field(
         "store",
@@ -78,6 +85,11 @@ class ConnectorConfig(BaseModel):
     drain_seconds: float = Field(4.0, ge=0, description="how long shutdown waits for what was copied to be stored")
 
     @property
+    def bare(self) -> bool:
+        """Whether the connector stores itself, without a run."""
+        return self.address is None
+
+    @property
     def local(self) -> bool:
         """Whether samples are stored in a folder of this machine."""
         return "://" not in self.output or self.output.startswith(("file://", "local://"))
@@ -98,12 +110,12 @@ class ConnectorConfig(BaseModel):
     @property
     def one_node(self) -> bool:
         """Whether only ranks on one node can store: the others have another disk, or cannot reach ``address``."""
-        return self.via != "store" or self.local
+        return not self.bare or self.local
 
     @property
     def one_object(self) -> bool:
         """Every sample is an object of its own, whose name the answer can tell."""
-        return self.layout == "sample" and self.via == "store"
+        return self.layout == "sample" and self.bare
 
 
 def read_connector_config(extra: Mapping[str, Any]) -> ConnectorConfig:
@@ -119,6 +131,10 @@ def read_connector_config(extra: Mapping[str, Any]) -> ConnectorConfig:
     for name in extra:
         if name != "hsx" and name not in VLLM_KEYS:
             log.warning("kv_connector_extra_config[%r] is not ours and is ignored; ours stand under 'hsx'", name)
+    for old, values in RENAMED.items():
+        if old in table:
+            new = values.get(table[old], "inline, attach or spawn")
+            raise ConfigError(f"expected hsx.transport, got hsx.{old}: {table[old]!r}. Set hsx.transport to {new}")
     table.setdefault("output", tempfile.gettempdir())  # where vLLM's own connector stores by default
     try:
         settings = ConnectorConfig.model_validate(table)
@@ -128,7 +144,12 @@ def read_connector_config(extra: Mapping[str, Any]) -> ConnectorConfig:
         ]
         raise ConfigError("kv_connector_extra_config: " + "; ".join(lines)) from None
     check_no_credentials(settings.output)  # answers to clients name it
-    if settings.via == "store" and settings.layout == "part":
+    if (settings.transport == "attach" and settings.bare) or (settings.transport == "spawn" and not settings.bare):
+        raise ConfigError(
+            f"hsx.address: expected the address of a process for transport 'attach', or none for 'spawn', got "
+            f"{settings.address!r} for {settings.transport!r}. Set both, or leave both out"
+        )
+    if settings.bare and settings.layout == "part":
         raise ConfigError(
             "hsx.layout: expected 'sample' where the connector stores by itself (parts need a run, whose driver proves "
             "them), came 'part'; leave it out, or run a job"

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import torch
 
-from hsx_dist.connector.affinity import any_core
 from hsx_dist.errors import ConfigError
+from hsx_dist.transport.affinity import any_core
 from hsx_dist.writers.daemon import DaemonPool
 
 

@@ -23,11 +23,11 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hsx_dist.connector.affinity import any_core
 from hsx_dist.format.markers import lock_name
 from hsx_dist.logger import get_logger
+from hsx_dist.store.folder_listing import UNFINISHED
 from hsx_dist.store.folders import SAFELY, is_at, opened
-from hsx_dist.store.local import UNFINISHED
+from hsx_dist.transport.affinity import any_core
 
 log = get_logger(__name__)
 

@@ -12,14 +12,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from hsx_dist.connector.affinity import any_core
 from hsx_dist.connector.connector_config import ConnectorConfig
 from hsx_dist.connector.failure_markers import ENOUGH_FAILED, Markers
 from hsx_dist.connector.locks import ObjectLocks
-from hsx_dist.connector.outlet import Copied, LocalOutlet
-from hsx_dist.connector.process_sender import ProcessSender
+from hsx_dist.connector.outlet import Outlet
 from hsx_dist.connector.step import Expect, Skip
-from hsx_dist.connector.writer_process import WriterProcessSpec
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.markers import OBJECT
 from hsx_dist.format.receipt import Receipt
@@ -28,6 +25,11 @@ from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import Segment, object_name
 from hsx_dist.store import Store, open_store
 from hsx_dist.tokenizers import tokenizer_hash
+from hsx_dist.transport.affinity import any_core
+from hsx_dist.transport.local_end import LocalEnd
+from hsx_dist.transport.remote_sender import RemoteSender
+from hsx_dist.transport.shipping import Copied
+from hsx_dist.transport.writer_process import WriterProcessSpec, spawn
 from hsx_dist.writers.base import Sender
 from hsx_dist.writers.events import Event, Lost
 from hsx_dist.writers.sink import PartSink, SinkOptions
@@ -81,8 +83,8 @@ class Writers(Sender, Protocol):
 MakeWriters = Callable[[SinkOptions, Callable[[Event], None], Meter, int], Writers]
 
 
-class StoreOutlet(LocalOutlet):
-    """A local outlet with writers of its own. A failure leaves ``KEY.error.json`` for whoever waits.
+class StoreOutlet(Outlet):
+    """An outlet with writers of its own. If a sample fails, ``KEY.error.json`` ends a reader's wait.
 
     ``in_flight_bytes`` is divided: half for the ring, three tenths for encoded bytes that are not stored yet, a
     twentieth in each process for what samples occupy besides their states, and the rest for the store's client.
@@ -118,7 +120,14 @@ class StoreOutlet(LocalOutlet):
         meter = Meter() if meter is None else meter
         self._writers = make_writers(options, self._on_event, meter, half)
         super().__init__(
-            self._writers, half, meter=meter, memory=self._writers.memory, sample_bytes=settings.sample_bytes
+            LocalEnd(
+                self._writers,
+                half,
+                on_lost=self._lost,
+                meter=meter,
+                memory=self._writers.memory,
+                sample_bytes=settings.sample_bytes,
+            )
         )
 
     # -- called by steps: no store, no lock that a writer holds; locks' files are a local file system's ------------
@@ -294,7 +303,7 @@ def process_writers(settings: ConnectorConfig) -> MakeWriters:
             drain_seconds=settings.drain_seconds,
             log_level=log.getEffectiveLevel(),
         )
-        return ProcessSender(spec, on_event, meter)
+        return RemoteSender(partial(spawn, spec), ring_bytes, on_event, meter, drain_seconds=spec.drain_seconds)
 
     return make
 
@@ -356,8 +365,8 @@ def store_outlet(settings: ConnectorConfig, vllm_config: VllmConfig) -> StoreOut
     with any_core():  # encoding and storing are not to take the engine's time
         # Opened here too: what is wrong with it is the engine's to say.
         store = open_store(settings.output, settings.storage_options, on_retry=meter.retried)
-        # What is in memory is in one process's.
-        apart = settings.writers == "process" and not settings.output.startswith("memory:")
+        # An object at memory:// exists in one process.
+        apart = settings.transport == "spawn" and not settings.output.startswith("memory:")
         return StoreOutlet(
             process_writers(settings) if apart else thread_writers(store, settings.writer_threads),
             settings,

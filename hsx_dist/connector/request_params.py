@@ -22,7 +22,7 @@ import numpy as np
 from hsx_dist.format.markers import OBJECT, RESERVED, folded, is_of_a_key, is_of_a_run
 from hsx_dist.json_limits import json_text
 from hsx_dist.page import object_name, sample_key
-from hsx_dist.store.local import UNFINISHED
+from hsx_dist.store.folder_listing import UNFINISHED
 from hsx_dist.text import printable
 
 PREFIX = "hidden_states_"

@@ -15,12 +15,12 @@ import torch
 
 from hsx_dist.connector.copy_stream import Event, copy_stream_for
 from hsx_dist.connector.gather import Order, cache_order, gather, gather_rows, mean_rows, page_shape, to_device
-from hsx_dist.connector.outlet import Outlet, PageRef
+from hsx_dist.connector.outlet import Outlet
 from hsx_dist.connector.step import Expect, Save, Skip, Step
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.markers import OBJECT
 from hsx_dist.logger import get_logger
-from hsx_dist.page import Segment, object_name, token_hash
+from hsx_dist.page import Page, Segment, object_name, token_hash
 from hsx_dist.text import bounded
 
 _R = TypeVar("_R", Expect, Skip)
@@ -75,14 +75,6 @@ class _PageCopy:
     source: str
     next: int = 0
     event: Event | None = None
-
-
-@dataclass(slots=True)
-class _Page:
-    """One that has its place in the ring, and is not copied yet."""
-
-    copy: _PageCopy
-    ref: PageRef
 
 
 class WorkerHalf:
@@ -257,24 +249,23 @@ class WorkerHalf:
 
     def _pump(self) -> None:
         """Copy what there is room for. The blocks of the rest stay held, and vLLM's scheduler waits for them."""
-        pages: list[_Page] = []
+        pages: list[tuple[_PageCopy, Page]] = []
         whole: list[_PageCopy] = []
         while self._waiting:
             copy = self._waiting[0]
             while copy.next < len(copy.save.token_ids) and (page := self._place(copy)) is not None:
-                pages.append(page)
+                pages.append((copy, page))
             if copy.next < len(copy.save.token_ids):
                 break
             whole.append(self._waiting.popleft())
         if pages:
-            events = self._copy_stream.start([partial(self._copy, page) for page in pages])
-            started = list(zip(pages, events, strict=True))
-            for page, event in started:
-                page.copy.event = event
-            self._outlet.submit(*[(page.ref, event.synchronize) for page, event in started])
+            events = self._copy_stream.start([partial(self._copy, *page) for page in pages])
+            for (copy, _), event in zip(pages, events, strict=True):
+                copy.event = event
+            self._outlet.submit(*[(page, event.synchronize) for (_, page), event in zip(pages, events, strict=True)])
         self._copied += whole  # once they were started: what has no event would count as copied
 
-    def _place(self, copy: _PageCopy) -> _Page | None:
+    def _place(self, copy: _PageCopy) -> Page | None:
         """The next page, with its place in the ring; None where there is no room now."""
         tokens = copy.save.token_ids
         total, start = len(tokens), copy.next
@@ -301,36 +292,34 @@ class WorkerHalf:
         offset = self._outlet.ring.allocate(self._nbytes(copy, start, stop))
         if offset is None:
             return None
-        ref = PageRef(
-            offset=offset,
-            shape=self._shape(copy, start, stop),
+        copy.next = stop
+        return Page(
             segment=segment,
             start=start,
             stop=stop,
             chunk_tokens=self.plan.page_tokens,
             layer_ids=copy.layer_ids,
             dtype=str(copy.dtype).removeprefix("torch."),
+            shape=self._shape(copy, start, stop),
             order="LTH" if copy.rows else self._order,
             token_ids=tokens[start:stop],
+            offset=offset,
         )
-        copy.next = stop
-        return _Page(copy, ref)
 
-    def _copy(self, page: _Page) -> None:
+    def _copy(self, copy: _PageCopy, page: Page) -> None:
         """Into its place, beside the steps: on their thread where the cache is on a device, else on another one."""
-        ref, copy = page.ref, page.copy
         places = copy.places
         if not copy.save.mean_of:
             grain = 1 if copy.rows else self._block_size
-            places = places[ref.start // grain : -(-ref.stop // grain)]
+            places = places[page.start // grain : -(-page.stop // grain)]
         places = to_device(places, self._cache.device)
-        out = self._memory[ref.offset : ref.offset + ref.nbytes].view(copy.dtype).view(ref.shape)
+        out = self._memory[page.offset : page.offset + page.nbytes].view(copy.dtype).view(page.shape)
         if copy.save.mean_of:
             out.copy_(mean_rows(self._cache, places, copy.layers), non_blocking=True)
         elif copy.rows:
             gather_rows(self._cache, places, copy.layers, out)
         else:
-            gather(self._cache, places, out, ref.order)
+            gather(self._cache, places, out, page.order)
 
 
 def pin(memory: torch.Tensor) -> None:

@@ -83,6 +83,7 @@ def export_run(
     """
     if not 0 <= shard < shards:
         raise ConfigError(f"shard: expected 0 … {shards - 1}, came {shard}")
+    run = run.snapshot()  # files are named by position
     folder = Path(dest)
     options = options or ExportOptions()
     exporter = exporter_of(to)(run, options)
@@ -91,7 +92,7 @@ def export_run(
         "run": run.url,
         "run_id": run.id,
         "samples": len(run),
-        "samples_hash": run.index.digest(),  # files are named by position
+        "samples_hash": run.index.digest(),
         "samples_per_file": exporter.per_file,
         "layer_ids": LAYER_IDS,
         **exporter.statement(),
@@ -181,7 +182,7 @@ def _batches(
     places = np.array([i for group in groups for i in group], np.int64)
     items = iter(
         HiddenStatesDataset(
-            Selection(run, places),
+            Selection(run, run.index, places),
             layers=exporter.layers,
             loss_mask=options.loss_mask,
             prefetch_bytes=prefetch_bytes,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hsx_dist.errors import ConfigError, FormatError
+from hsx_dist.exporting.model_ends import end_rule
 from hsx_dist.format.json_objects import Check, anything, check_members, object_of, or_null, parse_object, shown, text
 from hsx_dist.isa import avoid_broken_amx
 from hsx_dist.models.builtin import SMOLLM2, resolve_model
@@ -57,7 +58,8 @@ class ModelEnd:
         model: a folder or id instead of the run's.
 
     Raises:
-        ConfigError: the run's model is no id of the hub; the weights cannot be loaded; the last norm is no RMSNorm.
+        ConfigError: the run's model is no id of the hub; the weights cannot be loaded; the model's type is not one of
+            ``END_RULES``; the last norm is no RMSNorm.
         FormatError: a file of the model is damaged.
     """
 
@@ -70,10 +72,12 @@ class ModelEnd:
         self.eps = config.get("rms_norm_eps")
         if self.eps is None:
             raise ConfigError(f"{self.model}: expected a model with a final RMSNorm, its config has no rms_norm_eps")
-        # Gemma's norms multiply by one more than their weight.
-        self._plus_one = str(config.get("model_type", "")).startswith("gemma")
-        self._softcap = config.get("final_logit_softcapping")
-        self._scale = config.get("logits_scaling") or 1.0
+        self._rule = rule = end_rule(self.model, config.get("model_type"))
+        # Members that a family does not use may stand in its configuration all the same.
+        scale = config.get("logits_scaling") or 1.0
+        self._scale = {"unused": 1.0, "divides": 1 / scale, "multiplies": scale}[rule.scaling]
+        softcap = None if rule.softcap == "unused" else rule.softcap
+        self._softcap = config.get("final_logit_softcapping", softcap) if rule.softcap != "unused" else None
         self._files = _weight_files(self._folder)
         self._norm: Any = None
         self._head: Any = None
@@ -84,12 +88,12 @@ class ModelEnd:
 
         if self._norm is None:
             weight = self._tensor(states.shape[-1:], _NORM)
-            self._norm = weight.float() + 1 if self._plus_one else weight
+            self._norm = {"cast": weight, "float": weight.float(), "plus_one": weight.float() + 1}[self._rule.norm]
         x = states.float()
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-        if self._plus_one:
-            return (x * self._norm).to(states.dtype)
-        return self._norm.to(states.dtype) * x.to(states.dtype)
+        if self._rule.norm == "cast":
+            return self._norm.to(states.dtype) * x.to(states.dtype)
+        return (x * self._norm).to(states.dtype)
 
     def logprobs(self, states: Any) -> Iterator[Any]:
         """Log-probabilities of the next token from layer N's states ``[T, H]``: float32 ``[t, V]``, of as many
@@ -101,7 +105,7 @@ class ModelEnd:
             self._head = self._tensor((None, states.shape[-1]), _HEAD, _EMBED)
         for part in states.split(max(_LOGITS_BYTES // (4 * len(self._head)), 1)):
             x = self.norm(part)
-            logits = (x @ self._head.to(x.dtype).T).float() / self._scale
+            logits = (x @ self._head.to(x.dtype).T).float() * self._scale
             if self._softcap:
                 logits = torch.tanh(logits / self._softcap) * self._softcap
             yield torch.log_softmax(logits, -1)

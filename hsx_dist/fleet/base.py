@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from hsx_dist.fleet.replica import Replica
-from hsx_dist.fleet.tasks import EngineSpec, Task, TaskResult
-from hsx_dist.observe.metrics import Increments
-from hsx_dist.store import Store
+from hsx_dist.fleet.tasks import Task, TaskResult
 from hsx_dist.writers.events import Counted, Event
-from hsx_dist.writers.sink import PartSink, SinkOptions
-from hsx_dist.writers.threads import ThreadSender
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,73 +79,9 @@ class Fleet(Protocol):
 
     def flush(self, timeout: float | None = None, *, hurry: Callable[[], bool] | None = None) -> list[FleetEvent]:
         """Make durable all that replicas have shipped; what happened by then. After ``timeout`` seconds, or when
-        ``hurry`` says so, what is not durable yet is left to its fate, which nothing is told of."""
+        ``hurry`` says so, the call returns before everything is durable, and reports nothing of the rest."""
         ...
 
     def close(self, *, quickly: bool = False) -> None:
         """End everything. ``quickly``: kill engines instead of letting them end themselves."""
         ...
-
-
-class LocalFleet:
-    """One replica and one sink in this process: no Ray."""
-
-    def __init__(self, spec: EngineSpec, store: Store, options: SinkOptions, threads: int):
-        self._spec = spec
-        self._events: queue.SimpleQueue[FleetEvent] = queue.SimpleQueue()
-        self._sink = PartSink(store, options, self._events.put)
-        self._increments = Increments(self._sink.meter)
-        self._threads = threads
-        self._replica: Replica | None = None
-
-    def start(self) -> None:
-        threading.Thread(target=self._start_replica, name="hsx-start", daemon=True).start()
-
-    def _start_replica(self) -> None:
-        try:
-            self._replica = Replica(self._spec, lambda: ThreadSender(self._sink, self._threads))
-        except Exception as e:  # noqa: BLE001 - told to the driver, which raises it
-            self._events.put(ReplicaDied(0, str(e), fatal=True))
-        else:
-            self._events.put(ReplicaReady(0))
-
-    def submit(self, replica: int, task: Task) -> None:
-        assert replica == 0
-        assert self._replica is not None
-        self._replica.submit(task).add_done_callback(
-            lambda f: self._events.put(
-                ReplicaDied(0, str(e), fatal=True) if (e := f.exception()) else TaskDone(0, f.result())
-            )
-        )
-
-    def poll(self, timeout: float) -> list[FleetEvent]:
-        events = drain(self._events.get, timeout)
-        numbers = self._increments.counters()
-        return [*events, Counted(numbers)] if numbers else events
-
-    def flush(
-        self,
-        timeout: float | None = None,  # noqa: ARG002 - whoever stops us ends it
-        *,
-        hurry: Callable[[], bool] | None = None,  # noqa: ARG002
-    ) -> list[FleetEvent]:
-        if self._replica is not None:
-            self._replica.flush()
-        self._sink.flush()
-        return self.poll(0)
-
-    def close(self, *, quickly: bool = False) -> None:  # noqa: ARG002 - the engine ends with the process
-        if self._replica is not None:
-            self._replica.close()
-        self._sink.close()
-
-
-def drain(get: Callable[..., FleetEvent], timeout: float) -> list[FleetEvent]:
-    """Everything in a queue, after waiting up to ``timeout`` seconds for the first of it."""
-    events: list[FleetEvent] = []
-    try:
-        events.append(get(timeout=timeout) if timeout > 0 else get(block=False))
-        while True:
-            events.append(get(block=False))
-    except queue.Empty:
-        return events

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
-
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
@@ -21,6 +19,7 @@ class Nodes:
 
 
 def look() -> Nodes:
+    import ray  # here: the state machines use Nodes, and need no Ray
     from ray._private.state import state  # Ray has no public call for it; Serve and Train ask the same table
 
     draining = frozenset(str(node) for node in state.get_draining_nodes())

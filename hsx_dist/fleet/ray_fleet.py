@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
 from hsx_dist.fleet.actor_liveness import KNOWN_AFTER_S, Inquiry, failures, flush_until_known, flushing, wait_for_all
-from hsx_dist.fleet.base import (
-    Draining,
-    FleetEvent,
-    NodeGone,
-    ReplicaDied,
-    ReplicaLeaving,
-    ReplicaReady,
-    ReplicaUnreached,
-    TaskDone,
-)
-from hsx_dist.fleet.capacity import fits_writers
+from hsx_dist.fleet.base import Draining, FleetEvent, NodeGone
 from hsx_dist.fleet.nodes import Nodes, look
 from hsx_dist.fleet.placement import Placement
 from hsx_dist.fleet.ray_errors import reason_of, went_with_its_node
 from hsx_dist.fleet.replica_actor import start_replica
+from hsx_dist.fleet.replica_states import (
+    CallFailed,
+    EndReplica,
+    NodeDrains,
+    ReplicaInput,
+    ReplicaLost,
+    ReplicaPhase,
+    ReplicaState,
+    Started,
+    StartReplica,
+    TaskAnswered,
+    TaskGiven,
+    WritersReady,
+    after,
+)
 from hsx_dist.fleet.tasks import EngineSpec, Task
+from hsx_dist.fleet.writer_states import WriterInput, WriterPool, WriterState
 from hsx_dist.logger import get_logger
 from hsx_dist.writers.ray_pool import PoolWriterSpec, start_writer
 
@@ -53,20 +60,18 @@ class ClusterShape:
     writer_threads: int
 
 
-@dataclass(slots=True)
-class _Replica:
-    """One replica as the driver's side sees it. ``failures``: starts and deaths of its kind in a row."""
-
-    actor: Any
-    group: Any
-    failures: int
-    node: str = ""
-    state: Literal["starting", "ready", "leaving"] = "starting"
-    tasks: dict[Any, Task] = field(default_factory=dict)
+#: A replica's actor and its placement group.
+_Actor = tuple[Any, Any]
+#: What handles the answer of a call, given its ref.
+_Handler = Callable[[Any], list[FleetEvent]]
 
 
 class RayFleet:
-    """Replicas and writers as actors of this driver: they end with it."""
+    """Replicas and writers as actors of this driver: they end with it.
+
+    The states of both are in ``replicas`` and ``writers``, whose transitions need no Ray; this class makes Ray's calls.
+    Only the driver's thread uses it.
+    """
 
     def __init__(
         self,
@@ -88,69 +93,57 @@ class RayFleet:
         self._look = nodes
         self._nodes = Nodes()
         self._looked = 0.0
-        self._served: list[str] = []  # every node that ever had writers; a node that comes back has another id
-        self._writers: list[tuple[str, Any]] = []
-        self._coming: dict[Any, str] = {}  # writers until they are heard of, and their nodes
-        self._going: dict[Any, str] = {}  # writers of nodes that drain: they store what they have, and get no more
-        self._flushing: dict[Any, Any] = {}  # writers that are going → ref of the last flush()
-        self._listening: dict[Any, Any] = {}  # ref of a writer's events() → the writer
-        self._replicas: dict[int, _Replica] = {}
-        self._numbers = 0
-        self._starting: dict[Any, int] = {}
-        self._inquiry = Inquiry()  # replicas out of reach: what they died of says what becomes of their rows
-        self._given_up: set[Any] = set()  # writers that were out of reach for too long, until they are heard of
-        self._waiting: list[int] = []  # replicas that are up while there is no writer yet
-        self._ever_ready = False
-        self._told_draining = False
         self._here = ""
+        self._told_draining = False
+        self.writers = WriterPool(shape.writer_cpus)
+        #: Replicas that are not gone, by number.
+        self.replicas: dict[int, ReplicaState] = {}
+        self._numbers = 0
+        self._ever_ready = False
+        self._actors: dict[int, _Actor] = {}
+        #: Calls of replicas: ref → whose, and what handles the answer.
+        self._calls: dict[Any, tuple[int, _Handler]] = {}
+        self._listening: dict[Any, Any] = {}  # ref of a writer's events() → the writer
+        self._flushing: dict[Any, Any] = {}  # writers whose node drains → ref of the last flush()
+        self._inquiry = Inquiry()  # replicas out of reach: what they died of decides what becomes of their rows
+
+    def actor(self, number: int) -> Any:
+        """The handle of a replica."""
+        return self._actors[number][0]
 
     def start(self) -> None:
         self._here = str(ray.get_runtime_context().get_node_id())
         self._nodes, self._looked = self._look(), time.monotonic()
-        for node in self._nodes_for_writers():
-            # Before any replica, which could take their CPUs. Another job may have them already: then a writer waits,
-            # and nothing is sent to it, nor waits for it, before it lives.
-            self._coming |= dict.fromkeys(self._start_writers(node), node)
+        # Before any replica, which could take their CPUs. Another job may have them already: then a writer waits, and
+        # nothing is sent to it, nor waits for it, before it lives.
+        self._start_writers()
         for _ in range(self._shape.replicas):
             self._start_replica()
 
     # -- nodes ---------------------------------------------------------------------------------------------------
 
-    def _nodes_for_writers(self) -> list[str]:
-        resources = self._nodes.resources
-        return sorted(n for n, have in resources.items() if fits_writers(have, self._shape.writer_cpus))
-
     def _watch_nodes(self) -> list[FleetEvent]:
-        """Writers on nodes that came; those of nodes that went are forgotten, and the replicas told."""
+        """Start writers on nodes that came; forget those of nodes that went, and tell the replicas."""
         self._nodes, self._looked = self._look(), time.monotonic()
-        wanted = self._nodes_for_writers()
-        for node in wanted:
-            if node not in self._served:
-                # Replicas hear of it when it lives: on a node that is full already it may wait for its CPUs for ever.
-                self._coming |= dict.fromkeys(self._start_writers(node), node)
-        had = {*self._going.values(), *(node for node, _ in self._writers)}
-        gone: list[FleetEvent] = [NodeGone(node) for node in sorted(had) if not self._nodes.is_alive(node)]
-        self._coming = {actor: node for actor, node in self._coming.items() if node in wanted}
-        self._going = {actor: node for actor, node in self._going.items() if self._nodes.is_alive(node)}
-        self._flushing = {actor: ref for actor, ref in self._flushing.items() if actor in self._going}
-        left = [(node, actor) for node, actor in self._writers if node in wanted]
-        if len(left) < len(self._writers):
-            self._going |= {actor: node for node, actor in self._writers if node in self._nodes.draining}
-            self._writers = left
+        self._start_writers()
+        listed = self.writers.listed
+        events: list[FleetEvent] = [NodeGone(node) for node in self.writers.follow(self._nodes)]
+        if self.writers.listed != listed:
             self._tell_replicas()
-        for number, replica in list(self._replicas.items()):
+        for number, replica in list(self.replicas.items()):
             if replica.node and not self._nodes.is_alive(replica.node):
-                gone += self._lost(number, "its node is gone", with_node=True)
-        for actor in self._going:
+                events += self._lost(number, "its node is gone", with_node=True)
+        draining = self.writers.of(WriterState.DRAINING)
+        self._flushing = {actor: ref for actor, ref in self._flushing.items() if actor in draining}
+        for actor in draining:
             # Again and again until the node is gone, as pages may have been under way; one call at a time, as a store
             # that is slow would have them fill the writer's threads, and nothing would be heard of it.
             last = self._flushing.get(actor)
             if last is None or ray.wait([last], timeout=0)[0]:
                 self._flushing[actor] = actor.flush.remote()
-        known = {*self._coming, *self._going, *(actor for _, actor in left)}
+        known = set(self.writers.handles)
         self._listening = {ref: actor for ref, actor in self._listening.items() if actor in known}
-        self._given_up &= known
-        return gone + self._take_leave()
+        return events + self._take_leave()
 
     def _take_leave(self) -> list[FleetEvent]:
         """Replicas of nodes that drain get no more tasks, and others are started in their place."""
@@ -158,44 +151,39 @@ class RayFleet:
         if self._here in self._nodes.draining and not self._told_draining:
             self._told_draining = True
             events.append(Draining())
-        for number, replica in list(self._replicas.items()):
-            if replica.state == "ready" and replica.node in self._nodes.draining:
-                replica.state = "leaving"
-                events.append(ReplicaLeaving(number))
-                self._start_replica()
-            if replica.state == "leaving" and not replica.tasks:
-                events += self._remove(number, ReplicaDied(number, "its node drains", blameless=True), flush=True)
+        for number, replica in list(self.replicas.items()):
+            if replica.node in self._nodes.draining:
+                events += self._apply(number, NodeDrains())
         return events
 
     def _tell_replicas(self) -> None:
-        for replica in self._replicas.values():
-            if replica.state != "starting":
-                replica.actor.set_writers.remote(self._writers)
+        for number, replica in self.replicas.items():
+            if replica.node:
+                self.actor(number).set_writers.remote(self.writers.listed)
 
     # -- actors --------------------------------------------------------------------------------------------------
 
-    def _start_writers(self, node: str) -> list[Any]:
-        started = []
-        for slot in range(self._shape.writers_per_node):
-            name = f"n{len(self._served)}w{slot}"
-            actor = start_writer(
-                self._writer(name),
-                node_id=node,
-                num_cpus=self._shape.writer_cpus,
-                threads=self._shape.writer_threads,
-                name=f"{self._name}/writer/{name}",
-                namespace=self._name,
-            )
-            started.append(actor)
-            self._listen(actor)
-        self._served.append(node)
-        return started
+    def _start_writers(self) -> None:
+        """Start a writer on each node that has none. Replicas get it once it has answered."""
+        for order, node in self.writers.new_nodes(self._nodes):
+            for slot in range(self._shape.writers_per_node):
+                name = f"n{order}w{slot}"
+                actor = start_writer(
+                    self._writer(name),
+                    node_id=node,
+                    num_cpus=self._shape.writer_cpus,
+                    threads=self._shape.writer_threads,
+                    name=f"{self._name}/writer/{name}",
+                    namespace=self._name,
+                )
+                self.writers.add(actor, node)
+                self._listen(actor)
 
     def _start_replica(self, failures: int = 0) -> None:
         number, self._numbers = self._numbers, self._numbers + 1
-        actor, group = start_replica(
+        self._actors[number] = start_replica(
             self._spec,
-            self._writers,
+            self.writers.listed,
             number,
             placement=self._shape.placement,
             num_cpus=self._shape.replica_cpus,
@@ -204,22 +192,54 @@ class RayFleet:
             name=f"{self._name}/replica/{number}",
             namespace=self._name,
         )
-        self._replicas[number] = _Replica(actor, group, failures)
-        self._starting[actor.ready.remote()] = number
+        self.replicas[number] = ReplicaState(number, failures)
+        self._calls[self.actor(number).ready.remote()] = (number, partial(self._started, number))
+
+    def _end_replica(self, number: int, *, flush: bool) -> None:
+        actor, group = self._actors.pop(number)
+        self._inquiry.forget(number)
+        self._calls = {ref: call for ref, call in self._calls.items() if call[0] != number}
+        if flush:
+            failures(flushing([actor]), 5.0)
+        ray.kill(actor, no_restart=True)
+        if group is not None:
+            ray.util.remove_placement_group(group)
+
+    def _apply(self, number: int, happened: ReplicaInput) -> list[FleetEvent]:
+        """One transition of a replica, if it is not gone, and what follows from it."""
+        if number not in self.replicas:
+            return []
+        state, actions = after(self.replicas[number], happened, max_failures=self._max_failures)
+        self.replicas[number] = state
+        if state.phase is ReplicaPhase.GONE:
+            del self.replicas[number]
+        events: list[FleetEvent] = []
+        for action in actions:
+            match action:
+                case StartReplica(failures=so_far):
+                    self._start_replica(so_far)
+                case EndReplica(flush=flush):
+                    self._end_replica(number, flush=flush)
+                case _:
+                    events.append(action)
+        return events
+
+    # -- calls and their answers ---------------------------------------------------------------------------------
 
     def submit(self, replica: int, task: Task) -> None:
         # The name under which Ray's dashboard lists the call.
         name = f"replica {replica}: task {task.number}, {len(task.rows)} rows from {task.rows[0].row}"
-        own = self._replicas[replica]
-        own.tasks[own.actor.run.options(name=name).remote(task)] = task
+        ref = self.actor(replica).run.options(name=name).remote(task)
+        self._calls[ref] = (replica, partial(self._task_done, replica))
+        self._apply(replica, TaskGiven(task))
 
     def poll(self, timeout: float) -> list[FleetEvent]:
         events: list[FleetEvent] = []
         if time.monotonic() - self._looked > NODES_EVERY_S:
             events += self._watch_nodes()
-        reached = {n: replica for n, replica in self._replicas.items() if n not in self._inquiry}
-        running = {ref: number for number, replica in reached.items() for ref in replica.tasks}
-        refs = [*self._starting, *running, *self._listening, *self._inquiry.refs]
+        # The calls of a replica out of reach have failed, and its fate is asked for.
+        calls = [ref for ref, (number, _) in self._calls.items() if number not in self._inquiry]
+        refs = [*calls, *self._listening, *self._inquiry.refs]
         done, _ = ray.wait(refs, num_returns=1, timeout=0 if events else timeout) if refs else ([], [])
         if done:  # and whatever else is there by now, at no further wait
             done, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
@@ -229,27 +249,26 @@ class RayFleet:
         for ref in done:
             if ref in self._listening:
                 events += self._heard(ref)
-            elif ref in self._starting:
-                events += self._started(ref)
             elif ref in self._inquiry.refs:
                 events += self._known(ref)
-            elif ref in running and running[ref] in self._replicas:
-                events += self._task_done(ref, running[ref])
+            elif ref in self._calls:
+                events += self._calls.pop(ref)[1](ref)
         return events
 
     def _listen(self, actor: Any) -> None:
         self._listening[actor.events.remote(2.0)] = actor
 
     def _heard(self, ref: Any) -> list[FleetEvent]:
+        """The answer of a writer."""
         actor = self._listening.pop(ref, None)
         if actor is None:
             return []  # its node went while others were heard
         events: list[FleetEvent] = []
         try:
             events += ray.get(ref)
-            self._given_up.discard(actor)
-            if actor in self._coming:
-                self._writers.append((self._coming.pop(actor), actor))
+            starting = self.writers.state(actor) is WriterState.STARTING
+            self.writers.apply(actor, WriterInput.HEARD)
+            if starting:
                 self._tell_replicas()
             events += self._announce()
         except RayError as e:
@@ -257,39 +276,31 @@ class RayFleet:
             what = "is out of reach" if isinstance(e, ActorUnavailableError) else "died"
             log.warning("a writer %s: %s", what, type(e).__name__)
             events += self._watch_nodes()
-        if actor in self._coming or actor in self._going or any(actor == listed for _, listed in self._writers):
+        if self.writers.state(actor) is not WriterState.GONE:
             self._listen(actor)
         return events
 
-    def _started(self, ref: Any) -> list[FleetEvent]:
-        number = self._starting.pop(ref)
-        replica = self._replicas[number]
+    def _started(self, number: int, ref: Any) -> list[FleetEvent]:
         try:
-            replica.node = ray.get(ref)
+            node = ray.get(ref)
         except RayError as e:
             return self._failed(number, e)
-        replica.actor.set_writers.remote(self._writers)  # the pool may have changed while it started
-        replica.state = "ready"
+        self.actor(number).set_writers.remote(self.writers.listed)  # the pool may have changed while it started
         self._ever_ready = True
-        self._waiting.append(number)
-        return self._announce()
+        return [*self._apply(number, Started(node)), *self._announce()]
 
     def _announce(self) -> list[FleetEvent]:
         """Replicas that are up are given tasks once there is a writer for what they compute."""
-        if not self._writers:
+        if not self.writers.listed:
             return []
-        waiting, self._waiting = self._waiting, []
-        return [ReplicaReady(number) for number in waiting if number in self._replicas]
+        return [event for number in list(self.replicas) for event in self._apply(number, WritersReady())]
 
-    def _task_done(self, ref: Any, number: int) -> list[FleetEvent]:
-        replica = self._replicas[number]
+    def _task_done(self, number: int, ref: Any) -> list[FleetEvent]:
         try:
             result = ray.get(ref)
         except RayError as e:
             return self._failed(number, e)
-        del replica.tasks[ref]
-        replica.failures = 0
-        return [TaskDone(number, result), *self._take_leave()]
+        return self._apply(number, TaskAnswered(result))
 
     def _failed(self, number: int, error: RayError) -> list[FleetEvent]:
         """A call of a replica failed: it is dead, or out of reach."""
@@ -297,9 +308,8 @@ class RayFleet:
             return self._died(number, error)
         if number not in self._inquiry:
             log.warning("replica %d is out of reach: %s", number, reason_of(error), extra={"replica": number})
-            self._inquiry.begin(number, self._replicas[number].actor)
-            return [ReplicaUnreached(number)]
-        return []
+            self._inquiry.begin(number, self.actor(number))
+        return self._apply(number, CallFailed())
 
     def _known(self, ref: Any) -> list[FleetEvent]:
         known = self._inquiry.heard(ref)
@@ -314,35 +324,16 @@ class RayFleet:
     def _died(self, number: int, error: RayError, *, cut_off: bool = False) -> list[FleetEvent]:
         """``cut_off``: it may be alive."""
         events = self._watch_nodes()
-        if number in self._replicas:  # else it went with its node, or that drains and it was let go just now
-            node = self._replicas[number].node
+        if number in self.replicas:  # else it went with its node, or that drains and it was let go just now
+            node = self.replicas[number].node
             with_node = went_with_its_node(error) or (node != "" and node not in self._nodes.resources)
             events += self._lost(number, reason_of(error), with_node=with_node, cut_off=cut_off)
         return events
 
     def _lost(self, number: int, reason: str, *, with_node: bool, cut_off: bool = False) -> list[FleetEvent]:
-        """One report a death: the refs of its other tasks are forgotten with it."""
-        replica = self._replicas[number]
-        blameless = with_node or cut_off
-        # A row that is alone with its engine is to blame, and not the engine.
-        alone = any(task.alone for task in replica.tasks.values()) and not cut_off
-        in_a_row = replica.failures + (not with_node and not alone)
-        hopeless = replica.state == "starting" and not blameless and not self._ever_ready
-        again = not hopeless and in_a_row <= self._max_failures and replica.state != "leaving"
-        if again:
-            self._start_replica(in_a_row)
-        told = ReplicaDied(number, reason, fatal=not again and len(self._replicas) == 1, blameless=blameless)
-        return self._remove(number, told, flush=False)
-
-    def _remove(self, number: int, told: ReplicaDied, *, flush: bool) -> list[FleetEvent]:
-        replica = self._replicas.pop(number)
-        self._inquiry.forget(number)
-        if flush:
-            failures(flushing([replica.actor]), 5.0)
-        ray.kill(replica.actor, no_restart=True)
-        if replica.group is not None:
-            ray.util.remove_placement_group(replica.group)
-        return [told]
+        last = len(self.replicas) == 1
+        lost = ReplicaLost(reason, with_node, cut_off, hopeless=not self._ever_ready, last=last)
+        return self._apply(number, lost)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -356,49 +347,53 @@ class RayFleet:
         # What the flush stored is told by the call that listens now, or by the next one. Where time is short, those
         # that have nothing to tell are not waited for.
         for _ in range(2 if end is None else 1):
-            refs = [ref for ref, actor in self._listening.items() if actor not in self._coming]
+            refs = self._answering()
             patience = None if end is None else min(end - time.monotonic(), 1.0)
             for ref in wait_for_all(refs, patience, hurry)[0]:
                 events += self._heard(ref)
         return events
 
+    def _answering(self) -> dict[Any, Any]:
+        """Ref → writer, of the writers that were heard: the others may wait for their CPUs."""
+        starting = self.writers.of(WriterState.STARTING)
+        return {ref: actor for ref, actor in self._listening.items() if actor not in starting}
+
     def _flush_by(self, end: float) -> None:
         # What writers hold is stored at once, beside what replicas still have to hand over.
-        early = flushing(self._present_writers())
+        early = flushing(self.writers.present)
         failures(flushing(self._started_replicas()), end - time.monotonic())
         failures(early, end - time.monotonic())
-        failures(flushing(self._present_writers()), end - time.monotonic())
+        failures(flushing(self.writers.present), end - time.monotonic())
 
     def _flush_whatever_it_takes(self, hurry: Callable[[], bool] | None) -> list[FleetEvent]:
         events: list[FleetEvent] = []
         replicas = self._started_replicas()
         for actor, error in flush_until_known(replicas, hurry=hurry).items():
-            if replicas[actor] in self._replicas:
+            if replicas[actor] in self.replicas:
                 events += self._died(replicas[actor], error, cut_off=isinstance(error, ActorUnavailableError))
-        unreached = flush_until_known(self._present_writers(), self._given_up, hurry)
-        self._given_up |= {actor for actor, e in unreached.items() if isinstance(e, ActorUnavailableError)}
+        given_up = self.writers.of(WriterState.UNREACHABLE)
+        for actor, e in flush_until_known(self.writers.present, given_up, hurry).items():
+            if isinstance(e, ActorUnavailableError):
+                self.writers.apply(actor, WriterInput.UNREACHED)
         if hurry is not None and hurry():
             return events
         # Whether a node is gone decides whether what was there counts as a try of its rows.
         return events + self._watch_nodes()
 
-    def _present_writers(self) -> list[Any]:
-        return [*(actor for _, actor in self._writers), *self._going]
-
     def _started_replicas(self) -> dict[Any, int]:
         """Actor → number."""
-        return {r.actor: number for number, r in self._replicas.items() if r.state != "starting"}
+        return {self.actor(number): number for number, replica in self.replicas.items() if replica.node}
 
     def close(self, *, quickly: bool = False) -> None:
         if not quickly:
             failures({actor.stop.remote(): actor for actor in self._started_replicas()}, CLOSE_S)
-            here = {ref: actor for ref, actor in self._listening.items() if actor not in self._coming}
+            here = self._answering()
             for actor in here.values():
                 actor.hang_up.remote()
             failures(here, CLOSE_S)
-        for replica in self._replicas.values():
-            ray.kill(replica.actor)
-            if replica.group is not None:
-                ray.util.remove_placement_group(replica.group)
-        for actor in (*self._coming, *self._going, *(actor for _, actor in self._writers)):
+        for actor, group in self._actors.values():
+            ray.kill(actor)
+            if group is not None:
+                ray.util.remove_placement_group(group)
+        for actor in self.writers.handles:
             ray.kill(actor)

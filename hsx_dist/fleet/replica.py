@@ -15,9 +15,6 @@ from typing import Any, Literal
 
 from pydantic import SecretStr
 
-from hsx_dist.connector import outlet as outlets
-from hsx_dist.connector.bridge import BridgeServer
-from hsx_dist.connector.outlet import LocalOutlet, Shipped
 from hsx_dist.errors import EngineError, InputError
 from hsx_dist.fleet.tasks import EngineSpec, Task, TaskResult
 from hsx_dist.format.manifest import RowFate
@@ -25,6 +22,9 @@ from hsx_dist.inputs.encode import Encoded, RowEncoder, TooLong, load_tokenizer
 from hsx_dist.inputs.rows import Row
 from hsx_dist.logger import get_logger
 from hsx_dist.observe.metrics import Increments, Meter
+from hsx_dist.transport.local_end import LocalEnd, register, unregister
+from hsx_dist.transport.page_server import PageServer
+from hsx_dist.transport.shipping import Shipped
 from hsx_dist.writers.base import CALL_BYTES, Sender
 
 log = get_logger(__name__)
@@ -76,14 +76,14 @@ class Replica:
         # vLLM's Ray executor starts its ranks from the actor, whose placement group they share; from a child of it,
         # they would be another job's.
         self._core_here = self._in_process or backend == "ray"
-        self._outlet: LocalOutlet | None = None
-        self._bridge: BridgeServer | None = None
+        self._end_here: LocalEnd | None = None
+        self._server: PageServer | None = None
         self._engine: Any = None
         self._failure: BaseException | None = None
         self._ready = threading.Event()
         self._requests = 0
         # Made here, before the engine pins its thread: whatever an engine's thread starts inherits its cores.
-        self._via, self._address = self._open_outlet()
+        self._transport, self._address = self._open_transport()
         self._thread = threading.Thread(target=self._loop, name="hsx-engine", daemon=True)
         self._thread.start()
         self._ready.wait()
@@ -91,7 +91,7 @@ class Replica:
 
     def _raise_if_not_started(self) -> None:
         if self._failure is not None:
-            self._close_outlet()
+            self._close_transport()
             raise EngineError(f"vLLM did not start: {self._failure}") from self._failure
 
     # -- what the owner calls ------------------------------------------------------------------------------------
@@ -119,13 +119,13 @@ class Replica:
         self._wake.set()
         # vLLM's client waits for ever for the answer of processes that were killed: that thread is left to itself.
         self._thread.join(timeout=None if self._failure is None else 10)
-        self._close_outlet()
+        self._close_transport()
 
     # -- where pages go ------------------------------------------------------------------------------------------
 
-    def _open_outlet(self) -> tuple[str, str]:
+    def _open_transport(self) -> tuple[str, str]:
         if self._in_process:
-            self._outlet = LocalOutlet(
+            self._end_here = LocalEnd(
                 self._sender(),
                 self._spec.in_flight_bytes,
                 self._on_shipped,
@@ -133,17 +133,17 @@ class Replica:
                 least_bytes=CALL_BYTES,
             )
             address = f"replica-{id(self)}"
-            outlets.register(address, self._outlet)
-            return "process", address
-        self._bridge = BridgeServer(self._sender, self._on_shipped, self._on_processes_ended, self.meter)
-        return "socket", self._bridge.address
+            register(address, self._end_here)
+            return "inline", address
+        self._server = PageServer(self._sender, self._on_shipped, self._on_processes_ended, self.meter)
+        return "attach", self._server.address
 
-    def _close_outlet(self) -> None:
-        if self._outlet is not None:
-            outlets.unregister(self._address)
-            self._outlet.close()
-        if self._bridge is not None:
-            self._bridge.close()
+    def _close_transport(self) -> None:
+        if self._end_here is not None:
+            unregister(self._address)
+            self._end_here.close()
+        if self._server is not None:
+            self._server.close()
         for sender in self._senders:
             sender.close()
         self._senders.clear()
@@ -199,8 +199,8 @@ class Replica:
             self._sampling_params({})
         except (TypeError, ValueError, VLLMValidationError) as e:
             raise EngineError(f"sampling_params: expected what vLLM's SamplingParams take, came {e}") from e
-        key = self._bridge.key if self._bridge is not None else None
-        llm = LLM(**engine_arguments(spec, self._via, self._address, self._name, authkey=key))
+        key = self._server.key if self._server is not None else None
+        llm = LLM(**engine_arguments(spec, self._transport, self._address, self._name, authkey=key))
         self._engine = llm.llm_engine
         if self._core_here and not self._in_process:
             # vLLM names them itself, by an id of its own that it takes from nobody.
@@ -326,14 +326,14 @@ def row_seed(run: str, key: str) -> int:
 
 
 def engine_arguments(
-    spec: EngineSpec, via: str, address: str, replica: str = "0", *, authkey: bytes | None = None
+    spec: EngineSpec, transport: str, address: str, replica: str = "0", *, authkey: bytes | None = None
 ) -> dict[str, Any]:
     """Arguments of ``vllm.LLM``: the user's untouched, and those that the extraction sets. ``authkey``: with which the
     ranks prove to the process at ``address`` that they are its engine's; log lines of vLLM do not show it."""
     arguments: dict[str, Any] = {"disable_log_stats": True, **spec.engine_kwargs}
     if spec.revision is not None:
         arguments["revision"] = spec.revision
-    if via == "process":
+    if transport == "inline":
         arguments["distributed_executor_backend"] = "uni"
     return {
         **arguments,
@@ -349,7 +349,7 @@ def engine_arguments(
             "kv_role": "kv_producer",
             "kv_connector_extra_config": {
                 "hsx": {
-                    "via": via,
+                    "transport": transport,
                     "address": address,
                     "replica": replica,
                     "output": spec.output,

@@ -19,6 +19,7 @@ from hsx_dist.logger import get_logger
 from hsx_dist.observe.logs import configure_logging
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.observe.ray_metrics import RayExport
+from hsx_dist.ray_arguments import sendable
 from hsx_dist.writers.events import Lost
 from hsx_dist.writers.ray_pool import RaySender
 
@@ -123,7 +124,7 @@ def start_replica(
             **scheduling,
         )
         .remote(
-            spec,
+            sendable(spec),
             writers,
             # As an argument, not as a runtime_env: that one is shown on Ray's dashboard.
             {**credential_environment(), **environment},

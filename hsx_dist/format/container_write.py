@@ -365,7 +365,7 @@ def _check_page(page: Page, known: SegmentInfo | None) -> SegmentInfo:
             f"{_where(s)}: expected pages of {page.chunk_tokens} tokens from {s.start}, got [{page.start}, {page.stop})"
         )
     rows, layers = page.data.shape[:2] if page.order == "TLH" else page.data.shape[1::-1]
-    if page.data.shape[2:] != (page.hidden_size,) or layers != info.num_layers or rows < n:
+    if page.data.shape != tuple(page.shape) or layers != info.num_layers or rows < n:
         raise ValueError(f"{_where(s)}: expected data {page.order} of {n} rows of {info}, got shape {page.data.shape}")
     if page.data.dtype != CARRIER[page.dtype]:
         raise ValueError(f"{_where(s)}: expected {CARRIER[page.dtype]} for {page.dtype}, got {page.data.dtype}")

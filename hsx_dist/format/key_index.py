@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,23 @@ class KeyIndex:
 
     def add(self, key: str, place: int) -> None:
         self._recent[key] = place
+        self._sort_many()
+
+    def add_new(self, keys: Sequence[str], first: int) -> bool:
+        """Add ``keys`` with the places from ``first`` on. False, and nothing is added, where one of them may be there,
+        or is named twice."""
+        if len(set(keys)) < len(keys) or not self._recent.keys().isdisjoint(keys):
+            return False
+        hashes, n = self._hashes, len(self._hashes)
+        for wanted in map(hash, keys) if n else ():
+            at = bisect_left(hashes, wanted)
+            if at < n and hashes[at] == wanted:
+                return False
+        self._recent.update(zip(keys, count(first), strict=False))
+        self._sort_many()
+        return True
+
+    def _sort_many(self) -> None:
         if len(self._recent) >= max(_RECENT, len(self._hashes) // _SHARE):
             self._sort()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import compress
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +14,7 @@ from hsx_dist.format.copies import Copies, Proven
 from hsx_dist.format.key_index import KeyIndex
 from hsx_dist.format.names import receipt_name
 from hsx_dist.format.receipt import Receipt, RowFate, SegmentProof
-from hsx_dist.format.segments import SegmentTable, exact_sum
+from hsx_dist.format.segments import SegmentTable, exact_sum, whole
 
 __all__ = [
     "Manifest",
@@ -34,6 +35,16 @@ class SampleRecord:
     attempt: int
     row: int | None
     segments: tuple[tuple[str, SegmentProof], ...]
+
+    @property
+    def raw_bytes(self) -> int:
+        """Of its states, before encoding."""
+        return sum(proof.raw_bytes for _, proof in self.segments)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of its states, as stored."""
+        return sum(proof.stored_bytes for _, proof in self.segments)
 
 
 @dataclass(slots=True)
@@ -141,47 +152,38 @@ class Manifest:
         places = self._many.get(key) or ([] if first is None else [first])
         return {self._part(place) for place in places} - self._void
 
-    def keys_by_row(self) -> list[str]:
-        """The keys of all samples in the order of their input rows; those of unknown rows last, by key."""
-        keys: list[str] = []
-        rows = np.empty(len(self.samples), np.int64)
-        for key, place in self._placed():
-            rows[len(keys)] = self._order[place >> _SLOT_BITS].table.numbers[place & _SLOTS, -1]
-            keys.append(key)
-        rows[rows < 0] = np.iinfo(np.int64).max
-        order = np.argsort(rows, kind="stable")
-        ends = [*(np.flatnonzero(np.diff(rows[order])) + 1).tolist(), len(keys)]
-        found: list[str] = []
-        start = 0
-        for end in ends:
-            same = [keys[i] for i in order[start:end]]
-            found += same if len(same) < 2 else sorted(same)
-            start = end
-        return found
+    def columns(self) -> tuple[list[Receipt], Any, Any]:
+        """The receipts of parts, by attempt, writer and number; the numbers of all their segments (as
+        ``SegmentTable.numbers``); and a mask of the segments that are all of a sample that no other receipt names:
+        nearly all of a run."""
+        order = sorted((i for i, r in enumerate(self._order) if r.part), key=lambda i: self._order[i].id)
+        found = [self._order[i] for i in order]
+        numbers = np.concatenate([np.empty((0, 7), np.int64), *(r.table.numbers for r in found)])
+        alone = whole(numbers)
+        starts = dict(zip(order, np.cumsum([0, *(len(r.table) for r in found)]).tolist(), strict=False))
+        many = [place for places in self._many.values() for place in places]
+        alone[[starts[place >> _SLOT_BITS] + (place & _SLOTS) for place in many]] = False
+        return found, numbers, alone
+
+    def several(self) -> Iterator[tuple[SampleRecord, tuple[int, str, int]]]:
+        """The samples that are not ``alone`` in ``columns``, and the receipt that named the begin of each first, also
+        of a part that was lost since."""
+        self._decide()
+        for key, places in self._chosen.items():
+            named = (self._order[p >> _SLOT_BITS] for p in self._many[key] if self._proof(p).proof.segment.index == 0)
+            yield self._record(key, places), min(receipt.id for receipt in named)
 
     def totals(self) -> Totals:
         """Counts of what readers see."""
         self._decide()
-        many = {place for places in self._many.values() for place in places}
-        used = [place for places in self._chosen.values() for place in places]
-        by_receipt: dict[int, list[int]] = {}
-        for place in many:
-            by_receipt.setdefault(place >> _SLOT_BITS, []).append(place & _SLOTS)
+        receipts, numbers, alone = self.columns()
         total = Totals(samples=len(self.samples))
-        parts: set[str] = set()
-        for number, receipt in enumerate(self._order):
-            table = receipt.table
-            if not len(table):
-                continue
-            seen = table.whole
-            seen[by_receipt.get(number, [])] = False
-            if seen.any():
-                parts.add(receipt.part or "")
-                total.add(table.numbers[seen])
-        for place in used:
-            receipt = self._order[place >> _SLOT_BITS]
-            parts.add(receipt.part or "")
-            total.add(receipt.table.numbers[[place & _SLOTS]])
+        total.add(numbers[alone])
+        owner = np.repeat(np.arange(len(receipts)), [len(r.table) for r in receipts])
+        parts = {receipts[i].part or "" for i in np.unique(owner[alone])}
+        for place in (place for places in self._chosen.values() for place in places):
+            parts.add(self._part(place))
+            total.add(self._order[place >> _SLOT_BITS].table.numbers[[place & _SLOTS]])
         total.parts = len(parts)
         total.part_bytes = sum(self._parts[part].size for part in parts)
         return total
@@ -195,9 +197,11 @@ class Manifest:
             return
         self.declare_void(receipt.void)
         self._receipts[receipt.id] = receipt
-        lost = receipt.part in self._void
-        self._order.append(replace(receipt, segments=()) if lost else receipt)
-        if receipt.part is not None and not lost:
+        self._order.append(receipt)
+        if receipt.part is not None and receipt.part in self._void:
+            self._add_segments(len(self._order) - 1, receipt.table)
+            self._take_back(len(self._order) - 1)
+        elif receipt.part is not None:
             before = self._parts.setdefault(receipt.part, receipt)
             if before is not receipt:
                 self._conflicts.add(f"{receipt.part}: two receipts name this part")
@@ -215,22 +219,27 @@ class Manifest:
             if part in self._parts:
                 self._stored_bytes -= self._parts.pop(part).size
             for number in self._numbers.pop(part, ()):
-                for slot, key in enumerate(self._order[number].table.keys()):
-                    # Nothing is taken out of the index. ``_settle`` leaves out what is void.
-                    self._many.setdefault(key, [number << _SLOT_BITS | slot])
-                    self._partial.discard(key)
-                    self._copies.pop(key, None)
-                    self._dirty[key] = None
+                self._take_back(number)
+
+    def _take_back(self, number: int) -> None:
+        """Leave it to ``_settle`` to leave out what is void: nothing is taken out of the index."""
+        for slot, key in enumerate(self._order[number].table.keys()):
+            self._many.setdefault(key, [number << _SLOT_BITS | slot])
+            self._partial.discard(key)
+            self._copies.pop(key, None)
+            self._dirty[key] = None
 
     def _add_segments(self, number: int, table: SegmentTable) -> None:
-        whole = table.whole.tolist()
-        for slot, key in enumerate(table.keys()):
+        is_whole, keys = whole(table.numbers).tolist(), list(table.keys())
+        if all(is_whole) and self._fates.keys().isdisjoint(keys) and self._index.add_new(keys, number << _SLOT_BITS):
+            return  # nearly all receipts
+        for slot, key in enumerate(keys):
             place = number << _SLOT_BITS | slot
             known = self._many.get(key)
             first = self._index.find(key) if known is None else None
             if known is None and first is None:  # nearly all of a run's samples
                 self._index.add(key, place)
-                if not whole[slot]:
+                if not is_whole[slot]:
                     self._partial.add(key)
                 if key in self._fates:
                     self._dirty[key] = None
@@ -321,16 +330,6 @@ class Manifest:
         place = None if key in self._partial else self._index.find(key)
         return () if place is None else (place,)
 
-    def _placed(self) -> Iterator[tuple[str, int]]:
-        """Every sample's key, and the place of its first segment."""
-        self._decide()
-        for number, receipt in enumerate(self._order):
-            whole = receipt.table.whole.tolist()
-            for slot, key in enumerate(receipt.table.keys()):
-                place = number << _SLOT_BITS | slot
-                if (self._chosen.get(key, (-1,))[0] == place) if key in self._many else whole[slot]:
-                    yield key, place
-
     def _record(self, key: str, places: tuple[int, ...]) -> SampleRecord:
         proofs = [self._proof(place) for place in places]
         first = proofs[0]
@@ -359,7 +358,10 @@ class _Samples(Mapping[str, SampleRecord]):
         return self._manifest._record(key, places)
 
     def __iter__(self) -> Iterator[str]:
-        return (key for key, _ in self._manifest._placed())
+        receipts, _, alone = self._manifest.columns()
+        keys = (key for receipt in receipts for key in receipt.table.keys())  # noqa: SIM118 - an iterator, of a table
+        yield from compress(keys, alone)
+        yield from (record.key for record, _ in self._manifest.several())
 
 
 _SLOT_BITS = 32

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from hsx_dist.errors import AlreadyExists, Fenced, FormatError, HsxError, IntegrityError, NotFound
 from hsx_dist.format.description import MAX_HEADER_BYTES
 from hsx_dist.format.json_objects import get_small
-from hsx_dist.format.names import closed_name, parse_part_name, parse_receipt_name, receipt_name
+from hsx_dist.format.names import LARGEST_NUMBER, closed_name, parse_part_name, parse_receipt_name, receipt_name
 from hsx_dist.format.receipt import Receipt
 from hsx_dist.store import ObjectInfo, Store
 
@@ -31,6 +31,8 @@ _SEAL_FORMAT = "hsx-seal/1"
 #: No part has a longer header, and a segment takes more of it than of a receipt.
 _LARGEST_RECEIPT = MAX_HEADER_BYTES
 _THREADS = 16
+#: Names in one answer of S3 to a listing.
+_PAGE = 1000
 
 
 class ReceiptLog:
@@ -135,35 +137,57 @@ def _is_sealed(store: Store, name: str) -> bool:
     return store.get(name, len(_SEAL)) == _SEAL
 
 
-def read_logs(store: Store, after_attempt: int = 0) -> Iterator[Receipt]:
-    """The receipts of all logs of later attempts, by attempt, writer and number.
+class LogReader:
+    """Reads the receipts of all logs of later attempts, each once. A read costs what was stored since the last one, and
+    at most two pages of names of each log."""
 
-    Raises:
-        IntegrityError: a receipt is missing or damaged.
-        FormatError: something is there that is no receipt.
-    """
-    # "~" sorts behind every writer's name.
-    after = f"manifest/{after_attempt:04d}/~" if 0 < after_attempt < 9999 else None
-    return _before_seals(
-        store, store.list("manifest/", after=after), lambda entry: entry[0] > after_attempt, gapless=True
-    )
+    def __init__(self, after_attempt: int = 0):
+        self._after = after_attempt
+        #: The number of each log's last receipt that was read; that of a sealed log is the largest.
+        self._read: dict[Log, int] = {}
+
+    def read(self, store: Store) -> Iterator[Receipt]:
+        """The new receipts, by attempt, writer and number.
+
+        Raises:
+            IntegrityError: a receipt is missing or damaged.
+            FormatError: something is there that is no receipt.
+        """
+        return _before_seals(store, self._new(store), self._read)
+
+    def _new(self, store: Store) -> Iterator[ObjectInfo]:
+        # "~" sorts behind every writer's name.
+        after = f"manifest/{self._after:04d}/~" if 0 < self._after < 9999 else None
+        while True:
+            log, known = None, 0
+            for info in store.list("manifest/", after=after):
+                entry = parse_receipt_name(info.name)
+                if entry is None or entry[0] <= self._after:
+                    continue
+                last = self._read.get(entry[:2], 0)
+                if entry[2] > last:
+                    yield info
+                    continue
+                log, known = entry[:2], known + 1 if entry[:2] == log else 1
+                if known == _PAGE and entry[2] < last:
+                    after = receipt_name(*log, last)
+                    break
+            else:
+                return
 
 
-def new_receipts(
-    store: Store, known: Callable[[tuple[int, str, int]], bool], attempt: int | None = None
-) -> Iterator[Receipt]:
-    """The receipts (of one ``attempt``, or of all) that are not ``known``, with the errors of ``read_logs``; gaps are
-    not looked for."""
-    folder = "manifest/" if attempt is None else f"manifest/{attempt:04d}/"
-    return _before_seals(store, store.list(folder), lambda entry: not known(entry), gapless=False)
+def new_receipts(store: Store, known: Callable[[tuple[int, str, int]], bool], attempt: int) -> Iterator[Receipt]:
+    """The receipts of one ``attempt`` that are not ``known``, with the errors of ``LogReader.read``; gaps are not
+    looked for."""
+    listed = store.list(f"manifest/{attempt:04d}/")
+    return _before_seals(store, (i for i in listed if (e := parse_receipt_name(i.name)) and not known(e)), None)
 
 
-def _before_seals(
-    store: Store, listed: Iterable[ObjectInfo], wanted: Callable[[tuple[int, str, int]], bool], *, gapless: bool
-) -> Iterator[Receipt]:
-    """The ``wanted`` receipts of ``listed``, of each log as far as its seal. ``gapless``: no number may be missing."""
+def _before_seals(store: Store, listed: Iterable[ObjectInfo], done: dict[Log, int] | None) -> Iterator[Receipt]:
+    """The receipts of ``listed``, of each log as far as its seal. ``done``: how far each log was read, brought up to
+    date; no number behind it may be missing. ``None``: gaps are not looked for."""
     sizes = {entry: info.size for info in listed if (entry := parse_receipt_name(info.name)) is not None}
-    entries = sorted(filter(wanted, sizes))
+    entries = sorted(sizes)
 
     def read(entry: tuple[int, str, int]) -> Receipt | HsxError | None:
         try:
@@ -171,24 +195,26 @@ def _before_seals(
         except HsxError as e:
             return e  # raised below, unless the log ends before
 
-    log: Log | None = None
-    expected, ended = 1, False
+    ended: set[Log] = set()
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="hsx-receipts") as pool:
         for (attempt, writer, number), found in zip(entries, pool.map(read, entries), strict=True):
-            if (attempt, writer) != log:
-                log, expected, ended = (attempt, writer), 1, False
-            if ended:
+            log = attempt, writer
+            expected = number if done is None else done.get(log, 0) + 1
+            if log in ended:
                 continue
-            if gapless and number != expected:
+            if number != expected:
                 _check_gap(store, log, expected, number)
-                ended = True  # the listing passed the missing number before the writer stored it
-            elif found is None:
-                ended = True
+                ended.add(log)  # the listing passed the missing number before the writer stored it
             elif isinstance(found, HsxError):
                 raise found
-            else:
+            elif found is not None:
                 yield found
-            expected = number + 1
+                if done is not None:
+                    done[log] = number
+            else:
+                ended.add(log)
+                if done is not None:
+                    done[log] = LARGEST_NUMBER
 
 
 def _check_gap(store: Store, log: Log, expected: int, number: int) -> None:

@@ -27,7 +27,7 @@ from hsx_dist.format.names import (
     receipt_name,
 )
 from hsx_dist.format.place import RunFolder
-from hsx_dist.format.receipt_log import list_logs, new_receipts, read_entry, read_logs, seal_logs
+from hsx_dist.format.receipt_log import LogReader, list_logs, new_receipts, read_entry, seal_logs
 from hsx_dist.format.run_members import ATTEMPT_MEMBERS, COMPLETE_MEMBERS, HEARTBEAT_MEMBERS
 from hsx_dist.store import Store
 
@@ -244,7 +244,7 @@ def receipts_after(store: Store, complete: Mapping[str, Any] | None, *, over: bo
         yield from read_compacted(store, complete)
         after = int(complete["attempt"])
     if not over:
-        yield from read_logs(store, after)
+        yield from LogReader(after).read(store)
 
 
 def all_receipts(store: Store) -> Iterator[Receipt]:
@@ -253,11 +253,11 @@ def all_receipts(store: Store) -> Iterator[Receipt]:
     complete = read_complete(store)
     if complete is not None:
         yield from read_compacted(store, complete)
-    yield from read_logs(store)
+    yield from LogReader().read(store)
 
 
-def receipts_of(store: Store, attempt: int | None, *, known: Manifest) -> Iterator[Receipt]:
-    """The stored receipts of one attempt (``None``: of all) that are not in ``known``."""
+def receipts_of(store: Store, attempt: int, *, known: Manifest) -> Iterator[Receipt]:
+    """The stored receipts of one attempt that are not in ``known``."""
     return new_receipts(store, known.has_receipt, attempt)
 
 

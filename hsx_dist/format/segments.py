@@ -84,11 +84,9 @@ class SegmentTable(Sequence[SegmentProof]):
         ]
 
     @property
-    def whole(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """``[n]``: which segments are all of their sample."""
-        index, start, stop, total = self.numbers[:, :4].T
-        found: np.ndarray[Any, np.dtype[np.bool_]] = (index == 0) & (start == 0) & (stop == total)
-        return found
+    def tokens(self) -> int:
+        """Of all segments."""
+        return exact_sum(self.numbers[:, 2] - self.numbers[:, 1])
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -127,6 +125,13 @@ class SegmentTable(Sequence[SegmentProof]):
 
     def __repr__(self) -> str:
         return f"SegmentTable({list(self)!r})" if len(self) < 4 else f"SegmentTable({len(self)} segments)"
+
+
+def whole(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Of rows of ``SegmentTable.numbers``, ``[n]``: which segments are all of their sample."""
+    index, start, stop, total = numbers[:, :4].T
+    found: np.ndarray[Any, np.dtype[np.bool_]] = (index == 0) & (start == 0) & (stop == total)
+    return found
 
 
 def exact_sum(numbers: np.ndarray[Any, Any]) -> int:

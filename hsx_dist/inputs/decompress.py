@@ -14,8 +14,6 @@ import sys
 from collections.abc import Callable
 from typing import IO, Any
 
-from hsx_dist.errors import FormatError
-
 if sys.version_info >= (3, 14):
     from compression import zstd
 else:
@@ -30,24 +28,10 @@ _WINDOW_LOG = 27
 BROKEN: tuple[type[Exception], ...] = (EOFError, lzma.LZMAError, zstd.ZstdError)
 
 
-#: What is decompressed as a whole may take so many times its stored bytes, beyond so many bytes.
-_HELD_EXPANSION, _HELD_FREE_BYTES = 200, 256 << 20
-
-
-def check_expansion(made: int, stored: int, what: str) -> None:
-    """Raise FormatError before ``stored`` bytes are decompressed in one step to a claimed ``made`` bytes that are more
-    than a table holds."""
-    if made > _HELD_FREE_BYTES + _HELD_EXPANSION * stored:
-        raise FormatError(
-            f"expected at most {_HELD_EXPANSION} decompressed bytes for each stored one, got more in {what}. Write the "
-            "file without compression"
-        )
-
-
 _Decompressor = zstd.ZstdDecompressor | lzma.LZMADecompressor | bz2.BZ2Decompressor
-#: Rows may expand by so much beyond so many bytes. More is repetition that costs the driver an entry for each row.
+#: Files of lines may expand by so much beyond so many bytes. More is repetition that costs the driver time.
 MAX_EXPANSION, FREE_BYTES = 1000, 1 << 30
-#: The same for lines and rows: short ones cost the driver as much as long ones.
+#: The same for lines and rows: short ones cost the driver an entry each, as long ones do.
 MOST_ROWS, FREE_ROWS = 16, 1 << 20
 
 
@@ -79,8 +63,6 @@ class DecompressedFile(io.RawIOBase):
         self._make = make
         self._frame: _Decompressor | None = None
         self._rest = b""  # compressed bytes after the end of a frame
-        self._read = self._made = 0  # bytes
-        self._lines = 0
 
     def readable(self) -> bool:
         return True
@@ -94,7 +76,6 @@ class DecompressedFile(io.RawIOBase):
                 data = self._rest
                 if not data:
                     data = self._source.read(_READ)
-                    self._read += len(data)
                 self._rest = b""
                 if not data and self._frame is not None:
                     raise EOFError("the file ends within a compressed frame")
@@ -106,18 +87,6 @@ class DecompressedFile(io.RawIOBase):
                 found = self._frame.decompress(data, len(target))
             except OSError as e:  # bz2's word for a damaged file
                 raise EOFError(str(e)) from e
-            self._made += len(found)
-            if self._made > FREE_BYTES and self._made > MAX_EXPANSION * self._read:
-                raise FormatError(
-                    f"expected at most {MAX_EXPANSION} decompressed bytes for each compressed one, got more beyond "
-                    f"{FREE_BYTES}. Give the file decompressed"
-                )
-            self._lines += found.count(b"\n")
-            if self._lines > FREE_ROWS and self._lines > MOST_ROWS * self._read:
-                raise FormatError(
-                    f"expected at most {MOST_ROWS} lines for each compressed byte, got more beyond {FREE_ROWS}. "
-                    "Give the file decompressed"
-                )
             if self._frame.eof:
                 self._rest = self._frame.unused_data
                 self._frame = None

@@ -6,16 +6,18 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import Any
 
 from hsx_dist.config import InputConfig
 from hsx_dist.errors import FormatError, InputError
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.inputs.content import CONTENT_CHECKS, as_messages, as_tools, json_metadata, mask_of
-from hsx_dist.inputs.records import Unreadable, read_records
+from hsx_dist.inputs.reader import read_in_child
+from hsx_dist.inputs.records import RecordBatch, read_batches
 from hsx_dist.inputs.row_cost import cost_of_json, most_cost
 from hsx_dist.inputs.row_values import is_unicode, kind_of, shown
-from hsx_dist.inputs.sources import Input, find_input
+from hsx_dist.inputs.sources import find_input
+from hsx_dist.inputs.tables import Unreadable
 
 _MAX_KEY = 1024
 #: Each refused row costs the driver about 500 bytes. An input may have so many, and so many more for each usable row.
@@ -57,9 +59,16 @@ def read_rows(config: InputConfig) -> Iterator[Row | RowFate]:
     Raises ConfigError when there is no such file or bucket, or no access to it; while iterating, Unavailable when the
     store fails and FormatError when a file is broken, each with the number of the row that was not reached.
     """
-    found = find_input(config)
-    first = found.sources[0]
-    return _rows(found, config, found.open(first.files[0], compressed=first.format in ("jsonl", "text")))
+    needed = (config.text, config.messages, config.token_ids)
+    own = (config.id, config.tools, config.loss_mask, *config.metadata)
+    columns = [*needed, *(name for name in own if name is not None)]
+    found = None if "::" in config.path else find_input(config)
+    if found is not None and found.is_plain:
+        batches = read_batches(found, columns, needed)
+    else:
+        batches = read_in_child(config, None if found is None else found.sources, columns, needed)
+    opened = next(batches)  # the first file is open
+    return _rows(batches, config, opened)
 
 
 def rows_from(prompts: Iterable[Any], config: InputConfig) -> Iterator[Row | RowFate]:
@@ -67,7 +76,7 @@ def rows_from(prompts: Iterable[Any], config: InputConfig) -> Iterator[Row | Row
 
     One without an id has its number as its key: ``"0"``, ``"1"``, …
     """
-    check = _RowCheck(config, "")
+    check = _RowCheck(config, [""])
     choice = _Choice(config)
     for number, prompt in enumerate(prompts):
         if choice.ended():
@@ -88,22 +97,15 @@ def _as_record(prompt: Any, config: InputConfig) -> Any:
     return prompt
 
 
-def _rows(found: Input, config: InputConfig, opened: IO[bytes] | None) -> Iterator[Row | RowFate]:
-    needed = (config.text, config.messages, config.token_ids)
-    own = (config.id, config.tools, config.loss_mask, *config.metadata)
-    columns = [*needed, *(name for name in own if name is not None)]
+def _rows(batches: Iterator[RecordBatch], config: InputConfig, opened: RecordBatch) -> Iterator[Row | RowFate]:
     choice = _Choice(config)
-    check = _RowCheck(config, "")
+    check = _RowCheck(config, list(opened.labels))
     row, refused, usable = -1, 0, 0
-    for source in found.sources:
-        if choice.ended():
-            return
+    if choice.ended():
+        return
+    for source in batches:
         check.stem = source.label
-        records = read_records(found, source, columns, needed, opened)
-        opened = None
-        for number, item in records:
-            if choice.ended():
-                return
+        for number, item in source.records:
             row += 1
             if not choice.takes(source.label, number):
                 continue
@@ -124,6 +126,8 @@ def _rows(found: Input, config: InputConfig, opened: IO[bytes] | None) -> Iterat
                         "input.format and the names of its columns"
                     )
             yield judged
+            if choice.ended():
+                return
 
 
 class _Choice:
@@ -158,9 +162,11 @@ class _RowCheck:
     """Judges rows one after another; remembers a hash of each key to find those that come twice: about 100 bytes a row,
     and nothing where ``id`` is null, as places do not repeat."""
 
-    def __init__(self, config: InputConfig, stem: str) -> None:
+    def __init__(self, config: InputConfig, stems: Sequence[str]) -> None:
+        """``stems``: the labels of all sources of the input."""
         self.config = config
-        self.stem = stem
+        self.stem = stems[0]
+        self._places = {_place_stem(stem) for stem in stems}
         self._seen: set[bytes] = set()
 
     def judge_line(self, row: int, number: int, line: bytes | None) -> Row | RowFate:
@@ -218,8 +224,7 @@ class _RowCheck:
 
     def _number_key(self, number: int) -> str:
         # Not the default key: that one, or an id that looks like it, may belong to a row that is fine.
-        stem = self.stem.encode("utf-8", "backslashreplace").decode()  # a file's name may be no Unicode
-        return f"{stem}#{number:08d}"
+        return f"{_place_stem(self.stem)}#{number:08d}"
 
     def _refused(self, row: int, number: int, reason: str, key: str | None = None) -> RowFate:
         return RowFate(key=key or self._number_key(number), row=row, fate="refused", reason=reason, tries=0)
@@ -238,6 +243,10 @@ class _RowCheck:
             raise InputError(f"{name}: expected 1 to {_MAX_KEY} characters, came {len(key)}")
         if not is_unicode(key):
             raise InputError(f"{name}: expected valid Unicode, came half of a surrogate pair")
+        stem, _, digits = key.rpartition("#")
+        if "#" in key and stem in self._places and len(digits) >= 8 and digits.isascii() and digits.isdecimal():
+            # A refused row without an id has such a key. A sample with it would hide that row's refusal.
+            raise InputError(f"{name}: expected a key that names no row of the input, got {key!r}. Use another id")
         return key
 
     def _content(self, record: dict[str, Any]) -> dict[str, Any]:
@@ -262,3 +271,8 @@ class _RowCheck:
         if c.metadata:
             fields["metadata"] = json_metadata({n: record[n] for n in c.metadata if n in record})
         return fields
+
+
+def _place_stem(label: str) -> str:
+    """A source's label in the keys of refused rows. A file's name may be no Unicode."""
+    return label.encode("utf-8", "backslashreplace").decode()

@@ -61,6 +61,11 @@ class Input:
     _config: InputConfig
 
     @property
+    def is_plain(self) -> bool:
+        """All sources are lines that are not compressed."""
+        return all(s.format in _LINES and not any(map(_is_compressed, s.files)) for s in self.sources)
+
+    @property
     def max_row_bytes(self) -> int:
         """The longest line or row that is taken."""
         return int(self._config.max_row_bytes)
@@ -115,15 +120,18 @@ def find_input(config: InputConfig) -> Input:
     return _told(lambda: _find(config, shown), shown)
 
 
+def found_again(config: InputConfig, sources: tuple[InputSource, ...]) -> Input:
+    """The input whose sources ``find_input`` found in another process.
+
+    Raises:
+        ConfigError: it cannot be reached.
+    """
+    shown = public_url(config.path)
+    return _told(lambda: Input(sources, shown, _file_system(config, shown)[0], config), shown)
+
+
 def _find(config: InputConfig, shown: str) -> Input:
-    if is_local(config.path):
-        # Not by url_to_fs, which would take a colon in a local name for a scheme.
-        fs: Any = LocalFileSystem()
-        path = str(Path(config.path).expanduser().absolute())
-    else:
-        check_endpoints(config.storage_options)
-        _check_chain(config.path, shown)
-        fs, path = fsspec.core.url_to_fs(config.path, **config.storage_options)
+    fs, path = _file_system(config, shown)
     try:
         # As it stands first: * and [ may be letters of a name, and ? begins the query of an http URL.
         kind = fs.info(path)["type"]
@@ -154,6 +162,16 @@ def _find(config: InputConfig, shown: str) -> Input:
             "have the same keys; name one kind of them (a glob such as *.jsonl)"
         )
     return Input(tuple(sources), shown, fs, config)
+
+
+def _file_system(config: InputConfig, shown: str) -> tuple[Any, str]:
+    """The file system of ``config.path``, and the path on it."""
+    if is_local(config.path):
+        # Not by url_to_fs, which would take a colon in a local name for a scheme.
+        return LocalFileSystem(), str(Path(config.path).expanduser().absolute())
+    check_endpoints(config.storage_options)
+    _check_chain(config.path, shown)
+    return fsspec.core.url_to_fs(config.path, **config.storage_options)  # type: ignore[no-any-return]
 
 
 def _of_folder(config: InputConfig, fs: Any, folder: str) -> list[InputSource]:
@@ -294,6 +312,10 @@ def _format(path: str, asked: str) -> Format | None:
     return asked if known in (None, asked) or (known in _LINES and asked in _LINES) else None  # type: ignore[return-value]
 
 
+def _is_compressed(path: str) -> bool:
+    return posixpath.splitext(public_url(path))[1].lower() in (".gz", *DECOMPRESSORS)
+
+
 def _suffix(path: str) -> str:
     return posixpath.splitext(_COMPRESSED.sub("", public_url(path)))[1].lower()
 
@@ -309,7 +331,7 @@ def _told(do: Callable[[], _T], shown: str) -> _T:
     """What ``do`` gives; whatever a back end raises becomes a ConfigError, without its text."""
     try:
         return do()
-    except ConfigError:
+    except (ConfigError, MemoryError):
         raise
     except FileNotFoundError:
         came, todo = "no such file or bucket", "check the path"

@@ -22,6 +22,7 @@ from hsx_dist.jobs import preflight
 from hsx_dist.jobs.connect import connect_ray
 from hsx_dist.jobs.diagnosis import Diagnosis
 from hsx_dist.jobs.extract import engine_spec
+from hsx_dist.ray_arguments import sendable
 
 if TYPE_CHECKING:
     import torch
@@ -100,7 +101,7 @@ def _on_cluster(config: ExtractConfig) -> Agreement:
         num_cpus=config.replica.num_cpus, num_gpus=gpus, resources=config.replica.resources or None, max_retries=0
     )
     try:
-        return ray.get(task.remote(config, dict(config.replica.env)))  # type: ignore[no-any-return]
+        return ray.get(task.remote(sendable(config), dict(config.replica.env)))  # type: ignore[no-any-return]
     except RayError as e:
         raise EngineError(f"expected the engine to run in a Ray task, came: {reason_of(e)}") from e
 
@@ -153,7 +154,7 @@ def _start(config: ExtractConfig, model: preflight.Model, layers: list[int], fol
     from vllm import LLM
 
     spec = replace(engine_spec(config, model), layers=tuple(layers))
-    arguments = engine_arguments(spec, "process" if in_process else "socket", "")
+    arguments = engine_arguments(spec, "inline" if in_process else "attach", "")
     arguments["kv_transfer_config"]["kv_connector_extra_config"] = {"shared_storage_path": folder}
     try:
         return LLM(**arguments)

@@ -22,6 +22,7 @@ from hsx_dist.jobs import preflight
 from hsx_dist.jobs.connect import connect_ray
 from hsx_dist.jobs.diagnosis import Diagnosis, machine_limits, probe_store
 from hsx_dist.jobs.extract import engine_spec
+from hsx_dist.ray_arguments import sendable
 
 #: How long a node has to answer: its worker process starts, and imports what it needs.
 NODE_SECONDS = 120.0
@@ -83,7 +84,7 @@ def ask_nodes(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> Iter
         )
         has_gpu = bool(node["Resources"].get("GPU"))
         asked[node["NodeManagerAddress"], node["NodeID"]] = task.remote(
-            config, credential_environment(), has_gpu, versions()
+            sendable(config), credential_environment(), has_gpu, versions()
         )
     for (address, node_id), ref in asked.items():
         name = address if len({a for a, _ in asked}) == len(asked) else f"{address} {node_id[:6]}"

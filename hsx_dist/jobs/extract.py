@@ -8,35 +8,30 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hsx_dist.config import ExtractConfig, load_config, public_url, refuse_in_job, resolve_paths
-from hsx_dist.errors import Fenced, FormatError, HsxError, NotFound, RunError, RunMismatch
-from hsx_dist.fleet.base import Fleet, LocalFleet
+from hsx_dist.errors import Fenced
+from hsx_dist.fleet.base import Fleet
+from hsx_dist.fleet.local_fleet import LocalFleet
 from hsx_dist.fleet.tasks import EngineSpec
 from hsx_dist.format.codecs import resolve_codec
-from hsx_dist.format.manifest import Manifest, RowFate
-from hsx_dist.format.place import Place, find_place, start_run
+from hsx_dist.format.manifest import Manifest
+from hsx_dist.format.place import Place
 from hsx_dist.format.runs import (
-    close_attempt,
     is_complete,
-    load_manifest,
     newest_attempt,
-    refuse_version_1,
-    require_conditional_puts,
-    seal_attempts,
-    take_attempt,
-    write_complete,
 )
 from hsx_dist.inputs.encode import RowRules
-from hsx_dist.inputs.rows import Row, read_rows, rows_from
+from hsx_dist.inputs.rows import read_rows, rows_from
 from hsx_dist.jobs import preflight
+from hsx_dist.jobs.accounting import Rows, count_rows, remaining, telling_what_is_missing
+from hsx_dist.jobs.attempt import complete, open_or_start_run, take_over, unless_removed
 from hsx_dist.jobs.connect import connect_ray
 from hsx_dist.jobs.driver import Driver
 from hsx_dist.jobs.heartbeat import Heartbeat
-from hsx_dist.jobs.input_identity import check_same_input, differences, first_rows, run_seed
+from hsx_dist.jobs.input_identity import check_same_input, run_seed
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.jobs.limits import HeldBytes, Limits, seconds_left
 from hsx_dist.logger import get_logger
@@ -44,6 +39,7 @@ from hsx_dist.observe.console import Console
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.observe.progress import Progress
 from hsx_dist.observe.summary import RunSummary, print_summary
+from hsx_dist.ray_arguments import sendable
 from hsx_dist.reading.missing import missing_parts
 from hsx_dist.store import Store
 from hsx_dist.writers.sink import SinkOptions
@@ -53,7 +49,6 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-Rows = Callable[[], Iterator[Row | RowFate]]
 T = TypeVar("T")
 
 
@@ -105,6 +100,7 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
     resolve_codec(config.codec)
     if config.pool == "ray":
         connect_ray(public_url(config.output))
+        sendable(config)
     else:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # read by vLLM when it is imported
     versions = preflight.check_versions(("vllm", "ray") if config.pool == "ray" else ("vllm",))
@@ -196,18 +192,7 @@ def _compute(
         progress = stack.enter_context(Progress(total, total - todo, console, meter))
         limits = stack.enter_context(limits_of(config, place.store, manifest))
         fleet = make_fleet(config, place, spec, about, attempt)
-        driver = Driver(
-            fleet,
-            manifest,
-            ledger,
-            progress,
-            task_rows=config.task_rows,
-            max_tries=config.max_tries,
-            limits=limits,
-            token_bytes=model.token_bytes,
-            stop_seconds=config.stop_seconds,
-            wait_seconds=config.wait_seconds,
-        )
+        driver = make_driver(config, model, fleet, manifest, ledger, progress, limits)
         heartbeat = Heartbeat(
             place,
             attempt,
@@ -230,68 +215,27 @@ def _compute(
     return driver.ended, progress
 
 
-def take_over(config: ExtractConfig, place: Place, console: Console) -> tuple[int, RowLedger, Manifest]:
-    """Take the run's next attempt, stop the writers of all earlier ones, and learn what they have proven: the attempt,
-    its ledger and the manifest. What receipts prove and the store has lost is declared lost.
-
-    Raises:
-        ConfigError: the store cannot tell two drivers apart.
-        RunError: the run was removed meanwhile.
-        StoreError, FormatError: as ``load_manifest``.
-    """
-    store = place.store
-    if not config.store.single_driver:
-        require_conditional_puts(store)
-    attempt = take_attempt(store, {"host": os.uname().nodename, "pid": os.getpid(), "settings": config.public()})
-    require_not_removed(place)
-    seal_attempts(store, attempt - 1, attempt)
-    if place.version == 1:
-        refuse_version_1(store, attempt)
-    manifest = load_manifest(store)
-    ledger = RowLedger(store, attempt, manifest)
-    if lost := missing_parts(store, manifest, place.version):
-        before = len(manifest.samples)
-        ledger.declare_lost(lost)
-        console.print(
-            f"{len(lost)} parts that receipts name are not in the store ({lost[0]}, …): "
-            f"{before - len(manifest.samples)} samples are computed again",
-            soft_wrap=True,
-            markup=False,
-        )
-    return attempt, ledger, manifest
-
-
-def complete(ledger: RowLedger, attempt: int, manifest: Manifest, rows: int) -> None:
-    """Mark the run as complete. All ``rows`` are accounted for by the receipts that ``manifest`` knows; what a writer
-    that was given up has proven beyond that is added.
-
-    Raises:
-        Fenced: a newer attempt was taken.
-        StoreError: the store's.
-    """
-    close_attempt(ledger.store, attempt)
-    ledger.read_new_receipts()
-    write_complete(ledger.store, attempt, manifest, {"rows": rows})
-
-
-def require_not_removed(place: Place) -> None:
-    """Raises ``RunError`` when the run was removed."""
-    if place.removed():
-        raise RunError(
-            f"{place.root.url}: expected the run that this driver works on, got the mark of its removal: its samples "
-            "are lost. Start the extraction again, at a place that no other process removes"
-        )
-
-
-@contextmanager
-def unless_removed(place: Place) -> Iterator[None]:
-    """Raises ``RunError`` when the run was removed meanwhile, also in the place of errors that a removal may cause."""
-    try:
-        yield
-    except (NotFound, FormatError):
-        require_not_removed(place)
-        raise
-    require_not_removed(place)
+def make_driver(
+    config: ExtractConfig,
+    model: preflight.Model,
+    fleet: Fleet,
+    manifest: Manifest,
+    ledger: RowLedger,
+    progress: Progress,
+    limits: Limits,
+) -> Driver:
+    return Driver(
+        fleet,
+        manifest,
+        ledger,
+        progress,
+        task_rows=config.task_rows,
+        max_tries=config.max_tries,
+        limits=limits,
+        token_bytes=model.token_bytes,
+        stop_seconds=config.stop_seconds,
+        wait_seconds=config.wait_seconds,
+    )
 
 
 @contextmanager
@@ -311,99 +255,6 @@ def limits_of(config: ExtractConfig, store: Store, manifest: Manifest) -> Iterat
     finally:
         if held is not None:
             held.close()
-
-
-@contextmanager
-def telling_what_is_missing(rows: Rows, manifest: Manifest, console: Console) -> Iterator[None]:
-    """When the attempt ends by an error: which rows no receipt accounts for, as far as this driver knows."""
-    try:
-        yield
-    except Fenced:
-        raise  # they are the newer driver's affair
-    except HsxError as e:
-        first: list[str] = []
-        missing = 0
-        for row in remaining(rows, manifest):
-            missing += 1
-            if len(first) < 5:
-                first.append(row.key)
-        some = ", ".join(first) + (", …" if missing > 5 else "")
-        console.print(
-            f"ended by {type(e).__name__}: {missing} rows are not proven ({some}); what has a receipt stays, and "
-            "the same command goes on from there",
-            soft_wrap=True,
-        )
-        raise
-
-
-def open_or_start_run(
-    config: ExtractConfig, root: Store, meaning: dict[str, Any], rows: Rows = lambda: iter(())
-) -> tuple[Place, Manifest]:
-    """The run at the output and its manifest; starts a run where there is none.
-
-    Raises:
-        RunMismatch: the run's samples have another meaning, or ``resume`` forbids what would be done.
-        RunError: objects of an unfinished removal are left at the output.
-    """
-    place = find_place(root)
-    if place is None:
-        if config.resume == "must":
-            raise RunMismatch(f"resume: must, but there is no run at {root.url}; check output, or set resume=allow")
-        created = datetime.now(UTC).isoformat(timespec="seconds")
-        about = {"meaning": meaning, "settings": config.public(), "first_rows": first_rows(rows), "created": created}
-        try:
-            return start_run(root, about), Manifest()
-        except RunError:
-            # Another driver was quicker (a job that was submitted twice): this one goes on with that one's run.
-            place = find_place(root)
-            if place is None or config.resume == "never":
-                raise
-    if config.resume == "never":
-        raise RunMismatch(
-            f"resume: never, but there is a run at {root.url}; choose another output, or set resume=allow"
-        )
-    differ = differences(place.info.get("meaning", {}), meaning)
-    if differ:
-        lines = "; ".join(f"{name}: the run has {had!r}, this is {has!r}" for name, had, has in differ)
-        raise RunMismatch(
-            f"the run at {root.url} was made with settings that give its samples another meaning ({lines}). Choose "
-            "another output, or the same settings"
-        )
-    with unless_removed(place):
-        return place, load_manifest(place.store)
-
-
-def count_rows(rows: Rows, manifest: Manifest, *, retry_poison: bool = False) -> tuple[int, int]:
-    """(all rows, rows that no receipt accounts for)."""
-    total = todo = 0
-    for row in rows():
-        total += 1
-        todo += not accounted(row, manifest, retry_poison=retry_poison)
-    return total, todo
-
-
-def accounted(row: Row | RowFate, manifest: Manifest, *, retry_poison: bool = False) -> bool:
-    """A refused row stays refused while its content is the same: so are the settings that refused it. So does one that
-    killed its engine, unless ``retry_poison``. One that failed otherwise gets another chance."""
-    if isinstance(row, RowFate):
-        return row.key in manifest.refused
-    if row.key in manifest.samples:
-        return row.number_key not in manifest.refused
-    fate = manifest.refused.get(row.key) or manifest.failed.get(row.key)
-    if fate is None or fate.content != row.content:
-        return False
-    return fate.fate == "refused" or (fate.fate == "poison" and not retry_poison)
-
-
-def remaining(rows: Rows, manifest: Manifest, *, retry_poison: bool = False) -> Iterator[Row | RowFate]:
-    """What is still to be done. A row that can be read now comes after the withdrawal of what was said of it before."""
-    for row in rows():
-        if accounted(row, manifest, retry_poison=retry_poison):
-            continue
-        if isinstance(row, Row) and row.number_key in manifest.refused:
-            yield RowFate(row.number_key, row.row, "withdrawn", "the row was corrected", 0)
-        if isinstance(row, RowFate) or row.key not in manifest.samples:
-            yield row
 
 
 def engine_spec(config: ExtractConfig, model: preflight.Model, *, seed: str = "") -> EngineSpec:

@@ -97,17 +97,11 @@ def make_plan(
     measured = _measure(config, model, rows(), sample_rows)
     tokens = measured.scaled(row.computed for row in measured.lengths)
     stored_tokens = measured.scaled(row.kept for row in measured.lengths)
-    mean = config.select == "mean"
-    token_bytes = model.token_bytes * 4 // model.itemsize if mean else model.token_bytes
-    dtype = "float32" if mean or model.itemsize == 4 else model.dtype
+    token_bytes = model.token_bytes * 4 // model.itemsize if config.select == "mean" else model.token_bytes
     raw = stored_tokens * token_bytes
-    beside = measured.scaled(row.beside for row in measured.lengths)
-    stored = {name: round(raw / ratio) + beside for name, ratio in RATIOS[dtype].items()}
     codec = str(config.codec["name"] if isinstance(config.codec, dict) else config.codec)
-    notes = []
-    if codec not in stored:
-        stored[codec] = raw + beside
-        notes.append(f"the codec {codec} has no measured ratio: counted as if it stored the states as they are")
+    beside = measured.scaled(row.beside for row in measured.lengths)
+    stored, notes = _stored_bytes(config, model, codec, raw, beside)
     seconds = tokens / max(tokens_per_second * config.max_replicas, 1e-9)
     parts = _parts(config, stored[codec], measured.scaled(row.kept > 0 for row in measured.lengths), seconds)
     cache = _cache_share(config, model)
@@ -131,6 +125,18 @@ def make_plan(
         replicas=config.max_replicas,
         notes=notes + _notes(config, cache),
     )
+
+
+def _stored_bytes(
+    config: ExtractConfig, model: Model, codec: str, raw: int, beside: int
+) -> tuple[dict[str, int], list[str]]:
+    """Bytes by codec, of ``raw`` bytes of states and ``beside`` others; and what the user is to know of them."""
+    dtype = "float32" if config.select == "mean" or model.itemsize == 4 else model.dtype
+    stored = {name: round(raw / ratio) + beside for name, ratio in RATIOS[dtype].items()}
+    if codec in stored:
+        return stored, []
+    note = f"the codec {codec} has no measured ratio: counted as if it stored the states as they are"
+    return {**stored, codec: raw + beside}, [note]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from hsx_dist.observe.panels import ALERTS, ROWS
+from hsx_dist.observe.panels import ALERTS, ROWS, Panel
 
 
 def grafana() -> dict[str, Any]:
@@ -21,22 +21,8 @@ def grafana() -> dict[str, Any]:
                        "gridPos": {"x": 0, "y": y, "w": 24, "h": 1}})  # fmt: skip
         width = 24 // len(row)
         for i, panel in enumerate(row):
-            panels.append(
-                {
-                    "id": len(panels) + 1,
-                    "type": "timeseries",
-                    "title": panel.question,
-                    "description": panel.text,
-                    "datasource": source,
-                    "gridPos": {"x": i * width, "y": y + 1, "w": width, "h": 8},
-                    "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
-                    "options": {"legend": {"displayMode": "list", "placement": "bottom"}},
-                    "targets": [
-                        {"refId": chr(ord("A") + k), "expr": expression, "legendFormat": legend, "datasource": source}
-                        for k, (expression, legend) in enumerate(panel.queries)
-                    ],
-                }
-            )
+            place = {"x": i * width, "y": y + 1, "w": width, "h": 8}
+            panels.append({"id": len(panels) + 1, **_timeseries(panel, source), "gridPos": place})
         y += 9
     variables = [
         {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"},
@@ -66,6 +52,21 @@ def grafana() -> dict[str, Any]:
         "templating": {"list": variables},
         "annotations": {"list": []},
         "panels": panels,
+    }
+
+
+def _timeseries(panel: Panel, source: dict[str, str]) -> dict[str, Any]:
+    return {
+        "type": "timeseries",
+        "title": panel.question,
+        "description": panel.text,
+        "datasource": source,
+        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
+        "options": {"legend": {"displayMode": "list", "placement": "bottom"}},
+        "targets": [
+            {"refId": chr(ord("A") + k), "expr": expression, "legendFormat": legend, "datasource": source}
+            for k, (expression, legend) in enumerate(panel.queries)
+        ],
     }
 
 

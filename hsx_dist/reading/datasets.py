@@ -10,7 +10,7 @@ import importlib.util
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -71,11 +71,11 @@ class _Reader:
         self.spec = spec
 
     def make(self, place: int, epoch: int, empty: Empty | None = None) -> dict[str, Any]:
-        return self.spec.make(self.run.at(place), epoch, empty)
+        return self.spec.make(self.run.sample_of(self.selection.run_index[place]), epoch, empty)
 
     def nbytes(self, place: int) -> int:
         """As ``ItemSpec.nbytes``."""
-        index = self.run.index
+        index = self.selection.run_index
         sizes = int(index.tokens[place]), int(index.raw_bytes[place]), int(index.stored_bytes[place])
         return self.spec.nbytes(self.run, index.keys[place], *sizes)
 
@@ -195,7 +195,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         resume, self._resume = self._resume, None
         progress = EpochPosition(self._epoch.get(), shards, shard)
         if resume is not None:
-            progress = restore(resume, self._fingerprint(), shards, shard)
+            progress = restore(resume, self._fingerprint, shards, shard)
             self.skipped = resume.get("skipped", self.skipped)
         self._progress = progress
         while True:
@@ -206,9 +206,8 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
 
     def _one_epoch(self, progress: EpochPosition) -> Iterator[dict[str, Any]]:
         selection, reader = self._reader.selection, self._reader
-        groups = self.run.index.part_of[selection.places]
         order = canonical_order(
-            groups, shuffle=self._shuffle, buffer=self._buffer, seed=self._seed, epoch=progress.epoch
+            selection.groups, shuffle=self._shuffle, buffer=self._buffer, seed=self._seed, epoch=progress.epoch
         )
         places = selection.places[progress.mine(order)[progress.taken :]]
         tasks = ((int(place), reader.nbytes(int(place))) for place in places)
@@ -216,7 +215,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         for place, future in read_ahead(
             lambda place: reader.make(place, epoch, empty), tasks, threads=self._threads, max_bytes=self._prefetch
         ):
-            item = self._outcome(self.run.index.keys[place], future)
+            item = self._outcome(selection.run_index.keys[place], future)
             progress.taken += 1
             if item is not None:
                 yield item
@@ -253,13 +252,13 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
             for arrival in arrivals:
                 if arrival is None:
                     yield None, 0
-                elif rank_of(arrival.entry.key, shards) == shard:
-                    sizes = arrival.entry.num_tokens, arrival.raw_bytes, arrival.stored_bytes
-                    yield arrival, reader.spec.nbytes(self.run, arrival.entry.key, *sizes)
+                elif rank_of(arrival.record.key, shards) == shard:
+                    r = arrival.record
+                    yield arrival, reader.spec.nbytes(self.run, r.key, r.num_tokens, r.raw_bytes, r.stored_bytes)
 
         def make(arrival: Arrival | None) -> dict[str, Any]:
             assert arrival is not None, "read_ahead runs no pauses"
-            return reader.spec.make(self.run.sample_of(arrival.entry), 0, empty)
+            return reader.spec.make(self.run.sample_of(arrival.record), 0, empty)
 
         for arrivals in (follower, follower.computed_again()):
             for arrival, future in read_ahead(make, tasks(arrivals), threads=self._threads, max_bytes=self._prefetch):
@@ -267,7 +266,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
                 gone = isinstance(future.exception(), NotFound)
                 if gone and arrivals is not follower:
                     continue  # it was skipped before
-                item = self._outcome(arrival.entry.key, future)
+                item = self._outcome(arrival.record.key, future)
                 if arrivals is not follower:
                     follower.given(arrival)
                 elif gone:
@@ -305,7 +304,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
     def _state_of(self, at: EpochPosition | dict[str, Any]) -> dict[str, Any]:
         """``at``: the progress in an epoch, or a follower's position."""
         if isinstance(at, EpochPosition):
-            found = at.to_dict(self._fingerprint())
+            found = at.to_dict(self._fingerprint)
         else:
             shards, shard = self._shards()
             found = {"follow": True, "shards": shards, "shard": shard, "position": at}
@@ -321,16 +320,15 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         if bool(state.get("follow")) != (self._follow is not None):
             raise ConfigError("state: expected that of a data set with the same follow")
         if self._follow is None:
-            restore(state, self._fingerprint(), state.get("shards") or 1, state.get("shard") or 0)
+            restore(state, self._fingerprint, state.get("shards") or 1, state.get("shard") or 0)
             self._epoch.set(state["epoch"])
         require_run(state, self.run.place, lambda: has_position(self.run.store, state.get("position", {})))
         self._resume = dict(state)
 
-    def _fingerprint(self) -> str:
-        found = self.__dict__.get("_print")
-        if found is None:
-            found = self._print = fingerprint(self._seed, self._shuffle, self._buffer, self._reader.selection.keys())
-        return str(found)
+    @cached_property
+    def _fingerprint(self) -> dict[str, str]:
+        selection = self._reader.selection
+        return fingerprint(self._seed, self._shuffle, self._buffer, selection.keys(), selection.groups)
 
     def _shards(self) -> tuple[int, int]:
         """(how many, which): ranks times workers, a rank's own being those that are its rank modulo the ranks."""

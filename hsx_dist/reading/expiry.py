@@ -123,9 +123,10 @@ def remove(store: Store, name: str, now: float | None = None) -> bool:
     that version, so no order of events deletes an object that has not expired:
 
     - S3 and GCS refuse the delete of another version (``require_conditional_deletes`` makes sure of it).
-    - In a folder the put and the delete exclude each other (``store.inode_lock``), also between machines where the file
-      system passes locks on. The companion lock is held meanwhile, so no lock file of a server is removed; an object
-      that a server or a reader holds is left for the next call.
+    - In a folder puts and the delete exclude each other (``store.inode_lock``), also between machines where the file
+      system passes locks on. Puts of a user who may replace the object but not write it exclude deletes, and not each
+      other. The object's lock file is locked meanwhile, so no lock file of a server is removed; an object that a server
+      or a reader holds is left for the next call.
 
     Raises:
         StoreError: the store's, and where it has no conditional deletes.

@@ -14,7 +14,6 @@ from hsx_dist.format.names import attempt_name, parse_receipt_name, receipt_name
 from hsx_dist.format.place import Place
 from hsx_dist.format.receipt_log import read_entry
 from hsx_dist.format.runs import newest_attempt, read_complete, read_heartbeat, scan_receipts
-from hsx_dist.reading.index import SampleEntry, entry_of
 from hsx_dist.store import Store
 
 _Writer = tuple[int, str]
@@ -28,13 +27,11 @@ _COMPLETING_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A sample that has become whole, the receipt that made it so, and the bytes of its states, raw and as stored."""
+    """A sample that has become whole, and the receipt that made it so."""
 
-    entry: SampleEntry
+    record: SampleRecord
     writer: _Writer
     seq: int
-    raw_bytes: int
-    stored_bytes: int
 
 
 def has_position(store: Store, position: Mapping[str, Any]) -> bool:
@@ -92,7 +89,7 @@ class Follower:
             self._done[int(attempt), writer] = (seq, set(keys))
             self._seen.update(keys)
         # Samples whose part was gone: key → as it was then, None after a resume.
-        self._lost: dict[str, SampleEntry | None] = dict.fromkeys((state or {}).get(_LOST, ()))
+        self._lost: dict[str, SampleRecord | None] = dict.fromkeys((state or {}).get(_LOST, ()))
         # The receipts that were read and are not behind the consumer, in the order in which they were read.
         self._open: deque[tuple[_Writer, int]] = deque()
         self._newest = 0  # attempt, as far as it is known
@@ -118,26 +115,26 @@ class Follower:
             self._done[writer] = (seq + 1, set())
         seq, keys = self._done.get(arrival.writer, (0, set()))
         keys = keys if seq == arrival.seq else set()
-        keys.add(arrival.entry.key)
+        keys.add(arrival.record.key)
         self._done[arrival.writer] = (arrival.seq, keys)
-        self._lost.pop(arrival.entry.key, None)
+        self._lost.pop(arrival.record.key, None)
 
     def lost(self, arrival: Arrival) -> None:
         """As ``done``, of a sample whose part is gone: the consumer does not have it."""
         self.done(arrival)
-        self._lost[arrival.entry.key] = arrival.entry
+        self._lost[arrival.record.key] = arrival.record
 
     def computed_again(self) -> Iterator[Arrival]:
         """To iterate after the run's end: lost samples that an attempt may have stored in other parts since. To be told
         ``given``, not ``done``."""
         for key, before in tuple(self._lost.items()):
             record = self._manifest.samples.get(key)
-            if record is not None and entry_of(record) != before:
-                yield _arrival(record, (0, ""), 0)
+            if record is not None and (before is None or record.segments != before.segments):
+                yield Arrival(record, (0, ""), 0)
 
     def given(self, arrival: Arrival) -> None:
         """The consumer has this sample, which was lost."""
-        self._lost.pop(arrival.entry.key, None)
+        self._lost.pop(arrival.record.key, None)
 
     def __iter__(self) -> Iterator[Arrival | None]:
         """Arrivals; ``None`` when there is nothing new, before a pause.
@@ -213,7 +210,7 @@ class Follower:
             record = None if key in self._seen else self._manifest.samples.get(key)
             if record is not None:
                 self._seen.add(key)
-                arrivals.append(_arrival(record, writer, receipt.seq))
+                arrivals.append(Arrival(record, writer, receipt.seq))
         return arrivals
 
     def _find_writers(self) -> None:
@@ -253,9 +250,3 @@ class Follower:
                 f"{self._store.url}: expected an attempt at work, or a complete run; attempt {attempt} {said}. Start "
                 "the extraction again: it goes on where it stopped, and so can its readers"
             )
-
-
-def _arrival(record: SampleRecord, writer: _Writer, seq: int) -> Arrival:
-    raw = sum(proof.raw_bytes for _, proof in record.segments)
-    stored = sum(proof.stored_bytes for _, proof in record.segments)
-    return Arrival(entry_of(record), writer, seq, raw, stored)

@@ -1,89 +1,69 @@
-"""The samples of a run in columns: a million of them in seconds, and in a hundred bytes each.
-
-Says the same as ``format.manifest.Manifest``, which decides the few that need deciding: samples in several segments,
-and keys that were stored more than once.
-"""
+"""The samples of a run in columns, as a manifest knows them at one moment."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Set
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SampleRecord
+from hsx_dist.format.manifest import Manifest, RowFate, SampleRecord
+from hsx_dist.format.segments import SegmentProof
+from hsx_dist.page import Segment
 
 _Array = np.ndarray[Any, Any]
-#: The columns of ``SegmentTable.numbers``.
-_NUMBERS = ("index", "start", "stop", "total", "raw_bytes", "stored_bytes", "row")
-
-
-@dataclass(frozen=True, slots=True)
-class SampleEntry:
-    """Where one sample lies: pieces ``(part, slot, start, stop, token_hash)`` in token order."""
-
-    key: str
-    num_tokens: int
-    pieces: tuple[tuple[str, int, int, int, str], ...]
 
 
 class Index:
     """All whole samples of a run, in the order of their rows; those without a row last, by key.
 
+    Never changes: threads may share it, and positions in it stay. A hundred bytes a sample.
+
     Arrays are ``[N]``: ``tokens`` int64, ``raw_bytes`` int64 (of the states), ``part_of`` int32 (the part of the first
-    segment, an index into ``parts``). ``tokens_in``: a part's name → tokens of all its segments.
+    segment, an index into ``parts``), ``group_of`` int32 (which receipt named the sample first, also of a part that was
+    lost since: an order by it stays when lost samples are computed again). ``tokens_in``: a part's name → tokens of all
+    its segments. ``complete``: whether the newest attempt had ended and said so.
     """
 
-    def __init__(self, receipts: Iterable[Receipt]):
-        #: Receipts of parts, without their segments.
-        self.parts: list[Receipt] = []
-        found = list(receipts)
-        lost = {part for r in found for part in r.void}
-        with_part = [r for r in found if r.part is not None and r.part not in lost]
-        keys = [key for r in with_part for key in r.table.keys()]  # noqa: SIM118 - an iterator, of a table
-        columns = _columns(with_part)
-        odd = _odd(keys, columns)
-        rest = [replace(r, part=None, segments=()) for r in found if r.part is None or r.part in lost]
-        manifest = _decide([*rest, *with_part], odd)
-        several = dict.fromkeys(keys[i] for i in np.flatnonzero(odd))
-        self._many = {key: manifest.samples[key] for key in several if key in manifest.samples}
+    def __init__(self, manifest: Manifest, *, complete: bool = False):
+        self.complete = complete
         self.conflicts = manifest.conflicts
-        self.parts = [replace(r, segments=()) for r in with_part]
-        self._arrange(keys, columns, odd)
+        self.refused: dict[str, RowFate] = dict(manifest.refused)
+        self.failed: dict[str, RowFate] = dict(manifest.failed)
+        receipts, numbers, alone = manifest.columns()
+        several = list(manifest.several())
+        self._many = {record.key: record for record, _ in several}
+        #: Receipts of parts, without their segments; also of those that were lost, in which no sample lies.
+        self.parts = [replace(r, segments=()) for r in receipts]
+        ranks = {r.id: i for i, r in enumerate(receipts)}
+        self.parts_by_name = {name: self.parts[ranks[r.id]] for name, r in manifest.parts.items()}
         self._places: dict[str, int] | None = None
-        self.refused: dict[str, RowFate] = {k: f for k, f in manifest.refused.items() if k not in self}
-        self.failed: dict[str, RowFate] = {k: f for k, f in manifest.failed.items() if k not in self}
-        self.parts_by_name = {r.part: r for r in self.parts if r.part is not None}
-        lengths = columns["stop"] - columns["start"]
-        totals = np.bincount(columns["part"], lengths, len(with_part)).astype(np.int64)
-        self.tokens_in = {r.part: int(n) for r, n in zip(with_part, totals, strict=True) if r.part is not None}
 
-    def _arrange(self, keys: list[str], columns: dict[str, _Array], odd: _Array) -> None:
-        simple = np.flatnonzero(~odd)
-        many = list(self._many.values())
-        part_numbers = {r.part: i for i, r in enumerate(self.parts)}
-        found = [keys[i] for i in simple] if len(simple) < len(keys) else keys
-        found = found + [r.key for r in many]
+        tables = [r.table for r in receipts]
+        sizes = np.array([len(table) for table in tables], np.int64)
+        starts = np.cumsum(sizes) - sizes
+        part = np.repeat(np.arange(len(receipts), dtype=np.int32), sizes)
+        tokens = np.bincount(part, numbers[:, 2] - numbers[:, 1], len(receipts)).astype(np.int64).tolist()
+        self.tokens_in = {r.part: n for r, n in zip(receipts, tokens, strict=True)}
 
-        def joined(name: str, of: Any, dtype: Any) -> _Array:
-            return np.concatenate([columns[name][simple], np.array([of(r) for r in many], dtype)])
-
-        row = joined("row", lambda r: -1 if r.row is None else r.row, np.int64)
+        hashes = np.concatenate([np.empty((0, 2), "S16"), *(table.hashes for table in tables)])
+        keys = [key for table in tables for key in table.keys()]  # noqa: SIM118 - an iterator, of a table
+        at = np.flatnonzero(alone)
+        found = [*([keys[i] for i in at] if len(at) < len(keys) else keys), *self._many]
+        row = _joined(numbers[at, 6], (-1 if r.row is None else r.row for r, _ in several))
         order = _order(found, row)
-        self.keys: list[str] = [found[i] for i in order]
+        self.keys = [found[i] for i in order]
         self.rows: _Array = row[order]
-        self.tokens: _Array = joined("total", lambda r: r.num_tokens, np.int64)[order]
-        self.raw_bytes: _Array = joined("raw_bytes", lambda r: _total(p.raw_bytes for _, p in r.segments), np.int64)[
-            order
-        ]
-        self.stored_bytes: _Array = joined(
-            "stored_bytes", lambda r: _total(p.stored_bytes for _, p in r.segments), np.int64
-        )[order]
-        self.part_of: _Array = joined("part", lambda r: part_numbers[r.segments[0][0]], np.int32)[order]
-        self._slot: _Array = joined("slot", lambda _: -1, np.int64)[order]
-        self._hash: _Array = joined("token_hash", lambda _: b"", "S16")[order]
+        self.tokens: _Array = _joined(numbers[at, 3], (r.num_tokens for r, _ in several))[order]
+        self.raw_bytes: _Array = _joined(numbers[at, 4], (_total(r.raw_bytes) for r, _ in several))[order]
+        self.stored_bytes: _Array = _joined(numbers[at, 5], (_total(r.stored_bytes) for r, _ in several))[order]
+        place_of = {r.part: i for i, r in enumerate(receipts)}
+        self.part_of: _Array = _joined(part[at], (place_of[r.segments[0][0]] for r, _ in several))[order]
+        self.group_of: _Array = _joined(part[at], (ranks[first] for _, first in several))[order]
+        self._slot: _Array = _joined(at - starts[part[at]], (-1 for _ in several))[order]
+        self._hash: _Array = _joined(hashes[at, 0], (b"" for _ in several))[order]
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -100,16 +80,17 @@ class Index:
             self._places = {key: i for i, key in enumerate(self.keys)}
         return self._places
 
-    def __getitem__(self, i: int) -> SampleEntry:
-        key, total, slot = self.keys[i], int(self.tokens[i]), int(self._slot[i])
+    def __getitem__(self, i: int) -> SampleRecord:
+        key, total, slot, row = self.keys[i], int(self.tokens[i]), int(self._slot[i]), int(self.rows[i])
         if slot < 0:
-            pieces = tuple(
-                (part, p.slot, p.segment.start, p.segment.stop, p.token_hash) for part, p in self._many[key].segments
-            )
-            return SampleEntry(key, total, pieces)
-        part = self.parts[int(self.part_of[i])].part
-        assert part is not None, "receipts without a part prove no segments"
-        return SampleEntry(key, total, ((part, slot, 0, total, self._hash[i].decode()),))
+            return self._many[key]
+        receipt = self.parts[int(self.part_of[i])]
+        assert receipt.part is not None, "receipts without a part prove no segments"
+        sizes = int(self.raw_bytes[i]), int(self.stored_bytes[i])
+        proof = SegmentProof(
+            Segment(key, 0, 0, total, total), slot, self._hash[i].decode(), *sizes, None if row < 0 else row
+        )
+        return SampleRecord(key, total, receipt.attempt, proof.row, ((receipt.part, proof),))
 
     def parts_in_use(self) -> set[str]:
         """The names of all parts that samples lie in."""
@@ -129,59 +110,24 @@ class Index:
         """32 hex digits of all samples in order: keys, lengths, token ids."""
         hashes = self._hash.copy()
         for i in np.flatnonzero(self._slot < 0):
-            of = [f"{start} {token_hash}" for _, _, start, _, token_hash in self[i].pieces]
+            of = [f"{p.segment.start} {p.token_hash}" for _, p in self[i].segments]
             # A whole sample counts as what it is, also where the run holds several copies.
             hashes[i] = of[0][2:] if len(of) == 1 else hashlib.blake2b(" ".join(of).encode(), digest_size=8).hexdigest()
         h = hashlib.blake2b("\0".join(self.keys).encode("utf-8", "surrogatepass"), digest_size=16)
         h.update(self.tokens.tobytes() + hashes.tobytes())
         return h.hexdigest()
 
-    def attempt(self, i: int) -> int:
-        """The attempt that stored the sample."""
-        return self.parts[int(self.part_of[i])].attempt
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_places": None}  # workers make their own, if they need it
 
 
-def _total(numbers: Iterable[int]) -> int:
-    """Their sum, as far as an array can hold it: receipts may claim more."""
-    return min(sum(numbers), np.iinfo(np.int64).max)
+def _total(n: int) -> int:
+    """The number, as far as an array can hold it: receipts may claim more."""
+    return min(n, np.iinfo(np.int64).max)
 
 
-def _columns(receipts: Sequence[Receipt]) -> dict[str, _Array]:
-    """Segments of all receipts, column by column, ``[N]`` each."""
-    empty = (np.empty((0, len(_NUMBERS)), np.int64), np.empty((0, 2), "S16"))
-    numbers = np.concatenate([empty[0], *(r.table.numbers for r in receipts)])
-    sizes = [len(r.table) for r in receipts]
-    columns = {name: numbers[:, i].copy() for i, name in enumerate(_NUMBERS)}
-    columns["token_hash"] = np.concatenate([empty[1], *(r.table.hashes for r in receipts)])[:, 0].copy()
-    columns["part"] = np.repeat(np.arange(len(receipts), dtype=np.int32), sizes)
-    columns["slot"] = np.concatenate([np.empty(0, np.int64), *(np.arange(n) for n in sizes)])
-    return columns
-
-
-def _odd(keys: list[str], columns: dict[str, _Array]) -> _Array:
-    """bool ``[N]``: segments that are no whole sample, or whose key is there more than once."""
-    odd: _Array = (columns["index"] != 0) | (columns["start"] != 0) | (columns["stop"] != columns["total"])
-    if len(set(keys)) < len(keys):
-        seen: dict[str, int] = {}
-        for i, key in enumerate(keys):
-            first = seen.setdefault(key, i)
-            if first != i:
-                odd[i] = odd[first] = True
-    return odd
-
-
-def _decide(receipts: Sequence[Receipt], odd: _Array) -> Manifest:
-    """A manifest of all receipts that have odd segments, and of everybody's fates."""
-    manifest = Manifest()
-    at = 0
-    for receipt in receipts:
-        n = len(receipt.table) if receipt.part is not None else 0
-        manifest.add(receipt if odd[at : at + n].any() else replace(receipt, segments=()))
-        at += n
-    return manifest
+def _joined(column: _Array, more: Iterable[Any]) -> _Array:
+    return np.concatenate([column, np.array(list(more), column.dtype)])
 
 
 def _order(keys: list[str], rows: _Array) -> _Array:
@@ -191,9 +137,3 @@ def _order(keys: list[str], rows: _Array) -> _Array:
         plain = rows.tolist()
         return np.array(sorted(range(len(keys)), key=lambda i: (plain[i] < 0, plain[i], keys[i])), np.int64)
     return order
-
-
-def entry_of(record: SampleRecord) -> SampleEntry:
-    """The entry of a manifest's record."""
-    pieces = tuple((part, p.slot, p.segment.start, p.segment.stop, p.token_hash) for part, p in record.segments)
-    return SampleEntry(record.key, record.num_tokens, pieces)

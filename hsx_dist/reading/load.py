@@ -22,10 +22,11 @@ from hsx_dist.format.identity import IDENTITY
 from hsx_dist.format.json_objects import read_json
 from hsx_dist.format.markers import OBJECT, conflict_name, marker_name
 from hsx_dist.format.place import RUN
+from hsx_dist.format.segments import SegmentProof
 from hsx_dist.reading.arrays import Framework
 from hsx_dist.reading.object_lock import shared_lock
 from hsx_dist.reading.run import Run
-from hsx_dist.reading.sample import Piece, Sample, Tokens
+from hsx_dist.reading.sample import Sample, Tokens
 from hsx_dist.store import Store, open_store
 from hsx_dist.text import bounded, printable
 
@@ -169,8 +170,8 @@ def _sample_in_run(store: Store, key: str, opened: list[Run]) -> Sample:
         except RunError as e:
             raise NotFound(str(e)) from e  # it may be about to be made
     run = opened[0]
-    fate = run.refused.get(key) or (run.failed.get(key) if run.complete else None)
-    if fate is not None and key not in run:
+    fate = run.fate_of(key)
+    if fate is not None and (fate.fate == "refused" or run.complete):
         raise SampleFailed(f"{run.url}: {key!r} was {fate.fate}: {bounded(fate.reason)}")
     return run[key]
 
@@ -202,8 +203,8 @@ def _sample_in_object(store: Store, name: str, key: str | None) -> Sample:
     ends = [0, *(segment.stop for _, segment in found)]
     if [s.start for _, s in found] != ends[:-1] or ends[-1] != found[0][1].total:
         raise SampleNotFound(f"{where}: holds only a piece of {keys[0]!r}; load it from its run, by key")
-    pieces = [Piece(name, i, segment, None) for i, segment in found]
-    return Sample(keys[0] or PurePosixPath(name).stem, pieces, lambda _: part, store.url)
+    segments = [(name, SegmentProof(segment, i, "", 0, 0)) for i, segment in found]
+    return Sample(keys[0] or PurePosixPath(name).stem, segments, lambda _: part, store.url)
 
 
 def _raise_run(store: Store, name: str) -> None:

@@ -26,8 +26,8 @@ _Array = np.ndarray[Any, Any]
 def canonical_order(groups: _Array, *, shuffle: bool, buffer: int, seed: int, epoch: int) -> _Array:
     """Positions ``[0, n)`` in the order of an epoch, int64 ``[n]``.
 
-    ``groups``: int ``[n]``, which part each sample lies in. Shuffled: the parts are put into random order, then every
-    ``buffer`` consecutive samples among themselves, so that what is read together lies in few parts.
+    ``groups``: int ``[n]``, which samples were stored together. Shuffled: the groups are put into random order, then
+    every ``buffer`` consecutive samples among themselves, so that what is read together lies in few parts.
     """
     n = len(groups)
     if not shuffle:
@@ -67,10 +67,10 @@ class EpochPosition:
             order = order[left]
         return order[self.shard :: self.shards]
 
-    def to_dict(self, fingerprint: str) -> dict[str, Any]:
+    def to_dict(self, fingerprint: Mapping[str, str]) -> dict[str, Any]:
         return {
             "format": _VERSION,
-            "samples": fingerprint,
+            **fingerprint,
             "epoch": self.epoch,
             "history": [[d.shards, list(d.taken)] for d in self.history],
             "shards": self.shards,
@@ -79,12 +79,13 @@ class EpochPosition:
         }
 
 
-def fingerprint(seed: int, shuffle: bool, buffer: int, keys: Iterable[str]) -> str:
-    """What must be the same for a state to mean the same samples."""
+def fingerprint(seed: int, shuffle: bool, buffer: int, keys: Iterable[str], groups: _Array) -> dict[str, str]:
+    """What must be the same for a state to mean the same samples in the same order. ``groups``: what is shuffled."""
     h = hashlib.blake2b(f"{seed},{shuffle},{buffer if shuffle else 0}".encode(), digest_size=8)
     for key in keys:
         h.update(key.encode("utf-8", "surrogatepass") + b"\0")
-    return h.hexdigest()
+    order = np.unique(groups, return_inverse=True)[1].astype("<i8").tobytes() if shuffle else b""
+    return {"samples": h.hexdigest(), "order": hashlib.blake2b(order, digest_size=8).hexdigest()}
 
 
 def is_of_run(run_id: Any, place: Place, holds: Callable[[], bool] = lambda: True) -> bool:
@@ -107,7 +108,7 @@ def require_run(state: Mapping[str, Any], place: Place, holds: Callable[[], bool
         )
 
 
-def restore(state: Mapping[str, Any], expected: str, shards: int, shard: int) -> EpochPosition:
+def restore(state: Mapping[str, Any], expected: Mapping[str, str], shards: int, shard: int) -> EpochPosition:
     """The progress that a state (one shard's, or ``merge_states``') means for this shard.
 
     Raises:
@@ -115,10 +116,15 @@ def restore(state: Mapping[str, Any], expected: str, shards: int, shard: int) ->
     """
     if not isinstance(state, Mapping) or state.get("format") != _VERSION:
         raise ConfigError(f"state: expected what state_dict of a HiddenStatesDataset gave, came {str(state)[:80]}")
-    if state["samples"] != expected:
+    if state["samples"] != expected["samples"]:
         raise ConfigError(
             "state: expected one of the same samples, seed and shuffle, came one of others; open the data set as it "
             "was when the state was taken"
+        )
+    if state.get("order", expected["order"]) != expected["order"]:  # earlier versions did not store it
+        raise ConfigError(
+            "state: expected the shuffled order of this run, got another one: a copy of a sample was stored since in a "
+            "part before its own. Begin the epoch anew"
         )
     history = tuple(Dealt(n, tuple(taken)) for n, taken in state["history"])
     if state["shards"] is None:
@@ -157,7 +163,7 @@ def merge_states(states: Any) -> dict[str, Any]:
             raise ConfigError("states: expected states of shards, came one that is merged already; use it as it is")
         by_shard[state["shard"]] = state
     first = found[0]
-    for name in ("run", "samples", "shards", "history"):
+    for name in ("run", "samples", "order", "shards", "history"):
         if any(state.get(name) != first.get(name) for state in found):
             raise ConfigError(f"states: expected shards of one data set, they differ in {name!r}")
     missing = sorted(set(range(first["shards"])) - set(by_shard))

@@ -15,8 +15,9 @@ from typing import Any
 
 from hsx_dist.errors import AlreadyExists, ConfigError, RunError
 from hsx_dist.format.manifest import Manifest
+from hsx_dist.format.manifest_reader import ManifestReader
 from hsx_dist.format.place import Place
-from hsx_dist.format.runs import all_receipts, is_complete, load_manifest, receipts_of
+from hsx_dist.format.runs import all_receipts, is_complete
 from hsx_dist.reading.missing import covers_every_copy, mark_of, marks_folder, removal_mark
 from hsx_dist.reading.order import require_run
 from hsx_dist.reading.select import key_hash
@@ -56,7 +57,7 @@ class Retention:
                 f"came {sorted(self._consumers)}"
             )
         self._rank, self._world = rank, world_size
-        self._manifest = Manifest()
+        self._reader, self._manifest = ManifestReader(), Manifest()
         self._used: set[str] = set()
         self._marked: set[str] = set()
 
@@ -104,11 +105,8 @@ class Retention:
 
     def _refresh(self) -> None:
         """Learn of receipts that came since; reading all of them for every new part would take longer and longer."""
-        if not self._manifest.receipts:
-            self._manifest = load_manifest(self._store)
-            return
-        for receipt in receipts_of(self._store, None, known=self._manifest):
-            self._manifest.add(receipt)
+        self._reader.take(self._reader.fetch(self._store))
+        self._manifest = self._reader.manifest or self._manifest
 
     def _mark_foreign(self) -> None:
         """Parts in which nothing is this rank's."""

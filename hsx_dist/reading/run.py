@@ -14,14 +14,14 @@ from typing import Any
 
 from hsx_dist.errors import NotFound, SampleConsumed, SampleNotFound
 from hsx_dist.format.container import Part
-from hsx_dist.format.manifest import Manifest, RowFate
+from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SampleRecord
+from hsx_dist.format.manifest_reader import ManifestReader
 from hsx_dist.format.place import Place, open_place
-from hsx_dist.format.runs import load_manifest, read_completion, receipts_after
+from hsx_dist.format.runs import load_manifest
 from hsx_dist.logger import get_logger
-from hsx_dist.page import Segment
-from hsx_dist.reading.index import Index, SampleEntry
+from hsx_dist.reading.index import Index
 from hsx_dist.reading.missing import is_removed
-from hsx_dist.reading.sample import Piece, Sample
+from hsx_dist.reading.sample import Sample
 from hsx_dist.reading.select import Selection, select
 from hsx_dist.store import ObjectInfo, Store, open_store
 
@@ -136,16 +136,37 @@ class Run:
         self._parts = _Parts()
         #: ``run.json``: what was asked for.
         self.info: dict[str, Any] = self._place.info
+        self._reader = ManifestReader()
+        self._index: Index | None = None
+        self._renew_locks()
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the manifest again."""
-        with self.place.reading():
-            # In this order: what is said to be complete must have been so before the receipts were read.
-            complete, over = read_completion(self.store)
-            index = Index(receipts_after(self.store, complete, over=over))
-        self.index, self._complete = index, over
-        self.__dict__.pop("manifest", None)
+        """Read what was stored since the manifest was read: it costs requests for new receipts alone."""
+        self._require_process()
+        with self._refreshing:
+            with self.place.reading():
+                news = self._reader.fetch(self.store)
+            if news is not None:
+                with self._lock:
+                    self._reader.take(news)
+                    self._index = None
+                    self.__dict__.pop("manifest", None)
+
+    @property
+    def index(self) -> Index:
+        """The samples in columns, as they were at the last refresh. A refresh replaces it and never changes it: whoever
+        counts positions in an index, or asks it twice, keeps that one. Made when it is first asked for."""
+        self._require_process()
+        with self._lock:
+            if self._index is None and self._reader.manifest is not None:
+                self._index = Index(self._reader.manifest, complete=self._reader.complete)
+                if self._reader.complete:
+                    self._reader.release()
+            if self._index is not None:
+                return self._index
+        self.refresh()  # in a forked process, where the parent's manifest could not be used
+        return self.index
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -167,23 +188,28 @@ class Run:
     @property
     def place(self) -> Place:
         """The run at its place, by this process's stores."""
-        if self._pid != os.getpid():
-            self._after_fork()
+        self._require_process()
         return self._place
 
     @property
     def store(self) -> Store:
         """This process's store of the run's own objects."""
-        if self._pid != os.getpid():
-            self._after_fork()
+        self._require_process()
         return self._mine
 
     def with_store(self, wrap: Callable[[Store], Store]) -> Run:
         """The same run, its parts read through ``wrap(store)``; the samples are shared, not read again."""
-        other = object.__new__(type(self))  # copy.copy goes by what pickles: the store would be opened again
-        other.__dict__.update(self.__dict__)
+        other = self.snapshot()
         other._wrap = wrap
         other._parts = _Parts()
+        return other
+
+    def snapshot(self) -> Run:
+        """The same run and samples, which a later ``refresh`` of this one does not change."""
+        index = self.index
+        other = object.__new__(type(self))  # copy.copy goes by what pickles: the store would be opened again
+        other.__dict__.update(self.__dict__, _index=index, _reader=ManifestReader())
+        other._renew_locks()
         return other
 
     @property
@@ -203,7 +229,7 @@ class Run:
     @property
     def complete(self) -> bool:
         """Whether the newest attempt ended and said so; until then, samples may still appear."""
-        return self._complete
+        return self._look_up()[2]
 
     @property
     def refused(self) -> Mapping[str, RowFate]:
@@ -219,7 +245,8 @@ class Run:
     def layer_ids(self) -> tuple[int, ...]:
         """vLLM's ids of the layers that were asked for, ascending; empty where the run does not tell."""
         layers = self.info.get("meaning", {}).get("layers", [])
-        return tuple(layers) if isinstance(layers, list) else ()
+        whole = isinstance(layers, list) and all(type(layer) is int for layer in layers)
+        return tuple(layers) if whole else ()
 
     def keys(self) -> list[str]:
         """The keys of all samples, in the order of iteration."""
@@ -230,43 +257,58 @@ class Run:
         return select(self, **criteria)
 
     def __len__(self) -> int:
-        return len(self.index)
+        return self._look_up()[3]
 
     def __contains__(self, key: object) -> bool:
-        return key in self.index
+        return isinstance(key, str) and self._look_up(key)[0] is not None
 
     def __iter__(self) -> Iterator[Sample]:
-        return map(self.at, range(len(self)))
+        index = self.index
+        return (self.sample_of(index[i]) for i in range(len(index)))
 
     def __getitem__(self, key: str) -> Sample:
         """The sample of ``key``. ``SampleNotFound`` says what is known of the key."""
-        place = self.index.place(key)
-        if place is None:
-            raise SampleNotFound(f"{self.url}: no sample {key!r}: {self._why_not(key)}")
-        return self.at(place)
+        record, fate, complete, count = self._look_up(key)
+        if record is not None:
+            return self.sample_of(record)
+        if fate is not None:
+            why = f"its row was {'refused' if fate.fate == 'refused' else 'given up'}: {fate.reason}"
+        elif not complete:
+            why = f"it is not stored yet; the run has {count} samples and is not complete"
+        else:
+            why = f"the run is complete, with {count} samples, and none has this key; see Run.keys(), or hsx ls"
+        raise SampleNotFound(f"{self.url}: no sample {key!r}: {why}")
+
+    def fate_of(self, key: str) -> RowFate | None:
+        """What became of the row of ``key``, where it ended without a sample."""
+        return self._look_up(key)[1]
+
+    def _look_up(self, key: str = "") -> tuple[SampleRecord | None, RowFate | None, bool, int]:
+        """The sample of ``key``, the fate of its row, whether the run is complete, and its number of samples.
+
+        Of one moment. From the manifest where there is one: an index costs time by the number of all samples.
+        """
+        self._require_process()
+        with self._lock:
+            known, complete = self._reader.manifest, self._reader.complete
+            if known is not None:
+                fate = known.refused.get(key) or known.failed.get(key)
+                return known.samples.get(key), fate, complete, len(known.samples)
+        index = self.index
+        place = index.place(key)
+        record = None if place is None else index[place]
+        return record, index.refused.get(key) or index.failed.get(key), index.complete, len(index)
 
     def at(self, place: int) -> Sample:
-        """The ``place``-th sample in the order of iteration."""
+        """The ``place``-th sample in the order of iteration, which a refresh may change."""
         return self.sample_of(self.index[place])
 
-    def sample_of(self, entry: SampleEntry) -> Sample:
-        """The sample that lies where ``entry`` says."""
-        pieces = [
-            Piece(part, slot, Segment(entry.key, i, start, stop, entry.num_tokens), token_hash)
-            for i, (part, slot, start, stop, token_hash) in enumerate(entry.pieces)
-        ]
-        return Sample(entry.key, pieces, self.open_part, self.store.url)
+    def sample_of(self, record: SampleRecord) -> Sample:
+        """The sample that lies where ``record`` says."""
+        return Sample(record.key, record.segments, self.open_part, self.store.url)
 
     def __repr__(self) -> str:
         return f"Run({self.url!r}, {len(self)} samples{'' if self.complete else ', not complete'})"
-
-    def _why_not(self, key: str) -> str:
-        fate = self.refused.get(key) or self.failed.get(key)
-        if fate is not None:
-            return f"its row was {'refused' if fate.fate == 'refused' else 'given up'}: {fate.reason}"
-        if not self.complete:
-            return f"it is not stored yet; the run has {len(self)} samples and is not complete"
-        return f"the run is complete, with {len(self)} samples, and none has this key; see Run.keys(), or hsx ls"
 
     def open_part(self, name: str) -> Part:
         """The part of that name, its header and token ids read; the last few are kept.
@@ -279,18 +321,37 @@ class Run:
         return self._parts.get(name, partial(self._open_part, store))
 
     def _open_part(self, store: Store, name: str) -> Part:
-        known = {}
-        receipt = self.index.parts_by_name.get(name)
-        if receipt is not None:
-            ids = 8 * self.index.tokens_in[name]
+        known, proven = {}, self._proven(name)
+        if proven is not None:
+            receipt, tokens = proven
             known = {"header_bytes": receipt.header_bytes, "size": receipt.size}
-            known["front_bytes"] = ids if ids <= _MOST_IDS else 0
+            known["front_bytes"] = 8 * tokens if 8 * tokens <= _MOST_IDS else 0
         return Part.open(_ProvenPart(store, self.place), name, **known)
+
+    def _proven(self, part: str) -> tuple[Receipt, int] | None:
+        """The receipt of a part, and the tokens of its segments."""
+        with self._lock:
+            if (known := self._reader.manifest) is not None:
+                receipt = known.parts.get(part)
+                return None if receipt is None else (receipt, receipt.table.tokens)
+        index = self.index
+        return (index.parts_by_name[part], index.tokens_in[part]) if part in index.parts_by_name else None
 
     # -- other processes -------------------------------------------------------------------------------------------
 
+    def _renew_locks(self) -> None:
+        self._refreshing = threading.Lock()
+        self._lock = threading.Lock()  # of the reader's manifest and of the index; never held during requests
+
+    def _require_process(self) -> None:
+        if self._pid != os.getpid():
+            self._after_fork()
+
     def _after_fork(self) -> None:
         store = self._mine
+        if self._refreshing.locked() or self._lock.locked():  # another thread of the parent was about to change it
+            self._reader = ManifestReader()
+        self._renew_locks()
         if self._reopen is not None:
             self._place = self._place.at(self._reopen(True))
             if "://" in self._url:
@@ -303,7 +364,9 @@ class Run:
         self._pid = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {k: v for k, v in self.__dict__.items() if k not in ("_parts", "manifest")}
+        index = self.index  # other processes need no manifest
+        kept = {k: v for k, v in self.__dict__.items() if k not in ("_parts", "manifest", "_lock", "_refreshing")}
+        kept.update(_index=index, _reader=ManifestReader())
         if self._reopen is not None:
             kept["_mine"] = kept["_wrapped"] = None
             kept["_place"] = replace(self._place, root=None, store=None)  # type: ignore[arg-type]  # opened again
@@ -312,6 +375,7 @@ class Run:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._pid, self._parts = os.getpid(), _Parts()
+        self._renew_locks()
         if self._reopen is not None:
             self._place = self._place.at(self._reopen(False))
             self._mine = self._place.store

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,8 @@ from hsx_dist.format.container import Part, SegmentInfo
 from hsx_dist.format.container_read import Empty, new_states
 from hsx_dist.format.expansion import check_expansion
 from hsx_dist.format.loss import Loss
-from hsx_dist.page import Segment, token_hash
+from hsx_dist.format.segments import SegmentProof
+from hsx_dist.page import token_hash
 from hsx_dist.reading.arrays import Framework, to_ids, to_states
 
 #: Name of the attached array that says which tokens count in training.
@@ -22,23 +22,16 @@ LOSS_MASK = "loss_mask"
 Tokens = slice | tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Where a segment lies. ``token_hash``: what its receipt proves; ``None`` for an object without a receipt."""
-
-    part: str
-    slot: int
-    segment: Segment
-    token_hash: str | None
-
-
 class Sample:
     """One request's hidden states and token ids. Nothing is fetched before it is asked for."""
 
-    def __init__(self, key: str, pieces: Sequence[Piece], open_part: Callable[[str], Part], url: str):
+    def __init__(
+        self, key: str, segments: Sequence[tuple[str, SegmentProof]], open_part: Callable[[str], Part], url: str
+    ):
+        """``segments``: as ``SampleRecord.segments``; without a ``token_hash`` for an object without a receipt."""
         self.key = key
-        self.num_tokens = pieces[-1].segment.stop
-        self._pieces = tuple(pieces)
+        self.num_tokens = segments[-1][1].segment.stop
+        self._segments = tuple(segments)
         self._open = open_part
         self._url = url.rstrip("/")
         self._infos: dict[int, SegmentInfo] = {}
@@ -49,7 +42,7 @@ class Sample:
     @property
     def uri(self) -> str:
         """The objects that it lies in, separated by blanks."""
-        return " ".join(f"{self._url}/{part}" for part in dict.fromkeys(p.part for p in self._pieces))
+        return " ".join(f"{self._url}/{part}" for part in dict.fromkeys(part for part, _ in self._segments))
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
@@ -69,7 +62,7 @@ class Sample:
     @property
     def about(self) -> dict[str, Any]:
         """What the object says of where it comes from: model, revision, versions, …"""
-        return self._open(self._pieces[0].part).about
+        return self._open(self._segments[0][0]).about
 
     @property
     def loss(self) -> dict[int, Loss]:
@@ -78,9 +71,9 @@ class Sample:
         Of a sample in several segments the worst one's, which none of its parts exceeds.
         """
         found: dict[int, Loss] = {}
-        for i, piece in enumerate(self._pieces):
+        for i, (part, proof) in enumerate(self._segments):
             self._info(i)
-            for layer, loss in self._open(piece.part).loss(piece.slot).items():
+            for layer, loss in self._open(part).loss(proof.slot).items():
                 before = found.get(layer, loss)
                 found[layer] = Loss(max(before.rms, loss.rms), max(before.worst_token, loss.worst_token))
         return found
@@ -90,7 +83,8 @@ class Sample:
         (uint8 ``[T]``), with a selection by it ``positions`` (int32 ``[T]``: where the tokens stood), with a mean
         ``request_token_ids`` (int32: over which), and what users attached. Errors as ``load``'s."""
         self._info(0)
-        return self._open(self._pieces[0].part).attached(self._pieces[0].slot)
+        part, proof = self._segments[0]
+        return self._open(part).attached(proof.slot)
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -108,14 +102,14 @@ class Sample:
         ``finish_reason`` (``abort``), ``expires`` (seconds since the epoch), and ``bad``: for each
         segment with non-finite rows or all-zero layers, its tokens and how many of what.
         """
-        metas = [(p.segment, self._info(i).segment.meta) for i, p in enumerate(self._pieces)]
+        metas = [(p.segment, self._info(i).segment.meta) for i, (_, p) in enumerate(self._segments)]
         bad = [{"start": s.start, "stop": s.stop, **m["bad"]} for s, m in metas if isinstance(m.get("bad"), dict)]
         first = {k: v for k, v in metas[0][1].items() if k != "bad"}
         return {**first, "bad": bad} if bad else first
 
     def token_ids(self, framework: Framework = "auto") -> Any:
         """Token ids, int64 ``[T]``."""
-        return to_ids(np.concatenate([self._ids(i) for i in range(len(self._pieces))]), framework)
+        return to_ids(np.concatenate([self._ids(i) for i in range(len(self._segments))]), framework)
 
     def load(
         self,
@@ -162,7 +156,8 @@ class Sample:
 
     def loss_mask(self) -> np.ndarray[Any, Any] | None:
         """Which tokens count in training: int64 ``[T]``, numpy; ``None``, without a request, where there is none."""
-        part, slot = self._open(self._pieces[0].part), self._pieces[0].slot
+        name, proof = self._segments[0]
+        part, slot = self._open(name), proof.slot
         return self._mask(part.attached(slot, (LOSS_MASK,))) if LOSS_MASK in part.attached_names(slot) else None
 
     def _mask(self, attached: Mapping[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any] | None:
@@ -191,26 +186,27 @@ class Sample:
         first = self._info(0)
         if layers is None and first.layer_ids:
             layers = first.layer_ids  # one order, should segments have several
-        within = [(i, p) for i, p in enumerate(self._pieces) if p.segment.start < stop and start < p.segment.stop]
-        within = within or [(0, self._pieces[0])]  # no tokens: an empty array of the right shape
+        spans = [proof.segment for _, proof in self._segments]
+        within = [i for i, s in enumerate(spans) if s.start < stop and start < s.stop]
+        within = within or [0]  # no tokens: an empty array of the right shape
         out, ids = None, []
         attached: dict[str, np.ndarray[Any, Any]] = {}
         if len(within) > 1:
             num_layers = first.num_layers if layers is None else len(layers)
             # Nothing is fetched yet, and receipts may claim any number of tokens.
-            parts = {piece.part: self._open(piece.part) for _, piece in within}
+            parts = {name: self._open(name) for name in (self._segments[i][0] for i in within)}
             for part in parts.values():
                 part.check_size()
             nbytes = (stop - start) * num_layers * first.row_bytes
             check_expansion(nbytes, sum(part.size for part in parts.values()))
             out = (empty or new_states)((stop - start, num_layers, first.hidden_size), first.dtype)
-        for i, piece in within:
-            s, info = piece.segment, self._info(i)
+        for i in within:
+            (name, proof), s, info = self._segments[i], spans[i], self._info(i)
             if (info.dtype, info.hidden_size) != (first.dtype, first.hidden_size):
                 raise FormatError(f"{self.key}: expected segments of {first}, got {info}")
             a, b = max(start, s.start), max(min(stop, s.stop), max(start, s.start))
-            states, own, beside = self._open(piece.part).load(
-                piece.slot,
+            states, own, beside = self._open(name).load(
+                proof.slot,
                 layers=layers,
                 tokens=(a - s.start, b - s.start) if a < b else (0, 0),
                 out=None if out is None else out[a - start : b - start],
@@ -218,11 +214,11 @@ class Sample:
                 empty=empty,
             )
             attached.update(beside)
-            self._check_ids(piece, own)
+            self._check_ids(i, own)
             ids.append(own[a - s.start : b - s.start])
         mask = None
         if masked:  # it lies with the first piece, also where only later ones are wanted
-            mask = self._mask(attached) if within[0][0] == 0 else self.loss_mask()
+            mask = self._mask(attached) if within[0] == 0 else self.loss_mask()
         return states if out is None else out, np.concatenate(ids), None if mask is None else mask[start:stop]
 
     def _span(self, tokens: Tokens | None) -> tuple[int, int]:
@@ -235,26 +231,27 @@ class Sample:
     def _info(self, i: int) -> SegmentInfo:
         info = self._infos.get(i)
         if info is None:
-            piece = self._pieces[i]
-            segments = self._open(piece.part).segments
-            if piece.slot >= len(segments) or segments[piece.slot].segment != piece.segment:
+            part, proof = self._segments[i]
+            segments = self._open(part).segments
+            if proof.slot >= len(segments) or segments[proof.slot].segment != proof.segment:
                 raise IntegrityError(
-                    f"{self._url}/{piece.part}: expected {piece.segment} at place {piece.slot}, as its receipt says, "
-                    f"got {segments[piece.slot].segment if piece.slot < len(segments) else 'nothing'}"
+                    f"{self._url}/{part}: expected {proof.segment} at place {proof.slot}, as its receipt says, "
+                    f"got {segments[proof.slot].segment if proof.slot < len(segments) else 'nothing'}"
                 )
-            info = self._infos[i] = segments[piece.slot]
+            info = self._infos[i] = segments[proof.slot]
         return info
 
     def _ids(self, i: int) -> np.ndarray[Any, Any]:
-        piece = self._pieces[i]
+        part, proof = self._segments[i]
         self._info(i)
-        ids = self._open(piece.part).token_ids(piece.slot)
-        self._check_ids(piece, ids)
+        ids = self._open(part).token_ids(proof.slot)
+        self._check_ids(i, ids)
         return ids
 
-    def _check_ids(self, piece: Piece, ids: np.ndarray[Any, Any]) -> None:
-        if piece.token_hash is not None and token_hash(ids) != piece.token_hash:
+    def _check_ids(self, i: int, ids: np.ndarray[Any, Any]) -> None:
+        part, proof = self._segments[i]
+        if proof.token_hash and token_hash(ids) != proof.token_hash:
             raise IntegrityError(
-                f"{self._url}/{piece.part}: expected token ids of hash {piece.token_hash} for {self.key!r}, as its "
+                f"{self._url}/{part}: expected token ids of hash {proof.token_hash} for {self.key!r}, as its "
                 f"receipt says, got {token_hash(ids)}"
             )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from hsx_dist.errors import ConfigError, SampleNotFound
+from hsx_dist.reading.index import Index
 from hsx_dist.reading.sample import Sample
 
 if TYPE_CHECKING:
@@ -22,10 +23,14 @@ Split = Literal["train", "val"]
 
 
 class Selection(Sequence[Sample]):
-    """Some samples of a run, in the run's order. ``places``: their positions in it, int64 ``[n]``."""
+    """Some samples of a run, in the run's order. ``places``: their positions in ``run_index``, int64 ``[n]``.
 
-    def __init__(self, run: Run, places: np.ndarray[Any, Any]):
+    Keeps the index in which ``places`` were counted: ``Run.refresh`` gives samples other positions.
+    """
+
+    def __init__(self, run: Run, index: Index, places: np.ndarray[Any, Any]):
         self.run = run
+        self.run_index = index
         self.places = places
 
     def __len__(self) -> int:
@@ -33,22 +38,31 @@ class Selection(Sequence[Sample]):
 
     def __getitem__(self, i: Any) -> Any:
         if isinstance(i, slice):
-            return Selection(self.run, self.places[i])
-        return self.run.at(int(self.places[i]))
+            return Selection(self.run, self.run_index, self.places[i])
+        return self.sample(int(self.places[i]))
 
     def __iter__(self) -> Iterator[Sample]:
-        return (self.run.at(int(i)) for i in self.places)
+        return (self.sample(int(i)) for i in self.places)
+
+    def sample(self, place: int) -> Sample:
+        """The sample at ``place`` in ``run_index``, selected or not."""
+        return self.run.sample_of(self.run_index[place])
 
     def keys(self) -> list[str]:
-        return [self.run.index.keys[i] for i in self.places]
+        return [self.run_index.keys[i] for i in self.places]
 
     @property
     def lengths(self) -> np.ndarray[Any, Any]:
         """Tokens of each, int64 ``[n]``."""
-        return self.run.index.tokens[self.places]
+        return self.run_index.tokens[self.places]
+
+    @property
+    def groups(self) -> np.ndarray[Any, Any]:
+        """Which samples were stored together, int32 ``[n]``: see ``Index``."""
+        return self.run_index.group_of[self.places]
 
     def __repr__(self) -> str:
-        return f"Selection({len(self)} of {len(self.run)} samples of {self.run.url!r})"
+        return f"Selection({len(self)} of {len(self.run_index)} samples of {self.run.url!r})"
 
 
 def select(
@@ -84,31 +98,31 @@ def select(
     chosen = np.ones(len(index), bool)
     if keys is not None:
         chosen[:] = False
-        chosen[_places_of(run, keys)] = True
+        chosen[_places_of(run, index, keys)] = True
     if min_tokens is not None:
         chosen &= index.tokens >= min_tokens
     if max_tokens is not None:
         chosen &= index.tokens <= max_tokens
     if split is not None:
         chosen &= _is_val(index.keys, val_fraction) == _side(split)
-    places = np.flatnonzero(chosen)
+    found = Selection(run, index, np.flatnonzero(chosen))
     if where is not None:
-        places = _filtered(run, places, lambda sample: bool(where(sample.meta)))
+        found = _filtered(found, lambda sample: bool(where(sample.meta)))
     if min_loss_tokens is not None:
         least = min_loss_tokens
-        places = _filtered(run, places, lambda sample: _loss_tokens(sample) >= least)
-    return Selection(run, places)
+        found = _filtered(found, lambda sample: _loss_tokens(sample) >= least)
+    return found
 
 
-def _places_of(run: Run, keys: Iterable[str]) -> list[int]:
+def _places_of(run: Run, index: Index, keys: Iterable[str]) -> list[int]:
     if isinstance(keys, str):
         raise ConfigError(f"keys: expected a list of keys, came {keys!r}; put it into a list")
     found = []
     for key in keys:
-        place = run.index.place(key)
+        place = index.place(key)
         if place is None:
             run[key]  # says why not
-            raise SampleNotFound(key)
+            raise SampleNotFound(f"{run.url}: no sample {key!r} when the run was last refreshed")
         found.append(place)
     return found
 
@@ -137,10 +151,11 @@ def _loss_tokens(sample: Sample) -> int:
     return sample.num_tokens if mask is None else int(np.count_nonzero(mask))
 
 
-def _filtered(run: Run, places: np.ndarray[Any, Any], keep: Callable[[Sample], bool]) -> np.ndarray[Any, Any]:
+def _filtered(selection: Selection, keep: Callable[[Sample], bool]) -> Selection:
     # Part by part: a header is read once, whatever the order of the rows.
-    by_part = places[np.argsort(run.index.part_of[places], kind="stable")]
-    cuts = np.flatnonzero(np.diff(run.index.part_of[by_part])) + 1
+    places, parts = selection.places, selection.run_index.part_of
+    by_part = places[np.argsort(parts[places], kind="stable")]
+    groups = np.split(by_part, np.flatnonzero(np.diff(parts[by_part])) + 1)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="hsx-select") as pool:
-        kept = list(pool.map(lambda group: [i for i in group if keep(run.at(int(i)))], np.split(by_part, cuts)))
-    return np.array(sorted(int(i) for group in kept for i in group), np.int64)
+        kept = list(pool.map(lambda group: [i for i in group if keep(selection.sample(int(i)))], groups))
+    return Selection(selection.run, selection.run_index, np.array(sorted(int(i) for g in kept for i in g), np.int64))

@@ -21,7 +21,8 @@ def select_stored(run: Run) -> Selection:
 
     The parts of the others were removed after use, or are lost. Raises ``StoreError``.
     """
-    return Selection(run, np.flatnonzero(run.index.lie_in(stored_parts(run.store))))
+    index = run.index
+    return Selection(run, index, np.flatnonzero(index.lie_in(stored_parts(run.store))))
 
 
 def read_stored(samples: Iterable[Sample], read: Callable[[Sample], T]) -> Iterator[T]:

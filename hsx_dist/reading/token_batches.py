@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -52,14 +53,15 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         resume, self._resume = self._resume, None
-        buffers, skip_rows, skip_batches = 0, 0, 0
+        buffers, skip_rows = 0, 0
         if resume is not None:
-            buffers, skip_rows, skip_batches = resume["buffers"], resume["rows"], resume["batches"]
+            buffers, skip_rows = resume["buffers"], resume["rows"]
             self._dataset.load_state_dict(resume["dataset"])
         else:
             self._state = None
         # The state is that before the sample in which the present buffer begins, and how many of its rows went before.
-        begin, before = dict(resume["dataset"]) if resume is not None else self._dataset.start_state(), skip_rows
+        begin = dict(resume["dataset"]) if resume is not None else self._dataset.start_state()
+        before, first = skip_rows, "" if resume is None else resume.get("first", "")
         held: list[dict[str, Any]] = []
         count = 0
         last = begin
@@ -67,6 +69,9 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
             rows = {"hidden_states": item["hidden_states"], "input_ids": item["input_ids"]}
             if self._only_loss:
                 rows = {name: x[item["loss_mask"]] for name, x in rows.items()}
+            sample = _digest(rows["input_ids"])
+            if skip_rows and first not in ("", sample):  # that sample was skipped this time: these are another's rows
+                before = skip_rows = 0
             rows = {name: x[skip_rows:] for name, x in rows.items()}
             offset, skip_rows = skip_rows, 0
             while len(rows["input_ids"]):
@@ -75,32 +80,35 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
                 rows = {name: x[n:] for name, x in rows.items()}
                 count, offset = count + n, offset + n
                 if count == self._buffer:
-                    yield from self._give(held, buffers, skip_batches, begin, before)
-                    held, count, skip_batches, buffers = [], 0, 0, buffers + 1
-                    begin, before = last, offset
+                    yield from self._give(held, buffers, resume, {"rows": before, "first": first, "dataset": begin})
+                    held, count, resume, buffers = [], 0, None, buffers + 1
+                    begin, before, first = last, offset, sample
             last = self._dataset.state_dict()
             if count == 0:
                 begin, before = last, 0
         if count:
-            yield from self._give(held, buffers, skip_batches, begin, before)
+            yield from self._give(held, buffers, resume, {"rows": before, "first": first, "dataset": begin})
         self._state = None
 
     def _give(
-        self, held: list[dict[str, Any]], buffers: int, skip: int, begin: dict[str, Any], before: int
+        self, held: list[dict[str, Any]], buffers: int, resume: Mapping[str, Any] | None, begin: dict[str, Any]
     ) -> Iterator[dict[str, Any]]:
         joined = {name: _concatenate([rows[name] for rows in held]) for name in held[0]}
         held.clear()
         if joined["hidden_states"].shape[1] == 1:
             joined["hidden_states"] = joined["hidden_states"][:, 0]
-        total = len(joined["input_ids"])
+        total, content = len(joined["input_ids"]), _digest(joined["input_ids"])
+        # With other tokens, as a sample was skipped or is there again, the batches are others: tokens come twice.
+        same = resume is not None and resume.get("buffer", content) == content
+        skip = resume["batches"] if resume is not None and same else 0
         order = np.random.default_rng([self._seed, buffers]).permutation(total)
         stop = total - total % self._batch if self._drop_last else total
         for number, start in enumerate(range(0, stop, self._batch)):
             if number < skip:
                 continue
             # A data set that follows a run gives its samples in another order after a resume: no rows can be skipped.
-            skipped = {"rows": 0, "batches": 0} if self._dataset.follows else {"rows": before, "batches": number + 1}
-            self._state = {"buffers": buffers, **skipped, "dataset": begin}
+            given = {"rows": 0, "batches": 0} if self._dataset.follows else {"batches": number + 1, "buffer": content}
+            self._state = {"buffers": buffers, **begin, **given}
             picks = order[start : start + self._batch]
             yield {name: x[picks] for name, x in joined.items()}
 
@@ -108,7 +116,8 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
         """Where iteration stands, to the batch; the buffer is read again when it is loaded.
 
         Over a data set with ``follow``: where the present buffer began. A resume gives the tokens of this buffer again,
-        and those of the sample in which it began.
+        and those of the sample in which it began. So it does where ``on_error="skip"`` leaves out other samples of this
+        buffer than before.
         """
         if self._state is not None:
             return self._state
@@ -122,6 +131,10 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
             state = {"buffers": 0, "rows": 0, "batches": 0, "dataset": state}
         self._dataset.load_state_dict(state["dataset"])
         self._resume, self._state = dict(state), None
+
+
+def _digest(ids: Any) -> str:
+    return hashlib.blake2b(np.ascontiguousarray(ids).data, digest_size=8).hexdigest()
 
 
 def _concatenate(arrays: list[Any]) -> Any:

@@ -1,7 +1,9 @@
-"""Locks by which a put that replaces an object and a conditional delete exclude each other, on files.
+"""Locks by which puts that replace an object, and conditional deletes and puts, exclude each other on files.
 
 They are advisory locks of the *current* object's inode (open file descriptions' locks, which NFS passes to its server).
-Only a process that may write the file can hold one exclusively, so a user who may only read cannot stop a put.
+All of them lock it exclusively: of two puts the second one waits, and then finds another current object. Only a process
+that may write the file can do so. A put goes on where others lock the file for reading only, so that a user who may
+only read cannot stop it; a put of a user who may not write the object excludes deletes, and not other such puts.
 Companion locks use ``flock``, which does not interact with them.
 """
 
@@ -15,7 +17,7 @@ import time
 
 from hsx_dist.errors import Unavailable
 
-#: How long a put waits for a conditional delete that holds the lock (for two system calls, unless it is stopped).
+#: How long a put waits for another process that holds the lock (for two system calls, unless it is stopped).
 LONGEST_S = 10.0
 _PAUSE_S = 0.002
 _BUSY = (errno.EAGAIN, errno.EACCES)
@@ -32,20 +34,22 @@ def lock_exclusively(fd: int) -> bool:
     return _lock(fd, fcntl.F_WRLCK)
 
 
-def wait_for_deletes(fd: int, what: str) -> None:
-    """Keep conditional deletes from the file, open for reading, until ``fd`` is closed. Returns at once where there are
-    no such locks: then there are no conditional deletes either.
+def lock_for_put(fd: int, what: str) -> None:
+    """Keep other puts and conditional deletes from the file until ``fd`` is closed; only deletes and exclusive locks if
+    it is open for reading, or locked for reading. Returns at once where there are no such locks: then there are no
+    conditional deletes either.
 
     Raises:
-        Unavailable: a delete holds it for ``LONGEST_S``.
+        Unavailable: another process holds it for ``LONGEST_S``.
     """
     end = time.monotonic() + LONGEST_S
     try:
-        while not _lock(fd, fcntl.F_RDLCK):
+        writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+        while not (writable and _lock(fd, fcntl.F_WRLCK)) and not _lock(fd, fcntl.F_RDLCK):
             if time.monotonic() > end:
                 raise Unavailable(
-                    f"{what}: expected `hsx gc` to release the object, it holds it for {LONGEST_S:g} s. End or "
-                    "continue that process"
+                    f"{what}: expected another put or `hsx gc` to release the object, it holds it for {LONGEST_S:g} s. "
+                    "End or continue that process"
                 )
             time.sleep(_PAUSE_S)
     except OSError as e:

@@ -27,12 +27,11 @@ from hsx_dist.store.base import (
 )
 from hsx_dist.store.direct import write_direct
 from hsx_dist.store.faults import FULL
+from hsx_dist.store.folder_listing import UNFINISHED, FolderListing
 from hsx_dist.store.folders import SAFELY, is_at, opened
-from hsx_dist.store.inode_lock import lock_exclusively, wait_for_deletes
+from hsx_dist.store.inode_lock import lock_exclusively, lock_for_put
 from hsx_dist.store.synced import SyncedFolders
 
-#: Unfinished objects lie beside their final name, as a rename must stay within one file system.
-UNFINISHED = ".hsx-unfinished-"
 _IOV_MAX = 512
 _TRANSIENT = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EINTR})
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
@@ -112,12 +111,12 @@ class LocalStore:
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
         with self._telling("list", prefix):
-            yield from self._walk("", prefix, after, set())
+            yield from self._listed(prefix, after)
 
     def list_readable(self, unreadable: Callable[[str], None], after: str | None = None) -> Iterator[ObjectInfo]:
         """See ``Folders``."""
         with self._telling("list", ""):
-            yield from self._walk("", "", after, set(), unreadable)
+            yield from self._listed("", after, unreadable)
 
     def delete(self, name: str) -> None:
         folder, _, last = check_name(name).rpartition("/")
@@ -252,73 +251,10 @@ class LocalStore:
             with suppress(PermissionError), opened(folder) as fd:  # searchable, but not readable
                 _sync(fd)
 
-    def _walk(
-        self,
-        folder: str,
-        prefix: str,
-        after: str | None,
-        linked: set[tuple[int, int]],
-        unreadable: Callable[[str], None] | None = None,
+    def _listed(
+        self, prefix: str, after: str | None, unreadable: Callable[[str], None] | None = None
     ) -> Iterator[ObjectInfo]:
-        """``linked``: device and inode of each folder that this listing entered through a link. ``unreadable``: see
-        ``list_readable``; without it a folder that may not be read ends the listing."""
-
-        def skip(name: str) -> None:
-            if unreadable is None:
-                raise
-            unreadable(name.rstrip("/") or ".")
-
-        try:
-            entries = _entries(self._root, folder)
-        except FileNotFoundError:
-            return  # nothing was ever stored, or the folder went away meanwhile
-        except PermissionError:
-            if not folder:
-                raise
-            skip(folder)
-            return
-        for name, entry in entries:
-            is_folder = name.endswith("/")
-            matches = name.startswith(prefix) or (is_folder and prefix.startswith(name))
-            is_after = after is None or name > after or (is_folder and after.startswith(name))
-            if not matches or not is_after or (entry.name.startswith(UNFINISHED) and not is_folder):
-                continue
-            try:
-                if is_folder and entry.is_symlink() and not self._follow_once(entry, linked, unreadable is None):
-                    skip(name)
-                    continue
-                about = None if is_folder else entry.stat()
-            except FileNotFoundError:
-                continue  # deleted meanwhile
-            except PermissionError:
-                skip(name if is_folder else folder)
-                continue
-            if about is None:
-                yield from self._walk(name, prefix, after, linked, unreadable)
-            elif stat.S_ISREG(about.st_mode):
-                yield ObjectInfo(name, about.st_size)
-
-    def _follow_once(self, entry: os.DirEntry[str], linked: set[tuple[int, int]], must: bool) -> bool:
-        """Whether the link leads to something; ``must``: raise where it does not. Refuses to list a linked folder
-        twice: a few links can make a tree of any size."""
-        try:
-            target = entry.stat()
-        except FileNotFoundError:
-            if not Path(entry.path).is_symlink():
-                return True  # deleted meanwhile
-            if not must:
-                return False
-            raise StoreError(
-                f"list {entry.path}: expected a file or a folder, got a symbolic link to nothing: the object that it "
-                "stands for may be lost. Restore what it leads to, or remove the link"
-            ) from None
-        if (target.st_dev, target.st_ino) in linked:
-            raise StoreError(
-                f"list {entry.path}: expected at most one symbolic link to a folder, got several to one, or a loop. "
-                "Remove the link"
-            )
-        linked.add((target.st_dev, target.st_ino))
-        return True
+        return FolderListing(self._root, prefix, after, unreadable).objects()
 
     @contextmanager
     def _telling(self, verb: str, name: str) -> Iterator[None]:
@@ -349,24 +285,6 @@ class LocalStore:
                 ) from e
             kind = Unavailable if e.errno in _TRANSIENT else StoreError
             raise kind(f"{where}: {e.strerror or e}") from e
-
-
-def _entries(root: Path, folder: str) -> list[tuple[str, os.DirEntry[str]]]:
-    """The entries of a folder below ``root`` by the names of their objects, sorted; those of folders end in ``/``."""
-    with os.scandir(root / folder) as found:
-        # "a-b" sorts before "a/b", but after "a": a folder takes its place with its slash.
-        # A dict: a file system may give a name twice if its object is replaced meanwhile.
-        return sorted({f"{folder}{e.name}{'/' if _is_folder(e) else ''}": e for e in found}.items())
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    # A link to nothing, or to what this process may not see, may stand for a folder: no listing may ignore it.
-    try:
-        return entry.is_dir() or (
-            entry.is_symlink() and not entry.name.startswith(UNFINISHED) and not Path(entry.path).exists()
-        )
-    except PermissionError:
-        return True
 
 
 @contextmanager
@@ -403,7 +321,7 @@ def _link(folder: int, temporary: str, last: str) -> None:
 
 
 def _place(folder: int, temporary: str, last: str, what: str) -> None:
-    """Give the file its name, in place of what has it. Waits while a conditional delete looks at that object."""
+    """Give the file its name, in place of what has it. Waits for another put or a conditional delete."""
     has_links = True
     while True:
         try:
@@ -417,13 +335,16 @@ def _place(folder: int, temporary: str, last: str, what: str) -> None:
                 raise
             has_links = False
         try:
-            there = os.open(last, os.O_RDONLY | SAFELY, dir_fd=folder)
+            try:
+                there = os.open(last, os.O_RDWR | SAFELY, dir_fd=folder)
+            except PermissionError:
+                there = os.open(last, os.O_RDONLY | SAFELY, dir_fd=folder)
         except OSError as e:
             if e.errno == errno.ENOENT and has_links:
                 continue  # deleted meanwhile
             break  # a link, or a file that only another user may read
         with _opened(there):
-            wait_for_deletes(there, what)
+            lock_for_put(there, what)
             if is_at(there, folder, last):
                 os.rename(temporary, last, src_dir_fd=folder, dst_dir_fd=folder)
                 return

@@ -13,8 +13,9 @@ from urllib.parse import unquote
 from hsx_dist.config.secrets import public_url
 from hsx_dist.errors import ConfigError, StoreError
 from hsx_dist.store.base import ObjectInfo, Store
+from hsx_dist.store.folder_listing import UNFINISHED
 from hsx_dist.store.folders import SAFELY, is_link, opened
-from hsx_dist.store.local import UNFINISHED, LocalStore
+from hsx_dist.store.local import LocalStore
 from hsx_dist.store.opening import open_store
 from hsx_dist.store.retry import RetryStore
 
@@ -36,7 +37,7 @@ class ConfinedFolder(LocalStore):
         with self._telling("head", name), self._reading(name) as fd:
             return ObjectInfo(name, os.fstat(fd).st_size)
 
-    def _walk(self, *_args: object, **_kwargs: object) -> Iterator[ObjectInfo]:
+    def _listed(self, *_args: object, **_kwargs: object) -> Iterator[ObjectInfo]:
         raise StoreError(f"list {self.url}: expected the name of an object in a confined folder, got none. Name it")
 
     @contextmanager

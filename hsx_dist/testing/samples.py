@@ -37,6 +37,8 @@ class RandomSample:
         for start in range(segment.start, segment.stop, self.chunk_tokens):
             stop = min(start + self.chunk_tokens, segment.stop)
             data = np.concatenate([self.states[start:stop], np.full_like(self.states[:1], 0xABCD).repeat(padding, 0)])
+            data = np.ascontiguousarray(data.transpose(1, 0, 2) if order == "LTH" else data)
+            layers, rows, hidden = data.shape
             yield Page(
                 segment=segment,
                 start=start,
@@ -44,10 +46,10 @@ class RandomSample:
                 chunk_tokens=self.chunk_tokens,
                 layer_ids=self.layer_ids,
                 dtype=self.dtype,
-                hidden_size=self.states.shape[2],
+                shape=(layers, rows, hidden),
                 order=order,
                 token_ids=self.token_ids[start:stop],
-                data=np.ascontiguousarray(data.transpose(1, 0, 2) if order == "LTH" else data),
+                data=data,
             )
 
 

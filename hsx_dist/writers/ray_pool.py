@@ -22,6 +22,7 @@ from hsx_dist.observe.logs import configure_logging
 from hsx_dist.observe.metrics import Increments, Meter
 from hsx_dist.observe.ray_metrics import RayExport
 from hsx_dist.page import Page, Segment
+from hsx_dist.ray_arguments import sendable
 from hsx_dist.store import Store, open_store
 from hsx_dist.store.opening import Backend
 from hsx_dist.store.prefix import PrefixStore
@@ -193,7 +194,7 @@ def start_writer(
             max_concurrency=threads,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
-        .remote(spec)
+        .remote(sendable(spec))
     )
 
 

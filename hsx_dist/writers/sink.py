@@ -175,16 +175,20 @@ class PartSink:
             grown -= self._lose(filling, page.segment, e)
             raise
         finally:
-            with self._lock:
-                self._held += grown
-                self._finishing -= done
-                if filling is not None:
-                    filling.left -= 1
-                    if filling.lost and filling.left <= 0 and self._filling.get(key) is filling:
-                        del self._filling[key]
-                self._lock.notify_all()
+            self._leave(filling, key, grown, done)
             self.meter.add("room_wait_seconds", admitted - came)
             self.meter.add("encode_seconds", time.monotonic() - admitted)
+
+    def _leave(self, filling: _Filling | None, key: Any, grown: int, done: bool) -> None:
+        """Account for what ``add`` did."""
+        with self._lock:
+            self._held += grown
+            self._finishing -= done
+            if filling is not None:
+                filling.left -= 1
+                if filling.lost and filling.left <= 0 and self._filling.get(key) is filling:
+                    del self._filling[key]
+            self._lock.notify_all()
 
     def _lose(self, filling: _Filling | None, segment: Segment, error: Exception) -> int:
         """A page that cannot be encoded costs its segment, which is told once; what comes of it later is dropped. The

@@ -30,7 +30,7 @@ def whole(sample: RandomSample, row: int | None = None) -> Stored:
 class RunWriter:
     """Takes the next attempt of the run at ``root``, and stores parts with their receipts, as a sink does.
 
-    ``attached``: arrays for every sample, or what a call with the sample gives.
+    ``attempt``: write in this one. ``attached``: arrays for every sample, or what a call with the sample gives.
     """
 
     def __init__(
@@ -40,12 +40,13 @@ class RunWriter:
         name: str = "w",
         attached: Any = None,
         about: Mapping[str, Any] | None = None,
+        attempt: int | None = None,
     ):
         self.place = open_place(root)
         self.store = store = self.place.store
         self.codec, self.name, self.attached = codec or SplitCodec(), name, attached
         self.about = dict(about or {"model": "tiny"})
-        self.attempt = take_attempt(store, {})
+        self.attempt = attempt or take_attempt(store, {})
         self.seq = 0
 
     def put(self, segments: Sequence[Stored], rows: Sequence[RowFate] = ()) -> Receipt:

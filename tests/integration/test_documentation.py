@@ -29,7 +29,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, folder / name)
     (folder / ".venv").symlink_to(Path(sys.executable).parents[1])
-    demo = [sys.executable, "scripts/demo.py", *_FEWER]
+    demo = [sys.executable, "-m", "scripts.demo", *_FEWER]
     env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     done = subprocess.run(
         demo,

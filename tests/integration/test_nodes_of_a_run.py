@@ -185,7 +185,7 @@ def test_two_replicas_on_two_nodes_then_one_of_two_ranks(cluster, model, rows, t
     running: list[tuple[set[str], int]] = []  # what is there when a task is done
 
     def look(fleet, seen):
-        nodes.update({n: r.node for n, r in fleet._replicas.items() if r.node})
+        nodes.update({n: r.node for n, r in fleet.replicas.items() if r.node})
         if not running and any(isinstance(e, TaskDone) for e in seen):
             running.append(titles_and_untitled("hsx replica 0"))
 
@@ -224,14 +224,14 @@ def test_nodes_that_come_drain_and_vanish_cost_no_row(cluster, model, rows, tmp_
         if "second" not in nodes and done_by(seen, 0):
             nodes["second"] = cluster.add_node(num_cpus=1, object_store_memory=MEMORY)
         if "drained" not in nodes and done_by(seen, 1):  # it waited for room, and the node that came had some
-            assert fleet._replicas[1].node == nodes["second"].node_id
+            assert fleet.replicas[1].node == nodes["second"].node_id
             drain_node(600, address=cluster.address, node=nodes["first"].node_id)
             nodes["drained"] = True
             nodes["third"] = cluster.add_node(num_cpus=1, object_store_memory=MEMORY)
         if "vanished" not in nodes and done_by(seen, 2):  # in the place of the one that left
-            assert fleet._replicas[2].node == nodes["third"].node_id
+            assert fleet.replicas[2].node == nodes["third"].node_id
             nodes["vanished"] = True
-            pid = process_of(fleet._replicas[1].actor)
+            pid = process_of(fleet.actor(1))
             cluster.remove_node(nodes["second"], allow_graceful=False)
             os.kill(pid, 9)  # a worker outlives its raylet for a moment, which a machine's death does not allow
 
@@ -280,12 +280,12 @@ def test_a_node_that_vanishes_before_the_flush_and_a_broken_connection_cost_no_r
     def meddle(fleet, seen):
         answers = [e for e in seen if isinstance(e, TaskDone)]
         if not done and {key for e in answers for key in e.result.shipped} == wanted.keys():
-            replica = fleet._replicas[0]
+            replica = fleet.replicas[0]
             [node] = [n for n in nodes if n.node_id == replica.node]
-            vanish(node, [replica.actor, *(actor for of, actor in fleet._writers if of == replica.node)])
+            vanish(node, [fleet.actor(0), *(actor for of, actor in fleet.writers.listed if of == replica.node)])
             done.append("vanished")
-        elif done == ["vanished"] and 1 in fleet._replicas and fleet._replicas[1].tasks:
-            cut_connections(fleet._replicas[1].actor)
+        elif done == ["vanished"] and 1 in fleet.replicas and fleet.replicas[1].tasks:
+            cut_connections(fleet.actor(1))
             done.append("cut")
 
     made = meddling(monkeypatch, meddle)

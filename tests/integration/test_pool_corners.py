@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import ray
 
-from hsx_dist.connector.outlet import LocalOutlet, PageRef
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.container import Part
 from hsx_dist.format.runs import load_manifest, take_attempt
-from hsx_dist.page import Segment
+from hsx_dist.page import Page, Segment
 from hsx_dist.store import open_store
+from hsx_dist.transport.local_end import LocalEnd
 from hsx_dist.writers.ray_pool import Credits, PoolWriterSpec, RaySender, start_writer
 from hsx_dist.writers.sink import SinkOptions
 from tests.harness.runs import write_v1_run
@@ -44,7 +44,7 @@ def states(key: int, tokens: int) -> np.ndarray:
     return np.random.default_rng(key).integers(0, 1 << 16, (len(LAYERS), tokens, HIDDEN)).astype(np.uint16)
 
 
-def page_refs(outlet: LocalOutlet, key: int, tokens: int, segment_tokens: int):
+def page_refs(outlet: LocalEnd, key: int, tokens: int, segment_tokens: int):
     """Copies a sample into the ring page by page, waiting while it is full, as the gather does."""
     data = states(key, tokens)
     ids = np.arange(tokens, dtype=np.int64)
@@ -57,7 +57,7 @@ def page_refs(outlet: LocalOutlet, key: int, tokens: int, segment_tokens: int):
                 outlet.ring.wait(1.0)
             shape = (len(LAYERS), stop - at, HIDDEN)
             outlet.memory[offset : offset + nbytes] = np.ascontiguousarray(data[:, at:stop]).reshape(-1).view(np.uint8)
-            yield PageRef(offset, shape, segment, at, stop, CHUNK, LAYERS, "bfloat16", "LTH", ids[at:stop])
+            yield Page(segment, at, stop, CHUNK, LAYERS, "bfloat16", shape, "LTH", ids[at:stop], offset=offset)
 
 
 @pytest.mark.timeout(120)
@@ -74,7 +74,7 @@ def test_requests_longer_than_everything_go_through(corner, tmp_path):
     node = ray.get_runtime_context().get_node_id()
     actor = start_writer(spec, node_id=node, num_cpus=0, threads=2, name=f"corner-{'-'.join(map(str, corner))}")
     senders = [RaySender([(node, actor)], lambda lost: pytest.fail(str(lost))) for _ in range(2)]
-    outlets = [LocalOutlet(sender, ring * PAGE) for sender in senders]
+    outlets = [LocalEnd(sender, ring * PAGE) for sender in senders]
     lengths = {0: 100 * CHUNK + 5, 1: 1, 2: 77 * CHUNK, 3: 3}  # the longest is a hundred times the ring
     for first in (0, 1):  # two replicas, in turns, so that each meets the other's credits
         pairs = [page_refs(outlets[i], 2 * first + i, lengths[2 * first + i], segment * CHUNK) for i in (0, 1)]

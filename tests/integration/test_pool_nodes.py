@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from hsx_dist.fleet.ray_fleet import ClusterShape, RayFleet
+from hsx_dist.fleet.writer_states import WriterState
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.manifest import Receipt
 from hsx_dist.format.runs import load_manifest, take_attempt
@@ -79,10 +81,10 @@ def test_a_node_that_dies_takes_no_sample_with_it(cluster):
     comes."""
     doomed = cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
     with writers(writer_cpus=0) as (fleet, store):
-        while len(fleet._writers) < 2:  # ends: both nodes have room for theirs
+        while len(fleet.writers.listed) < 2:  # ends: both nodes have room for theirs
             fleet.poll(1.0)
         lost = []
-        sender = RaySender(fleet._writers, lost.append, node=doomed.node_id)
+        sender = RaySender(fleet.writers.listed, lost.append, node=doomed.node_id)
 
         def send() -> None:
             for key in sorted(SAMPLES.keys() - load_manifest(store).samples.keys()):
@@ -107,16 +109,20 @@ def test_a_node_that_dies_takes_no_sample_with_it(cluster):
         assert load_manifest(store).samples.keys() == SAMPLES.keys()
         assert verify_run(store).ok
         assert here.epoch >= 1
-        while doomed.node_id in {node for node, _ in fleet._writers}:  # ends: Ray tells of the death within seconds
+        while doomed.node_id in {
+            node for node, _ in fleet.writers.listed
+        }:  # ends: Ray tells of the death within seconds
             fleet.poll(0.5)
-        assert len(fleet._writers) == len(fleet._listening) == 1
+        assert len(fleet.writers.handles) == 1
         cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
         cluster.wait_for_nodes()
-        fleet._watch_nodes()
-        assert len(fleet._writers) == 1  # not before it lives
-        while len(fleet._writers) < 2:  # ends: the node has room for it
+        while len(fleet.writers.handles) < 2:  # ends: the fleet sees the node within seconds
+            time.sleep(0.1)
+            fleet.poll(0)
+        assert len(fleet.writers.listed) == 1  # not before it lives
+        while len(fleet.writers.listed) < 2:  # ends: the node has room for it
             fleet.poll(0.5)
-        sender.update(fleet._writers)
+        sender.update(fleet.writers.listed)
         assert doomed.node_id not in {w.node for w in sender._writers}
 
 
@@ -132,12 +138,12 @@ def test_a_writer_that_waits_for_its_cpu_is_waited_for_by_nobody(cluster):
     holder = ray.remote(num_cpus=1, resources={"busy": 1})(Holder).remote()
     ray.get(holder.hold.remote())
     with writers(writer_cpus=1) as (fleet, store):
-        while not fleet._writers:  # ends: the other node has room for its own
+        while not fleet.writers.listed:  # ends: the other node has room for its own
             fleet.poll(0.5)
-        assert [node for node, _ in fleet._writers] != [busy.node_id]
-        assert list(fleet._coming.values()) == [busy.node_id]
+        assert [node for node, _ in fleet.writers.listed] != [busy.node_id]
+        assert list(fleet.writers.of(WriterState.STARTING).values()) == [busy.node_id]
         lost = []
-        sender = RaySender(fleet._writers, lost.append)
+        sender = RaySender(fleet.writers.listed, lost.append)
         for sample in SAMPLES.values():
             sender.send(list(sample.pages(sample.segments()[0])), lambda _: None)
         sender.flush()
@@ -149,11 +155,11 @@ def test_a_writer_that_waits_for_its_cpu_is_waited_for_by_nobody(cluster):
 def test_what_goes_to_other_nodes_stays_within_its_bound(cluster):
     """Writers' credits are of their own node's object store; pages lie in the sender's as well until they are taken."""
     with writers(writer_cpus=0) as (fleet, store):
-        while not fleet._writers:  # ends: the node has room for its own
+        while not fleet.writers.listed:  # ends: the node has room for its own
             fleet.poll(0.5)
         lost, unanswered = [], []
         abroad = 2 * max(page.nbytes for sample in SAMPLES.values() for page in sample.pages())
-        sender = RaySender(fleet._writers, lost.append, node="another", abroad_bytes=abroad)
+        sender = RaySender(fleet.writers.listed, lost.append, node="another", abroad_bytes=abroad)
         for _ in range(3):
             for sample in SAMPLES.values():
                 sender.send(list(sample.pages()), lambda _: unanswered.append(sum(w.nbytes for w in sender._writers)))
@@ -176,9 +182,9 @@ def test_a_flush_that_is_to_hurry_leaves_a_store_that_is_down_and_the_next_one_f
         return Answer(503)
 
     with writers(writer_cpus=0, answer=answer) as (fleet, store):
-        while not fleet._writers:  # ends: the node has room for its own
+        while not fleet.writers.listed:  # ends: the node has room for its own
             fleet.poll(0.5)
-        sender = RaySender(fleet._writers, lambda _: None)
+        sender = RaySender(fleet.writers.listed, lambda _: None)
         for sample in SAMPLES.values():
             sender.send(list(sample.pages()), lambda _: None)
         sender.flush()

@@ -116,7 +116,7 @@ def test_a_run_that_version_1_began_is_finished(tmp_path: Path) -> None:
     run, whole = open_run(str(output)), open_run(str(GOLDEN / "v1-complete"))
     assert run.complete
     assert (list(run.keys()), set(run.refused)) == (list(whole.keys()), set(whole.refused))
-    attempts = {key: run.index.attempt(i) for i, key in enumerate(run.keys())}
+    attempts = {key: run.index.parts[run.index.part_of[i]].attempt for i, key in enumerate(run.keys())}
     assert attempts == {f"row-{i}": 1 if i < 6 else 2 for i in range(8)}
     for key in whole.keys():  # noqa: SIM118
         ours, theirs = (r[key].load(framework="numpy")["hidden_states"] for r in (run, whole))

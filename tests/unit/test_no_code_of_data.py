@@ -25,16 +25,26 @@ USED_BY = {
     "load_decoder": {"jobs/decode.py"},
     "snapshot_download": {"exporting/weights.py"},
     # These decode an Arrow schema, and with it the extension types that a library registered.
-    "open_stream": {"inputs/arrow_messages.py"},
+    "open_stream": {"inputs/arrow_files.py"},
     "ParquetFile": {"inputs/arrow_files.py"},
-    "read_metadata": {"inputs/arrow_files.py"},
-    # The conformance suites pickle codecs and errors that they made.
-    "pickle": {"testing/codec_suite.py", "testing/store_suite.py"},
+    "open_file": {"inputs/arrow_files.py"},
+    # The conformance suites pickle codecs and errors that they made. The reader's processes run this package alone.
+    "pickle": {"testing/codec_suite.py", "testing/store_suite.py", "inputs/reader.py", "inputs/reader_child.py"},
+    # Pickles settings to see whether Ray can, and loads nothing.
+    "cloudpickle": {"ray_arguments.py"},
 }
 #: No module uses these.
 UNUSED = {
-    *("AutoModelForCausalLM", "hf_hub_download", "cloudpickle", "dill", "joblib", "marshal", "runpy", "Unpickler"),
-    *("open_file", "read_table", "read_schema", "read_message", "read_record_batch", "read_feather", "ParquetDataset"),
+    *("AutoModelForCausalLM", "hf_hub_download", "dill", "joblib", "marshal", "runpy", "Unpickler"),
+    *(
+        "read_metadata",
+        "read_table",
+        "read_schema",
+        "read_message",
+        "read_record_batch",
+        "read_feather",
+        "ParquetDataset",
+    ),
     *("RecordBatchStreamReader", "RecordBatchFileReader", "load_from_disk", "load_dataset", "read_parquet"),
     *("allow_pickle", "unsafe_load", "full_load"),
 }

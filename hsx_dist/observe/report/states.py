@@ -76,11 +76,7 @@ def gather_states(run: Run, keys: Sequence[str], chosen: Sequence[str]) -> State
     layers = tuple(spread(every_layer, MOST_LAYERS))
     if not layers or len(layers) * hidden * 8 > HELD_BYTES:
         return None
-    norms: list[np.ndarray[Any, Any]] = []
-    begins: list[np.ndarray[Any, Any]] = []
-    magnitude = np.zeros((len(layers), hidden))
-    cosines = np.zeros((len(layers), len(layers)))
-    tokens = 0
+    sums = _Sums(layers, hidden)
     shown: list[TokenNorms] = []
 
     def read(sample: Sample) -> tuple[Sample, np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
@@ -89,38 +85,59 @@ def gather_states(run: Run, keys: Sequence[str], chosen: Sequence[str]) -> State
 
     for sample, states, ids in filter(None, read_stored(samples, read)):
         key = sample.key
-        with np.errstate(over="ignore", invalid="ignore"):  # rows that are not finite are shown, and left out below
-            norm = np.linalg.norm(states, axis=2)  # [T, L]
+        norm = sums.add(states)
         if key in chosen:
             shown.append(TokenNorms(key, sample.num_tokens, ids[:TOKENS_SHOWN], norm[:TOKENS_SHOWN].astype(np.float64)))
-        begins.append(norm[0])
+    if not sums.begins:
+        return None
+    return sums.numbers(dtype, sorted(shown, key=lambda s: list(chosen).index(s.key)))
+
+
+class _Sums:
+    """What ``StateNumbers`` are made of, over the samples that were added."""
+
+    def __init__(self, layers: tuple[int, ...], hidden: int):
+        self._layers, self._hidden = layers, hidden
+        self.begins: list[np.ndarray[Any, Any]] = []  # norms of first tokens
+        self._norms: list[np.ndarray[Any, Any]] = []
+        self._magnitude = np.zeros((len(layers), hidden))
+        self._cosines = np.zeros((len(layers), len(layers)))
+        self._tokens = 0
+
+    def add(self, states: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """The norms ``[T, L]`` of a sample's states."""
+        with np.errstate(over="ignore", invalid="ignore"):  # rows that are not finite are shown, and left out below
+            norm: np.ndarray[Any, Any] = np.linalg.norm(states, axis=2)
+        self.begins.append(norm[0])
         # The first token of nearly every model is a sink whose norm is a hundred times the others'.
         rest = np.isfinite(norm[1:]).all(axis=1)
-        norms.append(norm[1:][rest])
+        self._norms.append(norm[1:][rest])
         states = states[1:][rest]
-        magnitude += np.abs(states).sum(axis=0, dtype=np.float64)
+        self._magnitude += np.abs(states).sum(axis=0, dtype=np.float64)
         unit = states / np.maximum(norm[1:][rest], 1e-30)[:, :, None]
         # One product a sample, [L, T * H] by [T * H, L]: a product a token would hold [T, L, L] at once.
-        flat = unit.transpose(1, 0, 2).reshape(len(layers), -1)
-        cosines += flat @ flat.T
-        tokens += len(states)
-    if not begins:
-        return None
-    every = np.concatenate(norms) if tokens else np.zeros((1, len(layers)))
-    channels, outliers = _outliers(magnitude / max(tokens, 1))
-    return StateNumbers(
-        layer_ids=layers,
-        dtype=dtype,
-        hidden_size=hidden,
-        samples=len(begins),
-        tokens=tokens,
-        norms=np.percentile(every, [1, 25, 50, 75, 99], axis=0),
-        first_token=np.median(np.stack(begins), axis=0),
-        channels=channels,
-        outliers=outliers,
-        similarity=cosines / max(tokens, 1),
-        chosen=sorted(shown, key=lambda s: list(chosen).index(s.key)),
-    )
+        flat = unit.transpose(1, 0, 2).reshape(len(self._layers), -1)
+        self._cosines += flat @ flat.T
+        self._tokens += len(states)
+        return norm
+
+    def numbers(self, dtype: str, chosen: list[TokenNorms]) -> StateNumbers:
+        tokens = max(self._tokens, 1)
+        every = np.concatenate(self._norms) if self._tokens else np.zeros((1, len(self._layers)))
+        channels, outliers = _outliers(self._magnitude / tokens)
+        return StateNumbers(
+            layer_ids=self._layers,
+            dtype=dtype,
+            hidden_size=self._hidden,
+            samples=len(self.begins),
+            tokens=self._tokens,
+            norms=np.percentile(every, [1, 25, 50, 75, 99], axis=0),
+            first_token=np.median(np.stack(self.begins), axis=0),
+            channels=channels,
+            outliers=outliers,
+            similarity=self._cosines / tokens,
+            chosen=chosen,
+        )
 
 
 def _load(sample: Sample, layers: Sequence[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

@@ -32,7 +32,7 @@ def page(key: str, states: np.ndarray[Any, Any]) -> Page:
         chunk_tokens=tokens,
         layer_ids=LAYERS[:layers],
         dtype="float32",
-        hidden_size=HIDDEN,
+        shape=states.shape,
         order="LTH",
         token_ids=np.arange(tokens, dtype=np.int64),
         data=states.astype(np.float32).view(np.uint32),

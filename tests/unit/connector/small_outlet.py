@@ -7,9 +7,8 @@ import numpy as np
 from hsx_dist.connector.connector_config import read_connector_config
 from hsx_dist.connector.locks import ObjectLocks
 from hsx_dist.connector.object_writer import StoreOutlet, process_writers, thread_writers
-from hsx_dist.connector.outlet import PageRef
 from hsx_dist.connector.step import Expect
-from hsx_dist.page import Segment
+from hsx_dist.page import Page, Segment
 from hsx_dist.store import open_store
 
 HIDDEN, LAYERS = 8, (1, 2)
@@ -49,7 +48,7 @@ def submit(
     outlet.memory[offset : offset + states.nbytes] = states.reshape(-1).view(np.uint8)
     segment = Segment(key, 0, 0, n, n, name=name, meta=meta or {}, source=f"{request or key}:0")
     ids = np.arange(n, dtype=np.int64) if ids is None else np.asarray(ids, np.int64)
-    outlet.submit((PageRef(offset, states.shape, segment, 0, n, n, LAYERS, "float32", "LTH", ids), ready))
+    outlet.submit((Page(segment, 0, n, n, LAYERS, "float32", states.shape, "LTH", ids, offset=offset), ready))
 
 
 def some(n=5, seed=0):

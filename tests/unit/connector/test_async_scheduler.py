@@ -26,7 +26,7 @@ OURS = {
     "kv_connector": "HiddenStatesConnector",
     "kv_role": "kv_producer",
     "kv_connector_module_path": "hsx_dist.connector.connector",
-    "kv_connector_extra_config": {"hsx": {"output": "s3://bucket/x", "via": "socket", "address": "none"}},
+    "kv_connector_extra_config": {"hsx": {"output": "s3://bucket/x", "transport": "attach", "address": "none"}},
 }
 
 

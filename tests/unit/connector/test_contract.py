@@ -106,7 +106,8 @@ def test_an_engine_that_would_end_before_all_is_stored_is_warned_of(caplog, seco
 
 
 @pytest.mark.parametrize(
-    ("longest", "given", "said"), [(32768, {}, True), (2048, {}, False), (32768, {"via": "socket"}, False)]
+    ("longest", "given", "said"),
+    [(32768, {}, True), (2048, {}, False), (32768, {"transport": "attach", "address": "x"}, False)],
 )
 def test_a_server_whose_longest_sample_exceeds_its_budget_is_warned_of(caplog, longest, given, said):
     settings = read_connector_config({"shared_storage_path": "x", "hsx": given})

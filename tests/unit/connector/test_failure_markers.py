@@ -25,7 +25,8 @@ def put_of(store: MemoryStore, key: str, request: str) -> None:
     segment = Segment(key, 0, 0, 1, 1, meta={IDENTITY: {"request": request, "tokens": ""}})
     codec = resolve_codec("none")
     encoder = SegmentEncoder(codec, alone=True)
-    encoder.add(Page(segment, 0, 1, 1, (1,), "float32", 8, "LTH", np.zeros(1, np.int64), np.ones((1, 1, 8), np.uint32)))
+    data = np.ones((1, 1, 8), np.uint32)
+    encoder.add(Page(segment, 0, 1, 1, (1,), "float32", data.shape, "LTH", np.zeros(1, np.int64), data))
     store.put(f"{key}.safetensors", build_part([encoder.finish()], codec, {}).buffers)
 
 

@@ -187,17 +187,17 @@ def test_workers_that_are_not_ranks_of_one_scheduler_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("output", "via", "one_node"),
+    ("output", "address", "one_node"),
     [
-        ("/data/states", "store", True),
-        ("file:///data/states", "store", True),
-        ("local://data/states", "store", True),
-        ("s3://bucket/states", "store", False),
-        ("s3://bucket/states", "socket", True),  # the process at `address` is on the engine's node
+        ("/data/states", None, True),
+        ("file:///data/states", None, True),
+        ("local://data/states", None, True),
+        ("s3://bucket/states", None, False),
+        ("s3://bucket/states", "/tmp/ring", True),  # the process at `address` is on the engine's node
     ],
 )
-def test_only_a_remote_store_is_reached_from_every_node(output, via, one_node):
-    assert ConnectorConfig(output=output, via=via).one_node is one_node
+def test_only_a_remote_store_is_reached_from_every_node(output, address, one_node):
+    assert ConnectorConfig(output=output, address=address).one_node is one_node
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ def put_old(store, meta: dict, ids: list[int], *, attached=None, dtype="float32"
     data = np.ones((2, n, 8), np.uint32)
     codec = resolve_codec("none")
     encoder = SegmentEncoder(codec, alone=True)
-    encoder.add(Page(segment, 0, n, n, (1, 2), dtype, 8, "LTH", np.asarray(ids, np.int64), data))
+    encoder.add(Page(segment, 0, n, n, (1, 2), dtype, data.shape, "LTH", np.asarray(ids, np.int64), data))
     part = build_part([encoder.finish()], codec, about or {"model": "m", "revision": None, "norm": "pre"})
     store.put(NAME, part.buffers)
 

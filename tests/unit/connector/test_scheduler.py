@@ -152,7 +152,7 @@ def test_requests_of_one_name_have_one_owner_whatever_becomes_of_them():
 
 
 def test_a_clients_request_id_cannot_leave_the_prefix():
-    _, answer = half(via="store").request_finished(request(3, 3), [1])
+    _, answer = half().request_finished(request(3, 3), [1])
     assert answer is not None
     path = answer["hidden_states_path"].removeprefix("s3://bucket/run/")
     assert "/" not in path
@@ -162,10 +162,20 @@ def test_a_clients_request_id_cannot_leave_the_prefix():
 def test_settings_that_could_deadlock_are_refused():
     sizes = {"output": "x", "segment_bytes": 100, "in_flight_bytes": 199}
     with pytest.raises(ConfigError, match="two segments"):
-        read_connector_config({"hsx": {**sizes, "via": "process", "layout": "part"}})
+        read_connector_config({"hsx": {**sizes, "transport": "inline", "address": "here", "layout": "part"}})
     read_connector_config({"hsx": sizes})  # a bare connector has no segments
     with pytest.raises(ConfigError, match=r"hsx\.layout"):
         read_connector_config({"hsx": {"output": "x", "layout": "part"}})
+    for given in ({"transport": "attach"}, {"address": "/x"}):
+        with pytest.raises(ConfigError, match=r"hsx\.address: expected"):
+            read_connector_config({"hsx": {"output": "x", **given}})
+    for old, value, new in (
+        ("via", "socket", "attach"),
+        ("via", "process", "inline"),
+        ("writers", "threads", "inline"),
+    ):
+        with pytest.raises(ConfigError, match=rf"got hsx\.{old}: '{value}'. Set hsx.transport to {new}"):
+            read_connector_config({"hsx": {"output": "x", old: value}})
     with pytest.raises(ConfigError, match="nonsense"):
         read_connector_config({"hsx": {"output": "x", "nonsense": 1}})
 
@@ -384,7 +394,7 @@ def test_what_the_workers_were_never_told_is_said_at_the_end(caplog):
 
 
 def test_results_of_a_batch_and_of_n_choices_have_keys_that_a_client_can_compute():
-    scheduler = half(via="store")
+    scheduler = half()
     keys = {}
     for request_id in ("cmpl-x-0-00000000", "cmpl-x-2-00000000", "1_cmpl-x-0-00000000", "1_cmpl-x-2-00000000"):
         r = request(3, 3, hidden_states_key="k", request_id=request_id)

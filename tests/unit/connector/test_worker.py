@@ -11,12 +11,12 @@ import torch
 
 import hsx_dist.connector.worker as worker_module
 from hsx_dist.connector.copy_stream import Cuda, DeviceCopyStream
-from hsx_dist.connector.outlet import PageRef
-from hsx_dist.connector.ring import Ring
 from hsx_dist.connector.step import Expect, Save, Skip, Step
 from hsx_dist.connector.worker import IDLE_WAIT_S, CopyPlan, WorkerHalf, pin, unpin
 from hsx_dist.errors import ConfigError
 from hsx_dist.observe.metrics import Meter
+from hsx_dist.page import Page
+from hsx_dist.transport.ring import Ring
 from tests.unit.connector.recorded_cuda import DEVICE, RecordedCuda
 from tests.unit.connector.small_outlet import outlet_on
 
@@ -29,7 +29,7 @@ class KeepingOutlet:
         self.ring = Ring(nbytes)
         self.meter = Meter()
         self.memory = np.zeros(self.ring.capacity, np.uint8)
-        self.refs: list[PageRef] = []
+        self.refs: list[Page] = []
         self.skipped: list[Skip] = []
         self.expected: list[Expect] = []
         self.waited: list[int] = []  # how much was skipped when somebody waited
@@ -56,7 +56,7 @@ class KeepingOutlet:
 
     def take(self):
         """The pages submitted since the last call, copied; their room goes back to the ring."""
-        pages = [(r.page(self.memory), r.page(self.memory).data.copy()) for r in self.refs]
+        pages = [(r.attached(self.memory), r.attached(self.memory).data.copy()) for r in self.refs]
         for ref in self.refs:
             self.ring.free(ref.offset)
         self.refs.clear()

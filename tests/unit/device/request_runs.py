@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from hsx_dist.connector.gather import Order, to_device
-from hsx_dist.connector.outlet import LocalOutlet
+from hsx_dist.connector.outlet import Outlet
 from hsx_dist.connector.step import Save, Step
 from hsx_dist.connector.worker import WorkerHalf
 from hsx_dist.page import Page
+from hsx_dist.transport.local_end import LocalEnd
 
 LAYERS, BLOCK, HIDDEN = 3, 4, 8
 CACHE_BLOCKS = 40
@@ -150,7 +151,7 @@ class Run:
         memory = backend.put(torch.full((CACHE_BLOCKS * size,), -1.0))
         self.cache = memory.as_strided((CACHE_BLOCKS, LAYERS, BLOCK, HIDDEN), (size, *inner, 1))
         self.reader = LateReader()
-        self.outlet = LocalOutlet(self.reader, ring_pages * PAGE_BYTES)
+        self.outlet = Outlet(LocalEnd(self.reader, ring_pages * PAGE_BYTES))
         self.worker = WorkerHalf(
             self.cache, self.outlet, layer_ids=LAYER_IDS, page_bytes=PAGE_BYTES, segment_bytes=2 * PAGE_BYTES
         )

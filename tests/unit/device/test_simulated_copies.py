@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from hsx_dist.connector import outlet as outlet_module
 from hsx_dist.connector import worker as worker_module
 from hsx_dist.connector.copy_stream import HostCopyStream
-from hsx_dist.connector.ring import Ring
+from hsx_dist.transport import local_end
+from hsx_dist.transport.ring import Ring
 from tests.unit.device import simulated
 from tests.unit.device.request_runs import Request, Run, WrongNumbers, requests
 from tests.unit.device.simulated import Device, Latest, ModelFirst, Random, Schedule, SideFirst, simulated_cuda
@@ -134,14 +134,14 @@ def copies_on_the_models_stream(patch: pytest.MonkeyPatch) -> None:
 
 
 def slot_given_back_before_it_is_read(patch: pytest.MonkeyPatch) -> None:
-    real = outlet_module.send_pages
+    real = local_end.hand_over
 
-    def send_pages(sender: Any, refs: Any, memory: Any, free: Any) -> Any:
-        for ref in refs:
-            free(ref.offset)
-        return real(sender, refs, memory, lambda _: None)
+    def hand_over(sender: Any, pages: Any, memory: Any, free: Any) -> Any:
+        for page in pages:
+            free(page)
+        return real(sender, pages, memory, lambda _: None)
 
-    patch.setattr(outlet_module, "send_pages", send_pages)
+    patch.setattr(local_end, "hand_over", hand_over)
 
 
 def slots_given_back_with_any_other(patch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from hsx_dist.exporting import ExportOptions, export_run, register_exporter
 from hsx_dist.exporting.export import EXPORTERS
 from hsx_dist.exporting.weights import ModelEnd
 from hsx_dist.format.names import part_name
-from hsx_dist.format.place import open_place
+from hsx_dist.format.place import open_place, start_run
 from hsx_dist.format.runs import load_manifest
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.models.tiny import tiny_llama
@@ -451,3 +451,15 @@ def test_the_exporter_that_the_documentation_writes(run: Run, tmp_path: Path, mo
         export_run(run, "nobodys", tmp_path)
     with pytest.raises(ConfigError, match="taken"):
         register_exporter("vllm", object)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layers", [["a", 2], [2, "last"], "all"])
+@pytest.mark.parametrize("to", ["speculators", "specforge-eagle3"])
+def test_a_run_without_samples_whose_layers_are_no_ids_is_a_typed_error(
+    tmp_path: Path, layers: object, to: str
+) -> None:
+    start_run(open_store(str(tmp_path / "run")), {"meaning": {"model": "x", "layers": layers}, "settings": {}})
+    run = open_run(str(tmp_path / "run"))
+    assert run.layer_ids == ()
+    with pytest.raises(ConfigError):
+        export_run(run, to, tmp_path / "out", ExportOptions(num_layers=8))

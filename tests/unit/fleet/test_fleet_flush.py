@@ -8,10 +8,11 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from hsx_dist.fleet import actor_liveness, ray_fleet
-from hsx_dist.fleet.base import NodeGone, ReplicaDied
+from hsx_dist.fleet.base import NodeGone, ReplicaDied, ReplicaReady
 from hsx_dist.fleet.nodes import Nodes
-from hsx_dist.fleet.ray_fleet import RayFleet, _Replica
-from tests.unit.fleet.test_actor_liveness import NEVER, Actor, Call, get
+from hsx_dist.fleet.ray_fleet import RayFleet
+from hsx_dist.fleet.writer_states import WriterState
+from tests.unit.fleet.test_actor_liveness import NEVER, Actor, Call
 
 
 class Shape:
@@ -19,32 +20,46 @@ class Shape:
     writers_per_node, writer_cpus, writer_threads = 1, 99.0, 1
 
 
+class FleetActor(Actor):
+    """A replica or a writer: ``flush`` fails as it is told; the rest succeeds, with ``node`` or no event."""
+
+    def __init__(self, node=None):
+        super().__init__()
+        self.node = node
+        self.set_writers = SimpleNamespace(remote=lambda _: None)
+        self.ready = SimpleNamespace(remote=lambda: (Call([]), node))
+        self.events = SimpleNamespace(remote=lambda _: (Call([]), ()))
+
+
+def get(ref):
+    call, answer = ref
+    if isinstance(answer, int) and answer <= len(call.answers):
+        raise call.answers[answer - 1]
+    return answer
+
+
 @pytest.fixture
 def fleet(monkeypatch):
     """Replicas 0 on node ``a`` and 1 on ``b``; a writer on each; ``fleet.killed``, ``fleet.nodes``."""
+    killed, nodes = [], iter("ab")
     monkeypatch.setattr(actor_liveness.ray, "get", get)
     monkeypatch.setattr(actor_liveness.ray, "wait", lambda refs, **_: (refs, []))
-    killed = []
     monkeypatch.setattr(ray_fleet.ray, "kill", lambda actor, **_: killed.append(actor))
-    started = []
-
-    def start_replica(*_, **__):
-        started.append(Actor())
-        started[-1].ready = started[-1].flush
-        return started[-1], None
-
-    monkeypatch.setattr(ray_fleet, "start_replica", start_replica)
-    made = RayFleet(None, None, Shape, name="t", nodes=lambda: made.nodes)
+    monkeypatch.setattr(
+        ray_fleet.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "the driver's")
+    )
+    monkeypatch.setattr(ray_fleet, "start_replica", lambda *_, **__: (FleetActor(next(nodes, "a")), None))
+    monkeypatch.setattr(ray_fleet, "start_writer", lambda *_, **__: FleetActor())
+    made = RayFleet(None, lambda _: None, Shape, name="t", nodes=lambda: made.nodes)
     made.nodes = Nodes({"a": {"CPU": 100.0}, "b": {"CPU": 100.0}})
-    made.killed, made.started = killed, started
-    made._served = ["a", "b"]
-    made._numbers = 2
-    made._ever_ready = True
-    for actor in (replicas := [Actor(), Actor()]):
-        actor.set_writers = SimpleNamespace(remote=lambda _: None)
-    made._replicas = {n: _Replica(replicas[n], None, 0, node="ab"[n], state="ready") for n in range(2)}
-    made._writers = [("a", Actor()), ("b", Actor())]
+    made.killed = killed
+    made.start()
+    assert sorted(made.poll(0), key=str) == [ReplicaReady(0), ReplicaReady(1)]
     return made
+
+
+def writers(fleet):
+    return [actor for _, actor in fleet.writers.listed]
 
 
 def out_of_reach():
@@ -52,52 +67,62 @@ def out_of_reach():
 
 
 def test_nothing_is_told_of_those_that_are_flushed(fleet):
-    fleet._replicas[0].actor.flush.answers = [out_of_reach()]
-    fleet._writers[1][1].flush.answers = [out_of_reach(), out_of_reach()]
+    fleet.actor(0).flush.answers = [out_of_reach()]
+    writers(fleet)[1].flush.answers = [out_of_reach(), out_of_reach()]
     assert fleet.flush() == []
-    assert fleet._replicas[0].actor.flush.calls == 2
-    assert [writer.flush.calls for _, writer in fleet._writers] == [1, 3]
-    assert fleet._given_up == set()
+    assert fleet.actor(0).flush.calls == 2
+    assert [writer.flush.calls for writer in writers(fleet)] == [1, 3]
+    assert not fleet.writers.of(WriterState.UNREACHABLE)
 
 
 def test_a_replica_that_is_found_dead_is_told_and_gets_no_row(fleet):
-    dead = fleet._replicas[1].actor
+    dead = fleet.actor(1)
     dead.flush.answers = [out_of_reach(), ActorDiedError()]
     [event] = fleet.flush()
     assert isinstance(event, ReplicaDied)
     assert (event.replica, event.fatal, event.blameless) == (1, False, False)
     assert fleet.killed == [dead]
-    assert fleet._replicas.keys() == {0, 2}
+    assert fleet.replicas.keys() == {0, 2}
 
 
 def test_what_was_on_a_node_that_is_gone_is_told_as_gone_with_it(fleet):
-    fleet._writers[1][1].flush.answers = [ActorDiedError()]
+    writers(fleet)[1].flush.answers = [ActorDiedError()]
     fleet.nodes = Nodes({"a": {"CPU": 100.0}})
     events = fleet.flush()
     assert NodeGone("b") in events
     [died] = [e for e in events if isinstance(e, ReplicaDied)]
     assert (died.replica, died.blameless) == (1, True)
-    assert [node for node, _ in fleet._writers] == ["a"]
+    assert [node for node, _ in fleet.writers.listed] == ["a"]
 
 
-def test_a_writer_that_stays_out_of_reach_is_waited_for_once(fleet, monkeypatch):
-    clock = iter(range(0, 10_000, 20))
+def test_a_writer_that_stays_out_of_reach_is_waited_for_once_until_it_is_heard(fleet, monkeypatch):
+    clock = iter(range(0, 100_000, 20))
     monkeypatch.setattr(actor_liveness.time, "monotonic", lambda: next(clock))
-    writer = fleet._writers[0][1]
+    writer = writers(fleet)[0]
+    # Its calls fail: that of its events too, until it is in reach again.
+    heard, writer.events.remote = writer.events.remote, lambda _: (Call([out_of_reach()]), 1)
+    fleet.poll(0)
     writer.flush.answers = [out_of_reach()] * 1000
     fleet.flush()
-    assert fleet._given_up == {writer}
+    assert list(fleet.writers.of(WriterState.UNREACHABLE)) == [writer]
     calls = writer.flush.calls
     assert calls > 1
     fleet.flush()
     assert writer.flush.calls == calls + 1
+    writer.events.remote = heard
+    fleet.poll(0)
+    fleet.poll(0)
+    assert not fleet.writers.of(WriterState.UNREACHABLE)
+    assert writer in writers(fleet)
 
 
 def test_a_flush_in_a_hurry_tells_nothing_of_those_it_did_not_hear(fleet, monkeypatch):
-    silent = fleet._replicas[1].actor
+    silent = fleet.actor(1)
     silent.flush.answers = [out_of_reach()] * 1000
-    fleet._writers[0][1].flush.answers = [out_of_reach()] * 1000
-    fleet._listening = {(Call(NEVER), 1): fleet._writers[1][1]}
+    first, second = writers(fleet)
+    first.flush.answers = [out_of_reach()] * 1000
+    second.events.remote = lambda _: (Call(NEVER), 1)
+    fleet.poll(0)
 
     def wait(refs, num_returns, timeout):
         assert timeout is not None, "for as long as it takes"
@@ -105,8 +130,22 @@ def test_a_flush_in_a_hurry_tells_nothing_of_those_it_did_not_hear(fleet, monkey
         return there, [ref for ref in refs if ref not in there]
 
     monkeypatch.setattr(actor_liveness.ray, "wait", wait)
-    fleet._look = lambda: pytest.fail("looked for nodes, which may take as long")
+    fleet.nodes = None  # a look at the nodes may take as long: it would fail
     assert fleet.flush(hurry=lambda: True) == []
     assert fleet.killed == []
-    assert fleet._given_up == set()
-    assert [actor.flush.calls for actor in (silent, fleet._writers[0][1])] == [1, 1]
+    assert not fleet.writers.of(WriterState.UNREACHABLE)
+    assert [actor.flush.calls for actor in (silent, first)] == [1, 1]
+
+
+def test_a_replica_on_a_node_that_drains_is_replaced_and_its_writer_is_flushed(fleet):
+    leaving, [_, writer] = fleet.actor(1), writers(fleet)
+    fleet.nodes = Nodes({"a": {"CPU": 100.0}}, frozenset("b"))
+    events = fleet.flush()
+    assert [type(e).__name__ for e in events] == ["ReplicaLeaving", "ReplicaDied"]
+    assert events[1].blameless
+    assert fleet.killed == [leaving]
+    assert leaving.flush.calls == 2  # of the flush, and before its end
+    assert fleet.replicas.keys() == {0, 2}
+    assert fleet.writers.of(WriterState.DRAINING) == {writer: "b"}
+    assert [node for node, _ in fleet.writers.listed] == ["a"]
+    assert writer.flush.calls == 2

@@ -179,7 +179,7 @@ def test_a_group_that_fits_no_node_spans_them_with_a_bundle_a_rank_and_rank_0_sh
     assert found.bundles == ({"CPU": 1, "GPU": 1.0}, *[{"GPU": 1.0}] * 7)
     assert (found.strategy, found.actor_gpus, found.spans_nodes) == ("PACK", 0.0, True)
     placed = placed_spec(spec(settings), found)
-    arguments = engine_arguments(placed, "socket", "/x")
+    arguments = engine_arguments(placed, "attach", "/x")
     assert arguments["distributed_executor_backend"] == "ray"
     assert arguments["kv_transfer_config"]["kv_connector_extra_config"]["hsx"]["owners"] == 1
     room_for(settings, found, nodes)

@@ -274,7 +274,7 @@ def test_missing_and_double_pages_are_refused() -> None:
         {"segment": Segment("a", 1, 0, 37, 37)},
         {"layer_ids": (2, 15, 31)},
         {"dtype": "float16"},
-        {"hidden_size": 23},
+        {"shape": (3, 16, 23)},
         {"chunk_tokens": 8},
         {"start": 17},
         {"stop": 31},

@@ -22,7 +22,7 @@ from hsx_dist.config import load_config
 from hsx_dist.format.checksum import crc32c_all, crc32c_hex
 from hsx_dist.format.place import open_place
 from hsx_dist.format.runs import is_complete
-from hsx_dist.jobs.extract import take_over
+from hsx_dist.jobs.attempt import take_over
 from hsx_dist.reading import verify_run
 from hsx_dist.reading.garbage import remove_run, unfinished, unproven
 from hsx_dist.reading.status import run_status

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SegmentProof
 from hsx_dist.format.names import attempt_name, heartbeat_name, parse_receipt_name, part_name, receipt_name
 from hsx_dist.page import Segment, token_hash
+from hsx_dist.reading.index import Index
 from tests.unit.growth import check_linear
 
 
@@ -155,7 +156,7 @@ def test_a_lost_part_takes_its_segments_out_of_samples() -> None:
     assert (set(manifest.samples), set(manifest.failed)) == ({"k", "l", "m"}, set())
     manifest.add(replace(_receipt(2, 2), void=(part_name(1, "w", 1),)))
     assert (set(manifest.samples), set(manifest.failed)) == ({"m"}, {"k", "l"})
-    assert (len(manifest.samples), manifest.parts_of("l"), manifest.keys_by_row()) == (1, set(), ["m"])
+    assert (len(manifest.samples), manifest.parts_of("l"), Index(manifest).keys) == (1, set(), ["m"])
     assert (list(manifest.parts), manifest.stored_bytes, manifest.totals().parts) == ([part_name(1, "w", 2)], 99, 1)
     manifest.add(_receipt(1, 3, halves[0]))
     assert manifest.parts_of("k") == {part_name(1, "w", 2), part_name(1, "w", 3)}
@@ -201,7 +202,7 @@ def test_the_order_of_receipts_does_not_matter(data: st.DataObject) -> None:
         for key in data.draw(st.sets(st.sampled_from("klm"))):
             other.samples.get(key)  # what is decided between receipts is not final
     assert (one.parts, one.void, one.stored_bytes) == (other.parts, other.void, other.stored_bytes)
-    assert (one.totals(), one.keys_by_row()) == (other.totals(), other.keys_by_row())
+    assert (one.totals(), Index(one).keys) == (other.totals(), Index(other).keys)
     assert dict(one.samples) == dict(other.samples)
     assert (one.conflicts, dict(one.failed), dict(one.refused)) == (
         other.conflicts,

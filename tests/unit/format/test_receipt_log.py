@@ -9,7 +9,7 @@ import pytest
 from hsx_dist.errors import Fenced
 from hsx_dist.format.manifest import Receipt
 from hsx_dist.format.names import part_name, receipt_name
-from hsx_dist.format.receipt_log import ReceiptLog, list_logs, new_receipts, read_entry, read_logs, seal_logs
+from hsx_dist.format.receipt_log import LogReader, ReceiptLog, list_logs, new_receipts, read_entry, seal_logs
 from hsx_dist.format.runs import DRIVER, seal_attempts, take_attempt
 from hsx_dist.testing.stores import MemoryStore
 
@@ -25,7 +25,7 @@ def test_a_log_numbers_its_receipts_and_a_lost_answer_is_no_gap() -> None:
     # The second receipt is stored, but its writer never hears of it.
     store.put_if_absent(receipt_name(1, "w", 2), Receipt(1, "w", 2, None, 0, "0" * 8, 0, 0, (), (), "b").to_json())
     assert log.append(receipt("c")).seq == 3
-    assert [r.created for r in read_logs(store)] == ["a", "b", "c"]
+    assert [r.created for r in LogReader().read(store)] == ["a", "b", "c"]
 
 
 def test_a_sealed_writer_stores_nothing_more() -> None:
@@ -36,7 +36,7 @@ def test_a_sealed_writer_stores_nothing_more() -> None:
     for _ in range(2):
         with pytest.raises(Fenced, match=r"got a seal \(gc\)"):
             log.append(receipt("b"))
-    assert [r.created for r in read_logs(store)] == ["a"]
+    assert [r.created for r in LogReader().read(store)] == ["a"]
     assert read_entry(store, receipt_name(1, "w", 2)) is None
     before = dict(store.objects)
     seal_logs(store, list_logs(store), "attempt 2")  # once is enough
@@ -50,7 +50,7 @@ def test_what_lies_behind_a_seal_does_not_count() -> None:
         store.put(
             receipt_name(1, "w", number), [Receipt(1, "w", number, None, 0, "0" * 8, 0, 0, (), (), "t").to_json()]
         )
-    assert list(read_logs(store)) == []
+    assert list(LogReader().read(store)) == []
     assert list(new_receipts(store, lambda _: False, 1)) == []
 
 
@@ -86,4 +86,4 @@ def test_of_a_seal_and_a_receipt_that_race_one_is_stored() -> None:
             except Fenced:
                 pass
             sealing.result()
-        assert len(list(read_logs(store))) == stored
+        assert len(list(LogReader().read(store))) == stored

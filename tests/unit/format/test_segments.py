@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from hsx_dist.format.manifest import Manifest
 from hsx_dist.format.receipt import Receipt, SegmentProof
-from hsx_dist.format.segments import SegmentTable
+from hsx_dist.format.segments import SegmentTable, whole
 from hsx_dist.page import Segment
+from hsx_dist.reading.index import Index
 
 hashes = st.text("0123456789abcdef", min_size=16, max_size=16)
 counts = st.integers(0, 2**39)
@@ -40,7 +41,7 @@ def test_it_is_the_same_as_its_items(items):
     assert tuple(table) == items == table
     assert [table[i] for i in range(len(table))] == list(items)
     assert [table.key(i) for i in range(len(table))] == list(table.keys()) == [p.segment.key for p in items]
-    assert table.whole.tolist() == [
+    assert whole(table.numbers).tolist() == [
         p.segment.index == 0 == p.segment.start and p.segment.stop == p.segment.total for p in items
     ]
     assert pickle.loads(pickle.dumps(table)) == table
@@ -62,6 +63,6 @@ def test_the_order_of_rows_is_that_of_the_input_and_unknown_rows_come_last():
         return Receipt(1, "w", seq, f"data/{seq}", 9, "00000000", 0, 0, made, (), "t")
 
     manifest = Manifest([receipt(1, ("c", 2), ("z", None), ("a", 7)), receipt(2, ("y", None), ("b", 0), ("aa", 7))])
-    assert manifest.keys_by_row() == ["b", "c", "a", "aa", "y", "z"]
+    assert Index(manifest).keys == ["b", "c", "a", "aa", "y", "z"]
     totals = manifest.totals()
     assert (totals.samples, totals.tokens, totals.parts, totals.part_bytes) == (6, 18, 2, 18)

@@ -7,7 +7,7 @@ import pytest
 from hsx_dist.config import load_config
 from hsx_dist.errors import NotFound, RunMismatch
 from hsx_dist.format.place import read_run, start_run
-from hsx_dist.jobs.extract import open_or_start_run
+from hsx_dist.jobs.attempt import open_or_start_run
 from hsx_dist.store.local import LocalStore
 
 

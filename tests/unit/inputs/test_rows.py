@@ -121,6 +121,23 @@ def test_the_id_of_a_refused_row_is_taken_too(tmp_path: Path) -> None:
     assert (first.key, second.key) == ("a", "in#00000001")
 
 
+def test_an_id_never_names_the_place_of_a_row(tmp_path: Path) -> None:
+    # The refusal of row 1 has the key in#00000001: a sample with that key would hide it.
+    taken = {"id": "in#00000001", "text": "fine"}
+    other = {"id": "out#00000001", "text": "fine"}
+    first, second, third = read(write(tmp_path / "in.jsonl", taken, b"nope", other))
+    assert isinstance(first, RowFate)
+    assert "expected a key that names no row of the input, got 'in#00000001'. Use another id" in first.reason
+    assert (first.key, second.key, third.key) == ("in#00000000", "in#00000001", "out#00000001")
+
+    write(tmp_path / "a.jsonl", {"id": "b#00000000", "text": "fine"})
+    write(tmp_path / "b.jsonl", b"nope")
+    assert [r.key for r in read(str(tmp_path / "[ab].jsonl"))] == ["a#00000000", "b#00000000"]
+
+    (row,) = rows_from([{"id": "#00000007", "text": "fine"}], InputConfig())
+    assert (row.key, type(row)) == ("#00000000", RowFate)
+
+
 def test_empty_lines(tmp_path: Path) -> None:
     rows = read(write(tmp_path / "in.jsonl", {"text": "a"}, b"", b"  ", {"text": "b"}, b"", b""))
     assert [(r.row, type(r)) for r in rows] == [(0, Row), (1, RowFate), (2, RowFate), (3, Row)]

@@ -19,11 +19,12 @@ import zstandard
 from hsx_dist.config import InputConfig, load_config
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.manifest import RowFate
-from hsx_dist.inputs import records, sources
+from hsx_dist.inputs import sources, tables
 from hsx_dist.inputs import sources as sources_module
 from hsx_dist.inputs.rows import Row, read_rows, rows_from
 from hsx_dist.inputs.sources import find_input
 
+pytestmark = pytest.mark.usefixtures("in_process")
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 
 
@@ -168,8 +169,8 @@ def test_a_saved_data_set_that_datasets_itself_wrote() -> None:
 
 def test_only_what_is_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[str] = set()
-    chosen = records._chosen
-    monkeypatch.setattr(records, "_chosen", lambda *a: [seen.add(c) or c for c in chosen(*a)])
+    chosen = tables._chosen
+    monkeypatch.setattr(tables, "_chosen", lambda *a: [seen.add(c) or c for c in chosen(*a)])
     read(saved(tmp_path / "d", table("a")))
     assert seen == {"text"}
     with pytest.raises(ConfigError, match=r"expected one of the columns text, chat, token_ids .* came body"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SegmentProof
 from hsx_dist.inputs.rows import Row
-from hsx_dist.jobs.extract import accounted, count_rows, remaining
+from hsx_dist.jobs.accounting import accounted, count_rows, remaining
 from hsx_dist.page import Segment
 
 HASH = "0" * 16

@@ -20,8 +20,10 @@ from hsx_dist.format.place import Place, bury, find_place, open_place, start_run
 from hsx_dist.format.receipt_log import ReceiptLog
 from hsx_dist.format.runs import is_complete, load_manifest, read_heartbeat, refuse_version_1, write_complete
 from hsx_dist.inputs.rows import rows_from
+from hsx_dist.jobs import attempt as attempt_module
 from hsx_dist.jobs import extract as extract_module
-from hsx_dist.jobs.extract import account_for, open_or_start_run, require_not_removed, take_over
+from hsx_dist.jobs.attempt import open_or_start_run, require_not_removed, take_over
+from hsx_dist.jobs.extract import account_for
 from hsx_dist.observe.console import Console
 from hsx_dist.reading import open_run, retention, verify_run
 from hsx_dist.reading.garbage import remove_run
@@ -84,6 +86,44 @@ def test_a_lost_part_is_noticed_by_everyone_and_computed_again(place: Place) -> 
     third.put([whole(SAMPLES[0], 0)])
     assert sorted(open_run(place.root.url).keys()) == ["s0", "s2", "s3"]
     assert open_run(place.root.url)["s0"].load()["key"] == "s0"
+
+
+def test_a_shuffled_epoch_goes_on_after_lost_samples_were_computed_again(place: Place) -> None:
+    """Half of them in two segments, one stored twice."""
+    samples = [random_sample(f"s{i:02d}", 5, seed=i) for i in range(24)]
+    root, last = place.root, len(samples)
+
+    def stored(numbers: range) -> list[Any]:
+        return [(samples[i], segment, i) for i in numbers for segment in samples[i].segments(*[3][: i % 2])]
+
+    writer = RunWriter(root)
+    parts = [writer.put(stored(range(i, i + 4))).part for i in range(0, last, 4)]
+    writer.put(stored(range(3, 4)))
+    writer.complete()
+
+    def data(**options: Any) -> HiddenStatesDataset:
+        return HiddenStatesDataset(root.url, framework="numpy", shuffle=True, shuffle_buffer=3, seed=1, **options)
+
+    whole_epoch = [item["key"] for item in data()]
+    dataset = data()
+    iterating = iter(dataset)
+    assert [next(iterating)["key"] for _ in range(7)] == whole_epoch[:7]
+    state = dataset.state_dict()
+    iterating.close()
+    for part in parts[:3]:
+        place.store.delete(part or "")
+    attempt, _, manifest = taken(place)
+    again = RunWriter(root, attempt=attempt)
+    lost = [i for i, sample in enumerate(samples) if sample.key not in manifest.samples]
+    assert len(lost) == 11
+    again.put([piece for i in reversed(lost) for piece in stored(range(i, i + 1))])
+    assert [item["key"] for item in data()] == whole_epoch
+    for loaded in (state, {name: value for name, value in state.items() if name != "order"}):
+        resumed = data()
+        resumed.load_state_dict(loaded)
+        assert [item["key"] for item in resumed] == whole_epoch[7:]
+    with pytest.raises(ConfigError, match="Begin the epoch anew"):
+        data().load_state_dict({**state, "order": "0" * 16})
 
 
 def test_a_follower_gets_the_sample_that_was_computed_again(place: Place) -> None:
@@ -339,6 +379,6 @@ def test_an_error_next_to_a_removal_names_the_removal(
             rows = partial(rows_from, ["a"], config.input)
             account_for(config, place, manifest, rows, Console(file=io.StringIO()), lambda *_: None)
 
-    monkeypatch.setattr(extract_module, "load_manifest", removed_meanwhile)
+    monkeypatch.setattr(attempt_module, "load_manifest", removed_meanwhile)
     with pytest.raises(RunError, match="the mark of its removal"):
         drive()

@@ -19,7 +19,9 @@ from hsx_dist.format.manifest import Manifest, RowFate
 from hsx_dist.format.place import Place, find_place, start_run
 from hsx_dist.format.runs import all_receipts, load_manifest, take_attempt, write_complete
 from hsx_dist.inputs.rows import Row, rows_from
-from hsx_dist.jobs.extract import account_for, complete, open_or_start_run, remaining
+from hsx_dist.jobs.accounting import remaining
+from hsx_dist.jobs.attempt import complete, open_or_start_run
+from hsx_dist.jobs.extract import account_for
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.observe.console import Console
 from hsx_dist.observe.metrics import Meter
@@ -117,6 +119,11 @@ def driving(model: str, keys: Sequence[str] = KEYS, *, refused: Sequence[str] = 
     return main
 
 
+def parts_of(run: Run, key: str) -> set[str]:
+    """The parts that the sample of ``key`` lies in."""
+    return {part for part, _ in run.index[run.keys().index(key)].segments}
+
+
 def collecting(root: SteppedStore) -> None:
     """``hsx gc --delete``, wrongly sure that no process works on the run."""
     place = find_place(root)
@@ -184,7 +191,7 @@ def promise(store: MemoryStore, seen: dict[Any, Any]) -> None:
             seen[owner, key] = False
             continue
         found = run[key]
-        if any(piece.part in removed | seen.get("lost", frozenset()) for piece in found._pieces):
+        if parts_of(run, key) & (removed | seen.get("lost", frozenset())):
             continue
         states = found.load(framework="numpy")["hidden_states"]
         assert found.about["model"] == model, f"sample {key!r} is of another model"
@@ -199,7 +206,7 @@ def only_these_are_used(keys: Sequence[str]) -> Callable[[MemoryStore, dict[Any,
         run = Run(store)
         removed = removed_parts(run.store, run.version)
         for key in run.index.keys:
-            used = any(piece.part in removed for piece in run[key]._pieces)
+            used = parts_of(run, key) & removed
             assert key in keys or not used, f"{key!r} is proven and not used, and a part of it was removed"
         for receipt in all_receipts(run.store):
             if receipt.part in removed:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hsx_dist.format import place, receipt_log, runs
-from hsx_dist.jobs import extract, ledger
+from hsx_dist.jobs import attempt, extract, ledger
 from hsx_dist.reading import garbage, missing, retention
 from tests.unit.protocol import explorer
 from tests.unit.protocol.explorer import Violation, explore
@@ -59,7 +59,7 @@ def _repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "ThreadPoolExecutor", Inline)
     from hsx_dist.writers import committer
 
-    for module in (place, receipt_log, runs, committer, ledger, extract):
+    for module in (place, receipt_log, runs, committer, ledger, attempt):
         monkeypatch.setattr(module, "datetime", Clock)
     monkeypatch.setattr(place.secrets, "token_hex", explorer.token)
     monkeypatch.setattr(runs.uuid, "uuid4", Uuid)
@@ -104,7 +104,7 @@ def gc_does_not_look_again(m: pytest.MonkeyPatch) -> None:
 
 def gc_believes_the_compacted_manifest(m: pytest.MonkeyPatch) -> None:
     m.setattr(garbage, "all_receipts", runs.scan_receipts)
-    m.setattr(extract, "close_attempt", lambda *_: None)
+    m.setattr(attempt, "close_attempt", lambda *_: None)
 
 
 def names_without_a_run_id(m: pytest.MonkeyPatch) -> None:
@@ -126,12 +126,12 @@ def a_reader_does_not_look_for_a_removal(m: pytest.MonkeyPatch) -> None:
 
 
 def a_driver_does_not_seal(m: pytest.MonkeyPatch) -> None:
-    m.setattr(extract, "seal_attempts", lambda *_: None)
+    m.setattr(attempt, "seal_attempts", lambda *_: None)
     m.setattr(receipt_log, "is_closed", lambda *_: False)
 
 
 def an_attempt_completes_without_being_closed(m: pytest.MonkeyPatch) -> None:
-    m.setattr(extract, "close_attempt", lambda *_: None)
+    m.setattr(attempt, "close_attempt", lambda *_: None)
 
 
 def a_writer_does_not_ask_whether_its_attempt_is_closed(m: pytest.MonkeyPatch) -> None:
@@ -139,6 +139,7 @@ def a_writer_does_not_ask_whether_its_attempt_is_closed(m: pytest.MonkeyPatch) -
 
 
 def a_resume_does_not_look_for_parts(m: pytest.MonkeyPatch) -> None:
+    m.setattr(attempt, "missing_parts", lambda *_: [])
     m.setattr(extract, "missing_parts", lambda *_: [])
 
 

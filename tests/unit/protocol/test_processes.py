@@ -20,7 +20,7 @@ from hsx_dist.config import load_config
 from hsx_dist.errors import RunError
 from hsx_dist.format.codecs import NoneCodec
 from hsx_dist.format.place import open_place, start_run
-from hsx_dist.jobs.extract import take_over
+from hsx_dist.jobs.attempt import take_over
 from hsx_dist.reading import verify_run
 from hsx_dist.store.local import LocalStore
 from hsx_dist.testing.samples import random_sample

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from hsx_dist.errors import ConfigError, FormatError, NotFound
 from hsx_dist.reading.collate import pack, pad
 from hsx_dist.reading.order import Dealt, EpochPosition, canonical_order
 from hsx_dist.store import Store, open_store
+from hsx_dist.store.local import LocalStore
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
 from tests.harness.runs import store_run
@@ -499,3 +501,39 @@ def test_repeat_goes_on_with_the_next_epoch(url: str) -> None:
     epochs = [[next(source)["key"] for _ in range(N)] for _ in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1])
     assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_token_batches_lose_no_other_tokens_where_a_sample_of_the_buffer_is_skipped_on_resume(
+    tmp_path: Path, lost: int
+) -> None:
+    """The present buffer holds the last two rows of one sample and the first six of the next."""
+    samples = [replace(random_sample(f"s{i}", 10), token_ids=np.arange(10) + 100 * i) for i in range(8)]
+    store = LocalStore(tmp_path)
+    writer = store_run(store, samples, per_part=1)
+
+    def tokens(data: TokenBatches) -> Iterator[list[int]]:
+        return (batch["input_ids"].tolist() for batch in data)
+
+    def batches() -> TokenBatches:
+        return TokenBatches(HiddenStatesDataset(str(tmp_path), framework="numpy", on_error="skip"), 4, buffer_tokens=8)
+
+    data = batches()
+    reading = tokens(data)
+    seen = [next(reading) for _ in range(3)]
+    state = json.loads(json.dumps(data.state_dict()))
+    run = open_run(str(tmp_path))
+    part = run.index.parts[lost].part or ""
+    content = writer.store.get(part)
+    writer.store.delete(part)
+    resumed = batches()
+    resumed.load_state_dict(state)
+    reading = tokens(resumed)
+    seen.append(next(reading))
+    again = json.loads(json.dumps(resumed.state_dict()))
+    every = {100 * i + j for i in range(8) for j in range(10)}
+    assert every - {t for batch in [*seen, *reading] for t in batch} <= {100 * lost + j for j in range(10)}
+    writer.store.put(part, [content])
+    back = batches()
+    back.load_state_dict(again)
+    assert every == {t for batch in [*seen, *tokens(back)] for t in batch}

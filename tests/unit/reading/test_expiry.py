@@ -30,7 +30,7 @@ from tests.harness.runs import write_v1_run
 def put(store, key, meta):
     data = np.ones((1, 4, 8), np.uint32)
     segment = Segment(key, 0, 0, 4, 4, meta=meta)
-    page = Page(segment, 0, 4, 4, (1,), "float32", 8, "LTH", np.arange(4, dtype=np.int64), data)
+    page = Page(segment, 0, 4, 4, (1,), "float32", data.shape, "LTH", np.arange(4, dtype=np.int64), data)
     sink = PartSink(store, SinkOptions(resolve_codec("none"), {"model": "m"}, "w", layout="sample"), lambda _: None)
     sink.add(page)
     sink.close()

@@ -7,11 +7,14 @@ from collections.abc import Callable
 import pytest
 
 from hsx_dist import load_hidden_states
+from hsx_dist.format import receipt_log
 from hsx_dist.format.json_objects import MAX_JSON_BYTES, read_json
+from hsx_dist.format.manifest import RowFate
 from hsx_dist.format.place import start_run
 from hsx_dist.observe.top import look
 from hsx_dist.reading import load
 from hsx_dist.reading.follow import Follower
+from hsx_dist.reading.index import Index
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.status import run_status
 from hsx_dist.store import Store
@@ -90,6 +93,44 @@ def test_loading_one_sample(make: Callable[[], Asked], opening: list[str], monke
     load_hidden_states("s3://bucket/run", SAMPLES[0].key, framework="numpy")
     part = "get_ranges data/part-0001-w-000001.safetensors"
     assert sorted(store.take()) == sorted([*opening, part, part])
+
+
+def test_each_look_at_a_run_that_grows_costs_what_was_stored_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a caller waits for a sample, and in ``Run.refresh``: one of three writers has more than a page of names."""
+    monkeypatch.setattr(receipt_log, "_PAGE", 5)
+    monkeypatch.setattr(Index, "__init__", lambda *_, **__: pytest.fail("a look makes no columns of all samples"))
+    inner = MemoryStore()
+    start_run(inner, {"meaning": {}})
+    writers = [RunWriter(inner)]
+    writers += [RunWriter(inner, name=name, attempt=1) for name in ("x", "y")]
+    for _ in range(20):
+        writers[0].put([], [RowFate("none", None, "failed", "died", 1)])
+    store, looks = Asked(inner), iter(range(4))
+    monkeypatch.setattr(load, "open_store", lambda *_: store)
+    asked: list[list[str]] = []
+
+    def stored_meanwhile(_: float) -> None:
+        asked.append(store.take())
+        writers[next(looks) % 3].put([whole(SAMPLES[len(asked)], len(asked))])
+
+    monkeypatch.setattr("time.sleep", stored_meanwhile)
+    found = load_hidden_states("s3://bucket/run", SAMPLES[4].key, framework="numpy", wait=60)
+    assert found["key"] == SAMPLES[4].key
+    receipts = [[r for r in look if r.startswith("get manifest/")] for look in [*asked, store.take()]]
+    assert [len(r) for r in receipts] == [20, 1, 1, 1, 1]
+    assert all(len(look) <= 6 for look in asked[1:]), asked[1:]
+    run = Run(store)
+    store.take()
+    for _ in range(2):
+        run.refresh()
+        assert sorted(store.take()) == ["get run.json", "list attempts/", "list manifest/", "list manifest/"]
+    writers[0].complete()
+    run.refresh()
+    assert run.complete
+    assert len(run) == 4
+    store.take()
+    run.refresh()
+    assert store.take() == [*OPEN_COMPLETE[1:4], "get run.json"]
 
 
 def test_the_status_of_a_run() -> None:

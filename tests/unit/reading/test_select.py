@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,17 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hsx_dist import open_run
+from hsx_dist import HiddenStatesDataset, HiddenStatesMapDataset, open_run
 from hsx_dist.errors import ConfigError, SampleNotFound
 from hsx_dist.format.manifest import Receipt, RowFate, SegmentProof
 from hsx_dist.format.names import part_name, receipt_name
+from hsx_dist.format.place import start_run
 from hsx_dist.format.runs import load_manifest, take_attempt, write_complete
 from hsx_dist.page import Segment
 from hsx_dist.reading import Run
+from hsx_dist.reading.index import Index
 from hsx_dist.store import open_store
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
-from tests.harness.runs import store_run, write_v1_run
+from tests.harness.runs import RunWriter, store_run, whole, write_v1_run
 
 _SEGMENT = st.tuples(st.sampled_from("abcd"), st.sampled_from([(0, 0, 4), (0, 0, 2), (1, 2, 4)]), st.integers(0, 2))
 _RECEIPT = st.tuples(
@@ -56,11 +59,10 @@ def test_the_index_says_what_the_manifest_says(receipts: list[tuple], complete: 
     assert sorted(run.keys()) == sorted(manifest.samples)
     assert run.keys() == sorted(manifest.samples, key=lambda k: (manifest.samples[k].row, k))
     for i, key in enumerate(run.keys()):
-        record, entry = manifest.samples[key], run.index[i]
-        assert entry.num_tokens == record.num_tokens
-        assert run.index.attempt(i) == record.attempt
-        assert [p[:3] for p in entry.pieces] == [(part, p.slot, p.segment.start) for part, p in record.segments]
-        assert [p[4] for p in entry.pieces] == [p.token_hash for _, p in record.segments]
+        record, found = manifest.samples[key], run.index[i]
+        segments = tuple((part, replace(proof, sample_hash="")) for part, proof in record.segments)
+        kept = tuple((part, replace(proof, sample_hash="")) for part, proof in found.segments)
+        assert (replace(found, segments=()), kept) == (replace(record, segments=()), segments)
     assert (run.refused, run.failed) == (dict(manifest.refused), dict(manifest.failed))
     parts = sorted(manifest.parts)
     stored = set(parts[::2])
@@ -93,3 +95,46 @@ def test_samples_are_selected_by_what_is_known_of_them(tmp_path: Path) -> None:
     for wrong in ({"split": "test"}, {"split": "val", "val_fraction": 2.0}, {"keys": "k001"}):
         with pytest.raises(ConfigError):
             run.select(**wrong)
+
+
+def test_what_counts_positions_keeps_its_samples_when_the_run_grows(tmp_path: Path) -> None:
+    samples = [random_sample(f"s{i}", 5 + i, seed=i) for i in range(12)]
+    store = open_store(str(tmp_path))
+    start_run(store, {"meaning": {"layers": [2, 15, 30]}})
+    writer = RunWriter(store)
+    writer.put([whole(samples[i], i) for i in (1, 3, 5, 7, 9)])
+    run = open_run(store.url)
+    before = {s.key for s in run}
+    one, val = run.select(keys=["s5"]), run.select(split="val", val_fraction=0.5)
+    expected = val.keys(), val.lengths.tolist()
+    plain, by_position = HiddenStatesDataset(run, framework="numpy"), HiddenStatesMapDataset(run, framework="numpy")
+    iterating, under_way = iter(run), iter(HiddenStatesDataset(run, framework="numpy", prefetch_bytes=1, threads=1))
+    seen = [next(iterating).key], [next(under_way)["key"]]
+    writer.put([whole(samples[i], i) for i in (0, 2, 4, 6)])
+    run.refresh()
+    assert len(run) == 9
+    assert [s.key for s in one] == ["s5"] == one[:1].keys()
+    assert ([s.key for s in val], val.lengths.tolist()) == expected == (val.keys(), [s.num_tokens for s in val])
+    assert {item["key"] for item in plain} == before == {by_position[i]["key"] for i in range(len(by_position))}
+    assert {*seen[0], *(s.key for s in iterating)} == before == {*seen[1], *(item["key"] for item in under_way)}
+    assert sorted(plain.run.keys()) == sorted(s.key for s in run)
+
+
+def test_a_key_gives_its_own_sample_while_another_thread_refreshes(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    start_run(store, {"meaning": {"layers": [2, 15, 30]}})
+    writer = RunWriter(store)
+    writer.put([whole(random_sample("z", 5), 9)])
+    run = Run(store)
+    found = Index.place
+
+    def refreshed_meanwhile(index: Index, key: str) -> int | None:
+        place = found(index, key)
+        if len(run) == 1:
+            writer.put([whole(random_sample("a", 3), 1)])
+            run.refresh()
+        return place
+
+    monkeypatch.setattr(Index, "place", refreshed_meanwhile)
+    assert run["z"].load()["key"] == "z"
+    assert run.select(keys=["z"]).keys() == ["z"]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 
 from hsx_dist.errors import Denied, NotFound, StoreError, Unavailable
 from hsx_dist.store import RetryStore, open_store
-from hsx_dist.store.inode_lock import lock_exclusively, wait_for_deletes
+from hsx_dist.store.folders import is_at
+from hsx_dist.store.inode_lock import lock_exclusively, lock_for_put
 from hsx_dist.store.local import LocalStore
 
 
@@ -162,7 +164,7 @@ def test_a_put_does_not_wait_for_ever_for_a_delete_that_is_stopped(
     store.put("a", [b"old"])
     with (tmp_path / "a").open("r+b") as stopped:
         assert lock_exclusively(stopped.fileno())
-        with pytest.raises(Unavailable, match=r"expected `hsx gc` to release the object"):
+        with pytest.raises(Unavailable, match=r"expected another put or `hsx gc` to release the object"):
             store.put("a", [b"new"])
         assert not store.delete_version("a", store.version("a"))
     store.put("a", [b"new"])
@@ -176,6 +178,51 @@ def test_a_reader_stops_no_put(tmp_path: Path) -> None:
     with (tmp_path / "a").open("rb") as reader:
         with pytest.raises(OSError, match="Bad file descriptor"):
             lock_exclusively(reader.fileno())
-        wait_for_deletes(reader.fileno(), "a")
+        lock_for_put(reader.fileno(), "a")
         store.put("a", [b"new"])
     assert store.get("a") == b"new"
+
+
+@pytest.mark.parametrize("renews", [False, True])
+def test_of_two_puts_at_once_the_last_is_not_deleted_as_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renews: bool
+) -> None:
+    """The slow put of C looks at A. Another one stores B. Then C would take B's place while B is deleted or renewed."""
+    store = LocalStore(tmp_path)
+    store.put("a", [b"A"])
+    looked, others = threading.Event(), threading.Event()
+    stored: list[str] = []
+
+    def pausing(fd: int, folder: int, name: str) -> bool:
+        found = is_at(fd, folder, name)
+        if threading.current_thread().name == "slow" and not looked.is_set():
+            looked.set()
+            others.wait(0.2)
+        return found
+
+    def late(call: Any) -> Any:
+        def run(*args: Any, **options: Any) -> None:
+            if deleting and threading.current_thread() is threading.main_thread() and "a" in args[:2]:
+                others.set()
+                slow.join(1)
+            call(*args, **options)
+            if call is rename:
+                stored.append(threading.current_thread().name)
+
+        return run
+
+    rename, deleting = os.rename, False
+    monkeypatch.setattr("hsx_dist.store.local.is_at", pausing)
+    monkeypatch.setattr("os.unlink", late(os.unlink))
+    monkeypatch.setattr("os.rename", late(rename))
+    slow = threading.Thread(target=lambda: store.put("a", [b"C"]), name="slow")
+    slow.start()
+    looked.wait()
+    store.put("a", [b"B"])
+    version, deleting = store.version("a"), True
+    done = store.put_version("a", [b"B renewed"], version) if renews else store.delete_version("a", version)
+    others.set()
+    slow.join()
+    assert done
+    assert stored[0] == "slow"  # B was the last
+    assert [store.get(name) for name in _files(tmp_path)] == ([b"B renewed"] if renews else [])

@@ -147,7 +147,7 @@ PLACE = "sub/inner/x.safetensors"
 def _put(root: Path, value: int) -> None:
     data = np.full((1, 4, 8), value, np.uint32)
     segment = Segment("x", 0, 0, 4, 4)
-    page = Page(segment, 0, 4, 4, (1,), "float32", 8, "LTH", np.arange(4, dtype=np.int64), data)
+    page = Page(segment, 0, 4, 4, (1,), "float32", data.shape, "LTH", np.arange(4, dtype=np.int64), data)
     store = open_store(str(root))
     sink = PartSink(store, SinkOptions(resolve_codec("none"), {"model": "m"}, "w", layout="sample"), lambda _: None)
     sink.add(page)

@@ -55,7 +55,7 @@ def test_vllms_schedulers_schedule_drafts_for_the_v2_runner_alone(tiny_model_pat
     connector = {
         "kv_connector": "HiddenStatesConnector",
         "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"hsx": {"output": "s3://bucket/x", "via": "socket", "address": "none"}},
+        "kv_connector_extra_config": {"hsx": {"output": "s3://bucket/x", "transport": "attach", "address": "none"}},
     }
     config = engine_config(tiny_model_path, (0, 4), block_size=32, dtype="float32", kv_transfer_config=connector)
     config.cache_config.num_gpu_blocks = 16

@@ -25,7 +25,7 @@ def pages(key: str, n: int, *, segment_tokens: int = 64, seed: int = 0) -> list[
             layers = np.arange(len(LAYERS))[:, None, None]
             data = (rows * 7 + layers * 1000 + np.arange(HIDDEN) + seed).astype(np.uint16)
             ids = np.arange(at, stop, dtype=np.int64) + seed
-            found.append(Page(segment, at, stop, CHUNK, LAYERS, "bfloat16", HIDDEN, "LTH", ids, data))
+            found.append(Page(segment, at, stop, CHUNK, LAYERS, "bfloat16", data.shape, "LTH", ids, data))
     return found
 
 

@@ -56,7 +56,7 @@ def page_of(key: str) -> Page:
 
 
 def test_a_page_that_a_writer_refuses_costs_its_own_segment(writer, store):
-    bad = replace(page_of("bad"), hidden_size=7)
+    bad = replace(page_of("bad"), shape=(1, 4, 7))
     answer = writer.add_pages("s", [page_of("a"), bad, page_of("b")])
     assert set(answer.refused) == {1}
     writer._sink.close()

@@ -16,7 +16,7 @@ def pages(count: int, nbytes: int) -> list[Page]:
     data = np.zeros((1, tokens, 1), np.uint32)
     ids = np.zeros(tokens, np.int64)
     return [
-        Page(Segment(f"k{i}", 0, 0, tokens, tokens), 0, tokens, tokens, (0,), "float32", 1, "LTH", ids, data)
+        Page(Segment(f"k{i}", 0, 0, tokens, tokens), 0, tokens, tokens, (0,), "float32", data.shape, "LTH", ids, data)
         for i in range(count)
     ]
 

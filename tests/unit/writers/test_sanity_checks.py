@@ -17,7 +17,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 def page_of(values: torch.Tensor, order: str = "LTH") -> Page:
     """``values``: ``[L, T, H]``."""
-    layers, n, hidden = values.shape
+    layers, n, _ = values.shape
     dtype = str(values.dtype).removeprefix("torch.")
     data = values.contiguous() if order == "LTH" else values.permute(1, 0, 2).contiguous()
     width = torch.int32 if dtype == "float32" else torch.int16
@@ -29,7 +29,7 @@ def page_of(values: torch.Tensor, order: str = "LTH") -> Page:
         n,
         tuple(range(layers)),
         dtype,
-        hidden,
+        carrier.shape,
         order,
         np.arange(n, dtype=np.int64),
         carrier,

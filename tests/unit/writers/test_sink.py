@@ -206,7 +206,7 @@ def test_without_a_run_two_copies_of_a_sample_are_two_requests_and_both_are_told
             segment = Segment("k", 0, 0, 8, 8, source=source)
             ids = np.arange(start, start + 4, dtype=np.int64)
             rows = np.ascontiguousarray(data[:, start : start + 4])
-            sink.add(Page(segment, start, start + 4, 4, (1, 2), "float32", 4, "LTH", ids, rows))
+            sink.add(Page(segment, start, start + 4, 4, (1, 2), "float32", rows.shape, "LTH", ids, rows))
     sink.close()
     assert [type(t) for t in told] == [Stored, Stored]
     assert sorted(s.source for t in told for s in t.segments) == ["a", "b"]

@@ -208,7 +208,8 @@ class ClingingStore(WrappedStore):
 def test_of_two_under_one_path_the_later_one_stays_though_it_overtakes_the_earlier_one(store):
     """The earlier one's page waits for room, the later one's page is small enough to be taken at once."""
     (fills,), (large,), (small,) = pages("x", 16), named("a", 16, seed=1), named("b", 1, seed=2)
-    small = replace(small, data=small.data[:, :1].copy())
+    data = small.data[:, :1].copy()
+    small = replace(small, data=data, shape=data.shape)
     hanging = HangingStore(store, Strike({"put_if_absent"}))
     told = queue.SimpleQueue()
     most = fills.nbytes + large.nbytes - 1

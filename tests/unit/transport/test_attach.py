@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import queue
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,11 +16,10 @@ import numpy as np
 import pytest
 from pydantic import SecretStr
 
-from hsx_dist.connector.bridge import BridgeServer, SocketOutlet
 from hsx_dist.connector.connector_config import read_connector_config
-from hsx_dist.connector.outlet import PageRef, Shipped
-from hsx_dist.connector.step import Skip
 from hsx_dist.page import Page, Segment
+from hsx_dist.transport.attach import AttachedEnd
+from hsx_dist.transport.page_server import PageServer
 
 LAYERS, TOKENS, HIDDEN = (1, 2), 4, 8
 
@@ -46,9 +44,9 @@ class Writers:
 
 
 @pytest.fixture
-def bridge() -> Iterator[BridgeServer]:
+def bridge() -> Iterator[PageServer]:
     writers, shipped, closed = Writers(), queue.Queue(), queue.Queue()
-    server = BridgeServer(lambda: writers, shipped.put, lambda: closed.put(True))
+    server = PageServer(lambda: writers, shipped.put, lambda: closed.put(True))
     server.writers, server.shipped, server.ended = writers, shipped, closed
     yield server
     server.close()
@@ -57,20 +55,18 @@ def bridge() -> Iterator[BridgeServer]:
 @pytest.fixture
 def connect(bridge):
     """Outlets of an engine's ranks, which end with the test."""
-    made: list[SocketOutlet] = []
+    made: list[AttachedEnd] = []
 
-    def connect() -> SocketOutlet:
-        made.append(SocketOutlet(bridge.address, bridge.key, 1 << 20))
+    def connect() -> AttachedEnd:
+        made.append(AttachedEnd(bridge.address, bridge.key, 1 << 20))
         return made[-1]
 
     yield connect
     for outlet in made:
         outlet.close(5)
-        # The thread that reads must leave ``recv`` for the socket to close.
-        socket.socket(fileno=os.dup(outlet._connection.fileno())).shutdown(socket.SHUT_RDWR)
 
 
-def submit(outlet: SocketOutlet, *keys: str, attached=None) -> None:
+def submit(outlet: AttachedEnd, *keys: str, attached=None) -> None:
     pages = []
     for i, key in enumerate(keys):
         shape = (len(LAYERS), TOKENS, HIDDEN)
@@ -78,7 +74,7 @@ def submit(outlet: SocketOutlet, *keys: str, attached=None) -> None:
         assert offset is not None
         segment = Segment(key, 0, 0, TOKENS, TOKENS, source=f"{key}:0", attached=(attached or {}).get(key, {}))
         ids = np.arange(TOKENS, dtype=np.int64)
-        ref = PageRef(offset, shape, segment, 0, TOKENS, TOKENS, LAYERS, "float32", "LTH", ids)
+        ref = Page(segment, 0, TOKENS, TOKENS, LAYERS, "float32", shape, "LTH", ids, offset=offset)
         outlet.memory[offset : offset + ref.nbytes] = i + 1
         pages.append((ref, None))
     outlet.submit(*pages)
@@ -99,7 +95,7 @@ def until(condition) -> None:
 def test_pages_reach_the_writers_of_a_process_that_has_the_key(bridge, connect):
     outlet = connect()
     submit(outlet, "a", "b")
-    outlet.skip(Skip("r", "c", "c.safetensors", 0, "too short"))
+    outlet.skip("c", "too short")
     assert told(bridge, 3) == {"a": None, "b": None, "c": "too short"}
     key, data = bridge.writers.pages.get(timeout=30)
     assert key == "a"
@@ -119,7 +115,7 @@ class Ran:
 
 def test_nothing_that_a_stranger_sends_is_unpickled(bridge, connect, tmp_path):
     with pytest.raises(AuthenticationError):
-        SocketOutlet(bridge.address, b"a guess", 1 << 20)
+        AttachedEnd(bridge.address, b"a guess", 1 << 20)
     ran = tmp_path / "ran"
     for first in (lambda _: None, lambda c: c.recv_bytes()):
         # Without a key multiprocessing asks nothing of the peer. The bridge hangs up, sooner or later.
@@ -142,14 +138,14 @@ def test_a_stranger_that_says_nothing_delays_nobody(bridge, connect):
 
 
 def test_the_key_is_hidden_where_configurations_are_shown(bridge):
-    extra = {"hsx": {"via": "socket", "address": "x", "output": "y", "authkey": SecretStr(bridge.key.hex())}}
+    extra = {"hsx": {"transport": "attach", "address": "x", "output": "y", "authkey": SecretStr(bridge.key.hex())}}
     settings = read_connector_config(extra)
     assert bytes.fromhex(settings.authkey.get_secret_value()) == bridge.key
     copied = pickle.loads(pickle.dumps(extra))  # as vLLM hands it to its workers
     for shown in (repr(extra), str(extra), repr(settings), str(settings), repr(copied)):
         assert bridge.key.hex() not in shown
     assert len(bridge.key) == 32
-    other = BridgeServer(Writers, print)
+    other = PageServer(Writers, print)
     assert other.key != bridge.key
     other.close()
 
@@ -166,12 +162,12 @@ def test_a_page_that_cannot_be_pickled_costs_its_own_sample(bridge, connect):
 
 
 def test_a_page_that_cannot_be_read_costs_its_own_sample(bridge, connect, monkeypatch):
-    whole = PageRef.page
+    whole = Page.attached
 
-    def page(self: PageRef, memory: np.ndarray) -> Page:
+    def attached(self: Page, memory: np.ndarray) -> Page:
         return whole(replace(self, offset=1 << 40) if self.segment.key == "bad" else self, memory)
 
-    monkeypatch.setattr(PageRef, "page", page)
+    monkeypatch.setattr(Page, "attached", attached)
     outlet = connect()
     submit(outlet, "a", "bad", "c")
     found = told(bridge, 3)
@@ -186,6 +182,5 @@ def test_pages_that_the_sender_refuses_are_told_and_their_places_come_back(bridg
     submit(outlet, "bad")
     assert "no bad" in str(told(bridge, 1)["bad"])
     until(lambda: not outlet.ring.used_bytes)
-    outlet.submit()
-    outlet._thread.put(Shipped("z"))
+    submit(outlet, "z")
     assert told(bridge, 1) == {"z": None}

@@ -11,7 +11,7 @@ import os
 mine = os.sched_getaffinity(0)
 from hsx_dist.connector import plugin
 os.sched_setaffinity(0, {max(mine)})  # as vLLM binds its threads
-from hsx_dist.connector.outlet import Shipped, ShippingThread
+from hsx_dist.transport.shipping import Shipped, ShippingThread
 from hsx_dist.observe.metrics import Meter
 seen = []
 shipping = ShippingThread(lambda *_: seen.append(os.sched_getaffinity(0)), Meter())
@@ -19,7 +19,7 @@ shipping.put(Shipped("k"))
 shipping.close(None)
 assert seen == [mine], (seen, mine)
 import threading
-from hsx_dist.connector.affinity import any_core
+from hsx_dist.transport.affinity import any_core
 with any_core():
     thread = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
     thread.start()

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hsx_dist.connector.ring import ALIGN, Ring
+from hsx_dist.transport.ring import ALIGN, Ring
 
 
 def test_allocations_are_aligned_and_do_not_overlap():

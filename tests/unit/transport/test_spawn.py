@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -20,17 +21,17 @@ import psutil
 import pytest
 
 import hsx_dist
-from hsx_dist.connector import process_sender, writer_process
 from hsx_dist.connector.connector_config import read_connector_config
 from hsx_dist.connector.object_writer import StoreOutlet, ThreadWriters, store_outlet
-from hsx_dist.connector.outlet import PageRef
-from hsx_dist.connector.process_sender import ProcessSender
 from hsx_dist.connector.step import Expect
-from hsx_dist.connector.writer_process import WriterProcessSpec
 from hsx_dist.errors import ConfigError, EngineError, SampleFailed
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.observe.metrics import Meter
-from hsx_dist.page import Segment
+from hsx_dist.page import Page, Segment
+from hsx_dist.transport import channel
+from hsx_dist.transport.channel import Peer, ReturnQueue
+from hsx_dist.transport.remote_sender import RemoteSender
+from hsx_dist.transport.writer_process import WriterProcessSpec, spawn
 from hsx_dist.writers.events import Stored
 from hsx_dist.writers.sink import SinkOptions
 from tests.unit.connector.small_outlet import LAYERS, outlet_on, some, submit
@@ -59,20 +60,20 @@ def states_of(tmp_path, key: str) -> np.ndarray:
 
 def pid_of(outlet: StoreOutlet) -> int:
     writers = outlet._writers
-    assert isinstance(writers, ProcessSender)
+    assert isinstance(writers, RemoteSender)
     assert writers.pid is not None
     return writers.pid
 
 
 def test_what_is_to_be_told_is_told_at_one_go_with_the_numbers_first(monkeypatch):
-    monkeypatch.setattr(writer_process, "LINGER_S", 0.5)
+    monkeypatch.setattr(channel, "LINGER_S", 0.5)
     ours, theirs = Pipe()
     meter = Meter()
     with ours, theirs:
-        teller = writer_process._Teller(theirs, meter, 100)
+        teller = ReturnQueue(theirs, 100, meter)
         teller.took(10)
         meter.add("parts", 1)
-        teller.free(7, 10)
+        teller.free(place(7, 10))
         segment = Segment("k", 0, 0, 5, 5, source="r:0", metadata='{"long": 1}', meta={"a": 1})
         teller.event(Stored((segment,), "k.safetensors"))
         teller.close()
@@ -87,11 +88,11 @@ def test_what_is_to_be_told_is_told_at_one_go_with_the_numbers_first(monkeypatch
 def test_a_line_of_the_log_that_cannot_be_sent_is_sent_without_what_is_beside_its_words():
     ours, theirs = Pipe()
     with ours, theirs:
-        teller = writer_process._Teller(theirs, Meter(), 100)
+        teller = ReturnQueue(theirs, 100, Meter())
         handler = logging.handlers.QueueHandler(teller)
         line = {"name": "library", "msg": "slow: %s", "args": ("x",), "its": threading.Lock()}
         handler.handle(logging.makeLogRecord(line))
-        teller.free(7, 1)
+        teller.free(place(7, 2))
         messages = []
         while ("free", 7) not in messages:
             assert ours.poll(60)
@@ -105,7 +106,7 @@ def test_pages_whose_first_one_could_not_be_sent_cost_their_sample_alone(outlet,
     offset = outlet.ring.allocate(rows.nbytes)
     segment = Segment("a", 0, 0, 8, 8, name="a.safetensors", source="r:0")
     ids = np.arange(4, dtype=np.int64)
-    late = PageRef(offset, rows.shape, segment, 4, 8, 4, LAYERS, "float32", "LTH", ids)
+    late = Page(segment, 4, 8, 4, LAYERS, "float32", rows.shape, "LTH", ids, offset=offset)
     outlet.expect(Expect("r", "a.safetensors", 0, True))
     with outlet._state:
         outlet._submitted["r"] = "a.safetensors"  # its first page was submitted
@@ -119,12 +120,12 @@ def test_pages_whose_first_one_could_not_be_sent_cost_their_sample_alone(outlet,
 
 
 def test_a_ring_that_is_half_full_gets_its_room_back_at_once(monkeypatch):
-    monkeypatch.setattr(writer_process, "LINGER_S", 600)
+    monkeypatch.setattr(channel, "LINGER_S", 600)
     ours, theirs = Pipe()
     with ours, theirs:
-        teller = writer_process._Teller(theirs, Meter(), 100)
+        teller = ReturnQueue(theirs, 100, Meter())
         teller.took(90)
-        teller.free(0, 20)
+        teller.free(place(0, 20))
         assert ours.poll(60)
         assert ours.recv() == [("free", 0)]
 
@@ -156,7 +157,7 @@ def test_when_it_is_killed_its_samples_are_told_and_the_next_are_stored(outlet, 
     os.kill(pid, signal.SIGSTOP)
     for i in range(3):
         submit(outlet, f"lost{i}", some(seed=i))
-    while outlet.ring.used_bytes and outlet._thread.pending:  # handed over
+    while outlet.ring.used_bytes and outlet.end.pending:  # handed over
         time.sleep(0.001)
     os.kill(pid, signal.SIGKILL)
     settle(outlet)
@@ -184,7 +185,9 @@ def test_what_still_comes_of_a_sample_that_was_lost_joins_nothing(outlet, tmp_pa
         offset = outlet.ring.allocate(rows.nbytes)
         outlet.memory[offset : offset + rows.nbytes] = rows.reshape(-1).view(np.uint8)
         ids = np.arange(start, start + 4, dtype=np.int64)
-        outlet.submit((PageRef(offset, rows.shape, segment, start, start + 4, 4, LAYERS, "float32", "LTH", ids), None))
+        outlet.submit(
+            (Page(segment, start, start + 4, 4, LAYERS, "float32", rows.shape, "LTH", ids, offset=offset), None)
+        )
 
     page(0)
     while outlet.ring.used_bytes:  # taken, and half of a segment
@@ -217,22 +220,21 @@ def test_while_it_cannot_be_started_samples_fail_at_once(outlet, tmp_path, monke
     np.testing.assert_array_equal(states_of(tmp_path, "c"), some())
 
 
-def test_the_end_while_another_one_starts_leaves_it_the_ring_and_no_process(tmp_path, monkeypatch):
+def test_the_end_while_another_one_starts_leaves_it_the_ring_and_no_process(tmp_path):
     before = rings()
-    sender = ProcessSender(spec(tmp_path), print, Meter())
+    begun, go_on, made = threading.Event(), threading.Event(), []
+
+    def slowly(spec, ring: int) -> Peer:
+        if made:
+            begun.set()
+            assert go_on.wait(60)
+        made.append(spawn(spec, ring))  # maps the ring
+        return made[-1]
+
+    sender = sender_of(spec(tmp_path), slowly)
     os.kill(sender.pid, signal.SIGKILL)
     while sender.pid is not None:
         time.sleep(0.005)
-    begun, go_on, made = threading.Event(), threading.Event(), []
-
-    class Slow(process_sender._Child):
-        def __init__(self, *args):
-            begun.set()
-            assert go_on.wait(60)
-            super().__init__(*args)  # maps the ring
-            made.append(self)
-
-    monkeypatch.setattr(process_sender, "_Child", Slow)
     starting = threading.Thread(target=sender._living)
     starting.start()
     assert begun.wait(60)
@@ -241,7 +243,7 @@ def test_the_end_while_another_one_starts_leaves_it_the_ring_and_no_process(tmp_
     go_on.set()
     starting.join(60)
     assert sender.pid is None
-    assert made[0].process.poll() is not None
+    assert made[1].process.poll() is not None
     sender.memory = None
     assert rings() == before
 
@@ -300,7 +302,7 @@ def test_what_a_client_said_of_a_sample_of_several_pages_is_stored_with_it(outle
         offset = outlet.ring.allocate(rows.nbytes)
         outlet.memory[offset : offset + rows.nbytes] = rows.reshape(-1).view(np.uint8)
         ids = np.arange(start, stop, dtype=np.int64)
-        outlet.submit((PageRef(offset, rows.shape, segment, start, stop, 4, LAYERS, "float32", "LTH", ids), None))
+        outlet.submit((Page(segment, start, stop, 4, LAYERS, "float32", rows.shape, "LTH", ids, offset=offset), None))
     settle(outlet)
     np.testing.assert_array_equal(states_of(tmp_path, "a"), states)
     found = hsx_dist.load_hidden_states(str(tmp_path / "a.safetensors"), framework="numpy")
@@ -349,7 +351,7 @@ if __name__ == "__main__":
     os.kill(pid, signal.SIGSTOP)
     for i in range(3):
         submit(outlet, f"k{i}", some(seed=i))
-    while outlet._thread.pending:
+    while outlet.end.pending:
         time.sleep(0.001)
     os.kill(pid, signal.SIGCONT)
     print(pid, flush=True)
@@ -408,6 +410,16 @@ def rings() -> int:
     return sum("hsx-ring" in os.readlink(entry) for entry in os.scandir("/proc/self/fd") if os.path.lexists(entry))  # noqa: PTH115
 
 
+def place(offset: int, nbytes: int) -> Page:
+    """A page of so many bytes, which is all that counts of it."""
+    segment = Segment("k", 0, 0, 1, 1)
+    return Page(segment, 0, 1, 1, (1,), "float16", (1, 1, nbytes // 2), "LTH", np.zeros(1, np.int64), offset=offset)
+
+
+def sender_of(spec: WriterProcessSpec, connect=spawn) -> RemoteSender:
+    return RemoteSender(partial(connect, spec), spec.ring_bytes, print, Meter())
+
+
 def spec(tmp_path, **changes) -> WriterProcessSpec:
     options = SinkOptions(resolve_codec("none"), {"model": "m"}, "worker", layout="sample")
     return replace(WriterProcessSpec(str(tmp_path), {}, options, 1, 1 << 20, 4.0), **changes)
@@ -415,11 +427,11 @@ def spec(tmp_path, **changes) -> WriterProcessSpec:
 
 def test_what_keeps_it_from_starting_is_an_error_that_says_it(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="without credentials"):
-        ProcessSender(spec(tmp_path, url="s3://user:word@bucket/x"), print, Meter())
+        sender_of(spec(tmp_path, url="s3://user:word@bucket/x"))
     monkeypatch.setattr("sys.executable", "/bin/false")
     before = rings()
-    with pytest.raises(EngineError, match=r"exit code 1 .*; set hsx.writers to 'threads'"):
-        ProcessSender(spec(tmp_path), print, Meter())
+    with pytest.raises(EngineError, match=r"exit code 1 .*\. Set hsx.transport to 'inline'"):
+        sender_of(spec(tmp_path))
     assert rings() == before
 
 
@@ -432,7 +444,7 @@ class _Config:
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [({}, ProcessSender), ({"writers": "threads"}, ThreadWriters), ({"output": "memory://hsx-apart"}, ThreadWriters)],
+    [({}, RemoteSender), ({"transport": "inline"}, ThreadWriters), ({"output": "memory://hsx-apart"}, ThreadWriters)],
 )
 def test_which_writers_a_bare_connector_has(tmp_path, given, expected):
     settings = read_connector_config({"hsx": {"output": str(tmp_path), "in_flight_bytes": 1 << 20, **given}})
@@ -448,7 +460,7 @@ def test_it_runs_where_its_starter_was_allowed_to_run_not_where_the_engine_is(tm
     allowed = os.sched_getaffinity(0)
     if len(allowed) < 2:
         pytest.skip("one core")
-    monkeypatch.setattr("hsx_dist.connector.affinity.CORES", frozenset(allowed))
+    monkeypatch.setattr("hsx_dist.transport.affinity.CORES", frozenset(allowed))
     os.sched_setaffinity(0, {min(allowed)})
     try:
         outlet = outlet_on(tmp_path, apart=True)
@@ -460,9 +472,9 @@ def test_it_runs_where_its_starter_was_allowed_to_run_not_where_the_engine_is(tm
         os.sched_setaffinity(0, allowed)
 
 
-def test_a_page_that_cannot_be_sent_or_read_costs_its_sample_alone(outlet, tmp_path):
+def test_a_page_that_cannot_be_sent_or_read_costs_its_sample_alone(outlet, tmp_path, monkeypatch):
     """All of them in one call, as the shipping thread makes it."""
-    writers, refs = outlet._writers, []
+    refs = []
     for key in ("a", "bad", "c", "bad-shape"):
         rows = some(4)
         offset = outlet.ring.allocate(rows.nbytes)
@@ -470,15 +482,15 @@ def test_a_page_that_cannot_be_sent_or_read_costs_its_sample_alone(outlet, tmp_p
         attached = {"x": lambda: None} if key == "bad" else {}
         segment = Segment(key, 0, 0, 4, 4, source=f"{key}:0", attached=attached)
         ids = np.arange(4, dtype=np.int64)
-        refs.append(PageRef(offset, rows.shape, segment, 0, 4, 4, LAYERS, "float32", "LTH", ids))
+        refs.append(Page(segment, 0, 4, 4, LAYERS, "float32", rows.shape, "LTH", ids, offset=offset))
         outlet.expect(Expect(key, f"{key}.safetensors", 0, True))
-    whole = writers._ref
+    whole = Page.detached
 
-    def _ref(page):
-        ref = whole(page)
-        return replace(ref, shape=(1 << 20, 1 << 20, 1)) if page.segment.key == "bad-shape" else ref
+    def detached(page: Page) -> Page:
+        sent = whole(page)
+        return replace(sent, shape=(1 << 20, 1 << 20, 1)) if page.segment.key == "bad-shape" else sent
 
-    writers._ref = _ref
+    monkeypatch.setattr(Page, "detached", detached)
     outlet.submit(*[(ref, None) for ref in refs])
     submit(outlet, "later", some())
     settle(outlet)
@@ -517,7 +529,7 @@ def test_of_long_samples_the_writers_hold_one_and_keep_nothing_of_it(tmp_path):
                 outlet.ring.wait(1.0)
             outlet.memory[offset : offset + size].view(np.float32)[:] = at + 1
             ids = np.arange(at, at + tokens)
-            ref = PageRef(offset, shape, segment, at, at + tokens, tokens, LAYERS, "float32", "LTH", ids)
+            ref = Page(segment, at, at + tokens, tokens, LAYERS, "float32", shape, "LTH", ids, offset=offset)
             outlet.submit((ref, None))
     settle(outlet)
     assert memory_of(pid, "VmHWM") - base < sample + budget + (16 << 20)

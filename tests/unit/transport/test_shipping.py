@@ -8,18 +8,18 @@ from functools import partial
 import numpy as np
 import pytest
 
-from hsx_dist.connector.outlet import COALESCE_BYTES, PageRef, Shipped, ShippingThread
 from hsx_dist.observe.metrics import Meter
-from hsx_dist.page import Segment
+from hsx_dist.page import Page, Segment
+from hsx_dist.transport.shipping import COALESCE_BYTES, Shipped, ShippingThread
 
 FOREVER = 600.0
 
 
-def page(i: int, nbytes: int) -> tuple[PageRef, None]:
+def page(i: int, nbytes: int) -> tuple[Page, None]:
     tokens = nbytes // 4
     segment = Segment(f"k{i}", 0, 0, tokens, tokens)
     ids = np.zeros(tokens, np.int64)
-    return PageRef(0, (1, tokens, 1), segment, 0, tokens, tokens, (0,), "float32", "LTH", ids), None
+    return Page(segment, 0, tokens, tokens, (0,), "float32", (1, tokens, 1), "LTH", ids, offset=0), None
 
 
 class Thread:
@@ -27,7 +27,7 @@ class Thread:
         self.calls: queue.Queue[list[str]] = queue.Queue()
         self.thread = ShippingThread(self._deliver, Meter(), **options)
 
-    def _deliver(self, refs: list[PageRef], told: list[Shipped]) -> None:
+    def _deliver(self, refs: list[Page], told: list[Shipped]) -> None:
         self.calls.put([ref.segment.key + ref.error for ref in refs] or [shipped.key for shipped in told])
 
 

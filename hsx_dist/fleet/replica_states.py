@@ -1,0 +1,152 @@
+"""The state machine of a replica as the driver sees it; no Ray.
+
+``after`` is pure. It returns the next state, the fleet's actions and the driver's events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+from hsx_dist.fleet.base import FleetEvent, ReplicaDied, ReplicaLeaving, ReplicaReady, ReplicaUnreached, TaskDone
+from hsx_dist.fleet.tasks import Task, TaskResult
+
+
+class ReplicaPhase(Enum):
+    STARTING = auto()
+    WAITING = auto()  #: the engine is up, and no writer is: what it computes would have no place
+    READY = auto()
+    LEAVING = auto()  #: its node drains: it ends the tasks that it has
+    UNREACHABLE = auto()  #: its calls fail, and Ray does not know yet whether it is dead
+    GONE = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """One replica. ``failures``: starts and deaths of its kind in a row. ``node``: empty until the engine is up.
+    ``replaced``: another one was started, because its node drains."""
+
+    number: int
+    failures: int = 0
+    phase: ReplicaPhase = ReplicaPhase.STARTING
+    node: str = ""
+    tasks: tuple[Task, ...] = ()
+    replaced: bool = False
+
+
+# -- what happens --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The engine is up, on ``node``."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class WritersReady:
+    """There is a writer."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDrains:
+    """The replica's node drains."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskGiven:
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class TaskAnswered:
+    result: TaskResult
+
+
+@dataclass(frozen=True, slots=True)
+class CallFailed:
+    """A call failed, and Ray does not know whether the replica is dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLost:
+    """The replica is dead, or given up (``cut_off``: it may live). ``with_node``: it died with its node. ``hopeless``:
+    no replica of this run was ever up. ``last``: it is the only one."""
+
+    reason: str
+    with_node: bool = False
+    cut_off: bool = False
+    hopeless: bool = False
+    last: bool = False
+
+
+ReplicaInput = Started | WritersReady | NodeDrains | TaskGiven | TaskAnswered | CallFailed | ReplicaLost
+
+
+# -- what to do ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StartReplica:
+    """Start another one; ``failures`` of its kind so far."""
+
+    failures: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EndReplica:
+    """Kill the actor. ``flush``: after it has shipped what it has."""
+
+    flush: bool
+
+
+#: An event is handed to the driver.
+Action = StartReplica | EndReplica | FleetEvent
+
+
+def after(state: ReplicaState, happened: ReplicaInput, *, max_failures: int) -> tuple[ReplicaState, list[Action]]:
+    """The next state, and what is to be done. ``max_failures``: after so many in a row no other one is started."""
+    phase, number = state.phase, state.number
+    if phase is ReplicaPhase.GONE:
+        return state, []
+    match happened:
+        case Started(node):
+            return replace(state, phase=ReplicaPhase.WAITING, node=node), []
+        case WritersReady() if phase is ReplicaPhase.WAITING:
+            return replace(state, phase=ReplicaPhase.READY), [ReplicaReady(number)]
+        case NodeDrains() if phase is not ReplicaPhase.STARTING and not state.replaced:
+            if phase is not ReplicaPhase.UNREACHABLE:  # else it keeps its tasks until its fate is known
+                phase = ReplicaPhase.LEAVING
+            left, done = _ended_if_idle(replace(state, phase=phase, replaced=True))
+            return left, [ReplicaLeaving(number), StartReplica(), *done]
+        case TaskGiven(task):
+            return replace(state, tasks=(*state.tasks, task)), []
+        case TaskAnswered(result):
+            tasks = tuple(task for task in state.tasks if task.number != result.number)
+            left, done = _ended_if_idle(replace(state, tasks=tasks, failures=0))
+            return left, [TaskDone(number, result), *done]
+        case CallFailed() if phase is not ReplicaPhase.UNREACHABLE:
+            return replace(state, phase=ReplicaPhase.UNREACHABLE), [ReplicaUnreached(number)]
+        case ReplicaLost():
+            return replace(state, phase=ReplicaPhase.GONE, tasks=()), _lost(state, happened, max_failures)
+    return state, []
+
+
+def _ended_if_idle(state: ReplicaState) -> tuple[ReplicaState, list[Action]]:
+    if state.phase is not ReplicaPhase.LEAVING or state.tasks:
+        return state, []
+    died = ReplicaDied(state.number, "its node drains", blameless=True)
+    return replace(state, phase=ReplicaPhase.GONE), [EndReplica(flush=True), died]
+
+
+def _lost(state: ReplicaState, lost: ReplicaLost, max_failures: int) -> list[Action]:
+    """One report a death: its tasks are forgotten with it."""
+    blameless = lost.with_node or lost.cut_off
+    # A row that is alone with its engine is to blame, and not the engine.
+    alone = any(task.alone for task in state.tasks) and not lost.cut_off
+    failures = state.failures + (not lost.with_node and not alone)
+    hopeless = lost.hopeless and not state.node and not blameless
+    again = not hopeless and failures <= max_failures and not state.replaced
+    died = ReplicaDied(state.number, lost.reason, fatal=not again and lost.last, blameless=blameless)
+    return [*([StartReplica(failures)] if again else []), EndReplica(flush=False), died]

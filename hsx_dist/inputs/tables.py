@@ -1,0 +1,201 @@
+"""Rows of Parquet and Arrow files: the columns that are asked for, as batches of Python values.
+
+Sizes, counts and offsets in such a file are claims that Arrow believes. A wrong one may end the process, so these files
+are read in a process of their own (``reader``), whose memory is limited.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+from hsx_dist.errors import ConfigError, FormatError, HsxError
+from hsx_dist.inputs.arrow_files import open_arrow, open_parquet, with_uuids_as_text
+from hsx_dist.inputs.decompress import FREE_ROWS, MOST_ROWS
+from hsx_dist.inputs.row_cost import cost_of_columns
+
+BATCH_ROWS = 256
+#: Decoded bytes of a Parquet file's batch, estimated from its row groups' sizes.
+_DECODED_BYTES = 64 << 20
+#: Rows that a batch may have without bytes; beyond, each takes a bit of at least one asked column.
+_FREE_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Takes the place of a row that cannot be read; the others of its file can."""
+
+    reason: str
+
+
+class StoreFailed(Exception):
+    """``error``: what the file system raised while Arrow read a file."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class StoreFile(io.RawIOBase):
+    """A file that Arrow reads. What the file system raises is not mistaken for Arrow's own errors."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__()
+        self._file = file
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def read(self, size: int = -1) -> bytes:  # type: ignore[override]
+        try:
+            return self._file.read(size)
+        except MemoryError:
+            raise
+        except Exception as e:  # noqa: BLE001 (as in read_batches)
+            raise StoreFailed(e) from None
+
+
+def require_pyarrow() -> None:
+    """Raises ConfigError where pyarrow is not installed."""
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "input.format: expected pyarrow to be installed, which reads Parquet and Arrow, found nothing; install "
+            "hsx-dist[parquet]"
+        ) from None
+
+
+def read_columns(
+    file: StoreFile, form: str, columns: Sequence[str], needed: Sequence[str], shown: str, most: int, left: int, at: int
+) -> Iterator[list[tuple[int, Any]]]:
+    """Batches of the rows, which are numbered from ``at``; ``left``: how many the source may still have."""
+    require_pyarrow()
+    import pyarrow as pa
+
+    try:
+        batches = _parquet(file, columns, needed, shown) if form == "parquet" else _arrow(file, columns, needed, shown)
+        for batch in batches:
+            if batch.num_rows > _FREE_ROWS + 8 * batch.nbytes:
+                raise FormatError(f"expected bytes for each of {batch.num_rows} rows, got {batch.nbytes} bytes in all")
+            left -= batch.num_rows
+            if left < 0:
+                raise FormatError(
+                    f"expected at most {MOST_ROWS} rows for each stored byte, got more beyond {FREE_ROWS}. Write the "
+                    "rows without repetition"
+                )
+            for start in range(0, batch.num_rows, BATCH_ROWS):
+                for rows in _rows(with_uuids_as_text(batch.slice(start, BATCH_ROWS)), most):
+                    yield list(enumerate(rows, at))
+                    at += len(rows)
+    except StoreFailed as e:
+        raise e.error from None
+    except (pa.ArrowException, ValueError, LookupError, OSError) as e:
+        if isinstance(e, (HsxError, MemoryError)):
+            raise
+        raise FormatError(
+            f"expected {shown} to be a whole {form} file, got: {_first_line(e)}; write or copy the file "
+            "again, or set input.format"
+        ) from e
+
+
+def _rows(batch: Any, most: int) -> Iterator[list[Any]]:
+    """Rows of Arrow's RecordBatch, as many at once as take ``most`` bytes; None for a row that takes more."""
+    if cost_of_columns(batch) <= most:
+        yield _records(batch)
+    elif batch.num_rows == 1:
+        yield [None]
+    else:
+        half = batch.num_rows // 2
+        yield from _rows(batch.slice(0, half), most)
+        yield from _rows(batch.slice(half), most)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def _checked(batch: Any) -> Any:
+    """A record batch whose offsets and lengths are within its buffers: Arrow believes what a file says.
+
+    Text that is not UTF-8 is left to the row that has it.
+    """
+    import pyarrow as pa
+
+    try:
+        batch.validate(full=True)
+    except pa.ArrowInvalid as e:
+        if "Invalid UTF8" not in str(e):
+            raise
+        for column in batch.columns:
+            column.view(_as_bytes(column.type)).validate(full=True)
+    return batch
+
+
+def _as_bytes(kind: Any) -> Any:
+    """The Arrow type with binary in the place of text."""
+    import pyarrow as pa
+
+    types = pa.types
+    if types.is_string(kind) or types.is_string_view(kind):
+        return pa.binary() if types.is_string(kind) else pa.binary_view()
+    if types.is_large_string(kind):
+        return pa.large_binary()
+    if types.is_struct(kind):
+        return pa.struct([kind.field(i).with_type(_as_bytes(kind.field(i).type)) for i in range(kind.num_fields)])
+    if types.is_map(kind):
+        return pa.map_(_as_bytes(kind.key_type), _as_bytes(kind.item_type))
+    if types.is_dictionary(kind):
+        return pa.dictionary(kind.index_type, _as_bytes(kind.value_type), kind.ordered)
+    for is_kind, make in ((types.is_list, pa.list_), (types.is_large_list, pa.large_list)):
+        if is_kind(kind):
+            return make(kind.value_field.with_type(_as_bytes(kind.value_type)))
+    if types.is_fixed_size_list(kind):
+        return pa.list_(kind.value_field.with_type(_as_bytes(kind.value_type)), kind.list_size)
+    return kind
+
+
+def _parquet(file: StoreFile, columns: Sequence[str], needed: Sequence[str], shown: str) -> Iterator[Any]:
+    parquet = open_parquet(file)
+    chosen = _chosen(parquet.schema_arrow.names, columns, needed, shown)
+    groups = map(parquet.metadata.row_group, range(parquet.metadata.num_row_groups))
+    row = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
+    rows = max(1, min(BATCH_ROWS, _DECODED_BYTES // max(row, 1)))
+    return parquet.iter_batches(batch_size=rows, columns=chosen)  # type: ignore[no-any-return]
+
+
+def _arrow(file: StoreFile, columns: Sequence[str], needed: Sequence[str], shown: str) -> Iterator[Any]:
+    schema, read = open_arrow(file)
+    return map(_checked, read(_chosen(schema.names, columns, needed, shown)))
+
+
+def _chosen(there: Sequence[str], columns: Sequence[str], needed: Sequence[str], shown: str) -> list[str]:
+    if not set(needed) & set(there):
+        raise ConfigError(
+            f"input: expected one of the columns {', '.join(needed)} in {shown}, came {', '.join(there)[:400]}; name "
+            "yours with input.text, input.messages or input.token_ids"
+        )
+    return [name for name in dict.fromkeys(columns) if name in there]
+
+
+def _records(batch: Any) -> list[Any]:
+    """The rows of a record batch as mappings; ``Unreadable`` for a row that has no Python values (a date after the
+    year 9999, a text that is not UTF-8, nanoseconds, a deeply nested type)."""
+    try:
+        found: list[Any] = batch.to_pylist()
+        return found
+    except Exception as e:  # noqa: BLE001 (each type of Arrow has its own)
+        if batch.num_rows == 1:
+            return [Unreadable(f"the row's values cannot be read ({type(e).__name__}); correct or cast the column")]
+        return [row for i in range(batch.num_rows) for row in _records(batch.slice(i, 1))]

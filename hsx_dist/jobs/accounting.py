@@ -1,0 +1,70 @@
+"""Which rows of the input the receipts account for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from hsx_dist.errors import Fenced, HsxError
+from hsx_dist.format.manifest import Manifest, RowFate
+from hsx_dist.inputs.rows import Row
+from hsx_dist.observe.console import Console
+
+#: Reads the input from its beginning.
+Rows = Callable[[], Iterator[Row | RowFate]]
+
+
+def count_rows(rows: Rows, manifest: Manifest, *, retry_poison: bool = False) -> tuple[int, int]:
+    """(all rows, rows that no receipt accounts for)."""
+    total = todo = 0
+    for row in rows():
+        total += 1
+        todo += not accounted(row, manifest, retry_poison=retry_poison)
+    return total, todo
+
+
+def accounted(row: Row | RowFate, manifest: Manifest, *, retry_poison: bool = False) -> bool:
+    """A refused row stays refused while its content is the same: so are the settings that refused it. So does one that
+    killed its engine, unless ``retry_poison``. One that failed otherwise gets another chance."""
+    if isinstance(row, RowFate):
+        return row.key in manifest.refused
+    if row.key in manifest.samples:
+        return row.number_key not in manifest.refused
+    fate = manifest.refused.get(row.key) or manifest.failed.get(row.key)
+    if fate is None or fate.content != row.content:
+        return False
+    return fate.fate == "refused" or (fate.fate == "poison" and not retry_poison)
+
+
+def remaining(rows: Rows, manifest: Manifest, *, retry_poison: bool = False) -> Iterator[Row | RowFate]:
+    """What is still to be done. A row that can be read now comes after the withdrawal of what was said of it before."""
+    for row in rows():
+        if accounted(row, manifest, retry_poison=retry_poison):
+            continue
+        if isinstance(row, Row) and row.number_key in manifest.refused:
+            yield RowFate(row.number_key, row.row, "withdrawn", "the row was corrected", 0)
+        if isinstance(row, RowFate) or row.key not in manifest.samples:
+            yield row
+
+
+@contextmanager
+def telling_what_is_missing(rows: Rows, manifest: Manifest, console: Console) -> Iterator[None]:
+    """When the attempt ends by an error: which rows no receipt accounts for, as far as this driver knows."""
+    try:
+        yield
+    except Fenced:
+        raise  # they are the newer driver's affair
+    except HsxError as e:
+        first: list[str] = []
+        missing = 0
+        for row in remaining(rows, manifest):
+            missing += 1
+            if len(first) < 5:
+                first.append(row.key)
+        some = ", ".join(first) + (", …" if missing > 5 else "")
+        console.print(
+            f"ended by {type(e).__name__}: {missing} rows are not proven ({some}); what has a receipt stays, and "
+            "the same command goes on from there",
+            soft_wrap=True,
+        )
+        raise

@@ -1,0 +1,130 @@
+"""A driver's tenure of a run: open or start the run, take its next attempt, complete it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+from hsx_dist.config import ExtractConfig
+from hsx_dist.errors import FormatError, NotFound, RunError, RunMismatch
+from hsx_dist.format.manifest import Manifest
+from hsx_dist.format.place import Place, find_place, start_run
+from hsx_dist.format.runs import (
+    close_attempt,
+    load_manifest,
+    refuse_version_1,
+    require_conditional_puts,
+    seal_attempts,
+    take_attempt,
+    write_complete,
+)
+from hsx_dist.jobs.accounting import Rows
+from hsx_dist.jobs.input_identity import differences, first_rows
+from hsx_dist.jobs.ledger import RowLedger
+from hsx_dist.observe.console import Console
+from hsx_dist.reading.missing import missing_parts
+from hsx_dist.store import Store
+
+
+def open_or_start_run(
+    config: ExtractConfig, root: Store, meaning: dict[str, Any], rows: Rows = lambda: iter(())
+) -> tuple[Place, Manifest]:
+    """The run at the output and its manifest; starts a run where there is none.
+
+    Raises:
+        RunMismatch: the run's samples have another meaning, or ``resume`` forbids what would be done.
+        RunError: objects of an unfinished removal are left at the output.
+    """
+    place = find_place(root)
+    if place is None:
+        if config.resume == "must":
+            raise RunMismatch(f"resume: must, but there is no run at {root.url}; check output, or set resume=allow")
+        created = datetime.now(UTC).isoformat(timespec="seconds")
+        about = {"meaning": meaning, "settings": config.public(), "first_rows": first_rows(rows), "created": created}
+        try:
+            return start_run(root, about), Manifest()
+        except RunError:
+            # Another driver was quicker (a job that was submitted twice): this one goes on with that one's run.
+            place = find_place(root)
+            if place is None or config.resume == "never":
+                raise
+    if config.resume == "never":
+        raise RunMismatch(
+            f"resume: never, but there is a run at {root.url}; choose another output, or set resume=allow"
+        )
+    differ = differences(place.info.get("meaning", {}), meaning)
+    if differ:
+        lines = "; ".join(f"{name}: the run has {had!r}, this is {has!r}" for name, had, has in differ)
+        raise RunMismatch(
+            f"the run at {root.url} was made with settings that give its samples another meaning ({lines}). Choose "
+            "another output, or the same settings"
+        )
+    with unless_removed(place):
+        return place, load_manifest(place.store)
+
+
+def take_over(config: ExtractConfig, place: Place, console: Console) -> tuple[int, RowLedger, Manifest]:
+    """Take the run's next attempt, stop the writers of all earlier ones, and learn what they have proven: the attempt,
+    its ledger and the manifest. What receipts prove and the store has lost is declared lost.
+
+    Raises:
+        ConfigError: the store cannot tell two drivers apart.
+        RunError: the run was removed meanwhile.
+        StoreError, FormatError: as ``load_manifest``.
+    """
+    store = place.store
+    if not config.store.single_driver:
+        require_conditional_puts(store)
+    attempt = take_attempt(store, {"host": os.uname().nodename, "pid": os.getpid(), "settings": config.public()})
+    require_not_removed(place)
+    seal_attempts(store, attempt - 1, attempt)
+    if place.version == 1:
+        refuse_version_1(store, attempt)
+    manifest = load_manifest(store)
+    ledger = RowLedger(store, attempt, manifest)
+    if lost := missing_parts(store, manifest, place.version):
+        before = len(manifest.samples)
+        ledger.declare_lost(lost)
+        console.print(
+            f"{len(lost)} parts that receipts name are not in the store ({lost[0]}, …): "
+            f"{before - len(manifest.samples)} samples are computed again",
+            soft_wrap=True,
+            markup=False,
+        )
+    return attempt, ledger, manifest
+
+
+def complete(ledger: RowLedger, attempt: int, manifest: Manifest, rows: int) -> None:
+    """Mark the run as complete. All ``rows`` are accounted for by the receipts that ``manifest`` knows; what a writer
+    that was given up has proven beyond that is added.
+
+    Raises:
+        Fenced: a newer attempt was taken.
+        StoreError: the store's.
+    """
+    close_attempt(ledger.store, attempt)
+    ledger.read_new_receipts()
+    write_complete(ledger.store, attempt, manifest, {"rows": rows})
+
+
+def require_not_removed(place: Place) -> None:
+    """Raises ``RunError`` when the run was removed."""
+    if place.removed():
+        raise RunError(
+            f"{place.root.url}: expected the run that this driver works on, got the mark of its removal: its samples "
+            "are lost. Start the extraction again, at a place that no other process removes"
+        )
+
+
+@contextmanager
+def unless_removed(place: Place) -> Iterator[None]:
+    """Raises ``RunError`` when the run was removed meanwhile, also in the place of errors that a removal may cause."""
+    try:
+        yield
+    except (NotFound, FormatError):
+        require_not_removed(place)
+        raise
+    require_not_removed(place)

@@ -1,0 +1,107 @@
+"""The objects of a local folder, sorted by name."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from hsx_dist.errors import StoreError
+from hsx_dist.store.base import ObjectInfo
+
+#: Unfinished objects lie beside their final name, as a rename must stay within one file system.
+UNFINISHED = ".hsx-unfinished-"
+
+
+class FolderListing:
+    """One listing of the files below ``root``. A folder that may not be read ends it, unless ``unreadable`` is given:
+    then that is called with the folder's name."""
+
+    def __init__(self, root: Path, prefix: str, after: str | None, unreadable: Callable[[str], None] | None = None):
+        self._root = root
+        self._prefix = prefix
+        self._after = after
+        self._unreadable = unreadable
+        self._linked: set[tuple[int, int]] = set()  # device and inode of each folder entered through a link
+
+    def objects(self, folder: str = "") -> Iterator[ObjectInfo]:
+        try:
+            entries = _entries(self._root, folder)
+        except FileNotFoundError:
+            return  # nothing was ever stored, or the folder went away meanwhile
+        except PermissionError:
+            if not folder:
+                raise
+            self._skip(folder)
+            return
+        for name, entry in entries:
+            is_folder = name.endswith("/")
+            if not self._is_wanted(name, is_folder) or (entry.name.startswith(UNFINISHED) and not is_folder):
+                continue
+            try:
+                if is_folder and entry.is_symlink() and not self._follow_once(entry):
+                    self._skip(name)
+                    continue
+                about = None if is_folder else entry.stat()
+            except FileNotFoundError:
+                continue  # deleted meanwhile
+            except PermissionError:
+                self._skip(name if is_folder else folder)
+                continue
+            if about is None:
+                yield from self.objects(name)
+            elif stat.S_ISREG(about.st_mode):
+                yield ObjectInfo(name, about.st_size)
+
+    def _is_wanted(self, name: str, is_folder: bool) -> bool:
+        """Whether it matches, or is a folder of what may match."""
+        matches = name.startswith(self._prefix) or (is_folder and self._prefix.startswith(name))
+        after = self._after
+        return matches and (after is None or name > after or (is_folder and after.startswith(name)))
+
+    def _skip(self, name: str) -> None:
+        """Called while a PermissionError is handled, or with ``unreadable``."""
+        if self._unreadable is None:
+            raise
+        self._unreadable(name.rstrip("/") or ".")
+
+    def _follow_once(self, entry: os.DirEntry[str]) -> bool:
+        """Whether the link leads to something. Refuses to list a linked folder twice: a few links can make a tree of
+        any size."""
+        try:
+            target = entry.stat()
+        except FileNotFoundError:
+            if not Path(entry.path).is_symlink():
+                return True  # deleted meanwhile
+            if self._unreadable is not None:
+                return False
+            raise StoreError(
+                f"list {entry.path}: expected a file or a folder, got a symbolic link to nothing: the object that it "
+                "stands for may be lost. Restore what it leads to, or remove the link"
+            ) from None
+        if (target.st_dev, target.st_ino) in self._linked:
+            raise StoreError(
+                f"list {entry.path}: expected at most one symbolic link to a folder, got several to one, or a loop. "
+                "Remove the link"
+            )
+        self._linked.add((target.st_dev, target.st_ino))
+        return True
+
+
+def _entries(root: Path, folder: str) -> list[tuple[str, os.DirEntry[str]]]:
+    """The entries of a folder below ``root`` by the names of their objects, sorted; those of folders end in ``/``."""
+    with os.scandir(root / folder) as found:
+        # "a-b" sorts before "a/b", but after "a": a folder takes its place with its slash.
+        # A dict: a file system may give a name twice if its object is replaced meanwhile.
+        return sorted({f"{folder}{e.name}{'/' if _is_folder(e) else ''}": e for e in found}.items())
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    # A link to nothing, or to what this process may not see, may stand for a folder: no listing may ignore it.
+    try:
+        return entry.is_dir() or (
+            entry.is_symlink() and not entry.name.startswith(UNFINISHED) and not Path(entry.path).exists()
+        )
+    except PermissionError:
+        return True

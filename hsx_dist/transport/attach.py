@@ -1,0 +1,68 @@
+"""``transport: attach``: pages go to a process that exists and listens, the parent of an engine in child processes.
+
+The engine's processes run no Ray and no store client. What was copied into the ring survives them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from multiprocessing.connection import Client
+
+from hsx_dist.errors import EngineError
+from hsx_dist.observe.metrics import Increments, Meter, Series
+from hsx_dist.page import Page
+from hsx_dist.transport.channel import Peer, message
+from hsx_dist.transport.local_end import LocalEnd
+from hsx_dist.transport.remote_sender import RemoteSender
+from hsx_dist.transport.ring import ALIGN
+from hsx_dist.transport.shipping import Shipped
+from hsx_dist.writers.base import CALL_BYTES
+from hsx_dist.writers.events import Event, Lost
+
+START_S = 120.0
+
+
+class AttachedEnd(LocalEnd):
+    """Its peer ships, counts and reports; this end sends it what was copied, and what the engine counts."""
+
+    def __init__(self, address: str, key: bytes, in_flight_bytes: int):
+        """``key``: the ``PageServer``'s.
+
+        Raises:
+            AuthenticationError: the process that listens at ``address`` has another key.
+            EngineError: that process does not take the ring.
+        """
+        meter = Meter()
+        self._increments = Increments(meter)
+        self._sent: dict[Series, float] = {}  # gauges as they were last sent
+        size = in_flight_bytes - in_flight_bytes % ALIGN
+        self._remote = RemoteSender(partial(_attach, address, key, size), size, self._note_lost, meter)
+        super().__init__(
+            self._remote, size, meter=meter, least_bytes=CALL_BYTES, memory=self._remote.memory, idle=self._tell_gauges
+        )
+
+    def _note_lost(self, event: Event) -> None:
+        assert isinstance(event, Lost)  # all else is the peer's to report
+        for segment in event.segments:
+            self._failures.setdefault(segment.key, event.reason)
+
+    def _report(self, pages: list[Page], shipped: list[Shipped], seconds: float) -> None:  # noqa: ARG002
+        self._sent = self._increments.gauges()
+        self._remote.tell(message((), shipped, {**self._increments.counters(), **self._sent}))
+
+    def _tell_gauges(self) -> None:
+        """Send gauges that have changed since the last page: else blocks would look held that are long free."""
+        if self._increments.gauges() != self._sent:
+            self._report([], [], 0.0)
+
+    def close(self, timeout: float | None = None) -> None:
+        if self._thread.close(timeout):
+            self._remote.close()
+
+
+def _attach(address: str, key: bytes, ring_bytes: int, ring: int) -> Peer:
+    peer = Peer(Client(address, "AF_UNIX", authkey=key))
+    if (came := peer.offer(ring, ring_bytes, None, START_S)) is not None:
+        peer.kill()
+        raise EngineError(f"expected a process that takes pages at {address}, got: {came}")
+    return peer

@@ -1,0 +1,200 @@
+"""The wire between an engine's process and one that takes pages off its ring, the same whichever started the other.
+
+First the engine's process offers the ring's memory; the other one answers None, or why it cannot serve. Then
+
+- the engine sends ``(pages, shipped, numbers)``, pages without their data, and at the end None;
+- the other process sends lists of ``("free", offset)``, ``("numbers", counts)``, ``("log", record)``, ``("event", …)``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler, recv_handle, send_handle
+from typing import Any
+
+import numpy as np
+
+from hsx_dist.format.receipt import Receipt
+from hsx_dist.logger import get_logger
+from hsx_dist.memory.shared import mapped
+from hsx_dist.observe.console import say_lines
+from hsx_dist.observe.metrics import Increments, Meter
+from hsx_dist.page import Page
+from hsx_dist.text import bounded
+from hsx_dist.writers.events import Event
+
+log = get_logger(__name__)
+
+#: Messages to the engine within so many seconds are sent together.
+LINGER_S = 0.005
+#: How long a process that has closed its connection may take to end.
+_END_S = 5.0
+
+
+class Peer:
+    """The process that takes pages off the ring. ``process``: if this process started it."""
+
+    def __init__(self, connection: Connection, process: subprocess.Popen[bytes] | None = None):
+        self.connection = connection
+        self.process = process
+        self._wire = threading.Lock()
+
+    def offer(self, ring: int, ring_bytes: int, spec: Any, seconds: float) -> Any:
+        """Offer the memory behind the descriptor ``ring``. Returns None, or what keeps the peer from serving."""
+        try:
+            self.connection.send((os.getpid(), ring_bytes, spec))
+            send_handle(self.connection, ring, 0)
+            return self.connection.recv() if self.connection.poll(seconds) else f"no answer within {seconds:g} s"
+        except Exception as e:  # noqa: BLE001 - whatever is wrong with what it said
+            return f"it {self.ended()} ({type(e).__name__})"
+
+    def send(self, data: bytes | memoryview) -> None:
+        """Send, or do nothing if the peer is gone: the thread that reads from it settles what it had."""
+        with self._wire, contextlib.suppress(OSError):
+            if not self.connection.closed:
+                self.connection.send_bytes(data)
+
+    def ended(self) -> str:
+        """How it ended, once it has closed its connection."""
+        if self.process is None:
+            return "closed the connection"
+        try:
+            code = self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        return f"ended with exit code {code}"
+
+    def abort(self) -> None:
+        """End the process if this one started it."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+    def kill(self) -> None:
+        """End the process if this one started it, and close the connection."""
+        self.abort()
+        with self._wire:
+            self.connection.close()
+
+
+def take_offer(connection: Connection) -> tuple[int, np.ndarray[Any, Any], Any]:
+    """The engine's process id, the ring's memory (uint8), and what else the engine sent with its offer."""
+    pid, nbytes, spec = connection.recv()
+    fd = recv_handle(connection)
+    try:
+        return pid, mapped(fd, nbytes), spec
+    finally:
+        os.close(fd)
+
+
+def packed(pages: Sequence[Page]) -> tuple[bytes | memoryview | None, dict[int, str]]:
+    """Pages as a message; or None, and by offset why some of them cannot cross a process border. One bad page must not
+    cost the others."""
+    try:
+        return message(pages), {}
+    except Exception:  # noqa: BLE001 - whatever a page's is
+        bad: dict[int, str] = {}
+    for page in pages:
+        try:
+            ForkingPickler.dumps(page)
+        except Exception as e:
+            log.exception("a page of %s cannot be passed on", page.segment.key)
+            bad[page.offset] = bounded(f"its page cannot be passed on: {type(e).__name__}: {e}")
+    return None, bad
+
+
+def message(pages: Sequence[Page], shipped: Sequence[Any] = (), numbers: Any = None) -> memoryview:
+    return ForkingPickler.dumps((list(pages), list(shipped), numbers or {}))
+
+
+class ReturnQueue:
+    """Messages to the engine, from any thread, sent by one: no caller waits for the engine, nor for a lock that it has.
+
+    Those of a few milliseconds are sent together, as long as the ring has room: for each, a thread of the engine's
+    process would wake and take the interpreter's lock from its steps.
+    """
+
+    def __init__(self, connection: Connection, ring_bytes: int, meter: Meter | None = None):
+        """``meter``: counts for the engine."""
+        self._connection = connection
+        self._ring_bytes = ring_bytes
+        self._taken = self._freed = 0  # bytes of the ring; each counted by one thread alone
+        self._increments = None if meter is None else Increments(meter)
+        self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="hsx-return", daemon=True)
+        self._thread.start()
+
+    def took(self, nbytes: int) -> None:
+        """So much of the ring was received; called by one thread."""
+        self._taken += nbytes
+
+    def free(self, page: Page) -> None:
+        self._queue.put(("free", (page.offset, page.nbytes)))
+
+    def event(self, event: Event) -> None:
+        assert not isinstance(event, Receipt)  # there is no run
+        event = replace(event, segments=tuple(segment.bare() for segment in event.segments))
+        self.numbers()  # a reader that sees the end of a sample finds it counted
+        self._queue.put(("event", event))
+
+    def numbers(self) -> None:
+        """Send what was counted until this message leaves."""
+        self._queue.put(("numbers", None))
+
+    def put_nowait(self, record: logging.LogRecord) -> None:
+        """As a queue, for ``logging.handlers.QueueHandler``."""
+        try:
+            ForkingPickler.dumps(record)
+        except Exception:  # noqa: BLE001 - a library may attach anything to its record
+            kept = ("name", "levelno", "levelname", "msg", "created", "pathname", "lineno", "funcName")
+            record = logging.makeLogRecord({name: getattr(record, name) for name in kept})
+        self._queue.put(("log", record))
+
+    def close(self) -> None:
+        """Send what is left."""
+        self.numbers()
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._send()
+        except BaseException:  # noqa: BLE001 - whatever it is
+            # Without this thread the engine would wait for ever; of a peer that hangs up it knows what is lost.
+            say_lines(traceback.format_exc(), to=sys.stderr)
+            self._connection.close()
+
+    def _send(self) -> None:
+        ended = False
+        while not ended:
+            came = [self._queue.get()]
+            if self._taken - self._freed < self._ring_bytes // 2:
+                time.sleep(LINGER_S)
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    came.append(self._queue.get_nowait())
+            ended = None in came
+            messages = [one for one in came if one is not None and one[0] != "numbers"]
+            for i, (kind, what) in enumerate(messages):
+                if kind == "free":
+                    offset, nbytes = what
+                    self._freed += nbytes
+                    messages[i] = (kind, offset)
+            if self._increments is not None and len(messages) + ended < len(came):  # before the events that it counts
+                messages.insert(0, ("numbers", self._increments.take()))
+            # The engine may be gone: what it handed over is stored all the same.
+            if messages:
+                with contextlib.suppress(OSError):
+                    self._connection.send(messages)

@@ -1,0 +1,119 @@
+"""The process that listens for ``transport: attach``: it hands the pages of its engine's ranks to writers."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from functools import partial
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
+from pathlib import Path
+
+from hsx_dist.logger import get_logger
+from hsx_dist.observe.metrics import Meter
+from hsx_dist.page import Page
+from hsx_dist.transport.channel import ReturnQueue, take_offer
+from hsx_dist.transport.local_end import count_shipped
+from hsx_dist.transport.remote_end import RemoteEnd
+from hsx_dist.transport.shipping import Shipped
+from hsx_dist.writers.base import Sender
+
+log = get_logger(__name__)
+
+
+class PageServer:
+    """One connection and one shipping thread for every worker rank of an engine in child processes.
+
+    ``make_sender`` gives each rank its sender (its owner closes it); ``on_shipped`` is called from the shipping
+    threads, and ``on_closed`` when a rank has ended, after all that it shipped.
+
+    What a connection sends is unpickled, which can run code. So the peer must first prove that it knows ``key``, by
+    multiprocessing's challenge; nothing that it sends before is unpickled. The key reaches the ranks within vLLM's
+    configuration, hidden from its log lines (``ConnectorConfig.authkey``).
+    """
+
+    def __init__(
+        self,
+        make_sender: Callable[[], Sender],
+        on_shipped: Callable[[Shipped], None],
+        on_closed: Callable[[], None] = lambda: None,
+        meter: Meter | None = None,
+    ):
+        self._meter = Meter() if meter is None else meter
+        self._make_sender = make_sender
+        self._on_shipped = on_shipped
+        self._on_closed = on_closed
+        self.key = secrets.token_bytes(32)
+        # A folder that only this user can enter: others cannot even connect.
+        self._folder = Path(tempfile.mkdtemp(prefix="hsx-"))
+        self.address = str(self._folder / "ring")
+        self._listener = Listener(self.address, "AF_UNIX")
+        self._threads: list[threading.Thread] = []
+        self._acceptor = threading.Thread(target=self._accept, name="hsx-accept", daemon=True)
+        self._closing = False
+        self._acceptor.start()
+
+    def _accept(self) -> None:
+        while not self._closing:
+            try:
+                connection = self._listener.accept()
+            except (OSError, EOFError) as e:  # a peer that left, or this side is closing
+                if not self._closing:
+                    log.warning("a connection to the ring was refused: %r", e)
+                continue
+            threading.Thread(target=self._admit, args=(connection,), name="hsx-ship", daemon=True).start()
+
+    def _admit(self, connection: Connection) -> None:
+        """Serve a peer that has the key. On the connection's own thread: a silent peer delays no other."""
+        with connection:
+            try:
+                deliver_challenge(connection, self.key)
+                answer_challenge(connection, self.key)
+            except (OSError, EOFError, AuthenticationError) as e:
+                log.warning("a connection to the ring was refused: %r", e)
+                return
+            self._threads.append(threading.current_thread())  # a peer without the key does not delay the end either
+            self._serve(connection)
+
+    def _serve(self, connection: Connection) -> None:
+        try:
+            pid, memory, _ = take_offer(connection)
+            sender = self._make_sender()
+        except Exception as e:
+            log.exception("an engine's ring was not taken")
+            connection.send(f"{type(e).__name__}: {e}")
+            self._on_closed()
+            return
+        connection.send(None)
+        returns = ReturnQueue(connection, memory.nbytes)
+        end = RemoteEnd(
+            connection,
+            memory,
+            sender,
+            returns,
+            on_shipped=self._shipped,
+            on_numbers=partial(self._meter.merge, f"pid {pid}"),
+        )
+        try:
+            end.run()
+        finally:
+            self._meter.forget(f"pid {pid}")
+            sender.flush()
+            self._on_closed()
+            returns.close()
+
+    def _shipped(self, pages: list[Page], shipped: list[Shipped], seconds: float) -> None:
+        count_shipped(self._meter, pages, shipped, seconds)
+        for one in shipped:
+            self._on_shipped(one)
+
+    def close(self) -> None:
+        """End the listener; connections end when their engine does."""
+        self._closing = True
+        self._listener.close()
+        for thread in self._threads:
+            thread.join(timeout=60)
+        shutil.rmtree(self._folder, ignore_errors=True)

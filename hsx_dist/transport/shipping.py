@@ -1,0 +1,170 @@
+"""The queue between an engine's steps and the thread that hands pages to writers."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from hsx_dist.logger import get_logger
+from hsx_dist.observe.metrics import Meter
+from hsx_dist.page import Page
+from hsx_dist.text import bounded
+from hsx_dist.transport.affinity import any_core
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Shipped:
+    """Every page of ``key`` has been handed to the writers, or (``reason``) nothing of it is stored."""
+
+    key: str
+    reason: str | None = None
+
+
+#: A page, and what blocks until its copy into the ring is done.
+Copied = tuple[Page, Callable[[], None] | None]
+#: What is shipped, or what there is to tell.
+Item = Copied | Shipped
+
+#: How many bytes of pages travel in one call to a writer, at most (a single page may be larger).
+COALESCE_BYTES = 8 << 20
+#: A page that would be a small call by itself waits so long for others: about a step of an engine.
+LINGER_S = 0.02
+
+
+class ShippingThread:
+    """The queue between steps and the thread that ships; ``deliver`` is called on the thread, in order."""
+
+    #: After so many seconds without a page ``idle`` is called.
+    IDLE_S = 1.0
+
+    def __init__(
+        self,
+        deliver: Callable[[list[Page], list[Shipped]], None],
+        meter: Meter,
+        *,
+        idle: Callable[[], None] | None = None,
+        least_bytes: int = 0,
+        linger_s: float = 0.0,
+    ):
+        """``idle``: called every second without anything to ship.
+        ``least_bytes``: fewer wait up to ``linger_s`` seconds for more, so that what delivers them need not be called
+        for each."""
+        self._deliver = deliver
+        self._failed: dict[tuple[str, str], str] = {}  # samples of which a page was not copied, and why
+        self._idle = idle
+        self._least, self._linger = least_bytes, linger_s
+        self._since: deque[float] = deque()  # when each item that is not delivered was put
+        meter.watch("oldest_page_seconds", self._oldest)
+        self._queue: queue.SimpleQueue[Sequence[Item] | None] = queue.SimpleQueue()
+        self._ahead: deque[Item | None] = deque()  # taken off the queue, and not looked at
+        self._submitted = self._delivered = 0  # each written by one thread alone
+        self._thread = threading.Thread(target=self._run, name="hsx-ship", daemon=True)
+        with any_core():
+            self._thread.start()
+
+    def put(self, *items: Item) -> None:
+        """At one go: a thread that is woken for each would take the interpreter's lock from a step that is not done."""
+        self._submitted += len(items)
+        self._since.extend([time.monotonic()] * len(items))
+        self._queue.put(items)
+
+    @property
+    def pending(self) -> int:
+        return self._submitted - self._delivered
+
+    def _oldest(self) -> float:
+        try:
+            return time.monotonic() - self._since[0]
+        except IndexError:
+            return 0.0
+
+    def close(self, timeout: float | None) -> bool:
+        """Whether everything was shipped in time."""
+        self._queue.put(None)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _next(self) -> Item | None:
+        while True:
+            try:
+                return self._take(self.IDLE_S if self._idle is not None else None)
+            except queue.Empty:
+                assert self._idle is not None
+                self._idle()
+
+    def _take(self, seconds: float | None) -> Item | None:
+        """The next item; None at the end.
+
+        Raises:
+            queue.Empty: none came within so many seconds (None: wait for ever).
+        """
+        while not self._ahead:
+            items = self._queue.get(timeout=seconds) if seconds is None or seconds > 0 else self._queue.get_nowait()
+            self._ahead.extend((None,) if items is None else items)
+        return self._ahead.popleft()
+
+    def _copied(self, items: Sequence[Item]) -> tuple[list[Page], list[Shipped]]:
+        """Pages in the ring, once their copies have ended, and what there is to tell; in order. The page of a copy that
+        failed carries the error to its writer, which drops the sample's other pages too."""
+        last = next((ready for item in reversed(items) if not isinstance(item, Shipped) and (ready := item[1])), None)
+        if last is not None:
+            with suppress(Exception):  # asked again below
+                last()  # the copies end in order: this thread wakes, and takes the interpreter's lock, once for all
+        refs: list[Page] = []
+        told: list[Shipped] = []
+        for item in items:
+            if isinstance(item, Shipped):
+                told.append(item)
+                continue
+            ref, ready = item
+            sample = (ref.segment.key, ref.segment.source)
+            try:
+                if ready is not None:
+                    ready()
+            except Exception as e:
+                log.exception("a page of %s was not copied", ref.segment.key)
+                ref = replace(ref, error=bounded(f"its states were not copied: {type(e).__name__}: {e}"))
+                self._failed.setdefault(sample, ref.error)
+            refs.append(ref)
+            if ref.ends_sample:
+                told.append(Shipped(ref.segment.key, self._failed.pop(sample, None)))
+        return refs, told
+
+    def _run(self) -> None:
+        ended = False
+        while not ended:
+            item = self._next()
+            items: list[Item] = []
+            nbytes = 0
+            end = time.monotonic() + self._linger
+            while True:
+                if item is None:
+                    ended = True
+                    break
+                items.append(item)
+                if not isinstance(item, Shipped):
+                    ref = item[0]
+                    # With the metadata: the pages travel as one message.
+                    nbytes += ref.nbytes + (len(ref.segment.metadata) if ref.start == ref.segment.start else 0)
+                if nbytes >= COALESCE_BYTES:
+                    break
+                wait = end - time.monotonic() if 0 < nbytes < self._least else 0.0
+                try:
+                    item = self._take(wait)
+                except queue.Empty:
+                    break
+            refs, told = self._copied(items)
+            try:
+                self._deliver(refs, told)
+            except Exception:
+                log.exception("%d pages were not shipped", len(refs))
+            self._delivered += len(items)
+            for _ in items:
+                self._since.popleft()

@@ -1,0 +1,202 @@
+"""How large the house is: modules and types on the ways of a page and of a sample, names, lengths; a Markdown table.
+
+    python scripts/house.py [--static]
+
+The two ways are measured on a real run of one row: a local Ray cluster, one replica with vLLM in its process, one
+writer, a folder as the store. ``scripts/call_log.py`` logs each call in each process.
+
+- A page's way: the modules with a function that the replica's or the writer's process calls, and the dataclasses that
+  they construct, from the first step that schedules the row (``build_connector_meta``) until its receipt is stored.
+- A sample's way: the modules with a function that is called while ``load_hidden_states(run, key)`` returns a tensor.
+  Code that runs when a module is imported does not count.
+- Where a segment lies: dataclasses of ``format/`` and ``reading/`` that hold a ``Segment`` or its pieces, or that hold
+  such a class.
+
+``--static`` leaves out the run, which takes a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "hsx_dist"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in SOURCES}
+
+_LOAD = """
+import sys, time
+from hsx_dist.reading import load_hidden_states
+before = time.time_ns()
+states = load_hidden_states(sys.argv[1], "one")["hidden_states"]
+print(before, time.time_ns(), type(states).__name__, *states.shape)
+"""
+_MODEL = (
+    "import sys; from pathlib import Path; from hsx_dist.models.tiny import tiny_llama; tiny_llama(Path(sys.argv[1]))"
+)
+_SETTINGS = [
+    *("engine_kwargs.dtype=float32", "engine_kwargs.max_model_len=256", "engine_kwargs.enforce_eager=true"),
+    *(
+        "layers=[0,2,last]",
+        "codec=split",
+        "page_bytes=64KiB",
+        "segment_bytes=128KiB",
+        "in_flight_bytes=1MiB",
+        "writers.num_cpus=0",
+    ),
+    *("pool=ray", "min_replicas=1", "max_replicas=1", "writers.credit_bytes=1MiB", "check_samples=0"),
+]
+
+Row = tuple[str, int | str, str]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Print the house's table.")
+    parser.add_argument("--static", action="store_true", help="leave out the ways of a page and of a sample")
+    rows = [] if parser.parse_args().static else walks()
+    rows += [*names(), *lengths()]
+    print("| what | count | which |\n|---|---|---|")
+    for what, count, which in rows:
+        print(f"| {what} | {count} | {which} |")
+
+
+# -- the ways ----------------------------------------------------------------------------------------------------
+
+
+def walks() -> list[Row]:
+    """Run one row through the Ray pool, and load its sample."""
+    with tempfile.TemporaryDirectory(prefix="hsx-house-") as name:
+        folder = Path(name)
+        shutil.copy(ROOT / "scripts" / "call_log.py", folder / "sitecustomize.py")
+        (folder / "rows.jsonl").write_text(json.dumps({"id": "one", "token_ids": list(range(100))}) + "\n")
+        run([sys.executable, "-c", _MODEL, str(folder / "model")], folder)
+        paths = [f"output={folder / 'run'}", f"model={folder / 'model'}", f"input.path={folder / 'rows.jsonl'}"]
+        run([sys.executable, "-m", "hsx_dist.cli", "extract", *paths, *_SETTINGS], folder, "extract")
+        stored = min(p.stat().st_mtime_ns for p in (folder / "run").rglob("manifest/**/*") if p.is_file())
+        page = page_uses(folder / "extract", stored)
+        began, ended, *_ = run([sys.executable, "-c", _LOAD, str(folder / "run")], folder, "load").split()
+        sample = [use for log in uses(folder / "load").values() for use in log if int(began) <= use[0] <= int(ended)]
+        return [
+            way("modules on a page's way", page, "call"),
+            way("types on a page's way", page, "type"),
+            way("modules from URI to tensor", sample, "call"),
+            way("types from URI to tensor", sample, "type"),
+        ]
+
+
+def run(command: list[str], folder: Path, log: str = "") -> str:
+    """Run in a process of its own; with the name of a ``log``, its calls are logged there."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if log:
+        (folder / log).mkdir()
+        environment |= {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "HSX_CALL_LOG": str(folder / log)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"expected {' '.join(command)} to end with 0, got {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+Use = tuple[int, str, str, str]
+
+
+def uses(folder: Path) -> dict[str, list[Use]]:
+    """(time, "call" or "type", module, name), by process."""
+    found: dict[str, list[Use]] = defaultdict(list)
+    for path in folder.iterdir():
+        for line in path.read_text().splitlines():
+            at, _, kind, module, name = line.split(" ")
+            found[path.name].append((int(at), kind, module, name))
+    return found
+
+
+def page_uses(folder: Path, stored: int) -> list[Use]:
+    """What the replica's and the writer's process did between the first step and ``stored``. The driver's process is
+    the one that takes the attempt."""
+    actors = [log for log in uses(folder).values() if not any(name == "take_attempt" for *_, name in log)]
+    began = min(at for log in actors for at, _, _, name in log if name == "build_connector_meta")
+    return [use for log in actors for use in log if began <= use[0] <= stored]
+
+
+def way(what: str, found: Iterable[Use], kind: str) -> Row:
+    chosen = {(module, name) for _, k, module, name in found if k == kind}
+    shown = {m.removeprefix("hsx_dist.") for m, _ in chosen} if kind == "call" else {name for _, name in chosen}
+    return what, len(shown), ", ".join(sorted(shown))
+
+
+# -- the sources -------------------------------------------------------------------------------------------------
+
+
+def names() -> list[Row]:
+    classes = Counter(node.name for tree in TREES.values() for node in tree.body if isinstance(node, ast.ClassDef))
+    # A command is named as what it calls, and each room may have a base.
+    stems = Counter(
+        Path(p).stem for p in TREES if not p.startswith("cli/") and Path(p).stem not in ("__init__", "base")
+    )
+    twice = [name for found in (classes, stems) for name, count in found.items() if count > 1]
+    imported = [p for p, tree in TREES.items() if not p.startswith("testing/") and imports_testing(tree)]
+    located = locations()
+    return [
+        ("types for where a segment lies", len(located), ", ".join(sorted(located))),
+        ("names of two classes or modules", len(twice), ", ".join(twice)),
+        ("imports of testing/", len(imported), ", ".join(imported)),
+    ]
+
+
+def imports_testing(tree: ast.AST) -> bool:
+    modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return any(module.startswith(("hsx_dist.testing", "tests")) for module in modules)
+
+
+def locations() -> set[str]:
+    """Dataclasses whose fields lead to a ``Segment`` or are its ``pieces``; writers' buffers aside."""
+    fields: dict[str, set[str]] = {}
+    for path, tree in TREES.items():
+        if path.startswith(("format/", "reading/")) and "write" not in path:
+            for node in tree.body:
+                if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(d) for d in node.decorator_list):
+                    annotations = [ast.unparse(n) for n in node.body if isinstance(n, ast.AnnAssign)]
+                    fields[node.name] = set(re.findall(r"\w+", " ".join(annotations)))
+    found: set[str] = set()
+    while more := {name for name, used in fields.items() if used & {"Segment", "pieces", *found}} - found:
+        found |= more
+    return found | {"Segment"}
+
+
+def lengths() -> list[Row]:
+    functions = [
+        (node.end_lineno - node.lineno + 1, f"{path}:{node.name}")
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None
+    ]
+    long = [f"{name} ({lines})" for lines, name in functions if lines > 50]
+    rules = ["--isolated", "--select", "C901", "--config", "lint.mccabe.max-complexity=15"]
+    command = [sys.executable, "-m", "ruff", "check", *rules, "--output-format", "json", str(PACKAGE)]
+    complex_ = json.loads(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
+    sizes = {path: len((PACKAGE / path).read_text().splitlines()) for path in TREES}
+    longest = max(sizes, key=lambda path: sizes[path])
+    over = [f"{path} ({n})" for path, n in sizes.items() if n > 450]
+    return [
+        ("functions over 50 lines", len(long), ", ".join(long)),
+        ("functions of a complexity over 15", len(complex_), ", ".join(m["message"].split("`")[1] for m in complex_)),
+        ("lines of hsx_dist", sum(sizes.values()), f"{len(sizes)} modules"),
+        ("median module", int(statistics.median(sizes.values())), "lines"),
+        ("longest module", sizes[longest], longest),
+        ("modules over 450 lines", len(over), ", ".join(over)),
+    ]
+
+
+if __name__ == "__main__":
+    main()

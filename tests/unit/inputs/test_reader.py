@@ -1,0 +1,149 @@
+"""Inputs that are read in a child process: what breaks there is a typed error here, and nothing of it stays."""
+
+from __future__ import annotations
+
+import gzip
+import http.server
+import json
+import os
+import signal
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hsx_dist.config import InputConfig
+from hsx_dist.errors import ConfigError, FormatError, Unavailable
+from hsx_dist.inputs.rows import Row, read_rows
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc, and a limit of memory")
+
+
+def packed(folder: Path, rows: int) -> Path:
+    path = folder / "in.jsonl.gz"
+    path.write_bytes(gzip.compress(b"".join(b'{"text": "row %d"}\n' % i for i in range(rows))))
+    return path
+
+
+def children() -> set[int]:
+    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+
+
+@linux
+def test_a_reader_that_is_killed_is_a_typed_error(tmp_path: Path) -> None:
+    before = children()
+    rows = read_rows(InputConfig(path=str(packed(tmp_path, 1_000_000))))
+    next(rows)
+    (child,) = children() - before
+    os.kill(child, signal.SIGABRT)
+    with pytest.raises(FormatError, match=r"in.jsonl.gz, after row \d+: expected .* its reader ended by SIGABRT"):
+        list(rows)
+    assert children() == before
+
+
+@linux
+@pytest.mark.parametrize("started", [True, False])
+def test_the_reader_ends_with_its_iterator(tmp_path: Path, started: bool) -> None:
+    before = children()
+    rows = read_rows(InputConfig(path=str(packed(tmp_path, 1_000_000))))
+    if started:
+        next(rows)
+    assert len(children() - before) == 1
+    rows.close()  # type: ignore[attr-defined]
+    del rows
+    assert children() == before
+
+
+def test_a_row_that_no_process_can_send_is_refused_alone(tmp_path: Path) -> None:
+    spans = pa.array([None, pa.MonthDayNano([1, 2, 3])])
+    with pa.ipc.new_file(tmp_path / "in.arrow", pa.schema({"text": pa.string(), "span": spans.type})) as writer:
+        writer.write_table(pa.table({"text": ["a", "b"], "span": spans}))
+    first, second = read_rows(InputConfig(path=str(tmp_path / "in.arrow"), metadata=["span"]))
+    assert isinstance(first, Row)
+    assert "cannot be read" in second.reason  # type: ignore[union-attr]
+
+
+def test_an_option_that_no_process_can_be_given_is_named(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as file:
+        file.writestr("a.jsonl", "{}")
+    config = InputConfig(path=f"zip://a.jsonl::file://{tmp_path}/a.zip", storage_options={"file": lambda: "secret"})
+    with pytest.raises(ConfigError, match=r"input\.storage_options\.file: .* got function"):
+        read_rows(config)
+
+
+@linux
+@pytest.mark.slow  # 4 GiB are filled
+def test_a_zip_file_whose_directory_takes_too_much_memory_is_an_error(tmp_path: Path) -> None:
+    """fsspec makes a text of each parent folder of each name."""
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as file:
+        file.writestr("in.jsonl", '{"text": "hello"}\n')
+        for i in range(40):
+            file.writestr(f"\U0001f600{i:06d}{'x' * 63_000}{'/a' * 900}", "")
+    with pytest.raises(FormatError, match=r"expected a file that can be read within 4\.5 GiB"):
+        read_rows(InputConfig(path=f"zip://in.jsonl::{tmp_path}/a.zip"))
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.parquet"])
+def test_a_zip_file_with_a_wrong_bit_is_broken(tmp_path: Path, name: str) -> None:
+    lines = b"".join(json.dumps({"text": f"row {i}"}).encode() + b"\n" for i in range(5000))
+    pq.write_table(pa.table({"text": ["a", "b"] * 1000}), tmp_path / "x.parquet", compression="none")
+    data = lines if name == "in.jsonl" else (tmp_path / "x.parquet").read_bytes()
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as file:
+        file.writestr(name, data)
+    stored = bytearray((tmp_path / "a.zip").read_bytes())
+    stored[30 + len(name) + len(data) // 2] ^= 1
+    (tmp_path / "a.zip").write_bytes(stored)
+    with pytest.raises(FormatError, match=r"broken compressed data .*BadZipFile"):
+        list(read_rows(InputConfig(path=f"zip://{name}::{tmp_path}/a.zip")))
+
+
+@pytest.fixture
+def failing_server() -> Iterator[str]:
+    """Serves a file of 20 MB up to its first quarter."""
+    data = b'{"text":"a row"}\n' * (20_000_000 // 17)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+        def do_HEAD(self) -> None:
+            self._answer(200, len(data))
+
+        def do_GET(self) -> None:
+            first, last = self.headers["Range"].removeprefix("bytes=").split("-") if "Range" in self.headers else (0, 0)
+            first, end = int(first), min(int(last or len(data)) + 1, len(data))
+            if first > 5_000_000:
+                self._answer(503, 0)
+                return
+            self._answer(206, end - first, f"bytes {first}-{end - 1}/{len(data)}")
+            self.wfile.write(data[first:end])
+
+        def _answer(self, status: int, length: int, part: str | None = None) -> None:
+            self.send_response(status)
+            self.send_header("Accept-Ranges", "bytes")
+            self.send_header("Content-Length", str(length))
+            if part:
+                self.send_header("Content-Range", part)
+            self.end_headers()
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_server_that_fails_is_unavailable_and_its_signed_url_is_not_shown(failing_server: str) -> None:
+    with pytest.raises(Unavailable) as error:
+        list(read_rows(InputConfig(path=f"{failing_server}/x.jsonl?X-Amz-Signature=SECRETSIG")))
+    assert "ClientResponseError" in str(error.value)
+    assert "SECRETSIG" not in str(error.value)
+    assert error.value.__suppress_context__

@@ -1,0 +1,190 @@
+"""Wherever the writers are: what is submitted is stored or reported as lost, once, and the ring comes back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hsx_dist.page import Page
+from hsx_dist.transport.local_end import LocalEnd
+from tests.unit.transport.placements import PLACEMENTS, RING, Placement, attach, inline, some, until
+
+
+@pytest.fixture(params=PLACEMENTS)
+def placement(request, tmp_path) -> Iterator[Placement]:
+    with PLACEMENTS[request.param](tmp_path) as made:
+        made.name = request.param
+        yield made
+
+
+def test_what_is_stored_is_what_was_submitted_and_the_ring_goes_round(placement):
+    sent = {f"k{i}": some(40, seed=i) for i in range(600)}  # three times the ring
+    assert sum(s.nbytes for s in sent.values()) > 2 * RING
+    for key, states in sent.items():
+        placement.submit(key, states)
+    placement.wait_for(*sent)
+    until(lambda: len(placement.shipped) == len(sent))
+    assert all(outcome == [None] for outcome in placement.outcomes.values())
+    for key in list(sent)[::20]:
+        np.testing.assert_array_equal(placement.states(key), sent[key])
+    until(lambda: counts(placement).get("samples") == len(sent))
+    counted = counts(placement)
+    assert counted["pages"] == counted["parts"] == len(sent)
+    assert counted["page_bytes"] == counted["raw_bytes"] == sum(s.nbytes for s in sent.values())
+
+
+def counts(placement: Placement) -> dict[str, float]:
+    return {name: value for (name, _), value in placement.meter.sums().items()}
+
+
+def test_what_a_client_said_of_a_sample_of_several_pages_is_stored_with_it(placement):
+    states = some(10)
+    mask = np.arange(10, dtype=np.int64) % 2
+    placement.submit("a", states, page_tokens=4, meta={"user": {"id": 7}}, attached={"loss_mask": mask})
+    placement.wait_for("a")
+    np.testing.assert_array_equal(placement.states("a"), states)
+    assert placement.stored("a")["meta"]["user"] == {"id": 7}
+    assert placement.stored("a")["loss_mask"].tolist() == mask.tolist()
+
+
+def test_a_page_that_was_not_copied_costs_its_sample_alone(placement):
+    def broken() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    first, second = placement.pages("a", some(8), page_tokens=4)
+    placement.end.submit((first, broken), (second, None))
+    placement.submit("b", some(), ready=lambda: None)
+    placement.wait_for("a", "b")
+    assert placement.outcomes["b"] == [None]
+    (why,) = placement.outcomes["a"]
+    assert "illegal memory access" in why
+    until(lambda: len(placement.shipped) == 2)
+    assert {s.key: s.reason is None for s in placement.shipped} == {"a": False, "b": True}
+
+
+def test_a_page_that_cannot_be_read_costs_its_sample_alone(placement, monkeypatch):
+    """All in one call. The process that reads it finds that it lies outside of the ring."""
+    pages = {key: next(placement.pages(key, some())) for key in ("a", "bad", "c")}
+    if placement.name == "inline":
+        pages["bad"] = replace(pages["bad"], shape=(1 << 20, 1 << 20, 1))
+    else:
+        whole = Page.detached
+
+        def detached(page: Page) -> Page:
+            sent = whole(page)
+            return replace(sent, shape=(1 << 20, 1 << 20, 1)) if page.segment.key == "bad" else sent
+
+        monkeypatch.setattr(Page, "detached", detached)
+    placement.end.submit(*[(page, None) for page in pages.values()])
+    placement.wait_for(*pages)
+    assert placement.outcomes["a"] == placement.outcomes["c"] == [None]
+    (why,) = placement.outcomes["bad"]
+    assert "cannot be read" in why
+    placement.submit("later", some())
+    placement.wait_for("later")
+    assert placement.outcomes["later"] == [None]
+
+
+@pytest.mark.parametrize("placement", ["attach", "spawn"], indirect=True)
+def test_a_page_that_cannot_cross_a_process_border_costs_its_sample_alone(placement):
+    pages = [
+        page
+        for key in ("a", "bad", "c")
+        for page in placement.pages(
+            key, some(8), page_tokens=4, attached={"x": threading.Lock()} if key == "bad" else {}
+        )
+    ]
+    placement.end.submit(*[(page, None) for page in pages])
+    placement.wait_for("a", "bad", "c")
+    assert placement.outcomes["a"] == placement.outcomes["c"] == [None]
+    (why,) = placement.outcomes["bad"]
+    assert "cannot be passed on" in why
+
+
+def test_a_sample_of_which_nothing_is_stored_is_reported_after_the_pages_before_it(placement):
+    placement.submit("a", some())
+    placement.end.skip("b", "too short")
+    until(lambda: len(placement.shipped) == 2)
+    assert [(s.key, s.reason) for s in placement.shipped] == [("a", None), ("b", "too short")]
+    placement.wait_for("a")
+
+
+class Refusing:
+    """A sender that raises for pages of the key ``bad``, after it gave the first one's place back."""
+
+    def __init__(self, sender):
+        self.sender = sender
+        self.late = []
+
+    def send(self, pages, release):
+        if any(page.segment.key == "bad" for page in pages):
+            release(pages[0])
+            self.late += [(release, page) for page in pages]
+            raise RuntimeError("the object store is full")
+        self.sender.send(pages, release)
+
+    def flush(self):
+        self.sender.flush()
+
+    def close(self):
+        self.sender.close()
+
+
+@pytest.mark.parametrize("place", [inline, attach], ids=["inline", "attach"])
+def test_pages_that_the_sender_refuses_are_reported_and_their_places_come_back_once(tmp_path, place):
+    made = []
+
+    def wrap(sender):
+        made.append(Refusing(sender))
+        return made[-1]
+
+    with place(tmp_path, wrap) as placement:
+        first, second = placement.pages("bad", some(8), page_tokens=4)
+        placement.end.submit((first, None), (second, None))
+        placement.wait_for("bad")
+        assert set(placement.outcomes["bad"]) == {"its pages were not shipped: RuntimeError: the object store is full"}
+        until(lambda: len(placement.shipped) == 1)
+        assert "object store is full" in placement.shipped[0].reason
+        other = placement.end.ring.allocate(64)  # where the first page was
+        for release, page in made[0].late:
+            release(page)
+        placement.submit("b", some())
+        until(lambda: placement.outcomes["b"] == [None])
+        until(lambda: placement.end.ring.used_bytes == 64)
+        placement.end.ring.free(other)
+
+
+def test_pages_of_an_engine_that_ends_are_stored(placement):
+    states = {f"k{i}": some(seed=i) for i in range(20)}
+    for key, rows in states.items():
+        placement.submit(key, rows)
+    placement.end.close(30)
+    until(lambda: states.keys() <= placement.outcomes.keys())
+    assert all(outcome == [None] for outcome in placement.outcomes.values())
+
+
+def test_the_end_is_not_waited_for_longer_than_asked(tmp_path):
+    go = threading.Event()
+
+    class Hanging:
+        def send(self, pages, release):
+            go.wait(60)
+            for page in pages:
+                release(page)
+
+        def flush(self): ...
+        def close(self): ...
+
+    end = LocalEnd(Hanging(), RING)
+    placement = Placement(tmp_path)
+    placement.end = end
+    placement.submit("a", some())
+    end.close(0.1)
+    assert end.pending == 1
+    go.set()
+    until(lambda: not end.pending)
+    assert end.ring.used_bytes == 0
