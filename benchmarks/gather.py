@@ -58,7 +58,7 @@ class Case:
 
     @property
     def page_blocks(self) -> int:
-        """As ``worker.CopyPlan`` has it."""
+        """As ``point_copier.CopyPlan`` has it."""
         layer = self.block * self.hidden * DTYPE.itemsize
         return max(1, min(PAGE_BYTES // self.block_bytes, LAYER_BYTES // layer))
 

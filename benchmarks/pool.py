@@ -33,7 +33,7 @@ import numpy as np
 import psutil
 import ray
 
-from hsx_dist.connector.worker import CopyPlan
+from hsx_dist.connector.point_copier import CopyPlan
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.codecs.base import encode_into
 from hsx_dist.format.manifest import Receipt

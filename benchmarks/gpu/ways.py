@@ -14,8 +14,10 @@ import torch
 from benchmarks.null_sender import NullSender
 from hsx_dist.connector.gather import Order
 from hsx_dist.connector.outlet import Outlet
+from hsx_dist.connector.point_copier import hidden_states_in
 from hsx_dist.connector.step import Save, Step
 from hsx_dist.connector.worker import WorkerHalf
+from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.transport.local_end import LocalEnd
 from hsx_dist.writers.base import Sender
 
@@ -81,14 +83,13 @@ class Ways:
         self.stream = torch.cuda.Stream(cache.device) if self.cuda else None
         self._outlet = Outlet(LocalEnd(sender or NullSender(), ring_bytes))
         self._worker = WorkerHalf(
-            cache.view,
+            [hidden_states_in(cache.view, tuple(range(cache.shape.layers)))],
             self._outlet,
-            layer_ids=tuple(range(cache.shape.layers)),
             page_bytes=PAGE_BYTES,
             segment_bytes=SEGMENT_BYTES,
         )
         #: Of our pages, in elements.
-        self.page = self._worker.plan.page_tokens * cache.shape.layers * cache.shape.hidden
+        self.page = self._worker.plans[HIDDEN_STATES].page_tokens * cache.shape.layers * cache.shape.hidden
         self._host = torch.from_numpy(self._outlet.memory).view(DTYPE)
         self._ids = np.arange(cache.shape.tokens, dtype=np.int64)
 

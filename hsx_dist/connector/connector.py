@@ -18,20 +18,31 @@ from vllm import __version__ as VLLM_VERSION  # noqa: N812
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     SupportsHMA,
 )
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 
+from hsx_dist.connector.columns import CapturedPoint
 from hsx_dist.connector.connector_config import ConnectorConfig, read_connector_config
-from hsx_dist.connector.engine_checks import check_engine
-from hsx_dist.connector.metadata import StepMetadata
+from hsx_dist.connector.engine_checks import check_engine, warn_of_long_samples, warn_of_short_limits
+from hsx_dist.connector.metadata import CapturedMetadata, StepMetadata
 from hsx_dist.connector.object_writer import store_outlet
 from hsx_dist.connector.outlet import Outlet
-from hsx_dist.connector.ranks import RankComparison, Ranks, check_parallelism, check_siblings, ranks_of
+from hsx_dist.connector.point_copier import hidden_states_in
+from hsx_dist.connector.ranks import (
+    RankComparison,
+    Ranks,
+    check_parallelism,
+    check_siblings,
+    comparisons,
+    ranks_of,
+)
 from hsx_dist.connector.scheduler import SchedulerHalf
 from hsx_dist.connector.stats import HiddenStatesPromMetrics, HiddenStatesStats
+from hsx_dist.connector.tapped import TapWatch, captured_points, check_layout
 from hsx_dist.connector.versions import check_version, layers_first
 from hsx_dist.connector.worker import WorkerHalf
 from hsx_dist.errors import ConfigError
@@ -39,6 +50,7 @@ from hsx_dist.logger import get_logger
 from hsx_dist.memory import huge_pages
 from hsx_dist.observe.logs import configure_logging
 from hsx_dist.observe.metrics import Increments
+from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.transport.attach import AttachedEnd
 from hsx_dist.transport.local_end import registered
 from hsx_dist.vllm_patches import captures, resets
@@ -47,6 +59,8 @@ from hsx_dist.vllm_patches.loads import Loads, loaded_tokens, warn_of_loads
 from hsx_dist.vllm_patches.no_drafts import never_draft, uses_v1_runner
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -58,7 +72,8 @@ log = get_logger(__name__)
 
 
 class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
-    """Ships the hidden states that ``extract_hidden_states`` caches, in ``kv_transfer_config``:
+    """Ships the hidden states that ``extract_hidden_states`` caches, or the points that taps cache
+    (``taps.capture_config.additional_config``), in ``kv_transfer_config``:
     ``{"kv_connector": "HiddenStatesConnector", "kv_role": "kv_producer", "kv_connector_extra_config": {...}}``
     (keys: ``ConnectorConfig``)."""
 
@@ -68,13 +83,16 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = read_connector_config(self._kv_transfer_config.kv_connector_extra_config)
         check_parallelism(vllm_config.parallel_config)
         self._layer_ids = check_engine(vllm_config)
-        self._group = hidden_state_group(kv_cache_config, vllm_config.model_config.model)
+        model = vllm_config.model_config
+        self._group = hidden_state_group(kv_cache_config, model.model, tapped=self._layer_ids is None)
         spec = kv_cache_config.kv_cache_groups[self._group].kv_cache_spec
         self._block_size = spec.block_size
         self._scheduler: SchedulerHalf | None = None
         self._loads = Loads()
         self._ranks: Ranks | None = None
-        self._agreement: RankComparison | None = None
+        self._agreements: list[RankComparison] = []
+        self._points: tuple[CapturedPoint, ...] = ()  # of this rank
+        self._taps: TapWatch | None = None
         self._worker: WorkerHalf | None = None  # only on ranks that store
         self._outlet: Outlet | None = None
         self._increments: Increments | None = None
@@ -84,23 +102,39 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 self._settings,
                 block_size=self._block_size,
                 tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
-                layer_ids=self._layer_ids,
-                dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
-                hidden_size=vllm_config.model_config.get_hidden_size(),
             )
-            model = vllm_config.model_config
-            token_bytes = len(self._layer_ids) * model.get_hidden_size() * model.dtype.itemsize
-            warn_of_long_samples(self._settings, model.max_model_len, token_bytes)
+            if self._layer_ids is not None:
+                dtype = str(model.dtype).removeprefix("torch.")
+                self._capture((CapturedPoint(HIDDEN_STATES, self._layer_ids, model.get_hidden_size(), dtype),))
 
-        warn_of_short_limits(self._settings, vllm_config, role)
+        if role == KVConnectorRole.SCHEDULER:
+            warn_of_short_limits(self._settings, vllm_config)
+
+    def _capture(self, points: tuple[CapturedPoint, ...]) -> None:
+        assert self._scheduler is not None
+        self._scheduler.capture(points)
+        token_bytes = sum(len(p.layers) * p.width * p.shards * getattr(torch, p.dtype).itemsize for p in points)
+        warn_of_long_samples(self._settings, self._vllm_config.model_config.max_model_len, token_bytes)
 
     # -- the scheduler's process ---------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
         assert self._scheduler is not None
         self._scheduler.new_request(request)
-        if uses_v1_runner(self._vllm_config):
+        if self._layer_ids is not None and uses_v1_runner(self._vllm_config):
             never_draft(request)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """What the workers capture by taps, by rank."""
+        if self._layer_ids is not None:
+            return  # another connector's, in a MultiConnector
+        first = metadata.get(0)
+        if not isinstance(first, CapturedMetadata):
+            raise ConfigError(
+                f"expected the workers' captured points, got {type(first).__name__}: vLLM passes on what one connector "
+                "of a MultiConnector says. Put HiddenStatesConnector first in it"
+            )
+        self._capture(first.points)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._loads.refuse(request)
@@ -153,38 +187,81 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         from vllm.distributed.parallel_state import get_tp_group
         from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
 
-        layers = get_layers_from_vllm_config(self._vllm_config, CacheOnlyAttentionLayer, list(kv_caches))
-        if len(layers) != 1:
-            raise ConfigError(f"expected one hidden-state cache layer, found {len(layers)}: {sorted(layers)}")
-        cache = kv_caches[next(iter(layers))]
-        cache = layers_first(cache, len(self._layer_ids), self._block_size, VLLM_VERSION)
-        if not cache.is_cuda:
-            storage = cache.untyped_storage()
-            huge_pages.advise(storage.data_ptr(), storage.nbytes())
         group = get_tp_group()
         others = [c for c in getattr(get_kv_transfer_group(), "sub_connectors", ()) if c is not self]
         if group.rank_in_group == 0:
             warn_of_loads(others)
         if group.world_size > 1:
             check_siblings(others, group.world_size)
-            self._agreement = RankComparison(
-                cache, group.cpu_group, layer_ids=self._layer_ids, model=self._vllm_config.model_config.model
-            )
+        layers = get_layers_from_vllm_config(self._vllm_config, CacheOnlyAttentionLayer, list(kv_caches))
+        if self._layer_ids is None:
+            caches = self._tapped(layers, kv_caches, group)
+        else:
+            caches = [self._extracted(layers, kv_caches, self._layer_ids, others)]
+        for _, cache in caches:
+            if not cache.is_cuda:
+                storage = cache.untyped_storage()
+                huge_pages.advise(storage.data_ptr(), storage.nbytes())
+        self._points = tuple(point for point, _ in caches)
+        if group.world_size > 1:
+            self._agreements = comparisons(caches, group.cpu_group, self._vllm_config.model_config.model)
+        self._open(caches, group)
+
+    def _extracted(
+        self,
+        layers: Mapping[str, Any],
+        kv_caches: dict[str, torch.Tensor],
+        layer_ids: tuple[int, ...],
+        others: Sequence[Any],
+    ) -> tuple[CapturedPoint, torch.Tensor]:
+        """The cache of vLLM's own extraction."""
+        if len(layers) != 1:
+            raise ConfigError(f"expected one hidden-state cache layer, found {len(layers)}: {sorted(layers)}")
+        (name, layer), *_ = layers.items()
+        cache = layers_first(kv_caches[name], len(layer_ids), self._block_size, VLLM_VERSION)
         captures.check_layer_zero(
-            self._layer_ids,
+            layer_ids,
             self._vllm_config.compilation_config.static_forward_context.values(),
             self._vllm_config.model_config.model,
         )
         watch(
-            next(iter(layers.values())),
+            layer,
             cache,
-            self._layer_ids,
+            layer_ids,
             self._vllm_config,
             direct=self._settings.cache_writes == "direct",
             others=[type(c).__name__ for c in others],
         )
+        return hidden_states_in(cache, layer_ids)
+
+    def _tapped(
+        self, layers: Mapping[str, Any], kv_caches: dict[str, torch.Tensor], group: Any
+    ) -> list[tuple[CapturedPoint, torch.Tensor]]:
+        """The caches of the taps."""
+        from hsx_dist.taps.point_cache import PointCache
+
+        found = [layer for layer in layers.values() if isinstance(layer, PointCache)]
+        if not found:
+            raise ConfigError(
+                "expected a model with taps, got none. Use load_format auto, and load the plugin of hsx_dist "
+                "(VLLM_PLUGINS, if set, must name hsx_dist)"
+            )
+        views = {
+            layer.layer_name: layers_first(
+                kv_caches[layer.layer_name], len(layer.layers), self._block_size, VLLM_VERSION
+            )
+            for layer in found
+        }
+        kv_heads = self._vllm_config.model_config.get_total_num_kv_heads()
+        caches = captured_points(found, views, rank=group.rank_in_group, ranks=group.world_size, kv_heads=kv_heads)
+        check_layout([point for point, _ in caches], self._settings)
+        self._taps = TapWatch(found[0].taps.check_alive)
+        return caches
+
+    def _open(self, caches: list[tuple[CapturedPoint, torch.Tensor]], group: Any) -> None:
+        """Make what this rank stores with, if it stores."""
         settings = self._settings
-        self._ranks = ranks_of(group, one_node=settings.one_node, limit=settings.owners)
+        self._ranks = ranks_of(group, one_node=settings.one_node, limit=settings.owners, points=self._points)
         if settings.transport == "attach":
             # A process that vLLM made, and in which nobody has told our lines where to go and what to say of it.
             about = {"run": settings.output, "replica": settings.replica or "", "rank": str(self._ranks.rank)}
@@ -194,13 +271,15 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._outlet = make_outlet(self._settings, self._vllm_config)
         self._increments = Increments(self._outlet.meter)
         self._worker = WorkerHalf(
-            cache,
+            caches,
             self._outlet,
-            layer_ids=self._layer_ids,
             page_bytes=self._settings.page_bytes,
             # Where every sample is an object of its own, it is one segment however long it is.
             segment_bytes=self._settings.segment_bytes if self._settings.layout == "part" else sys.maxsize,
         )
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return None if self._taps is None else CapturedMetadata(self._points)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Called before the model runs; ``start_load_kv`` comes after it where nothing is to be loaded."""
@@ -228,8 +307,10 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             meta = self._get_connector_metadata()
             assert isinstance(meta, StepMetadata)
             assert self._ranks is not None
-            if self._agreement is not None:
-                self._agreement.check(meta.saves)
+            if self._taps is not None:
+                self._taps.step(bool(meta.saves))
+            for agreement in self._agreements:
+                agreement.check(meta.saves)
             done = self._ranks.others(meta)
             if self._worker is not None:
                 self._worker.step(self._ranks.own(meta))
@@ -280,67 +361,20 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             self._outlet.close(max(end - time.monotonic(), 0.1))
 
 
-def warn_of_long_samples(settings: ConnectorConfig, longest: int, token_bytes: int) -> None:
-    """Log a warning if the states of one request can exceed what a bare connector's writers hold encoded."""
-    if settings.bare and longest * token_bytes > settings.encoded_bytes:
-        log.warning(
-            "a request of max_model_len=%d tokens has %d bytes of states, and in_flight_bytes=%d allows %d encoded "
-            "bytes: the writers of each worker hold one such request whole, beyond in_flight_bytes. Provide memory, "
-            "raise in_flight_bytes, or lower --max-model-len",
-            longest,
-            longest * token_bytes,
-            settings.in_flight_bytes,
-            settings.encoded_bytes,
-        )
-
-
-def warn_of_short_limits(settings: ConnectorConfig, vllm_config: VllmConfig, role: KVConnectorRole) -> None:
-    """Say which of the engine's own limits would cut off what the connector is still doing at its end.
+def hidden_state_group(kv_cache_config: KVCacheConfig, model: str = "this model", *, tapped: bool = False) -> int:
+    """Index of the cache group that holds the hidden states, found by its spec. ``tapped``: the group of all points.
 
     Raises:
-        ConfigError: the drafter would skip states of long sequences.
-    """
-    import vllm.envs as envs
-
-    if role != KVConnectorRole.SCHEDULER:
-        return
-    spec = vllm_config.speculative_config
-    drafter = getattr(getattr(spec, "draft_model_config", None), "max_model_len", None)
-    longest = vllm_config.model_config.max_model_len
-    if drafter is not None and drafter < longest:
-        # vLLM then writes no states for a whole batch, whenever its longest sequence exceeds the drafter's limit.
-        raise ConfigError(
-            f"expected a drafter that takes sequences as long as the model's ({longest} tokens), came {drafter}: "
-            "states of longer ones would be missing; do not set speculative_config's max_model_len, or lower the "
-            "model's"
-        )
-    if not settings.bare:
-        return
-    if vllm_config.shutdown_timeout < settings.drain_seconds:
-        log.warning(
-            "shutdown_timeout is %g s, less than drain_seconds (%g): a stopped engine ends requests at once, and may "
-            "end before all hidden states are stored; start a server with --shutdown-timeout %d or more, flush an LLM "
-            "of your own (hsx_dist.connector.flush) before it goes",
-            vllm_config.shutdown_timeout,
-            settings.drain_seconds,
-            int(settings.drain_seconds) + 10,
-        )
-    if settings.drain_seconds > envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS:
-        log.warning(
-            "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS is %g, less than drain_seconds (%g): workers may be ended before all "
-            "hidden states are stored; raise it",
-            envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS,
-            settings.drain_seconds,
-        )
-
-
-def hidden_state_group(kv_cache_config: KVCacheConfig, model: str = "this model") -> int:
-    """Index of the cache group that holds the hidden states, found by its spec.
-
-    Raises:
-        ConfigError: the model's cache does not keep them in a group of their own kind.
+        ConfigError: the model's cache does not keep them in a group of their own kind; with taps, there are several.
     """
     groups = kv_cache_config.kv_cache_groups
+    if tapped:
+        if len(groups) != 1:
+            raise ConfigError(
+                f"{model}: expected one group of cache blocks with capture by taps, got {len(groups)}. Use source: "
+                "cache"
+            )
+        return 0
     found = [i for i, g in enumerate(groups) if isinstance(g.kv_cache_spec, HiddenStateCacheSpec)]
     if len(found) == 1:
         return found[0]

@@ -34,8 +34,9 @@ class Outlet:
         """Block until the lock files of all expected and skipped requests exist. Then their step ends."""
 
     def skip(self, skip: Skip) -> None:
-        """Nothing of a request will be shipped. Returns at once."""
-        self.end.skip(skip.key, skip.reason)
+        """Nothing of a request will be shipped by this rank. Returns at once."""
+        for column in skip.columns:
+            self.end.skip(skip.key, skip.reason, column, skip.of)
 
     @property
     def pending(self) -> int:

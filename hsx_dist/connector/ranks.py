@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from hsx_dist.connector.columns import CapturedPoint
 from hsx_dist.connector.step import Expect, Save, Skip, Step
 from hsx_dist.errors import ConfigError
 from hsx_dist.logger import get_logger
+from hsx_dist.page import HIDDEN_STATES
 
 log = get_logger(__name__)
 
@@ -26,11 +28,13 @@ class Ranks:
 
     rank: int
     owners: tuple[int, ...]
+    #: Of each captured point that is sharded over ranks: this rank's part, or None (``CapturedPoint.shard``).
+    shards: Mapping[str, int | None] = field(default_factory=dict)
 
     @property
     def stores(self) -> bool:
-        """Whether this rank owns any requests."""
-        return self.rank in self.owners
+        """Whether this rank stores anything: it owns requests, or has parts of rows that no other has."""
+        return self.rank in self.owners or any(shard is not None for shard in self.shards.values())
 
     def owns(self, request: Save | Skip | Expect) -> bool:
         """Whether this rank stores, marks or expects the request's sample. True on exactly one rank."""
@@ -39,24 +43,41 @@ class Ranks:
     def own(self, step: Step) -> Step:
         """The part of a step that concerns this rank's requests."""
         return Step(
-            saves=[s for s in step.saves if self.owns(s)],
+            saves=[own for s in step.saves if (own := self._own_columns(s)) is not None],
             skipped=[s for s in step.skipped if self.owns(s)],
             expected=[e for e in step.expected if self.owns(e)],
             idle=step.idle,
         )
 
+    def _own_columns(self, save: Save) -> Save | None:
+        """``save`` with the columns that this rank copies; None if there are none. A column that is not sharded is the
+        owner's, a shard belongs to the rank that has it."""
+        owns = self.owns(save)
+        own = tuple(
+            i
+            for i, column in enumerate(save.columns)
+            if (owns if column.shards == 1 else self.shards.get(column.point) == column.shard)
+        )
+        if len(own) == len(save.columns):
+            return save
+        return replace(save, copied=own) if own else None
+
     def others(self, step: Step) -> set[str]:
-        """vLLM's ids of the saved requests that other ranks own. vLLM frees a request's blocks when every rank has
-        reported it; a rank that copies nothing reports it in the step in which it sees the save."""
-        return {s.request_id for s in step.saves if not self.owns(s)}
+        """vLLM's ids of the saved requests of which this rank copies nothing. vLLM frees a request's blocks when every
+        rank has reported it; a rank that copies nothing reports it in the step in which it sees the save."""
+        return {s.request_id for s in step.saves if self._own_columns(s) is None}
 
 
-def ranks_of(group: Any, *, one_node: bool, limit: int | None) -> Ranks:
+def ranks_of(group: Any, *, one_node: bool, limit: int | None, points: Sequence[CapturedPoint] = ()) -> Ranks:
     """The ranks of vLLM's tensor-parallel ``group`` (a ``GroupCoordinator``). Collective: every rank calls it.
 
     Args:
         one_node: only ranks on the node of rank 0 store: a local path, or a process to connect to, exists on one node.
-        limit: at most this many ranks store; None: no limit.
+        limit: at most this many ranks own samples; None: no limit. Ranks with shards store those all the same.
+        points: what this rank captures.
+
+    Raises:
+        ConfigError: this rank has a shard, and is on a node from which nothing can be stored.
     """
     owners = list(range(group.world_size))
     if one_node and len(owners) > 1:
@@ -65,7 +86,13 @@ def ranks_of(group: Any, *, one_node: bool, limit: int | None) -> Ranks:
 
         same = in_the_same_node_as(group.cpu_group, source_rank=0)
         owners = [rank for rank in owners if same[rank]]
-    return Ranks(group.rank_in_group, tuple(owners[:limit]))
+    shards = {point.name: point.shard for point in points if point.shards > 1}
+    if group.rank_in_group not in owners and any(shard is not None for shard in shards.values()):
+        raise ConfigError(
+            f"capture: expected all {group.world_size} tensor-parallel ranks on one node, since each stores its shard "
+            f"of {', '.join(shards)}, got some on other nodes. Lower tensor_parallel_size, or leave these points out"
+        )
+    return Ranks(group.rank_in_group, tuple(owners[:limit]), shards)
 
 
 def check_parallelism(parallel_config: Any) -> None:
@@ -112,15 +139,19 @@ def check_siblings(connectors: Iterable[Any], world_size: int) -> None:
 
 
 class RankComparison:
-    """Compares the captured states of all ranks.
+    """Compares what all ranks captured of one point.
 
     States must be replicated: the owner of a request stores its own. Some models capture sums that are reduced over
     ranks later, inside the next norm. Then each rank holds other numbers, and none of them is right.
     """
 
-    def __init__(self, cache: torch.Tensor, group: Any, *, layer_ids: Sequence[int], model: str):
-        """``cache``: ``[blocks, layers, block_size, hidden]``. ``group``: all ranks, on the CPU (gloo)."""
+    def __init__(
+        self, cache: torch.Tensor, group: Any, *, layer_ids: Sequence[int], model: str, point: str = HIDDEN_STATES
+    ):
+        """``cache``: ``[blocks, layers, block_size, hidden]``. ``group``: all ranks, on the CPU (gloo). ``point``: one
+        that is not sharded, of floating-point numbers."""
         self._cache = cache
+        self._point = point.replace("_", " ")
         self._group = group
         self._layer_ids = layer_ids
         self._model = model
@@ -150,7 +181,7 @@ class RankComparison:
         where = f"ranks 0 and {rank} differ by {worst:.2g} of a row's size at layer {self._layer_ids[layer]}"
         if worst > self._tolerance:
             raise ConfigError(
-                f"{self._model}: expected the same hidden states on all {len(gathered)} tensor-parallel ranks, but "
+                f"{self._model}: expected the same {self._point} on all {len(gathered)} tensor-parallel ranks, but "
                 f"{where}: the model captures sums before they are reduced over ranks. Set tensor_parallel_size to 1, "
                 "or use another model"
             )
@@ -166,6 +197,15 @@ class RankComparison:
         blocks = torch.from_numpy(save.block_ids[at // block_size]).to(self._cache.device)
         slots = torch.from_numpy(at % block_size).to(self._cache.device)
         return self._cache[blocks, :, slots].cpu().contiguous()
+
+
+def comparisons(caches: Iterable[tuple[CapturedPoint, torch.Tensor]], group: Any, model: str) -> list[RankComparison]:
+    """One for each point that every rank has whole. Ids of experts are left out: at a tie, rounding decides them."""
+    return [
+        RankComparison(cache, group, layer_ids=point.layers, model=model, point=point.name)
+        for point, cache in caches
+        if point.shards == 1 and cache.dtype.is_floating_point
+    ]
 
 
 def tolerance(dtype: torch.dtype) -> float:

@@ -21,13 +21,13 @@ import numpy as np
 
 from hsx_dist.format.markers import OBJECT, RESERVED, folded, is_of_a_key, is_of_a_run
 from hsx_dist.json_limits import json_text
-from hsx_dist.page import object_name, sample_key
+from hsx_dist.page import HIDDEN_STATES, object_name, sample_key
 from hsx_dist.store.folder_listing import UNFINISHED
 from hsx_dist.text import printable
 
 PREFIX = "hidden_states_"
 PARAMS = "kv_transfer_params"
-KNOWN = {"key", "path", "layers", "tokens", "save", "row", "loss_mask", "metadata"}
+KNOWN = {"key", "path", "layers", "points", "tokens", "save", "row", "loss_mask", "metadata"}
 #: What ``refused`` may name, besides names that clients made up.
 OURS = {PARAMS, "include_output_tokens", *(PREFIX + name for name in KNOWN)}
 #: So many parameters are compared with the known names, and so many unknown ones are answered, each cut.
@@ -125,7 +125,8 @@ class RequestParams:
     #: The client gave a path whose object is that of ``key``. It is treated as the key, and claims none.
     by_path: bool = False
     save: bool = True
-    layer_ids: tuple[int, ...] = ()
+    #: For each point that is stored its layers, in the order asked for.
+    points: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     tokens: TokenSelection = ALL
     include_output_tokens: bool = False
     row: int | None = None
@@ -135,6 +136,11 @@ class RequestParams:
     #: The client gave the key or the path; else it is the engine's own request id, which nobody else has.
     chosen: bool = False
     refused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """Layers of the hidden states that are stored."""
+        return self.points.get(HIDDEN_STATES, ())
 
     @property
     def name(self) -> str:
@@ -147,12 +153,15 @@ def read_request_params(
     params: Any,
     *,
     prompt_tokens: int,
-    layer_ids: tuple[int, ...],
+    captured: Mapping[str, tuple[int, ...]],
     output: str,
     allow_custom_path: bool,
     include_output_tokens: bool,
 ) -> RequestParams:
-    """Options from a request's ``kv_transfer_params``. Raises nothing: what is wrong is in ``refused``."""
+    """Options from a request's ``kv_transfer_params``. Raises nothing: what is wrong is in ``refused``.
+
+    ``captured``: for each point that the engine captures its layers.
+    """
     refused: dict[str, str] = {}
     if not isinstance(params, Mapping):
         if params is not None:
@@ -194,7 +203,11 @@ def read_request_params(
         path=path,
         by_path=by_path,
         save=read("hidden_states_save", True, _flag),
-        layer_ids=read("hidden_states_layers", layer_ids, lambda v: _layers(v, layer_ids)),
+        points=_points_of(
+            read("hidden_states_points", None, lambda v: _points(v, captured)),
+            read("hidden_states_layers", None, lambda v: _layers(v, captured.get(HIDDEN_STATES, ()))),
+            captured,
+        ),
         tokens=read("hidden_states_tokens", ALL, TokenSelection.read),
         include_output_tokens=read("include_output_tokens", include_output_tokens, _flag),
         row=read("hidden_states_row", None, _row),
@@ -330,6 +343,30 @@ def _layers(value: Any, captured: tuple[int, ...]) -> tuple[int, ...]:
     ):
         raise ValueError(f"expected some of the captured layers {list(captured)}, each once, got {_shown(value)}")
     return tuple(int(v) for v in value)
+
+
+def _points(value: Any, captured: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """From ``{"q": [15], "z": "all"}``, or ``"all"``."""
+    if value == "all":
+        return dict(captured)
+    if not isinstance(value, Mapping) or not 0 < len(value) <= len(captured) or not all(n in captured for n in value):
+        raise ValueError(f"expected some of the captured points {', '.join(captured)}, or 'all', got {_shown(value)}")
+    return {
+        name: layers if (wanted := value[name]) == "all" else _layers(wanted, layers)
+        for name, layers in captured.items()
+        if name in value
+    }
+
+
+def _points_of(
+    points: dict[str, tuple[int, ...]] | None, layers: tuple[int, ...] | None, captured: Mapping[str, tuple[int, ...]]
+) -> Mapping[str, tuple[int, ...]]:
+    """What both parameters ask for; without either hidden states if they are captured, else everything. ``layers`` adds
+    hidden states to ``points``, or chooses among theirs."""
+    if points is None and layers is None:
+        return {HIDDEN_STATES: captured[HIDDEN_STATES]} if HIDDEN_STATES in captured else captured
+    asked = (points or {}) if layers is None else {**(points or {}), HIDDEN_STATES: layers}
+    return {name: asked[name] for name in captured if name in asked}
 
 
 def _whole(value: Any) -> bool:

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import time
 from collections import OrderedDict
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.v1.request import RequestStatus
 
+from hsx_dist.connector.columns import CapturedPoint, columns_of
 from hsx_dist.connector.connector_config import ConnectorConfig
 from hsx_dist.connector.failure_markers import used_before
 from hsx_dist.connector.metadata import StepMetadata
+from hsx_dist.connector.request_identity import inputs_of, request_hash, too_long
 from hsx_dist.connector.request_params import OURS, PARAMS, RequestParams, read_request_params
 from hsx_dist.connector.step import Expect, Save, Skip
 from hsx_dist.connector.token_selection import Chosen, choose
 from hsx_dist.format.identity import IDENTITY, identity_hash
 from hsx_dist.logger import get_logger
-from hsx_dist.page import object_name
+from hsx_dist.page import HIDDEN_STATES, object_name
 from hsx_dist.text import bounded
 
 if TYPE_CHECKING:
@@ -33,10 +34,6 @@ log = get_logger(__name__)
 #: How many keys that clients chose are remembered, to tell when one comes again for other tokens, and of how many names
 #: which rank stores them.
 REMEMBERED_KEYS = 65536
-#: Characters of an image's identifier that are stored as they are.
-MAX_IDENTIFIER = 128
-#: Characters of each text of a request that is hashed here, on the scheduler's thread: about 10 microseconds.
-MAX_TEXT = 1024
 
 
 @dataclass(slots=True)
@@ -74,16 +71,13 @@ class SchedulerHalf:
         *,
         block_size: int,
         tensor_parallel_size: int,
-        layer_ids: tuple[int, ...],
-        dtype: str,
-        hidden_size: int,
+        points: Sequence[CapturedPoint] = (),
     ):
+        """``points``: what the engine captures; none where its workers are still to say it (``capture``)."""
         self._settings = settings
         self._block_size = block_size
         self._ranks = tensor_parallel_size
-        self._layer_ids = layer_ids
-        self._dtype = dtype
-        self._hidden_size = hidden_size
+        self.capture(points)
         self._next = StepMetadata()
         self._sequence = 0
         self._known: dict[str, _KnownRequest] = {}
@@ -93,6 +87,11 @@ class SchedulerHalf:
         self._owner_of: OrderedDict[str, int] = OrderedDict()  # by ``object_name`` of a name that a client chose
         self._warned: set[str] = set()
         self._loaded: str | None = None  # why no sample of this engine can be right
+
+    def capture(self, points: Sequence[CapturedPoint]) -> None:
+        """Take what the workers capture. To be called before the first request."""
+        self._points = {point.name: point for point in points}
+        self._captured = {point.name: point.layers for point in points}
 
     # -- a request's life ----------------------------------------------------------------------------------------
 
@@ -113,11 +112,13 @@ class SchedulerHalf:
 
     def _admit(self, request: Request) -> _KnownRequest:
         options = self._read(request)
-        if options.save and (why := _too_long(request)):
+        if options.save and (why := too_long(request)):
             return _refused(options, why)
+        if options.save and not self._points:
+            return _refused(options, "expected workers that say which points they capture, got none. Check their log")
         if not options.chosen or not options.save:
             return _KnownRequest(options)
-        known = _KnownRequest(options, _request_hash(request, options))
+        known = _KnownRequest(options, request_hash(request, options))
         key, name = options.key, options.name
         if options.path is not None or not request.prompt_token_ids or request.prompt_embeds is not None:
             return known  # what is there is replaced, as by vLLM's connector; nothing is stored without token ids
@@ -144,7 +145,7 @@ class SchedulerHalf:
             request.request_id,
             request.kv_transfer_params,
             prompt_tokens=len(request.prompt_token_ids or ()),
-            layer_ids=self._layer_ids,
+            captured=self._captured,
             output=s.output,
             allow_custom_path=s.allow_custom_save_path and s.one_object,
             include_output_tokens=s.include_output_tokens,
@@ -214,13 +215,19 @@ class SchedulerHalf:
         chosen = choose(options, len(request.prompt_token_ids or ()), tokens, refused)
         if chosen is None:
             return self._skip(known, request, f"its loss mask selects none of {len(tokens)} tokens")
+        points = options.points
+        if chosen.mean_of and (ids := [name for name in points if self._points[name].dtype == "int32"]):
+            refused["hidden_states_points"] = f"{', '.join(ids)} has no mean; it is left out"
+            points = {name: layers for name, layers in points.items() if name not in ids}
+            if not points:
+                return self._skip(known, request, refused["hidden_states_points"], refused=refused)
         meta |= chosen.meta
         if self._settings.ttl_seconds is not None:
             meta["expires"] = round(time.time() + self._settings.ttl_seconds)
-        meta |= _inputs(request)
+        meta |= inputs_of(request)
         computed = identity_hash(tokens)
         if self._settings.one_object:
-            meta[IDENTITY] = {"request": known.request or _request_hash(request, options), "tokens": computed}
+            meta[IDENTITY] = {"request": known.request or request_hash(request, options), "tokens": computed}
         if known.claim is not None:
             if (known.claim.tokens or computed) != computed:  # the same prompt with other generated tokens
                 conflict = used_before(options.key)
@@ -237,9 +244,7 @@ class SchedulerHalf:
                 owner=self._owner(known),
                 row=options.row,
                 positions=chosen.positions,
-                layers=None
-                if options.layer_ids == self._layer_ids
-                else tuple(self._layer_ids.index(i) for i in options.layer_ids),
+                columns=columns_of(points, self._points.values()),
                 meta=meta,
                 metadata=options.metadata,
                 id=options.id,
@@ -249,7 +254,7 @@ class SchedulerHalf:
             )
         )
         self._held.add(request.request_id)
-        return True, self._answer(options, chosen, meta, refused)
+        return True, self._answer(options, chosen, points, meta, refused)
 
     def _skip(
         self,
@@ -304,20 +309,34 @@ class SchedulerHalf:
         return tokens, meta, None
 
     def _answer(
-        self, options: RequestParams, chosen: Chosen, meta: dict[str, Any], refused: dict[str, str]
+        self,
+        options: RequestParams,
+        chosen: Chosen,
+        points: Mapping[str, tuple[int, ...]],
+        meta: dict[str, Any],
+        refused: dict[str, str],
     ) -> dict[str, Any]:
         base = self._settings.output.rstrip("/")
+        stored = {name: self._stored(name, layers, chosen) for name, layers in points.items()}
+        hidden_states = stored.pop(HIDDEN_STATES, {})
         return {
             "hidden_states_path": f"{base}/{options.name}" if self._settings.one_object else base,
             "hidden_states_key": options.key,
             "hidden_states_meta": {
-                "shape": [len(chosen.token_ids), len(options.layer_ids), self._hidden_size],
-                "dtype": "float32" if chosen.mean_of else self._dtype,
-                "layer_ids": list(options.layer_ids),
+                **hidden_states,
+                **({"points": stored} if stored else {}),
                 "codec": self._settings.codec,
                 **meta,
                 **({"refused": refused} if refused else {}),
             },
+        }
+
+    def _stored(self, name: str, layers: tuple[int, ...], chosen: Chosen) -> dict[str, Any]:
+        point = self._points[name]
+        return {
+            "shape": [len(chosen.token_ids), len(layers), point.width * point.shards],
+            "dtype": "float32" if chosen.mean_of else point.dtype,
+            "layer_ids": list(layers),
         }
 
     # -- a step --------------------------------------------------------------------------------------------------
@@ -384,66 +403,9 @@ def _withhold_params(request: Request) -> None:
         request.sampling_params = own
 
 
-def _too_long(request: Request) -> str | None:
-    """Why a request's texts are not hashed. A client chooses the images' identifiers (vLLM's ``uuid``) and the cache
-    salt, of any length. vLLM bounds the number of images."""
-    lora = request.lora_request
-    texts = [("the identifier of an image", feature.identifier) for feature in request.mm_features or ()]
-    texts += [("cache_salt", request.cache_salt or "")]
-    texts += [] if lora is None else [("a LoRA adapter's name", lora.lora_name), ("its path", lora.lora_path)]
-    for what, text in texts:
-        if len(text) > MAX_TEXT:
-            return f"expected {what} of at most {MAX_TEXT} characters, got {len(text)}. Send a shorter one"
-    return None
-
-
 def _refused(options: RequestParams, why: str) -> _KnownRequest:
     """A request of which nothing is stored: it is the same sample as no other."""
     return _KnownRequest(options, identity_hash(options.id) if options.chosen else "", error=why)
-
-
-def _request_hash(request: Request, options: RequestParams) -> str:
-    """The hash of what is known of a sample when its request is queued: see ``format.identity``."""
-    if not request.prompt_token_ids or request.prompt_embeds is not None:
-        return identity_hash(options.id)  # nothing is stored of it: it is the same as no other
-    prompt = np.asarray(request.prompt_token_ids, dtype=np.int64)
-    lora = request.lora_request
-    inputs = {
-        "lora": None if lora is None else [lora.lora_name, lora.lora_path],
-        "images": [[f.identifier, f.mm_position.offset, f.mm_position.length] for f in request.mm_features or ()],
-        "cache_salt": request.cache_salt,
-        "layers": options.layer_ids,
-        "outputs": options.include_output_tokens,
-        "metadata": json.loads(options.metadata or "null"),
-    }
-    if not options.include_output_tokens:  # what is selected is known too, by whatever words it was asked for
-        chosen = choose(options, len(prompt), prompt, {})
-        found = None if chosen is None else [chosen.meta, len(chosen.token_ids)]
-        arrays = {} if chosen is None else chosen.attached
-    else:
-        found = [asdict(options.tokens)]
-        arrays = {} if options.loss_mask is None else {"loss_mask": options.loss_mask}
-    names = sorted(arrays)
-    return identity_hash(prompt, inputs, found, names, *(arrays[name] for name in names))
-
-
-def _inputs(request: Request) -> dict[str, Any]:
-    """What else than its tokens a request's states come from."""
-    found: dict[str, Any] = {}
-    if request.mm_features:
-        # Their tokens are placeholders, the same for every image: what tells the samples apart is this.
-        found["multimodal"] = [_short(feature.identifier) for feature in request.mm_features]
-    if request.lora_request is not None:
-        found["lora"] = request.lora_request.lora_name
-    return found
-
-
-def _short(identifier: str) -> str:
-    """The identifier of an image, which may be the client's own: hashed where it is longer than a hash. ``_too_long``
-    bounds it."""
-    if len(identifier) <= MAX_IDENTIFIER:
-        return identifier
-    return hashlib.sha256(identifier.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _nothing(reason: str, refused: dict[str, str]) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from hsx_dist.connector.columns import ONE_COLUMN, Column
+
 
 @dataclass(slots=True)
 class Save:
@@ -20,7 +22,9 @@ class Save:
     row: int | None = None  # the input row, as the driver counts
     #: Where the tokens stand in the request: a range, or int64 ``[T]``; None: all from the first.
     positions: range | np.ndarray[Any, Any] | None = None
-    layers: tuple[int, ...] | None = None  # which entries of the cache's layer axis, in this order; None: all
+    #: All of the sample's columns, and which of them (by number) this rank copies; None: all.
+    columns: tuple[Column, ...] = ONE_COLUMN
+    copied: tuple[int, ...] | None = None
     meta: dict[str, Any] = field(default_factory=dict)  # ``Segment.meta``
     metadata: str = ""  # ``Segment.metadata``
     #: What ``Expect`` and ``Skip`` call the request: ``RequestParams.id``; empty: the same as vLLM's.
@@ -57,6 +61,9 @@ class Skip:
     #: Its key stands for another sample already.
     conflict: bool = False
     request: str = ""  # as in ``Expect``
+    #: The numbers of the columns that would have been copied, and how many the sample would have.
+    columns: tuple[int, ...] = (0,)
+    of: int = 1
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import SecretStr
@@ -41,6 +41,8 @@ class _Running:
     result: TaskResult
     future: Future[TaskResult]
     open: set[str]  # keys that are neither shipped nor refused nor skipped
+    #: By key, of each column that was told of: why it is not stored, or None.
+    columns: dict[str, dict[int, str | None]] = field(default_factory=dict)
 
 
 class Replica:
@@ -292,14 +294,20 @@ class Replica:
                 shipped = self._shipped.get_nowait()
             except queue.Empty:
                 return
-            running = self._running.pop(shipped.key, None)
+            running = self._running.get(shipped.key)
             if running is None:
                 continue
+            columns = running.columns.setdefault(shipped.key, {})
+            columns[shipped.column] = shipped.reason
+            if len(columns) < shipped.columns:
+                continue  # ranks ship their own
+            del self._running[shipped.key], running.columns[shipped.key]
             running.open.discard(shipped.key)
-            if shipped.reason is None:
+            reason = next((why for why in columns.values() if why is not None), None)
+            if reason is None:
                 running.result.shipped.append(shipped.key)
             else:
-                running.result.skipped.append((shipped.key, shipped.reason))
+                running.result.skipped.append((shipped.key, reason))
             self._settle(running)
 
     def _settle(self, running: _Running) -> None:

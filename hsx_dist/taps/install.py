@@ -108,7 +108,10 @@ def install(model: nn.Module, structure: Structure, plan: Plan, vllm_config: Any
             name = f"hsx_taps.{_FIRST + len(caches)}"
             caches[point] = PointCache(vllm_config, name, point, plan.points[point], read.width, dtype, read.head)
         counts[point, layer] = _tap(read, point, LayerTarget(caches[point], at), device)
-    return Installed(plan, caches, counts)
+    installed = Installed(plan, caches, counts)
+    for cache in caches.values():
+        cache.taps = installed
+    return installed
 
 
 def _dtype(point: str, read: Read, model: torch.dtype) -> torch.dtype:

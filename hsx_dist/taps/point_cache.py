@@ -41,6 +41,7 @@ class PointCache(CacheOnlyAttentionLayer):
         point: the point's name.
         layers: the model's layers, in the order of the cache's second axis.
         head: length of a head, where a row is made of heads.
+        taps: ``install.Installed`` of the model.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class PointCache(CacheOnlyAttentionLayer):
         self.kv_cache_torch_dtype = dtype
         self.attn_backend = TapBackend
         self.point, self.layers, self.head = point, layers, head
+        self.taps: Any = None  # the model's ``Installed``
 
     def slots(self) -> torch.Tensor | None:
         """The slots of this step's rows; None while vLLM profiles its memory."""

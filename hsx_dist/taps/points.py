@@ -34,10 +34,15 @@ class Point:
     alias_of: str | None = None
 
 
+#: The stream at every layer, by the ids of the setting ``layers``: ``k`` is ``resid_pre`` of layer ``k``, ``N`` is
+#: ``resid_final``.
+HIDDEN_STATES = "hidden_states"
+
 #: In the order of the computation, which is the order of columns.
 POINTS: dict[str, Point] = {
     p.name: p
     for p in (
+        Point(HIDDEN_STATES, "resid_pre of layer k; of layer N (a model of N layers has 0 to N), resid_final"),
         Point("embed", "embed_tokens(token)", per_layer=False),
         Point("resid_pre", "the residual stream that enters the layer; of layer 0, the embeddings"),
         Point("ln1", "input_layernorm(resid_pre)"),
@@ -63,13 +68,14 @@ POINTS: dict[str, Point] = {
     )
 }
 
-#: Points of a model that lacks one of them are left out. ``full`` is every point.
+#: Points of a model that lacks one of them are left out. ``full`` is every point, each stored once: the hidden states
+#: are in it as ``resid_pre`` and ``resid_final``.
 PRESETS: dict[str, tuple[str, ...]] = {
-    "hidden-states": ("resid_pre", "resid_final"),
+    "hidden-states": (HIDDEN_STATES,),
     "attention": ("q", "k", "v", "z", "attn_out"),
     "mlp": ("ln2", "mlp_post", "router_logits", "topk_ids", "topk_weights", "mlp_out"),
     "residual": ("embed", "resid_pre", "resid_mid", "resid_final"),
-    "full": tuple(name for name, p in POINTS.items() if p.alias_of is None),
+    "full": tuple(name for name, p in POINTS.items() if p.alias_of is None and name != HIDDEN_STATES),
 }
 
 
@@ -130,6 +136,8 @@ def _preset(name: object, has: Mapping[str, Collection[int]]) -> dict[str, tuple
 
 def _layers(point: Point, spec: object, num_layers: int, has: Collection[int]) -> set[int]:
     name = point.name
+    if name == HIDDEN_STATES:
+        num_layers += 1
     if not has:
         raise ConfigError(f"capture.points.{name}: expected a point of this model, got one that it lacks. Leave it out")
     if spec == "all":

@@ -83,6 +83,8 @@ def find_structure(model: nn.Module, hidden: int, tensor_parallel: int = 1) -> S
         raise _error("the same attention window in all layers (one group of cache blocks)", sorted(map(str, windows)))
     found.add("resid_final", 0, Read(decoder.norm, "stream", hidden))
     found.add("final_ln", 0, Read(decoder.norm, "output", hidden))
+    for i, read in (*found.reads["resid_pre"].items(), (found.num_layers, found.reads["resid_final"][0])):
+        found.add("hidden_states", i, read)
     return found
 
 

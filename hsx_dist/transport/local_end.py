@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ParamSpec
 
 import numpy as np
@@ -64,9 +65,9 @@ class LocalEnd:
         """Ship pages whose copies were started, in the order in which the copies end. Returns at once."""
         self._thread.put(*pages)
 
-    def skip(self, key: str, reason: str) -> None:
-        """Report, after all pages that were submitted, that nothing of a sample is stored. Returns at once."""
-        self._thread.put(Shipped(key, reason))
+    def skip(self, key: str, reason: str, column: int = 0, columns: int = 1) -> None:
+        """Report, after all pages that were submitted, that nothing of a sample's column is stored. Returns at once."""
+        self._thread.put(Shipped(key, reason, column, columns))
 
     @property
     def pending(self) -> int:
@@ -132,7 +133,7 @@ def hand_over(
 
 def with_failures(shipped: Sequence[Shipped], failures: dict[str, str]) -> list[Shipped]:
     """``shipped``, corrected for samples of which a page could not be handed over; these leave ``failures``."""
-    return [Shipped(s.key, reason if (reason := failures.pop(s.key, None)) else s.reason) for s in shipped]
+    return [replace(s, reason=failures.pop(s.key, None) or s.reason) for s in shipped]
 
 
 def count_shipped(meter: Meter, pages: list[Page], shipped: list[Shipped], seconds: float) -> None:
@@ -142,7 +143,8 @@ def count_shipped(meter: Meter, pages: list[Page], shipped: list[Shipped], secon
         ("page_bytes", sum(page.nbytes for page in pages)),
         ("tokens", sum(page.stop - page.start for page in pages)),
         ("send_seconds", seconds if pages else 0),
-        ("samples", sum(s.reason is None for s in shipped)),
+        # A sample counts with its last column.
+        ("samples", sum(s.reason is None and s.column == s.columns - 1 for s in shipped)),
         ("skipped", sum(s.reason is not None for s in shipped)),
     ):
         if value:

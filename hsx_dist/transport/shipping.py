@@ -21,10 +21,12 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Shipped:
-    """Every page of ``key`` has been handed to the writers, or (``reason``) nothing of it is stored."""
+    """Every page of a column of ``key`` has been handed to the writers, or (``reason``) nothing of it is stored."""
 
     key: str
     reason: str | None = None
+    column: int = 0
+    columns: int = 1
 
 
 #: A page, and what blocks until its copy into the ring is done.
@@ -134,7 +136,8 @@ class ShippingThread:
                 self._failed.setdefault(sample, ref.error)
             refs.append(ref)
             if ref.ends_sample:
-                told.append(Shipped(ref.segment.key, self._failed.pop(sample, None)))
+                segment = ref.segment
+                told.append(Shipped(segment.key, self._failed.pop(sample, None), segment.column, segment.columns))
         return refs, told
 
     def _run(self) -> None:

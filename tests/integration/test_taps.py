@@ -1,12 +1,13 @@
 """Every point of real vLLM engines against transformers with hooks, in float32.
 
-The rows are read from the paged cache by the block tables, when the scheduler frees them.
+Rows are read twice: from the paged cache by the block tables, when the scheduler frees them, and from the pages that
+the connector ships.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ import pytest
 import torch
 
 from hsx_dist.connector import plugin
+from hsx_dist.connector.flush import flush
 from hsx_dist.errors import EngineError
+from hsx_dist.page import Page
 from hsx_dist.taps import operator
 from hsx_dist.taps.capture_config import additional_config
 from hsx_dist.taps.point_cache import LayerTarget
 from hsx_dist.taps.points import POINTS
+from hsx_dist.transport.local_end import LocalEnd, register, unregister
 from hsx_dist.vllm_patches.model_loads import taps_of
 from tests.harness.hooked_model import HookedModel, tiny_model
 from tests.integration.exact import prompts
@@ -48,6 +52,45 @@ def choice(kind: str) -> dict[str, Any]:
     return {"points": {name: of for name, of in layers.items() if name not in lacking}}
 
 
+class ShippedRows:
+    """A ``Sender`` that keeps copies of pages."""
+
+    def __init__(self) -> None:
+        self.pages: list[tuple[Page, Any]] = []
+
+    def send(self, pages: Sequence[Page], release: Callable[[Page], None]) -> None:
+        for page in pages:
+            self.pages.append((page, page.data.copy()))
+            release(page)
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def chosen(self) -> set[tuple[str, tuple[int, ...]]]:
+        """The points and layers that were shipped."""
+        return {(page.segment.point, page.layer_ids) for page, _ in self.pages}
+
+    def rows(self, key: str, n: int) -> dict[tuple[str, int], torch.Tensor]:
+        """The ``n`` rows of every point and layer of a sample, each shipped once."""
+        found: dict[tuple[str, int], torch.Tensor] = {}
+        mine = [(page, data) for page, data in self.pages if page.segment.key == key]
+        columns = {page.segment.column for page, _ in mine}
+        assert columns == set(range(mine[0][0].segment.columns))
+        for page, data in mine:
+            segment = page.segment
+            assert (segment.total, segment.shards, page.error) == (n, 1, "")
+            values = torch.from_numpy(data.view(page.dtype)).reshape(page.shape)
+            values = values if page.order == "LTH" else values.transpose(0, 1)
+            for i, layer in enumerate(page.layer_ids):
+                rows = found.setdefault((segment.point, layer), torch.full((n, page.hidden_size), -(2**30)).double())
+                assert (rows[page.start : page.stop] == -(2**30)).all()
+                rows[page.start : page.stop] = values[i, : page.num_tokens].double()
+        return found
+
+
 class Tapped:
     """An engine without speculation whose points are read when the scheduler frees a request's blocks."""
 
@@ -61,7 +104,7 @@ class Tapped:
         model = tiny_model(kind, folder / kind)
         self.hooked = HookedModel(model)
         self.read: dict[tuple[int, ...], dict[tuple[str, int], torch.Tensor]] = {}
-        self.preemptions = 0
+        self.preemptions = self.requests = 0
         free, preempt = KVCacheManager.free, Scheduler._preempt_request
 
         def read_and_free(manager: Any, request: Any) -> None:
@@ -78,6 +121,9 @@ class Tapped:
         patch.setattr(Scheduler, "_preempt_request", count_and_preempt)
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("VLLM_CACHE_ROOT", str(folder / "cache"))
+        self.shipped = ShippedRows()
+        self.end = LocalEnd(self.shipped, 1 << 20)
+        register("taps", self.end)
         self.llm = LLM(
             str(model),
             dtype="float32",
@@ -88,6 +134,22 @@ class Tapped:
             enforce_eager=mode == "eager",
             num_gpu_blocks_override=17,  # two of the longest requests
             additional_config=additional_config(choice(kind)),
+            kv_transfer_config={
+                "kv_connector": "HiddenStatesConnector",
+                "kv_connector_module_path": "hsx_dist.connector.connector",
+                "kv_role": "kv_producer",
+                "kv_connector_extra_config": {
+                    "hsx": {
+                        "transport": "inline",
+                        "address": "taps",
+                        "output": "memory://taps",
+                        "layout": "part",
+                        "in_flight_bytes": 1 << 20,
+                        "page_bytes": 1 << 15,
+                        "segment_bytes": 1 << 16,
+                    }
+                },
+            },
             disable_log_stats=True,
         )
         (self.taps,) = self.llm.apply_model(taps_of)
@@ -101,22 +163,38 @@ class Tapped:
             for at, layer in enumerate(cache.layers)
         }
 
-    def run(self, wanted: list[list[int]], new_tokens: int = 1) -> list[Any]:
-        """Generate, and compare every row of every point. Returns vLLM's outputs."""
+    def run(self, wanted: list[list[int]], new_tokens: int = 1, asked: dict[str, Any] | None = None) -> list[Any]:
+        """Generate, and compare every row of every point. ``asked``: of each request. Returns vLLM's outputs."""
         from vllm import SamplingParams
 
         self.read.clear()
-        sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+        self.shipped.pages.clear()
+        given = {"include_output_tokens": True, "hidden_states_points": "all", **(asked or {})}
+        sampling = [
+            SamplingParams(
+                max_tokens=new_tokens,
+                temperature=0.0,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args={"kv_transfer_params": {"hidden_states_key": f"r{self.requests + i}", **given}},
+            )
+            for i in range(len(wanted))
+        ]
         outputs = self.llm.generate([{"prompt_token_ids": p} for p in wanted], sampling, use_tqdm=False)
-        for prompt, output in zip(wanted, outputs, strict=True):
+        flush(self.llm)
+        for i, (prompt, output) in enumerate(zip(wanted, outputs, strict=True)):
             token_ids = [*prompt, *output.outputs[0].token_ids][:-1]
             self.compare(token_ids, self.read[tuple(token_ids)])
+            self.compare(token_ids, self.shipped.rows(f"r{self.requests + i}", len(token_ids)))
+        self.requests += len(wanted)
         return outputs
 
     def compare(self, token_ids: list[int], got: dict[tuple[str, int], torch.Tensor]) -> None:
         expected = self.hooked.rows(token_ids)
         for (point, layer), rows in got.items():
-            right = expected[point, layer].double()
+            # The stream at layer k is resid_pre, and resid_final after the last one.
+            name = point if point != "hidden_states" else "resid_pre" if layer < 5 else "resid_final"
+            right = expected[name, layer % 5 if point == "hidden_states" else layer].double()
             assert rows.shape == right.shape, (point, layer)
             error = (rows.double() - right).norm(dim=1) / right.norm(dim=1).clamp_min(1e-30)
             assert float(error.max()) < TOLERANCE, (point, layer, int(error.argmax()), float(error.max()))
@@ -130,6 +208,8 @@ def tapped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             yield engine
         finally:
             engine.llm.llm_engine.engine_core.shutdown()
+            unregister("taps")
+            engine.end.close()
             torch.compiler.reset()
 
 
@@ -146,6 +226,18 @@ def test_every_point_of_every_request(tapped: Tapped) -> None:
     tapped.run(prompts(4, 60, 65, 70, 75, 80, 85), new_tokens=90)
     assert tapped.preemptions
     tapped.taps.check_alive()
+
+
+def test_a_request_chooses_points_and_others_share_its_batch(tapped: Tapped) -> None:
+    (asked,) = tapped.run(prompts(8, 50), asked={"hidden_states_points": {"q": [2], "ln2": "all"}})
+    assert tapped.shipped.chosen() == {("q", (2,)), ("ln2", (0, 2, 4))}
+    told = asked.kv_transfer_params["hidden_states_meta"]["points"]
+    assert told["q"] == {"shape": [50, 1, 128], "dtype": "float32", "layer_ids": [2]}
+    (states,) = tapped.run(prompts(9, 50), asked={"hidden_states_points": None})
+    assert tapped.shipped.chosen() == {("hidden_states", (0, 2, 5))}
+    assert states.kv_transfer_params["hidden_states_meta"]["layer_ids"] == [0, 2, 5]
+    (refused,) = tapped.run(prompts(10, 50), asked={"hidden_states_points": {"q": [1]}})
+    assert "captured layers" in refused.kv_transfer_params["hidden_states_meta"]["refused"]["hidden_states_points"]
 
 
 def test_every_point_is_captured(tapped: Tapped) -> None:

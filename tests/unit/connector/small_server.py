@@ -10,7 +10,9 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
+from hsx_dist.connector.columns import CapturedPoint
 from hsx_dist.connector.connector_config import ConnectorConfig
+from hsx_dist.connector.point_copier import hidden_states_in
 from hsx_dist.connector.scheduler import SchedulerHalf
 from hsx_dist.connector.worker import WorkerHalf
 from tests.unit.connector.small_outlet import HIDDEN, LAYERS, outlet_on
@@ -27,14 +29,11 @@ class SmallServer:
             ConnectorConfig(output=str(path), allow_custom_save_path=True, **settings),
             block_size=BLOCK,
             tensor_parallel_size=1,
-            layer_ids=LAYERS,
-            dtype="float32",
-            hidden_size=HIDDEN,
+            points=[CapturedPoint("hidden_states", LAYERS, HIDDEN, "float32")],
         )
         self._worker = WorkerHalf(
-            torch.randn(BLOCKS, len(LAYERS), BLOCK, HIDDEN),
+            [hidden_states_in(torch.randn(BLOCKS, len(LAYERS), BLOCK, HIDDEN), LAYERS)],
             self.outlet,
-            layer_ids=LAYERS,
             page_bytes=1 << 16,
             segment_bytes=1 << 18,
         )

@@ -63,11 +63,14 @@ class MadeUpRunner:
     """
 
     def __init__(self, blocks: int, order: str, acceptance: float | None):
+        from hsx_dist.connector.point_copier import hidden_states_in
         from hsx_dist.connector.worker import WorkerHalf
 
         self.cache = torch.full((blocks, len(LAYERS), BLOCK, HIDDEN), -1.0)
         self.outlet = KeepingOutlet(1 << 22)
-        self.worker = WorkerHalf(self.cache, self.outlet, layer_ids=LAYERS, page_bytes=1 << 12, segment_bytes=1 << 20)
+        self.worker = WorkerHalf(
+            [hidden_states_in(self.cache, LAYERS)], self.outlet, page_bytes=1 << 12, segment_bytes=1 << 20
+        )
         self.order = order
         self.acceptance = acceptance
         self.random = np.random.default_rng(0)

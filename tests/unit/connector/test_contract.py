@@ -15,13 +15,13 @@ from vllm.utils.func_utils import supports_kw
 from vllm.v1.kv_cache_interface import FullAttentionSpec, HiddenStateCacheSpec, KVCacheConfig, KVCacheGroupSpec
 
 from hsx_dist.connector import connector as module
+from hsx_dist.connector.columns import CapturedPoint
 from hsx_dist.connector.connector import (
     HiddenStatesConnector,
     hidden_state_group,
-    warn_of_long_samples,
-    warn_of_short_limits,
 )
 from hsx_dist.connector.connector_config import read_connector_config
+from hsx_dist.connector.engine_checks import warn_of_long_samples, warn_of_short_limits
 from hsx_dist.connector.ranks import Ranks
 from hsx_dist.errors import ConfigError
 from tests.unit.vllm_patches.engine_config import engine_config
@@ -86,22 +86,22 @@ def engine(*, drafter=256, longest=256, shutdown_timeout=0):
 
 def test_a_drafter_that_would_skip_states_of_long_sequences_is_refused():
     settings = read_connector_config({"shared_storage_path": "x"})
-    warn_of_short_limits(settings, engine(), KVConnectorRole.SCHEDULER)
+    warn_of_short_limits(settings, engine())
     with pytest.raises(ConfigError, match=r"256 tokens\), came 128"):
-        warn_of_short_limits(settings, engine(drafter=128), KVConnectorRole.SCHEDULER)
+        warn_of_short_limits(settings, engine(drafter=128))
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(0, True), (60, False)])
 def test_an_engine_that_would_end_before_all_is_stored_is_warned_of(caplog, seconds, said):
     with caplog.at_level(logging.WARNING):
         settings = read_connector_config({"shared_storage_path": "x"})
-        warn_of_short_limits(settings, engine(shutdown_timeout=seconds), KVConnectorRole.SCHEDULER)
+        warn_of_short_limits(settings, engine(shutdown_timeout=seconds))
     assert ("--shutdown-timeout" in caplog.text) is said
     assert ("flush an LLM of your own" in caplog.text) is said
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         long = copy.copy(read_connector_config({"shared_storage_path": "x", "hsx": {"drain_seconds": 30}}))
-        warn_of_short_limits(long, engine(shutdown_timeout=seconds), KVConnectorRole.SCHEDULER)
+        warn_of_short_limits(long, engine(shutdown_timeout=seconds))
     assert "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS" in caplog.text
 
 
@@ -140,12 +140,11 @@ def test_expandable_segments_are_refused_by_vllm_for_ours_as_for_any_connector(m
 
 
 @pytest.mark.parametrize("shape", [(8, 3, 16, 8), (8, 2, 32, 8), (8, 2, 16)])
-def test_a_cache_of_another_form_than_its_spec_says_is_refused(monkeypatch, shape):
+def test_a_cache_of_another_form_than_its_spec_says_is_refused(shape):
     """The hidden-state group's own block size and the layers asked for, checked against the tensor."""
-    monkeypatch.setattr(module, "get_layers_from_vllm_config", lambda *_: {"l": None})
-    half = SimpleNamespace(_vllm_config=None, _layer_ids=(1, 2), _block_size=16)
+    half = SimpleNamespace(_vllm_config=None, _block_size=16)
     with pytest.raises(ConfigError, match="hidden-state cache"):
-        HiddenStatesConnector.register_kv_caches(half, {"l": torch.zeros(shape)})
+        HiddenStatesConnector._extracted(half, {"l": None}, {"l": torch.zeros(shape)}, (1, 2), [])
 
 
 # -- what is checked when vLLM builds the connector and gives it the cache ---------------------------------------------
@@ -197,7 +196,8 @@ def test_layer_zero_is_checked_when_the_cache_is_there(built, monkeypatch):
 
 def test_a_local_output_is_known_to_be_on_one_node(built, monkeypatch):
     called = registered_with(built(layers=(1, 4)), monkeypatch, ranks=2)
-    assert called["ranks_of"] == {"one_node": True, "limit": None}
+    point = CapturedPoint("hidden_states", (1, 4), 8, "float32")
+    assert called["ranks_of"] == {"one_node": True, "limit": None, "points": (point,)}
 
 
 class Other:

@@ -26,7 +26,10 @@ def with_layers(config: Any, ids: list[int] | None) -> Any:
     hf = SimpleNamespace(eagle_aux_hidden_state_layer_ids=ids)
     spec = SimpleNamespace(method="extract_hidden_states", draft_model_config=SimpleNamespace(hf_config=hf))
     return SimpleNamespace(
-        speculative_config=spec, model_config=config.model_config, device_config=config.device_config
+        speculative_config=spec,
+        model_config=config.model_config,
+        device_config=config.device_config,
+        additional_config={},
     )
 
 
@@ -71,7 +74,7 @@ def test_the_v1_runner_never_gets_drafts_on_any_device(config, monkeypatch, v2, 
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(v2)))
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: cpu)
     request = Request("r", [1, 2, 3], SamplingParams(max_tokens=8), None)
-    ours = SimpleNamespace(_scheduler=SimpleNamespace(new_request=lambda _: None), _vllm_config=config)
+    ours = SimpleNamespace(_scheduler=SimpleNamespace(new_request=lambda _: None), _vllm_config=config, _layer_ids=(1,))
     HiddenStatesConnector.on_new_request(ours, request)
     request.spec_token_ids = [4]
     assert request.spec_token_ids == ([4] if v2 else [])

@@ -18,6 +18,7 @@ import hsx_dist
 from hsx_dist.connector.connector_config import read_connector_config
 from hsx_dist.connector.object_writer import StoreOutlet, ThreadWriters
 from hsx_dist.connector.outlet import Outlet
+from hsx_dist.connector.point_copier import hidden_states_in
 from hsx_dist.connector.step import Expect, Save, Skip, Step
 from hsx_dist.connector.worker import WorkerHalf
 from hsx_dist.errors import Denied, NotFound, SampleFailed
@@ -415,7 +416,7 @@ def test_metadata_of_short_samples_waits_with_its_blocks_and_not_beside_the_ring
         markers=open_store(str(tmp_path)),
     )
     cache = torch.randn(n, 2, 4, 8)
-    worker = WorkerHalf(cache, outlet, layer_ids=(1, 2), page_bytes=1 << 20, segment_bytes=sys.maxsize)
+    worker = WorkerHalf([hidden_states_in(cache, (1, 2))], outlet, page_bytes=1 << 20, segment_bytes=sys.maxsize)
     saves = [
         Save(f"r{i}", f"k{i}", np.arange(1), np.array([i]), 0, metadata=json.dumps({"x": f"{i}".ljust(65000)}))
         for i in range(n)

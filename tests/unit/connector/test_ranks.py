@@ -35,7 +35,7 @@ def connector(rank: int, owners: tuple[int, ...], outlet):
 
     ours = HiddenStatesConnector.__new__(HiddenStatesConnector)
     ours._connector_metadata = None
-    ours._agreement = None
+    ours._agreements, ours._taps = [], None
     ours._ranks = Ranks(rank, owners)
     ours._worker = half(outlet)[1] if ours._ranks.stores else None
     return ours
@@ -271,7 +271,7 @@ def test_nothing_is_copied_of_states_that_differ():
 
     outlet = KeepingOutlet(1 << 20)
     ours = connector(0, (0, 1), outlet)
-    ours._agreement = Differing()
+    ours._agreements = [Differing()]
     # The saves of all ranks: each rank compares in the same step.
     ours.bind_connector_metadata(StepMetadata(saves=[request(0), request(1, owner=1)]))
     with pytest.raises(ConfigError, match="2 differ"):

@@ -40,12 +40,12 @@ from hsx_dist.store import open_store
 CAPTURED = (2, 15, 30)
 
 
-def read(params, request_id="r-1", *, allowed=True, prompt_tokens=2):
+def read(params, request_id="r-1", *, allowed=True, prompt_tokens=2, captured=None):
     return read_request_params(
         request_id,
         params,
         prompt_tokens=prompt_tokens,
-        layer_ids=CAPTURED,
+        captured=captured or {"hidden_states": CAPTURED},
         output="s3://bucket/states/",
         allow_custom_path=allowed,
         include_output_tokens=False,

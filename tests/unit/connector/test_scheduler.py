@@ -12,22 +12,25 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
+from hsx_dist.connector.columns import CapturedPoint, Column
 from hsx_dist.connector.connector_config import ConnectorConfig, read_connector_config
+from hsx_dist.connector.request_identity import MAX_TEXT
 from hsx_dist.connector.request_params import MAX_METADATA_DEPTH
-from hsx_dist.connector.scheduler import MAX_TEXT, SchedulerHalf
+from hsx_dist.connector.scheduler import SchedulerHalf
 from hsx_dist.errors import ConfigError
 
 BLOCK = 16
 
 
-def half(tp=1, output="s3://bucket/run", **settings) -> SchedulerHalf:
+HIDDEN_STATES = CapturedPoint("hidden_states", (2, 15), 576, "bfloat16")
+
+
+def half(tp=1, output="s3://bucket/run", points=(HIDDEN_STATES,), **settings) -> SchedulerHalf:
     return SchedulerHalf(
         ConnectorConfig(output=output, **settings),
         block_size=BLOCK,
         tensor_parallel_size=tp,
-        layer_ids=(2, 15),
-        dtype="bfloat16",
-        hidden_size=576,
+        points=points,
     )
 
 
@@ -191,7 +194,7 @@ def test_what_a_request_asks_for_is_all_that_is_saved():
     (save,) = meta(scheduler).saves
     assert save.token_ids.tolist() == [15, 17, 19]
     assert list(save.positions) == [15, 17, 19]
-    assert save.layers == (1,)
+    assert save.columns == (Column(layers=(1,)),)
     assert save.meta["tokens"] == {"start": 15, "step": 2, "of": 20}
 
 

@@ -17,7 +17,7 @@ def chosen(prompt=10, **params):
         "r",
         params,
         prompt_tokens=prompt,
-        layer_ids=(1,),
+        captured={"hidden_states": (1,)},
         output="x",
         allow_custom_path=False,
         include_output_tokens=prompt < 10,

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+import hsx_dist.connector.point_copier as copier_module
 import hsx_dist.connector.worker as worker_module
+from hsx_dist.connector.columns import Column
 from hsx_dist.connector.copy_stream import Cuda, DeviceCopyStream
+from hsx_dist.connector.point_copier import CopyPlan, hidden_states_in
 from hsx_dist.connector.step import Expect, Save, Skip, Step
-from hsx_dist.connector.worker import IDLE_WAIT_S, CopyPlan, WorkerHalf, pin, unpin
+from hsx_dist.connector.worker import IDLE_WAIT_S, WorkerHalf, pin, unpin
 from hsx_dist.errors import ConfigError
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import Page
@@ -65,7 +68,9 @@ class KeepingOutlet:
 
 def half(outlet, *, page_bytes=2 * BLOCK * ROW, segment_bytes=4 * BLOCK * ROW):
     cache = torch.randn(BLOCKS, LAYERS, BLOCK, HIDDEN)
-    worker = WorkerHalf(cache, outlet, layer_ids=(1, 2, 3), page_bytes=page_bytes, segment_bytes=segment_bytes)
+    worker = WorkerHalf(
+        [hidden_states_in(cache, (1, 2, 3))], outlet, page_bytes=page_bytes, segment_bytes=segment_bytes
+    )
     return cache, worker
 
 
@@ -184,11 +189,11 @@ def test_only_what_a_request_wants_is_copied(order, positions, layers):
     cache = torch.randn(BLOCKS, LAYERS, BLOCK, HIDDEN)
     if order == "TLH":
         cache = cache.permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3)
-    worker = WorkerHalf(cache, outlet, layer_ids=(1, 2, 3), page_bytes=2 * BLOCK * ROW, segment_bytes=1 << 20)
+    worker = WorkerHalf([hidden_states_in(cache, (1, 2, 3))], outlet, page_bytes=2 * BLOCK * ROW, segment_bytes=1 << 20)
     n = 30
     s = save(n)
     at = positions if positions is not None else range(n)
-    s.positions, s.layers = positions, layers
+    s.positions, s.columns = positions, (Column(layers=layers),)
     s.token_ids = s.token_ids[at.start : at.stop : at.step]
     worker.step(Step(saves=[s]))
     assert worker.finished() == {"req-k"}
@@ -224,19 +229,19 @@ def test_a_mean_is_one_float32_row_over_all_tokens(n, dtype, token_major, monkey
     cache = torch.randn(BLOCKS, LAYERS, BLOCK, HIDDEN).to(dtype)
     if token_major:
         cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
-    worker = WorkerHalf(cache, outlet, layer_ids=(1, 2, 3), page_bytes=1 << 16, segment_bytes=1 << 16)
+    worker = WorkerHalf([hidden_states_in(cache, (1, 2, 3))], outlet, page_bytes=1 << 16, segment_bytes=1 << 16)
     s = save(n)
     ids = s.token_ids.astype(np.int32)
-    s = dataclasses.replace(
-        s, token_ids=np.array([-1]), mean_of=n, attached={"request_token_ids": ids}, layers=(2, 0) if n == 9 else None
-    )
+    columns = (Column(layers=(2, 0) if n == 9 else None),)
+    attached = {"request_token_ids": ids}
+    s = dataclasses.replace(s, token_ids=np.array([-1]), mean_of=n, attached=attached, columns=columns)
     worker.step(Step(saves=[s]))
     ((page, data),) = outlet.take()
     assert (page.dtype, page.token_ids.tolist(), page.segment.total) == ("float32", [-1], 1)
     assert page.layer_ids == ((3, 1) if n == 9 else (1, 2, 3))
     assert page.segment.attached["request_token_ids"].tolist() == ids.tolist()
     rows = cache[torch.from_numpy(s.block_ids)].permute(1, 0, 2, 3).reshape(LAYERS, -1, HIDDEN)[:, :n].double()
-    expected = rows[list(s.layers or (0, 1, 2))].mean(dim=1).numpy()
+    expected = rows[list(s.columns[0].layers or (0, 1, 2))].mean(dim=1).numpy()
     np.testing.assert_allclose(data.view(np.float32)[:, 0], expected, rtol=1e-5, atol=1e-6)
     other = KeepingOutlet(1 << 20)
     half(other)[1].step(Step(saves=[dataclasses.replace(s, attached={"request_token_ids": ids + 1})]))
@@ -342,14 +347,14 @@ def test_what_a_client_says_of_its_sample_goes_with_its_pages_as_text():
 )
 def test_a_page_that_fails_in_its_copy_costs_its_sample_alone(tmp_path, monkeypatch, stream, which, apart):
     """The blocks and ring bytes come free, the client gets the reason, and other requests of the batch are stored."""
-    copy_page = worker_module.gather
+    copy_page = copier_module.gather
 
     def copy_or_fail(cache, places, out, order):
         if places[0] == bad.block_ids[2 * which]:
             raise torch.OutOfMemoryError("CUDA out of memory")
         copy_page(cache, places, out, order)
 
-    monkeypatch.setattr(worker_module, "gather", copy_or_fail)
+    monkeypatch.setattr(copier_module, "gather", copy_or_fail)
     if stream:
         recorded = RecordedCuda(monkeypatch)
         recorded.ended = set(range(100))
@@ -412,7 +417,7 @@ def test_a_selection_that_never_fits_into_the_ring_costs_itself_alone():
     """A mean is float32, so that one row may need more bytes than a page of the cache's dtype."""
     outlet = KeepingOutlet(64)  # a page is 48 bytes
     cache = torch.randn(BLOCKS, LAYERS, 1, HIDDEN).to(torch.bfloat16)
-    worker = WorkerHalf(cache, outlet, layer_ids=(1, 2, 3), page_bytes=1, segment_bytes=1 << 20)
+    worker = WorkerHalf([hidden_states_in(cache, (1, 2, 3))], outlet, page_bytes=1, segment_bytes=1 << 20)
     mean = dataclasses.replace(
         save(1, key="mean"), token_ids=np.array([-1]), mean_of=1, attached={"request_token_ids": np.zeros(1, np.int32)}
     )

@@ -14,8 +14,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from hsx_dist.connector.columns import Column
 from hsx_dist.connector.gather import Order, to_device
 from hsx_dist.connector.outlet import Outlet
+from hsx_dist.connector.point_copier import hidden_states_in
 from hsx_dist.connector.step import Save, Step
 from hsx_dist.connector.worker import WorkerHalf
 from hsx_dist.page import Page
@@ -83,7 +85,7 @@ class Request:
             block_ids=np.asarray(self.blocks, np.int64),
             owner=0,
             positions=self.positions,
-            layers=self.layers,
+            columns=(Column(layers=self.layers),),
         )
         if not self.mean:
             return made
@@ -153,7 +155,7 @@ class Run:
         self.reader = LateReader()
         self.outlet = Outlet(LocalEnd(self.reader, ring_pages * PAGE_BYTES))
         self.worker = WorkerHalf(
-            self.cache, self.outlet, layer_ids=LAYER_IDS, page_bytes=PAGE_BYTES, segment_bytes=2 * PAGE_BYTES
+            [hidden_states_in(self.cache, LAYER_IDS)], self.outlet, page_bytes=PAGE_BYTES, segment_bytes=2 * PAGE_BYTES
         )
         self.free = list(range(1, CACHE_BLOCKS))  # vLLM keeps block 0
         self.waiting, self.running = list(self.wanted), list[Request]()

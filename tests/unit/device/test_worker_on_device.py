@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from hsx_dist.connector.columns import CapturedPoint
 from hsx_dist.connector.copy_stream import HostCopyStream
 from tests.unit.connector import test_worker
 from tests.unit.device.simulated import Latest, SideFirst, simulated_cuda
@@ -32,8 +33,8 @@ def device(request, monkeypatch):
     with simulated_cuda(request.param()) as simulated:
         real = test_worker.WorkerHalf
 
-        def on_device(cache: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            made.append(real(simulated.put(cache), *args, **kwargs))
+        def on_device(caches: list[tuple[CapturedPoint, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+            made.append(real([(point, simulated.put(cache)) for point, cache in caches], *args, **kwargs))
             return made[-1]
 
         monkeypatch.setattr(test_worker, "WorkerHalf", on_device)

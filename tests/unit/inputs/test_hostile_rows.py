@@ -61,7 +61,7 @@ def check(item: Row | RowFate) -> None:
         "r",
         asked,
         prompt_tokens=8,
-        layer_ids=(1,),
+        captured={"hidden_states": (1,)},
         output="/o",
         allow_custom_path=False,
         include_output_tokens=False,

@@ -1,0 +1,217 @@
+"""Copies of one point: from the blocks of its cache into pages in the ring."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from hsx_dist.connector.columns import CapturedPoint
+from hsx_dist.connector.copy_stream import Event
+from hsx_dist.connector.gather import Order, cache_order, gather, gather_rows, mean_rows, page_shape, to_device
+from hsx_dist.connector.step import Save
+from hsx_dist.errors import ConfigError
+from hsx_dist.page import HIDDEN_STATES, Page, Segment
+
+#: Input of one compressed frame is at most this (one layer of one page).
+FRAME_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """How many tokens go into a page and a segment: whole blocks, so that pages are gathered by blocks."""
+
+    page_tokens: int
+    segment_tokens: int
+
+    @classmethod
+    def of(
+        cls, *, block_size: int, layers: int, hidden_size: int, itemsize: int, page_bytes: int, segment_bytes: int
+    ) -> CopyPlan:
+        """Raises:
+        ValueError: one block of all layers is larger than a page or a segment may be.
+        """
+        row = hidden_size * itemsize
+        block = block_size * layers * row
+        if block > segment_bytes:
+            raise ValueError(
+                f"one cache block of {block_size} tokens of {layers} layers takes {block} bytes, more than "
+                f"segment_bytes ({segment_bytes}): raise segment_bytes and in_flight_bytes, or capture fewer layers"
+            )
+        blocks = max(1, min(page_bytes // block, FRAME_BYTES // (block_size * row)))
+        pages = max(1, segment_bytes // (blocks * block))
+        return cls(blocks * block_size, pages * blocks * block_size)
+
+
+def hidden_states_in(cache: torch.Tensor, layer_ids: tuple[int, ...]) -> tuple[CapturedPoint, torch.Tensor]:
+    """vLLM's own hidden-state cache, ``[blocks, layers, block_size, hidden]``, as a captured point."""
+    dtype = str(cache.dtype).removeprefix("torch.")
+    return CapturedPoint(HIDDEN_STATES, layer_ids, cache.shape[3], dtype), cache
+
+
+@dataclass(slots=True)
+class ColumnCopy:
+    """A column of a save under way: ``next`` is the first token not yet copied, ``event`` the last copy's."""
+
+    copier: PointCopier
+    save: Save
+    number: int  # the column's, in the sample
+    #: int64, on the host: the blocks, or (where only some tokens or layers are wanted) a slot for each token
+    places: torch.Tensor
+    rows: bool
+    layers: tuple[int, ...]  # entries of the cache's layer axis
+    dtype: torch.dtype
+    sample_hash: str
+    source: str
+    next: int = 0
+    event: Event | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether every page was placed."""
+        return self.next == len(self.save.token_ids)
+
+
+class PointCopier:
+    """What one rank copies of one point. The ring, the stream of copies and the order belong to ``WorkerHalf``."""
+
+    def __init__(
+        self,
+        point: CapturedPoint,
+        cache: torch.Tensor,
+        memory: torch.Tensor,
+        *,
+        ring_bytes: int,
+        page_bytes: int,
+        segment_bytes: int,
+    ):
+        """``cache``: the point's cache, ``[blocks, layers, block_size, width]``. ``memory``: the ring's, uint8.
+
+        Raises:
+            ConfigError: the ring cannot hold a page.
+            ValueError: a block does not fit a segment.
+        """
+        _, layers, block_size, width = cache.shape
+        self.point = point
+        self._cache = cache
+        self._memory, self._ring_bytes = memory, ring_bytes
+        self._order: Order = cache_order(cache)
+        self._block_size = block_size
+        self.plan = CopyPlan.of(
+            block_size=block_size,
+            layers=layers,
+            hidden_size=width,
+            itemsize=cache.element_size(),
+            page_bytes=page_bytes,
+            segment_bytes=segment_bytes,
+        )
+        page = self.plan.page_tokens * layers * width * cache.element_size()
+        if page > ring_bytes:
+            raise ConfigError(
+                f"in_flight_bytes: expected room for a page of {page} bytes ({self.plan.page_tokens} tokens of "
+                f"{layers} layers), got a ring of {ring_bytes}. Raise in_flight_bytes or lower page_bytes"
+            )
+
+    def planned(self, save: Save, number: int, sample_hash: str, source: str) -> ColumnCopy:
+        """How column ``number`` of ``save`` is copied.
+
+        Raises:
+            ConfigError: the ring cannot hold a page of it.
+        """
+        chosen = save.columns[number].layers
+        places = torch.from_numpy(save.block_ids)
+        rows = save.positions is not None or chosen is not None or save.mean_of > 0
+        if rows:
+            positions = save.positions if save.positions is not None else range(save.mean_of or len(save.token_ids))
+            if isinstance(positions, range):
+                at = torch.arange(positions.start, positions.stop, positions.step)
+            else:
+                at = torch.from_numpy(positions)
+            places = places[at // self._block_size] * self._block_size + at % self._block_size
+        copy = ColumnCopy(
+            self,
+            save,
+            number,
+            places,
+            rows,
+            chosen or tuple(range(len(self.point.layers))),
+            torch.float32 if save.mean_of else self._cache.dtype,
+            sample_hash,
+            source,
+        )
+        nbytes = self.nbytes(copy, 0, min(self.plan.page_tokens, len(save.token_ids)))
+        if nbytes > self._ring_bytes:
+            raise ConfigError(
+                f"in_flight_bytes: expected at least {nbytes} bytes in the ring for a page of this selection, got "
+                f"{self._ring_bytes}. Raise in_flight_bytes"
+            )
+        return copy
+
+    def _shape(self, copy: ColumnCopy, start: int, stop: int) -> tuple[int, int, int]:
+        """Shape of the page of tokens ``[start, stop)``."""
+        if copy.rows:
+            return len(copy.layers), stop - start, self._cache.shape[3]
+        # Page and segment lengths are whole blocks, so a page starts with a block.
+        return page_shape(self._cache, -(-stop // self._block_size) - start // self._block_size, self._order)
+
+    def nbytes(self, copy: ColumnCopy, start: int, stop: int) -> int:
+        """Bytes of the page of tokens ``[start, stop)``."""
+        return math.prod(self._shape(copy, start, stop)) * copy.dtype.itemsize
+
+    def next_page(self, copy: ColumnCopy) -> Page:
+        """The page of the first tokens that were not copied, without a place in the ring."""
+        save = copy.save
+        total, start = len(save.token_ids), copy.next
+        index = start // self.plan.segment_tokens
+        segment_start = index * self.plan.segment_tokens
+        segment_stop = min(segment_start + self.plan.segment_tokens, total)
+        stop = min(start + self.plan.page_tokens, segment_stop)
+        column = save.columns[copy.number]
+        about = copy.number == 0  # what is known of a sample travels once
+        segment = Segment(
+            key=save.key,
+            index=index,
+            start=segment_start,
+            stop=segment_stop,
+            total=total,
+            row=save.row,
+            sample_hash=copy.sample_hash,
+            source=copy.source,
+            meta=save.meta if about else {},
+            attached=save.attached if about and index == 0 else {},
+            name=save.name,
+            metadata=save.metadata if about else "",
+            column=copy.number,
+            columns=len(save.columns),
+            point=column.point,
+            shard=column.shard,
+            shards=column.shards,
+            head=self.point.head,
+        )
+        return Page(
+            segment=segment,
+            start=start,
+            stop=stop,
+            chunk_tokens=self.plan.page_tokens,
+            layer_ids=tuple(self.point.layers[i] for i in copy.layers),
+            dtype=str(copy.dtype).removeprefix("torch."),
+            shape=self._shape(copy, start, stop),
+            order="LTH" if copy.rows else self._order,
+            token_ids=save.token_ids[start:stop],
+        )
+
+    def copy(self, copy: ColumnCopy, page: Page) -> None:
+        """Into its place, beside the steps: on their thread where the cache is on a device, else on another one."""
+        places = copy.places
+        if not copy.save.mean_of:
+            grain = 1 if copy.rows else self._block_size
+            places = places[page.start // grain : -(-page.stop // grain)]
+        places = to_device(places, self._cache.device)
+        out = self._memory[page.offset : page.offset + page.nbytes].view(copy.dtype).view(page.shape)
+        if copy.save.mean_of:
+            out.copy_(mean_rows(self._cache, places, copy.layers), non_blocking=True)
+        elif copy.rows:
+            gather_rows(self._cache, places, copy.layers, out)
+        else:
+            gather(self._cache, places, out, page.order)

@@ -1,0 +1,75 @@
+"""The points of an engine with taps, as its worker ranks cache them, and the check that its taps run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hsx_dist.connector.columns import CapturedPoint
+from hsx_dist.connector.connector_config import ConnectorConfig
+from hsx_dist.errors import ConfigError
+from hsx_dist.page import HIDDEN_STATES
+from hsx_dist.taps.points import POINTS, shard_of
+
+#: Counters of taps are read so often, in seconds: on a GPU that waits for the device.
+CHECK_S = 10.0
+
+
+def captured_points(
+    caches: Sequence[Any], tensors: Mapping[str, torch.Tensor], *, rank: int, ranks: int, kv_heads: int
+) -> list[tuple[CapturedPoint, torch.Tensor]]:
+    """The captured points in the order of columns, and for each its cache ``[blocks, layers, block_size, width]``.
+
+    Args:
+        caches: ``taps.point_cache.PointCache`` layers.
+        tensors: their caches, by layer name.
+        rank, ranks: of tensor parallelism.
+        kv_heads: key-value heads of the whole model.
+    """
+    found = {}
+    for cache in caches:
+        shards = sum(shard_of(cache.point, other, ranks, kv_heads) is not None for other in range(ranks))
+        point = CapturedPoint(
+            cache.point,
+            cache.layers,
+            cache.head_size,
+            str(cache.kv_cache_torch_dtype).removeprefix("torch."),
+            cache.head or 0,
+            shard_of(cache.point, rank, ranks, kv_heads),
+            shards,
+        )
+        found[cache.point] = (point, tensors[cache.layer_name])
+    return [found[name] for name in POINTS if name in found]
+
+
+def check_layout(points: Sequence[CapturedPoint], settings: ConnectorConfig) -> None:
+    """Refuse points for which an object of one sample has no place.
+
+    Raises:
+        ConfigError: with these points.
+    """
+    others = [point.name for point in points if point.name != HIDDEN_STATES]
+    if others and settings.layout == "sample":
+        raise ConfigError(
+            f"capture: expected hidden_states alone with layout 'sample' (one object a sample, as a server stores "
+            f"them), got {', '.join(others)} too. Leave them out, or run a job with layout part"
+        )
+
+
+class TapWatch:
+    """Calls ``check`` before the first samples are copied, and every ``CHECK_S`` seconds from then on."""
+
+    def __init__(self, check: Callable[[], object], clock: Callable[[], float] = time.monotonic):
+        """``check``: raises if a tap is dead (``taps.install.Installed.check_alive``)."""
+        self._check, self._clock = check, clock
+        self._next: float | None = None
+
+    def step(self, saves: bool) -> None:
+        """Called once a step. ``saves``: samples are about to be copied."""
+        due = saves if self._next is None else self._clock() >= self._next
+        if due:
+            self._check()
+            self._next = self._clock() + CHECK_S

@@ -1,0 +1,254 @@
+"""Points of a model, without an engine: which columns a request gets, and how each rank copies its own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from hsx_dist.connector.columns import CapturedPoint, Column, columns_of
+from hsx_dist.connector.connector_config import ConnectorConfig
+from hsx_dist.connector.ranks import Ranks, comparisons, ranks_of
+from hsx_dist.connector.step import Save, Step
+from hsx_dist.connector.tapped import CHECK_S, TapWatch, captured_points, check_layout
+from hsx_dist.connector.worker import WorkerHalf
+from hsx_dist.errors import ConfigError
+from tests.unit.connector.test_request_params import read
+from tests.unit.connector.test_scheduler import half, meta, request
+from tests.unit.connector.test_worker import KeepingOutlet
+
+BLOCK, BLOCKS = 4, 32
+STATES = CapturedPoint("hidden_states", (0, 2, 5), 8, "float32")
+HEADS = CapturedPoint("q", (1, 4), 6, "float32", head=3)
+EXPERTS = CapturedPoint("topk_ids", (3,), 2, "int32")
+CAPTURED = (STATES, HEADS, EXPERTS)
+EVERYTHING = {"hidden_states": (0, 2, 5), "q": (1, 4), "topk_ids": (3,)}
+
+
+def caches(points=CAPTURED, seed=0):
+    torch.manual_seed(seed)
+    return [
+        (p, torch.randint(0, 99, (BLOCKS, len(p.layers), BLOCK, p.width)).to(getattr(torch, p.dtype))) for p in points
+    ]
+
+
+def save(n: int, key="k", points=CAPTURED, owner=0, **given) -> Save:
+    blocks = np.random.default_rng(n).permutation(BLOCKS)[: -(-n // BLOCK)].astype(np.int64)
+    given.setdefault("columns", columns_of({p.name: p.layers for p in points}, points))
+    return Save(f"r-{key}", key, np.arange(n, dtype=np.int64), blocks, owner, **given)
+
+
+def rows_of(pages, column: int, width: int, dtype: str, n: int) -> np.ndarray:
+    """``[layers, n, width]`` of one column, each token once."""
+    mine = sorted(((p, d) for p, d in pages if p.segment.column == column), key=lambda x: x[0].start)
+    parts = [d.view(dtype).reshape(p.shape)[:, : p.num_tokens] for p, d in mine]
+    assert mine[0][0].start == 0
+    found = np.concatenate(parts, axis=1)
+    assert found.shape[1:] == (n, width)
+    return found
+
+
+def run(worker: WorkerHalf, outlet: KeepingOutlet, step: Step) -> tuple[list, set[str]]:
+    worker.step(step)
+    pages, done = outlet.take(), worker.finished()
+    while worker.pending:
+        worker.step(Step())
+        pages += outlet.take()
+        done |= worker.finished()
+    return pages, done
+
+
+# -- what a request gets -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored"),
+    [
+        ({}, {"hidden_states": (0, 2, 5)}),
+        ({"hidden_states_points": "all"}, EVERYTHING),
+        ({"hidden_states_points": {"q": [4]}}, {"q": (4,)}),
+        ({"hidden_states_points": {"topk_ids": "all", "q": [4, 1]}}, {"q": (4, 1), "topk_ids": (3,)}),
+        ({"hidden_states_points": {"q": [4]}, "hidden_states_layers": [5]}, {"hidden_states": (5,), "q": (4,)}),
+        ({"hidden_states_layers": [5, 0]}, {"hidden_states": (5, 0)}),
+    ],
+)
+def test_a_request_chooses_among_the_captured_points(asked, stored):
+    options = read(asked, captured=EVERYTHING)
+    assert dict(options.points) == stored
+    assert list(options.points) == [name for name in EVERYTHING if name in stored]
+    assert not options.refused
+
+
+@pytest.mark.parametrize("asked", [{"z": [1]}, {"q": [2]}, {"q": []}, {}, [], "q", 7, {"q": "last"}, {7: [1]}])
+def test_a_choice_that_is_not_captured_is_refused_and_the_default_is_stored(asked):
+    options = read({"hidden_states_points": asked}, captured=EVERYTHING)
+    assert dict(options.points) == {"hidden_states": (0, 2, 5)}
+    assert "expected some of the captured" in options.refused["hidden_states_points"]
+
+
+def test_without_hidden_states_a_request_that_does_not_ask_gets_everything():
+    assert dict(read({}, captured={"q": (1, 4)}).points) == {"q": (1, 4)}
+
+
+def test_the_scheduler_names_the_columns_and_says_what_is_stored():
+    scheduler = half(points=CAPTURED)
+    held, answer = scheduler.request_finished(
+        request(20, 20, hidden_states_points={"q": [4], "topk_ids": "all"}), [5, 9]
+    )
+    assert held
+    (one,) = meta(scheduler).saves
+    assert one.columns == (Column("q", (1,)), Column("topk_ids"))
+    told = answer["hidden_states_meta"]
+    assert told["points"]["q"] == {"shape": [20, 1, 6], "dtype": "float32", "layer_ids": [4]}
+    assert told["points"]["topk_ids"] == {"shape": [20, 1, 2], "dtype": "int32", "layer_ids": [3]}
+    assert "shape" not in told
+
+
+def test_ids_have_no_mean():
+    scheduler = half(points=CAPTURED)
+    asked = {"hidden_states_points": {"q": "all", "topk_ids": "all"}, "hidden_states_tokens": "mean"}
+    _, answer = scheduler.request_finished(request(20, 20, **asked), [5, 9])
+    assert meta(scheduler).saves[0].columns == (Column("q"),)
+    assert "topk_ids has no mean" in answer["hidden_states_meta"]["refused"]["hidden_states_points"]
+    asked["hidden_states_points"] = {"topk_ids": "all"}
+    held, _ = scheduler.request_finished(request(20, 20, request_id="other", **asked), [5, 9])
+    assert not held
+
+
+def test_a_request_before_the_workers_have_said_what_they_capture_stores_nothing():
+    scheduler = half(points=())
+    held, answer = scheduler.request_finished(request(20, 20), [5, 9])
+    assert not held
+    assert "got none" in answer["hidden_states_meta"]["reason"]
+    scheduler.capture(CAPTURED)
+    assert scheduler.request_finished(request(20, 20, request_id="next"), [5, 9])[0]
+
+
+# -- how columns are copied --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ring", [1 << 20, 400])
+def test_every_column_has_all_rows_of_its_point(ring):
+    made = caches()
+    outlet = KeepingOutlet(ring)
+    worker = WorkerHalf(made, outlet, page_bytes=400, segment_bytes=800)
+    one = save(30, meta={"a": 1}, metadata="{}", attached={"x": np.zeros(2)})
+    pages, done = run(worker, outlet, Step(saves=[one]))
+    assert done == {"r-k"}
+    blocks = torch.from_numpy(one.block_ids)
+    for column, (point, cache) in enumerate(made):
+        expected = cache[blocks].permute(1, 0, 2, 3).reshape(len(point.layers), -1, point.width)[:, :30].numpy()
+        np.testing.assert_array_equal(rows_of(pages, column, point.width, point.dtype, 30), expected)
+    for page, _ in pages:
+        segment = page.segment
+        point = CAPTURED[segment.column]
+        assert (segment.columns, segment.point, segment.head) == (3, point.name, point.head)
+        assert (page.dtype, page.layer_ids) == (point.dtype, point.layers)
+        about = (dict(segment.meta), segment.metadata, list(segment.attached))
+        first = segment.column == 0
+        assert about == ({"a": 1} if first else {}, "{}" if first else "", ["x"] if first and not segment.index else [])
+    assert len({p.segment.source for p, _ in pages}) == 1  # one computation, whatever the column
+    assert {p.segment.index for p, _ in pages if p.segment.column == 0} != {0}
+
+
+def test_a_request_is_finished_when_all_its_columns_are_copied():
+    outlet = KeepingOutlet(2 * BLOCK * 3 * 8 * 4)
+    worker = WorkerHalf(caches(), outlet, page_bytes=2 * BLOCK * 3 * 8 * 4, segment_bytes=1 << 16)
+    worker.step(Step(saves=[save(8)]))
+    assert worker.finished() == set()  # the ring has room for the hidden states alone
+    assert (worker.pending, worker.blocks_held) == (1, 2)
+    outlet.take()
+    worker.step(Step())
+    assert worker.finished() == {"r-k"}
+    assert (worker.pending, worker.blocks_held) == (0, 0)
+
+
+def test_a_column_that_cannot_be_copied_fails_its_sample_once():
+    outlet = KeepingOutlet(1 << 20)
+    worker = WorkerHalf(caches(), outlet, page_bytes=400, segment_bytes=800)
+    wrong = save(8, columns=(Column(), Column("z"), Column("q")))
+    pages, done = run(worker, outlet, Step(saves=[wrong, save(8, key="other")]))
+    assert done == {"r-k", "r-other"}
+    assert {p.segment.key for p, _ in pages} == {"other"}
+    (skip,) = outlet.skipped
+    assert (skip.key, skip.columns, skip.of) == ("k", (0, 1, 2), 3)
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+def ranks_with(tensor_parallel: int, kv_heads: int):
+    """The captured points of each rank."""
+    found = [
+        SimpleNamespace(
+            point=name, layers=(1,), head_size=width, head=3, kv_cache_torch_dtype=torch.float32, layer_name=name
+        )
+        for name, width in (("k", 3), ("resid_pre", 8), ("q", 6))
+    ]
+    tensors = {one.point: torch.zeros(BLOCKS, 1, BLOCK, one.head_size) for one in found}
+    return [
+        captured_points(found, tensors, rank=rank, ranks=tensor_parallel, kv_heads=kv_heads)
+        for rank in range(tensor_parallel)
+    ]
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("owner", [0, 1, 3])
+def test_each_column_is_copied_by_exactly_one_rank(kv_heads, owner, monkeypatch):
+    monkeypatch.setattr("vllm.distributed.parallel_state.in_the_same_node_as", lambda *_, **__: [True] * 4)
+    captured = ranks_with(4, kv_heads)
+    assert [p.name for p, _ in captured[0]] == ["resid_pre", "q", "k"]  # as the model computes them
+    assert {p.name: p.shards for p, _ in captured[0]} == {"resid_pre": 1, "q": 4, "k": kv_heads}
+    points = [p for p, _ in captured[0]]
+    one = save(8, points=points, owner=owner)
+    assert len(one.columns) == 1 + 4 + kv_heads
+    copied = []
+    for rank in range(4):
+        group = SimpleNamespace(world_size=4, rank_in_group=rank, cpu_group=None)
+        ranks = ranks_of(group, one_node=True, limit=None, points=[p for p, _ in captured[rank]])
+        own = ranks.own(Step(saves=[one]))
+        copied += own.saves[0].copied
+        assert not ranks.others(Step(saves=[one]))
+    assert sorted(copied) == list(range(len(one.columns)))
+    without = Ranks(2, (0, 1, 2, 3), {"q": None})
+    assert without.others(Step(saves=[save(8, points=points[:1], owner=owner)])) == {"r-k"}
+
+
+def test_shards_on_a_node_that_cannot_store_are_refused(monkeypatch):
+    monkeypatch.setattr("vllm.distributed.parallel_state.in_the_same_node_as", lambda *_, **__: [True, False])
+    group = SimpleNamespace(world_size=2, rank_in_group=1, cpu_group=None)
+    with pytest.raises(ConfigError, match=r"expected all 2 tensor-parallel ranks on one node.*of q, got"):
+        ranks_of(group, one_node=True, limit=None, points=[CapturedPoint("q", (1,), 6, "float32", 3, 1, 2)])
+    ranks_of(group, one_node=True, limit=None, points=[STATES])
+
+
+def test_points_that_every_rank_has_whole_are_compared(monkeypatch):
+    sharded = CapturedPoint("k", (1,), 3, "float32", 3, 0, 2)
+    made = comparisons(caches((STATES, HEADS, EXPERTS, sharded)), None, "m")
+    assert [one._point for one in made] == ["hidden states", "q"]
+
+
+# -- the taps ----------------------------------------------------------------------------------------------------------
+
+
+def test_taps_are_checked_before_the_first_copies_and_then_by_the_clock():
+    now, checks = [100.0], []
+    watch = TapWatch(lambda: checks.append(now[0]), lambda: now[0])
+    watch.step(saves=False)
+    assert checks == []
+    watch.step(saves=True)
+    watch.step(saves=True)
+    assert checks == [100.0]
+    now[0] += CHECK_S
+    watch.step(saves=False)
+    assert checks == [100.0, 100.0 + CHECK_S]
+
+
+def test_an_object_of_one_sample_holds_hidden_states_alone():
+    server = ConnectorConfig(output="out")
+    check_layout([STATES], server)
+    with pytest.raises(ConfigError, match="got q, topk_ids too"):
+        check_layout(CAPTURED, server)
+    check_layout(CAPTURED, ConnectorConfig(output="out", layout="part", transport="attach", address="x"))
