@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hsx_dist.format.manifest import Manifest, RowFate, SampleRecord
-from hsx_dist.format.segments import SegmentProof, tokens_once
+from hsx_dist.format.segments import SegmentProof
 from hsx_dist.page import Segment
 
 _Array = np.ndarray[Any, Any]
@@ -24,8 +24,7 @@ class Index:
     Arrays are ``[N]``: ``tokens`` int64, ``raw_bytes`` int64 (of the states), ``part_of`` int32 (the part of the first
     segment, an index into ``parts``), ``group_of`` int32 (which receipt named the sample first, also of a part that was
     lost since: an order by it stays when lost samples are computed again). ``tokens_in``: a part's name → tokens of all
-    its segments, but for those of a sample's later columns. ``complete``: whether the newest attempt had ended and said
-    so.
+    its segments. ``complete``: whether the newest attempt had ended and said so.
     """
 
     def __init__(self, manifest: Manifest, *, complete: bool = False):
@@ -46,7 +45,7 @@ class Index:
         sizes = np.array([len(table) for table in tables], np.int64)
         starts = np.cumsum(sizes) - sizes
         part = np.repeat(np.arange(len(receipts), dtype=np.int32), sizes)
-        tokens = np.bincount(part, tokens_once(numbers), len(receipts)).astype(np.int64).tolist()
+        tokens = np.bincount(part, numbers[:, 2] - numbers[:, 1], len(receipts)).astype(np.int64).tolist()
         self.tokens_in = {r.part: n for r, n in zip(receipts, tokens, strict=True)}
 
         hashes = np.concatenate([np.empty((0, 2), "S16"), *(table.hashes for table in tables)])
