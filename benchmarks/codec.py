@@ -28,7 +28,7 @@ from benchmarks.states import LAYERS, smollm2_states
 from hsx_dist.format.codecs import Codec, Fp8TokenCodec, NoneCodec, SplitCodec, ZstdCodec
 from hsx_dist.format.codecs.base import encode_into
 from hsx_dist.format.loss import combine, measure
-from hsx_dist.page import CARRIER
+from hsx_dist.page import FLOATS
 from hsx_dist.store.base import as_bytes_view
 
 RESULTS = Path(__file__).parent / "results"
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     args = parser.parse_args()
     about = provenance("numpy", "zstandard", "crc32c", "torch", "transformers")
-    states = {dtype: states_of(dtype, args.tokens, args.keep) for dtype in CARRIER}
+    states = {dtype: states_of(dtype, args.tokens, args.keep) for dtype in FLOATS}
     bf16 = states["bfloat16"]
     result = {
         "about": about,

@@ -21,6 +21,8 @@ CARRIER: dict[str, type[np.unsignedinteger[Any]]] = {
     "float32": np.uint32,
     "int32": np.uint32,
 }
+#: Those of a model's states. ``int32`` holds ids: no bits of it are a float's.
+FLOATS: tuple[str, ...] = ("bfloat16", "float16", "float32")
 #: The point that is stored unless others are chosen: the residual stream that enters a layer.
 HIDDEN_STATES = "hidden_states"
 
@@ -114,6 +116,16 @@ class Segment:
     @property
     def num_tokens(self) -> int:
         return self.stop - self.start
+
+    @property
+    def id(self) -> tuple[str, int, int]:
+        """Key, column and index: what no two segments of a part share."""
+        return self.key, self.column, self.index
+
+    @property
+    def of_points(self) -> bool:
+        """Whether there is more to say of it than of hidden states alone."""
+        return (self.columns, self.point, self.shards, self.head) != (1, HIDDEN_STATES, 1, 0)
 
     def bare(self) -> Segment:
         """The segment without ``meta``, ``attached`` and ``metadata``."""

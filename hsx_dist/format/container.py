@@ -15,7 +15,7 @@ __all__ = ["EncodedPart", "EncodedSegment", "Part", "SegmentEncoder", "SegmentIn
 
 
 def with_expires(data: bytes, part: Part, expires: float | None) -> list[Buffer] | None:
-    """A stored object of one segment with another ``expires`` in its ``meta`` (None: without); every other byte of its
+    """A stored object of one sample with another ``expires`` in its ``meta`` (None: without); every other byte of its
     description and its data is the same.
 
     Args:
@@ -32,10 +32,10 @@ def with_expires(data: bytes, part: Part, expires: float | None) -> list[Buffer]
     header = parse_header(data[8:length], len(data) - length)
     if not part.has(header):
         return None
-    (record,) = header.description.segments
+    record, *others = header.description.segments
     meta = {name: value for name, value in record.info.segment.meta.items() if name != "expires"}
     if expires is not None:
         meta["expires"] = expires
     segment = replace(record.info.segment, meta=meta)
     record = replace(record, info=replace(record.info, segment=segment))
-    return [build_header(replace(header.description, segments=(record,))), memoryview(data)[length:]]
+    return [build_header(replace(header.description, segments=(record, *others))), memoryview(data)[length:]]

@@ -12,7 +12,7 @@ import numpy as np
 
 from hsx_dist.errors import ConfigError, FormatError, IntegrityError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
-from hsx_dist.format.codecs import Codec
+from hsx_dist.format.codecs import Codec, codec_for
 from hsx_dist.format.codecs.base import raw_array
 from hsx_dist.format.description import ATTACHMENT_DTYPE, MAX_HEADER_BYTES, SegmentInfo, SegmentRecord
 from hsx_dist.format.expansion import check_expansion
@@ -330,7 +330,7 @@ class Part:
         place = f"segment {i}, layer {record.info.layer_ids[k]}, tokens {record.info.chunk_span(c)}"
         _check(crc32c(data), record.crcs[k][c], place)
         with _told(place):
-            self.codec.decode(data, out, record.info.dtype)
+            codec_for(self.codec, record.info.dtype).decode(data, out, record.info.dtype)
 
     def _rows(self, i: int, c: int, view: memoryview) -> np.ndarray[Any, Any]:
         """Schema ``vllm``: the checked rows of a chunk, ``[rows, L, H]``."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hsx_dist.format.checksum import crc32c, crc32c_hex, crc32c_join
-from hsx_dist.format.codecs import Codec, NoneCodec
+from hsx_dist.format.codecs import Codec, NoneCodec, codec_for
 from hsx_dist.format.codecs.base import Allocate, allocate, encode_into, flat
 from hsx_dist.format.description import (
     ATTACHMENT_DTYPE,
@@ -24,6 +24,7 @@ from hsx_dist.format.description import (
     Description,
     SegmentInfo,
     SegmentRecord,
+    column_error,
     stored_meta,
 )
 from hsx_dist.format.header import build_header
@@ -84,7 +85,8 @@ class EncodedSegment:
             # Its quotes and escapes are escaped again. As strict as the description: what cannot be stored costs its
             # segment here, and would cost the whole part there.
             key += 2 * len(json.dumps(meta, sort_keys=True, allow_nan=False)) + 8
-        return 640 + key + attached + layers * (24 + 120 + 48) + layers * chunks * 24
+        of_points = 320 if self.segment.of_points else 0
+        return 640 + of_points + key + attached + layers * (24 + 120 + 48) + layers * chunks * 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +128,16 @@ class SegmentEncoder:
                 raise ValueError(f"{_where(info.segment)}: page {page.chunk} came twice")
             self._info = info
             self._taken.add(page.chunk)
+        codec = codec_for(self._codec, page.dtype)
         try:
             if self._is_plain(info.segment):
                 layers: tuple[np.ndarray[Any, Any], ...] = (self._rows(page, info, look),)
             else:
                 layers = tuple(
-                    encode_into(self._codec, page.layer(k), page.dtype, self._allocate, partial(look, k))
+                    encode_into(codec, page.layer(k), page.dtype, self._allocate, partial(look, k))
                     for k in range(info.num_layers)
                 )
-            lossy = range(info.num_layers) if self._codec.lossy else ()
+            lossy = range(info.num_layers) if codec.lossy else ()
             chunk = _Chunk(
                 np.array(page.token_ids, dtype="<i8"),
                 layers,
@@ -150,7 +153,7 @@ class SegmentEncoder:
         return chunk.token_ids.nbytes + sum(data.nbytes for data in layers)
 
     def _is_plain(self, segment: Segment) -> bool:
-        return self._alone and isinstance(self._codec, NoneCodec) and _is_whole(segment)
+        return self._alone and isinstance(self._codec, NoneCodec) and _is_a_vllm_sample(segment)
 
     def _rows(self, page: Page, info: SegmentInfo, look: Callable[..., None]) -> np.ndarray[Any, Any]:
         data = self._allocate(page.num_tokens * info.num_layers * info.row_bytes)
@@ -225,18 +228,18 @@ def build_part(segments: Sequence[EncodedSegment], codec: Codec, about: Mapping[
 
     A whole sample alone, with codec ``none``, becomes vLLM's own schema (its layers are transposed, a chunk at a time).
     ``about`` (JSON types) is what the run knows: model, revision, versions, …
-    Raises ``ValueError`` when there are no segments, a key and index come twice, another codec made
+    Raises ``ValueError`` when there are no segments, one comes twice, another codec made
     them, or the header grows too large.
     """
     if not segments:
         raise ValueError("expected at least one segment, got none")
-    if len({(s.segment.key, s.segment.index) for s in segments}) != len(segments):
+    if len({s.segment.id for s in segments}) != len(segments):
         raise ValueError("expected every segment once, got one twice")
     if any(s.codec != codec for s in segments):
         raise ValueError(f"expected segments that {codec} encoded, got {sorted({str(s.codec) for s in segments})}")
     if len(segments) > 1 and any(s.plain for s in segments):
         raise ValueError("expected segments that were not laid out to be objects of their own, got some that were")
-    if len(segments) == 1 and _is_whole(segments[0].segment) and isinstance(codec, NoneCodec):
+    if len(segments) == 1 and _is_a_vllm_sample(segments[0].segment) and isinstance(codec, NoneCodec):
         description, data = _vllm_schema(segments[0], codec, about)
     else:
         description, data = _segments_schema(segments, codec, about)
@@ -268,8 +271,9 @@ def _crc32c_of(pieces: Iterable[_Piece]) -> int:
     return value
 
 
-def _is_whole(s: Segment) -> bool:
-    return s.index == 0 and s.start == 0 and s.stop == s.total
+def _is_a_vllm_sample(s: Segment) -> bool:
+    """Whether the schema of vLLM can hold it: one whole sample's hidden states."""
+    return not s.of_points and s.index == 0 and s.start == 0 and s.stop == s.total
 
 
 def _record(s: EncodedSegment, sizes: tuple[tuple[int, ...], ...], crcs: tuple[tuple[int, ...], ...]) -> SegmentRecord:
@@ -315,8 +319,10 @@ def _transposed(s: EncodedSegment) -> tuple[Sequence[np.ndarray[Any, Any]], tupl
 
 def _check_attached(segment: Segment, attached: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
     """Little-endian, contiguous copies of what is attached."""
-    if attached and segment.index:
-        raise ValueError(f"{_where(segment)}: expected attached arrays with segment 0 alone, got {sorted(attached)}")
+    if attached and (segment.index or segment.column):
+        raise ValueError(
+            f"{_where(segment)}: expected attached arrays with segment 0 alone, of column 0, got {sorted(attached)}"
+        )
     found = {}
     for name, value in attached.items():
         if name in RESERVED_NAMES:
@@ -357,6 +363,8 @@ def _check_page(page: Page, known: SegmentInfo | None) -> SegmentInfo:
             raise ValueError(f"{_where(s)}: expected dtype {', '.join(CARRIER)}, got {page.dtype!r}")
         if not info.layer_ids or len(set(info.layer_ids)) != info.num_layers:
             raise ValueError(f"{_where(s)}: expected at least one layer, each once, got {info.layer_ids}")
+        if wrong := column_error(info):
+            raise ValueError(f"{_where(s)}: {wrong}")
         if min(info.chunk_tokens, s.num_tokens) * info.row_bytes > MAX_CHUNK_BYTES:
             raise ValueError(f"{_where(s)}: expected pages of at most {MAX_CHUNK_BYTES} bytes a layer, got {info}")
     first, odd = divmod(page.start - s.start, page.chunk_tokens)
@@ -375,7 +383,8 @@ def _check_page(page: Page, known: SegmentInfo | None) -> SegmentInfo:
 
 
 def _where(s: Segment) -> str:
-    return f"segment {s.index} of {s.key!r}"
+    column = f" of column {s.column} ({s.point})" if s.of_points else ""
+    return f"segment {s.index}{column} of {s.key!r}"
 
 
 def _nbytes(data: Buffer) -> int:

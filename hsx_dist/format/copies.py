@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from hsx_dist.format.segments import SegmentProof
 
-#: What all segments of a sample share: its number of tokens, and the hash of their ids.
-_Identity = tuple[int, str]
+#: What all segments of a sample share: its number of tokens, of columns, and the hash of the ids.
+_Identity = tuple[int, int, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,47 +53,60 @@ class _Attempt:
     """The segments of one key that one attempt proves. Only those that agree in their identity are joined."""
 
     def __init__(self) -> None:
-        #: By identity, index and start: the segment of the lowest part name.
-        self._chosen: dict[tuple[_Identity, int, int], Proven] = {}
-        #: By identity: how many segments follow one another from the first token on, and where the last one ends.
-        self._ends: dict[_Identity, tuple[int, int]] = {}
+        #: By identity, column, index and start: the segment of the lowest part name.
+        self._chosen: dict[tuple[_Identity, int, int, int], Proven] = {}
+        #: By identity and column: how many segments follow one another from the first token on, and where they end.
+        self._ends: dict[tuple[_Identity, int], tuple[int, int]] = {}
+        #: By identity: the columns whose segments cover all tokens.
+        self._covered: dict[_Identity, set[int]] = {}
         #: Whether two segments of the same place differ in their tokens.
         self._mixed = False
         self.whole: set[_Identity] = set()
 
     @property
     def disputed(self) -> bool:
-        return self._mixed or len(self._ends) > 1
+        return self._mixed or len(self._covered) > 1
 
     def add(self, proven: Proven) -> None:
         s = proven.proof.segment
-        identity = (s.total, proven.proof.sample_hash)
-        place = (identity, s.index, s.start)
+        identity = (s.total, s.columns, proven.proof.sample_hash)
+        place = (identity, s.column, s.index, s.start)
         first = self._chosen.setdefault(place, proven)
         if (proven.part, proven.proof.slot) < (first.part, first.proof.slot):
             self._chosen[place] = proven
         if (first.proof.segment.stop, first.proof.token_hash) != (s.stop, proven.proof.token_hash) and not self._mixed:
             self._mixed = True
-            self.whole = {known for known in self.whole if self._is_whole(known)}
-        count, end = self._ends.get(identity, (0, 0))
-        while (following := self._chosen.get((identity, count, end))) is not None:
+            for known, column in self._ends:
+                self._cover(known, column)
+        count, end = self._ends.get((identity, s.column), (0, 0))
+        while (following := self._chosen.get((identity, s.column, count, end))) is not None:
             count, end = count + 1, following.proof.segment.stop
-        self._ends[identity] = count, end
-        (self.whole.add if self._is_whole(identity) else self.whole.discard)(identity)
+        self._ends[identity, s.column] = count, end
+        self._cover(identity, s.column)
 
-    def _is_whole(self, identity: _Identity) -> bool:
+    def _cover(self, identity: _Identity, column: int) -> None:
+        """Note whether a column covers all tokens, and with it whether the sample is whole."""
+        covered = self._covered.setdefault(identity, set())
+        (covered.add if self._is_covered(identity, column) else covered.discard)(column)
+        (self.whole.add if len(covered) == identity[1] else self.whole.discard)(identity)
+
+    def _is_covered(self, identity: _Identity, column: int) -> bool:
         if not self._mixed:
-            return identity in self._ends and self._ends[identity][1] == identity[0]
+            return self._ends[identity, column][1] == identity[0]
         # Where the whole sample's hash is not known, segments whose tokens differ must not be joined either.
-        first = self._chosen.get((identity, 0, 0))
+        first = self._chosen.get((identity, column, 0, 0))
         return first is not None and first.proof.segment.stop == identity[0]
 
     def sample(self) -> list[Proven]:
-        """The segments 0, 1, … of a whole sample; of several the one whose first part has the lowest name."""
-        identity = min(sorted(self.whole), key=lambda known: self._chosen[known, 0, 0].part)
+        """The segments of a whole sample, a column after the other; of several the one whose first part has the lowest
+        name."""
+        identity = min(sorted(self.whole), key=lambda known: self._chosen[known, 0, 0, 0].part)
+        return [proven for column in range(identity[1]) for proven in self._column(identity, column)]
+
+    def _column(self, identity: _Identity, column: int) -> list[Proven]:
         run: list[Proven] = []
         end = 0
         while end < identity[0]:
-            run.append(self._chosen[identity, len(run), end])
+            run.append(self._chosen[identity, column, len(run), end])
             end = run[-1].proof.segment.stop
         return run

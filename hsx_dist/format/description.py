@@ -22,19 +22,22 @@ from hsx_dist.format.codecs import Codec, NoneCodec, codec_from_dict
 from hsx_dist.format.codecs.base import itemsize
 from hsx_dist.format.json_objects import check_depth, number, parse_json, shown
 from hsx_dist.format.loss import Loss
-from hsx_dist.page import CARRIER, Segment
+from hsx_dist.page import CARRIER, FLOATS, HIDDEN_STATES, Segment
 
 #: Version of the layout. What an old reader would misread gets a new number; new keys in the description do not.
 FORMAT = "hsx/1"
+#: Of a part in which a segment is not all of its sample's columns, or of another point than the hidden states.
+FORMAT_OF_POINTS = "hsx/2"
 #: The limit of the safetensors library, header length field not counted.
 MAX_HEADER_BYTES = 100_000_000
 #: Raw bytes of one chunk of one layer: what a reader must hold to decode it.
 MAX_CHUNK_BYTES = 256 << 20
 MAX_HIDDEN_SIZE = 1 << 20
 MAX_TOKENS = 1 << 40
+MAX_COLUMNS = 1 << 16
 
 #: Our dtype names → those of safetensors.
-TENSOR_DTYPE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+TENSOR_DTYPE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "int32": "I32"}
 #: What users may attach to a sample: names of safetensors → numpy's.
 ATTACHMENT_DTYPE = {
     "BOOL": "bool", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "F16": "<f2",
@@ -44,15 +47,19 @@ ATTACHMENT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 #: What readers call a sample's own parts. Nothing else is attached under these names.
 RESERVED_NAMES = frozenset({"hidden_states", "token_ids", "layer_ids", "input_ids", "key", "meta"})
 MAX_ATTACHED_BYTES = 64 << 20
+_POINT = re.compile(r"[a-z][a-z0-9_]{0,63}")
 #: Written into every part, for whoever finds one alone.
 LAYER_MEANING = (
     "layer id k is the residual stream that enters decoder layer k: 0 the embeddings, N (the model's number of "
     "layers) the last layer's output before the final norm"
 )
+_LAYER_MEANING_OF_POINTS = f"of hidden_states, {LAYER_MEANING}; of another point, layer id k is decoder layer k"
 _WIDTH = {**{k: np.dtype(v).itemsize for k, v in ATTACHMENT_DTYPE.items()}, "BF16": 2}
 #: What the segments of a part usually have in common, and is then written once.
 _SHARED = ("dtype", "hidden_size", "layer_ids", "chunk_tokens", "index", "start")
-_DTYPE_OF_TENSOR = {v: k for k, v in TENSOR_DTYPE.items()}
+#: What a segment says besides in a part of points.
+_OF_POINTS = ("point", "column", "columns", "shard", "shards", "head")
+_DTYPE_OF_TENSOR = {TENSOR_DTYPE[dtype]: dtype for dtype in FLOATS}
 #: A chunk of a file without a description: such a file has no checksums, so this only sets how much is held at once.
 _PLAIN_CHUNK_BYTES = 1 << 20
 
@@ -168,6 +175,15 @@ class Description:
                     nbytes = sum(record.sizes[k])
                     yield f"{i}.{k}", "U8", (nbytes,), nbytes
 
+    @cached_property
+    def of_points(self) -> bool:
+        return any(record.info.segment.of_points for record in self.segments)
+
+    @property
+    def format(self) -> str:
+        """The oldest version that can hold it."""
+        return FORMAT_OF_POINTS if self.of_points else FORMAT
+
     @property
     def data_bytes(self) -> int:
         """Bytes after the header."""
@@ -175,13 +191,14 @@ class Description:
 
     def to_json(self) -> str:
         """Compact, sorted, pure ASCII: equal descriptions are equal strings."""
-        rows = [_row(r) for r in self.segments]
-        common = {k: rows[0][k] for k in _SHARED if all(r[k] == rows[0][k] for r in rows)}
+        rows = [_row(r, of_points=self.of_points) for r in self.segments]
+        shared = (*_SHARED, *_OF_POINTS) if self.of_points else _SHARED
+        common = {k: rows[0][k] for k in shared if all(r[k] == rows[0][k] for r in rows)}
         body = {
             "codec": self.codec.to_dict(),
             "about": dict(self.about),
             "schema": self.schema,
-            "layer_meaning": LAYER_MEANING,
+            "layer_meaning": _LAYER_MEANING_OF_POINTS if self.of_points else LAYER_MEANING,
             "common": common,
             "segments": [{k: v for k, v in row.items() if k not in common} for row in rows],
         }
@@ -226,8 +243,8 @@ class Description:
                 records.append(_record(record, codec, schema))
             except FormatError as e:
                 raise type(e)(f"segment {i}: {e}") from e
-        if len({(r.info.segment.key, r.info.segment.index) for r in records}) != len(records):
-            raise FormatError("segments: expected each key and index once, got one twice")
+        if len({r.info.segment.id for r in records}) != len(records):
+            raise FormatError("segments: expected each key, column and index once, got one twice")
         check_depth([r.info.segment.meta for r in records], "the description: meta")
         return cls(codec, about, "vllm" if schema == "vllm" else "segments", tuple(records))
 
@@ -251,7 +268,7 @@ def plain_description(tensors: Mapping[str, Any]) -> Description:
     return Description(NoneCodec(), {}, "vllm", (SegmentRecord(info, (), None, None),))
 
 
-def _row(record: SegmentRecord) -> dict[str, Any]:
+def _row(record: SegmentRecord, *, of_points: bool) -> dict[str, Any]:
     info, s = record.info, record.info.segment
     row: dict[str, Any] = {
         "key": s.key,
@@ -266,6 +283,8 @@ def _row(record: SegmentRecord) -> dict[str, Any]:
         "crcs": record.crcs,
         "token_crc": record.token_crc,
     }
+    if of_points:
+        row |= {name: getattr(s, name) for name in _OF_POINTS}
     if record.sizes:
         row["sizes"] = record.sizes
     if record.loss:
@@ -305,7 +324,7 @@ def _record(d: dict[str, Any], codec: Codec, schema: str) -> SegmentRecord:
     key = _get(d, "key", str)
     if not key:
         raise FormatError("key: expected a non-empty string, got ''")
-    segment = Segment(key, index, start, stop, total, meta=meta)
+    segment = Segment(key, index, start, stop, total, meta=meta, **_column(d))
     dtype = _get(d, "dtype", str)
     if dtype not in CARRIER:
         raise FormatError(f"dtype: expected one of {', '.join(CARRIER)}, got {dtype[:40]!r}")
@@ -318,13 +337,38 @@ def _record(d: dict[str, Any], codec: Codec, schema: str) -> SegmentRecord:
     if min(chunk_tokens, segment.num_tokens) * info.row_bytes > MAX_CHUNK_BYTES:
         raise FormatError(f"chunk_tokens: {chunk_tokens} tokens of {info.row_bytes} bytes exceed {MAX_CHUNK_BYTES}")
     plain = isinstance(codec, NoneCodec)
-    if schema == "vllm" and (not plain or segment.num_tokens != total):
-        raise FormatError("schema vllm: expected a whole sample, not encoded")
+    if wrong := column_error(info):
+        raise FormatError(wrong)
+    if schema == "vllm" and (not plain or segment.num_tokens != total or segment.of_points):
+        raise FormatError("schema vllm: expected a whole sample of hidden states, not encoded")
     sizes = () if plain else _table(d, "sizes", (len(layer_ids), info.num_chunks), MAX_CHUNK_BYTES * 2)
     crcs = _table(d, "crcs", (len(layer_ids) if schema == "segments" else 1, info.num_chunks), 0xFFFFFFFF)
     loss = _losses(_get(d, "loss", list), len(layer_ids)) if "loss" in d else ()
     attached = {n: _attachment(n, a) for n, a in _get(d, "attached", dict).items()} if "attached" in d else {}
     return SegmentRecord(info, sizes, crcs, _int(d, "token_crc", 0, 0xFFFFFFFF), loss, attached)
+
+
+def _column(d: Mapping[str, Any]) -> dict[str, Any]:
+    """Which column of its sample a segment is of; nothing of hidden states alone. All of it, or none."""
+    if d.keys().isdisjoint(_OF_POINTS):
+        return {}
+    return {"point": _get(d, "point", str)} | {name: _int(d, name, 0, MAX_HIDDEN_SIZE) for name in _OF_POINTS[1:]}
+
+
+def column_error(info: SegmentInfo) -> str | None:
+    """What cannot be in what a segment says of its column; ``None`` when all of it can be."""
+    s = info.segment
+    if not _POINT.fullmatch(s.point):
+        return f"point: expected a name of at most 64 lower-case letters, digits and '_', got {s.point[:80]!r}"
+    if not 0 <= s.column < s.columns <= MAX_COLUMNS:
+        return f"column: expected one from 0 of at most {MAX_COLUMNS} columns, got {s.column} of {s.columns}"
+    if not 0 <= s.shard < s.shards <= s.columns:
+        return f"shard: expected one from 0 of at most {s.columns} shards, a column each, got {s.shard} of {s.shards}"
+    if s.head < 0 or (s.head and info.hidden_size % s.head):
+        return f"head: expected 0 or a divisor of hidden_size {info.hidden_size}, got {s.head}"
+    if s.point == HIDDEN_STATES and (s.head or info.dtype not in FLOATS):
+        return f"point: expected hidden states of {', '.join(FLOATS)} without heads, got {info.dtype}, head {s.head}"
+    return None
 
 
 def _losses(items: list[Any], num_layers: int) -> tuple[Loss, ...]:

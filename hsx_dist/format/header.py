@@ -10,7 +10,14 @@ from typing import Any
 
 from hsx_dist.errors import FormatError, IntegrityError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
-from hsx_dist.format.description import FORMAT, MAX_HEADER_BYTES, Description, Tensor, plain_description
+from hsx_dist.format.description import (
+    FORMAT,
+    FORMAT_OF_POINTS,
+    MAX_HEADER_BYTES,
+    Description,
+    Tensor,
+    plain_description,
+)
 from hsx_dist.format.json_objects import parse_json, shown
 
 
@@ -33,7 +40,7 @@ def build_header(description: Description) -> bytes:
     """Length field, JSON and padding. ``ValueError`` when that is more than safetensors allows."""
     text = description.to_json()
     entries: dict[str, Any] = {
-        "__metadata__": {"format": FORMAT, "hsx": text, "hsx_crc32c": crc32c_hex(crc32c(text.encode()))}
+        "__metadata__": {"format": description.format, "hsx": text, "hsx_crc32c": crc32c_hex(crc32c(text.encode()))}
     }
     entries |= {name: _entry(tensor) for name, tensor in description.tensors.items()}
     body = json.dumps(entries, separators=(",", ":"), ensure_ascii=True).encode()
@@ -73,8 +80,10 @@ def parse_header(body: bytes, data_bytes: int) -> Header:
         description = plain_description(table)
         _check_plain(description, table, data_bytes)
         return Header(description, table, 8 + len(body))
-    if metadata.get("format") != FORMAT:
-        raise FormatError(f"expected format {FORMAT!r}, got {shown(metadata.get('format'))}: use a newer hsx_dist")
+    version = metadata.get("format")
+    if version not in (FORMAT, FORMAT_OF_POINTS):
+        expected = f"{FORMAT!r} or {FORMAT_OF_POINTS!r}"
+        raise FormatError(f"expected format {expected}, got {shown(version)}: use a newer hsx_dist")
     text = metadata.get("hsx")
     if not isinstance(text, str):
         raise FormatError("expected a description under 'hsx' in __metadata__, got none")
@@ -84,6 +93,8 @@ def parse_header(body: bytes, data_bytes: int) -> Header:
             f"the description has crc32c {crc}, written was {shown(metadata.get('hsx_crc32c'))}: it changed"
         )
     description = Description.from_json(text, len(entries))
+    if description.format != version:
+        raise FormatError(f"expected format {description.format!r}, as the description says, got {version!r}")
     _check_table(entries, description.tensors)
     if data_bytes != description.data_bytes:
         raise FormatError(f"expected {description.data_bytes} bytes of data, the object has {data_bytes}: cut short?")

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,11 +48,15 @@ def identity_hash(*parts: Any) -> str:
     return digest.hexdigest()[:32]
 
 
-def same_sample(part: Part, segment: EncodedSegment, about: Mapping[str, Any]) -> bool:
-    """Whether a stored part is the sample that ``segment`` of ``about`` is."""
-    if len(part.segments) != 1 or not _same_model(part, about):
+def same_sample(part: Part, segments: Sequence[EncodedSegment], about: Mapping[str, Any]) -> bool:
+    """Whether a stored part is the sample of ``about`` whose columns ``segments`` are, a whole one each, in order."""
+    if len(part.segments) != len(segments) or not _same_model(part, about):
         return False
-    there, here = part.segments[0], segment.info
+    return all(_same_column(part, i, segment) for i, segment in enumerate(segments))
+
+
+def _same_column(part: Part, i: int, segment: EncodedSegment) -> bool:
+    there, here = part.segments[i], segment.info
     stored, ours = stored_meta(there.segment), stored_meta(here.segment)
     if IDENTITY not in stored:
         if "tokens" in stored:
@@ -60,13 +64,14 @@ def same_sample(part: Part, segment: EncodedSegment, about: Mapping[str, Any]) -
         ours.pop(IDENTITY, None)  # an earlier version's: it holds all tokens
     codecs = (part.codec, segment.codec)
     return (
-        (there.segment.key, there.segment.index, there.segment.total) == (here.segment.key, 0, here.segment.total)
+        there.segment == here.segment
+        and here.segment.num_tokens == here.segment.total
         and (there.layer_ids, there.dtype, there.hidden_size) == (here.layer_ids, here.dtype, here.hidden_size)
         and (codecs[0] == codecs[1] or not any(codec.lossy for codec in codecs))
         and _canonical(_lasting(stored)) == _canonical(_lasting(ours))
-        and part.attached_names(0) == segment.attached.keys()
-        and np.array_equal(part.token_ids(0), segment.token_ids)
-        and all(_same_array(array, segment.attached[name]) for name, array in part.attached(0).items())
+        and part.attached_names(i) == segment.attached.keys()
+        and np.array_equal(part.token_ids(i), segment.token_ids)
+        and all(_same_array(array, segment.attached[name]) for name, array in part.attached(i).items())
     )
 
 

@@ -14,7 +14,7 @@ from hsx_dist.format.copies import Copies, Proven
 from hsx_dist.format.key_index import KeyIndex
 from hsx_dist.format.names import receipt_name
 from hsx_dist.format.receipt import Receipt, RowFate, SegmentProof
-from hsx_dist.format.segments import SegmentTable, exact_sum, whole
+from hsx_dist.format.segments import SegmentTable, exact_sum, tokens_once, whole
 
 __all__ = [
     "Manifest",
@@ -28,7 +28,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class SampleRecord:
-    """A sample that is proven whole: ``segments`` are ``(part, proof)`` in token order and cover all its tokens."""
+    """A sample that is proven whole: ``segments`` are ``(part, proof)``, by column, then in token order. Those of each
+    column cover all tokens."""
 
     key: str
     num_tokens: int
@@ -62,7 +63,7 @@ class Totals:
     def add(self, numbers: np.ndarray[Any, Any]) -> None:
         """Count segments of samples: rows of ``SegmentTable.numbers``."""
         self.segments += len(numbers)
-        self.tokens += exact_sum(numbers[:, 2] - numbers[:, 1])
+        self.tokens += exact_sum(tokens_once(numbers))
         self.raw_bytes += exact_sum(numbers[:, 4])
         self.stored_bytes += exact_sum(numbers[:, 5])
 
@@ -70,11 +71,11 @@ class Totals:
 class Manifest:
     """What a run's receipts prove. Receipts may come in any order, and again; the outcome is the same.
 
-    A sample exists when segments of one attempt cover its tokens. Of several attempts that prove it the highest
-    counts; within an attempt the lowest part name. Not safe for concurrent ``add``.
+    A sample exists when segments of one attempt cover its tokens, in each of its columns. Of several attempts that
+    prove it the highest counts; within an attempt the lowest part name. Not safe for concurrent ``add``.
 
-    Held per sample: its row of a ``SegmentTable`` (92 bytes and its key) and 16 bytes of index. Python objects only for
-    samples that were stored in several segments or several times, and for rows that were refused or failed.
+    Held per sample: its row of a ``SegmentTable`` (108 bytes and its key) and 16 bytes of index. Python objects only
+    for samples that were stored in several segments, columns or copies, and for rows that were refused or failed.
     """
 
     def __init__(self, receipts: Iterable[Receipt] = ()):
@@ -158,7 +159,7 @@ class Manifest:
         nearly all of a run."""
         order = sorted((i for i, r in enumerate(self._order) if r.part), key=lambda i: self._order[i].id)
         found = [self._order[i] for i in order]
-        numbers = np.concatenate([np.empty((0, 7), np.int64), *(r.table.numbers for r in found)])
+        numbers = np.concatenate([np.empty((0, 9), np.int64), *(r.table.numbers for r in found)])
         alone = whole(numbers)
         starts = dict(zip(order, np.cumsum([0, *(len(r.table) for r in found)]).tolist(), strict=False))
         many = [place for places in self._many.values() for place in places]
@@ -170,7 +171,7 @@ class Manifest:
         of a part that was lost since."""
         self._decide()
         for key, places in self._chosen.items():
-            named = (self._order[p >> _SLOT_BITS] for p in self._many[key] if self._proof(p).proof.segment.index == 0)
+            named = (self._order[p >> _SLOT_BITS] for p in self._many[key] if self._begins(p))
             yield self._record(key, places), min(receipt.id for receipt in named)
 
     def totals(self) -> Totals:
@@ -312,6 +313,11 @@ class Manifest:
 
     def _part(self, place: int) -> str:
         return self._order[place >> _SLOT_BITS].part or ""
+
+    def _begins(self, place: int) -> bool:
+        """Whether it is the first segment of its sample's first column."""
+        index, column = self._order[place >> _SLOT_BITS].table.numbers[place & _SLOTS, [0, 7]].tolist()
+        return index == column == 0
 
     def _proof(self, place: int) -> Proven:
         receipt = self._order[place >> _SLOT_BITS]

@@ -16,20 +16,22 @@ import numpy as np
 
 from hsx_dist.errors import FormatError, IntegrityError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
-from hsx_dist.format.description import MAX_TOKENS
+from hsx_dist.format.description import MAX_COLUMNS, MAX_TOKENS
 from hsx_dist.format.json_objects import parse_json, shown
 from hsx_dist.format.names import LARGEST_NUMBER, WRITER
 from hsx_dist.format.segments import SegmentProof, SegmentTable
 
 __all__ = ["Receipt", "RowFate", "SegmentProof"]
 
-_FORMAT = "hsx-receipt/1"
+#: The second one names columns of samples: an older reader would take each for the whole sample.
+_FORMAT, _FORMAT_OF_COLUMNS = "hsx-receipt/1", "hsx-receipt/2"
 _BEFORE_CRC, _AFTER_CRC = b'{"crc32c":"', b'","receipt":'
 _HEADER = len(_BEFORE_CRC) + 8 + len(_AFTER_CRC)
 # A table, not objects: a receipt may prove tens of thousands of segments.
 _SEGMENT_COLUMNS = [
     "key", "index", "start", "stop", "total", "slot", "token_hash", "raw_bytes", "stored_bytes", "row", "sample_hash"
 ]  # fmt: skip
+_SEGMENT_COLUMNS_OF_COLUMNS = [*_SEGMENT_COLUMNS, "column", "columns"]
 _ROW_COLUMNS = ["key", "row", "fate", "reason", "tries", "content"]
 _HEX8, _HEX = re.compile(r"[0-9a-f]{8}"), re.compile(r"[0-9a-f]*")
 #: Largest numbers that a receipt may hold: sums over the receipts of any run then fit 64 bits, or are taken exactly.
@@ -98,8 +100,9 @@ class Receipt:
 
     def to_json(self) -> bytes:
         """The receipt as it is stored: one line, the same bytes for the same receipt."""
+        several = self.table.several_columns
         body = {
-            "format": _FORMAT,
+            "format": _FORMAT_OF_COLUMNS if several else _FORMAT,
             "attempt": self.attempt,
             "writer": self.writer,
             "seq": self.seq,
@@ -108,7 +111,7 @@ class Receipt:
             "crc32c": self.crc32c,
             "header_bytes": self.header_bytes,
             "raw_bytes": self.raw_bytes,
-            "segment_columns": _SEGMENT_COLUMNS,
+            "segment_columns": _SEGMENT_COLUMNS_OF_COLUMNS if several else _SEGMENT_COLUMNS,
             "segments": self.table.json_rows(),
             "row_columns": _ROW_COLUMNS,
             "rows": [[r.key, r.row, r.fate, r.reason, r.tries, r.content] for r in self.rows],
@@ -152,14 +155,17 @@ def _open(data: bytes, where: str) -> _Json:
         body = parse_json(text, floats=True)
     except FormatError as e:
         raise FormatError(f"{where}: not JSON: {e}") from e
-    if not isinstance(body, dict) or body.get("format") != _FORMAT:
+    if not isinstance(body, dict) or body.get("format") not in (_FORMAT, _FORMAT_OF_COLUMNS):
         came = body.get("format") if isinstance(body, dict) else body
-        raise FormatError(f"{where}: expected format {_FORMAT!r}, got {shown(came)}; update hsx_dist to read it")
+        expected = f"{_FORMAT!r} or {_FORMAT_OF_COLUMNS!r}"
+        raise FormatError(f"{where}: expected format {expected}, got {shown(came)}; update hsx_dist to read it")
     return body
 
 
 def _receipt(b: _Json) -> Receipt:
-    for name, columns in (("segment_columns", _SEGMENT_COLUMNS), ("row_columns", _ROW_COLUMNS)):
+    several = b["format"] == _FORMAT_OF_COLUMNS
+    segment_columns = _SEGMENT_COLUMNS_OF_COLUMNS if several else _SEGMENT_COLUMNS
+    for name, columns in (("segment_columns", segment_columns), ("row_columns", _ROW_COLUMNS)):
         if b[name] != columns:
             raise ValueError(f"{name}: expected {columns}, got {shown(b[name])}")
     part = b["part"]
@@ -167,9 +173,11 @@ def _receipt(b: _Json) -> Receipt:
         part = _text(part, "part")
         if not _PART.fullmatch(part) or any(p in ("", ".", "..") for p in part.split("/")):
             raise ValueError(f"part: expected a relative name, got {part[:80]!r}")
-    segments = _segments(b["segments"])
+    segments = _segments(b["segments"], len(segment_columns))
     if part is None and segments:
         raise ValueError("segments without a part")
+    if several != segments.several_columns:
+        raise ValueError(f"format: expected {_FORMAT!r} of samples of one column, got {shown(b['format'])}")
     receipt = Receipt(
         attempt=_count(b["attempt"], "attempt", LARGEST_NUMBER, 1),
         writer=_text(b["writer"], "writer"),
@@ -193,13 +201,13 @@ def _receipt(b: _Json) -> Receipt:
     return receipt
 
 
-def _segments(rows: Any) -> SegmentTable:
+def _segments(rows: Any, width: int) -> SegmentTable:
     """The table of segments, checked a column at a time: a receipt may have tens of thousands of rows."""
     if not rows:
         return SegmentTable.of(())
-    if set(map(len, rows)) != {len(_SEGMENT_COLUMNS)}:
-        raise ValueError(f"segments: expected rows of {len(_SEGMENT_COLUMNS)} values")
-    key, index, start, stop, total, slot, token_hash, raw, stored, number, sample_hash = zip(*rows, strict=True)
+    if set(map(len, rows)) != {width}:
+        raise ValueError(f"segments: expected rows of {width} values")
+    key, index, start, stop, total, slot, token_hash, raw, stored, number, sample_hash, *of = zip(*rows, strict=True)
     row = [-1 if n is None else _count(n, "segments: row", _LARGEST_ROW) for n in number]
     for column, most in ((index, MAX_TOKENS), (start, MAX_TOKENS), (stop, MAX_TOKENS), (total, MAX_TOKENS)):
         _check_counts(column, most)
@@ -215,11 +223,23 @@ def _segments(rows: Any) -> SegmentTable:
         raise ValueError("segments: expected a sample's hash of 16 hex digits, or none")
     if set(map(type, slot)) != {int} or slot != tuple(range(len(rows))):
         raise ValueError("slots: expected 0, 1, 2, …")
-    numbers = np.array([index, start, stop, total, raw, stored, row], dtype=np.int64).T
+    of = of or [(0,) * len(rows), (1,) * len(rows)]
+    _check_columns(of[0], of[1], sample_hash)
+    numbers = np.array([index, start, stop, total, raw, stored, row, *of], dtype=np.int64).T
     bad = ~((numbers[:, 1] < numbers[:, 2]) & (numbers[:, 2] <= numbers[:, 3]))
     if bad.any():
         raise ValueError(f"segments: expected start < stop <= total, came {numbers[bad][0, 1:4].tolist()}")
     return SegmentTable(key, numbers, list(zip(token_hash, sample_hash, strict=True)))
+
+
+def _check_columns(column: tuple[Any, ...], columns: tuple[Any, ...], sample_hash: tuple[str, ...]) -> None:
+    for values in (column, columns):
+        _check_counts(values, MAX_COLUMNS)
+    if any(i >= n for i, n in zip(column, columns, strict=True)):
+        raise ValueError("segments: expected column < columns, got a column that the sample lacks")
+    # Segments of two columns may end at different tokens: their own hashes do not show that they are of one sample.
+    if any(n > 1 and not known for n, known in zip(columns, sample_hash, strict=True)):
+        raise ValueError("segments: expected the sample's hash with several columns, got none")
 
 
 def _check_counts(column: tuple[Any, ...], most: int) -> None:

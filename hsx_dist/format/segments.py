@@ -10,13 +10,14 @@ import numpy as np
 
 from hsx_dist.page import Segment
 
-_NUMBERS = ("index", "start", "stop", "total", "raw_bytes", "stored_bytes", "row")
+_NUMBERS = ("index", "start", "stop", "total", "raw_bytes", "stored_bytes", "row", "column", "columns")
 _NO_ROW = -1
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentProof:
-    """One segment of a stored part.
+    """One segment of a stored part. Of what the segment says, the proof has the key, ``id`` and tokens: the part says
+    which point it is of.
 
     ``slot``: its position among the part's segments. ``token_hash``: ``token_hash`` of its ids. ``raw_bytes`` and
     ``stored_bytes``: size of its states before and after encoding. ``row``: the input row it came from, if known.
@@ -35,14 +36,15 @@ class SegmentProof:
 class SegmentTable(Sequence[SegmentProof]):
     """The proofs of one part, by slot: a sequence whose items are made when they are asked for.
 
-    Holds 92 bytes and the key's UTF-8 a segment: ``numbers`` int64 ``[n, 7]`` (index, start, stop, total, raw_bytes,
-    stored_bytes, row or -1), ``hashes`` ``S16`` ``[n, 2]`` (token_hash, sample_hash), and the keys end to end.
+    Holds 108 bytes and the key's UTF-8 a segment: ``numbers`` int64 ``[n, 9]`` (index, start, stop, total, raw_bytes,
+    stored_bytes, row or -1, column, columns), ``hashes`` ``S16`` ``[n, 2]`` (token_hash, sample_hash), and the keys end
+    to end.
     """
 
     __slots__ = ("_ends", "_keys", "hashes", "numbers")
 
     def __init__(self, keys: Sequence[str], numbers: Any, hashes: Any):
-        """``numbers``: integers ``[n, 7]``; ``hashes``: ``[n, 2]`` strings of at most 16 ASCII characters."""
+        """``numbers``: integers ``[n, 9]``; ``hashes``: ``[n, 2]`` strings of at most 16 ASCII characters."""
         encoded = [key.encode("utf-8", "surrogatepass") for key in keys]
         self._keys = b"".join(encoded)
         self._ends = np.cumsum([len(key) for key in encoded], dtype=np.int64).astype(np.uint32)
@@ -57,7 +59,10 @@ class SegmentTable(Sequence[SegmentProof]):
         proofs = tuple(proofs)
         keys = [p.segment.key for p in proofs]
         numbers = [
-            (s.index, s.start, s.stop, s.total, p.raw_bytes, p.stored_bytes, _NO_ROW if p.row is None else p.row)
+            (
+                *(s.index, s.start, s.stop, s.total, p.raw_bytes, p.stored_bytes),
+                *(_NO_ROW if p.row is None else p.row, s.column, s.columns),
+            )
             for p in proofs
             for s in (p.segment,)
         ]
@@ -76,12 +81,17 @@ class SegmentTable(Sequence[SegmentProof]):
             start = end
 
     def json_rows(self) -> list[list[Any]]:
-        """Rows of the receipt's table of segments, as JSON values."""
-        hashes = self.hashes.astype("U16").tolist()
+        """Rows of the receipt's table of segments, as JSON values; with its columns where a sample has several."""
+        hashes, last = self.hashes.astype("U16").tolist(), 9 if self.several_columns else 7
         return [
-            [key, *numbers[:4], slot, h[0], *numbers[4:6], None if numbers[6] == _NO_ROW else numbers[6], h[1]]
-            for slot, (key, numbers, h) in enumerate(zip(self.keys(), self.numbers.tolist(), hashes, strict=True))
+            [key, *n[:4], slot, h[0], *n[4:6], None if n[6] == _NO_ROW else n[6], h[1], *n[7:last]]
+            for slot, (key, n, h) in enumerate(zip(self.keys(), self.numbers.tolist(), hashes, strict=True))
         ]
+
+    @property
+    def several_columns(self) -> bool:
+        """Whether a sample has more than one column."""
+        return bool((self.numbers[:, 8] > 1).any())
 
     @property
     def tokens(self) -> int:
@@ -102,9 +112,9 @@ class SegmentTable(Sequence[SegmentProof]):
             slot += len(self)
         if not 0 <= slot < len(self):
             raise IndexError(f"expected a slot below {len(self)}, came {slot}")
-        index, start, stop, total, raw, stored, row = self.numbers[slot].tolist()
+        index, start, stop, total, raw, stored, row, column, columns = self.numbers[slot].tolist()
         token_hash, sample_hash = (h.decode("ascii") for h in self.hashes[slot].tolist())
-        segment = Segment(self.key(slot), index, start, stop, total)
+        segment = Segment(self.key(slot), index, start, stop, total, column=column, columns=columns)
         return SegmentProof(segment, slot, token_hash, raw, stored, None if row == _NO_ROW else row, sample_hash)
 
     def __iter__(self) -> Iterator[SegmentProof]:
@@ -130,7 +140,14 @@ class SegmentTable(Sequence[SegmentProof]):
 def whole(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Of rows of ``SegmentTable.numbers``, ``[n]``: which segments are all of their sample."""
     index, start, stop, total = numbers[:, :4].T
-    found: np.ndarray[Any, np.dtype[np.bool_]] = (index == 0) & (start == 0) & (stop == total)
+    found: np.ndarray[Any, np.dtype[np.bool_]] = (index == 0) & (start == 0) & (stop == total) & (numbers[:, 8] == 1)
+    return found
+
+
+def tokens_once(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Of rows of ``SegmentTable.numbers``, int64 ``[n]``: the tokens of the segments. All columns of a sample are of
+    the same tokens: 0 but for the first."""
+    found: np.ndarray[Any, Any] = np.where(numbers[:, 7] == 0, numbers[:, 2] - numbers[:, 1], 0)
     return found
 
 

@@ -69,7 +69,8 @@ def _end(store: Store, name: str, size: int | None = None) -> float | None:
             check_name(marked_name(name))  # ``.failed.json`` is the marker of no object
             ends = [read_json(store, name).get("expires")]
         else:
-            ends = [s.segment.meta.get("expires") for s in Part.open(store, name, size=size).segments]
+            segments = [info.segment for info in Part.open(store, name, size=size).segments]
+            ends = [s.meta.get("expires") for s in segments if s.column == 0]  # it is said once a sample
     except (Denied, FormatError, NotFound, ValueError):
         return None
     return max(map(float, ends)) if ends and all(number(end) is None for end in ends) else None

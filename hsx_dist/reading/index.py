@@ -110,7 +110,7 @@ class Index:
         """32 hex digits of all samples in order: keys, lengths, token ids."""
         hashes = self._hash.copy()
         for i in np.flatnonzero(self._slot < 0):
-            of = [f"{p.segment.start} {p.token_hash}" for _, p in self[i].segments]
+            of = [f"{p.segment.start} {p.token_hash}" for _, p in self[i].segments if p.segment.column == 0]
             # A whole sample counts as what it is, also where the run holds several copies.
             hashes[i] = of[0][2:] if len(of) == 1 else hashlib.blake2b(" ".join(of).encode(), digest_size=8).hexdigest()
         h = hashlib.blake2b("\0".join(self.keys).encode("utf-8", "surrogatepass"), digest_size=16)

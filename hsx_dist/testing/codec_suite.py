@@ -24,13 +24,13 @@ from hsx_dist.format.codecs import Codec, codec_from_dict
 from hsx_dist.format.codecs.base import encode_into
 from hsx_dist.format.container import EncodedPart, Part, SegmentEncoder, build_part
 from hsx_dist.format.loss import measure
-from hsx_dist.page import CARRIER
+from hsx_dist.page import CARRIER, FLOATS
 from hsx_dist.store.base import as_bytes_view
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
 
 _SHAPES = [(1, 1), (1, 64), (2, 7), (37, 24), (910, 576)]
-every_dtype = pytest.mark.parametrize("dtype", list(CARRIER))
+every_dtype = pytest.mark.parametrize("dtype", list(FLOATS))
 
 
 def encoded(codec: Codec, x: np.ndarray[Any, Any], dtype: str) -> bytes:

@@ -86,7 +86,7 @@ class PartCommitter:
             else:
                 # In turn: a put that lets an object live longer must replace no other sample, stored since it looked.
                 with self._put_order.take(name, arrival):
-                    self._put_new(name, part.buffers, segments[0])
+                    self._put_new(name, part.buffers, segments)
         finally:
             self._meter.put_took(time.monotonic() - before)
         if not self._attempt:
@@ -101,7 +101,7 @@ class PartCommitter:
             return part_name(self._attempt, self._writer, number, sample)
         return first.segment.name or f"{sample}.safetensors"
 
-    def _put_new(self, name: str, buffers: Sequence[Any], segment: EncodedSegment) -> None:
+    def _put_new(self, name: str, buffers: Sequence[Any], segments: Sequence[EncodedSegment]) -> None:
         """Store an object whose name follows from its key. Where there is one already it must be the same sample; it
         stays, and lives at least as long as this one would.
 
@@ -115,7 +115,7 @@ class PartCommitter:
                 return
             except AlreadyExists:
                 try:
-                    if self._keep(name, segment, last=not left):
+                    if self._keep(name, segments, last=not left):
                         return
                 except NotFound:  # a client or hsx gc deleted it in between; each time: a folder, or a broken link
                     if not left:
@@ -126,7 +126,7 @@ class PartCommitter:
             "locks or replaces it each time. Find the process that locks this object"
         )
 
-    def _keep(self, name: str, segment: EncodedSegment, *, last: bool) -> bool:
+    def _keep(self, name: str, segments: Sequence[EncodedSegment], *, last: bool) -> bool:
         """Renew the object that is there, which must be the same sample. Without conditional puts it keeps its end:
         a put without a condition could replace another client's object. False: another process replaced or locked it.
         At the ``last`` try it keeps an end that is still to come: any user who may read a file can lock it.
@@ -138,7 +138,7 @@ class PartCommitter:
         version = version_of(self._store, name)
         try:
             part = Part.open(self._store, name)
-            same = same_sample(part, segment, self._about)
+            same = same_sample(part, segments, self._about)
         except FormatError:
             # It was read in several requests: of two objects, if it was replaced between them.
             if version is not None and version != version_of(self._store, name):
@@ -149,7 +149,7 @@ class PartCommitter:
                 f"{self._store.url}/{name}: expected a key that is used once, or again for the same sample; there is "
                 "another sample of that key. Choose another key"
             ) from None
-        before, ours = (meta.get("expires") for meta in (part.segments[0].segment.meta, segment.segment.meta))
+        before, ours = (meta.get("expires") for meta in (part.segments[0].segment.meta, segments[0].segment.meta))
         if before is None or (ours is not None and ours <= before):
             return True
         if not self._can_renew() or version is None:

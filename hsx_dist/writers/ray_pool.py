@@ -243,7 +243,7 @@ class RaySender:
         self._meter.watch("credit_bytes", lambda: sum(w.credit for w in self._writers))
         self._meter.watch("unanswered_bytes", lambda: sum(w.nbytes for w in self._writers))
         self._writers: list[_Writer] = []
-        self._route: dict[tuple[str, int, str], _Writer | None] = {}  # None: its writer died, the rest is dropped
+        self._route: dict[tuple[str, int, int, str], _Writer | None] = {}  # None: its writer died, the rest is dropped
         # ``flush`` and ``update`` come from other threads than ``send``.
         self._lock = threading.Lock()
         self.update(writers)
@@ -281,7 +281,7 @@ class RaySender:
         planned: dict[int, int] = {}
         for page in pages:
             segment = page.segment
-            key = (segment.key, segment.index, segment.source)
+            key = (*segment.id, segment.source)
             if key not in self._route:
                 self._route[key] = self._choose(page.nbytes, planned)
                 if self._route[key] is None:
@@ -423,7 +423,7 @@ class RaySender:
         segments = tuple(dict.fromkeys(segments))
         self._on_lost(Lost(segments, why))
         for segment in segments:
-            key = (segment.key, segment.index, segment.source)
+            key = (*segment.id, segment.source)
             if key in self._route:
                 self._route[key] = None
 

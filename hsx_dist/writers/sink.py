@@ -24,6 +24,7 @@ from hsx_dist.text import bounded
 from hsx_dist.writers.committer import PartCommitter
 from hsx_dist.writers.daemon import DaemonPool
 from hsx_dist.writers.events import Event, Lost
+from hsx_dist.writers.sample_columns import SampleColumns
 from hsx_dist.writers.sanity_checks import SanityChecks
 
 log = get_logger(__name__)
@@ -78,7 +79,7 @@ class _Filling:
 @dataclass(slots=True)
 class _OpenPart:
     segments: list[EncodedSegment] = field(default_factory=list)
-    names: set[tuple[str, int]] = field(default_factory=set)
+    names: set[tuple[str, int, int]] = field(default_factory=set)
     nbytes: int = 0
     header_bytes: int = 0
     since: float = 0.0
@@ -109,7 +110,8 @@ class PartSink:
             meter=self.meter,
         )
         self._lock = threading.Condition()
-        self._filling: dict[tuple[str, int, str], _Filling] = {}
+        self._filling: dict[tuple[str, int, int, str], _Filling] = {}
+        self._columns = SampleColumns()
         self._open = _OpenPart()
         self._held = 0
         self._storing = 0  # parts
@@ -156,6 +158,8 @@ class PartSink:
                 return
             if page.error:
                 raise EngineError(page.error)
+            if self._opt.attempt and page.segment.columns > 1 and not page.segment.sample_hash:
+                raise ValueError("expected the hash of the sample's token ids with several columns, got none")
             scan = SanityChecks.empty(len(page.layer_ids))
             size = filling.encoder.add(page, partial(scan.look, page.dtype))
             with self._lock:
@@ -199,8 +203,16 @@ class PartSink:
                 freed, filling.nbytes, filling.lost = filling.nbytes, 0, True
                 filling.encoder = SegmentEncoder(self._opt.codec)  # lets go of what is encoded
         if not told:
-            self._on_event(Lost((segment,), bounded(f"{type(error).__name__}: {error}")))
+            self._lose_sample(segment, bounded(f"{type(error).__name__}: {error}"))
         return freed
+
+    def _lose_sample(self, segment: Segment, why: str) -> None:
+        """Tell that a segment is lost, and with it the columns that wait for it."""
+        with self._lock:
+            others = self._columns.lose(segment) if self._gathers(segment) else []
+            self._held -= sum(other.nbytes for other in others)
+            self._lock.notify_all()
+        self._on_event(Lost((segment, *(other.segment for other in others)), why))
 
     def _finish(self, filling: _Filling) -> int:
         """Append a whole segment to the open part, or refuse it; the bytes that are no longer held (what is attached
@@ -216,16 +228,16 @@ class PartSink:
         about = {"key": segment.segment.key, "row": segment.segment.row}
         log.warning("hidden states of %s look wrong: %s", segment.segment.key, found, extra=about)
         if self._opt.on_bad_rows == "fail":
-            self._on_event(Lost((segment.segment,), f"its states look wrong: {found} (on_bad_rows is 'fail')"))
+            self._lose_sample(segment.segment, f"its states look wrong: {found} (on_bad_rows is 'fail')")
             return filling.nbytes
         meta = {**segment.segment.meta, "bad": found}
         self._append(replace(segment, segment=replace(segment.segment, meta=meta)), filling.arrival)
         return attached
 
-    def _place(self, segment: Segment) -> tuple[str, int, str]:
+    def _place(self, segment: Segment) -> tuple[str, int, int, str]:
         # Without a run there is no driver that computes rows again: two copies are two requests of one key, and both of
         # them are to be told what became of theirs.
-        return segment.key, segment.index, "" if self._opt.attempt else segment.source
+        return *segment.id, "" if self._opt.attempt else segment.source
 
     def _filling_for(self, page: Page, arrival: int) -> _Filling:
         """Where the pages of this copy of the segment are collected.
@@ -267,23 +279,39 @@ class PartSink:
             self._held += nbytes
 
     def _append(self, segment: EncodedSegment, arrival: int) -> None:
-        name = (segment.segment.key, segment.segment.index)
         header_bytes = segment.header_nbytes  # first: it raises where the header cannot hold what is said of the sample
+        segments: Sequence[EncodedSegment] | None = [segment]
         with self._lock:
-            if name in self._open.names:
-                # A row that was computed again because its engine died, before what that one left was sealed.
-                self._seal_locked()
-            part = self._open
-            if not part.segments:
-                part.since = time.monotonic()
-            part.segments.append(segment)
-            part.names.add(name)
-            part.nbytes += segment.nbytes
-            part.header_bytes += header_bytes
-            part.arrival = arrival
-            full = part.nbytes >= self._opt.part_bytes or part.header_bytes >= MAX_HEADER_BYTES
-            if full or self._opt.layout == "sample":
-                self._seal_locked()
+            if self._gathers(segment.segment):
+                segments = self._columns.take(segment)
+            if segments is None:
+                self._held -= segment.nbytes
+            elif segments:
+                self._append_locked(segments, header_bytes, arrival)
+        if segments is None:
+            self._on_event(Lost((segment.segment,), "another column of its sample was lost"))
+
+    def _append_locked(self, segments: Sequence[EncodedSegment], header_bytes: int, arrival: int) -> None:
+        """Append segments to the open part; several are all columns of a sample."""
+        names = {segment.segment.id for segment in segments}
+        if not names.isdisjoint(self._open.names):
+            # A row that was computed again because its engine died, before what that one left was sealed.
+            self._seal_locked()
+        part = self._open
+        if not part.segments:
+            part.since = time.monotonic()
+        part.segments.extend(segments)
+        part.names |= names
+        part.nbytes += sum(segment.nbytes for segment in segments)
+        part.header_bytes += header_bytes
+        part.arrival = arrival
+        full = part.nbytes >= self._opt.part_bytes or part.header_bytes >= MAX_HEADER_BYTES
+        if full or self._opt.layout == "sample":
+            self._seal_locked()
+
+    def _gathers(self, segment: Segment) -> bool:
+        # An object without receipt must hold the whole sample.
+        return self._opt.layout == "sample" and not self._opt.attempt and segment.columns > 1
 
     # -- parts out -----------------------------------------------------------------------------------------------
 
@@ -346,16 +374,18 @@ class PartSink:
         try:
             return build_part(part.segments, self._opt.codec, self._opt.about)
         except Exception:
+            if len(part.segments) == 1 or self._opt.layout == "sample":
+                raise  # of a sample's columns, all are stored or none
             good = []
-            for segment in part.segments if len(part.segments) > 1 else ():
+            for segment in part.segments:
                 try:
                     build_part([segment], self._opt.codec, self._opt.about)
                 except Exception as e:  # noqa: BLE001 - whatever it is
                     self._fail([segment], e)
                 else:
                     good.append(segment)
-            if len(part.segments) == 1 or len(good) == len(part.segments):
-                raise  # it is the part that cannot be built
+            if len(good) == len(part.segments):
+                raise
             part.segments[:] = good
             return build_part(good, self._opt.codec, self._opt.about) if good else None
 

@@ -57,9 +57,10 @@ class RunWriter:
             encoder = SegmentEncoder(self.codec)
             for page in sample.pages(segment):
                 encoder.add(page)
-            e = encoder.finish(self._attached(sample) if segment.index == 0 else None)
+            e = encoder.finish(self._attached(sample) if segment.index == segment.column == 0 else None)
             encoded.append(e)
-            proofs.append(SegmentProof(segment, slot, token_hash(e.token_ids), e.raw_nbytes, e.nbytes, row))
+            facts = token_hash(e.token_ids), e.raw_nbytes, e.nbytes, row, segment.sample_hash
+            proofs.append(SegmentProof(segment, slot, *facts))
         name: str | None = None
         size, crc, header_bytes, raw_bytes = 0, "00000000", 0, 0
         if encoded:

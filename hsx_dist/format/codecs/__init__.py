@@ -15,6 +15,7 @@ from hsx_dist.format.codecs.fp8_token import Fp8TokenCodec
 from hsx_dist.format.codecs.none import NoneCodec
 from hsx_dist.format.codecs.split import SplitCodec
 from hsx_dist.format.codecs.zstd import ZstdCodec
+from hsx_dist.page import FLOATS
 
 #: Name → class. The keys of ``to_dict`` besides ``name`` are the class's arguments.
 CODECS: dict[str, type[Codec]] = {c.name: c for c in (NoneCodec, ZstdCodec, SplitCodec, Fp8TokenCodec)}
@@ -26,11 +27,13 @@ __all__ = [
     "NoneCodec",
     "SplitCodec",
     "ZstdCodec",
+    "codec_for",
     "codec_from_dict",
     "register_codec",
     "resolve_codec",
 ]
 
+_OF_INTEGERS = ZstdCodec()
 _C = TypeVar("_C", bound=type[Codec])
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
@@ -60,6 +63,14 @@ def register_codec(codec: _C) -> _C:
         raise ConfigError(f"codec {codec.name!r}: expected a name of its own, {CODECS[codec.name]} has it: rename it")
     CODEC_NAMES.add(codec.name)
     return codec
+
+
+def codec_for(codec: Codec, dtype: str) -> Codec:
+    """The codec of values of ``dtype`` in a part of ``codec``.
+
+    Integers are ids, not states. A codec of states would round them, or store bytes raw that are zero.
+    """
+    return codec if dtype in FLOATS or isinstance(codec, NoneCodec | ZstdCodec) else _OF_INTEGERS
 
 
 def codec_from_dict(d: Mapping[str, Any]) -> Codec:

@@ -23,7 +23,7 @@ from hsx_dist.format.codecs import CODECS, Codec, Fp8TokenCodec, NoneCodec, Spli
 from hsx_dist.format.container import EncodedPart, EncodedSegment, Part, SegmentEncoder, build_part
 from hsx_dist.format.description import Description, SegmentInfo, SegmentRecord
 from hsx_dist.format.header import build_header
-from hsx_dist.page import CARRIER, Page, Segment
+from hsx_dist.page import FLOATS, Page, Segment
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
 from tests.unit.growth import check_linear
@@ -33,7 +33,7 @@ TORCH = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.
 
 LOSSLESS = sorted(name for name, codec in CODECS.items() if not codec.lossy)
 every_codec = pytest.mark.parametrize("codec", [NoneCodec(), ZstdCodec(), SplitCodec()], ids=lambda c: c.name)
-every_dtype = pytest.mark.parametrize("dtype", list(CARRIER))
+every_dtype = pytest.mark.parametrize("dtype", list(FLOATS))
 
 
 def encode(codec: Codec, pages: Sequence[Page]) -> EncodedSegment:
@@ -549,8 +549,8 @@ def test_an_unknown_codec_is_named() -> None:
 
 def test_another_format_version_is_told() -> None:
     part = part_of(SplitCodec(), random_sample())
-    with pytest.raises(FormatError, match="hsx/2"):
-        read_back(forged(part, lambda _: None, table=lambda h: h["__metadata__"].update(format="hsx/2")))
+    with pytest.raises(FormatError, match="hsx/3"):
+        read_back(forged(part, lambda _: None, table=lambda h: h["__metadata__"].update(format="hsx/3")))
 
 
 @pytest.mark.parametrize(
@@ -600,7 +600,7 @@ def test_what_is_no_safetensors_file_is_told(data: bytes) -> None:
 @settings(max_examples=150, deadline=None)
 @given(
     codec=st.sampled_from(LOSSLESS),
-    dtype=st.sampled_from(sorted(CARRIER)),
+    dtype=st.sampled_from(sorted(FLOATS)),
     tokens=st.integers(1, 70),
     layers=st.integers(1, 4),
     hidden_size=st.integers(1, 40),

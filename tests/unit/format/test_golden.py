@@ -14,13 +14,15 @@ from hsx_dist.errors import FormatError
 from hsx_dist.format.codecs import CODECS
 from hsx_dist.format.codecs.values import from_float32, to_float32
 from hsx_dist.format.container import Part
-from hsx_dist.page import CARRIER
+from hsx_dist.page import FLOATS, HIDDEN_STATES
 from hsx_dist.testing.stores import MemoryStore
 from tests.golden.make import ABOUT, FOLDER, LAYERS, content, facts, parts, sample
 
 EXPECTED = json.loads((FOLDER / "expected.json").read_text())
 FILES = sorted(EXPECTED["parts"])
 PAGE = (FOLDER.parents[1] / "docs" / "format.md").read_text()
+
+_OF_POINTS = ("point", "column", "columns", "shard", "shards", "head")
 
 every_file = pytest.mark.parametrize("name", FILES)
 
@@ -33,7 +35,7 @@ def opened(name: str) -> Part:
 
 def test_there_is_one_of_every_codec_and_dtype() -> None:
     assert {f.name for f in FOLDER.glob("*.safetensors")} == set(FILES)
-    assert {f"{codec}-{dtype}.safetensors" for codec in CODECS for dtype in CARRIER} <= set(FILES)
+    assert {f"{codec}-{dtype}.safetensors" for codec in CODECS for dtype in FLOATS} <= set(FILES)
 
 
 @every_file
@@ -47,6 +49,8 @@ def test_what_is_read_is_what_was_computed(name: str) -> None:
     part = opened(name)
     for i, info in enumerate(part.segments):
         s = info.segment
+        if s.point != HIDDEN_STATES:
+            continue
         seed = {"a": 1, "conversation/é-2": 2, "c": 3, "one": 5 if "attached" in name else 4}[s.key]
         made = sample(s.key, s.total, info.dtype, seed)
         states, ids, _ = part.load(i)
@@ -99,12 +103,17 @@ def test_the_pages_reader_reads_it(name: str) -> None:
     part = opened(name)
     found = list(reader()["read_part"](FOLDER / name))
     assert len(found) == len(part.segments)
-    for i, (key, span, ids, layer_ids, values) in enumerate(found):
+    for i, (said, ids, values) in enumerate(found):
         info = part.segments[i]
         states, own_ids, _ = part.load(i)
-        assert (key, span) == (info.segment.key, (info.segment.start, info.segment.stop))
-        assert tuple(layer_ids) == info.layer_ids
+        names = ("key", "start", "stop", *(_OF_POINTS if name.startswith("points") else ()))
+        assert [said[n] for n in names] == [getattr(info.segment, n) for n in names]
+        assert tuple(said["layer_ids"]) == info.layer_ids
         assert np.array_equal(ids, own_ids)
+        if info.dtype == "int32":
+            assert values.dtype == np.int32
+            assert np.array_equal(values.view(np.uint32), states)
+            continue
         assert (values.dtype, values.shape) == (np.float32, states.shape)
         carrier = np.empty_like(states)
         from_float32(np.ascontiguousarray(values), info.dtype, carrier)
@@ -128,3 +137,22 @@ def test_no_byte_of_it_can_change_unseen(name: str) -> None:
 def test_the_page_names_every_codec_and_the_version() -> None:
     assert all(f"`{name}`" in PAGE for name in CODECS)
     assert "`hsx/1`" in PAGE
+    assert "`hsx/2`" in PAGE
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_shards_of_a_point_and_ids_are_stored(codec: str) -> None:
+    part = opened(f"points-{codec}.safetensors")
+    assert [(s.segment.point, s.segment.column, s.segment.shard, s.dtype) for s in part.segments] == [
+        ("q", 1, 1, "bfloat16"),
+        ("hidden_states", 0, 0, "float16"),
+        ("hidden_states", 0, 0, "bfloat16"),
+        ("q", 2, 0, "bfloat16"),
+        ("topk_ids", 3, 0, "int32"),
+    ]
+    ids = part.read(4)
+    assert np.array_equal(ids, sample("a", 11, "bfloat16", 6).states[:, :2, :2] % 128)  # also of a lossy codec
+    assert not part.loss(4)
+    if not CODECS[codec].lossy:
+        assert np.array_equal(part.read(0), sample("a", 11, "bfloat16", 7).states)
+        assert np.array_equal(part.read(3), sample("a", 11, "bfloat16", 6).states)

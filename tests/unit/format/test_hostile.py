@@ -96,7 +96,7 @@ def test_a_plain_file_whose_tensors_overlap_or_leave_holes(states: list[int], id
     ("change", "said"),
     [
         (lambda rows: rows[0].update(key=""), "key: expected a non-empty string"),
-        (lambda rows: rows.append(rows[0]), "each key and index once"),
+        (lambda rows: rows.append(rows[0]), "each key, column and index once"),
     ],
 )
 def test_keys_that_no_writer_writes(change, said: str) -> None:

@@ -20,8 +20,15 @@ _COUNT = st.integers(0, 2**48)
 @st.composite
 def _segments(draw: st.DrawFn) -> Segment:
     start, length, rest = draw(st.tuples(st.integers(0, 2**38), st.integers(1, 2**38), st.integers(0, 2**38)))
+    columns = draw(st.integers(1, 3))
     return Segment(
-        draw(st.text(min_size=1, max_size=20)), draw(st.integers(0, 99)), start, start + length, start + length + rest
+        draw(st.text(min_size=1, max_size=20)),
+        draw(st.integers(0, 99)),
+        start,
+        start + length,
+        start + length + rest,
+        column=draw(st.integers(0, columns - 1)),
+        columns=columns,
     )
 
 
@@ -29,7 +36,13 @@ def _segments(draw: st.DrawFn) -> Segment:
 def _receipts(draw: st.DrawFn) -> Receipt:
     proofs = tuple(
         SegmentProof(
-            s, i, f"{draw(st.integers(0, 2**64 - 1)):016x}", draw(_COUNT), draw(_COUNT), draw(st.none() | _COUNT)
+            s,
+            i,
+            f"{draw(st.integers(0, 2**64 - 1)):016x}",
+            draw(_COUNT),
+            draw(_COUNT),
+            draw(st.none() | _COUNT),
+            f"{draw(st.integers(0, 2**64 - 1)):016x}" if s.columns > 1 else "",
         )
         for i, s in enumerate(draw(st.lists(_segments(), max_size=4)))
     )
@@ -86,6 +99,52 @@ def test_the_bytes_are_what_they_were() -> None:
     )
 
 
+def _of_columns() -> Receipt:
+    segments = [Segment("key", 0, 0, 9, 9, column=i, columns=2, point="q") for i in range(2)]
+    proofs = [SegmentProof(s, i, "0123456789abcdef", 50, 40, 7, "fedcba9876543210") for i, s in enumerate(segments)]
+    return dataclasses.replace(_example(), segments=tuple(proofs))
+
+
+def test_a_receipt_of_columns_is_refused_by_older_readers() -> None:
+    """They would take each column for the whole sample."""
+    body = json.loads(_of_columns().to_json())["receipt"]
+    assert body["format"] == "hsx-receipt/2"
+    assert body["segment_columns"][-2:] == ["column", "columns"]
+    assert [row[-2:] for row in body["segments"]] == [[0, 2], [1, 2]]
+    found = Receipt.from_json(_of_columns().to_json())
+    # Which point a column is of, its part says.
+    assert [p.segment for p in found.segments] == [Segment("key", 0, 0, 9, 9, column=i, columns=2) for i in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("column", "columns"), [(2, 2), (-1, 2), (0, 0), (0, 1 << 17), (True, 2), ("0", 2), (0, 2.0), (None, 2), (0, None)]
+)
+def test_columns_that_cannot_be(column: object, columns: object) -> None:
+    body = json.loads(_of_columns().to_json())["receipt"]
+    body["segments"][0][-2:] = [column, columns]
+    with pytest.raises(FormatError, match="segments: expected"):
+        Receipt.from_json(_sealed(body))
+
+
+def test_columns_need_the_hash_of_their_sample() -> None:
+    body = json.loads(_of_columns().to_json())["receipt"]
+    body["segments"][1][10] = ""
+    with pytest.raises(FormatError, match="sample's hash"):
+        Receipt.from_json(_sealed(body))
+
+
+@pytest.mark.parametrize(("receipt", "version"), [(_of_columns(), 1), (_example(), 2)])
+def test_the_version_is_that_of_the_content(receipt: Receipt, version: int) -> None:
+    body = json.loads(receipt.to_json())["receipt"] | {"format": f"hsx-receipt/{version}"}
+    with pytest.raises(FormatError, match="expected"):
+        Receipt.from_json(_sealed(body))
+    if version == 2:
+        rows = [[*row, 0, 1] for row in body["segments"]]
+        columns = [*body["segment_columns"], "column", "columns"]
+        with pytest.raises(FormatError, match="samples of one column"):
+            Receipt.from_json(_sealed(body | {"segments": rows, "segment_columns": columns}))
+
+
 @settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_no_changed_byte_goes_unseen(data: st.DataObject) -> None:
@@ -119,7 +178,7 @@ def _sealed(body: object) -> bytes:
 @pytest.mark.parametrize(
     "change",
     [
-        {"format": "hsx-receipt/2"},
+        {"format": "hsx-receipt/3"},
         {"attempt": 0},
         {"attempt": True},
         {"attempt": 1.0},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,6 +13,7 @@ from hsx_dist.format.manifest import Receipt, RowFate
 from hsx_dist.format.place import open_place
 from hsx_dist.format.receipt import Fate
 from hsx_dist.format.runs import load_manifest
+from hsx_dist.page import token_hash
 from hsx_dist.store import open_store
 from hsx_dist.testing.samples import random_sample
 from tests.harness.runs import RunWriter, store_run, whole, write_v1_run
@@ -66,3 +68,28 @@ def test_the_page_names_every_member_column_and_fate():
     names = [*body, *body["segment_columns"], *body["row_columns"], *get_args(Fate)]
     assert [name for name in names if f"`{name}`" not in PAGE] == []
     assert f"`{body['format']}`" in PAGE
+
+
+def test_columns_in_several_parts_and_attempts(tmp_path: Path):
+    store = open_store(str(tmp_path))
+    write_v1_run(store, {"meaning": {}, "settings": {}})
+    samples = {key: random_sample(key, 20, seed=i) for i, key in enumerate(("whole", "half", "late"))}
+    columns = {
+        key: [
+            (sample, replace(s, column=i, columns=2, point="q", shard=i, shards=2, sample_hash=token_hash(ids)), n)
+            for i in range(2)
+            for s in (sample.segments() if i else sample.segments(8))
+        ]
+        for n, (key, sample) in enumerate(samples.items())
+        for ids in (sample.token_ids,)
+    }
+    first = RunWriter(store)
+    first.put([*columns["whole"][1:], columns["half"][2], *columns["late"][:2]])
+    first.put([columns["whole"][0], columns["half"][0]])
+    second = RunWriter(store, name="v")
+    second.put([columns["late"][2]])
+    second.put(columns["late"][1::-1])
+    found = read_run(tmp_path)
+    assert set(found) == {"whole", "late"}
+    assert found == ours(tmp_path)
+    assert [place[2:] for place in found["whole"][1]] == [(0, 8), (8, 20), (0, 20)]
