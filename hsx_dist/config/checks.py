@@ -70,6 +70,12 @@ def check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
                 f"engine_kwargs.{name}: expected {' or '.join(accepted)}, got {kwargs[name]!r}: a pooling engine "
                 "caches no hidden states. Remove it"
             )
+    additional = kwargs.get("additional_config")
+    if isinstance(additional, Mapping) and "hsx_capture" in additional:
+        lines.append(
+            "engine_kwargs.additional_config.hsx_capture: expected it to be absent, came a value; the extraction sets "
+            "it. Use the settings source and capture"
+        )
     if lines:
         raise ValueError("\n".join(lines))
 
@@ -148,6 +154,37 @@ def check_deadline(value: object) -> object:
             f"2026-01-31T18:00:00+00:00, came {value!r}; correct it"
         )
     return when
+
+
+def check_capture(config: ExtractConfig) -> None:
+    """Refuse a capture that its source does not have, or that is said twice."""
+    if config.capture is None:
+        return
+    lines = []
+    if config.source != "taps":
+        lines.append(
+            f"capture: expected source taps, came source {config.source}; vLLM's extraction has hidden states alone. "
+            "Set source: taps, or use layers"
+        )
+    if set(config.capture) not in ({"points"}, {"preset"}):
+        came = ", ".join(sorted(map(str, config.capture))) or "nothing"
+        lines.append(f"capture: expected either points or preset, came {came}; set one of them")
+    if "layers" in config.model_fields_set:
+        lines.append(
+            "layers: expected it to be absent with capture, came a value; name hidden_states among capture.points. "
+            "Remove one of them"
+        )
+    points = config.capture.get("points")
+    states = config.capture.get("preset") == "hidden-states" or (
+        isinstance(points, Mapping) and "hidden_states" in points
+    )
+    if config.check_samples and not states:
+        lines.append(
+            f"check_samples: expected 0 without hidden_states in capture, came {config.check_samples}; they are what "
+            "is compared. Add them, or set 0"
+        )
+    if lines:
+        raise ValueError("\n".join(lines))
 
 
 def check_sizes(config: ExtractConfig) -> None:

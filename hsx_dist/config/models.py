@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
 from hsx_dist.config.checks import (
+    check_capture,
     check_chat_template_kwargs,
     check_codec,
     check_deadline,
@@ -235,6 +236,16 @@ class ExtractConfig(Settings):
         default="eagle3",
         description="Layer ids (0 the embeddings, N the last layer before the final norm), -1 or last, all, eagle3.",
     )
+    capture: dict[str, Any] | None = Field(
+        default=None,
+        description="Points of the model instead of layers, with source taps: {points: {q: [15], mlp_out: all}}, or "
+        "{preset: hidden-states | attention | mlp | residual | full}. null: hidden states at layers.",
+    )
+    source: Literal["cache", "taps"] = Field(
+        default="cache",
+        description="How states are captured. cache: by vLLM's extract_hidden_states; taps: by hooks of ours, at any "
+        "point, also of models that vLLM refuses.",
+    )
     engine_kwargs: Options = Field(
         default_factory=dict, description="Arguments for vLLM's engine, passed on untouched."
     )
@@ -382,6 +393,7 @@ class ExtractConfig(Settings):
     @model_validator(mode="after")
     def _sizes(self) -> ExtractConfig:
         check_sizes(self)
+        check_capture(self)
         return self
 
     def meaning(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from hsx_dist.inputs.encode import Encoded, RowEncoder, TooLong, load_tokenizer
 from hsx_dist.inputs.rows import Row
 from hsx_dist.logger import get_logger
 from hsx_dist.observe.metrics import Increments, Meter
+from hsx_dist.taps.capture_config import additional_config
 from hsx_dist.transport.local_end import LocalEnd, register, unregister
 from hsx_dist.transport.page_server import PageServer
 from hsx_dist.transport.shipping import Shipped
@@ -254,6 +255,8 @@ class Replica:
         }
         if rules.select != "all":
             asked["hidden_states_tokens"] = rules.select
+        if self._spec.capture is not None:
+            asked["hidden_states_points"] = "all"
         if encoded.loss_mask is not None:
             asked["hidden_states_loss_mask"] = encoded.loss_mask
         if row.metadata:
@@ -346,11 +349,7 @@ def engine_arguments(
     return {
         **arguments,
         "model": spec.model,
-        "speculative_config": {
-            "method": "extract_hidden_states",
-            "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(spec.layers)}},
-        },
+        **_captures(spec),
         "kv_transfer_config": {
             "kv_connector": "HiddenStatesConnector",
             "kv_connector_module_path": "hsx_dist.connector.connector",
@@ -371,6 +370,20 @@ def engine_arguments(
                 }
             },
         },
+    }
+
+
+def _captures(spec: EngineSpec) -> dict[str, Any]:
+    """Arguments that make the engine capture."""
+    if spec.capture is not None:
+        user = spec.engine_kwargs.get("additional_config") or {}
+        return {"additional_config": {**user, **additional_config(dict(spec.capture))}}
+    return {
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(spec.layers)}},
+        }
     }
 
 

@@ -49,7 +49,7 @@ class EngineSpec:
 
     model: str
     revision: str | None
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # for vLLM's extraction; with ``capture`` they are in it
     engine_kwargs: Mapping[str, Any]
     sampling_params: Mapping[str, Any]
     chat_template_kwargs: Mapping[str, Any]
@@ -61,6 +61,8 @@ class EngineSpec:
     segment_bytes: int
     page_bytes: int
     in_flight_bytes: int
+    #: What taps capture (``taps.points.plan_capture``); None: ``layers``, by vLLM's extraction.
+    capture: Mapping[str, Any] | None = None
     #: Ranks that ship, from 0; None: all of them, in turn.
     owners: int | None = None
     #: What each of them may have at other nodes' writers at once.

@@ -159,7 +159,7 @@ def check_model(config: ExtractConfig) -> list[Diagnosis]:
     """
     model = preflight.examine_model(config)
     text = preflight.load_text_config(config, model.path)
-    layers = f"layers {list(model.layers)} of 0…{model.num_layers}"
+    layers = preflight.captured_note(model)
     facts = f"{layers}, {model.hidden_size} wide, {model.dtype}, {model.token_bytes:,} bytes a token"
     found = [Diagnosis("model", "ok", facts), check_support(config, model.path)]
     share = cache_share(text, states=model.token_bytes, itemsize=model.itemsize)

@@ -153,7 +153,9 @@ def _start(config: ExtractConfig, model: preflight.Model, layers: list[int], fol
     """The engine as a replica would start it, with a connector that stores each sample in ``folder``."""
     from vllm import LLM
 
-    spec = replace(engine_spec(config, model), layers=tuple(layers))
+    spec = engine_spec(config, model)
+    capture = None if spec.capture is None else {"points": {"hidden_states": layers}}
+    spec = replace(spec, layers=tuple(layers), capture=capture)
     arguments = engine_arguments(spec, "inline" if in_process else "attach", "")
     arguments["kv_transfer_config"]["kv_connector_extra_config"] = {"shared_storage_path": folder}
     try:

@@ -28,6 +28,7 @@ from hsx_dist.inputs.rows import read_rows, rows_from
 from hsx_dist.jobs import preflight
 from hsx_dist.jobs.accounting import Rows, count_rows, remaining, telling_what_is_missing
 from hsx_dist.jobs.attempt import complete, open_or_start_run, take_over, unless_removed
+from hsx_dist.jobs.capture import capture_of_run
 from hsx_dist.jobs.connect import connect_ray
 from hsx_dist.jobs.driver import Driver
 from hsx_dist.jobs.heartbeat import Heartbeat
@@ -57,7 +58,7 @@ def extract(
     *,
     model: str,
     output: str | os.PathLike[str],
-    layers: Any = "all",
+    layers: Any = None,
     **settings: Any,
 ) -> Run:
     """Extract in this process, without Ray: one engine, writer threads. Returns the run, opened for reading.
@@ -67,7 +68,7 @@ def extract(
             are gone through more than once: a generator is read into a list.
         model: Hugging Face id, a model folder, or ``builtin:smollm2-135m-instruct``.
         output: folder or URL of the run. If the run is there already, only what is missing is computed.
-        layers: ids, ``"last"``, ``"all"`` or ``"eagle3"``.
+        layers: ids, ``"last"``, ``"all"`` or ``"eagle3"``. None: all, or what ``capture`` says.
         settings: further fields of ``ExtractConfig``, e.g. ``engine_kwargs={"max_model_len": 2048}``.
 
     Raises:
@@ -77,7 +78,11 @@ def extract(
     """
     from hsx_dist.reading import open_run
 
-    config = load_config(None, (), model=model, output=os.fspath(output), layers=layers, pool="threads", **settings)
+    if layers is None and settings.get("capture") is None:
+        layers = "all"
+    if layers is not None:
+        settings["layers"] = layers
+    config = load_config(None, (), model=model, output=os.fspath(output), pool="threads", **settings)
     config = resolve_paths(config, Path.cwd())
     kept = prompts if isinstance(prompts, (list, tuple)) else list(prompts)
     run_extraction(config, lambda: rows_from(kept, config.input), Console(stderr=True))
@@ -109,6 +114,7 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
     meaning = {
         **config.meaning(),
         "layers": list(model.layers),
+        **({} if (capture := capture_of_run(config, model.rows)) is None else {"source": "taps", "capture": capture}),
         "tokenizer_sha256": model.tokenizer_sha256,
         "chat_template_sha256": model.chat_template_sha256,
     }
@@ -116,9 +122,7 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
     check_same_input(root.url, place.info, manifest, rows)
     if config.select != "all":
         console.print(f"note: {preflight.partial_note(config.select)}", soft_wrap=True)
-    console.print(
-        f"model {public_url(config.model)}: layers {list(model.layers)} of 0…{model.num_layers}", soft_wrap=True
-    )
+    console.print(f"model {public_url(config.model)}: {preflight.captured_note(model)}", soft_wrap=True)
 
     def compute(attempt: int, ledger: RowLedger, manifest: Manifest, total: int, todo: int) -> tuple[str, Progress]:
         return _compute(config, place, model, versions, rows, console, attempt, ledger, manifest, total, todo)
@@ -262,6 +266,7 @@ def engine_spec(config: ExtractConfig, model: preflight.Model, *, seed: str = ""
         model=model.path,
         revision=config.revision,
         layers=model.layers,
+        capture=capture_of_run(config, model.rows),
         engine_kwargs=config.engine_kwargs,
         sampling_params=config.sampling_params,
         chat_template_kwargs=config.chat_template_kwargs,

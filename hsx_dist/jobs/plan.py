@@ -246,7 +246,7 @@ def _beside(row: Row, encoded: Encoded, kept: int, model: Model, config: Extract
         ids += 4 * len(encoded.token_ids)
     elif config.select == "loss_mask":
         ids += 4 * kept
-    layers = len(model.layers)
+    layers = sum(len(r.layers) for r in model.rows.values())
     layer_bytes = kept * model.token_bytes / layers
     chunk = min(_CHUNK_BYTES, int(config.page_bytes) / layers)
     chunks = max(math.ceil(layer_bytes / chunk), 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -12,8 +13,9 @@ from hsx_dist.config import ExtractConfig, public_url
 from hsx_dist.connector.versions import OLDEST as VLLM_OLDEST
 from hsx_dist.connector.versions import TESTED as VLLM_TESTED
 from hsx_dist.errors import ConfigError, StoreError
-from hsx_dist.layers import resolve_layers
+from hsx_dist.jobs.capture import CapturedRows, captured_rows, column_bytes, token_bytes
 from hsx_dist.logger import get_logger
+from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.store import Store, open_store
 from hsx_dist.tokenizers import template_hash, tokenizer_hash
 
@@ -35,7 +37,7 @@ class Model:
     """What the preflight learned about the model."""
 
     path: str
-    layers: tuple[int, ...]
+    rows: Mapping[str, CapturedRows]  # what is captured, by point
     num_layers: int
     hidden_size: int
     vocab_size: int
@@ -53,7 +55,13 @@ class Model:
     @property
     def token_bytes(self) -> int:
         """Raw bytes of one token's captured states."""
-        return len(self.layers) * self.hidden_size * self.itemsize
+        return token_bytes(self.rows)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layer ids of the captured hidden states."""
+        found = self.rows.get(HIDDEN_STATES)
+        return () if found is None else found.layers
 
 
 def installed(package: str) -> str:
@@ -102,29 +110,32 @@ def examine_model(config: ExtractConfig) -> Model:
 
     path = resolve_model(config.model)
     text = load_text_config(config, path)
-    layers = resolve_layers(config.layers, text.num_hidden_layers)
+    dtype = state_dtype(config, text)
+    rows = captured_rows(config, text, dtype)
     limit = whole_number(config, "max_model_len", text.max_position_embeddings)
     tokenizer = load_tokenizer(path, revision=config.revision, engine_kwargs=config.engine_kwargs)
     model = Model(
         path=path,
-        layers=layers,
+        rows=rows,
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
-        dtype=state_dtype(config, text),
+        dtype=dtype,
         max_tokens=limit - 1,  # vLLM refuses a prompt of max_model_len: there would be no room for an answer
         tokenizer_sha256=tokenizer_hash(tokenizer),
         chat_template_sha256=template_hash(tokenizer),
     )
-    block = whole_number(config, "block_size", BLOCK_TOKENS) * model.token_bytes
+    ranks = whole_number(config, "tensor_parallel_size", 1)
+    block = whole_number(config, "block_size", BLOCK_TOKENS) * column_bytes(rows, ranks)
+    layers = max(len(r.layers) for r in rows.values())
     if config.layout == "part" and block > config.segment_bytes:
         raise ConfigError(
-            f"segment_bytes: expected at least one cache block of {len(layers)} layers ({block} bytes), came "
+            f"segment_bytes: expected at least one cache block of {layers} layers ({block} bytes), came "
             f"{int(config.segment_bytes)}; raise segment_bytes, part_bytes and in_flight_bytes, or capture fewer layers"
         )
     if block > config.in_flight_bytes:
         raise ConfigError(
-            f"in_flight_bytes: expected at least one cache block of {len(layers)} layers ({block} bytes), came "
+            f"in_flight_bytes: expected at least one cache block of {layers} layers ({block} bytes), came "
             f"{int(config.in_flight_bytes)}; raise it"
         )
     return model
@@ -172,6 +183,13 @@ def whole_number(config: ExtractConfig, name: str, default: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, str)) or not str(value).isdecimal() or int(value) < 1:
         raise ConfigError(f"engine_kwargs.{name}: expected a whole number from 1 on, came {value!r}; correct it")
     return int(value)
+
+
+def captured_note(model: Model) -> str:
+    """What is captured, in words."""
+    if model.rows.keys() == {HIDDEN_STATES}:
+        return f"layers {list(model.layers)} of 0…{model.num_layers}"
+    return "points " + ", ".join(f"{name} {list(rows.layers)}" for name, rows in model.rows.items())
 
 
 def partial_note(select: str) -> str:

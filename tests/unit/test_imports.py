@@ -69,10 +69,10 @@ ALLOWED: dict[str, set[str]] = {
     "inputs": {"errors", "config", "page", "store", "format", "connector", "text", "json_limits", "logger"},
     "fleet": {
         *("errors", "page", "config", "store", "format", "logger", "text", "isa"),
-        *("writers", "transport", "connector", "inputs", "observe", "jobs", "ray_arguments"),
+        *("writers", "transport", "connector", "inputs", "observe", "jobs", "ray_arguments", "taps"),
     },
     "jobs": {
-        *("inputs", "fleet", "ray_arguments"),
+        *("inputs", "fleet", "ray_arguments", "taps"),
         *("errors", "isa", "page", "config", "layers", "tokenizers", "store", "format"),
         *("writers", "connector", "reading", "observe", "models", "logger", "text", "json_limits"),
     },

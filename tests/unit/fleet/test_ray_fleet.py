@@ -17,6 +17,7 @@ from hsx_dist.fleet.capacity import check_capacity as room_for
 from hsx_dist.fleet.cpu_binding import CoreClaim, omp_binding, prepare_cpu
 from hsx_dist.fleet.placement import place, placed_spec
 from hsx_dist.fleet.replica import engine_arguments
+from hsx_dist.jobs.capture import CapturedRows
 from hsx_dist.jobs.extract import engine_spec
 from hsx_dist.jobs.preflight import Model
 
@@ -108,7 +109,7 @@ def config(**settings):
 
 
 def spec(settings):
-    model = Model("m", (1, 2), 2, 64, 320, "bfloat16", 255, "0")
+    model = Model("m", {"hidden_states": CapturedRows((1, 2), 128)}, 2, 64, 320, "bfloat16", 255, "0")
     return engine_spec(settings, model, seed="")
 
 

@@ -1,0 +1,110 @@
+"""What a run captures, from its settings and its model's configuration, before an engine is started."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hsx_dist.config import ExtractConfig
+from hsx_dist.errors import ConfigError
+from hsx_dist.layers import resolve_layers
+from hsx_dist.taps.points import HIDDEN_STATES, POINTS, Point, plan_capture
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedRows:
+    """A point's layers, and the bytes of a token's row in one of them."""
+
+    layers: tuple[int, ...]
+    row_bytes: int
+
+
+def captured_rows(config: ExtractConfig, text: Any, dtype: str) -> dict[str, CapturedRows]:
+    """What ``config`` captures of a model, by point.
+
+    Of a preset it is what models of this configuration can have: the engine leaves out what the loaded model lacks
+    (norms of queries and keys, the router's choice where its kernel hides it).
+
+    Args:
+        text: the Hugging Face configuration of the decoder.
+        dtype: of the states.
+
+    Raises:
+        ConfigError: a point, layer or preset that there is not; layout sample with other points than hidden states.
+    """
+    if config.capture is None:
+        points = {HIDDEN_STATES: resolve_layers(config.layers, text.num_hidden_layers)}
+    else:
+        points = plan_capture(config.capture, text.num_hidden_layers, _possible(text)).points
+    others = [name for name in points if name != HIDDEN_STATES]
+    if others and config.layout == "sample":
+        raise ConfigError(
+            f"layout: expected part with points other than hidden_states, got sample with {', '.join(others)}. Use part"
+        )
+    itemsize = 4 if dtype == "float32" else 2
+    return {
+        name: CapturedRows(layers, _width(POINTS[name], text) * _itemsize(name, itemsize))
+        for name, layers in points.items()
+    }
+
+
+def capture_of_run(config: ExtractConfig, rows: Mapping[str, CapturedRows]) -> dict[str, Any] | None:
+    """The ``capture`` of an engine with taps; None for vLLM's own extraction.
+
+    Layers are written as numbers, so that two ways to say the same are one run; a preset stays its name.
+    """
+    if config.source == "cache":
+        return None
+    if config.capture is not None and "preset" in config.capture:
+        return dict(config.capture)
+    return {
+        "points": {name: list(r.layers) if POINTS[name].per_layer else "all" for name, r in rows.items()},
+    }
+
+
+def _possible(text: Any) -> dict[str, set[int]]:
+    layers = text.num_hidden_layers
+    possible = {name: set(range(layers)) if p.per_layer else {0} for name, p in POINTS.items()}
+    possible[HIDDEN_STATES] = set(range(layers + 1))
+    if not _experts(text):
+        for name in ("router_logits", "topk_ids", "topk_weights"):
+            possible[name] = set()
+    return possible
+
+
+def _experts(text: Any) -> int:
+    found = (getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return next((int(n) for n in found if n), 0)
+
+
+def _width(point: Point, text: Any) -> int:
+    heads = int(text.num_attention_heads)
+    dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+    widths = {
+        "hidden": text.hidden_size,
+        "q": heads * dim,
+        "kv": int(getattr(text, "num_key_value_heads", None) or heads) * dim,
+        "mlp": getattr(text, "intermediate_size", 0),
+        "experts": _experts(text),
+        "top_k": getattr(text, "num_experts_per_tok", 0),
+    }
+    return int(widths[point.width])
+
+
+def _itemsize(name: str, itemsize: int) -> int:
+    return 4 if name in ("topk_ids", "topk_weights") else itemsize
+
+
+def token_bytes(rows: Mapping[str, CapturedRows]) -> int:
+    """Raw bytes of one token's captured rows."""
+    return sum(len(r.layers) * r.row_bytes for r in rows.values())
+
+
+def column_bytes(rows: Mapping[str, CapturedRows], ranks: int) -> int:
+    """Raw bytes of one token in the largest column: a page and a segment are of one column. A sharded point is
+    divided among the ``ranks``."""
+    return max(
+        math.ceil(len(r.layers) * r.row_bytes / (ranks if POINTS[name].sharded else 1)) for name, r in rows.items()
+    )

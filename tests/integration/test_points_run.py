@@ -1,0 +1,97 @@
+"""A run with points of a model that vLLM's extraction refuses: what is stored against transformers, and its resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hsx_dist
+from hsx_dist.connector import plugin
+from hsx_dist.errors import RunMismatch
+from hsx_dist.format.container import Part
+from hsx_dist.format.place import open_place
+from hsx_dist.models.tiny import write_tiny_tokenizer
+from hsx_dist.store import open_store
+from tests.harness.hooked_model import HookedModel, tiny_model
+from tests.integration.exact import prompts
+
+CAPTURE: dict[str, Any] = {"points": {"hidden_states": [0, -1], "q": [2], "topk_ids": [4], "mlp_out": "all"}}
+LAYERS = {"hidden_states": (0, 5), "q": (2,), "mlp_out": (0, 1, 2, 3, 4), "topk_ids": (4,)}
+
+
+def extract(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> hsx_dist.Run:
+    return hsx_dist.extract(
+        rows,
+        model=str(folder / "model"),
+        output=folder / "run",
+        engine_kwargs={"dtype": "float32", "enforce_eager": True, "block_size": 32, "max_model_len": 256},
+        page_bytes=1 << 15,
+        segment_bytes=1 << 16,
+        **settings,
+    )
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    return [{"id": f"row-{len(p)}", "token_ids": p} for p in prompts(21, 1, 31, 33, 100, 150)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]]) -> Path:
+    """A folder with a model and its run."""
+    plugin.register()
+    found = tmp_path_factory.mktemp("points")
+    write_tiny_tokenizer(tiny_model("mixtral", found / "model"), 512, 512)
+    extract(found, rows, source="taps", capture=CAPTURE)
+    return found
+
+
+def stored(folder: Path) -> dict[str, dict[tuple[str, int], np.ndarray[Any, Any]]]:
+    """By key, the rows ``[tokens, width]`` of each point and layer."""
+    found: dict[str, dict[tuple[str, int], np.ndarray[Any, Any]]] = {}
+    store = open_place(open_store(str(folder / "run"))).store
+    for info in store.list("data/"):
+        part = Part.open(store, info.name, size=info.size)
+        for i, described in enumerate(part.segments):
+            segment = described.segment
+            states = part.load(i).states.view(described.dtype)
+            sample = found.setdefault(segment.key, {})
+            for at, layer in enumerate(described.layer_ids):
+                shape = (segment.total, states.shape[2])
+                rows = sample.setdefault((segment.point, layer), np.full(shape, -1e9, described.dtype))
+                rows[segment.start : segment.stop] = states[:, at]
+    return found
+
+
+def test_every_stored_row_is_the_models(folder: Path, rows: list[dict[str, Any]]) -> None:
+    hooked, found = HookedModel(folder / "model"), stored(folder)
+    assert found.keys() == {row["id"] for row in rows}
+    for row in rows:
+        right = hooked.rows(row["token_ids"])
+        right[("hidden_states", 0)] = right["resid_pre", 0]
+        right[("hidden_states", 5)] = right["resid_final", 0]
+        sample = found[row["id"]]
+        assert sample.keys() == {(point, layer) for point, layers in LAYERS.items() for layer in layers}
+        for at, got in sample.items():
+            expected = right[at].double()
+            error = (torch.from_numpy(got).double() - expected).norm(dim=1) / expected.norm(dim=1).clamp_min(1e-30)
+            assert float(error.max()) < 2e-5, (row["id"], at)
+
+
+def test_a_run_that_is_complete_needs_no_engine_and_another_capture_is_refused(
+    folder: Path, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.LLM", None)
+    assert len(list(extract(folder, rows, source="taps", capture=CAPTURE))) == len(rows)
+    for other in (
+        {"source": "taps", "capture": {"points": {**CAPTURE["points"], "q": [3]}}},
+        {"source": "taps", "capture": {"preset": "mlp"}},
+        {"source": "cache", "layers": [0, -1]},
+        {"source": "taps", "layers": [0, -1]},
+    ):
+        with pytest.raises(RunMismatch, match=r"capture|source"):
+            extract(folder, rows, **other)
