@@ -16,8 +16,12 @@ from hsx_dist.format.codecs import SplitCodec, resolve_codec
 from hsx_dist.format.container import SegmentEncoder, build_part
 from hsx_dist.format.runs import load_manifest
 from hsx_dist.reading import Run
+from hsx_dist.reading.collate import pad
 from hsx_dist.reading.column import StoredPoint
+from hsx_dist.reading.datasets import HiddenStatesDataset, HiddenStatesMapDataset
 from hsx_dist.reading.load import load_object
+from hsx_dist.reading.token_batches import TokenBatches
+from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import Store
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
@@ -293,3 +297,64 @@ def test_columns_of_other_tokens_are_found_without_receipts() -> None:
     with pytest.raises(IntegrityError, match="same token ids"):
         load_object(object_of([(replace(x, token_ids=x.token_ids + 1) if s.column == 3 else x, s, row)
                                for x, s, row in segments]), "a.safetensors", points=["q", "topk_ids"])  # fmt: skip
+
+
+# -- data sets and checks of a whole run --------------------------------------------------------------------------
+
+
+def test_a_data_set_gives_points_under_their_names() -> None:
+    made = [point_sample(key, n, seed=n) for key, n in (("a", 37), ("b", 5), ("c", 11))]
+    run = run_of([stored for i, sample in enumerate(made) for stored in sample.segments(i)])
+    dataset = HiddenStatesDataset(run, points=["q", "topk_ids"], layers=[7], max_tokens=20)
+    items = list(dataset)
+    assert [item["key"] for item in items] == ["a", "b", "c"]
+    for item, sample in zip(items, made, strict=True):
+        assert sorted(item) == ["input_ids", "key", "loss_mask", "q", "topk_ids"]
+        assert np.array_equal(bits(item["q"]), expected(sample, "q")[:20, 1:])
+        assert np.array_equal(bits(item["topk_ids"]), sample.points["topk_ids"][:20, 1:])
+        assert np.array_equal(item["input_ids"], sample.token_ids[:20])
+    batch = pad(items)
+    assert batch["q"].shape == (3, 20, 1, 6, HEAD)
+    assert batch["topk_ids"].dtype == torch.int32
+    mapped = HiddenStatesMapDataset(run, points=["mlp_out"], rename={"mlp_out": "x", "key": None})
+    assert np.array_equal(bits(mapped[1]["x"]), made[1].points["mlp_out"])
+    assert sorted(mapped[1]) == ["input_ids", "loss_mask", "x"]
+    with pytest.raises(ConfigError, match="got no hidden states"):
+        list(HiddenStatesDataset(run))
+    with pytest.raises(ConfigError, match="a list of names"):
+        HiddenStatesDataset(run, points="q")
+
+
+def test_tokens_of_points_are_shuffled_together() -> None:
+    made = [point_sample(key, n, seed=n) for key, n in (("a", 37), ("b", 5))]
+    run = run_of([stored for i, sample in enumerate(made) for stored in sample.segments(i)])
+    batches = list(TokenBatches(HiddenStatesDataset(run, points=["mlp_out", "q"]), 8))
+    assert batches[0]["mlp_out"].shape == (8, 24)
+    assert batches[0]["q"].shape == (8, 2, 6, HEAD)
+    rows = {
+        (int(token), bits(out).tobytes(), bits(q).tobytes())
+        for batch in batches
+        for token, out, q in zip(batch["input_ids"], batch["mlp_out"], batch["q"], strict=True)
+    }
+    assert rows == {
+        (int(sample.token_ids[t]), sample.points["mlp_out"][t, 0].tobytes(), sample.points["q"][t].tobytes())
+        for sample in made
+        for t in range(len(sample.token_ids))
+    }
+
+
+@pytest.mark.parametrize("codec", ["none", "split", "fp8-token"])
+def test_a_run_of_points_is_verified(codec: str) -> None:
+    store = MemoryStore()
+    made = point_sample("a", hidden=True)
+    run = run_of(made.segments(0, CUTS), codec=codec, store=store)
+    report = verify_run(store)
+    assert report.problems == []
+    assert (report.parts, report.samples) == (1, 1)
+    (name,) = run.index.parts_in_use()
+    data = bytearray(store.objects[name])
+    found = []
+    for at in range(len(data) - 2000, len(data), 97):
+        store.objects[name] = bytes(data[:at]) + bytes([data[at] ^ 1]) + bytes(data[at + 1 :])
+        found.append(verify_run(store).ok)
+    assert not any(found)
