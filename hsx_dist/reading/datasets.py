@@ -19,6 +19,7 @@ import numpy as np
 from hsx_dist.errors import ConfigError, FormatError, NotFound, SampleConsumed
 from hsx_dist.format.container_read import Empty
 from hsx_dist.logger import get_logger
+from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.arrays import resolve_framework
 from hsx_dist.reading.cache import CachedStore
 from hsx_dist.reading.follow import Arrival, Follower, has_position
@@ -89,7 +90,8 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
 
     Args:
         source: a run's path or URL, an open ``Run``, or a ``Selection`` of one.
-        layers: vLLM's layer ids, in the order wanted; ``None``: all, as stored.
+        points: names of other points of the model than the hidden states, as ``Sample.points`` has them.
+        layers: ids of layers, in the order wanted; ``None``: all, as stored. Each of the ``points`` must have them.
         tokens: a range of every sample: a slice or ``(start, stop)``.
         max_tokens, crop: at most so many tokens of each sample, from its ``start``, its ``end``, or a ``random`` place.
         shuffle: part-wise and within ``shuffle_buffer`` samples, the same way for the same ``seed`` and epoch.
@@ -106,7 +108,8 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         framework: ``torch``, ``numpy`` (bf16 as float32), or ``auto``: torch where it is installed.
 
     Items are dicts: ``input_ids`` int64 ``[T]``, ``loss_mask`` bool ``[T]``, ``hidden_states`` ``[T, L, H]`` in the
-    run's dtype, ``layer_ids`` int64 ``[L]``, ``key``.
+    run's dtype, ``layer_ids`` int64 ``[L]``, ``key``. With ``points``, instead of states and layer ids, each point
+    under its own name: ``[T, L, heads, dim]`` where its rows are made of heads, else ``[T, L, width]``.
 
     Raises:
         ConfigError: an argument is wrong, or a layer is not in the run.
@@ -117,6 +120,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         self,
         source: Source,
         *,
+        points: Sequence[str] | None = None,
         layers: Sequence[int] | None = None,
         tokens: slice | tuple[int, int] | None = None,
         max_tokens: int | None = None,
@@ -140,7 +144,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         storage_options: Mapping[str, Any] | None = None,
     ):
         spec = ItemSpec(
-            *(layers, tokens, max_tokens, crop, loss_mask, dict(rename or {}), framework, seed),
+            *(layers, tokens, max_tokens, crop, loss_mask, dict(rename or {}), framework, seed, points),
         )
         if on_error not in ("raise", "skip"):
             raise ConfigError(f"on_error: expected 'raise' or 'skip', came {on_error!r}")
@@ -169,6 +173,11 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
     @property
     def run(self) -> Run:
         return self._reader.run
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The names under which items hold states, before renaming: the points, or ``hidden_states``."""
+        return tuple(self._reader.spec.points or (HIDDEN_STATES,))
 
     @property
     def follows(self) -> bool:
@@ -348,6 +357,7 @@ class HiddenStatesMapDataset(Dataset):  # type: ignore[misc, valid-type]
         self,
         source: Source,
         *,
+        points: Sequence[str] | None = None,
         layers: Sequence[int] | None = None,
         tokens: slice | tuple[int, int] | None = None,
         max_tokens: int | None = None,
@@ -362,7 +372,7 @@ class HiddenStatesMapDataset(Dataset):  # type: ignore[misc, valid-type]
         storage_options: Mapping[str, Any] | None = None,
     ):
         spec = ItemSpec(
-            *(layers, tokens, max_tokens, crop, loss_mask, dict(rename or {}), framework, seed),
+            *(layers, tokens, max_tokens, crop, loss_mask, dict(rename or {}), framework, seed, points),
         )
         self._reader = _Reader(source, spec, storage_options, cache_dir, cache_bytes)
         self._threads = threads

@@ -15,8 +15,6 @@ from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import LOSS_MASK, Sample, Tokens
 from hsx_dist.reading.select import key_hash
 
-#: What an item holds before renaming.
-NAMES = ("input_ids", "loss_mask", "hidden_states", "layer_ids", "key")
 Crop = Literal["start", "end", "random"]
 
 
@@ -28,7 +26,8 @@ class ItemSpec:
     numbers from its end. ``max_tokens``: at most so many of these, from where ``crop`` says (``random``: a window that
     follows from seed, epoch and key). ``loss_mask``: what to do for samples without that attached array: ``ones``,
     ``raise``, or ``off``: no mask at all. ``rename``: name → another, or ``None`` to leave it out; attached arrays can
-    be asked for by naming them here.
+    be asked for by naming them here. ``points``: names of other points of the model, which an item holds under these
+    names instead of ``hidden_states`` and ``layer_ids``.
     """
 
     layers: Sequence[int] | None = None
@@ -39,8 +38,13 @@ class ItemSpec:
     rename: Mapping[str, str | None] = field(default_factory=dict)
     framework: Framework = "auto"
     seed: int = 0
+    points: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
+        if self.points is not None:
+            if isinstance(self.points, str) or not self.points:
+                raise ConfigError(f"points: expected a list of names such as ['q'], got {self.points!r}. Name one")
+            object.__setattr__(self, "points", tuple(self.points))
         if self.layers is not None:
             if isinstance(self.layers, (int, str)):
                 raise ConfigError(f"layers: expected a list of layer ids such as [15], came {self.layers!r}")
@@ -52,7 +56,7 @@ class ItemSpec:
         if self.loss_mask not in ("ones", "raise", "off"):
             raise ConfigError(f"loss_mask: expected 'ones', 'raise' or 'off', came {self.loss_mask!r}")
         resolve_framework(self.framework)
-        names = [name for name in NAMES if name != LOSS_MASK or self.loss_mask != "off"]
+        names = [name for name in self._names if name != LOSS_MASK or self.loss_mask != "off"]
         final = [new for name in dict.fromkeys((*names, *self.rename)) if (new := self.rename.get(name, name))]
         if twice := sorted({name for name in final if final.count(name) > 1}):
             raise ConfigError(
@@ -60,8 +64,16 @@ class ItemSpec:
                 "(null) the other"
             )
 
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """What an item holds before renaming."""
+        own = ("hidden_states", "layer_ids") if self.points is None else tuple(self.points)
+        return ("input_ids", LOSS_MASK, "key", *own)
+
     def check_layers(self, run: Run) -> None:
         """``ConfigError`` when the run tells its layers, and one that is wanted is not among them."""
+        if self.points is not None:
+            return  # each sample says which layers its points have
         missing = sorted(set(self.layers or ()) - set(run.layer_ids))
         if missing and run.layer_ids:
             raise ConfigError(f"layers: {missing} are not in {run.url}, which has {list(run.layer_ids)}")
@@ -86,7 +98,7 @@ class ItemSpec:
         receipts prove of it: its part is not read."""
         start, stop = self.span(num_tokens, key, 0)
         share = (stop - start) / num_tokens
-        if self.layers is not None and run.layer_ids:
+        if self.layers is not None and run.layer_ids and self.points is None:
             share *= len(self.layers) / len(run.layer_ids)
         wide = 1 if self.framework != "numpy" else 2  # bf16 becomes float32
         return int(raw_bytes * share * (wide + max(1.0, stored_bytes / max(1, raw_bytes))))
@@ -97,16 +109,19 @@ class ItemSpec:
         Errors as ``Sample.load``'s; ``ConfigError`` for a mask that is missing or has another length.
         """
         start, stop = self.span(sample.num_tokens, sample.key, epoch)
-        loaded = sample.load(self.layers, (start, stop), self.framework, loss_mask=self.loss_mask != "off", empty=empty)
-        item = {
-            "input_ids": loaded["token_ids"],
-            "hidden_states": loaded["hidden_states"],
-            "layer_ids": loaded["layer_ids"],
-            "key": sample.key,
-        }
+        loaded = sample.load(
+            *(self.layers, (start, stop), self.framework),
+            points=self.points,
+            loss_mask=self.loss_mask != "off",
+            empty=empty,
+        )
+        own = (
+            {name: loaded[name] for name in ("hidden_states", "layer_ids")} if self.points is None else loaded["points"]
+        )
+        item = {"input_ids": loaded["token_ids"], **own, "key": sample.key}
         if self.loss_mask != "off":
             item["loss_mask"] = self._mask(sample, loaded)
-        extra = [name for name in self.rename if name not in NAMES]
+        extra = [name for name in self.rename if name not in self._names]
         attached = sample.attached() if extra else {}
         for name in extra:
             if name not in attached:

@@ -23,6 +23,7 @@ from hsx_dist.format.json_objects import read_json
 from hsx_dist.format.markers import OBJECT, conflict_name, marker_name
 from hsx_dist.format.place import RUN
 from hsx_dist.format.segments import SegmentProof
+from hsx_dist.page import Segment
 from hsx_dist.reading.arrays import Framework
 from hsx_dist.reading.object_lock import shared_lock
 from hsx_dist.reading.run import Run
@@ -40,6 +41,7 @@ def load_hidden_states(
     *,
     layers: Sequence[int] | None = None,
     tokens: Tokens | None = None,
+    points: Sequence[str] | None = None,
     wait: float = 0,
     identity: Mapping[str, str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -53,6 +55,7 @@ def load_hidden_states(
         key: the sample's key.
         layers: vLLM's layer ids in the order wanted; ``None``: all, as stored.
         tokens: a slice or ``(start, stop)``; negative numbers count from the end.
+        points: names of other points of the model, as ``Sample.load`` takes them.
         wait: seconds to wait for the sample to appear, on a file system also for its lock (``PATH.lock``, which a
             server holds until what became of its request is stored); a failure that its producer tells ends the wait.
         identity: the answer's ``hidden_states_meta["identity"]``. Load only the sample of that request. Without it a
@@ -62,7 +65,7 @@ def load_hidden_states(
 
     Returns:
         ``hidden_states`` ``[n, L, H]``, ``token_ids`` int64 ``[n]``, ``layer_ids`` int64 ``[L]``, ``key``, ``meta``
-        (``Sample.meta``), and ``loss_mask`` int64 ``[n]`` where the sample has one.
+        (``Sample.meta``), and ``loss_mask`` int64 ``[n]`` where the sample has one. With ``points`` as ``Sample.load``.
 
     Raises:
         NotFound, SampleNotFound: there is no such object, run or sample, after ``wait`` seconds.
@@ -79,7 +82,13 @@ def load_hidden_states(
             raise ConfigError(f"{path}: expected an object, or a run and a key, got a folder and no key")
         store = open_store(folder or ("/" if path.startswith("/") else "."), storage_options)
         return load_object(
-            store, name, key, layers=layers, tokens=tokens, wait=wait, identity=identity, framework=framework
+            *(store, name, key),
+            layers=layers,
+            tokens=tokens,
+            points=points,
+            wait=wait,
+            identity=identity,
+            framework=framework,
         )
     store = open_store(path, storage_options)
     opened: list[Run] = []
@@ -89,7 +98,7 @@ def load_hidden_states(
         _require_identity(sample, identity, f"{store.url}: {key!r}")
         return sample
 
-    return _wait_for(find, wait).load(layers, tokens, framework)
+    return _wait_for(find, wait).load(layers, tokens, framework, points=points)
 
 
 def load_object(
@@ -99,6 +108,7 @@ def load_object(
     *,
     layers: Sequence[int] | None = None,
     tokens: Tokens | None = None,
+    points: Sequence[str] | None = None,
     wait: float = 0,
     identity: Mapping[str, str] | None = None,
     framework: Framework = "auto",
@@ -110,7 +120,7 @@ def load_object(
         with shared_lock(store.url, name) if "://" not in store.url else nullcontext():
             sample = _sample_in_object(store, name, key)
             _require_identity(sample, identity, f"{store.url.rstrip('/')}/{name}")
-            return sample.load(layers, tokens, framework)
+            return sample.load(layers, tokens, framework, points=points)
 
     def look() -> dict[str, Any]:
         try:
@@ -199,12 +209,24 @@ def _sample_in_object(store: Store, name: str, key: str | None) -> Sample:
         )
     if len(keys) > 1:
         raise ConfigError(f"{where}: expected the key of one of its {len(keys)} samples, got none; such as {keys[0]!r}")
-    found.sort(key=lambda item: item[1].index)
-    ends = [0, *(segment.stop for _, segment in found)]
-    if [s.start for _, s in found] != ends[:-1] or ends[-1] != found[0][1].total:
+    found.sort(key=lambda item: item[1].id)
+    if not _is_whole([segment for _, segment in found]):
         raise SampleNotFound(f"{where}: holds only a piece of {keys[0]!r}; load it from its run, by key")
     segments = [(name, SegmentProof(segment, i, "", 0, 0)) for i, segment in found]
     return Sample(keys[0] or PurePosixPath(name).stem, segments, lambda _: part, store.url)
+
+
+def _is_whole(segments: Sequence[Segment]) -> bool:
+    """Whether segments of one key, in order, cover all tokens in all columns."""
+    total, columns = segments[0].total, segments[0].columns
+    if any((s.total, s.columns) != (total, columns) for s in segments):
+        return False
+    ends = [0] * columns
+    for s in segments:
+        if s.start != ends[s.column]:
+            return False
+        ends[s.column] = s.stop
+    return all(end == total for end in ends)
 
 
 def _raise_run(store: Store, name: str) -> None:

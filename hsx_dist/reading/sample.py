@@ -7,23 +7,30 @@ from typing import Any
 
 import numpy as np
 
-from hsx_dist.errors import ConfigError, FormatError, IntegrityError
-from hsx_dist.format.container import Part, SegmentInfo
-from hsx_dist.format.container_read import Empty, new_states
-from hsx_dist.format.expansion import check_expansion
+from hsx_dist.errors import ConfigError, FormatError
+from hsx_dist.format.container import Part
+from hsx_dist.format.container_read import Empty
 from hsx_dist.format.loss import Loss
 from hsx_dist.format.segments import SegmentProof
-from hsx_dist.page import token_hash
+from hsx_dist.page import HIDDEN_STATES, Segment
 from hsx_dist.reading.arrays import Framework, to_ids, to_states
+from hsx_dist.reading.column import (
+    LOSS_MASK,
+    PointColumns,
+    SampleColumn,
+    StoredPoint,
+    points_of,
+    require_same_ids,
+    unpacked,
+)
 
-#: Name of the attached array that says which tokens count in training.
-LOSS_MASK = "loss_mask"
 #: Tokens wanted: a slice (step 1) or ``(start, stop)``; negative numbers count from the sample's end.
 Tokens = slice | tuple[int, int]
 
 
 class Sample:
-    """One request's hidden states and token ids. Nothing is fetched before it is asked for."""
+    """One request's hidden states, or other points of the model, and its token ids. Nothing is fetched before it is
+    asked for."""
 
     def __init__(
         self, key: str, segments: Sequence[tuple[str, SegmentProof]], open_part: Callable[[str], Part], url: str
@@ -34,7 +41,11 @@ class Sample:
         self._segments = tuple(segments)
         self._open = open_part
         self._url = url.rstrip("/")
-        self._infos: dict[int, SegmentInfo] = {}
+        columns: dict[int, list[tuple[str, SegmentProof]]] = {}
+        for part, proof in segments:
+            columns.setdefault(proof.segment.column, []).append((part, proof))
+        self._columns = [SampleColumn(key, columns[i], open_part, url) for i in sorted(columns)]
+        self._points: dict[str, PointColumns] | None = None
 
     def __repr__(self) -> str:
         return f"Sample({self.key!r}, {self.num_tokens} tokens, {self.uri})"
@@ -45,19 +56,28 @@ class Sample:
         return " ".join(f"{self._url}/{part}" for part in dict.fromkeys(part for part, _ in self._segments))
 
     @property
+    def points(self) -> dict[str, StoredPoint]:
+        """The points that are stored, by name: layers, width, heads, dtype. Of hidden states alone ``hidden_states``.
+
+        Reads the headers of all parts in which the sample lies. ``IntegrityError``: a shard of a point is missing.
+        """
+        return {name: point.stored for name, point in self._by_point().items()}
+
+    @property
     def layer_ids(self) -> tuple[int, ...]:
-        """vLLM's ids of the stored layers: 0 the embeddings, k what enters layer k, N the last output before the
-        final norm. Empty for a file that vLLM itself wrote, which does not tell them."""
-        return self._info(0).layer_ids
+        """vLLM's ids of the stored layers of hidden states: 0 the embeddings, k what enters layer k, N the last output
+        before the final norm. Empty for a file that vLLM itself wrote, which does not tell them. ``ConfigError``, as
+        of ``dtype`` and ``hidden_size``: the sample has other points alone."""
+        return self._hidden.layers
 
     @property
     def dtype(self) -> str:
-        """``bfloat16``, ``float16`` or ``float32``."""
-        return self._info(0).dtype
+        """``bfloat16``, ``float16`` or ``float32``: of the hidden states."""
+        return self._hidden.dtype
 
     @property
     def hidden_size(self) -> int:
-        return self._info(0).hidden_size
+        return self._point(HIDDEN_STATES).stored.width
 
     @property
     def about(self) -> dict[str, Any]:
@@ -66,25 +86,19 @@ class Sample:
 
     @property
     def loss(self) -> dict[int, Loss]:
-        """Layer id → what a lossy codec lost, measured when it was written; empty where nothing was lost.
+        """Layer id → what a lossy codec lost of hidden states, measured when it was written; empty where nothing was
+        lost.
 
         Of a sample in several segments the worst one's, which none of its parts exceeds.
         """
-        found: dict[int, Loss] = {}
-        for i, (part, proof) in enumerate(self._segments):
-            self._info(i)
-            for layer, loss in self._open(part).loss(proof.slot).items():
-                before = found.get(layer, loss)
-                found[layer] = Loss(max(before.rms, loss.rms), max(before.worst_token, loss.worst_token))
-        return found
+        return self._point(HIDDEN_STATES).columns[0].loss()
 
     def attached(self) -> dict[str, np.ndarray[Any, Any]]:
         """The small arrays that were stored with the sample, by name; numpy, of the sample as a whole: ``loss_mask``
         (uint8 ``[T]``), with a selection by it ``positions`` (int32 ``[T]``: where the tokens stood), with a mean
         ``request_token_ids`` (int32: over which), and what users attached. Errors as ``load``'s."""
-        self._info(0)
-        part, proof = self._segments[0]
-        return self._open(part).attached(proof.slot)
+        part, slot = self._columns[0].part(0)
+        return part.attached(slot)
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -100,16 +114,21 @@ class Sample:
         ``mean``; and ``of``, their number), ``metadata``,
         ``prompt_tokens``, ``multimodal`` (what vLLM calls the images or sounds behind placeholder tokens),
         ``finish_reason`` (``abort``), ``expires`` (seconds since the epoch), and ``bad``: for each
-        segment with non-finite rows or all-zero layers, its tokens and how many of what.
+        segment with non-finite rows or all-zero layers, its tokens, how many of what, and the ``point`` where it is not
+        the hidden states.
         """
-        metas = [(p.segment, self._info(i).segment.meta) for i, (_, p) in enumerate(self._segments)]
-        bad = [{"start": s.start, "stop": s.stop, **m["bad"]} for s, m in metas if isinstance(m.get("bad"), dict)]
-        first = {k: v for k, v in metas[0][1].items() if k != "bad"}
+        bad = [
+            {"start": s.start, "stop": s.stop, **_point_of(s), **s.meta["bad"]}
+            for column in self._columns
+            for s in (column.info(i).segment for i in range(len(column)))
+            if isinstance(s.meta.get("bad"), dict)
+        ]
+        first = {k: v for k, v in self._columns[0].first.segment.meta.items() if k != "bad"}
         return {**first, "bad": bad} if bad else first
 
     def token_ids(self, framework: Framework = "auto") -> Any:
         """Token ids, int64 ``[T]``."""
-        return to_ids(np.concatenate([self._ids(i) for i in range(len(self._segments))]), framework)
+        return to_ids(self._columns[0].token_ids(), framework)
 
     def load(
         self,
@@ -117,47 +136,69 @@ class Sample:
         tokens: Tokens | None = None,
         framework: Framework = "auto",
         *,
+        points: Sequence[str] | None = None,
         loss_mask: bool = True,
         empty: Empty | None = None,
     ) -> dict[str, Any]:
         """Fetch, check and decode.
 
         Args:
-            layers: vLLM's layer ids in the order wanted; ``None``: all, as stored.
+            layers: ids of layers in the order wanted, which each of the ``points`` has; ``None``: all, as stored.
             tokens: a slice or ``(start, stop)``; negative numbers count from the end.
             framework: ``torch`` (the true dtype), ``numpy`` (bf16 as float32, which is exact), ``auto``: torch where
                 it is installed.
+            points: names of points (``Sample.points``); ``None``: the hidden states, in their own form.
             loss_mask: whether a mask that the sample has is fetched, too.
             empty: ``empty(shape, dtype)`` is the memory for the states, a carrier array; default: fresh.
 
         Returns:
             ``hidden_states`` ``[n, L, H]``, ``token_ids`` int64 ``[n]``, ``layer_ids`` int64 ``[L]``, ``key``,
-            ``meta``; and ``loss_mask`` int64 ``[n]``, 0 or 1, where the sample has one.
+            ``meta``; and ``loss_mask`` int64 ``[n]``, 0 or 1, where the sample has one. With ``points``, instead of
+            ``hidden_states``: ``points``, name → ``[n, L, heads, dim]`` where rows are made of heads, else
+            ``[n, L, width]``; and ``layer_ids`` is name → int64 ``[L]``.
 
         Raises:
-            ConfigError: there is no such layer; the tokens are no range.
+            ConfigError: there is no such point or layer; the tokens are no range.
             FormatError: stored bytes are not what they must be; ``IntegrityError``: they changed.
         """
         if isinstance(layers, (int, str)):
             raise ConfigError(f"layers: expected a list of layer ids such as [15], came {layers!r}; put it into a list")
+        if points is not None and (isinstance(points, str) or not points):
+            raise ConfigError(f"points: expected a list of names such as ['q'], got {points!r}. Name at least one")
         start, stop = self._span(tokens)
-        states, ids, mask = self._load(layers, start, stop, masked=loss_mask, empty=empty)
-        wanted = np.array(self.layer_ids if layers is None else layers, np.int64)
+        names = [HIDDEN_STATES] if points is None else list(dict.fromkeys(points))
+        of = {name: self._point(name) for name in names}
+        for name in points or ():
+            self._require_layers(name, layers)
+        states, layer_ids, ids, mask = {}, {}, [], None
+        for name, point in of.items():
+            rows = point.load(layers, start, stop, masked=loss_mask, empty=empty)
+            mask = mask if rows.mask is None else rows.mask
+            states[name] = unpacked(to_states(rows.states, point.stored.dtype, framework), point.stored)
+            layer_ids[name] = to_ids(np.array(point.stored.layers if layers is None else layers, np.int64), framework)
+            ids.append(rows.token_ids)
+        require_same_ids(ids, self.key)
+        one = points is None
         found = {
-            "hidden_states": to_states(states, self.dtype, framework),
-            "token_ids": to_ids(ids, framework),
-            "layer_ids": to_ids(wanted, framework),
+            **({HIDDEN_STATES: states[HIDDEN_STATES]} if one else {"points": states}),
+            "token_ids": to_ids(ids[0], framework),
+            "layer_ids": layer_ids[HIDDEN_STATES] if one else layer_ids,
             "key": self.key,
             "meta": self.meta,
         }
-        if mask is not None:
-            found["loss_mask"] = to_ids(mask, framework)
+        if loss_mask:  # it lies with the first piece, also where only later ones are wanted
+            whole = self.loss_mask() if mask is None else self._mask({LOSS_MASK: mask})
+            if whole is not None:
+                found[LOSS_MASK] = to_ids(whole[start:stop], framework)
         return found
+
+    def point(self, name: str, layer: int, tokens: Tokens | None = None, framework: Framework = "auto") -> Any:
+        """One layer of a point: ``[n, heads, dim]`` where its rows are made of heads, else ``[n, width]``."""
+        return self.load([layer], tokens, framework, points=[name], loss_mask=False)["points"][name][:, 0]
 
     def loss_mask(self) -> np.ndarray[Any, Any] | None:
         """Which tokens count in training: int64 ``[T]``, numpy; ``None``, without a request, where there is none."""
-        name, proof = self._segments[0]
-        part, slot = self._open(name), proof.slot
+        part, slot = self._columns[0].part(0)
         return self._mask(part.attached(slot, (LOSS_MASK,))) if LOSS_MASK in part.attached_names(slot) else None
 
     def _mask(self, attached: Mapping[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any] | None:
@@ -172,54 +213,38 @@ class Sample:
         self, layers: Sequence[int] | None = None, tokens: Tokens | None = None
     ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """``load``'s states as their bits (unsigned integers of the dtype's width, ``[n, L, H]``), and token ids."""
-        states, ids, _ = self._load(layers, *self._span(tokens), masked=False, empty=None)
-        return states, ids
+        rows = self._point(HIDDEN_STATES).load(layers, *self._span(tokens))
+        return rows.states, rows.token_ids
 
     def layer(self, layer_id: int, tokens: Tokens | None = None, framework: Framework = "auto") -> Any:
         """One layer: ``[n, H]``."""
         return self.load([layer_id], tokens, framework)["hidden_states"][:, 0]
 
-    def _load(
-        self, layers: Sequence[int] | None, start: int, stop: int, *, masked: bool, empty: Empty | None
-    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:
-        """States, token ids, and where ``masked`` the loss mask, if there is one."""
-        first = self._info(0)
-        if layers is None and first.layer_ids:
-            layers = first.layer_ids  # one order, should segments have several
-        spans = [proof.segment for _, proof in self._segments]
-        within = [i for i, s in enumerate(spans) if s.start < stop and start < s.stop]
-        within = within or [0]  # no tokens: an empty array of the right shape
-        out, ids = None, []
-        attached: dict[str, np.ndarray[Any, Any]] = {}
-        if len(within) > 1:
-            num_layers = first.num_layers if layers is None else len(layers)
-            # Nothing is fetched yet, and receipts may claim any number of tokens.
-            parts = {name: self._open(name) for name in (self._segments[i][0] for i in within)}
-            for part in parts.values():
-                part.check_size()
-            nbytes = (stop - start) * num_layers * first.row_bytes
-            check_expansion(nbytes, sum(part.size for part in parts.values()))
-            out = (empty or new_states)((stop - start, num_layers, first.hidden_size), first.dtype)
-        for i in within:
-            (name, proof), s, info = self._segments[i], spans[i], self._info(i)
-            if (info.dtype, info.hidden_size) != (first.dtype, first.hidden_size):
-                raise FormatError(f"{self.key}: expected segments of {first}, got {info}")
-            a, b = max(start, s.start), max(min(stop, s.stop), max(start, s.start))
-            states, own, beside = self._open(name).load(
-                proof.slot,
-                layers=layers,
-                tokens=(a - s.start, b - s.start) if a < b else (0, 0),
-                out=None if out is None else out[a - start : b - start],
-                attached=(LOSS_MASK,) if masked and i == 0 else (),
-                empty=empty,
+    @property
+    def _hidden(self) -> StoredPoint:
+        return self._point(HIDDEN_STATES).stored
+
+    def _by_point(self) -> dict[str, PointColumns]:
+        if self._points is None:
+            self._points = points_of(self._columns)
+        return self._points
+
+    def _require_layers(self, name: str, layers: Sequence[int] | None) -> None:
+        stored = self._point(name).stored.layers
+        missing = sorted(set(layers or ()) - set(stored))
+        if missing:
+            raise ConfigError(
+                f"layers: {missing} of point {name!r} are not stored; stored are {', '.join(map(str, stored))}. Load "
+                "points of different layers one by one"
             )
-            attached.update(beside)
-            self._check_ids(i, own)
-            ids.append(own[a - s.start : b - s.start])
-        mask = None
-        if masked:  # it lies with the first piece, also where only later ones are wanted
-            mask = self._mask(attached) if within[0] == 0 else self.loss_mask()
-        return states if out is None else out, np.concatenate(ids), None if mask is None else mask[start:stop]
+
+    def _point(self, name: str) -> PointColumns:
+        found = self._by_point().get(name)
+        if found is None:
+            stored = ", ".join(self._by_point())
+            what = "no hidden states" if name == HIDDEN_STATES else f"no point {name!r}"
+            raise ConfigError(f"{self.key}: expected points among {stored}, got {what}. Load points=[…] of these")
+        return found
 
     def _span(self, tokens: Tokens | None) -> tuple[int, int]:
         wanted = slice(None) if tokens is None else tokens if isinstance(tokens, slice) else slice(*tokens)
@@ -228,30 +253,6 @@ class Sample:
             raise ConfigError(f"tokens: expected consecutive ones, got a step of {step}")
         return start, max(start, stop)
 
-    def _info(self, i: int) -> SegmentInfo:
-        info = self._infos.get(i)
-        if info is None:
-            part, proof = self._segments[i]
-            segments = self._open(part).segments
-            if proof.slot >= len(segments) or segments[proof.slot].segment != proof.segment:
-                raise IntegrityError(
-                    f"{self._url}/{part}: expected {proof.segment} at place {proof.slot}, as its receipt says, "
-                    f"got {segments[proof.slot].segment if proof.slot < len(segments) else 'nothing'}"
-                )
-            info = self._infos[i] = segments[proof.slot]
-        return info
 
-    def _ids(self, i: int) -> np.ndarray[Any, Any]:
-        part, proof = self._segments[i]
-        self._info(i)
-        ids = self._open(part).token_ids(proof.slot)
-        self._check_ids(i, ids)
-        return ids
-
-    def _check_ids(self, i: int, ids: np.ndarray[Any, Any]) -> None:
-        part, proof = self._segments[i]
-        if proof.token_hash and token_hash(ids) != proof.token_hash:
-            raise IntegrityError(
-                f"{self._url}/{part}: expected token ids of hash {proof.token_hash} for {self.key!r}, as its "
-                f"receipt says, got {token_hash(ids)}"
-            )
+def _point_of(s: Segment) -> dict[str, str]:
+    return {} if s.point == HIDDEN_STATES else {"point": s.point}

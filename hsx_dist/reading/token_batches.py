@@ -20,6 +20,7 @@ else:
 
 class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
     """Batches ``{"hidden_states": [B, H], "input_ids": [B]}`` of tokens from many samples; ``[B, L, H]`` of L layers.
+    Over a data set with ``points``, each of them instead of ``hidden_states``.
 
     A buffer is filled with ``buffer_tokens`` tokens, shuffled, given out, and filled again. ``DataLoader`` must not
     batch again: ``batch_size=None``.
@@ -66,7 +67,7 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
         count = 0
         last = begin
         for item in self._dataset:
-            rows = {"hidden_states": item["hidden_states"], "input_ids": item["input_ids"]}
+            rows = {name: item[name] for name in (*self._dataset.states, "input_ids")}
             if self._only_loss:
                 rows = {name: x[item["loss_mask"]] for name, x in rows.items()}
             sample = _digest(rows["input_ids"])
@@ -95,8 +96,9 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
     ) -> Iterator[dict[str, Any]]:
         joined = {name: _concatenate([rows[name] for rows in held]) for name in held[0]}
         held.clear()
-        if joined["hidden_states"].shape[1] == 1:
-            joined["hidden_states"] = joined["hidden_states"][:, 0]
+        for name in self._dataset.states:
+            if joined[name].shape[1] == 1:
+                joined[name] = joined[name][:, 0]
         total, content = len(joined["input_ids"]), _digest(joined["input_ids"])
         # With other tokens, as a sample was skipped or is there again, the batches are others: tokens come twice.
         same = resume is not None and resume.get("buffer", content) == content

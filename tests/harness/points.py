@@ -1,0 +1,55 @@
+"""Samples of several points, as a run or an object has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from hsx_dist.page import token_hash
+from hsx_dist.testing.samples import RandomSample, random_sample
+from tests.harness.runs import Stored
+
+HEAD = 8
+
+
+@dataclass(frozen=True)
+class PointSample:
+    """``points``: name → the whole rows, carrier ``[T, L, width]``; ``columns``: what is stored, in order."""
+
+    key: str
+    token_ids: np.ndarray[Any, Any]
+    points: dict[str, np.ndarray[Any, Any]]
+    columns: tuple[tuple[RandomSample, dict[str, Any]], ...]
+
+    def segments(self, row: int, cuts: Sequence[Sequence[int]] = ()) -> list[Stored]:
+        """All segments for ``RunWriter.put``; ``cuts``: of each column, where it is cut."""
+        found: list[Stored] = []
+        for i, (sample, column) in enumerate(self.columns):
+            facts = column | {"columns": len(self.columns), "sample_hash": token_hash(self.token_ids)}
+            of = cuts[i] if i < len(cuts) else ()
+            found += [(sample, replace(segment, **facts), row) for segment in sample.segments(*of)]
+        return found
+
+
+def point_sample(key: str, tokens: int = 37, *, hidden: bool = False, seed: int = 0) -> PointSample:
+    """``q`` of two shards (layers 3, 7), ``mlp_out`` (layer 7), ``topk_ids`` (layers 3, 7), and hidden states."""
+    q = [random_sample(key, tokens, layer_ids=(3, 7), hidden_size=w, seed=seed + i) for i, w in enumerate((16, 32))]
+    out = random_sample(key, tokens, layer_ids=(7,), hidden_size=24, dtype="float32", seed=seed)
+    ids = np.random.default_rng(seed).integers(0, 128, (tokens, 2, 4)).astype(np.uint32)
+    states = random_sample(key, tokens, layer_ids=(2, 30), hidden_size=24, seed=seed)
+    columns = [
+        (q[1], {"point": "q", "shard": 1, "shards": 2, "head": HEAD}),  # ranks need not come in order
+        (out, {"point": "mlp_out"}),
+        (q[0], {"point": "q", "shard": 0, "shards": 2, "head": HEAD}),
+        (replace(q[0], states=ids, dtype="int32"), {"point": "topk_ids"}),
+        *([(states, {"point": "hidden_states"})] if hidden else []),
+    ]
+    same = tuple(
+        (replace(sample, token_ids=q[0].token_ids), column | {"column": i})
+        for i, (sample, column) in enumerate(columns)
+    )
+    rows = {"q": np.concatenate([q[0].states, q[1].states], -1), "mlp_out": out.states, "topk_ids": ids}
+    return PointSample(key, q[0].token_ids, rows | ({"hidden_states": states.states} if hidden else {}), same)

@@ -1,0 +1,360 @@
+"""Points of a model read back: rows merged over shards in the model's order, and never of two samples."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hsx_dist.errors import ConfigError, FormatError, HsxError, IntegrityError, SampleNotFound
+from hsx_dist.format.codecs import SplitCodec, resolve_codec
+from hsx_dist.format.container import SegmentEncoder, build_part
+from hsx_dist.format.runs import load_manifest
+from hsx_dist.reading import Run
+from hsx_dist.reading.collate import pad
+from hsx_dist.reading.column import StoredPoint
+from hsx_dist.reading.datasets import HiddenStatesDataset, HiddenStatesMapDataset
+from hsx_dist.reading.load import load_object
+from hsx_dist.reading.token_batches import TokenBatches
+from hsx_dist.reading.verify import verify_run
+from hsx_dist.store import Store
+from hsx_dist.testing.samples import random_sample
+from hsx_dist.testing.stores import MemoryStore
+from tests.harness.points import HEAD, PointSample, point_sample
+from tests.harness.runs import RunWriter, Stored, whole, write_v1_run
+
+CUTS = ((8,), (), (20, 30), ())
+
+
+def run_of(*parts: Sequence[Stored], codec: str = "split", store: Store | None = None) -> Run:
+    store = store or MemoryStore()
+    write_v1_run(store, {"meaning": {}, "settings": {}})
+    writer = RunWriter(store, resolve_codec(codec))
+    for part in parts:
+        writer.put(part)
+    return Run(store)
+
+
+def expected(made: PointSample, name: str, layers: Sequence[int] | None = None) -> np.ndarray[Any, Any]:
+    rows = made.points[name]
+    return rows if name != "q" else rows.reshape(*rows.shape[:2], -1, HEAD)
+
+
+def bits(states: torch.Tensor) -> np.ndarray[Any, Any]:
+    wide = {torch.bfloat16: torch.uint16, torch.float32: torch.uint32, torch.int32: torch.uint32}[states.dtype]
+    return states.contiguous().view(wide).numpy()
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd", "split"])
+@pytest.mark.parametrize("cuts", [(), CUTS], ids=["whole", "cut"])
+def test_rows_of_shards_are_merged(codec: str, cuts: Any) -> None:
+    made, other = point_sample("a"), point_sample("b", 5, seed=9)
+    segments = made.segments(0, cuts)
+    run = run_of([*segments[::2], *other.segments(1)], segments[1::2], codec=codec)
+    sample = run["a"]
+    assert sample.num_tokens == 37
+    assert sample.points == {
+        "q": StoredPoint((3, 7), 48, 6, "bfloat16"),
+        "mlp_out": StoredPoint((7,), 24, 0, "float32"),
+        "topk_ids": StoredPoint((3, 7), 4, 0, "int32"),
+    }
+    loaded = sample.load(points=["q", "mlp_out", "topk_ids"])
+    assert {name: tuple(x.shape) for name, x in loaded["points"].items()} == {
+        "q": (37, 2, 6, HEAD),
+        "mlp_out": (37, 1, 24),
+        "topk_ids": (37, 2, 4),
+    }
+    for name, states in loaded["points"].items():
+        assert np.array_equal(bits(states), expected(made, name)), name
+    assert np.array_equal(loaded["token_ids"], made.token_ids)
+    assert {name: ids.tolist() for name, ids in loaded["layer_ids"].items()} == {
+        "q": [3, 7],
+        "mlp_out": [7],
+        "topk_ids": [3, 7],
+    }
+    assert (loaded["key"], "hidden_states" in loaded) == ("a", False)
+
+
+@pytest.mark.parametrize("cuts", [(), CUTS], ids=["whole", "cut"])
+@pytest.mark.parametrize("tokens", [(0, 64), (5, 9), (30, 37), (8, 8), (-3, None), (0, 0)])
+def test_a_range_of_tokens_and_layers_in_the_order_wanted(cuts: Any, tokens: Any) -> None:
+    made = point_sample("a")
+    sample = run_of(made.segments(0, cuts))["a"]
+    span = slice(*tokens)
+    loaded = sample.load([7, 3], tokens, points=["q", "topk_ids"], framework="numpy")
+    assert np.array_equal(loaded["points"]["topk_ids"], made.points["topk_ids"][span, ::-1])
+    assert loaded["points"]["topk_ids"].dtype == np.int32
+    assert np.array_equal(
+        bits(sample.load([7, 3], tokens, points=["q"])["points"]["q"]), expected(made, "q")[span, ::-1]
+    )
+    assert np.array_equal(loaded["token_ids"], made.token_ids[span])
+    one = sample.point("q", 7, tokens)
+    assert np.array_equal(bits(one), expected(made, "q")[span, 1])
+    assert sample.point("mlp_out", 7, tokens).shape == (len(made.token_ids[span]), 24)
+
+
+def test_hidden_states_next_to_other_points_are_what_they_always_were() -> None:
+    made = point_sample("a", hidden=True)
+    plain = random_sample("p", 9)
+    run = run_of([*made.segments(0), whole(plain, 1)])
+    sample = run["a"]
+    loaded = sample.load()
+    assert np.array_equal(bits(loaded["hidden_states"]), made.points["hidden_states"])
+    assert loaded["layer_ids"].tolist() == [2, 30]
+    assert sorted(loaded) == ["hidden_states", "key", "layer_ids", "meta", "token_ids"]
+    assert (sample.layer_ids, sample.dtype, sample.hidden_size) == ((2, 30), "bfloat16", 24)
+    assert np.array_equal(bits(sample.layer(30)), made.points["hidden_states"][:, 1])
+    both = sample.load(points=["hidden_states", "q"])["points"]
+    assert np.array_equal(bits(both["hidden_states"]), made.points["hidden_states"])
+    assert run["p"].points == {"hidden_states": StoredPoint((2, 15, 30), 24, 0, "bfloat16")}
+    assert np.array_equal(bits(run["p"].load(points=["hidden_states"])["points"]["hidden_states"]), plain.states)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda s: s.load(),
+        lambda s: s.layer(3),
+        lambda s: s.layer_ids,
+        lambda s: s.dtype,
+        lambda s: s.hidden_size,
+        lambda s: s.load_carrier(),
+        lambda s: s.load(points=["z"]),
+        lambda s: s.point("hidden_states", 3),
+    ],
+)
+def test_what_is_not_stored_is_refused_with_what_is(ask: Callable[[Any], Any]) -> None:
+    sample = run_of(point_sample("a").segments(0))["a"]
+    with pytest.raises(ConfigError, match="expected points among q, mlp_out, topk_ids, got no "):
+        ask(sample)
+
+
+@pytest.mark.parametrize("points", ["q", [], ""])
+def test_points_are_a_list_of_names(points: Any) -> None:
+    with pytest.raises(ConfigError, match="expected a list of names"):
+        run_of(point_sample("a").segments(0))["a"].load(points=points)
+
+
+def test_a_layer_that_one_of_the_points_lacks_is_named() -> None:
+    sample = run_of(point_sample("a").segments(0))["a"]
+    with pytest.raises(ConfigError, match=r"layers: \[3\] of point 'mlp_out' are not stored; stored are 7"):
+        sample.load([3], points=["q", "mlp_out"])
+
+
+def test_what_was_seen_of_a_point_names_it() -> None:
+    made = point_sample("a", hidden=True)
+    segments = [
+        (sample, replace(s, meta={"bad": {"zero_layers": [3]}} if s.column in (0, 4) else {}), row)
+        for sample, s, row in made.segments(0)
+    ]
+    assert run_of(segments)["a"].meta == {
+        "bad": [
+            {"start": 0, "stop": 37, "point": "q", "zero_layers": [3]},
+            {"start": 0, "stop": 37, "zero_layers": [3]},
+        ]
+    }
+
+
+def object_of(segments: Sequence[Stored]) -> MemoryStore:
+    encoded = []
+    for sample, segment, _ in segments:
+        encoder = SegmentEncoder(SplitCodec())
+        for page in sample.pages(segment):
+            encoder.add(page)
+        encoded.append(encoder.finish())
+    store = MemoryStore()
+    store.put("a.safetensors", build_part(encoded, SplitCodec(), {}).buffers)
+    return store
+
+
+def test_an_object_without_receipts_is_read() -> None:
+    made = point_sample("a")
+    store = object_of(made.segments(0, CUTS)[::-1])
+    loaded = load_object(store, "a.safetensors", points=["q"])
+    assert np.array_equal(bits(loaded["points"]["q"]), expected(made, "q"))
+
+
+@pytest.mark.parametrize("lost", range(7))
+def test_an_object_without_a_segment_of_a_column_is_a_piece(lost: int) -> None:
+    segments = point_sample("a").segments(0, CUTS)
+    assert len(segments) == 7
+    with pytest.raises(SampleNotFound, match="only a piece"):
+        load_object(object_of(segments[:lost] + segments[lost + 1 :]), "a.safetensors", points=["topk_ids"])
+
+
+# -- mutations: what must never be joined ------------------------------------------------------------------------
+
+
+def facts(segments: Sequence[Stored], column: int, **changes: Any) -> list[Stored]:
+    """The segments, of which those of a column say other things of themselves."""
+    return [(x, replace(s, **changes) if s.column == column else s, row) for x, s, row in segments]
+
+
+def test_a_missing_column_is_no_sample() -> None:
+    made = point_sample("a")
+    for column in range(4):
+        run = run_of([stored for stored in made.segments(0) if stored[1].column != column])
+        assert list(run.keys()) == []
+        with pytest.raises(SampleNotFound):
+            run["a"]
+
+
+def test_a_column_of_another_attempt_is_never_taken() -> None:
+    one, other = point_sample("a"), point_sample("a", seed=5)
+    other = replace(other, token_ids=one.token_ids, columns=tuple(
+        (replace(x, token_ids=one.token_ids), c) for x, c in other.columns
+    ))  # fmt: skip
+    store = MemoryStore()
+    write_v1_run(store, {"meaning": {}, "settings": {}})
+    first, second = RunWriter(store), RunWriter(store, name="v")
+    first.put(one.segments(0)[:3])
+    second.put(other.segments(0)[3:])
+    assert list(Run(store).keys()) == []
+    second.put(other.segments(0)[1:3])
+    assert list(Run(store).keys()) == []
+    second.put(other.segments(0)[:1])
+    loaded = Run(store)["a"].load(points=["q", "topk_ids"])["points"]
+    assert np.array_equal(bits(loaded["q"]), expected(other, "q"))
+    assert np.array_equal(bits(loaded["topk_ids"]), expected(other, "topk_ids"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: facts(facts(s, 0, shard=0), 2, shard=0),  # two times the same shard
+        lambda s: facts(s, 2, point="k", shards=1, shard=0),  # the other shard is missing
+        lambda s: facts(s, 1, point="q", shard=1, shards=2),  # a shard of something else
+        lambda s: facts(s, 2, head=4),
+        lambda s: facts(s, 2, shards=3),
+    ],
+)
+def test_columns_that_are_not_the_shards_of_a_point_are_refused(change: Callable[[Any], Any]) -> None:
+    sample = run_of(change(point_sample("a").segments(0)))["a"]
+    for ask in (lambda: sample.points, lambda: sample.load(points=["q"]), lambda: sample.point("q", 3)):
+        with pytest.raises(IntegrityError, match="expected the shards of point"):
+            ask()
+
+
+def test_shards_are_ordered_by_what_they_say() -> None:
+    """And not by the order of columns: swapped shards give other rows, which a test of equality would see."""
+    made = point_sample("a")
+    swapped = facts(facts(made.segments(0), 0, shard=0), 2, shard=1)
+    rows = bits(run_of(swapped)["a"].load(points=["q"])["points"]["q"]).reshape(37, 2, -1)
+    parts = made.points["q"][..., :16], made.points["q"][..., 16:]
+    assert np.array_equal(rows, np.concatenate(parts[::-1], -1))
+    assert not np.array_equal(rows, made.points["q"])
+
+
+@pytest.mark.parametrize("one", range(4))
+@pytest.mark.parametrize("other", range(4))
+def test_columns_that_are_swapped_in_a_part_are_found(one: int, other: int) -> None:
+    """The receipt says which column lies where: an object put under another's name is not read."""
+    if one == other:
+        return
+    made, store = point_sample("a"), MemoryStore()
+    segments = made.segments(0)
+    run = run_of(*([s] for s in segments), store=store)
+    names = [part for part, _ in load_manifest(store).samples["a"].segments]
+    data = dict(store.objects)
+    store.objects[names[one]], store.objects[names[other]] = data[names[other]], data[names[one]]
+    run = Run(store)
+    with pytest.raises(HsxError) as e:
+        run["a"].load(points=["q", "mlp_out", "topk_ids"])
+    assert isinstance(e.value, FormatError)
+
+
+def test_a_receipt_that_swaps_two_columns_of_a_part_is_found() -> None:
+    """Where all else is alike: as long, of the same part, of the same tokens."""
+    made, store = point_sample("a"), MemoryStore()
+    columns = made.segments(0)
+    alike = [columns[0], (columns[0][0], replace(columns[0][1], column=2, shard=0), 0), columns[1], columns[3]]
+    run_of(alike, store=store)
+    (name,) = [n for n in store.objects if n.startswith("manifest/")]
+    body = json.loads(store.objects[name])["receipt"]
+    at = body["segment_columns"].index("column")
+    rows = body["segments"]
+    rows[0][at], rows[1][at] = rows[1][at], rows[0][at]
+    from hsx_dist.format.checksum import crc32c, crc32c_hex
+
+    text = json.dumps(body, separators=(",", ":")).encode()
+    store.objects[name] = b'{"crc32c":"%s","receipt":%s}' % (crc32c_hex(crc32c(text)).encode(), text)
+    sample = Run(store)["a"]
+    with pytest.raises(IntegrityError, match="as its receipt says"):
+        sample.load(points=["q"])
+
+
+def test_columns_of_other_tokens_are_found_without_receipts() -> None:
+    made = point_sample("a")
+    segments = made.segments(0)
+    other = [(replace(x, token_ids=x.token_ids + 1) if s.column == 2 else x, s, row) for x, s, row in segments]
+    with pytest.raises(IntegrityError, match="same token ids"):
+        load_object(object_of(other), "a.safetensors", points=["q"])
+    with pytest.raises(IntegrityError, match="same token ids"):
+        load_object(object_of([(replace(x, token_ids=x.token_ids + 1) if s.column == 3 else x, s, row)
+                               for x, s, row in segments]), "a.safetensors", points=["q", "topk_ids"])  # fmt: skip
+
+
+# -- data sets and checks of a whole run --------------------------------------------------------------------------
+
+
+def test_a_data_set_gives_points_under_their_names() -> None:
+    made = [point_sample(key, n, seed=n) for key, n in (("a", 37), ("b", 5), ("c", 11))]
+    run = run_of([stored for i, sample in enumerate(made) for stored in sample.segments(i)])
+    dataset = HiddenStatesDataset(run, points=["q", "topk_ids"], layers=[7], max_tokens=20)
+    items = list(dataset)
+    assert [item["key"] for item in items] == ["a", "b", "c"]
+    for item, sample in zip(items, made, strict=True):
+        assert sorted(item) == ["input_ids", "key", "loss_mask", "q", "topk_ids"]
+        assert np.array_equal(bits(item["q"]), expected(sample, "q")[:20, 1:])
+        assert np.array_equal(bits(item["topk_ids"]), sample.points["topk_ids"][:20, 1:])
+        assert np.array_equal(item["input_ids"], sample.token_ids[:20])
+    batch = pad(items)
+    assert batch["q"].shape == (3, 20, 1, 6, HEAD)
+    assert batch["topk_ids"].dtype == torch.int32
+    mapped = HiddenStatesMapDataset(run, points=["mlp_out"], rename={"mlp_out": "x", "key": None})
+    assert np.array_equal(bits(mapped[1]["x"]), made[1].points["mlp_out"])
+    assert sorted(mapped[1]) == ["input_ids", "loss_mask", "x"]
+    with pytest.raises(ConfigError, match="got no hidden states"):
+        list(HiddenStatesDataset(run))
+    with pytest.raises(ConfigError, match="a list of names"):
+        HiddenStatesDataset(run, points="q")
+
+
+def test_tokens_of_points_are_shuffled_together() -> None:
+    made = [point_sample(key, n, seed=n) for key, n in (("a", 37), ("b", 5))]
+    run = run_of([stored for i, sample in enumerate(made) for stored in sample.segments(i)])
+    batches = list(TokenBatches(HiddenStatesDataset(run, points=["mlp_out", "q"]), 8))
+    assert batches[0]["mlp_out"].shape == (8, 24)
+    assert batches[0]["q"].shape == (8, 2, 6, HEAD)
+    rows = {
+        (int(token), bits(out).tobytes(), bits(q).tobytes())
+        for batch in batches
+        for token, out, q in zip(batch["input_ids"], batch["mlp_out"], batch["q"], strict=True)
+    }
+    assert rows == {
+        (int(sample.token_ids[t]), sample.points["mlp_out"][t, 0].tobytes(), sample.points["q"][t].tobytes())
+        for sample in made
+        for t in range(len(sample.token_ids))
+    }
+
+
+@pytest.mark.parametrize("codec", ["none", "split", "fp8-token"])
+def test_a_run_of_points_is_verified(codec: str) -> None:
+    store = MemoryStore()
+    made = point_sample("a", hidden=True)
+    run = run_of(made.segments(0, CUTS), codec=codec, store=store)
+    report = verify_run(store)
+    assert report.problems == []
+    assert (report.parts, report.samples) == (1, 1)
+    (name,) = run.index.parts_in_use()
+    data = bytearray(store.objects[name])
+    found = []
+    for at in range(len(data) - 2000, len(data), 97):
+        store.objects[name] = bytes(data[:at]) + bytes([data[at] ^ 1]) + bytes(data[at + 1 :])
+        found.append(verify_run(store).ok)
+    assert not any(found)
