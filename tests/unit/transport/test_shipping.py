@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import Page, Segment
+from hsx_dist.transport.local_end import count_shipped
 from hsx_dist.transport.shipping import COALESCE_BYTES, Shipped, ShippingThread
 
 FOREVER = 600.0
@@ -50,6 +52,24 @@ def test_of_copies_that_end_in_order_the_last_is_waited_for_first():
         thread.thread.put((page(i, 40)[0], partial(ready, name)))
     assert thread.calls.get(timeout=60) == ["k0", "k1its states were not copied: ValueError: not copied", "k2"]
     assert asked == ["c", "a", "b", "c"]
+
+
+def test_each_column_of_a_sample_is_told_of_with_its_own_failure():
+    told: queue.Queue[list[Shipped]] = queue.Queue()
+    thread = ShippingThread(lambda _, shipped: told.put(shipped), Meter())
+
+    def fails() -> None:
+        raise ValueError("not copied")
+
+    pages = [replace(page(0, 40)[0], segment=Segment("k0", 0, 0, 10, 10, column=c, columns=3)) for c in range(3)]
+    thread.put((pages[0], None), (pages[1], fails), (pages[2], None))
+    found = told.get(timeout=60)
+    assert [(one.key, one.column, one.columns) for one in found] == [("k0", 0, 3), ("k0", 1, 3), ("k0", 2, 3)]
+    assert [one.reason is None for one in found] == [True, False, True]
+    meter = Meter()
+    count_shipped(meter, pages, found, 0.0)
+    counted = {name: value for (name, _), value in meter.sums().items()}
+    assert (counted["samples"], counted["skipped"], counted["pages"]) == (1, 1, 3)
 
 
 def test_what_is_large_enough_waits_for_nothing():
