@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,12 +11,16 @@ import pytest
 import torch
 
 from hsx_dist.connector.columns import CapturedPoint, Column, columns_of
+from hsx_dist.connector.connector import HiddenStatesConnector, hidden_state_group
 from hsx_dist.connector.connector_config import ConnectorConfig
+from hsx_dist.connector.engine_checks import check_engine
+from hsx_dist.connector.metadata import CapturedMetadata
 from hsx_dist.connector.ranks import Ranks, comparisons, ranks_of
 from hsx_dist.connector.step import Save, Step
 from hsx_dist.connector.tapped import CHECK_S, TapWatch, captured_points, check_layout
 from hsx_dist.connector.worker import WorkerHalf
 from hsx_dist.errors import ConfigError
+from hsx_dist.taps.capture_config import additional_config
 from tests.unit.connector.test_request_params import read
 from tests.unit.connector.test_scheduler import half, meta, request
 from tests.unit.connector.test_worker import KeepingOutlet
@@ -216,6 +222,23 @@ def test_each_column_is_copied_by_exactly_one_rank(kv_heads, owner, monkeypatch)
     assert without.others(Step(saves=[save(8, points=points[:1], owner=owner)])) == {"r-k"}
 
 
+def test_the_shards_of_two_ranks_make_the_columns_of_one_sample():
+    pages = {}
+    for rank in (0, 1):
+        point = CapturedPoint("q", (1,), 6, "float32", 3, rank, 2)
+        made = caches((STATES, point), seed=rank)
+        outlet = KeepingOutlet(1 << 20)
+        worker = WorkerHalf(made, outlet, page_bytes=1 << 12, segment_bytes=1 << 12)
+        one = save(8, points=(STATES, point), owner=1)
+        copied, _ = run(worker, outlet, Ranks(rank, (0, 1), {"q": rank}).own(Step(saves=[one])))
+        for page, data in copied:
+            cache = made[0 if page.segment.point == "hidden_states" else 1][1]
+            expected = cache[torch.from_numpy(one.block_ids)].permute(1, 0, 2, 3).reshape(page.shape).numpy()
+            np.testing.assert_array_equal(data.view(np.float32).reshape(page.shape), expected)
+            pages[page.segment.column] = (rank, page.segment.point, page.segment.shard, page.segment.shards)
+    assert pages == {0: (1, "hidden_states", 0, 1), 1: (0, "q", 0, 2), 2: (1, "q", 1, 2)}
+
+
 def test_shards_on_a_node_that_cannot_store_are_refused(monkeypatch):
     monkeypatch.setattr("vllm.distributed.parallel_state.in_the_same_node_as", lambda *_, **__: [True, False])
     group = SimpleNamespace(world_size=2, rank_in_group=1, cpu_group=None)
@@ -231,6 +254,55 @@ def test_points_that_every_rank_has_whole_are_compared(monkeypatch):
 
 
 # -- the taps ----------------------------------------------------------------------------------------------------------
+
+
+def scheduling() -> HiddenStatesConnector:
+    """The connector of a scheduler's process, of an engine with taps."""
+    ours = HiddenStatesConnector.__new__(HiddenStatesConnector)
+    ours._layer_ids, ours._scheduler, ours._settings = None, half(points=()), ConnectorConfig(output="s3://b/x")
+    ours._vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=64))
+    return ours
+
+
+def test_the_workers_tell_the_scheduler_what_they_capture():
+    ours = scheduling()
+    of_ranks = {(0, rank): CapturedMetadata((replace(HEADS, shard=rank, shards=2),)) for rank in (1, 0)}
+    ours.set_xfer_handshake_metadata_pp_aware(pickle.loads(pickle.dumps(of_ranks)))  # they are other processes
+    held, answer = ours.request_finished(request(20, 20), [5, 9])
+    assert held
+    assert answer["hidden_states_meta"]["points"]["q"]["shape"] == [20, 2, 12]  # of both ranks
+    assert meta(ours._scheduler).saves[0].columns == (Column("q", None, 0, 2), Column("q", None, 1, 2))
+
+
+def test_what_another_connector_says_is_refused():
+    with pytest.raises(ConfigError, match=r"got str: .*Put HiddenStatesConnector first"):
+        scheduling().set_xfer_handshake_metadata({0: "theirs"})
+    extraction = scheduling()
+    extraction._layer_ids = (1, 2)
+    extraction.set_xfer_handshake_metadata({0: "theirs"})  # it knows its layers
+
+
+def test_taps_need_one_group_of_cache_blocks():
+    config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=None)])
+    assert hidden_state_group(config, "m", tapped=True) == 0
+    config.kv_cache_groups *= 2
+    with pytest.raises(ConfigError, match="m: expected one group of cache blocks with capture by taps, got 2"):
+        hidden_state_group(config, "m", tapped=True)
+
+
+def test_a_model_without_taps_is_refused_when_its_caches_are_registered():
+    worker = SimpleNamespace(_block_size=BLOCK)
+    with pytest.raises(ConfigError, match="expected a model with taps, got none"):
+        HiddenStatesConnector._tapped(worker, {"l": object()}, {}, None)
+
+
+def test_taps_and_vllms_extraction_exclude_each_other():
+    config = SimpleNamespace(
+        additional_config=additional_config({"points": {"q": [1]}}),
+        speculative_config=SimpleNamespace(method="extract_hidden_states"),
+    )
+    with pytest.raises(ConfigError, match="expected none with capture by taps, got method 'extract_hidden_states'"):
+        check_engine(config)
 
 
 def test_taps_are_checked_before_the_first_copies_and_then_by_the_clock():

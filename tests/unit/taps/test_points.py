@@ -11,6 +11,7 @@ from hsx_dist.taps.points import POINTS, PRESETS, plan_capture, shard_of
 
 #: A model of 4 layers without q_norm, whose layer 1 alone is dense.
 HAS = {
+    "hidden_states": {0, 1, 2, 3, 4},
     "embed": {0},
     "resid_pre": {0, 1, 2, 3},
     "q": {0, 1, 2, 3},
@@ -26,6 +27,14 @@ def test_layers_are_resolved_and_sorted() -> None:
     assert list(plan.points) == ["resid_pre", "q", "ln2", "resid_final"]
 
 
+def test_hidden_states_have_a_layer_more_than_the_model() -> None:
+    plan = plan_capture({"points": {"q": "last", "hidden_states": [0, "last", -2]}}, 4, HAS)
+    assert plan.points == {"hidden_states": (0, 3, 4), "q": (3,)}
+    assert plan_capture({"preset": "hidden-states"}, 4, HAS).points == {"hidden_states": (0, 1, 2, 3, 4)}
+    with pytest.raises(ConfigError, match="expected layers 0 to 4, -1 to -5"):
+        plan_capture({"points": {"hidden_states": [5]}}, 4, HAS)
+
+
 def test_an_alias_is_stored_once_with_the_layers_of_both() -> None:
     plan = plan_capture({"points": {"mlp_in": [1], "ln2": [3]}}, 4, HAS)
     assert plan.points == {"ln2": (1, 3)}
@@ -33,7 +42,7 @@ def test_an_alias_is_stored_once_with_the_layers_of_both() -> None:
 
 
 def test_a_preset_leaves_out_what_the_model_lacks() -> None:
-    assert plan_capture({"preset": "full"}, 4, HAS).points.keys() == HAS.keys()
+    assert plan_capture({"preset": "full"}, 4, HAS).points.keys() == HAS.keys() - {"hidden_states"}  # the same rows
     assert plan_capture({"preset": "mlp"}, 4, HAS).points == {"ln2": (0, 1, 2, 3), "mlp_post": (1,)}
     assert plan_capture({"points": {"mlp_post": "all"}}, 4, HAS).points == {"mlp_post": (1,)}
 

@@ -82,6 +82,14 @@ def test_points_widths_and_columns() -> None:
     assert reads["attn_out"].head is None
 
 
+def test_the_stream_after_the_last_layer_is_the_last_of_the_hidden_states() -> None:
+    one = model()
+    found = find_structure(one, HIDDEN)
+    norms = [one.model.layers[0].input_layernorm, one.model.layers[1].input_layernorm, one.model.norm]
+    assert {i: read.module for i, read in found.reads["hidden_states"].items()} == dict(enumerate(norms))
+    assert found.has["resid_pre"] == {0, 1}
+
+
 def test_norms_of_heads_are_points() -> None:
     one = model()
     for each in one.model.layers:
