@@ -189,12 +189,15 @@ def cat(
     out: Annotated[str, typer.Option("-o", "--out", metavar="FILE", help=".npz, .npy (states alone), .safetensors.")],
     layers: Layers = None,
     tokens: Annotated[str | None, typer.Option(metavar="START:STOP", help="E.g. 0:128, or -10: for the end.")] = None,
+    points: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Points of the model with commas, e.g. q,mlp_out.")
+    ] = None,
     storage_option: StorageOptions = None,
 ) -> None:
     """Write one sample, or some layers and tokens of it, to a file."""
     from hsx_dist.cli.cat import run_cat
 
-    run_cat(run, key, out, storage_option or (), layers=layers, tokens=tokens)
+    run_cat(run, key, out, storage_option or (), layers=layers, tokens=tokens, points=points)
 
 
 @app.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,47 +16,76 @@ from hsx_dist.config import parse_storage_options
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.description import ATTACHMENT_DTYPE, RESERVED_NAMES, TENSOR_DTYPE
 from hsx_dist.observe.console import say
-from hsx_dist.reading import open_run
-from hsx_dist.reading.sample import LOSS_MASK
+from hsx_dist.page import HIDDEN_STATES
+from hsx_dist.reading import Sample, open_run
+from hsx_dist.reading.column import LOSS_MASK, unpacked
 
 _TAKEN = RESERVED_NAMES | {"file", "allow_pickle"}  # numpy.savez takes arrays as arguments beside its own
 
 
-def run_cat(path: str, key: str, out: str, options: Sequence[str], *, layers: str | None, tokens: str | None) -> None:
-    """Write the sample to ``out``: ``….npz``, ``….npy`` (the states alone), or ``….safetensors`` (the true dtype)."""
+def run_cat(
+    path: str,
+    key: str,
+    out: str,
+    options: Sequence[str],
+    *,
+    layers: str | None,
+    tokens: str | None,
+    points: str | None = None,
+) -> None:
+    """Write the sample to ``out``: ``….npz``, ``….npy`` (the states alone), or ``….safetensors`` (the true dtype).
+
+    ``points``: names with commas, instead of the hidden states. Each array has its point's name, and the ids of its
+    layers are ``layer_ids.NAME``.
+    """
     suffix = Path(out).suffix
     if suffix not in (".npz", ".npy", ".safetensors"):
         raise ConfigError(f"-o: expected a name that ends in .npz, .npy or .safetensors, came {out!r}")
     if not Path(out).absolute().parent.is_dir():
         raise ConfigError(f"-o: expected a file in a folder that exists, came {out!r}; make {Path(out).parent} first")
+    names = [HIDDEN_STATES] if points is None else list(dict.fromkeys(points.split(",")))
+    if suffix == ".npy" and len(names) > 1:
+        raise ConfigError(f"-o: expected .npz or .safetensors for {len(names)} points, got {out!r}. Name another file")
     sample = open_run(path, storage_options=parse_storage_options(options))[key]
     wanted, span = parse_layers(layers), _tokens(tokens)
-    # A part may hold any names. Those of the sample itself, and of numpy's arguments, get a prefix.
-    attached = {f"attached.{name}" if name in _TAKEN else name: x for name, x in sample.attached().items()}
+    if suffix == ".safetensors":
+        loaded = {name: sample.load_carrier(wanted, span, name) for name in names}
+        stored = {name: sample.points[name] for name in names}
+        states = {name: unpacked(carrier, stored[name]) for name, (carrier, _) in loaded.items()}
+        ids = loaded[names[0]][1]
+        layer_ids = {
+            name: np.array(point.layers if wanted is None else wanted, np.int64) for name, point in stored.items()
+        }
+    else:
+        found = sample.load(wanted, span, framework="numpy", points=names)
+        states, ids, layer_ids = found["points"], found["token_ids"], found["layer_ids"]
+    arrays = {"token_ids": ids}
+    arrays |= {"layer_ids" if points is None else f"layer_ids.{name}": x for name, x in layer_ids.items()}
+    arrays |= _attached(sample, span, _TAKEN | set(states) | set(arrays))
+    if suffix == ".safetensors":
+        Path(out).write_bytes(_safetensors({**states, **arrays}, {name: sample.points[name].dtype for name in names}))
+    else:
+        with Path(out).open("wb") as f:
+            if suffix == ".npy":
+                np.save(f, states[names[0]])
+            else:
+                np.savez(f, **{**states, **arrays})
+    for name, x in states.items():
+        axes = "tokens, layers, heads, dim" if x.ndim == 4 else "tokens, layers, hidden size"
+        say(f"{out}: {name} {list(x.shape)} ({axes}), {sample.points[name].dtype}", to=sys.stderr)
+
+
+def _attached(sample: Sample, span: slice | None, taken: Collection[str]) -> dict[str, np.ndarray[Any, Any]]:
+    """What is attached to the sample. A part may hold any names: those that are ``taken`` get a prefix."""
+    attached = {f"attached.{name}" if name in taken else name: x for name, x in sample.attached().items()}
     if LOSS_MASK in attached:  # of each token; what else is attached may mean anything, and stays whole
         if attached[LOSS_MASK].shape != (sample.num_tokens,):
             raise FormatError(
-                f"{sample.uri}: expected a loss mask of {sample.num_tokens} tokens for {key!r}, got shape "
+                f"{sample.uri}: expected a loss mask of {sample.num_tokens} tokens for {sample.key!r}, got shape "
                 f"{attached[LOSS_MASK].shape}. The object was not written by hsx_dist"
             )
         attached[LOSS_MASK] = attached[LOSS_MASK][span or slice(None)]
-    if suffix == ".safetensors":
-        carrier, ids = sample.load_carrier(wanted, span)
-        layer_ids = np.array(sample.layer_ids if wanted is None else wanted, np.int64)
-        tensors = {"hidden_states": carrier, "token_ids": ids, "layer_ids": layer_ids, **attached}
-        Path(out).write_bytes(_safetensors(tensors, sample.dtype))
-        shape: tuple[int, ...] = carrier.shape
-    else:
-        loaded = sample.load(wanted, span, framework="numpy")
-        states = loaded["hidden_states"]
-        with Path(out).open("wb") as f:
-            if suffix == ".npy":
-                np.save(f, states)
-            else:
-                arrays = {"token_ids": loaded["token_ids"], "layer_ids": loaded["layer_ids"], **attached}
-                np.savez(f, hidden_states=states, **arrays)
-        shape = states.shape
-    say(f"{out}: hidden_states {list(shape)} (tokens, layers, hidden size), {sample.dtype}", to=sys.stderr)
+    return attached
 
 
 def _tokens(text: str | None) -> slice | None:
@@ -71,12 +100,12 @@ def _tokens(text: str | None) -> slice | None:
         raise ConfigError(f"--tokens: expected START:STOP, such as 0:128 or -10:, came {text!r}") from None
 
 
-def _safetensors(tensors: Mapping[str, np.ndarray[Any, Any]], dtype: str) -> bytes:
+def _safetensors(tensors: Mapping[str, np.ndarray[Any, Any]], dtypes: Mapping[str, str]) -> bytes:
     # By hand: the library writes bf16 from torch only.
     names = {np.dtype(there): name for name, there in ATTACHMENT_DTYPE.items()}
     header, at = {}, 0
     for name, x in sorted(tensors.items(), key=lambda item: -item[1].itemsize):  # each is then aligned
-        said = TENSOR_DTYPE[dtype] if name == "hidden_states" else names[x.dtype]
+        said = TENSOR_DTYPE[dtypes[name]] if name in dtypes else names[x.dtype]
         header[name] = {"dtype": said, "shape": list(x.shape), "data_offsets": [at, at + x.nbytes]}
         at += x.nbytes
     text = json.dumps(header).encode()

@@ -15,7 +15,10 @@ from hsx_dist.format.manifest import RowFate
 from hsx_dist.format.segments import exact_sum
 from hsx_dist.observe.console import print_json, say
 from hsx_dist.observe.units import bytes_text
+from hsx_dist.page import FLOATS, HIDDEN_STATES
 from hsx_dist.reading import Run, Sample, open_run
+from hsx_dist.reading.column import StoredPoint
+from hsx_dist.reading.stored import read_stored
 
 if TYPE_CHECKING:
     from hsx_dist.jobs.decode import Decode
@@ -78,7 +81,7 @@ def print_run(path: str, options: Sequence[str], *, as_json: bool) -> None:
                 "model",
                 f"{meaning.get('model', '?')}" + (f" at {meaning['revision']}" if meaning.get("revision") else ""),
             ),
-            ("layers", layers_text(_layers(run)) or "?"),
+            *_captured(run),
             ("codec", settings.get("codec", "?")),
             ("created", run.info.get("created", "?")),
             ("complete", "yes" if run.complete else "no: still written, or interrupted"),
@@ -101,30 +104,56 @@ def print_sample(path: str, key: str, options: Sequence[str], *, as_json: bool, 
     run = open_run(path, storage_options=parse_storage_options(options))
     decode = choose_decoder(tokenizer, run.info)
     sample = run[key]
-    norms, hidden_size = _layer_norms(sample)
+    points = {name: _point_facts(sample, name) for name in sample.points}
     facts: dict[str, Any] = {
         "key": sample.key,
-        "shape": [sample.num_tokens, len(norms), hidden_size],
-        "dtype": sample.dtype,
-        "layer_ids": list(sample.layer_ids),
         "tokens": sample.num_tokens,
         "uri": sample.uri,
         "text": None if decode is None else _text(decode, sample),
-        "layers": norms,
+        **points.get(HIDDEN_STATES, {}),
+        **({} if set(points) == {HIDDEN_STATES} else {"points": points}),
     }
     if as_json:
         print_json(facts)
         return
+    plain = list(points) == [HIDDEN_STATES]
     print_facts(
         [
             ("key", key),
-            ("shape", f"{facts['shape']}  (tokens, layers, hidden size)"),
-            ("dtype", sample.dtype),
+            *(_shape_facts(HIDDEN_STATES, points[HIDDEN_STATES]) if plain else ()),
             ("tokens", f"{sample.num_tokens:,}"),
             *([("text", facts["text"])] if facts["text"] is not None else []),
             ("lies in", sample.uri),
         ]
     )
+    for name, point in points.items():
+        if not plain:
+            print_facts([("point", name), *_shape_facts(name, point)])
+        _print_norms(point["layers"])
+
+
+def _point_facts(sample: Sample, name: str) -> dict[str, Any]:
+    """Shape and norms of a point of a sample; ids have no norms."""
+    point = sample.points[name]
+    return {
+        "shape": [sample.num_tokens, len(point.layers), point.width],
+        **({"heads": point.heads} if point.heads else {}),
+        "dtype": point.dtype,
+        "layer_ids": list(point.layers),
+        "layers": _layer_norms(sample, name) if point.dtype in FLOATS else [],
+    }
+
+
+def _shape_facts(name: str, point: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    width = "hidden size" if name == HIDDEN_STATES else "width"
+    heads = f" in {point['heads']} heads" if "heads" in point else ""
+    yield "shape", f"{point['shape']}  (tokens, layers, {width}{heads})"
+    yield "dtype", point["dtype"]
+
+
+def _print_norms(norms: Sequence[dict[str, Any]]) -> None:
+    if not norms:
+        return
     columns = ("layer", "mean norm", "max norm", "not finite", "zero rows", "outlier channels (times the median)")
     print_table(
         columns,
@@ -139,16 +168,16 @@ def print_sample(path: str, key: str, options: Sequence[str], *, as_json: bool, 
     )
 
 
-def _layer_norms(sample: Sample) -> tuple[list[dict[str, Any]], int]:
-    """Per layer: Euclidean norms over the hidden size, of all tokens. And the hidden size."""
+def _layer_norms(sample: Sample, name: str) -> list[dict[str, Any]]:
+    """Per layer of a point: Euclidean norms of its rows, of all tokens."""
     norms = []
-    layers, hidden_size = sample.layer_ids, sample.hidden_size
+    point = sample.points[name]
     # Not one by one: a part of a single sample lies token by token, and is read as a whole for each load.
-    at_once = max(_BYTES_AT_ONCE // max(sample.num_tokens * hidden_size * 4, 1), 1)
+    at_once = max(_BYTES_AT_ONCE // max(sample.num_tokens * point.width * 4, 1), 1)
     for layer, states in (
-        (layer, states[:, k])
-        for some in (layers[i : i + at_once] for i in range(0, len(layers), at_once))
-        for states in (sample.load(layers=some, framework="numpy")["hidden_states"],)
+        (layer, loaded[:, k].reshape(-1, point.width))
+        for some in (point.layers[i : i + at_once] for i in range(0, len(point.layers), at_once))
+        for loaded in (sample.load(some, framework="numpy", points=[name])["points"][name],)
         for k, layer in enumerate(some)
     ):
         # In float64 and a few rows at once: fp16 squares overflow, and a copy of a long sample would be large.
@@ -168,7 +197,7 @@ def _layer_norms(sample: Sample) -> tuple[list[dict[str, Any]], int]:
                 "outliers": _outliers(states),
             }
         )
-    return norms, hidden_size
+    return norms
 
 
 def _outliers(states: np.ndarray[Any, Any]) -> list[dict[str, float]]:
@@ -192,6 +221,17 @@ def _text(decode: Decode, sample: Sample) -> str:
     """The first tokens as text."""
     ids = sample.token_ids("numpy")
     return decode(ids[:_TOKENS_SHOWN].tolist()) + (" …" if len(ids) > _TOKENS_SHOWN else "")
+
+
+def _captured(run: Run) -> Iterator[tuple[str, str]]:
+    """The layers of a run, or the points of its first stored sample, which the run need not tell."""
+    points: dict[str, StoredPoint] = {}
+    if not run.layer_ids:
+        points = next(read_stored(islice(run, 1), lambda sample: sample.points), {})
+    if not points or list(points) == [HIDDEN_STATES]:
+        yield "layers", layers_text(_layers(run)) or "?"
+    else:
+        yield "points", "; ".join(f"{name} {','.join(map(str, point.layers))}" for name, point in points.items())
 
 
 def _layers(run: Run) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.layers import resolve_layers
+from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.run import Run
 
 #: How every exporter names layers, said in ``export.json``.
@@ -69,6 +70,16 @@ def num_layers_of(run: Run, options: ExportOptions) -> int:
     if not isinstance(told, int):
         raise ConfigError(f"{run.url}: does not tell how many layers its model has; give num_layers (--num-layers)")
     return told
+
+
+def require_hidden_states(run: Run, trainer: str) -> None:
+    """``ConfigError`` where the run has other points of the model alone."""
+    points = run.at(0).points if len(run) else {}
+    if points and HIDDEN_STATES not in points:
+        raise ConfigError(
+            f"{run.url}: cannot be exported for {trainer}: expected hidden states, got points {', '.join(points)}. "
+            "Extract the run again with layers"
+        )
 
 
 def stored_layers(run: Run) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hsx_dist.errors import ConfigError
-from hsx_dist.exporting.base import LAYER_IDS, Exporter, ExportOptions
+from hsx_dist.exporting.base import LAYER_IDS, Exporter, ExportOptions, require_hidden_states
 from hsx_dist.format.place import Place
 from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.reading.order import is_of_run
@@ -77,7 +77,8 @@ def export_run(
     ``finish`` is off.
 
     Raises:
-        ConfigError: no such exporter; the run lacks layers that the trainer needs; ``dest`` holds another export.
+        ConfigError: no such exporter; the run lacks hidden states or layers that the trainer needs; ``dest`` holds
+            another export.
         RunError: the run was removed meanwhile.
         FormatError, StoreError: as reading does; OSError: as writing does.
     """
@@ -86,6 +87,7 @@ def export_run(
     run = run.snapshot()  # files are named by position
     folder = Path(dest)
     options = options or ExportOptions()
+    require_hidden_states(run, to)
     exporter = exporter_of(to)(run, options)
     statement = {
         "exporter": to,

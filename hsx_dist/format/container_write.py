@@ -85,8 +85,7 @@ class EncodedSegment:
             # Its quotes and escapes are escaped again. As strict as the description: what cannot be stored costs its
             # segment here, and would cost the whole part there.
             key += 2 * len(json.dumps(meta, sort_keys=True, allow_nan=False)) + 8
-        of_points = 320 if self.segment.of_points else 0
-        return 640 + of_points + key + attached + layers * (24 + 120 + 48) + layers * chunks * 24
+        return 640 + key + attached + layers * (24 + 120 + 48) + layers * chunks * 24
 
 
 @dataclass(frozen=True, slots=True)

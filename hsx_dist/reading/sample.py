@@ -210,10 +210,12 @@ class Sample:
         return mask.astype(np.int64)
 
     def load_carrier(
-        self, layers: Sequence[int] | None = None, tokens: Tokens | None = None
+        self, layers: Sequence[int] | None = None, tokens: Tokens | None = None, point: str = HIDDEN_STATES
     ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """``load``'s states as their bits (unsigned integers of the dtype's width, ``[n, L, H]``), and token ids."""
-        rows = self._point(HIDDEN_STATES).load(layers, *self._span(tokens))
+        """States as their bits (unsigned integers of the dtype's width, ``[n, L, width]``), and token ids."""
+        if point != HIDDEN_STATES:
+            self._require_layers(point, layers)
+        rows = self._point(point).load(layers, *self._span(tokens))
         return rows.states, rows.token_ids
 
     def layer(self, layer_id: int, tokens: Tokens | None = None, framework: Framework = "auto") -> Any:

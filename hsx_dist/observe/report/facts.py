@@ -15,6 +15,7 @@ from hsx_dist.errors import NotFound
 from hsx_dist.format.container import Part
 from hsx_dist.format.manifest import RowFate
 from hsx_dist.format.runs import attempts_of, read_attempt, read_complete, read_heartbeat
+from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading import Run
 from hsx_dist.reading.missing import missing_parts, stored_parts
 from hsx_dist.store import Store
@@ -52,11 +53,16 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class LayerSize:
-    """Raw and stored bytes of one layer in the parts that were looked at."""
+    """Raw and stored bytes of one layer of a point in the parts that were looked at."""
 
     layer: int
     raw: int
     stored: int
+    point: str = HIDDEN_STATES
+
+    @property
+    def name(self) -> str:
+        return str(self.layer) if self.point == HIDDEN_STATES else f"{self.point} {self.layer}"
 
 
 @dataclass(slots=True)
@@ -162,7 +168,7 @@ def _timeline(run: Run, attempts: list[Attempt]) -> Timeline:
         at = _time(receipt.created)
         if at is None:
             continue  # its time is for people only; a receipt without a readable one counts everywhere else
-        tokens = sum(p.segment.stop - p.segment.start for p in receipt.segments)
+        tokens = sum(p.segment.num_tokens for p in receipt.segments if p.segment.column == 0)
         rows.append((at, receipt.attempt, tokens, receipt.raw_bytes, receipt.size))
     for attempt in attempts if rows else ():
         ready = attempt.progress.get("engines_timestamp")
@@ -197,8 +203,8 @@ def _kind(reason: str) -> str:
 
 def _layer_sizes(store: Store, run: Run, names: list[str]) -> tuple[list[LayerSize], dict[str, int], dict[str, Any]]:
     step = max(len(names) // PARTS_LOOKED_AT, 1)
-    raw: Counter[int] = Counter()
-    stored: Counter[int] = Counter()
+    raw: Counter[tuple[str, int]] = Counter()
+    stored: Counter[tuple[str, int]] = Counter()
     codecs: Counter[str] = Counter()
     about: dict[str, Any] = {}
     for name in names[::step]:
@@ -211,6 +217,7 @@ def _layer_sizes(store: Store, run: Run, names: list[str]) -> tuple[list[LayerSi
         codecs[str(part.codec.to_dict().get("name", "?"))] += 1
         for i, info in enumerate(part.segments):
             for layer, nbytes in part.layer_bytes(i).items():
-                raw[layer] += info.segment.num_tokens * info.row_bytes
-                stored[layer] += nbytes
-    return [LayerSize(layer, raw[layer], stored[layer]) for layer in sorted(raw)], dict(codecs), about
+                raw[info.segment.point, layer] += info.segment.num_tokens * info.row_bytes
+                stored[info.segment.point, layer] += nbytes
+    sizes = [LayerSize(layer, raw[point, layer], stored[point, layer], point) for point, layer in sorted(raw)]
+    return sizes, dict(codecs), about

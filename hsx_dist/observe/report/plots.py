@@ -173,7 +173,7 @@ class Canvas:
                 for x, share in enumerate(shares):
                     axes.text(x, float(share), f"{share:.1f}%", ha="center", va="bottom", fontsize=9)
             axes.axhline(100, color=GREY, linewidth=1)
-            _name_layers(axes, [s.layer for s in sizes])
+            _name_layers(axes, [s.name for s in sizes])
             axes.set_ylabel("% of the raw bytes")
             axes.set_ylim(0, max(108, shares.max() * 1.08))
             axes.grid(visible=False, axis="x")
@@ -264,7 +264,7 @@ class Canvas:
         return self._draw(fill, 4.8, 3.8, "Similarity between layers")
 
 
-def _name_layers(axes: Axes, layers: Sequence[int], *, vertical: bool = False) -> None:
+def _name_layers(axes: Axes, layers: Sequence[int | str], *, vertical: bool = False) -> None:
     step = -(-len(layers) // 16)
     at = list(range(0, len(layers), step))
     (axes.set_yticks if vertical else axes.set_xticks)(at, [str(layers[i]) for i in at])

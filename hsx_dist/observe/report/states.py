@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading import Run, Sample
 from hsx_dist.reading.stored import read_stored
 
@@ -59,9 +60,9 @@ def spread(items: Sequence[T], n: int) -> list[T]:
 def gather_states(run: Run, keys: Sequence[str], chosen: Sequence[str]) -> StateNumbers | None:
     """Read the samples ``keys`` for the numbers, and ``chosen`` token by token; None when there is no sample.
 
-    None, too, when the numbers of each layer and channel would exceed ``HELD_BYTES``. Samples whose layers or width
-    differ from the first one's (a request may choose its layers) are left out, and those whose parts are not stored any
-    more.
+    None, too, when none has hidden states, of which these numbers are, and when the numbers of each layer and channel
+    would exceed ``HELD_BYTES``. Samples whose layers or width differ from the first one's (a request may choose its
+    layers) are left out, and those whose parts are not stored any more.
 
     Raises:
         SampleNotFound: a chosen key is none of the run's.
@@ -69,7 +70,8 @@ def gather_states(run: Run, keys: Sequence[str], chosen: Sequence[str]) -> State
     """
     keys = list(dict.fromkeys([*chosen, *keys]))
     samples = [run[key] for key in keys]
-    first = next(read_stored(samples, lambda s: (s.layer_ids, s.hidden_size, s.dtype)), None)
+    facts = read_stored(samples, lambda s: (s.layer_ids, s.hidden_size, s.dtype) if HIDDEN_STATES in s.points else None)
+    first = next(filter(None, facts), None)
     if first is None:
         return None
     every_layer, hidden, dtype = first
@@ -80,7 +82,7 @@ def gather_states(run: Run, keys: Sequence[str], chosen: Sequence[str]) -> State
     shown: list[TokenNorms] = []
 
     def read(sample: Sample) -> tuple[Sample, np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
-        same = sample.layer_ids == every_layer and sample.hidden_size == hidden
+        same = HIDDEN_STATES in sample.points and (sample.layer_ids, sample.hidden_size) == (every_layer, hidden)
         return (sample, *_load(sample, layers)) if same else None
 
     for sample, states, ids in filter(None, read_stored(samples, read)):

@@ -67,14 +67,14 @@ def test_show_reads_the_layers_of_a_small_sample_at_once(monkeypatch: pytest.Mon
     sample = Run(made)["a"]
     loads: list[Any] = []
     load = Sample.load
-    monkeypatch.setattr(Sample, "load", lambda *a, **k: loads.append(k["layers"]) or load(*a, **k))
-    norms, hidden_size = _layer_norms(sample)
+    monkeypatch.setattr(Sample, "load", lambda *a, **k: loads.append(a[1]) or load(*a, **k))
+    norms = _layer_norms(sample, "hidden_states")
     assert loads == [layers]
     states = load(sample, framework="numpy")["hidden_states"].astype(np.float64)
     assert [n["layer"] for n in norms] == list(layers)
-    assert (hidden_size, norms[77]["max_norm"]) == (4, np.linalg.norm(states[:, 77], axis=1).max())
+    assert norms[77]["max_norm"] == np.linalg.norm(states[:, 77], axis=1).max()
     monkeypatch.setattr(inspect, "_BYTES_AT_ONCE", 9 * 4 * 4 * 200)
-    assert _layer_norms(sample) == (norms, 4)
+    assert _layer_norms(sample, "hidden_states") == norms
     assert [len(some) for some in loads] == [500, 200, 200, 100]
 
 

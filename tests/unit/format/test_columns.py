@@ -152,3 +152,19 @@ def test_a_claim_of_many_columns_costs_nothing() -> None:
     manifest = Manifest([receipt(i, proof(Segment(f"{i}", 0, 0, 10, 10, column=i, columns=1 << 16))) for i in (1, 9)])
     assert list(manifest.samples) == []
     assert np.array_equal(Index(manifest).tokens, [])
+
+
+def test_of_several_copies_the_receipt_counts_that_named_the_begin():
+    """By it samples keep their order when lost ones are computed again."""
+    whole = segments()
+    manifest = Manifest([receipt(1, proof(whole[1])), receipt(2, proof(whole[0])), receipt(3, *map(proof, whole[2:]))])
+    assert [first for _, first in manifest.several()] == [(1, "w", 2)]
+
+
+def test_a_contradiction_in_one_column_undoes_the_pieces_of_all():
+    """Of two computations with other tokens it is not known whose pieces those of the other columns are."""
+    manifest = Manifest([receipt(i, proof(s)) for i, s in enumerate(segments(), 2)])
+    assert "k" in manifest.samples
+    manifest.add(receipt(9, replace(proof(segments()[0]), token_hash="f" * 16)))
+    assert list(manifest.samples) == []
+    assert len(manifest.conflicts) == 1

@@ -13,7 +13,7 @@ import torch
 
 from hsx_dist.errors import ConfigError, FormatError, HsxError, IntegrityError, SampleNotFound
 from hsx_dist.format.codecs import SplitCodec, resolve_codec
-from hsx_dist.format.container import SegmentEncoder, build_part
+from hsx_dist.format.container import EncodedPart, EncodedSegment, SegmentEncoder, build_part
 from hsx_dist.format.runs import load_manifest
 from hsx_dist.reading import Run
 from hsx_dist.reading.collate import pad
@@ -25,6 +25,7 @@ from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import Store
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
+from tests.harness import runs
 from tests.harness.points import HEAD, PointSample, point_sample
 from tests.harness.runs import RunWriter, Stored, whole, write_v1_run
 
@@ -187,10 +188,17 @@ def test_an_object_without_a_segment_of_a_column_is_a_piece(lost: int) -> None:
         load_object(object_of(segments[:lost] + segments[lost + 1 :]), "a.safetensors", points=["topk_ids"])
 
 
+@pytest.mark.parametrize("changes", [{"columns": 9, "column": 8}, {"columns": 9}, {"total": 38}])
+def test_an_object_whose_columns_say_other_things_of_their_sample_is_a_piece(changes: dict[str, Any]) -> None:
+    segments = facts(point_sample("a").segments(0), 3, **changes)
+    with pytest.raises(SampleNotFound, match="only a piece"):
+        load_object(object_of(segments), "a.safetensors", points=["topk_ids"])
+
+
 # -- mutations: what must never be joined ------------------------------------------------------------------------
 
 
-def facts(segments: Sequence[Stored], column: int, **changes: Any) -> list[Stored]:
+def facts(segments: Sequence[Stored], column: int, /, **changes: Any) -> list[Stored]:
     """The segments, of which those of a column say other things of themselves."""
     return [(x, replace(s, **changes) if s.column == column else s, row) for x, s, row in segments]
 
@@ -286,6 +294,7 @@ def test_a_receipt_that_swaps_two_columns_of_a_part_is_found() -> None:
     sample = Run(store)["a"]
     with pytest.raises(IntegrityError, match="as its receipt says"):
         sample.load(points=["q"])
+    assert sum("as its receipt says" in problem.message for problem in verify_run(store).problems) == 2
 
 
 def test_columns_of_other_tokens_are_found_without_receipts() -> None:
@@ -358,3 +367,20 @@ def test_a_run_of_points_is_verified(codec: str) -> None:
         store.objects[name] = bytes(data[:at]) + bytes([data[at] ^ 1]) + bytes(data[at + 1 :])
         found.append(verify_run(store).ok)
     assert not any(found)
+
+
+def test_ids_that_cannot_be_decoded_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A receipt has the checksum of the part; those of its chunks are looked at too."""
+
+    def build(segments: Sequence[EncodedSegment], *rest: Any) -> EncodedPart:
+        wrong = [
+            replace(s, crcs=tuple(tuple(c ^ 1 for c in layer) for layer in s.crcs)) if s.dtype == "int32" else s
+            for s in segments
+        ]
+        return build_part(wrong, *rest)
+
+    monkeypatch.setattr(runs, "build_part", build)
+    store = MemoryStore()
+    run_of(point_sample("a").segments(0), store=store)
+    (problem,) = verify_run(store).problems
+    assert "segment 3, layer 3" in problem.message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 
@@ -73,3 +74,23 @@ def test_a_page_larger_than_the_bound_goes_alone():
         writer.credit, writer.asked, writer.answered = 1 << 30, True, time.monotonic()
     (page,) = pages(1, 2 * CALL_BYTES)
     assert [len(batch) for _, batch in sender._routed([page])] == [1]
+
+
+def test_a_column_stays_at_its_writer():
+    """A segment whose pages lie at two writers is never whole."""
+    sender = RaySender([("here", "a"), ("here", "b")], print, node="here")
+    for writer in sender._writers:
+        writer.credit, writer.asked, writer.answered = 1 << 30, True, time.monotonic()
+    (page,) = pages(1, 2 * CALL_BYTES)
+    n = page.num_tokens
+    columns = [replace(page.segment, column=i, columns=2, source="s") for i in range(2)]
+    half = {"chunk_tokens": n // 2, "data": page.data[:, : n // 2], "shape": (1, n // 2, 1)}
+    first = replace(page, segment=columns[0], stop=n // 2, **half)
+    rest = replace(page, segment=columns[0], start=n // 2, **half)
+    at = {}
+    for batch in ([first, replace(page, segment=columns[1])], [rest]):
+        for writer, its in sender._routed(batch):
+            at.update({(p.segment.column, p.start): writer.actor for p in its})
+    assert len(at) == 3
+    assert at[0, 0] == at[0, n // 2] != at[1, 0]
+    assert sender._route == {}
