@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Set
+from array import array
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from hsx_dist.format.manifest import Manifest, RowFate, SampleRecord
+from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SampleRecord
 from hsx_dist.format.segments import SegmentProof
 from hsx_dist.page import Segment
 
@@ -33,11 +34,10 @@ class Index:
         self.refused: dict[str, RowFate] = dict(manifest.refused)
         self.failed: dict[str, RowFate] = dict(manifest.failed)
         receipts, numbers, alone = manifest.columns()
-        several = list(manifest.several())
-        self._many = {record.key: record for record, _ in several}
         #: Receipts of parts, without their segments; also of those that were lost, in which no sample lies.
         self.parts = [replace(r, segments=()) for r in receipts]
         ranks = {r.id: i for i, r in enumerate(receipts)}
+        self._several = several = _Several(manifest, {r.part: i for i, r in enumerate(receipts)}, ranks)
         self.parts_by_name = {name: self.parts[ranks[r.id]] for name, r in manifest.parts.items()}
         self._places: dict[str, int] | None = None
 
@@ -51,19 +51,19 @@ class Index:
         hashes = np.concatenate([np.empty((0, 2), "S16"), *(table.hashes for table in tables)])
         keys = [key for table in tables for key in table.keys()]  # noqa: SIM118 - an iterator, of a table
         at = np.flatnonzero(alone)
-        found = [*([keys[i] for i in at] if len(at) < len(keys) else keys), *self._many]
-        row = _joined(numbers[at, 6], (-1 if r.row is None else r.row for r, _ in several))
+        found = [*([keys[i] for i in at] if len(at) < len(keys) else keys), *several.keys]
+        row = _joined(numbers[at, 6], several.row)
         order = _order(found, row)
         self.keys = [found[i] for i in order]
         self.rows: _Array = row[order]
-        self.tokens: _Array = _joined(numbers[at, 3], (r.num_tokens for r, _ in several))[order]
-        self.raw_bytes: _Array = _joined(numbers[at, 4], (_total(r.raw_bytes) for r, _ in several))[order]
-        self.stored_bytes: _Array = _joined(numbers[at, 5], (_total(r.stored_bytes) for r, _ in several))[order]
-        place_of = {r.part: i for i, r in enumerate(receipts)}
-        self.part_of: _Array = _joined(part[at], (place_of[r.segments[0][0]] for r, _ in several))[order]
-        self.group_of: _Array = _joined(part[at], (ranks[first] for _, first in several))[order]
-        self._slot: _Array = _joined(at - starts[part[at]], (-1 for _ in several))[order]
-        self._hash: _Array = _joined(hashes[at, 0], (b"" for _ in several))[order]
+        self.tokens: _Array = _joined(numbers[at, 3], several.tokens)[order]
+        self.raw_bytes: _Array = _joined(numbers[at, 4], several.raw_bytes)[order]
+        self.stored_bytes: _Array = _joined(numbers[at, 5], several.stored_bytes)[order]
+        self.part_of: _Array = _joined(part[at], several.part)[order]
+        self.group_of: _Array = _joined(part[at], several.group)[order]
+        #: In the part; of a sample in several segments -1 less its place in ``_several``.
+        self._slot: _Array = _joined(at - starts[part[at]], (-1 - i for i in range(len(several.keys))))[order]
+        self._hash: _Array = _joined(hashes[at, 0], (b"" for _ in several.keys))[order]
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -82,9 +82,11 @@ class Index:
 
     def __getitem__(self, i: int) -> SampleRecord:
         key, total, slot, row = self.keys[i], int(self.tokens[i]), int(self._slot[i]), int(self.rows[i])
-        if slot < 0:
-            return self._many[key]
         receipt = self.parts[int(self.part_of[i])]
+        if slot < 0:
+            return SampleRecord(
+                key, total, receipt.attempt, None if row < 0 else row, self._several.segments(-1 - slot, self.parts)
+            )
         assert receipt.part is not None, "receipts without a part prove no segments"
         sizes = int(self.raw_bytes[i]), int(self.stored_bytes[i])
         proof = SegmentProof(
@@ -94,16 +96,17 @@ class Index:
 
     def parts_in_use(self) -> set[str]:
         """The names of all parts that samples lie in."""
-        names = {self.parts[i].part for i in np.unique(self.part_of)} | {
-            p for r in self._many.values() for p, _ in r.segments
-        }
+        used = np.unique(np.concatenate([self.part_of, self._several.parts]))
+        names = {self.parts[i].part for i in used}
         return {name for name in names if name is not None}
 
     def lie_in(self, parts: Set[str]) -> _Array:
         """bool ``[N]``: whether all of a sample lies in ``parts``."""
-        found: _Array = np.array([r.part in parts for r in self.parts], bool)[self.part_of]
-        for i in np.flatnonzero(self._slot < 0):
-            found[i] = all(part in parts for part, _ in self._many[self.keys[i]].segments)
+        there = np.array([r.part in parts for r in self.parts], bool)
+        found: _Array = there[self.part_of]
+        at = np.flatnonzero(self._slot < 0)
+        if len(at):
+            found[at] = self._several.all_of(there)[-1 - self._slot[at]]
         return found
 
     def digest(self) -> str:
@@ -119,6 +122,57 @@ class Index:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_places": None}  # workers make their own, if they need it
+
+
+class _Several:
+    """The samples that are not alone in one segment, in arrays: an object for each segment would take a KiB.
+
+    ``numbers``: int64 ``[S, 11]``, by sample, in the order of its segments; arrays and lists of samples ``[N]``.
+    """
+
+    def __init__(self, manifest: Manifest, place_of: dict[str | None, int], ranks: dict[tuple[int, str, int], int]):
+        self.keys: list[str] = []
+        facts, numbers, hashes = array("q"), array("q"), bytearray()
+        for record, first in manifest.several():
+            self.keys.append(record.key)
+            for part, p in record.segments:
+                s = p.segment
+                numbers.extend((s.index, s.start, s.stop, s.total, s.column, s.columns))
+                numbers.extend((p.slot, p.raw_bytes, p.stored_bytes, -1 if p.row is None else p.row, place_of[part]))
+                hashes += p.token_hash.encode().ljust(16, b"\0") + p.sample_hash.encode().ljust(16, b"\0")
+            facts.extend((-1 if record.row is None else record.row, record.num_tokens, _total(record.raw_bytes)))
+            facts.extend((_total(record.stored_bytes), ranks[first], len(record.segments)))
+        self._numbers: _Array = np.array(numbers, np.int64).reshape(-1, 11)
+        self._hashes: _Array = np.frombuffer(bytes(hashes), "S16").reshape(-1, 2)
+        self.row, self.tokens, self.raw_bytes, self.stored_bytes, self.group, sizes = (
+            np.array(facts, np.int64).reshape(-1, 6).T
+        )
+        self._ends: _Array = np.cumsum(sizes)
+        self._starts: _Array = self._ends - sizes
+        self.part: _Array = self.parts[self._starts]
+
+    @property
+    def parts(self) -> _Array:
+        """int64 ``[S]``: of each segment."""
+        found: _Array = self._numbers[:, 10]
+        return found
+
+    def all_of(self, there: _Array) -> _Array:
+        """bool ``[N]``: whether all segments of a sample lie in parts that are ``there``."""
+        found: _Array = np.logical_and.reduceat(there[self.parts], self._starts)
+        return found
+
+    def segments(self, i: int, parts: Sequence[Receipt]) -> tuple[tuple[str, SegmentProof], ...]:
+        """As ``SampleRecord.segments``."""
+        key, span = self.keys[i], slice(int(self._starts[i]), int(self._ends[i]))
+        found = []
+        for row, hashes in zip(self._numbers[span].tolist(), self._hashes[span].tolist(), strict=True):
+            index, start, stop, total, column, columns, slot, raw, stored, number, part = row
+            segment = Segment(key, index, start, stop, total, column=column, columns=columns)
+            token_hash, sample_hash = (h.decode() for h in hashes)
+            proof = SegmentProof(segment, slot, token_hash, raw, stored, None if number < 0 else number, sample_hash)
+            found.append((parts[part].part or "", proof))
+        return tuple(found)
 
 
 def _total(n: int) -> int:

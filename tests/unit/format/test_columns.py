@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -168,3 +169,19 @@ def test_a_contradiction_in_one_column_undoes_the_pieces_of_all():
     manifest.add(receipt(9, replace(proof(segments()[0]), token_hash="f" * 16)))
     assert list(manifest.samples) == []
     assert len(manifest.conflicts) == 1
+
+
+def test_an_index_gives_the_records_of_its_manifest_in_little_memory() -> None:
+    """Objects of each segment would take four KiB a sample of five columns."""
+    cuts = ((0, 10), (0, 4, 10), (0, 10), (0, 10))
+    receipts = [receipt(n, *(proof(s) for i in range(50) for s in segments(f"{n}-{i}", cuts))) for n in range(1, 21)]
+    manifest = Manifest(receipts)
+    tracemalloc.start()
+    try:
+        index = Index(manifest)
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert len(index) == 1000
+    assert taken < 1500 * len(index)
+    assert {index[i].key: index[i] for i in range(1000)} == dict(manifest.samples)
