@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import time
 from collections import OrderedDict
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +14,7 @@ from vllm.v1.request import RequestStatus
 from hsx_dist.connector.connector_config import ConnectorConfig
 from hsx_dist.connector.failure_markers import used_before
 from hsx_dist.connector.metadata import StepMetadata
+from hsx_dist.connector.request_identity import inputs_of, request_hash, too_long
 from hsx_dist.connector.request_params import OURS, PARAMS, RequestParams, read_request_params
 from hsx_dist.connector.step import Expect, Save, Skip
 from hsx_dist.connector.token_selection import Chosen, choose
@@ -33,10 +32,6 @@ log = get_logger(__name__)
 #: How many keys that clients chose are remembered, to tell when one comes again for other tokens, and of how many names
 #: which rank stores them.
 REMEMBERED_KEYS = 65536
-#: Characters of an image's identifier that are stored as they are.
-MAX_IDENTIFIER = 128
-#: Characters of each text of a request that is hashed here, on the scheduler's thread: about 10 microseconds.
-MAX_TEXT = 1024
 
 
 @dataclass(slots=True)
@@ -113,11 +108,11 @@ class SchedulerHalf:
 
     def _admit(self, request: Request) -> _KnownRequest:
         options = self._read(request)
-        if options.save and (why := _too_long(request)):
+        if options.save and (why := too_long(request)):
             return _refused(options, why)
         if not options.chosen or not options.save:
             return _KnownRequest(options)
-        known = _KnownRequest(options, _request_hash(request, options))
+        known = _KnownRequest(options, request_hash(request, options))
         key, name = options.key, options.name
         if options.path is not None or not request.prompt_token_ids or request.prompt_embeds is not None:
             return known  # what is there is replaced, as by vLLM's connector; nothing is stored without token ids
@@ -217,10 +212,10 @@ class SchedulerHalf:
         meta |= chosen.meta
         if self._settings.ttl_seconds is not None:
             meta["expires"] = round(time.time() + self._settings.ttl_seconds)
-        meta |= _inputs(request)
+        meta |= inputs_of(request)
         computed = identity_hash(tokens)
         if self._settings.one_object:
-            meta[IDENTITY] = {"request": known.request or _request_hash(request, options), "tokens": computed}
+            meta[IDENTITY] = {"request": known.request or request_hash(request, options), "tokens": computed}
         if known.claim is not None:
             if (known.claim.tokens or computed) != computed:  # the same prompt with other generated tokens
                 conflict = used_before(options.key)
@@ -384,66 +379,9 @@ def _withhold_params(request: Request) -> None:
         request.sampling_params = own
 
 
-def _too_long(request: Request) -> str | None:
-    """Why a request's texts are not hashed. A client chooses the images' identifiers (vLLM's ``uuid``) and the cache
-    salt, of any length. vLLM bounds the number of images."""
-    lora = request.lora_request
-    texts = [("the identifier of an image", feature.identifier) for feature in request.mm_features or ()]
-    texts += [("cache_salt", request.cache_salt or "")]
-    texts += [] if lora is None else [("a LoRA adapter's name", lora.lora_name), ("its path", lora.lora_path)]
-    for what, text in texts:
-        if len(text) > MAX_TEXT:
-            return f"expected {what} of at most {MAX_TEXT} characters, got {len(text)}. Send a shorter one"
-    return None
-
-
 def _refused(options: RequestParams, why: str) -> _KnownRequest:
     """A request of which nothing is stored: it is the same sample as no other."""
     return _KnownRequest(options, identity_hash(options.id) if options.chosen else "", error=why)
-
-
-def _request_hash(request: Request, options: RequestParams) -> str:
-    """The hash of what is known of a sample when its request is queued: see ``format.identity``."""
-    if not request.prompt_token_ids or request.prompt_embeds is not None:
-        return identity_hash(options.id)  # nothing is stored of it: it is the same as no other
-    prompt = np.asarray(request.prompt_token_ids, dtype=np.int64)
-    lora = request.lora_request
-    inputs = {
-        "lora": None if lora is None else [lora.lora_name, lora.lora_path],
-        "images": [[f.identifier, f.mm_position.offset, f.mm_position.length] for f in request.mm_features or ()],
-        "cache_salt": request.cache_salt,
-        "layers": options.layer_ids,
-        "outputs": options.include_output_tokens,
-        "metadata": json.loads(options.metadata or "null"),
-    }
-    if not options.include_output_tokens:  # what is selected is known too, by whatever words it was asked for
-        chosen = choose(options, len(prompt), prompt, {})
-        found = None if chosen is None else [chosen.meta, len(chosen.token_ids)]
-        arrays = {} if chosen is None else chosen.attached
-    else:
-        found = [asdict(options.tokens)]
-        arrays = {} if options.loss_mask is None else {"loss_mask": options.loss_mask}
-    names = sorted(arrays)
-    return identity_hash(prompt, inputs, found, names, *(arrays[name] for name in names))
-
-
-def _inputs(request: Request) -> dict[str, Any]:
-    """What else than its tokens a request's states come from."""
-    found: dict[str, Any] = {}
-    if request.mm_features:
-        # Their tokens are placeholders, the same for every image: what tells the samples apart is this.
-        found["multimodal"] = [_short(feature.identifier) for feature in request.mm_features]
-    if request.lora_request is not None:
-        found["lora"] = request.lora_request.lora_name
-    return found
-
-
-def _short(identifier: str) -> str:
-    """The identifier of an image, which may be the client's own: hashed where it is longer than a hash. ``_too_long``
-    bounds it."""
-    if len(identifier) <= MAX_IDENTIFIER:
-        return identifier
-    return hashlib.sha256(identifier.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _nothing(reason: str, refused: dict[str, str]) -> dict[str, Any]:

@@ -84,6 +84,21 @@ class _Reader:
         return reused_memory(prefetch_bytes) if resolve_framework(self.spec.framework) == "torch" else None
 
 
+def _require_positive(**counts: int) -> None:
+    for name, value in counts.items():
+        if value < 1:
+            raise ConfigError(f"{name}: expected at least 1, came {value}")
+
+
+def _require_followable(source: Source, shuffle: bool, repeat: bool) -> None:
+    if shuffle or repeat:
+        raise ConfigError(
+            "follow: expected no shuffle and no repeat: samples come in the order in which they are proven"
+        )
+    if isinstance(source, Selection):
+        raise ConfigError("follow: expected a run, came a selection of what it has now; what comes is not selected")
+
+
 class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
     """Samples of a run, one after the other; for ``DataLoader``, with any number of ranks and workers.
 
@@ -144,16 +159,9 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         )
         if on_error not in ("raise", "skip"):
             raise ConfigError(f"on_error: expected 'raise' or 'skip', came {on_error!r}")
-        counts = {"shuffle_buffer": shuffle_buffer, "prefetch_bytes": prefetch_bytes, "threads": threads}
-        for name, value in counts.items():
-            if value < 1:
-                raise ConfigError(f"{name}: expected at least 1, came {value}")
-        if follow and (shuffle or repeat):
-            raise ConfigError(
-                "follow: expected no shuffle and no repeat: samples come in the order in which they are proven"
-            )
-        if follow and isinstance(source, Selection):
-            raise ConfigError("follow: expected a run, came a selection of what it has now; what comes is not selected")
+        _require_positive(shuffle_buffer=shuffle_buffer, prefetch_bytes=prefetch_bytes, threads=threads)
+        if follow:
+            _require_followable(source, shuffle, repeat)
         self._reader = _Reader(source, spec, storage_options, cache_dir, cache_bytes)
         self._shuffle, self._buffer, self._seed = shuffle, shuffle_buffer, seed
         self._rank, self._world = _world(rank, world_size)

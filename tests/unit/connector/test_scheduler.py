@@ -13,8 +13,9 @@ from vllm import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
 from hsx_dist.connector.connector_config import ConnectorConfig, read_connector_config
+from hsx_dist.connector.request_identity import MAX_TEXT
 from hsx_dist.connector.request_params import MAX_METADATA_DEPTH
-from hsx_dist.connector.scheduler import MAX_TEXT, SchedulerHalf
+from hsx_dist.connector.scheduler import SchedulerHalf
 from hsx_dist.errors import ConfigError
 
 BLOCK = 16
