@@ -46,6 +46,7 @@ log = get_logger(__name__)
 Source = str | os.PathLike[str] | Run | Selection
 #: What ``on_error="skip"`` counts; whatever else goes wrong is no property of one sample, and is raised.
 _BAD = (FormatError, NotFound, SampleConsumed)
+#: Skipped samples that are logged one by one. All are counted in `skipped`.
 _LOGGED = 10
 
 
