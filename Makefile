@@ -3,8 +3,6 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 SOURCES := hsx_dist benchmarks examples ray_jobs scripts tests
-# Integration tests that start a light server and nothing else: they share the cores with one another, engines do not.
-STORES := tests/integration/test_store_s3.py tests/integration/test_store_gcs.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-s3 check test bench bench-full pages matrix gpu soak tables docs screenshots lock clean
@@ -31,8 +29,8 @@ check: $(READY)  ## lint, format, types, quick unit tests: about two minutes
 	$(BIN)/pytest -q -n 2 -m "not slow" tests/unit
 
 test: $(READY)  ## all tests, with real vLLM, Ray, S3 and GCS servers
-	$(BIN)/pytest -q -n 2 tests/unit $(STORES)
-	$(BIN)/pytest -m "not pages" tests/integration $(addprefix --ignore=,$(STORES))
+	$(BIN)/pytest -q -n 2 tests/unit
+	$(BIN)/pytest -n 2 --dist loadfile -m "not pages" tests/integration
 
 bench: $(READY)  ## every benchmark, a short choice of each: benchmarks/results/bench.md
 	$(BIN)/python -m benchmarks.bench
