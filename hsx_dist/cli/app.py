@@ -270,6 +270,22 @@ def verify(
 
 
 @app.command()
+def stats(
+    run: RunPath,
+    layers: Layers = None,
+    max_tokens: Annotated[Optional[int], typer.Option(min=1, help="Of random samples. Default: all tokens.")] = None,  # noqa: UP045
+    skip_first: Annotated[int, typer.Option(min=0, help="Leave out so many tokens at the start of samples.")] = 0,
+    storage_option: StorageOptions = None,
+    as_json: AsJson = False,
+) -> None:
+    """Store each layer's mean, variance, maxima and norms with a run, for scaling (TokenBatches) and the report."""
+    from hsx_dist.cli.stats import run_stats
+
+    options = storage_option or ()
+    run_stats(run, options, layers=layers, max_tokens=max_tokens, skip_first=skip_first, as_json=as_json)
+
+
+@app.command()
 def drain(
     seconds: Annotated[float, typer.Option(min=0, help="Until this machine goes.")] = 90.0,
     node: Annotated[Optional[str], typer.Option(help="Id or IP address of another node than this one.")] = None,  # noqa: UP045
