@@ -203,7 +203,9 @@ def export(
     dest: Annotated[str, typer.Argument(metavar="DEST", help="Folder to write to.")],
     to: Annotated[
         str,
-        typer.Option(help="vllm, speculators, specforge-eagle3, specforge-dflash, topk-logprobs, or a registered one."),
+        typer.Option(
+            help="vllm, speculators, specforge-eagle3, specforge-dflash, saelens, topk-logprobs, or one registered."
+        ),
     ],
     layers: Layers = None,
     model: Annotated[
@@ -215,6 +217,7 @@ def export(
     num_layers: Annotated[Optional[int], typer.Option(help="Of the model, if the run does not tell.")] = None,  # noqa: UP045
     top_k: Annotated[int, typer.Option(min=1, help="Of topk-logprobs.")] = 32,
     with_last: Annotated[bool, typer.Option("--with-last", help="specforge-dflash: add the last state.")] = False,
+    context: Annotated[int, typer.Option(min=1, help="saelens: tokens of a context.")] = 128,
     require_loss_mask: Annotated[bool, typer.Option("--require-loss-mask", help="Refuse samples without one.")] = False,
     shard: Annotated[Optional[str], typer.Option(metavar="I/N", help="Write every N-th file, from the I-th.")] = None,  # noqa: UP045
     ray: Annotated[bool, typer.Option("--ray", help="Divide the work among tasks of the Ray cluster.")] = False,
@@ -232,6 +235,7 @@ def export(
         loss_mask="raise" if require_loss_mask else "ones",
         top_k=top_k,
         with_last=with_last,
+        context=context,
     )
     run_export(run, to, dest, storage_option or (), options, shard=shard, ray=ray, as_json=as_json)
 

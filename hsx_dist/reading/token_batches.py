@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from itertools import count
 from typing import Any
@@ -131,7 +131,7 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
             self._state = {**where, "mix": self._mix, **(again if self._dataset.follows else {"batches": given + 1})}
             yield self._finish(rows)
 
-    def _blocks(self, at: Mapping[str, Any], number: int) -> Iterator[Block]:
+    def _blocks(self, at: Mapping[str, Any], number: int) -> Generator[Block, None, None]:
         """Blocks of whole batches in the data set's order, and one with what is left at the end."""
         skip_rows, first, last = at.get("rows", 0), at.get("first", ""), dict(at["dataset"])
         # The position before the sample in which the present block begins, and how many of its rows went before.

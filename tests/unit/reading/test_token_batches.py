@@ -75,7 +75,7 @@ def test_shares_are_a_whole_block_in_at_most_eight_rounds(block: int, batch: int
     assert block == batch or abs(sizes[0] / block - (1 - keep)) < 0.01 + batch / block
 
 
-@pytest.mark.parametrize("after", [0, 1, 8, 9, 20, 21, 74, 75])
+@pytest.mark.parametrize("after", [0, 1, 9, 20, 74, 75])
 @pytest.mark.parametrize("keep", [0.5, 0.8])
 def test_a_resume_gives_the_rest_batch_by_batch(url: str, after: int, keep: float) -> None:
     whole = ids_of(mixing(url, keep=keep, shuffle=True))
@@ -107,7 +107,8 @@ def test_a_repeating_data_set_gives_batches_without_end_each_token_once_an_epoch
     taken = [t for ids in ids_of(islice(endless, 225)) for t in ids]
     counts = np.bincount(taken, minlength=TOTAL)
     assert len(taken) == 3 * TOTAL
-    assert counts.min() >= 2 and counts.max() <= 4  # what the buffer holds at the end of three epochs
+    assert counts.min() >= 2
+    assert counts.max() <= 4  # what the buffer holds at the end of three epochs
     with pytest.raises(ConfigError, match="a whole epoch"):
         next(iter(TokenBatches(HiddenStatesDataset(url, repeat=True), 16, exclude_ids=range(TOTAL))))
 
@@ -146,7 +147,7 @@ def test_scaling_by_the_runs_statistics(tmp_path: Path, framework: Any, layers: 
     standard = scaled("standard")
     assert np.allclose(standard.mean(0, dtype=float), 0, atol=1e-4)
     assert np.allclose(standard.std(0, dtype=float), 1, rtol=1e-3)
-    assert scaled("norm", dtype=getattr(torch if framework == "torch" else np, "float16")).dtype == np.float16
+    assert scaled("norm", dtype=(torch if framework == "torch" else np).float16).dtype == np.float16
     with pytest.raises(ConfigError, match="scaling: expected"):
         scaled("layernorm")
     if framework == "numpy":
