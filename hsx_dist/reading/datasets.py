@@ -180,6 +180,17 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         return self._reader.run
 
     @property
+    def layers(self) -> tuple[int, ...]:
+        """vLLM's ids of an item's layers, in its order; empty where all are wanted and the run does not tell them."""
+        wanted = self._reader.spec.layers
+        return self.run.layer_ids if wanted is None else tuple(wanted)
+
+    @property
+    def framework(self) -> str:
+        """``auto``, ``torch`` or ``numpy``, as given."""
+        return self._reader.spec.framework
+
+    @property
     def follows(self) -> bool:
         """Whether it yields samples as they are proven (``follow``). A resume may change their order."""
         return self._follow is not None
