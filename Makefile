@@ -3,11 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 SOURCES := hsx_dist benchmarks examples ray_jobs scripts tests
-# Integration tests that start a light server and nothing else: they share the cores with one another, engines do not.
-STORES := tests/integration/test_store_s3.py tests/integration/test_store_gcs.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-s3 check test bench bench-full pages matrix gpu soak tables docs screenshots lock clean
+.PHONY: help setup demo demo-s3 check test trainers bench bench-full pages matrix gpu soak tables docs screenshots lock clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1	/p' Makefile
@@ -31,8 +29,12 @@ check: $(READY)  ## lint, format, types, quick unit tests: about two minutes
 	$(BIN)/pytest -q -n 2 -m "not slow" tests/unit
 
 test: $(READY)  ## all tests, with real vLLM, Ray, S3 and GCS servers
-	$(BIN)/pytest -q -n 2 tests/unit $(STORES)
-	$(BIN)/pytest -m "not pages" tests/integration $(addprefix --ignore=,$(STORES))
+	$(BIN)/pytest -q -n 2 tests/unit
+	$(BIN)/python -m scripts.trainers
+	$(BIN)/pytest -n 2 --dist loadfile -m "not pages" tests/integration
+
+trainers: $(READY)  ## SAELens and dictionary_learning, in an environment of their own, train on what we read and write
+	$(BIN)/python -m scripts.trainers
 
 bench: $(READY)  ## every benchmark, a short choice of each: benchmarks/results/bench.md
 	$(BIN)/python -m benchmarks.bench
@@ -69,5 +71,5 @@ lock: $(READY)  ## requirements/dev.lock from dev.in and overrides.txt
 	    $(if $(PIP_FIND_LINKS),,--torch-backend cpu) --python-version 3.11 --no-header --quiet --output-file dev.lock
 
 clean:  ## everything that is made here, the environment too; runs stay
-	rm -rf .venv .matrix .gpu build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .matrix .trainers .gpu build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

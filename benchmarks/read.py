@@ -34,6 +34,7 @@ from hsx_dist.format.runs import take_attempt, write_complete
 from hsx_dist.page import Segment
 from hsx_dist.reading import Run, open_run
 from hsx_dist.reading.datasets import HiddenStatesDataset
+from hsx_dist.reading.token_batches import TokenBatches
 from hsx_dist.store import Store, open_store
 from hsx_dist.testing.samples import RandomSample
 from tests.harness.runs import store_run, write_v1_run
@@ -73,6 +74,7 @@ def main() -> None:
                 lambda: one_layer(server, slow, args.rounds, "wide", WIDE_TOKENS, ">= 8"),
                 lambda: one_layer(server, slow, args.rounds, "short", TOKENS, "(told, no goal)"),
                 lambda: against_codec(f"{folder}/narrow", narrow, args.rounds),
+                lambda: token_batches(f"{folder}/narrow", narrow, args.rounds),
                 lambda: memory(server, slow),
                 lambda: million(args.rounds),
             ]
@@ -199,6 +201,46 @@ def against_codec(path: str, narrow: Sequence[RandomSample], rounds: int) -> dic
         "detail": {
             "data set, GB/s": raw / statistics.median(seconds["dataset"]) / 1e9,
             "codec, GB/s": raw / statistics.median(seconds["codec"]) / 1e9,
+        },
+    }
+
+
+def token_batches(path: str, narrow: Sequence[RandomSample], rounds: int) -> dict[str, Any]:
+    """Mixed tokens of one layer from disk with one thread, against the codec alone; and how long a batch lets wait.
+
+    On as many cores as the process has: with one (``taskset -c 0``) the thread that reads ahead shares it.
+    """
+    codec, batch_tokens = SplitCodec(), 1024
+    columns = [np.ascontiguousarray(sample.states[:, 0]) for sample in narrow]
+    chunks = [(memoryview(b"".join(bytes(b) for b in codec.encode(x, "bfloat16"))), np.empty_like(x)) for x in columns]
+    tokens, pauses = sum(len(x) for x in columns), []
+    run = open_run(path)
+
+    def decode() -> None:
+        for data, out in chunks:
+            codec.decode(data, out, "bfloat16")
+
+    def batches() -> None:
+        data = HiddenStatesDataset(
+            run, layers=[EAGLE[0]], loss_mask="off", threads=1, shuffle=True, rank=0, world_size=1
+        )
+        found, at, waits = 0, time.perf_counter(), []
+        for batch in TokenBatches(data, batch_tokens, buffer_tokens=16 * batch_tokens):
+            found += len(batch["input_ids"])
+            now = time.perf_counter()
+            waits.append(now - at)
+            at = now
+        assert found == tokens
+        pauses.append(max(waits[1:]) / statistics.fmean(waits))  # the first fills the buffer
+
+    seconds = in_turns({"batches": batches, "codec": decode}, rounds)
+    return {
+        "what": "tokens/s of one layer from disk in mixed batches, one thread / the codec's decompression alone",
+        "goal": ">= 0.8",
+        "ratio": ratio(seconds, "codec", "batches"),
+        "detail": {
+            "token batches, tokens/s": tokens / statistics.median(seconds["batches"]),
+            "longest wait for a batch / mean time of a batch (goal <= 1)": statistics.median(pauses),
         },
     }
 

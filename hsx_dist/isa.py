@@ -10,6 +10,7 @@ import os
 import re
 from pathlib import Path
 
+#: CPUID leaf that describes AMX's tiles.
 _TILE_LEAF = 0x1D
 _CAP = "AVX512_CORE_FP16"  # oneDNN's name for all that comes before AMX
 _MARK = "HSX_AMX_CAPPED"

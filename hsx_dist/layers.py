@@ -6,10 +6,13 @@ the last layer's output *before* the final norm. A model of ``N`` layers has ids
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 
 from hsx_dist.errors import ConfigError
+
+_HOOK = re.compile(r"blocks\.(0|[1-9][0-9]{0,4})\.hook_resid_(pre|post)")
 
 
 def resolve_layers(spec: Sequence[int | str] | str | int, num_layers: int) -> tuple[int, ...]:
@@ -80,3 +83,20 @@ def _layer_id(item: int | str, num_layers: int) -> int:
 
 def _shown(value: object) -> str:
     return ", ".join(str(v) for v in value) if isinstance(value, (list, tuple)) else repr(value)
+
+
+def layer_of_hook(hook_name: str) -> int:
+    """The layer id of SAELens' and TransformerLens' name of a residual stream: ``blocks.K.hook_resid_pre`` is K,
+    ``blocks.K.hook_resid_post`` is K+1. ``ConfigError``: the hook is of something else."""
+    found = _HOOK.fullmatch(hook_name)
+    if found is None:
+        raise ConfigError(
+            f"hook_name: expected blocks.K.hook_resid_post or blocks.K.hook_resid_pre, got {hook_name!r}. Other hooks "
+            "are no layers of a run"
+        )
+    return int(found[1]) + (found[2] == "post")
+
+
+def hook_of_layer(layer: int) -> str:
+    """``blocks.0.hook_resid_pre`` of layer 0, else ``blocks.K.hook_resid_post`` of layer K+1."""
+    return f"blocks.{layer - 1}.hook_resid_post" if layer else "blocks.0.hook_resid_pre"

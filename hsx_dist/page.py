@@ -30,6 +30,7 @@ HIDDEN_STATES = "hidden_states"
 _QUOTED = tuple(
     chr(b) if chr(b).isascii() and (chr(b).isalnum() or chr(b) in "_-.") else f"%{b:02X}" for b in range(256)
 )
+#: File systems take names of 255 bytes; a name also gets suffixes of markers, locks and temporary files.
 _MAX_NAME = 128
 #: ``Page.data`` of a page that is attached to no memory.
 _DETACHED = np.empty((0, 0, 0), np.uint8)

@@ -206,7 +206,9 @@ def export(
     dest: Annotated[str, typer.Argument(metavar="DEST", help="Folder to write to.")],
     to: Annotated[
         str,
-        typer.Option(help="vllm, speculators, specforge-eagle3, specforge-dflash, topk-logprobs, or a registered one."),
+        typer.Option(
+            help="vllm, speculators, specforge-eagle3, specforge-dflash, saelens, topk-logprobs, or one registered."
+        ),
     ],
     layers: Layers = None,
     model: Annotated[
@@ -218,6 +220,7 @@ def export(
     num_layers: Annotated[Optional[int], typer.Option(help="Of the model, if the run does not tell.")] = None,  # noqa: UP045
     top_k: Annotated[int, typer.Option(min=1, help="Of topk-logprobs.")] = 32,
     with_last: Annotated[bool, typer.Option("--with-last", help="specforge-dflash: add the last state.")] = False,
+    context: Annotated[int, typer.Option(min=1, help="saelens: tokens of a context.")] = 128,
     require_loss_mask: Annotated[bool, typer.Option("--require-loss-mask", help="Refuse samples without one.")] = False,
     shard: Annotated[Optional[str], typer.Option(metavar="I/N", help="Write every N-th file, from the I-th.")] = None,  # noqa: UP045
     ray: Annotated[bool, typer.Option("--ray", help="Divide the work among tasks of the Ray cluster.")] = False,
@@ -235,6 +238,7 @@ def export(
         loss_mask="raise" if require_loss_mask else "ones",
         top_k=top_k,
         with_last=with_last,
+        context=context,
     )
     run_export(run, to, dest, storage_option or (), options, shard=shard, ray=ray, as_json=as_json)
 
@@ -270,6 +274,22 @@ def verify(
     raise typer.Exit(
         run_verify(run, storage_option or (), workers=workers, sample=sample, seed=seed, resume=resume, as_json=as_json)
     )
+
+
+@app.command()
+def stats(
+    run: RunPath,
+    layers: Layers = None,
+    max_tokens: Annotated[Optional[int], typer.Option(min=1, help="Of random samples. Default: all tokens.")] = None,  # noqa: UP045
+    skip_first: Annotated[int, typer.Option(min=0, help="Leave out so many tokens at the start of samples.")] = 0,
+    storage_option: StorageOptions = None,
+    as_json: AsJson = False,
+) -> None:
+    """Store each layer's mean, variance, maxima and norms with a run, for scaling (TokenBatches) and the report."""
+    from hsx_dist.cli.stats import run_stats
+
+    options = storage_option or ()
+    run_stats(run, options, layers=layers, max_tokens=max_tokens, skip_first=skip_first, as_json=as_json)
 
 
 @app.command()

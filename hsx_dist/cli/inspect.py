@@ -23,9 +23,11 @@ from hsx_dist.reading.stored import read_stored
 if TYPE_CHECKING:
     from hsx_dist.jobs.decode import Decode
 
+#: Refused and failed rows that are listed. `--json` prints all.
 _REASONS_SHOWN = 5
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 4096, 64 << 20
 _OUTLIER, _OUTLIERS_SHOWN = 6.0, 3
+#: Tokens of one sample on a screen. `--json` has all of them.
 _TOKENS_SHOWN = 64
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from hsx_dist.errors import EngineError
 
+#: Seconds between two questions to an engine in child processes.
 _PAUSE_S = 0.01
 #: How often in a row a child-process engine must answer "nothing": its answer may overtake its next step, in which a
 #: request that has just finished is told to the workers.

@@ -1,4 +1,4 @@
-"""What is known of a sample when its request is queued, and what else than its tokens it comes from."""
+"""What makes two requests of one key the same sample: hashes of what a request's states come from."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ class ExportOptions:
     run's, if that is an id of the hub or the built-in model. ``num_layers``: of the model, for runs that do not tell.
     ``loss_mask``: for samples without one, ``ones``, or ``raise``. ``top_k``, ``samples_per_file``: of the exporters
     that have them. ``with_last``: add the last state where the exporter leaves it out by default.
+    ``context``: tokens of a context of ``saelens``.
     """
 
     aux_layers: Sequence[int] | None = None
@@ -36,6 +37,7 @@ class ExportOptions:
     top_k: int = 32
     samples_per_file: int = 1000
     with_last: bool = False
+    context: int = 128
 
 
 class Exporter(Protocol):

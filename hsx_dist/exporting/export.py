@@ -35,6 +35,7 @@ EXPORTERS: dict[str, type[Exporter] | str] = {
     "speculators": "hsx_dist.exporting.speculators_dataset:SpeculatorsExporter",
     "specforge-eagle3": "hsx_dist.exporting.specforge:Eagle3Exporter",
     "specforge-dflash": "hsx_dist.exporting.specforge:DFlashExporter",
+    "saelens": "hsx_dist.exporting.cached_activations:SaeLensExporter",
     "topk-logprobs": "hsx_dist.exporting.topk:TopKExporter",
 }
 

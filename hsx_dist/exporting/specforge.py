@@ -14,6 +14,7 @@ from hsx_dist.exporting.base import ExportOptions, after_layer, any_layers, eagl
 from hsx_dist.exporting.weights import ModelEnd
 from hsx_dist.reading.run import Run
 
+#: As SpecForge's own script divides rows into folders.
 _ROWS_PER_FOLDER = 2000
 
 

@@ -32,6 +32,7 @@ FORMAT_OF_POINTS = "hsx/2"
 MAX_HEADER_BYTES = 100_000_000
 #: Raw bytes of one chunk of one layer: what a reader must hold to decode it.
 MAX_CHUNK_BYTES = 256 << 20
+#: A header is an untrusted claim. Products of these two with a value's bytes fit 64 bits.
 MAX_HIDDEN_SIZE = 1 << 20
 MAX_TOKENS = 1 << 40
 MAX_COLUMNS = 1 << 16

@@ -370,5 +370,6 @@ class _Samples(Mapping[str, SampleRecord]):
         yield from (record.key for record, _ in self._manifest.several())
 
 
+#: A place is one integer: the receipt's number, and in the lower bits the slot in its table.
 _SLOT_BITS = 32
 _SLOTS = (1 << _SLOT_BITS) - 1

@@ -20,6 +20,7 @@ __all__ = [
     "parse_receipt_name",
     "part_name",
     "receipt_name",
+    "statistics_name",
 ]
 
 #: The largest attempt, and the largest receipt number of a writer: nine digits.
@@ -71,6 +72,11 @@ def part_name(attempt: int, writer: str, seq: int, sample: str = "") -> str:
 def compacted_name(attempt: int) -> str:
     """``manifest/compacted-0001.jsonl.zst``: all receipts that counted when the attempt completed the run."""
     return f"manifest/compacted-{_number(attempt, 4)}.jsonl.zst"
+
+
+def statistics_name(layer: int) -> str:
+    """``statistics/0015.json``: what ``hsx stats`` found of a layer."""
+    return f"statistics/{layer:04d}.json"
 
 
 def parse_receipt_name(name: str) -> tuple[int, str, int] | None:

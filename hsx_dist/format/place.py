@@ -45,7 +45,7 @@ __all__ = [
 RUN = "run.json"
 #: Where a run of version 1 has objects, next to ``run.json``. Other files may be there too: see ``run_objects``.
 V1_OBJECTS = ("complete.json", "check.json")
-V1_FOLDERS = ("manifest/", "data/", "consumed/", "attempts/")
+V1_FOLDERS = ("manifest/", "data/", "consumed/", "attempts/", "statistics/")
 _FORMATS = {"hsx-run/1": 1, "hsx-run/2": 2}
 _ID = re.compile(r"[0-9a-f]{16}")
 _POINTER = re.compile(r"run(\.[0-9]{4,})?\.json")

@@ -30,6 +30,7 @@ _SEAL = b'{"seal":'
 _SEAL_FORMAT = "hsx-seal/1"
 #: No part has a longer header, and a segment takes more of it than of a receipt.
 _LARGEST_RECEIPT = MAX_HEADER_BYTES
+#: Requests at once. Each waits for a round trip to the store.
 _THREADS = 16
 #: Names in one answer of S3 to a listing.
 _PAGE = 1000

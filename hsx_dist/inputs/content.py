@@ -11,6 +11,7 @@ from hsx_dist.errors import InputError
 from hsx_dist.inputs.row_cost import cost_of_json, most_cost
 from hsx_dist.inputs.row_values import chat_value, is_unicode, kind_of, metadata_value, shown
 
+#: vLLM's token ids are int32 in its batches.
 _MAX_TOKEN_ID = (1 << 31) - 1
 #: Names of ShareGPT's roles → those of chat templates.
 _SHAREGPT = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}

@@ -30,6 +30,7 @@ from hsx_dist.text import printable
 _ENVIRONMENT = {"ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1"}
 #: How long a child whose connection is closed may take to end.
 _END_S = 5.0
+#: Characters of what a child that died wrote to its standard error.
 _LONGEST_LINE = 200
 
 

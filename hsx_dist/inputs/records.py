@@ -23,6 +23,7 @@ from hsx_dist.inputs.row_cost import most_cost
 from hsx_dist.inputs.sources import Input
 from hsx_dist.inputs.tables import BATCH_ROWS, StoreFile, read_columns
 
+#: Bytes of rows that end a batch before it has `BATCH_ROWS`.
 _BATCH_BYTES = 1 << 20
 _BROKEN: tuple[type[Exception], ...] = (*BROKEN, zlib.error, gzip.BadGzipFile, BadZipFile)
 

@@ -19,6 +19,7 @@ from hsx_dist.inputs.row_values import is_unicode, kind_of, shown
 from hsx_dist.inputs.sources import find_input
 from hsx_dist.inputs.tables import Unreadable
 
+#: A key is in every receipt, header and log line of its sample.
 _MAX_KEY = 1024
 #: Each refused row costs the driver about 500 bytes. An input may have so many, and so many more for each usable row.
 _FREE_REFUSED, _REFUSED_A_ROW = 1_000_000, 10

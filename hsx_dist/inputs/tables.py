@@ -16,6 +16,7 @@ from hsx_dist.inputs.arrow_files import open_arrow, open_parquet, with_uuids_as_
 from hsx_dist.inputs.decompress import FREE_ROWS, MOST_ROWS
 from hsx_dist.inputs.row_cost import cost_of_columns
 
+#: Rows of a batch. Its bytes have limits of their own.
 BATCH_ROWS = 256
 #: Decoded bytes of a Parquet file's batch, estimated from its row groups' sizes.
 _DECODED_BYTES = 64 << 20

@@ -15,6 +15,7 @@ from hsx_dist.models.builtin import SMOLLM2, resolve_model
 
 #: Token ids → their text.
 Decode = Callable[[Sequence[int]], str]
+#: Tokenizers (Rust) take uint32 and raise OverflowError for others.
 _MAX_ID = (1 << 32) - 1
 
 log = get_logger(__name__)

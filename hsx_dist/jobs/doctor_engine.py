@@ -27,6 +27,7 @@ from hsx_dist.ray_arguments import sendable
 if TYPE_CHECKING:
     import torch
 
+#: Enough for one batch of different lengths.
 PROMPTS = 8
 #: Longest prompt, in tokens: several cache blocks, several chunks where the engine takes few at once.
 LONGEST = 400

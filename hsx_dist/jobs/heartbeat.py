@@ -13,6 +13,7 @@ from hsx_dist.logger import get_logger
 
 log = get_logger(__name__)
 
+#: Readers look for `OBSERVE_SECONDS` (`reading.liveness`): three beats.
 HEARTBEAT_S = 5.0
 #: How long the last value may take. A store that is down would hold up whoever stops, by all retries of a put.
 LAST_S = 10.0

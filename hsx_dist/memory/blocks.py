@@ -13,6 +13,7 @@ import numpy as np
 
 #: Smaller ones come from the allocator, which keeps them anyway. Each block is a mapping; Linux allows 65,530 of them.
 _SMALL = 64 << 10
+#: Sizes are rounded up to it, so that blocks of almost the same size replace one another.
 _GRAIN = 16 << 10
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from hsx_dist.memory import madvise
 
+#: Bytes of a huge page on x86-64, and on arm64 with pages of 4 KiB.
 _HUGE = 2 << 20
 
 

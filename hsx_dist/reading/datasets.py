@@ -47,6 +47,7 @@ log = get_logger(__name__)
 Source = str | os.PathLike[str] | Run | Selection
 #: What ``on_error="skip"`` counts; whatever else goes wrong is no property of one sample, and is raised.
 _BAD = (FormatError, NotFound, SampleConsumed)
+#: Skipped samples that are logged one by one. All are counted in `skipped`.
 _LOGGED = 10
 
 
@@ -83,6 +84,21 @@ class _Reader:
     def memory(self, prefetch_bytes: int) -> Empty | None:
         """Where items' states lie; fresh memory for numpy, which gets other arrays than those that are decoded into."""
         return reused_memory(prefetch_bytes) if resolve_framework(self.spec.framework) == "torch" else None
+
+
+def _require_positive(**counts: int) -> None:
+    for name, value in counts.items():
+        if value < 1:
+            raise ConfigError(f"{name}: expected at least 1, came {value}")
+
+
+def _require_followable(source: Source, shuffle: bool, repeat: bool) -> None:
+    if shuffle or repeat:
+        raise ConfigError(
+            "follow: expected no shuffle and no repeat: samples come in the order in which they are proven"
+        )
+    if isinstance(source, Selection):
+        raise ConfigError("follow: expected a run, came a selection of what it has now; what comes is not selected")
 
 
 class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
@@ -148,16 +164,9 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         )
         if on_error not in ("raise", "skip"):
             raise ConfigError(f"on_error: expected 'raise' or 'skip', came {on_error!r}")
-        counts = {"shuffle_buffer": shuffle_buffer, "prefetch_bytes": prefetch_bytes, "threads": threads}
-        for name, value in counts.items():
-            if value < 1:
-                raise ConfigError(f"{name}: expected at least 1, came {value}")
-        if follow and (shuffle or repeat):
-            raise ConfigError(
-                "follow: expected no shuffle and no repeat: samples come in the order in which they are proven"
-            )
-        if follow and isinstance(source, Selection):
-            raise ConfigError("follow: expected a run, came a selection of what it has now; what comes is not selected")
+        _require_positive(shuffle_buffer=shuffle_buffer, prefetch_bytes=prefetch_bytes, threads=threads)
+        if follow:
+            _require_followable(source, shuffle, repeat)
         self._reader = _Reader(source, spec, storage_options, cache_dir, cache_bytes)
         self._shuffle, self._buffer, self._seed = shuffle, shuffle_buffer, seed
         self._rank, self._world = _world(rank, world_size)
@@ -178,6 +187,17 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
     def states(self) -> tuple[str, ...]:
         """The names under which items hold states, before renaming: the points, or ``hidden_states``."""
         return tuple(self._reader.spec.points or (HIDDEN_STATES,))
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """vLLM's ids of an item's layers, in its order; empty where all are wanted and the run does not tell them."""
+        wanted = self._reader.spec.layers
+        return self.run.layer_ids if wanted is None else tuple(wanted)
+
+    @property
+    def framework(self) -> str:
+        """``auto``, ``torch`` or ``numpy``, as given."""
+        return self._reader.spec.framework
 
     @property
     def follows(self) -> bool:

@@ -77,10 +77,8 @@ def load_hidden_states(
     """
     path = str(path)
     if path.endswith(OBJECT) or key is None:
-        folder, _, name = path.rpartition("/")
-        if not name or folder.endswith(":/"):
-            raise ConfigError(f"{path}: expected an object, or a run and a key, got a folder and no key")
-        store = open_store(folder or ("/" if path.startswith("/") else "."), storage_options)
+        folder, name = _folder_and_name(path)
+        store = open_store(folder, storage_options)
         return load_object(
             *(store, name, key),
             layers=layers,
@@ -92,13 +90,15 @@ def load_hidden_states(
         )
     store = open_store(path, storage_options)
     opened: list[Run] = []
+    sample = _wait_for(lambda: _sample_in_run(store, key, identity, opened), wait)
+    return sample.load(layers, tokens, framework, points=points)
 
-    def find() -> Sample:
-        sample = _sample_in_run(store, key, opened)
-        _require_identity(sample, identity, f"{store.url}: {key!r}")
-        return sample
 
-    return _wait_for(find, wait).load(layers, tokens, framework, points=points)
+def _folder_and_name(path: str) -> tuple[str, str]:
+    folder, _, name = path.rpartition("/")
+    if not name or folder.endswith(":/"):
+        raise ConfigError(f"{path}: expected an object, or a run and a key, got a folder and no key")
+    return folder or ("/" if path.startswith("/") else "."), name
 
 
 def load_object(
@@ -170,7 +170,7 @@ def _wait_for(find: Callable[[], _T], seconds: float) -> _T:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def _sample_in_run(store: Store, key: str, opened: list[Run]) -> Sample:
+def _sample_in_run(store: Store, key: str, identity: Mapping[str, str] | None, opened: list[Run]) -> Sample:
     """``opened`` keeps the run between two looks."""
     if opened:
         opened[0].refresh()
@@ -183,7 +183,9 @@ def _sample_in_run(store: Store, key: str, opened: list[Run]) -> Sample:
     fate = run.fate_of(key)
     if fate is not None and (fate.fate == "refused" or run.complete):
         raise SampleFailed(f"{run.url}: {key!r} was {fate.fate}: {bounded(fate.reason)}")
-    return run[key]
+    sample = run[key]
+    _require_identity(sample, identity, f"{store.url}: {key!r}")
+    return sample
 
 
 def _sample_in_object(store: Store, name: str, key: str | None) -> Sample:

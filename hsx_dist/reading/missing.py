@@ -16,6 +16,7 @@ from hsx_dist.store import ObjectInfo, Store
 CONSUMED = "consumed/"
 _REMOVED = "removed.json"
 _DATA = "data/"
+#: Requests at once. Each waits for a round trip to the store.
 _THREADS = 16
 
 

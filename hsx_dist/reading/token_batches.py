@@ -1,16 +1,19 @@
-"""Batches of single tokens, shuffled: what sparse autoencoders and probes train on."""
+"""Batches of single tokens, mixed: what sparse autoencoders and probes train on."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from itertools import count
 from typing import Any
 
 import numpy as np
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.reading.datasets import HiddenStatesDataset
+from hsx_dist.reading.mixer import Block, Rows, concatenate, digest, divide, draw, one_ahead, share_sizes
+from hsx_dist.reading.scaling import Scaling, scaler
 
 if importlib.util.find_spec("torch") is not None:
     from torch.utils.data import IterableDataset
@@ -18,18 +21,32 @@ else:
     IterableDataset = object
 
 
+class _Changed(Exception):
+    """The data set gives other tokens than before the state was taken."""
+
+
 class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
     """Batches ``{"hidden_states": [B, H], "input_ids": [B]}`` of tokens from many samples; ``[B, L, H]`` of L layers.
     Over a data set with ``points``, each of them instead of ``hidden_states``.
 
-    A buffer is filled with ``buffer_tokens`` tokens, shuffled, given out, and filled again. ``DataLoader`` must not
-    batch again: ``batch_size=None``.
+    A buffer of ``buffer_tokens`` is mixed in rounds: a round gives the fraction ``1 - keep`` of the buffer and refills
+    it. A thread reads the next refill meanwhile (not with ``follow``). ``DataLoader`` must not batch again:
+    ``batch_size=None``. Without end where the data set repeats.
 
     Args:
-        dataset: with ``shuffle=True`` tokens of one sample do not all fall into one buffer.
+        dataset: with ``shuffle=True`` tokens of one sample do not all fall into one buffer. Its ``tokens=slice(1,
+            None)`` leaves out the first token of each sample, whose norm differs from all others in many models.
         batch_tokens: B. The last, smaller batch of an epoch is given too, unless ``drop_last``.
-        buffer_tokens: rounded up to whole batches; its states are what is held.
+        buffer_tokens: mixed at once, rounded up to whole batches. Held are these and one refill.
+        keep: the fraction of the buffer that stays for later rounds; 0: each buffer is given whole.
         only_loss: take only tokens whose ``loss_mask`` is set.
+        exclude_ids: leave out tokens with these ids, such as a tokenizer's ``all_special_ids``.
+        scaling: by the statistics that ``hsx stats`` stored with the run. ``norm``: one factor for each layer, so that
+            the mean norm is sqrt(H); ``standard``: each channel to mean 0 and variance 1. float32, unless ``dtype``.
+        dtype, device: what the states become (a torch dtype, or numpy's). Ids keep their dtype.
+
+    Raises:
+        ConfigError: an argument is wrong; the run has no statistics. Iterating: a data set that repeats has no token.
     """
 
     def __init__(
@@ -38,88 +55,143 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
         batch_tokens: int,
         *,
         buffer_tokens: int = 1 << 16,
+        keep: float = 0.5,
         seed: int = 0,
         only_loss: bool = False,
+        exclude_ids: Iterable[int] = (),
+        scaling: Scaling | None = None,
+        dtype: Any = None,
+        device: Any = None,
         drop_last: bool = False,
     ):
         if batch_tokens < 1 or buffer_tokens < 1:
             raise ConfigError(
                 f"batch_tokens, buffer_tokens: expected at least 1, came {batch_tokens} and {buffer_tokens}"
             )
-        self._dataset, self._batch = dataset, batch_tokens
-        self._buffer = -(-buffer_tokens // batch_tokens) * batch_tokens
+        if not 0 <= keep < 1:
+            raise ConfigError(f"keep: expected a fraction from 0 to less than 1, got {keep}. 0.5 is usual")
+        self._dataset, self._batch, self._keep = dataset, batch_tokens, keep
+        # The shares that stay of blocks before are keep / (1 - keep) of a block: one block and they are the buffer.
+        self._block = max(1, -(-round(buffer_tokens * (1 - keep)) // batch_tokens)) * batch_tokens
+        self._sizes = share_sizes(self._block, batch_tokens, keep)
         self._seed, self._only_loss, self._drop_last = seed, only_loss, drop_last
+        self._excluded = np.array(sorted(exclude_ids), np.int64)
+        self._finish = scaler(dataset, scaling, dtype, device)
         self._state: dict[str, Any] | None = None
         self._resume: Mapping[str, Any] | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         resume, self._resume = self._resume, None
-        buffers, skip_rows = 0, 0
-        if resume is not None:
-            buffers, skip_rows = resume["buffers"], resume["rows"]
-            self._dataset.load_state_dict(resume["dataset"])
+        self._state = None
+        if resume is None:
+            resume = {"dataset": self._dataset.start_state()}
         else:
-            self._state = None
-        # The state is that before the sample in which the present buffer begins, and how many of its rows went before.
-        begin = dict(resume["dataset"]) if resume is not None else self._dataset.start_state()
-        before, first = skip_rows, "" if resume is None else resume.get("first", "")
-        held: list[dict[str, Any]] = []
-        count = 0
-        last = begin
+            self._dataset.load_state_dict(resume["dataset"])
+        try:
+            yield from self._rounds(resume)
+        except _Changed:
+            # A sample was skipped, or is there again: other batches follow, and tokens come twice, but none is lost.
+            self._dataset.load_state_dict(resume["dataset"])
+            yield from self._rounds({**resume, "blocks": [], "batches": 0, "buffers": resume.get("oldest", 0)})
+        self._state = None
+
+    def _rounds(self, at: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Rounds from the position ``at``. Blocks of earlier rounds are read for the shares that are not given yet."""
+        known, first_round = at.get("blocks", []), at.get("buffers", 0)
+        oldest = at.get("oldest", first_round) if known else first_round
+        source = self._blocks(at, oldest)
+        held: list[Block] = []
+        with closing(source if self._dataset.follows else one_ahead(source)) as blocks:
+            for number in count(oldest):
+                block = next(blocks, None)
+                if number - oldest < len(known) and known[number - oldest] != ("" if block is None else block.digest):
+                    raise _Changed
+                held += [block] if block is not None else []
+                if not held:
+                    return
+                ended = block is None or block.tokens < self._block
+                begin, digests = held[0], [b.digest for b in held] + [""] * (block is None)
+                shares = [b.shares.pop(0) for b in held for _ in range(len(b.shares) if ended else 1)]
+                held = [b for b in held if b.shares]
+                del block
+                if number < first_round:
+                    continue
+                skip = at.get("batches", 0) if number == first_round else 0
+                where = {"buffers": number, "oldest": begin.number, "blocks": digests, **begin.begin}
+                yield from self._give(shares, number, skip, where)
+                if ended:
+                    return
+
+    def _give(self, shares: list[Rows], number: int, skip: int, where: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        rng = np.random.default_rng([self._seed, number, 1])
+        for given, rows in enumerate(draw(shares, self._batch, rng)):
+            if given < skip or (self._drop_last and len(rows["input_ids"]) < self._batch):
+                continue
+            # A data set that follows a run gives its samples in another order after a resume: no rows can be skipped.
+            again = {"rows": 0, "batches": 0, "blocks": [], "buffers": where["oldest"]}
+            self._state = {**where, "mix": self._mix, **(again if self._dataset.follows else {"batches": given + 1})}
+            yield self._finish(rows)
+
+    def _blocks(self, at: Mapping[str, Any], number: int) -> Generator[Block, None, None]:
+        """Blocks of whole batches in the data set's order, and one with what is left at the end."""
+        skip_rows, first, last = at.get("rows", 0), at.get("first", ""), dict(at["dataset"])
+        # The position before the sample in which the present block begins, and how many of its rows went before.
+        begin = {"rows": skip_rows, "first": first, "dataset": last}
+        held: list[Rows] = []
+        size = idle = 0
         for item in self._dataset:
-            rows = {name: item[name] for name in (*self._dataset.states, "input_ids")}
-            if self._only_loss:
-                rows = {name: x[item["loss_mask"]] for name, x in rows.items()}
-            sample = _digest(rows["input_ids"])
+            rows = self._wanted(item)
+            idle = 0 if len(rows["input_ids"]) else idle + 1
+            if not self._dataset.follows and idle > len(self._dataset):
+                raise ConfigError(
+                    "only_loss, exclude_ids: expected some tokens, got none of a whole epoch. Change them"
+                )
+            sample = digest(rows["input_ids"])
             if skip_rows and first not in ("", sample):  # that sample was skipped this time: these are another's rows
-                before = skip_rows = 0
+                begin["rows"] = skip_rows = 0
             rows = {name: x[skip_rows:] for name, x in rows.items()}
             offset, skip_rows = skip_rows, 0
             while len(rows["input_ids"]):
-                n = min(len(rows["input_ids"]), self._buffer - count)
+                n = min(len(rows["input_ids"]), self._block - size)
                 held.append({name: x[:n] for name, x in rows.items()})
                 rows = {name: x[n:] for name, x in rows.items()}
-                count, offset = count + n, offset + n
-                if count == self._buffer:
-                    yield from self._give(held, buffers, resume, {"rows": before, "first": first, "dataset": begin})
-                    held, count, resume, buffers = [], 0, None, buffers + 1
-                    begin, before, first = last, offset, sample
+                size, offset = size + n, offset + n
+                if size == self._block:
+                    yield self._joined(held, number, begin)
+                    size, number = 0, number + 1
+                    begin = {"rows": offset, "first": sample, "dataset": last}
             last = self._dataset.state_dict()
-            if count == 0:
-                begin, before = last, 0
-        if count:
-            yield from self._give(held, buffers, resume, {"rows": before, "first": first, "dataset": begin})
-        self._state = None
+            if size == 0:
+                begin = {"rows": 0, "first": "", "dataset": last}
+        if size:
+            yield self._joined(held, number, begin)
 
-    def _give(
-        self, held: list[dict[str, Any]], buffers: int, resume: Mapping[str, Any] | None, begin: dict[str, Any]
-    ) -> Iterator[dict[str, Any]]:
-        joined = {name: _concatenate([rows[name] for rows in held]) for name in held[0]}
-        held.clear()
+    def _wanted(self, item: Mapping[str, Any]) -> Rows:
+        rows = {name: item[name] for name in (*self._dataset.states, "input_ids")}
+        wanted = np.asarray(item["loss_mask"]) if self._only_loss else np.ones(len(rows["input_ids"]), bool)
+        if len(self._excluded):
+            wanted = wanted & ~np.isin(np.asarray(rows["input_ids"]), self._excluded)
+        return rows if wanted.all() else {name: x[wanted] for name, x in rows.items()}
+
+    def _joined(self, held: list[Rows], number: int, begin: dict[str, Any]) -> Block:
+        rows = {name: concatenate([part[name] for part in held]) for name in held[0]}
+        held.clear()  # the samples' memory is free before the shares take theirs
         for name in self._dataset.states:
-            if joined[name].shape[1] == 1:
-                joined[name] = joined[name][:, 0]
-        total, content = len(joined["input_ids"]), _digest(joined["input_ids"])
-        # With other tokens, as a sample was skipped or is there again, the batches are others: tokens come twice.
-        same = resume is not None and resume.get("buffer", content) == content
-        skip = resume["batches"] if resume is not None and same else 0
-        order = np.random.default_rng([self._seed, buffers]).permutation(total)
-        stop = total - total % self._batch if self._drop_last else total
-        for number, start in enumerate(range(0, stop, self._batch)):
-            if number < skip:
-                continue
-            # A data set that follows a run gives its samples in another order after a resume: no rows can be skipped.
-            given = {"rows": 0, "batches": 0} if self._dataset.follows else {"batches": number + 1, "buffer": content}
-            self._state = {"buffers": buffers, **begin, **given}
-            picks = order[start : start + self._batch]
-            yield {name: x[picks] for name, x in joined.items()}
+            if rows[name].shape[1] == 1:
+                rows[name] = rows[name][:, 0]
+        total, content = len(rows["input_ids"]), digest(rows["input_ids"])
+        return Block(number, divide(rows, self._sizes, [self._seed, number]), total, begin, content)
+
+    @property
+    def _mix(self) -> list[float]:
+        return [self._seed, self._batch, self._block, self._keep]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where iteration stands, to the batch; the buffer is read again when it is loaded.
+        """Where iteration stands, to the batch; what the buffer holds is read again when it is loaded.
 
-        Over a data set with ``follow``: where the present buffer began. A resume gives the tokens of this buffer again,
-        and those of the sample in which it began. So it does where ``on_error="skip"`` leaves out other samples of this
-        buffer than before.
+        Over a data set with ``follow``: where the oldest tokens of the buffer began. A resume gives the tokens since
+        then again. So it does where ``on_error="skip"`` leaves out other samples than before, and where seed, batch,
+        buffer or ``keep`` are others.
         """
         if self._state is not None:
             return self._state
@@ -130,18 +202,9 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iteration goes on where ``state``, ours or ``merge_states``'s, was taken."""
         if "dataset" not in state:
-            state = {"buffers": 0, "rows": 0, "batches": 0, "dataset": state}
+            state = {"dataset": state}
         self._dataset.load_state_dict(state["dataset"])
-        self._resume, self._state = dict(state), None
-
-
-def _digest(ids: Any) -> str:
-    return hashlib.blake2b(np.ascontiguousarray(ids).data, digest_size=8).hexdigest()
-
-
-def _concatenate(arrays: list[Any]) -> Any:
-    if isinstance(arrays[0], np.ndarray):
-        return np.concatenate(arrays)
-    import torch
-
-    return torch.cat(arrays)
+        own = dict(state)
+        if own.get("mix") != self._mix:  # also a state of a version that did not keep tokens
+            own.update(blocks=[], batches=0, buffers=own.get("oldest", own.get("buffers", 0)))
+        self._resume, self._state = own, None

@@ -95,6 +95,7 @@ _RUST = "\n\nDebug source:"
 _NO_ANSWER = ("HTTP error:", "error sending request", "operation timed out")
 #: How obstore tells S3's 301, which names the right endpoint in its body alone.
 _REDIRECT = "redirect without LOCATION"
+#: Characters of a library's message that an error repeats: S3's XML answers are longer than a log line.
 _DETAIL = 300
 # gcsfs takes these words as `token`: they are no secrets, and cutting them out would garble messages.
 _WHERE_TO_LOOK = frozenset({"anon", "browser", "cache", "cloud", "google_default"})

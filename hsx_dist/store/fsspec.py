@@ -37,6 +37,7 @@ _MEMORY_LOCK = threading.Lock()
 #: limits are for silence, and have holes: a server may send a byte a second, or never answer `Expect: 100-continue`.
 _PATIENCE = 60.0
 _SLOWEST = 1024 * 1024
+#: S3's limit. A claim beyond it gives a call no more time.
 _LARGEST_OBJECT = 5 << 40
 
 

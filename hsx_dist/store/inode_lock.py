@@ -19,6 +19,7 @@ from hsx_dist.errors import Unavailable
 
 #: How long a put waits for another process that holds the lock (for two system calls, unless it is stopped).
 LONGEST_S = 10.0
+#: Seconds between two tries. The holder needs the lock for two system calls.
 _PAUSE_S = 0.002
 _BUSY = (errno.EAGAIN, errno.EACCES)
 #: Linux only: Python's ``fcntl`` does not name them on macOS.

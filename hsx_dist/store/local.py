@@ -32,6 +32,7 @@ from hsx_dist.store.folders import SAFELY, is_at, opened
 from hsx_dist.store.inode_lock import lock_exclusively, lock_for_put
 from hsx_dist.store.synced import SyncedFolders
 
+#: Buffers in one `writev`. POSIX systems take 1024; half of it leaves room.
 _IOV_MAX = 512
 _TRANSIENT = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EINTR})
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})

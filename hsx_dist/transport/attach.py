@@ -11,15 +11,13 @@ from multiprocessing.connection import Client
 from hsx_dist.errors import EngineError
 from hsx_dist.observe.metrics import Increments, Meter, Series
 from hsx_dist.page import Page
-from hsx_dist.transport.channel import Peer, message
+from hsx_dist.transport.channel import START_S, Peer, message
 from hsx_dist.transport.local_end import LocalEnd
 from hsx_dist.transport.remote_sender import RemoteSender
 from hsx_dist.transport.ring import ALIGN
 from hsx_dist.transport.shipping import Shipped
 from hsx_dist.writers.base import CALL_BYTES
 from hsx_dist.writers.events import Event, Lost
-
-START_S = 120.0
 
 
 class AttachedEnd(LocalEnd):

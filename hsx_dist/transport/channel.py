@@ -38,6 +38,9 @@ log = get_logger(__name__)
 
 #: Messages to the engine within so many seconds are sent together.
 LINGER_S = 0.005
+#: How long a peer may take to answer an offer: a process that was just started imports its store's client, which takes
+#: seconds, and on a loaded machine tens of them.
+START_S = 120.0
 #: How long a process that has closed its connection may take to end.
 _END_S = 5.0
 

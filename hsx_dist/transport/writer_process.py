@@ -24,13 +24,12 @@ from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import Segment
 from hsx_dist.store import open_store
 from hsx_dist.transport.affinity import any_core
-from hsx_dist.transport.channel import Peer, ReturnQueue, take_offer
+from hsx_dist.transport.channel import START_S, Peer, ReturnQueue, take_offer
 from hsx_dist.transport.remote_end import RemoteEnd
 from hsx_dist.writers.events import Lost
 from hsx_dist.writers.sink import PartSink, SinkOptions
 from hsx_dist.writers.threads import ThreadSender
 
-START_S = 120.0
 #: How often the process looks whether its engine still runs.
 _LOOK_S = 1.0
 #: Where the engine's threads share a core with the process, they go first: one of them may have the interpreter's lock.

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 #: More than can be under way at once: one that is older than so many names cannot come any more.
 _REMEMBERED = 4096
+#: Locks that names share. More than the threads that put, so that two names seldom wait for one lock.
 _STRIPES = 64
 
 

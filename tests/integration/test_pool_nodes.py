@@ -18,6 +18,7 @@ from hsx_dist.fleet.writer_states import WriterState
 from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.manifest import Receipt
 from hsx_dist.format.runs import load_manifest, take_attempt
+from hsx_dist.observe.metrics import Meter
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import Store, open_store
 from hsx_dist.testing.samples import random_sample
@@ -84,7 +85,8 @@ def test_a_node_that_dies_takes_no_sample_with_it(cluster):
         while len(fleet.writers.listed) < 2:  # ends: both nodes have room for theirs
             fleet.poll(1.0)
         lost = []
-        sender = RaySender(fleet.writers.listed, lost.append, node=doomed.node_id)
+        meter = Meter()
+        sender = RaySender(fleet.writers.listed, lost.append, node=doomed.node_id, meter=meter)
 
         def send() -> None:
             for key in sorted(SAMPLES.keys() - load_manifest(store).samples.keys()):
@@ -92,10 +94,10 @@ def test_a_node_that_dies_takes_no_sample_with_it(cluster):
 
         send()
         sender.flush()
-        here = next(w for w in sender._writers if w.node == doomed.node_id)
-        assert here.unanswered == {}
+        assert not meter.gauges()["unanswered_bytes", ""]
+        here = dict(fleet.writers.listed)[doomed.node_id]
         assert load_manifest(store).samples == {}  # all of it is with the writer that will die, and nothing proven
-        pid = ray.get(here.actor.__ray_call__.remote(lambda _: os.getpid()))
+        pid = ray.get(here.__ray_call__.remote(lambda _: os.getpid()))
         cluster.remove_node(doomed, allow_graceful=False)
         os.kill(
             pid, signal.SIGKILL
@@ -108,7 +110,6 @@ def test_a_node_that_dies_takes_no_sample_with_it(cluster):
                 break
         assert load_manifest(store).samples.keys() == SAMPLES.keys()
         assert verify_run(store).ok
-        assert here.epoch >= 1
         while doomed.node_id in {
             node for node, _ in fleet.writers.listed
         }:  # ends: Ray tells of the death within seconds
@@ -122,8 +123,7 @@ def test_a_node_that_dies_takes_no_sample_with_it(cluster):
         assert len(fleet.writers.listed) == 1  # not before it lives
         while len(fleet.writers.listed) < 2:  # ends: the node has room for it
             fleet.poll(0.5)
-        sender.update(fleet.writers.listed)
-        assert doomed.node_id not in {w.node for w in sender._writers}
+        assert doomed.node_id not in dict(fleet.writers.listed)
 
 
 def test_a_writer_that_waits_for_its_cpu_is_waited_for_by_nobody(cluster):
@@ -159,10 +159,11 @@ def test_what_goes_to_other_nodes_stays_within_its_bound(cluster):
             fleet.poll(0.5)
         lost, unanswered = [], []
         abroad = 2 * max(page.nbytes for sample in SAMPLES.values() for page in sample.pages())
-        sender = RaySender(fleet.writers.listed, lost.append, node="another", abroad_bytes=abroad)
+        meter = Meter()
+        sender = RaySender(fleet.writers.listed, lost.append, node="another", abroad_bytes=abroad, meter=meter)
         for _ in range(3):
             for sample in SAMPLES.values():
-                sender.send(list(sample.pages()), lambda _: unanswered.append(sum(w.nbytes for w in sender._writers)))
+                sender.send(list(sample.pages()), lambda _: unanswered.append(meter.gauges()["unanswered_bytes", ""]))
         sender.flush()
         fleet.flush()
         assert set(load_manifest(store).samples) == set(SAMPLES)

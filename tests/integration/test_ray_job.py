@@ -41,11 +41,11 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(s3, tmp_path_factory):
+def cluster(s3):
     env = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", **s3.env}
     # Ray's default is ten seconds: this job's actors would have ended before their numbers are seen twice.
     env["RAY_metrics_report_interval_ms"] = "500"
-    with ray_head(num_cpus=2, temp_dir=tmp_path_factory.mktemp("ray"), env=env) as head:
+    with ray_head(num_cpus=2, env=env) as head:
         yield Cluster(head, {**os.environ, **env, **head.env})
 
 

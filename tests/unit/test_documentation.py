@@ -23,6 +23,7 @@ RUN_BY = {
     "docs/guides/serving.md": "tests/integration/test_serving.py",
     "docs/extending.md": "tests/unit/exporting/test_exporters.py",
     "docs/guides/training.md": "tests/unit/test_guides.py",
+    "docs/guides/sparse-autoencoders.md": "tests/unit/test_guides.py",
     "docs/connector.md": "tests/integration/test_connector_bare.py",
     "docs/guides/ray-cluster.md": "tests/integration/test_ray_job.py",
     "docs/guides/spot.md": "tests/integration/test_nodes_of_a_run.py",

@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from hsx_dist import open_run
+from hsx_dist.reading.statistics import compute_statistics, store_statistics
 from hsx_dist.store import open_store
 from hsx_dist.testing.samples import random_sample
 from tests.harness.runs import store_run
+from tests.harness.snippets import snippets
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "training.md"
+GUIDES = Path(__file__).parents[2] / "docs" / "guides"
+GUIDE = GUIDES / "training.md"
 
 
 @pytest.mark.slow
@@ -22,3 +26,16 @@ def test_the_guide_goes_from_a_run_to_a_training_loop(tmp_path: Path, monkeypatc
     names = {"RUN": url, "LAYER": 2, "LAST": 30, "HIDDEN": 24, "__name__": "guide"}
     exec(compile(code, "training.md", "exec"), names)
     assert float(names["loss"]) > 0  # type: ignore[arg-type]
+
+
+def test_the_guide_on_sparse_autoencoders_gives_batches(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    store_run(open_store(url), [random_sample(f"s{i}", 60 + i, seed=i, odd=False) for i in range(10)])
+    store_statistics(open_run(url), compute_statistics(open_run(url), [15], skip_first=1))
+    names = {"RUN": url, "LAYER": 15, "__name__": "guide"}
+    blocks = [s for s in snippets(GUIDES / "sparse-autoencoders.md") if s.language == "python"]
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block.text, block.where, "exec"), names)
+    assert names["batch"]["hidden_states"].shape == (256, 24)  # type: ignore[index]
+    assert names["state"]["batches"] > 0  # type: ignore[index]

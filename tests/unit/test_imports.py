@@ -37,6 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "exporting": {"errors", "isa", "models", "page", "config", "layers", "store", "format", "reading"},
     "ray_arguments": {"config", "errors"},
     "ray": {"errors", "reading", "exporting", "ray_arguments"},
+    "saelens": {"errors", "layers", "reading"},
     "speculators": {"errors", "config", "page", "format", "reading", "store"},
     "observe": {"errors", "page", "config", "layers", "store", "format", "reading", "text"},
     "writers": {
@@ -96,6 +97,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
         "jobs/",
         "reading/",
         "exporting/",
+        "saelens.py",
         "speculators.py",
         "models/",
         "testing/",

@@ -17,7 +17,6 @@ import torch
 import hsx_dist
 from hsx_dist.connector.connector_config import read_connector_config
 from hsx_dist.connector.object_writer import StoreOutlet, ThreadWriters
-from hsx_dist.connector.outlet import Outlet
 from hsx_dist.connector.point_copier import hidden_states_in
 from hsx_dist.connector.step import Expect, Save, Skip, Step
 from hsx_dist.connector.worker import WorkerHalf
@@ -26,7 +25,6 @@ from hsx_dist.page import Page, Segment
 from hsx_dist.store import open_store
 from hsx_dist.testing.faulty_stores import PUTS, CountingStore, FailingStore, HangingStore, Strike
 from hsx_dist.testing.stores import MemoryStore
-from hsx_dist.transport.local_end import LocalEnd
 from hsx_dist.writers.sink import PartSink
 from tests.unit.connector.small_outlet import HIDDEN, LAYERS, outlet_on, some, submit
 
@@ -301,81 +299,6 @@ def test_the_same_tokens_under_another_adapter_are_another_sample(tmp_path):
         outlet.close()
     with pytest.raises(SampleFailed, match="another sample of that key"):
         hsx_dist.load_hidden_states(str(tmp_path / "k.safetensors"))
-
-
-def test_what_a_sender_could_not_pass_on_is_told_and_its_room_comes_free():
-    class BrokenSender:
-        def send(self, pages, release):
-            release(pages[0])
-            raise RuntimeError("the object store is full")
-
-        def flush(self): ...
-        def close(self): ...
-
-    told = []
-    outlet = Outlet(LocalEnd(BrokenSender(), 1 << 20, told.append))
-    for key in "ab":
-        submit(outlet, key, some())
-    outlet.close()
-    assert [s.key for s in told] == ["a", "b"]
-    assert all("object store is full" in s.reason for s in told)
-    assert outlet.ring.used_bytes == 0
-
-
-def test_a_page_that_is_released_twice_frees_no_other_page():
-    class LateSender:
-        def send(self, pages, release):
-            kept.extend((release, page) for page in pages)
-            raise RuntimeError("the connection is closed")
-
-        def flush(self): ...
-        def close(self): ...
-
-    kept = []
-    outlet = Outlet(LocalEnd(LateSender(), 1 << 20))
-    submit(outlet, "a", some())
-    outlet.close()
-    other = outlet.ring.allocate(64)  # where the page was
-    for release, page in kept:
-        release(page)
-    assert outlet.ring.used_bytes == 64
-    outlet.ring.free(other)
-
-
-def test_a_page_that_was_not_copied_reaches_its_writer_as_an_error():
-    class KeepingSender:
-        def send(self, pages, release):
-            sent.extend((p.segment.key, bool(p.error)) for p in pages)
-            for page in pages:
-                release(page)
-
-        def flush(self): ...
-        def close(self): ...
-
-    def broken():
-        raise RuntimeError("an illegal memory access was encountered")
-
-    told, sent = [], []
-    outlet = Outlet(LocalEnd(KeepingSender(), 1 << 20, told.append))
-    submit(outlet, "a", some(), ready=broken)
-    submit(outlet, "b", some(), ready=lambda: None)
-    submit(outlet, "a", some(), request="again", ready=lambda: None)
-    # Of two pages the first is not copied.
-    n, layers = 6, some(6)
-    segment = Segment("c", 0, 0, n, n, source="c:0")
-    for start, ready in ((0, broken), (3, lambda: None)):
-        page = layers[:, start : start + 3]
-        offset = outlet.ring.allocate(page.nbytes)
-        ids = np.arange(3, dtype=np.int64)
-        outlet.submit(
-            (Page(segment, start, start + 3, 3, LAYERS, "float32", page.shape, "LTH", ids, offset=offset), ready)
-        )
-    outlet.close()
-    assert sent == [("a", True), ("b", False), ("a", False), ("c", True), ("c", False)]
-    assert [(s.key, "illegal memory access" in (s.reason or "")) for s in told] == [
-        ("a", True), ("b", False), ("a", False), ("c", True)
-    ]  # fmt: skip
-    assert outlet.ring.used_bytes == 0
 
 
 def test_a_page_that_was_not_copied_is_told_to_whoever_waits(tmp_path):

@@ -352,6 +352,17 @@ def test_tokens_of_points_are_shuffled_together() -> None:
     }
 
 
+@pytest.mark.parametrize(("framework", "dtype"), [("torch", torch.float64), ("numpy", np.float64)])
+def test_batches_of_points_take_a_dtype_and_ids_keep_theirs(framework: Any, dtype: Any) -> None:
+    run = run_of(point_sample("a").segments(0))
+    dataset = HiddenStatesDataset(run, points=["mlp_out", "topk_ids"], framework=framework)
+    batch = next(iter(TokenBatches(dataset, 8, dtype=dtype)))
+    assert batch["mlp_out"].dtype == dtype
+    assert str(batch["topk_ids"].dtype).endswith("int32")
+    with pytest.raises(ConfigError, match=r"scaling: expected .* got points mlp_out, topk_ids"):
+        TokenBatches(dataset, 8, scaling="norm")
+
+
 @pytest.mark.parametrize("codec", ["none", "split", "fp8-token"])
 def test_a_run_of_points_is_verified(codec: str) -> None:
     store = MemoryStore()

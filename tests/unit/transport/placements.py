@@ -96,6 +96,12 @@ class Placement:
         until(lambda: set(keys) <= self.outcomes.keys() and not self.end.ring.used_bytes)
 
 
+def place(offset: int, nbytes: int) -> Page:
+    """A page of so many bytes, which is all that counts of it."""
+    segment = Segment("k", 0, 0, 1, 1)
+    return Page(segment, 0, 1, 1, (1,), "float16", (1, 1, nbytes // 2), "LTH", np.zeros(1, np.int64), offset=offset)
+
+
 def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not condition():
@@ -129,7 +135,7 @@ def attach(folder: Path, wrap: Callable[[Sender], Sender] = lambda sender: sende
 
     def on_shipped(shipped: Shipped) -> None:
         made.shipped.append(shipped)
-        if (shipped.reason or "").startswith("its page"):  # all else is the writers' to report
+        if (shipped.reason or "").startswith(("its page", "not all")):  # all else is the writers' to report
             made.note(Segment(shipped.key, 0, 0, 1, 1), shipped.reason)
 
     server = PageServer(lambda: threads(made, wrap), on_shipped, meter=made.meter)
@@ -140,10 +146,15 @@ def attach(folder: Path, wrap: Callable[[Sender], Sender] = lambda sender: sende
 
 
 @contextmanager
-def spawned(folder: Path) -> Iterator[Placement]:
+def spawned(
+    folder: Path, on_event: Callable[[Event], None] | None = None, drain_seconds: float = 4.0
+) -> Iterator[Placement]:
+    """``on_event``: called instead of the placement's own."""
     made = Placement(folder)
-    spec = WriterProcessSpec(str(folder), {}, options(), 2, RING, 4.0)
-    sender = RemoteSender(partial(spawn, spec), RING, made.on_event, made.meter, drain_seconds=4.0)
+    spec = WriterProcessSpec(str(folder), {}, options(), 2, RING, drain_seconds)
+    sender = RemoteSender(
+        partial(spawn, spec), RING, on_event or made.on_event, made.meter, drain_seconds=drain_seconds
+    )
     made.end = LocalEnd(sender, RING, made.shipped.append, on_lost=made.note, meter=made.meter, memory=sender.memory)
     yield made
     made.end.close(10)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hsx_dist.page import Page
+from hsx_dist.transport.attach import AttachedEnd
 from hsx_dist.transport.local_end import LocalEnd
 from tests.unit.transport.placements import PLACEMENTS, RING, Placement, attach, inline, some, until
 
@@ -105,6 +110,17 @@ def test_a_page_that_cannot_cross_a_process_border_costs_its_sample_alone(placem
     assert "cannot be passed on" in why
 
 
+@pytest.mark.parametrize("placement", ["attach", "spawn"], indirect=True)
+def test_a_page_that_comes_without_the_first_one_of_its_sample_costs_that_sample_alone(placement):
+    _, late = placement.pages("a", some(8), page_tokens=4)
+    placement.end.submit((late, None))
+    placement.end.ring.free(0)  # the first one's place: it was never submitted
+    placement.submit("b", some())
+    placement.wait_for("a", "b")
+    assert placement.outcomes["a"] == ["not all of its pages came"]
+    assert placement.outcomes["b"] == [None]
+
+
 def test_a_sample_of_which_nothing_is_stored_is_reported_after_the_pages_before_it(placement):
     placement.submit("a", some())
     placement.end.skip("b", "too short")
@@ -188,3 +204,38 @@ def test_the_end_is_not_waited_for_longer_than_asked(tmp_path):
     go.set()
     until(lambda: not end.pending)
     assert end.ring.used_bytes == 0
+
+
+LISTENING = """
+import sys
+from pathlib import Path
+from hsx_dist.transport.page_server import PageServer
+class Keeping:
+    def send(self, pages, release): print("has", len(pages), flush=True)
+    def flush(self): ...
+    def close(self): ...
+server = PageServer(Keeping, print)
+print(server.address, server.key.hex(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_when_an_attached_process_is_killed_the_engine_gets_its_ring_back_and_ends(tmp_path, caplog):
+    """The engine outlives it for a moment: its steps must not wait for places that nothing frees."""
+    with subprocess.Popen([sys.executable, "-c", LISTENING], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as peer:
+        assert peer.stdout is not None
+        address, key = peer.stdout.readline().decode().split()
+        placement = Placement(tmp_path)
+        placement.end = AttachedEnd(address, bytes.fromhex(key), RING)
+        placement.submit("a", some())
+        assert peer.stdout.readline() == b"has 1\n"
+        assert placement.end.ring.used_bytes
+        peer.kill()
+    shutil.rmtree(Path(address).parent)
+    until(lambda: not placement.end.ring.used_bytes)
+    assert "closed the connection" in caplog.text
+    for i in range(600):  # more than the ring: a place that does not come back would hold this
+        placement.submit(f"k{i}", some(40))
+    until(lambda: not placement.end.pending)
+    assert not placement.end.ring.used_bytes
+    placement.end.close(30)

@@ -1,0 +1,93 @@
+"""``saelens``: SAELens' cached activations, an Arrow data set of one hook and one fixed context.
+
+A row has a column named as the hook, ``[context, H]``, and ``token_ids`` ``[context]`` int32. SAELens has no mask: a
+context is whole or left out. A sample gives as many whole contexts as it has; no context has tokens of two samples.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hsx_dist.errors import ConfigError
+from hsx_dist.exporting.base import ExportOptions, need, stored_layers
+from hsx_dist.layers import hook_of_layer
+from hsx_dist.reading.run import Run
+
+_ROWS_PER_BATCH = 64
+
+
+class SaeLensExporter:
+    """Read back by SAELens' ``ActivationsStore`` with ``cached_activations_path``.
+
+    float32: Arrow has no bfloat16. ``ActivationsStore`` converts to its own ``dtype``.
+    """
+
+    def __init__(self, run: Run, options: ExportOptions) -> None:
+        if importlib.util.find_spec("datasets") is None:
+            raise ConfigError("saelens: expected Hugging Face datasets to be installed, got none. pip install sae-lens")
+        if options.context < 1:
+            raise ConfigError(f"context: expected at least 1 token, got {options.context}. Use SAELens' size")
+        layers = tuple(options.aux_layers or stored_layers(run))
+        if len(layers) != 1:
+            raise ConfigError(f"saelens: expected one layer, got {list(layers)}. Name one (--layers)")
+        self.layers = need(run, layers, "saelens")
+        self.per_file = options.samples_per_file
+        self._context = options.context
+        self._width = run.at(0).hidden_size
+        self._hook = hook_of_layer(layers[0])
+
+    def file(self, first: int) -> str:
+        return f"data-{first // self.per_file:05d}.arrow"
+
+    def write(self, items: Iterable[dict[str, Any]], path: Path) -> None:
+        from datasets import Array2D, Features, Sequence, Value
+        from datasets.arrow_writer import ArrowWriter
+
+        shape = (self._context, self._width)
+        features = Features(
+            {self._hook: Array2D(shape, "float32"), "token_ids": Sequence(Value("int32"), length=self._context)}
+        )
+        with ArrowWriter(path=str(path), features=features, writer_batch_size=_ROWS_PER_BATCH) as writer:
+            for item in items:
+                states = item["hidden_states"][:, 0].float().numpy()
+                ids = item["input_ids"].numpy().astype(np.int32)
+                for start in range(0, len(ids) - self._context + 1, self._context):
+                    context = slice(start, start + self._context)
+                    writer.write({self._hook: states[context], "token_ids": ids[context]})
+            writer.finalize()
+
+    def finish(self, run: Run, dest: Path) -> None:
+        """``state.json`` and ``dataset_info.json``, by which ``datasets.load_from_disk`` finds the files."""
+        from datasets import Dataset
+
+        files = sorted(dest.glob("data-*.arrow"))
+        parts = [Dataset.from_file(str(file)) for file in files]
+        if not any(len(part) for part in parts):
+            raise ConfigError(f"context: expected samples of {self._context} tokens, got shorter ones. Take fewer")
+        info = parts[0].info
+        (dest / "dataset_info.json").write_text(json.dumps({"features": info.features.to_dict()}))
+        state: dict[str, Any] = {
+            "_data_files": [{"filename": file.name} for file in files],
+            "_fingerprint": run.id,
+            "_format_columns": None,
+            "_format_kwargs": {},
+            "_format_type": None,
+            "_output_all_columns": False,
+            "_split": None,
+        }
+        (dest / "state.json").write_text(json.dumps(state))
+
+    def statement(self) -> dict[str, Any]:
+        return {
+            "hook_name": self._hook,
+            "context_size": self._context,
+            "dtype": "float32",
+            "left_out": "tokens behind the last whole context of each sample",
+            "norm": "none",
+        }

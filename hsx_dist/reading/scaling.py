@@ -1,0 +1,89 @@
+"""States scaled by a run's statistics, in the dtype and on the device that a trainer wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+
+from hsx_dist.errors import ConfigError
+from hsx_dist.page import HIDDEN_STATES
+from hsx_dist.reading.arrays import resolve_framework
+from hsx_dist.reading.statistics import read_statistics
+
+if TYPE_CHECKING:
+    from hsx_dist.reading.datasets import HiddenStatesDataset
+
+Scaling = Literal["norm", "standard"]
+
+
+def scaler(
+    dataset: HiddenStatesDataset, scaling: Scaling | None, dtype: Any, device: Any
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """What makes ``TokenBatches``'s batch of rows as stored: states ``[B, H]`` or ``[B, L, H]``.
+
+    Raises:
+        ConfigError: ``scaling`` is unknown, the run has no statistics of a layer, the data set gives other points than
+            hidden states, or numpy was given a device.
+    """
+    if scaling is not None and scaling not in get_args(Scaling):
+        raise ConfigError(f"scaling: expected 'norm', 'standard' or None, got {scaling!r}")
+    torch_wanted = resolve_framework(dataset.framework) == "torch"
+    if device is not None and not torch_wanted:
+        raise ConfigError(f"device: expected none for numpy arrays, got {device!r}. Use framework='torch'")
+    if scaling is None and dtype is None and device is None:
+        return lambda rows: rows
+    if scaling is not None and dataset.states != (HIDDEN_STATES,):
+        raise ConfigError(
+            f"scaling: expected a data set of hidden states, got points {', '.join(dataset.states)}. `hsx stats` has "
+            "statistics of hidden states alone"
+        )
+    shift, factor = _line(dataset, scaling) if scaling is not None else (None, None)
+    if not torch_wanted:
+
+        def finish_numpy(rows: dict[str, Any]) -> dict[str, Any]:
+            done = dict(rows)
+            for name in dataset.states:
+                x = rows[name] if factor is None else (rows[name].astype(np.float32) - shift) * factor
+                done[name] = x if dtype is None or x.dtype == np.int32 else x.astype(dtype)
+            return done
+
+        return finish_numpy
+    import torch
+
+    on_device: list[Any] = []  # made at the first batch: a data set is made before DataLoader's workers start
+
+    def finish(rows: dict[str, Any]) -> dict[str, Any]:
+        done = {name: x.to(device) for name, x in rows.items()}
+        for name in dataset.states:
+            x = done[name]
+            if factor is not None:
+                if not on_device:
+                    on_device.extend(torch.from_numpy(a).to(x.device) for a in (shift, factor))
+                x = (x.float() - on_device[0]) * on_device[1]
+            done[name] = x.to(dtype) if dtype is not None and x.is_floating_point() else x
+        return done
+
+    return finish
+
+
+def _line(dataset: HiddenStatesDataset, scaling: Scaling) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """(shift, factor), float32, that broadcast over ``[B, H]``, or ``[B, L, H]`` of several layers."""
+    found = read_statistics(dataset.run)
+    layers = dataset.layers
+    if missing := sorted(set(layers) - set(found.layers)):
+        raise ConfigError(
+            f"scaling: expected statistics of layers {list(layers)}, got none of {missing}. Run "
+            f"`hsx stats {dataset.run.url} --layers {','.join(map(str, layers))}`"
+        )
+    rows = [found.layers[layer] for layer in layers]
+    if scaling == "norm":
+        shift = np.zeros((len(rows), 1))
+        factor = np.array([[row.norm_factor] for row in rows])
+    else:
+        shift = np.stack([row.mean for row in rows])
+        spread = np.sqrt(np.stack([row.variance for row in rows]))
+        factor = np.divide(1.0, spread, out=np.ones_like(spread), where=spread > 0)  # a constant channel stays 0
+    one = len(rows) == 1
+    return (shift[0] if one else shift).astype(np.float32), (factor[0] if one else factor).astype(np.float32)

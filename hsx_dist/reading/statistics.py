@@ -1,0 +1,199 @@
+"""What ``hsx stats`` stores with a run: moments, maxima and norms of each layer, for scaling and for people.
+
+Streaming: memory is a few arrays of the hidden size for each layer. All sums are float64; blocks are joined by the
+parallel update of Chan, Golub and LeVeque (1979), which does not cancel as a difference of sums of squares does.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hsx_dist.errors import ConfigError, FormatError
+from hsx_dist.format.json_objects import count, dump_json, find_json, number, text
+from hsx_dist.format.names import statistics_name
+from hsx_dist.reading.datasets import HiddenStatesDataset
+from hsx_dist.reading.run import Run
+
+_Array = np.ndarray[Any, Any]
+_ROWS = 1024  # widened to float64 at once
+_ARRAYS = ("mean", "variance", "absmax")
+_NUMBERS = ("mean_norm", "rms_norm", "max_norm")
+_COUNTS = ("layer", "tokens", "samples", "non_finite", "skip_first", "hidden_size")
+_CHECKS = {
+    "run": text,
+    **dict.fromkeys(_ARRAYS, text),
+    **dict.fromkeys(_NUMBERS, number),
+    **dict.fromkeys(_COUNTS, count),
+}
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """Of one layer, over ``tokens`` tokens of ``samples`` samples.
+
+    ``mean``, ``variance`` (of the population), ``absmax`` (largest absolute value): float64 ``[H]``, by channel.
+    ``mean_norm``, ``rms_norm``, ``max_norm``: of the tokens' Euclidean norms. ``non_finite``: tokens that were left out
+    because a value was not finite. ``skip_first``: so many tokens at the start of each sample were left out.
+    """
+
+    layer: int
+    tokens: int
+    samples: int
+    non_finite: int
+    skip_first: int
+    mean: _Array
+    variance: _Array
+    absmax: _Array
+    mean_norm: float
+    rms_norm: float
+    max_norm: float
+
+    @property
+    def norm_factor(self) -> float:
+        """What states are multiplied with so that their mean norm is sqrt(H), as SAELens'
+        ``expected_average_only_in``; 1 where all are zero."""
+        return math.sqrt(len(self.mean)) / self.mean_norm if self.mean_norm > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class RunStatistics:
+    """``LayerStatistics`` by layer id."""
+
+    layers: Mapping[int, LayerStatistics]
+
+
+class _Moments:
+    """Statistics of the rows seen so far of one layer."""
+
+    def __init__(self, hidden_size: int):
+        self.tokens = self.non_finite = 0
+        self.mean, self.squares, self.absmax = (np.zeros(hidden_size) for _ in range(3))
+        self.norms = self.norm_squares = self.max_norm = 0.0
+
+    def add(self, rows: _Array) -> None:
+        """``rows``: ``[n, H]`` of any float dtype."""
+        for start in range(0, len(rows), _ROWS):
+            x = rows[start : start + _ROWS].astype(np.float64)
+            finite = np.isfinite(x).all(axis=1)
+            if not finite.all():
+                self.non_finite += int((~finite).sum())
+                x = x[finite]
+            if len(x):
+                self._join(x)
+
+    def _join(self, x: _Array) -> None:
+        n, before = len(x), self.tokens
+        mean = x.mean(axis=0)
+        delta = mean - self.mean
+        self.tokens = before + n
+        self.squares += ((x - mean) ** 2).sum(axis=0) + delta**2 * (before * n / self.tokens)
+        self.mean += delta * (n / self.tokens)
+        np.maximum(self.absmax, np.abs(x).max(axis=0), out=self.absmax)
+        norm_squares = (x**2).sum(axis=1)
+        norms = np.sqrt(norm_squares)
+        self.norms += float(norms.sum())
+        self.norm_squares += float(norm_squares.sum())
+        self.max_norm = max(self.max_norm, float(norms.max()))
+
+    def done(self, layer: int, samples: int, skip_first: int) -> LayerStatistics:
+        n = self.tokens
+        if n == 0:
+            raise ConfigError(f"layer {layer}: expected tokens with finite states, got none. Choose another layer")
+        return LayerStatistics(
+            *(layer, n, samples, self.non_finite, skip_first, self.mean, self.squares / n, self.absmax),
+            *(self.norms / n, math.sqrt(self.norm_squares / n), self.max_norm),
+        )
+
+
+def compute_statistics(
+    run: Run,
+    layers: Sequence[int] | None = None,
+    *,
+    max_tokens: int | None = None,
+    skip_first: int = 0,
+    seed: int = 0,
+) -> RunStatistics:
+    """Statistics of ``layers`` (``None``: all) over all tokens, or over ``max_tokens`` tokens of random samples.
+
+    ``skip_first``: leave out so many tokens at the start of each sample. The first token's norm is often a hundred
+    times the others', and a trainer that leaves it out must not scale by it.
+
+    Raises:
+        ConfigError: a layer is not in the run, or no token is left.
+        FormatError, NotFound: a part is damaged or missing.
+    """
+    if skip_first < 0 or (max_tokens is not None and max_tokens < 1):
+        raise ConfigError(f"max_tokens, skip_first: expected at least 1 and 0, got {max_tokens} and {skip_first}")
+    data = HiddenStatesDataset(
+        run,
+        layers=layers,
+        tokens=slice(skip_first, None),
+        shuffle=max_tokens is not None,
+        seed=seed,
+        rank=0,
+        world_size=1,
+        loss_mask="off",
+        framework="numpy",
+    )
+    ids, samples, left = data.layers, 0, math.inf if max_tokens is None else max_tokens
+    moments: list[_Moments] = []
+    for item in data:
+        states = item["hidden_states"][: int(min(left, len(item["hidden_states"])))]
+        moments = moments or [_Moments(states.shape[2]) for _ in ids]
+        for k, own in enumerate(moments):
+            own.add(states[:, k])
+        samples, left = samples + 1, left - len(states)
+        if left <= 0:
+            break
+    if not moments:
+        raise ConfigError(f"{run.url}: expected samples, got a run that has none. Start the extraction first")
+    return RunStatistics({layer: m.done(layer, samples, skip_first) for layer, m in zip(ids, moments, strict=True)})
+
+
+def store_statistics(run: Run, statistics: RunStatistics) -> None:
+    """Store them with the run, one object for each layer; those of the same layers are replaced.
+
+    Raises:
+        RunError: the run was removed meanwhile.
+    """
+    with run.place.reading():
+        for own in statistics.layers.values():
+            arrays = {name: base64.b64encode(getattr(own, name).astype("<f8").tobytes()).decode() for name in _ARRAYS}
+            numbers = {name: getattr(own, name) for name in (*_COUNTS[:-1], *_NUMBERS)}
+            body = {"run": run.id, **numbers, "hidden_size": len(own.mean), **arrays}
+            run.store.put(statistics_name(own.layer), [dump_json(body)])
+
+
+def read_statistics(run: Run, layers: Sequence[int] | None = None) -> RunStatistics:
+    """What ``hsx stats`` stored of ``layers`` (``None``: of the run's); without those of which nothing is stored.
+
+    Raises:
+        FormatError: an object is damaged.
+    """
+    found = {}
+    for layer in run.layer_ids if layers is None else layers:
+        body = find_json(run.store, statistics_name(layer), _CHECKS)
+        if body is not None and body.get("run") == run.id:
+            found[layer] = _parse(body, f"{run.store.url}/{statistics_name(layer)}")
+    return RunStatistics(found)
+
+
+def _parse(body: Mapping[str, Any], where: str) -> LayerStatistics:
+    try:
+        arrays: dict[str, Any] = {
+            name: np.frombuffer(base64.b64decode(body[name], validate=True), "<f8") for name in _ARRAYS
+        }
+        own = LayerStatistics(**arrays, **{name: body[name] for name in (*_COUNTS[:-1], *_NUMBERS)})
+        fine = all(len(a) == body["hidden_size"] and np.isfinite(a).all() for a in arrays.values())
+    except (KeyError, ValueError, binascii.Error) as e:
+        raise FormatError(f"{where}: expected statistics of a layer, got {e!r}. Run `hsx stats` again") from e
+    if not fine:
+        raise FormatError(f"{where}: expected finite arrays of one length, got others. Run `hsx stats` again")
+    return own

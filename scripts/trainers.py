@@ -1,0 +1,42 @@
+"""Tests with the real trainers of sparse autoencoders, in an environment of their own: ``make trainers``.
+
+    .venv/bin/python -m scripts.trainers
+
+The environment is ``.trainers/``, made from requirements/trainers.in on first use and when that file changes. Torch is
+that of requirements/dev.lock.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+from scripts.matrix import ROOT, torch_arguments, uv
+
+FOLDER = ROOT / ".trainers"
+WANTED = ROOT / "requirements/trainers.in"
+
+
+def make_environment() -> str:
+    """Path of the environment's Python."""
+    python, done = FOLDER / "bin/python", FOLDER / "trainers.in"
+    text = WANTED.read_text()
+    if not done.exists() or done.read_text() != text:
+        uv("venv", "--quiet", "--clear", "--python", str(ROOT / ".venv/bin/python"), str(FOLDER))
+        torch = re.findall(r"^torch==\S+", (ROOT / "requirements/dev.lock").read_text(), re.MULTILINE)
+        common = ["--quiet", "--python", str(python), *torch_arguments()]
+        override = ["--override", str(ROOT / "requirements/overrides.txt")]
+        own = ["-r", "pyproject.toml", "--extra", "torch"]
+        uv("pip", "install", *common, *override, *own, "-r", str(WANTED), *torch)
+        done.write_text(text)
+    return str(python)
+
+
+def main() -> int:
+    tests = [make_environment(), "-m", "pytest", "-q", "tests/trainers", *sys.argv[1:]]
+    return subprocess.run(tests, cwd=ROOT, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""SAELens and dictionary_learning, the real packages, on a run of ours: ``make trainers`` has their environment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sae_lens import StandardTrainingSAE, StandardTrainingSAEConfig
+from sae_lens.config import LoggingConfig, SAETrainerConfig
+from sae_lens.saes.sae import SAEMetadata
+from sae_lens.training.activations_store import ActivationsStore
+from sae_lens.training.multi_sae_trainer import MultiSAETrainer
+from sae_lens.training.sae_trainer import SAETrainer
+
+from hsx_dist import HiddenStatesDataset, TokenBatches, open_run
+from hsx_dist.exporting import ExportOptions, export_run
+from hsx_dist.reading.run import Run
+from hsx_dist.reading.statistics import compute_statistics
+from hsx_dist.saelens import data_provider, sae_config
+from hsx_dist.store import open_store
+from hsx_dist.testing.samples import RandomSample
+from tests.harness.runs import store_run
+
+HOOK, OTHER = "blocks.14.hook_resid_post", "blocks.0.hook_resid_pre"  # layers 15 and 0
+WIDTH, DIRECTIONS = 24, 6
+
+
+def sparse_states(i: int, tokens: int) -> np.ndarray[Any, Any]:
+    """``[tokens, 2, WIDTH]`` float32: sums of two of a few directions, what a sparse autoencoder finds."""
+    directions = np.random.default_rng(0).standard_normal((DIRECTIONS, WIDTH))
+    rng = np.random.default_rng(i + 1)
+    picks = rng.integers(DIRECTIONS, size=(tokens, 2))
+    states = (directions[picks] * rng.uniform(1, 3, (tokens, 2, 1))).sum(1)
+    return np.stack([states, -states], 1).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    path = tmp_path_factory.mktemp("sae") / "run"
+    samples = []
+    for i in range(20):
+        states, ids = sparse_states(i, 50 + i).view(np.uint32), np.arange(50 + i) + 100 * i
+        samples.append(RandomSample(f"s{i:02d}", states, ids, (0, 15), "float32", 64))
+    store_run(open_store(str(path)), samples, per_part=5)
+    return open_run(str(path))
+
+
+def trainer_config(steps: int) -> SAETrainerConfig:
+    logger = LoggingConfig(log_to_wandb=False)
+    return SAETrainerConfig(
+        total_training_samples=64 * steps, train_batch_size_samples=64, lr=1e-2, lr_end=1e-3, logger=logger,
+        n_batches_for_norm_estimate=20,
+    )  # fmt: skip
+
+
+def autoencoder(run: Run, hook: str, normalize: str = "none") -> StandardTrainingSAE:
+    own = sae_config(run, hook)
+    config = StandardTrainingSAEConfig(
+        d_in=own["d_in"], d_sae=48, l1_coefficient=1e-3, normalize_activations=normalize,
+        metadata=SAEMetadata(**own["metadata"]),
+    )  # fmt: skip
+    assert config.metadata.hook_name == hook
+    return StandardTrainingSAE(config)
+
+
+def unexplained(sae: Any, x: torch.Tensor) -> float:
+    with torch.no_grad():
+        return float(((sae(x) - x) ** 2).sum() / ((x - x.mean(0)) ** 2).sum())
+
+
+def test_saetrainer_learns_from_the_provider_and_estimates_the_runs_factor(run: Run) -> None:
+    def provider() -> Iterator[torch.Tensor]:
+        return data_provider(run, HOOK, 64, buffer_tokens=512)
+
+    x = torch.cat(list(islice(provider(), 8)))
+    sae = autoencoder(run, HOOK, "expected_average_only_in")
+    trainer = SAETrainer(trainer_config(400), sae, provider())
+    before = unexplained(sae, x)
+    trainer.fit()
+    factor = compute_statistics(run, [15]).layers[15].norm_factor
+    assert sae.cfg.normalize_activations == "none"  # folded into its weights: it takes states as stored
+    assert trainer.activation_scaler.scaling_factor in (None, pytest.approx(factor, rel=0.02))
+    assert unexplained(sae, x) < 0.2 * before
+    assert before > 0.5
+
+
+def test_multisaetrainer_takes_hooks_by_name(run: Run) -> None:
+    batch = next(data_provider(run, [HOOK, OTHER], 64))
+    assert {name: tuple(x.shape) for name, x in batch.items()} == {HOOK: (64, WIDTH), OTHER: (64, WIDTH)}
+    assert torch.equal(batch[HOOK], -batch[OTHER])
+    saes = {name: autoencoder(run, name) for name in (HOOK, OTHER)}
+    x = torch.cat([b[OTHER] for b in islice(data_provider(run, [HOOK, OTHER], 64), 8)])
+    before = unexplained(saes[OTHER], x)
+    names = {name: name for name in saes}
+    MultiSAETrainer(trainer_config(300), saes, names, data_provider(run, [HOOK, OTHER], 64)).fit()
+    assert unexplained(saes[OTHER], x) < 0.3 * before
+
+
+def test_saelens_store_reads_the_export(run: Run, tmp_path: Path) -> None:
+    options = ExportOptions(aux_layers=(15,), context=16, samples_per_file=7)
+    assert export_run(run, "saelens", tmp_path, options).finished
+    store = ActivationsStore(
+        model=None, dataset=None, streaming=False, hook_name=HOOK, hook_head_index=None, context_size=16, d_in=WIDTH,
+        n_batches_in_buffer=4, total_training_tokens=512, store_batch_size_prompts=4, train_batch_size_tokens=32,
+        prepend_bos=False, normalize_activations="none", device=torch.device("cpu"), dtype="float32",
+        cached_activations_path=str(tmp_path),
+    )  # fmt: skip
+    expected, ids = [], []
+    for item in HiddenStatesDataset(run, layers=[15]):
+        whole = len(item["input_ids"]) // 16 * 16
+        expected.append(item["hidden_states"][:whole, 0])
+        ids.append(item["input_ids"][:whole])
+    data = store.cached_activation_dataset
+    assert data is not None
+    assert torch.equal(data[:][HOOK].reshape(-1, WIDTH), torch.cat(expected))
+    states, tokens = store.get_raw_llm_batch()
+    assert torch.equal(states, torch.cat(expected)[:64])
+    assert tokens is not None
+    assert torch.equal(tokens.long(), torch.cat(ids)[:64])
+
+
+def test_dictionary_learning_trains_on_token_batches(run: Run) -> None:
+    from dictionary_learning.dictionary import AutoEncoder
+    from dictionary_learning.trainers import StandardTrainer
+    from dictionary_learning.training import trainSAE
+
+    data = HiddenStatesDataset(run, layers=[15], shuffle=True, repeat=True)
+    batches = (b["hidden_states"] for b in TokenBatches(data, 64, buffer_tokens=512))
+    kept: list[Any] = []
+
+    class Kept(StandardTrainer):
+        def __init__(self, **options: Any):
+            super().__init__(**options)
+            kept.append(self)
+
+    config = {
+        "trainer": Kept, "dict_class": AutoEncoder, "activation_dim": WIDTH, "dict_size": 48, "lr": 1e-2,
+        "l1_penalty": 1e-3, "steps": 300, "warmup_steps": 10, "resample_steps": None, "layer": 15, "lm_name": "tiny",
+        "device": "cpu", "seed": 0, "sparsity_warmup_steps": None,
+    }  # fmt: skip
+    trainSAE(batches, [config], steps=300, device="cpu", autocast_dtype=torch.float32)
+    x = torch.cat(list(islice(batches, 8)))
+    assert unexplained(kept[0].ae, x) < 0.1

@@ -1,0 +1,107 @@
+"""``hsx stats``: exact in float64, streaming, stored with the run and removed with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hsx_dist import HiddenStatesDataset
+from hsx_dist.cli.app import app
+from hsx_dist.errors import ConfigError, FormatError, RunError
+from hsx_dist.format.names import statistics_name
+from hsx_dist.reading.garbage import remove_run
+from hsx_dist.reading.run import Run
+from hsx_dist.reading.statistics import _Moments, compute_statistics, read_statistics, store_statistics
+from hsx_dist.store import open_store
+from hsx_dist.testing.samples import random_sample
+from tests.harness.runs import store_run
+
+SAMPLES = [random_sample(f"s{i:02d}", 5 + 7 * i, seed=i, odd=False) for i in range(12)]
+TOKENS = sum(len(s.token_ids) for s in SAMPLES)
+
+
+def run_at(path: Path, version: int = 2) -> Run:
+    return Run(store_run(open_store(str(path)), SAMPLES, per_part=4, version=version).place.root)
+
+
+def tokens_of(run: Run, layer: int, skip: int = 0) -> np.ndarray[Any, Any]:
+    data = HiddenStatesDataset(run, layers=[layer], framework="numpy", tokens=slice(skip, None))
+    return np.concatenate([item["hidden_states"][:, 0] for item in data]).astype(np.float64)
+
+
+@pytest.mark.parametrize("skip", [0, 2])
+def test_they_are_what_numpy_finds_over_all_tokens(tmp_path: Path, skip: int) -> None:
+    run = run_at(tmp_path)
+    store_statistics(run, compute_statistics(run, [30, 2], skip_first=skip))
+    found = read_statistics(Run(open_store(str(tmp_path))))
+    assert list(found.layers) == [2, 30]
+    for layer, own in found.layers.items():
+        x = tokens_of(run, layer, skip)
+        norms = np.linalg.norm(x, axis=1)
+        assert (own.tokens, own.samples, own.non_finite, own.skip_first) == (TOKENS - 12 * skip, 12, 0, skip)
+        np.testing.assert_allclose(own.mean, x.mean(0), rtol=1e-12, atol=1e-12 * np.abs(x).max())
+        np.testing.assert_allclose(own.variance, x.var(0), rtol=1e-12)
+        assert np.array_equal(own.absmax, np.abs(x).max(0))
+        expected = (norms.mean(), np.sqrt((norms**2).mean()), norms.max())
+        np.testing.assert_allclose((own.mean_norm, own.rms_norm, own.max_norm), expected, rtol=1e-12)
+        assert own.norm_factor == pytest.approx(np.sqrt(x.shape[1]) / norms.mean())
+
+
+def test_a_small_variance_on_a_large_mean_is_exact() -> None:
+    """A sum of squares less the square of the sum would have no correct digit here."""
+    x = 1e8 + np.random.default_rng(0).standard_normal((5000, 3))
+    moments = _Moments(3)
+    for part in np.array_split(x, 7):
+        moments.add(part)
+    np.testing.assert_allclose(moments.done(0, 1, 0).variance, x.var(0), rtol=1e-6)
+
+
+def test_tokens_that_are_not_finite_are_counted_and_left_out() -> None:
+    x = np.random.default_rng(0).standard_normal((3000, 4)).astype(np.float32)
+    x[[5, 2000], [0, 3]] = np.nan, np.inf
+    moments = _Moments(4)
+    moments.add(x)
+    own = moments.done(0, 1, 0)
+    assert (own.tokens, own.non_finite) == (2998, 2)
+    np.testing.assert_allclose(own.mean, np.delete(x, [5, 2000], 0).mean(0, dtype=np.float64))
+
+
+def test_a_bounded_sample_reads_no_more(tmp_path: Path) -> None:
+    own = compute_statistics(run_at(tmp_path), [15], max_tokens=100).layers[15]
+    assert own.tokens == 100
+    assert own.samples < 12
+    with pytest.raises(ConfigError, match="expected at least 1"):
+        compute_statistics(run_at(tmp_path / "other"), [15], max_tokens=0)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_they_are_the_runs_own_and_are_removed_with_it(tmp_path: Path, version: int) -> None:
+    run = run_at(tmp_path, version)
+    store_statistics(run, compute_statistics(run, [15]))
+    name = statistics_name(15)
+    assert [info.name for info in run.store.list("statistics/")] == [name]
+    body = json.loads(run.store.get(name))
+    run.store.put(name, [json.dumps({**body, "mean": body["mean"][:-12]}).encode()])
+    with pytest.raises(FormatError, match="Run `hsx stats` again"):
+        read_statistics(run)
+    run.store.put(name, [json.dumps({**body, "run": "another"}).encode()])
+    assert read_statistics(run).layers == {}
+    remove_run(run.place.root, run.place)
+    assert not [info.name for info in run.place.root.list("") if "statistics/" in info.name]
+    with pytest.raises(RunError):
+        store_statistics(run, compute_statistics(Run(run_at(tmp_path / "other").place.root), [15]))
+
+
+def test_the_command_prints_and_stores(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    run_at(tmp_path)
+    done = CliRunner().invoke(app, ["stats", str(tmp_path), "--layers", "2,15", "--skip-first", "1", "--json"])
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.output)["layers"]
+    assert [(row["layer"], row["tokens"]) for row in rows] == [(2, TOKENS - 12), (15, TOKENS - 12)]
+    assert set(read_statistics(Run(open_store(str(tmp_path)))).layers) == {2, 15}

@@ -1,0 +1,155 @@
+"""The mixing buffer of ``TokenBatches``, what it leaves out, and scaling by a run's statistics."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hsx_dist import HiddenStatesDataset, TokenBatches
+from hsx_dist.errors import ConfigError
+from hsx_dist.reading.mixer import share_sizes
+from hsx_dist.reading.run import Run
+from hsx_dist.reading.statistics import compute_statistics, store_statistics
+from hsx_dist.store import open_store
+from hsx_dist.testing.samples import random_sample
+from tests.harness.runs import store_run
+
+SAMPLES = [
+    replace(random_sample(f"s{i:02d}", 40, seed=i, odd=False), token_ids=np.arange(40) + 40 * i) for i in range(30)
+]
+TOTAL = 40 * len(SAMPLES)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("run") / "run")
+    store_run(open_store(path), SAMPLES, per_part=4)
+    return path
+
+
+def ids_of(batches: Any) -> list[list[int]]:
+    return [batch["input_ids"].tolist() for batch in batches]
+
+
+def mixing(url: str, *, keep: float = 0.5, **data: Any) -> TokenBatches:
+    return TokenBatches(HiddenStatesDataset(url, layers=[15], **data), 16, buffer_tokens=256, keep=keep, seed=3)
+
+
+@pytest.mark.parametrize("keep", [0, 0.5, 0.8])
+def test_a_mixture_gives_each_token_once_with_its_own_states(url: str, keep: float) -> None:
+    states = np.concatenate([s.states[:, 1] for s in SAMPLES])
+    seen = []
+    for batch in mixing(url, keep=keep):
+        ids = batch["input_ids"].numpy()
+        assert np.array_equal(batch["hidden_states"].view(torch.int16).numpy().view(np.uint16), states[ids])
+        seen += ids.tolist()
+    assert sorted(seen) == list(range(TOTAL))
+
+
+def test_kept_tokens_come_in_later_rounds_and_the_buffer_bounds_them(url: str) -> None:
+    """Without shuffling, a token's id is its place in the source: how late it comes is its id against its batch."""
+    first_of_batch = {keep: [min(b) for b in ids_of(mixing(url, keep=keep))] for keep in (0, 0.5)}
+    late = {keep: max(16 * i - low for i, low in enumerate(firsts)) for keep, firsts in first_of_batch.items()}
+    spans = {keep: np.mean([max(b) - min(b) for b in ids_of(mixing(url, keep=keep))[16:48]]) for keep in (0, 0.5)}
+    assert late[0] < 256  # a buffer is given whole before the next
+    assert late[0.5] > 256
+    assert spans[0.5] > spans[0]
+    newest = [max(b) for b in ids_of(mixing(url))]
+    assert all(high < 16 * (i + 1) + 256 for i, high in enumerate(newest))  # held: never more than the buffer
+
+
+@pytest.mark.parametrize(("block", "batch", "keep"), [(128, 16, 0.5), (4096, 16, 0.5), (16, 16, 0.5), (4096, 1, 0.9)])
+def test_shares_are_a_whole_block_in_at_most_eight_rounds(block: int, batch: int, keep: float) -> None:
+    sizes = share_sizes(block, batch, keep)
+    assert sum(sizes) == block
+    assert len(sizes) <= 8
+    assert all(size % batch == 0 for size in sizes)
+    assert block == batch or abs(sizes[0] / block - (1 - keep)) < 0.01 + batch / block
+
+
+@pytest.mark.parametrize("after", [0, 1, 9, 20, 74, 75])
+@pytest.mark.parametrize("keep", [0.5, 0.8])
+def test_a_resume_gives_the_rest_batch_by_batch(url: str, after: int, keep: float) -> None:
+    whole = ids_of(mixing(url, keep=keep, shuffle=True))
+    assert len(whole) == 75
+    first = mixing(url, keep=keep, shuffle=True)
+    source = iter(first)
+    list(islice(source, after))
+    second = mixing(url, keep=keep, shuffle=True)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    rest = iter(second)
+    given = ids_of(islice(rest, 3))
+    third = mixing(url, keep=keep, shuffle=True)
+    third.load_state_dict(json.loads(json.dumps(second.state_dict())))
+    assert given + ids_of(third) == whole[after:]
+
+
+def test_a_resume_with_another_buffer_loses_no_token(url: str) -> None:
+    first = mixing(url)
+    seen = {t for batch in islice(first, 30) for t in batch["input_ids"].tolist()}
+    second = TokenBatches(HiddenStatesDataset(url, layers=[15]), 8, buffer_tokens=64)
+    second.load_state_dict(first.state_dict())
+    rest = {t for ids in ids_of(second) for t in ids}
+    assert seen | rest == set(range(TOTAL))
+    assert len(rest) < TOTAL
+
+
+def test_a_repeating_data_set_gives_batches_without_end_each_token_once_an_epoch(url: str) -> None:
+    endless = mixing(url, shuffle=True, repeat=True)
+    taken = [t for ids in ids_of(islice(endless, 225)) for t in ids]
+    counts = np.bincount(taken, minlength=TOTAL)
+    assert len(taken) == 3 * TOTAL
+    assert counts.min() >= 2
+    assert counts.max() <= 4  # what the buffer holds at the end of three epochs
+    with pytest.raises(ConfigError, match="a whole epoch"):
+        next(iter(TokenBatches(HiddenStatesDataset(url, repeat=True), 16, exclude_ids=range(TOTAL))))
+
+
+def test_ids_and_first_tokens_are_left_out(url: str) -> None:
+    data = HiddenStatesDataset(url, layers=[15], tokens=slice(1, None))
+    seen = sorted(t for ids in ids_of(TokenBatches(data, 16, exclude_ids=[3, 90])) for t in ids)
+    assert seen == [t for t in range(TOTAL) if t % 40 and t not in (3, 90)]
+
+
+def test_leaving_an_iteration_ends_its_thread(url: str) -> None:
+    source = iter(mixing(url, repeat=True))
+    next(source)
+    source.close()  # type: ignore[attr-defined]
+    assert not [t for t in threading.enumerate() if t.name.startswith("hsx-mix")]
+
+
+@pytest.mark.parametrize("framework", ["torch", "numpy"])
+@pytest.mark.parametrize("layers", [[15], [2, 30]])
+def test_scaling_by_the_runs_statistics(tmp_path: Path, framework: Any, layers: list[int]) -> None:
+    path = str(tmp_path / "run")
+    store_run(open_store(path), SAMPLES[:6], per_part=4)
+
+    def scaled(scaling: Any, **options: Any) -> np.ndarray[Any, Any]:
+        data = HiddenStatesDataset(path, layers=layers, framework=framework)
+        found = [np.asarray(b["hidden_states"]) for b in TokenBatches(data, 16, scaling=scaling, **options)]
+        return np.concatenate(found).reshape(240, len(layers), -1)
+
+    with pytest.raises(ConfigError, match=f"hsx stats .*--layers {layers[0]}"):
+        scaled("norm")
+    run = Run(open_store(path))
+    store_statistics(run, compute_statistics(run))
+    norm = scaled("norm")
+    assert norm.dtype == np.float32
+    assert np.allclose(np.linalg.norm(norm.astype(float), axis=2).mean(0), np.sqrt(norm.shape[2]), rtol=1e-4)
+    standard = scaled("standard")
+    assert np.allclose(standard.mean(0, dtype=float), 0, atol=1e-4)
+    assert np.allclose(standard.std(0, dtype=float), 1, rtol=1e-3)
+    assert scaled("norm", dtype=(torch if framework == "torch" else np).float16).dtype == np.float16
+    with pytest.raises(ConfigError, match="scaling: expected"):
+        scaled("layernorm")
+    if framework == "numpy":
+        with pytest.raises(ConfigError, match="device"):
+            scaled(None, device="cpu")

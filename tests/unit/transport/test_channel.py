@@ -1,0 +1,80 @@
+"""What goes back to an engine: its order, what is sent together, and what a failure leaves."""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import threading
+from multiprocessing import Pipe
+
+import pytest
+
+from hsx_dist.observe.metrics import Meter
+from hsx_dist.page import Segment
+from hsx_dist.transport import channel
+from hsx_dist.transport.channel import ReturnQueue
+from hsx_dist.writers.events import Lost, Stored
+from tests.unit.transport.placements import place
+
+
+def test_what_is_to_be_told_is_told_at_one_go_with_the_numbers_first(monkeypatch):
+    monkeypatch.setattr(channel, "LINGER_S", 0.5)
+    ours, theirs = Pipe()
+    meter = Meter()
+    with ours, theirs:
+        teller = ReturnQueue(theirs, 100, meter)
+        teller.took(10)
+        meter.add("parts", 1)
+        teller.free(place(7, 10))
+        segment = Segment("k", 0, 0, 5, 5, source="r:0", metadata='{"long": 1}', meta={"a": 1})
+        teller.event(Stored((segment,), "k.safetensors"))
+        teller.close()
+        stored = Stored((segment,), "k.safetensors")
+        messages = ours.recv()
+        assert messages == [("numbers", {("parts", ""): 1}), ("free", 7), ("event", stored)]
+        told = messages[-1][1].segments[0]  # without what a client may have made long
+        assert (told.source, told.metadata, told.meta) == ("r:0", "", {})
+        assert not ours.poll()
+
+
+def test_a_line_of_the_log_that_cannot_be_sent_is_sent_without_what_is_beside_its_words():
+    ours, theirs = Pipe()
+    with ours, theirs:
+        teller = ReturnQueue(theirs, 100, Meter())
+        handler = logging.handlers.QueueHandler(teller)
+        line = {"name": "library", "msg": "slow: %s", "args": ("x",), "its": threading.Lock()}
+        handler.handle(logging.makeLogRecord(line))
+        teller.free(place(7, 2))
+        messages = []
+        while ("free", 7) not in messages:
+            assert ours.poll(60)
+            messages += ours.recv()
+        (record,) = [what for kind, what in messages if kind == "log"]
+        assert (record.name, record.getMessage()) == ("library", "slow: x")
+
+
+def test_a_ring_that_is_half_full_gets_its_room_back_at_once(monkeypatch):
+    monkeypatch.setattr(channel, "LINGER_S", 600)
+    ours, theirs = Pipe()
+    with ours, theirs:
+        teller = ReturnQueue(theirs, 100, Meter())
+        teller.took(90)
+        teller.free(place(0, 20))
+        assert ours.poll(60)
+        assert ours.recv() == [("free", 0)]
+
+
+def test_a_message_that_cannot_be_sent_ends_the_connection_so_that_the_engine_waits_for_nothing(capfd):
+    ours, theirs = Pipe()
+    with ours, theirs:
+        returns = ReturnQueue(theirs, 100)
+        returns.free(place(7, 2))
+        assert ours.poll(60)
+        assert ours.recv() == [("free", 7)]
+        returns.event(Lost((Segment("k", 0, 0, 1, 1),), threading.Lock()))  # type: ignore[arg-type]
+        returns.free(place(9, 2))
+        assert ours.poll(60)
+        with pytest.raises(EOFError):
+            ours.recv()
+        returns.close()  # ends though its thread has ended
+    assert "cannot pickle" in capfd.readouterr().err
