@@ -204,7 +204,8 @@ def export(
     to: Annotated[
         str,
         typer.Option(
-            help="vllm, speculators, specforge-eagle3, specforge-dflash, saelens, topk-logprobs, or one registered."
+            help="vllm, speculators, specforge-eagle3, specforge-dflash, specforge-dspark, modelopt, saelens, "
+            "topk-logprobs, or one registered."
         ),
     ],
     layers: Layers = None,

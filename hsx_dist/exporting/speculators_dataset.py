@@ -64,4 +64,5 @@ class SpeculatorsExporter:
             "before the final norm, as speculators wants it",
             "aux_hidden_state_layer_ids": list(self._aux),
             "layers": list(self.layers),
+            "loss_mask": "int64 0/1, in the Arrow data set",
         }
