@@ -1,0 +1,196 @@
+"""ModelOpt and SpecForge, the real packages, on our exports: ``make trainers`` has their environment.
+
+A trainer's own step on the files gives the loss of the same step on the activations of a transformers model in memory.
+The model's final norm is not the identity, so that a state on the wrong side of it gives another loss.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import modelopt.torch.speculative as mtsp
+import numpy as np
+import pytest
+import torch
+from modelopt.torch.speculative.eagle.default_config import default_eagle_config
+from modelopt.torch.speculative.eagle.utils import EagleOfflineDataCollator, OfflineSupervisedDataset
+from specforge.algorithms.builtin import builtin_algorithm_registry
+from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel, OnlineDominoModel, OnlineDSparkModel
+from specforge.modeling.draft.dflash import DFlashDraftModel
+from specforge.modeling.draft.domino import DominoDraftModel
+from specforge.modeling.draft.dspark import DSparkDraftModel
+from specforge.runtime.contracts import TrainBatch
+from specforge.runtime.data_plane.feature_dataloader import FeatureDataLoader
+from specforge.runtime.data_plane.feature_store import LocalFeatureStore
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from hsx_dist import open_run
+from hsx_dist.exporting import ExportOptions, export_run
+from hsx_dist.models.tiny import tiny_llama
+from hsx_dist.reading.run import Run
+from hsx_dist.store import open_store
+from hsx_dist.testing.samples import RandomSample
+from tests.harness.runs import store_run
+
+LAYERS, N, H, VOCAB, TOKENS, SAMPLES = (2, 4, 5, 8), 8, 64, 512, 24, 4
+#: The trainers' own ids of the same auxiliary layers: they count after a layer.
+AFTER = [1, 3, 4]
+
+Batch = dict[str, torch.Tensor]
+
+
+def load(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny_llama(tmp_path_factory.mktemp("target") / "tiny", layers=N, kv_heads=2)
+    model = load(folder)
+    with torch.no_grad():
+        model.model.norm.weight.copy_(torch.linspace(0.5, 2, H))
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def memory(target: Path) -> Batch:
+    """``[SAMPLES, TOKENS, …]``: what transformers computes. ``layer``: before layer k, and the last before the norm."""
+    torch.manual_seed(0)
+    model = load(target).eval()
+    ids = torch.randint(3, VOCAB, (SAMPLES, TOKENS))
+    mask = (torch.arange(TOKENS) >= torch.tensor([[3], [5], [7], [9]])).long()
+    before_norm: list[torch.Tensor] = []
+    model.model.norm.register_forward_pre_hook(lambda _, args: before_norm.append(args[0]))
+    with torch.no_grad():
+        hidden = model(ids, output_hidden_states=True).hidden_states
+    layers = torch.stack([*(hidden[k] for k in LAYERS[:-1]), before_norm[0]], 2)
+    # transformers' own list: entry k+1 is the output of layer k, the last entry is after the norm.
+    aux = torch.cat([hidden[k + 1] for k in AFTER], -1)
+    return {"input_ids": ids, "loss_mask": mask, "layers": layers, "aux": aux, "last": hidden[-1]}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, memory: Batch) -> Run:
+    ids = memory["input_ids"].numpy()
+    samples = [
+        RandomSample(f"s{i}", states.contiguous().numpy().view(np.uint32), ids[i], LAYERS, "float32", 8)
+        for i, states in enumerate(memory["layers"])
+    ]
+    masks = {s.key: {"loss_mask": memory["loss_mask"][i].numpy().astype(np.int8)} for i, s in enumerate(samples)}
+    store = open_store(str(tmp_path_factory.mktemp("run") / "run"))
+    store_run(store, samples, per_part=3, attached=lambda s: masks[s.key], about={"num_hidden_layers": N})
+    return open_run(store.url)
+
+
+def eagle(target: Path, *, offline: bool) -> Any:
+    """ModelOpt's EAGLE-3 of the model; ``offline``: for states that are read."""
+    model = load(target)
+    model.config.num_orig_hidden_layers = N
+    draft = {
+        **default_eagle_config, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16, "use_aux_hidden_state": True, "use_last_layernorm": True,
+    }  # fmt: skip
+    settings = {"eagle_offline": offline, "eagle_use_torch_compile": False, "eagle_architecture_config": draft}
+    mtsp.convert(model, [("eagle", settings)])
+    assert model.eagle_config.eagle_aux_hidden_state_layer_ids == AFTER
+    return model.train()
+
+
+def test_modelopts_eagle_has_the_loss_on_our_files_that_it_has_with_the_model(
+    run: Run, target: Path, memory: Batch, tmp_path: Path
+) -> None:
+    assert export_run(run, "modelopt", tmp_path, ExportOptions(model=str(target))).finished
+    files = sorted(str(path) for path in tmp_path.glob("*.pt"))
+    data = OfflineSupervisedDataset(files, answer_only_loss=True)
+    items = [data[i] for i in range(SAMPLES)]
+    for i, item in enumerate(items):
+        assert torch.equal(item["input_ids"], memory["input_ids"][i])
+        assert torch.equal(item["loss_mask"], memory["loss_mask"][i])
+        assert not item["base_hidden_prenorm"]
+    batch = EagleOfflineDataCollator(train_len=TOKENS)(items)
+
+    online, offline = eagle(target, offline=False), eagle(target, offline=True)
+    offline.eagle_module.load_state_dict(online.eagle_module.state_dict())
+    tokens = {name: batch[name] for name in ("input_ids", "attention_mask", "loss_mask")}
+    expected, got = online(**tokens).loss, offline(**batch).loss
+    assert got.item() == pytest.approx(expected.item(), rel=1e-5)
+    got.backward()
+    assert float(offline.eagle_module.fc.weight.grad.norm()) > 0
+
+
+def draft_model(algorithm: str, target: Path) -> Any:
+    """SpecForge's model that trains a draft of two layers."""
+    head: dict[str, Any] = {
+        "dflash": {},
+        "domino": {"projector_type": "domino", "emb_dim": 16, "gru_hidden_dim": 16},
+        "dspark": {"projector_type": "dspark", "markov_rank": 8, "enable_confidence_head": True},
+    }[algorithm]
+    config = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=H, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, block_size=4, num_target_layers=N,
+        dflash_config={"target_layer_ids": AFTER, "mask_token_id": 1, **head},
+    )  # fmt: skip
+    config._attn_implementation = "sdpa"
+    made: dict[str, tuple[Any, Any]] = {
+        "dflash": (DFlashDraftModel, OnlineDFlashModel),
+        "domino": (DominoDraftModel, OnlineDominoModel),
+        "dspark": (DSparkDraftModel, OnlineDSparkModel),
+    }
+    draft, trained = made[algorithm]
+    model = load(target)
+    torch.manual_seed(1)
+    return trained(draft(config), model.lm_head, model.model.embed_tokens, 1, 4, "sdpa", num_anchors=8)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "to"),
+    [("dspark", "specforge-dspark"), ("dflash", "specforge-dflash"), ("domino", "specforge-dflash")],
+)
+def test_specforges_step_has_the_loss_on_our_files_that_it_has_in_memory(
+    algorithm: str, to: str, run: Run, target: Path, memory: Batch, tmp_path: Path
+) -> None:
+    export_run(run, to, tmp_path, ExportOptions(model=str(target)))
+    batch = specforge_batch(algorithm, tmp_path)
+    names = {"input_ids": "input_ids", "loss_mask": "loss_mask", "hidden_states": "aux"}
+    names |= {"target_last_hidden_states": "last"} if algorithm == "dspark" else {}
+    own = TrainBatch(batch.sample_ids, batch.strategy, {k: memory[v] for k, v in names.items()}, batch.metadata)
+    assert set(batch.tensors) == set(own.tensors)
+
+    provider = builtin_algorithm_registry().resolve(algorithm).providers.step
+    losses = []
+    for given in (batch, own):
+        step = provider.build(draft_model(algorithm, target))
+        torch.manual_seed(2)  # of the anchors
+        out = step.forward_loss(given)
+        out.loss.backward()
+        losses.append(out.loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0] > 0
+
+
+def specforge_batch(algorithm: str, folder: Path) -> TrainBatch:
+    """The first batch, of all samples, as SpecForge's offline reader, loader and collator make it."""
+    data = builtin_algorithm_registry().resolve(algorithm).providers.offline_for("text")
+    reader = data.build_reader(str(folder), run_id="test", ttt_length=3, max_len=TOKENS)
+    loader = FeatureDataLoader(
+        LocalFeatureStore(),
+        refs=reader.read(),
+        batch_size=SAMPLES,
+        collate_fn=data.build_collator(),
+        per_sample_transform=data.build_normalizer(TOKENS),
+        strategy=algorithm,
+    )
+    [batch] = loader
+    return batch
+
+
+def test_specforges_eagle3_reads_the_files(run: Run, target: Path, memory: Batch, tmp_path: Path) -> None:
+    """Its step is not run: the model needs Triton."""
+    export_run(run, "specforge-eagle3", tmp_path, ExportOptions(model=str(target)))
+    got = specforge_batch("eagle3", tmp_path).tensors
+    assert torch.equal(got["input_ids"], memory["input_ids"])
+    assert torch.equal(got["loss_mask"][:, :-1], memory["loss_mask"][:, :-1])
+    assert torch.equal(got["hidden_state"], memory["aux"])
+    assert torch.allclose(got["target"], memory["last"], atol=1e-6)
