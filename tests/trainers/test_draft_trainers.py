@@ -1,7 +1,6 @@
 """ModelOpt and SpecForge, the real packages, on our exports: ``make trainers`` has their environment.
 
 A trainer's own step on the files gives the loss of the same step on the activations of a transformers model in memory.
-The model's final norm is not the identity, so that a state on the wrong side of it gives another loss.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import modelopt.torch.speculative as mtsp
-import numpy as np
 import pytest
 import torch
 from modelopt.torch.speculative.eagle.default_config import default_eagle_config
@@ -23,71 +21,44 @@ from specforge.modeling.draft.dspark import DSparkDraftModel
 from specforge.runtime.contracts import TrainBatch
 from specforge.runtime.data_plane.feature_dataloader import FeatureDataLoader
 from specforge.runtime.data_plane.feature_store import LocalFeatureStore
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import Qwen3Config
 
-from hsx_dist import open_run
 from hsx_dist.exporting import ExportOptions, export_run
-from hsx_dist.models.tiny import tiny_llama
 from hsx_dist.reading.run import Run
-from hsx_dist.store import open_store
-from hsx_dist.testing.samples import RandomSample
-from tests.harness.runs import store_run
-
-LAYERS, N, H, VOCAB, TOKENS, SAMPLES = (2, 4, 5, 8), 8, 64, 512, 24, 4
-#: The trainers' own ids of the same auxiliary layers: they count after a layer.
-AFTER = [1, 3, 4]
-
-Batch = dict[str, torch.Tensor]
-
-
-def load(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+from tests.harness.activations import (
+    AFTER,
+    HIDDEN,
+    NUM_LAYERS,
+    SAMPLES,
+    TOKENS,
+    VOCAB,
+    Activations,
+    compute,
+    load_model,
+    store,
+    write_model,
+)
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tiny_llama(tmp_path_factory.mktemp("target") / "tiny", layers=N, kv_heads=2)
-    model = load(folder)
-    with torch.no_grad():
-        model.model.norm.weight.copy_(torch.linspace(0.5, 2, H))
-    model.save_pretrained(folder)
-    return folder
+    return write_model(tmp_path_factory.mktemp("target") / "tiny")
 
 
 @pytest.fixture(scope="module")
-def memory(target: Path) -> Batch:
-    """``[SAMPLES, TOKENS, …]``: what transformers computes. ``layer``: before layer k, and the last before the norm."""
-    torch.manual_seed(0)
-    model = load(target).eval()
-    ids = torch.randint(3, VOCAB, (SAMPLES, TOKENS))
-    mask = (torch.arange(TOKENS) >= torch.tensor([[3], [5], [7], [9]])).long()
-    before_norm: list[torch.Tensor] = []
-    model.model.norm.register_forward_pre_hook(lambda _, args: before_norm.append(args[0]))
-    with torch.no_grad():
-        hidden = model(ids, output_hidden_states=True).hidden_states
-    layers = torch.stack([*(hidden[k] for k in LAYERS[:-1]), before_norm[0]], 2)
-    # transformers' own list: entry k+1 is the output of layer k, the last entry is after the norm.
-    aux = torch.cat([hidden[k + 1] for k in AFTER], -1)
-    return {"input_ids": ids, "loss_mask": mask, "layers": layers, "aux": aux, "last": hidden[-1]}
+def memory(target: Path) -> Activations:
+    return compute(target)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, memory: Batch) -> Run:
-    ids = memory["input_ids"].numpy()
-    samples = [
-        RandomSample(f"s{i}", states.contiguous().numpy().view(np.uint32), ids[i], LAYERS, "float32", 8)
-        for i, states in enumerate(memory["layers"])
-    ]
-    masks = {s.key: {"loss_mask": memory["loss_mask"][i].numpy().astype(np.int8)} for i, s in enumerate(samples)}
-    store = open_store(str(tmp_path_factory.mktemp("run") / "run"))
-    store_run(store, samples, per_part=3, attached=lambda s: masks[s.key], about={"num_hidden_layers": N})
-    return open_run(store.url)
+def run(tmp_path_factory: pytest.TempPathFactory, memory: Activations) -> Run:
+    return store(memory, tmp_path_factory.mktemp("run") / "run")
 
 
 def eagle(target: Path, *, offline: bool) -> Any:
     """ModelOpt's EAGLE-3 of the model; ``offline``: for states that are read."""
-    model = load(target)
-    model.config.num_orig_hidden_layers = N
+    model = load_model(target)
+    model.config.num_orig_hidden_layers = NUM_LAYERS
     draft = {
         **default_eagle_config, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 16, "use_aux_hidden_state": True, "use_last_layernorm": True,
@@ -99,15 +70,15 @@ def eagle(target: Path, *, offline: bool) -> Any:
 
 
 def test_modelopts_eagle_has_the_loss_on_our_files_that_it_has_with_the_model(
-    run: Run, target: Path, memory: Batch, tmp_path: Path
+    run: Run, target: Path, memory: Activations, tmp_path: Path
 ) -> None:
     assert export_run(run, "modelopt", tmp_path, ExportOptions(model=str(target))).finished
     files = sorted(str(path) for path in tmp_path.glob("*.pt"))
     data = OfflineSupervisedDataset(files, answer_only_loss=True)
     items = [data[i] for i in range(SAMPLES)]
     for i, item in enumerate(items):
-        assert torch.equal(item["input_ids"], memory["input_ids"][i])
-        assert torch.equal(item["loss_mask"], memory["loss_mask"][i])
+        assert torch.equal(item["input_ids"], memory.input_ids[i])
+        assert torch.equal(item["loss_mask"], memory.loss_mask[i])
         assert not item["base_hidden_prenorm"]
     batch = EagleOfflineDataCollator(train_len=TOKENS)(items)
 
@@ -128,8 +99,8 @@ def draft_model(algorithm: str, target: Path) -> Any:
         "dspark": {"projector_type": "dspark", "markov_rank": 8, "enable_confidence_head": True},
     }[algorithm]
     config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=H, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, block_size=4, num_target_layers=N,
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, block_size=4, num_target_layers=NUM_LAYERS,
         dflash_config={"target_layer_ids": AFTER, "mask_token_id": 1, **head},
     )  # fmt: skip
     config._attn_implementation = "sdpa"
@@ -139,7 +110,7 @@ def draft_model(algorithm: str, target: Path) -> Any:
         "dspark": (DSparkDraftModel, OnlineDSparkModel),
     }
     draft, trained = made[algorithm]
-    model = load(target)
+    model = load_model(target)
     torch.manual_seed(1)
     return trained(draft(config), model.lm_head, model.model.embed_tokens, 1, 4, "sdpa", num_anchors=8)
 
@@ -149,13 +120,15 @@ def draft_model(algorithm: str, target: Path) -> Any:
     [("dspark", "specforge-dspark"), ("dflash", "specforge-dflash"), ("domino", "specforge-dflash")],
 )
 def test_specforges_step_has_the_loss_on_our_files_that_it_has_in_memory(
-    algorithm: str, to: str, run: Run, target: Path, memory: Batch, tmp_path: Path
+    algorithm: str, to: str, run: Run, target: Path, memory: Activations, tmp_path: Path
 ) -> None:
     export_run(run, to, tmp_path, ExportOptions(model=str(target)))
     batch = specforge_batch(algorithm, tmp_path)
     names = {"input_ids": "input_ids", "loss_mask": "loss_mask", "hidden_states": "aux"}
-    names |= {"target_last_hidden_states": "last"} if algorithm == "dspark" else {}
-    own = TrainBatch(batch.sample_ids, batch.strategy, {k: memory[v] for k, v in names.items()}, batch.metadata)
+    names |= {"target_last_hidden_states": "after_norm"} if algorithm == "dspark" else {}
+    own = TrainBatch(
+        batch.sample_ids, batch.strategy, {k: getattr(memory, v) for k, v in names.items()}, batch.metadata
+    )
     assert set(batch.tensors) == set(own.tensors)
 
     provider = builtin_algorithm_registry().resolve(algorithm).providers.step
@@ -186,11 +159,11 @@ def specforge_batch(algorithm: str, folder: Path) -> TrainBatch:
     return batch
 
 
-def test_specforges_eagle3_reads_the_files(run: Run, target: Path, memory: Batch, tmp_path: Path) -> None:
+def test_specforges_eagle3_reads_the_files(run: Run, target: Path, memory: Activations, tmp_path: Path) -> None:
     """Its step is not run: the model needs Triton."""
     export_run(run, "specforge-eagle3", tmp_path, ExportOptions(model=str(target)))
     got = specforge_batch("eagle3", tmp_path).tensors
-    assert torch.equal(got["input_ids"], memory["input_ids"])
-    assert torch.equal(got["loss_mask"][:, :-1], memory["loss_mask"][:, :-1])
-    assert torch.equal(got["hidden_state"], memory["aux"])
-    assert torch.allclose(got["target"], memory["last"], atol=1e-6)
+    assert torch.equal(got["input_ids"], memory.input_ids)
+    assert torch.equal(got["loss_mask"][:, :-1], memory.loss_mask[:, :-1])
+    assert torch.equal(got["hidden_state"], memory.aux)
+    assert torch.allclose(got["target"], memory.after_norm, atol=1e-6)
