@@ -55,22 +55,35 @@ def run(tmp_path_factory: pytest.TempPathFactory, memory: Activations) -> Run:
     return store(memory, tmp_path_factory.mktemp("run") / "run")
 
 
-def eagle(target: Path, *, offline: bool) -> Any:
-    """ModelOpt's EAGLE-3 of the model; ``offline``: for states that are read."""
+def modelopt_model(algorithm: str, target: Path, *, offline: bool) -> tuple[Any, Any]:
+    """(ModelOpt's model that trains a draft, the draft); ``offline``: for states that are read."""
     model = load_model(target)
     model.config.num_orig_hidden_layers = NUM_LAYERS
-    draft = {
-        **default_eagle_config, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 16, "use_aux_hidden_state": True, "use_last_layernorm": True,
+    sizes = {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    torch.manual_seed(1)
+    if algorithm == "eagle":
+        draft = {**default_eagle_config, **sizes, "use_aux_hidden_state": True, "use_last_layernorm": True}
+        settings = {"eagle_offline": offline, "eagle_use_torch_compile": False, "eagle_architecture_config": draft}
+        mtsp.convert(model, [("eagle", settings)])
+        assert model.eagle_config.eagle_aux_hidden_state_layer_ids == AFTER  # ModelOpt's own choice
+        return model.train(), model.eagle_module
+    head: dict[str, Any] = {
+        "dflash": {},
+        "domino": {"emb_dim": 16, "gru_hidden_dim": 16},
+        "dspark": {"markov_rank": 8},
+    }[algorithm]
+    draft = {**sizes, "num_hidden_layers": 3, "target_layer_ids": AFTER, "projector_type": algorithm, **head}
+    settings = {
+        "dflash_offline": offline, "dflash_use_torch_compile": False, "dflash_block_size": 4, "dflash_num_anchors": 8,
+        "dflash_mask_token_id": 1, "dflash_architecture_config": draft,
     }  # fmt: skip
-    settings = {"eagle_offline": offline, "eagle_use_torch_compile": False, "eagle_architecture_config": draft}
-    mtsp.convert(model, [("eagle", settings)])
-    assert model.eagle_config.eagle_aux_hidden_state_layer_ids == AFTER
-    return model.train()
+    mtsp.convert(model, [("dflash", settings)])
+    return model.train(), model.dflash_module
 
 
-def test_modelopts_eagle_has_the_loss_on_our_files_that_it_has_with_the_model(
-    run: Run, target: Path, memory: Activations, tmp_path: Path
+@pytest.mark.parametrize("algorithm", ["eagle", "dflash", "domino", "dspark"])
+def test_modelopts_step_has_the_loss_on_our_files_that_it_has_with_the_model(
+    algorithm: str, run: Run, target: Path, memory: Activations, tmp_path: Path
 ) -> None:
     assert export_run(run, "modelopt", tmp_path, ExportOptions(model=str(target))).finished
     files = sorted(str(path) for path in tmp_path.glob("*.pt"))
@@ -82,13 +95,17 @@ def test_modelopts_eagle_has_the_loss_on_our_files_that_it_has_with_the_model(
         assert not item["base_hidden_prenorm"]
     batch = EagleOfflineDataCollator(train_len=TOKENS)(items)
 
-    online, offline = eagle(target, offline=False), eagle(target, offline=True)
-    offline.eagle_module.load_state_dict(online.eagle_module.state_dict())
-    tokens = {name: batch[name] for name in ("input_ids", "attention_mask", "loss_mask")}
-    expected, got = online(**tokens).loss, offline(**batch).loss
-    assert got.item() == pytest.approx(expected.item(), rel=1e-5)
-    got.backward()
-    assert float(offline.eagle_module.fc.weight.grad.norm()) > 0
+    online, its_draft = modelopt_model(algorithm, target, offline=False)
+    offline, draft = modelopt_model(algorithm, target, offline=True)
+    draft.load_state_dict(its_draft.state_dict())
+    tokens = {name: x for name, x in batch.items() if name != "base_model_outputs"}
+    losses = []
+    for model, given in ((online, tokens), (offline, batch)):
+        torch.manual_seed(2)  # of the anchors
+        losses.append(model(**given).loss)
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-5)
+    losses[1].backward()
+    assert float(draft.fc.weight.grad.norm()) > 0
 
 
 def draft_model(algorithm: str, target: Path) -> Any:
