@@ -29,6 +29,8 @@ _LARGEST_STATEMENT = 4 << 20
 #: How long a process that was seen to begin it may take to write it.
 _STATEMENT_S = 5.0
 _ENTRY_POINTS = "hsx_dist.exporters"
+#: What files are called until they are whole. They end as the file does: some libraries go by that.
+_UNFINISHED = ".new-"
 #: Name → class, or where it is: a trainer's packages are loaded when it is exported for.
 EXPORTERS: dict[str, type[Exporter] | str] = {
     "vllm": "hsx_dist.exporting.vllm:VllmExporter",
@@ -113,6 +115,10 @@ def export_run(
         for first, items in _batches(run, exporter, options, todo, prefetch_bytes):
             _write_whole(exporter, items, own[first])
     finished = all(_is_done(folder / exporter.file(f)) for f in firsts)
+    if finished:
+        # Trainers take every file that ends so, also half of one that a killed process left.
+        for path in folder.rglob(f"{_UNFINISHED}*"):
+            path.unlink(missing_ok=True)
     if finished and finish:
         exporter.finish(run, folder)
     left_out = {first for first, path in own.items() if _left_out(path).exists()}
@@ -219,7 +225,7 @@ def _is_done(path: Path) -> bool:
 
 def _write_whole(exporter: Exporter, items: Iterable[dict[str, Any]], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=".new-", suffix=path.suffix, dir=path.parent)
+    handle, name = tempfile.mkstemp(prefix=_UNFINISHED, suffix=path.suffix, dir=path.parent)
     os.close(handle)
     temporary = Path(name)
     try:
@@ -228,8 +234,12 @@ def _write_whole(exporter: Exporter, items: Iterable[dict[str, Any]], path: Path
         except SampleLeftOut as e:
             temporary.write_text(f"{e}\n")
             path = _left_out(path)
-        temporary.chmod(0o644)
-        temporary.replace(path)
+        try:
+            temporary.chmod(0o644)
+            temporary.replace(path)
+        except FileNotFoundError:
+            if not _is_done(path):  # another process wrote it, finished the export and removed unfinished files
+                raise
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -397,6 +397,36 @@ def test_an_export_goes_on_and_refuses_another_in_its_place(run: Run, tmp_path: 
         export_run(run, "vllm", tmp_path, ExportOptions(aux_layers=(2,)))
 
 
+def test_a_finished_export_has_no_half_files_that_a_trainer_would_read(run: Run, tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "rows_0-2000"):
+        place.mkdir(exist_ok=True)
+        (place / ".new-killed.ckpt").write_bytes(b"half")
+    assert not export_run(run, "specforge-dflash", tmp_path, shard=0, shards=2).finished
+    assert len(list(tmp_path.rglob(".new-*"))) == 2  # another process may be writing one
+    assert export_run(run, "specforge-dflash", tmp_path, shard=1, shards=2).finished
+    assert sorted(path.name for path in tmp_path.rglob("*.ckpt")) == [f"data_{i}.ckpt" for i in range(len(SAMPLES))]
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_process_that_writes_what_another_one_has_finished_does_not_fail(
+    written: bool, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_file = Path.replace
+
+    def finished_meanwhile(path: Path, to: Path) -> Path:
+        if written:
+            to.write_bytes(path.read_bytes())
+        path.unlink()
+        return replace_file(path, to)
+
+    monkeypatch.setattr(Path, "replace", finished_meanwhile)
+    if written:
+        assert export_run(run, "vllm", tmp_path).finished
+    else:
+        with pytest.raises(FileNotFoundError):
+            export_run(run, "vllm", tmp_path)
+
+
 def test_an_export_does_not_go_on_with_another_run_at_the_same_place(tmp_path: Path) -> None:
     root, dest = open_store(str(tmp_path / "run")), tmp_path / "dest"
     store_run(root, SAMPLES, version=1)
