@@ -97,17 +97,7 @@ def export_run(
     folder = Path(dest)
     options = options or ExportOptions()
     exporter = exporter_of(to)(run, options)
-    statement = {
-        "exporter": to,
-        "run": run.url,
-        "run_id": run.id,
-        "samples": len(run),
-        "samples_hash": run.index.digest(),
-        "samples_per_file": exporter.per_file,
-        "layer_ids": LAYER_IDS,
-        **exporter.statement(),
-    }
-    _claim(folder, statement, run.place)
+    _claim(folder, _statement_of(run, to, exporter), run.place)
     firsts = range(0, len(run), exporter.per_file)
     own = {first: folder / exporter.file(first) for first in firsts[shard::shards]}
     todo = [first for first, path in own.items() if not _is_done(path)]
@@ -119,8 +109,8 @@ def export_run(
         # Trainers take every file that ends so, also half of one that a killed process left.
         for path in folder.rglob(f"{_UNFINISHED}*"):
             path.unlink(missing_ok=True)
-    if finished and finish:
-        exporter.finish(run, folder)
+        if finish:
+            exporter.finish(run, folder)
     left_out = {first for first, path in own.items() if _left_out(path).exists()}
     written = len(set(todo) - left_out)
     return ExportReport(written, len(own) - len(left_out) - written, finished, len(left_out))
@@ -145,6 +135,20 @@ def exporter_of(name: str) -> type[Exporter]:
     module, _, attribute = found.partition(":")
     made: type[Exporter] = getattr(importlib.import_module(module), attribute)
     return made
+
+
+def _statement_of(run: Run, to: str, exporter: Exporter) -> dict[str, Any]:
+    """What ``export.json`` says."""
+    return {
+        "exporter": to,
+        "run": run.url,
+        "run_id": run.id,
+        "samples": len(run),
+        "samples_hash": run.index.digest(),
+        "samples_per_file": exporter.per_file,
+        "layer_ids": LAYER_IDS,
+        **exporter.statement(),
+    }
 
 
 def _claim(folder: Path, statement: dict[str, Any], place: Place) -> None:
