@@ -236,6 +236,8 @@ def _write_whole(exporter: Exporter, items: Iterable[dict[str, Any]], path: Path
         try:
             exporter.write(items, temporary)
         except SampleLeftOut as e:
+            if exporter.per_file > 1:  # the other samples of the file would be left out too
+                raise
             temporary.write_text(f"{e}\n")
             path = _left_out(path)
         try:

@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from hsx_dist import open_run
 from hsx_dist.errors import ConfigError, FormatError
-from hsx_dist.exporting import ExportOptions, export_run, register_exporter
+from hsx_dist.exporting import ExportOptions, SampleLeftOut, export_run, register_exporter
 from hsx_dist.exporting.export import EXPORTERS
+from hsx_dist.exporting.specforge import DFlashExporter
 from hsx_dist.exporting.weights import ModelEnd
 from hsx_dist.format.names import part_name
 from hsx_dist.format.place import open_place, start_run
@@ -173,6 +174,19 @@ def test_a_sample_that_the_trainer_refuses_is_left_out_once_and_counted(tmp_path
     names = sorted(p.name for p in (dest / "rows_0-2000").iterdir())
     assert names == ["data_0.ckpt.left-out", "data_1.ckpt", "data_2.ckpt.left-out"]
     assert "'conv/0': expected two consecutive tokens" in (dest / "rows_0-2000" / names[0]).read_text()
+
+
+def test_a_sample_is_not_left_out_with_its_neighbours(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise SampleLeftOut("expected another sample")
+
+    monkeypatch.setattr(DFlashExporter, "per_file", 2)
+    monkeypatch.setattr(DFlashExporter, "write", refuse)
+    with pytest.raises(SampleLeftOut):
+        export_run(run, "specforge-dflash", tmp_path)
+    assert not list(tmp_path.rglob("*.left-out")) + list(tmp_path.rglob(".new-*"))
 
 
 @pytest.mark.parametrize("to", [name for name in EXPORTERS if name != "saelens"])
