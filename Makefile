@@ -33,7 +33,7 @@ test: $(READY)  ## all tests, with real vLLM, Ray, S3 and GCS servers
 	$(BIN)/python -m scripts.trainers
 	$(BIN)/pytest -n 2 --dist loadfile -m "not pages" tests/integration
 
-trainers: $(READY)  ## SAELens and dictionary_learning, in an environment of their own, train on what we read and write
+trainers: $(READY)  ## SAELens, dictionary_learning, ModelOpt and SpecForge, in an environment of their own, train on what we read and write
 	$(BIN)/python -m scripts.trainers
 
 bench: $(READY)  ## every benchmark, a short choice of each: benchmarks/results/bench.md

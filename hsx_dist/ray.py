@@ -6,7 +6,7 @@ Needs ``pip install "hsx-dist[ray-data]"`` on every node.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import ray
@@ -142,7 +142,7 @@ def read_hidden_states(
 
 def export(
     url: str,
-    to: Literal["vllm", "speculators", "specforge-eagle3", "specforge-dflash", "topk-logprobs"] | str,
+    to: str,
     dest: str,
     options: ExportOptions | None = None,
     *,
@@ -164,4 +164,5 @@ def export(
 
     reports = ray.get([work.remote(shard) for shard in range(count)])
     last = export_run(run, to, dest, options)
-    return ExportReport(sum(r.written for r in reports), sum(r.there for r in reports), last.finished)
+    written, there = sum(r.written for r in reports), sum(r.there for r in reports)
+    return ExportReport(written, there, last.finished, last.left_out)

@@ -1,9 +1,9 @@
-"""Tests with the real trainers of sparse autoencoders, in an environment of their own: ``make trainers``.
+"""Tests with the real trainers of sparse autoencoders and drafts, in an environment of their own: ``make trainers``.
 
     .venv/bin/python -m scripts.trainers
 
-The environment is ``.trainers/``, made from requirements/trainers.in on first use and when that file changes. Torch is
-that of requirements/dev.lock.
+The environment is ``.trainers/``, made from requirements/trainers.in and trainers-alone.in on first use and when they
+change. Torch is that of requirements/dev.lock.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from scripts.matrix import ROOT, torch_arguments, uv
 
 FOLDER = ROOT / ".trainers"
 WANTED = ROOT / "requirements/trainers.in"
+#: Installed without their dependencies.
+ALONE = ROOT / "requirements/trainers-alone.in"
 
 
 def make_environment() -> str:
     """Path of the environment's Python."""
     python, done = FOLDER / "bin/python", FOLDER / "trainers.in"
-    text = WANTED.read_text()
+    text = WANTED.read_text() + ALONE.read_text()
     if not done.exists() or done.read_text() != text:
         uv("venv", "--quiet", "--clear", "--python", str(ROOT / ".venv/bin/python"), str(FOLDER))
         torch = re.findall(r"^torch==\S+", (ROOT / "requirements/dev.lock").read_text(), re.MULTILINE)
@@ -29,6 +31,7 @@ def make_environment() -> str:
         override = ["--override", str(ROOT / "requirements/overrides.txt")]
         own = ["-r", "pyproject.toml", "--extra", "torch"]
         uv("pip", "install", *common, *override, *own, "-r", str(WANTED), *torch)
+        uv("pip", "install", *common, "--no-deps", "-r", str(ALONE))
         done.write_text(text)
     return str(python)
 

@@ -207,7 +207,8 @@ def export(
     to: Annotated[
         str,
         typer.Option(
-            help="vllm, speculators, specforge-eagle3, specforge-dflash, saelens, topk-logprobs, or one registered."
+            help="vllm, speculators, specforge-eagle3, specforge-dflash, specforge-dspark, modelopt, saelens, "
+            "topk-logprobs, or one registered."
         ),
     ],
     layers: Layers = None,

@@ -44,7 +44,8 @@ def run_export(
         print_json({"run": path, "to": to, "dest": dest, **asdict(report)})
         return
     there = f", {report.there:,} were there" if report.there else ""
-    say(f"{report.written:,} files written{there}; {'whole' if report.finished else 'not whole yet'}: {dest}")
+    out = f"; {report.left_out:,} samples left out, see *.left-out" if report.left_out else ""
+    say(f"{report.written:,} files written{there}{out}; {'whole' if report.finished else 'not whole yet'}: {dest}")
 
 
 def _shard(text: str | None) -> tuple[int, int]:

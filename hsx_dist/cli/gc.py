@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from hsx_dist.config import parse_storage_options
 from hsx_dist.errors import Denied, NotFound, RunError
-from hsx_dist.format.place import Place, find_place, is_description, leftovers, run_objects
+from hsx_dist.format.place import V1_FOLDERS, Place, find_place, is_description, leftovers, run_objects
 from hsx_dist.format.runs import count, load_manifest, require_conditional_puts
 from hsx_dist.logger import get_logger
 from hsx_dist.observe.console import print_json, say
@@ -177,7 +177,7 @@ def run_rm(path: str, options: Sequence[str], *, yes: bool, watch: float) -> Non
         say(f"{path}: no run, but objects of runs without a description; --yes removes them")
         for folder in left:
             count_of = sum(1 for _ in run_objects(root, folder))
-            say(f"{count_of:,} objects in {folder or 'attempts/, manifest/, data/, consumed/'}")
+            say(f"{count_of:,} objects in {folder or ', '.join(V1_FOLDERS)}")
         return
     for store in [place.store] if place is not None else [_store_of(root, folder) for folder in left]:
         require_dead(store, watch_seconds=watch)

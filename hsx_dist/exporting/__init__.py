@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hsx_dist.exporting.base import Exporter, ExportOptions
+from hsx_dist.exporting.base import Exporter, ExportOptions, SampleLeftOut
 from hsx_dist.exporting.export import ExportReport, export_run, register_exporter
 
-__all__ = ["ExportOptions", "ExportReport", "Exporter", "export_run", "register_exporter"]
+__all__ = ["ExportOptions", "ExportReport", "Exporter", "SampleLeftOut", "export_run", "register_exporter"]

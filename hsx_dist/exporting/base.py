@@ -40,6 +40,13 @@ class ExportOptions:
     context: int = 128
 
 
+class SampleLeftOut(Exception):
+    """Raised by the ``write`` of an exporter with one sample for each file: the trainer refuses this sample.
+
+    The message says why.
+    """
+
+
 class Exporter(Protocol):
     """Made with the run and the options; refuses there, by ``ConfigError``, a run that cannot serve its trainer."""
 
@@ -55,13 +62,17 @@ class Exporter(Protocol):
 
     def write(self, items: Iterable[dict[str, Any]], path: Path) -> None:
         """Write the file. ``items``: ``HiddenStatesDataset``'s, torch tensors, of ``layers``; each is read when it is
-        asked for."""
+        asked for.
+
+        Raises:
+            SampleLeftOut: the trainer refuses the sample; for exporters with one sample for each file.
+        """
 
     def finish(self, run: Run, dest: Path) -> None:
         """After all files are there: what the trainer wants beside them."""
 
     def statement(self) -> dict[str, Any]:
-        """What a person must know to use the files; JSON types. Goes into ``export.json``."""
+        """What a person must know to use the files: layers, norm, mask; JSON types. Goes into ``export.json``."""
 
 
 def num_layers_of(run: Run, options: ExportOptions) -> int:
@@ -115,6 +126,20 @@ def any_layers(run: Run, options: ExportOptions, num_layers: int, trainer: str) 
     if not layers:
         raise ConfigError(f"{trainer}: expected at least one auxiliary layer, and the run has only {num_layers}")
     return need(run, layers, trainer)
+
+
+def layers_before_last(run: Run, options: ExportOptions, num_layers: int, trainer: str) -> tuple[int, ...]:
+    """``any_layers``, each once and none of them the last.
+
+    Trainers that count after a layer take the last one after the final norm from transformers, and before it from vLLM.
+    """
+    layers = any_layers(run, options, num_layers, trainer)
+    if num_layers in layers or len(set(layers)) < len(layers):
+        raise ConfigError(
+            f"{trainer}: expected auxiliary layers below {num_layers}, each once, got {list(layers)}. Name others "
+            f"(--layers): trainers do not agree whether layer {num_layers} is before or after the final norm"
+        )
+    return layers
 
 
 def after_layer(layers: Sequence[int]) -> list[int]:

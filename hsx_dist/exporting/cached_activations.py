@@ -90,4 +90,5 @@ class SaeLensExporter:
             "dtype": "float32",
             "left_out": "tokens behind the last whole context of each sample",
             "norm": "none",
+            "loss_mask": "none: SAELens has no mask",
         }

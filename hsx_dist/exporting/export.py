@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hsx_dist.errors import ConfigError
-from hsx_dist.exporting.base import LAYER_IDS, Exporter, ExportOptions, require_hidden_states
+from hsx_dist.exporting.base import LAYER_IDS, Exporter, ExportOptions, SampleLeftOut, require_hidden_states
 from hsx_dist.format.place import Place
 from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.reading.order import is_of_run
@@ -24,17 +24,21 @@ from hsx_dist.reading.select import Selection
 
 _STATEMENT = "export.json"
 #: What earlier versions did not store.
-_LATER = ("run_id", "samples_hash", "samples_per_file")
+_LATER = ("run_id", "samples_hash", "samples_per_file", "loss_mask")
 _LARGEST_STATEMENT = 4 << 20
 #: How long a process that was seen to begin it may take to write it.
 _STATEMENT_S = 5.0
 _ENTRY_POINTS = "hsx_dist.exporters"
+#: What files are called until they are whole. They end as the file does: some libraries go by that.
+_UNFINISHED = ".new-"
 #: Name → class, or where it is: a trainer's packages are loaded when it is exported for.
 EXPORTERS: dict[str, type[Exporter] | str] = {
     "vllm": "hsx_dist.exporting.vllm:VllmExporter",
     "speculators": "hsx_dist.exporting.speculators_dataset:SpeculatorsExporter",
     "specforge-eagle3": "hsx_dist.exporting.specforge:Eagle3Exporter",
     "specforge-dflash": "hsx_dist.exporting.specforge:DFlashExporter",
+    "specforge-dspark": "hsx_dist.exporting.specforge:DSparkExporter",
+    "modelopt": "hsx_dist.exporting.modelopt:ModelOptExporter",
     "saelens": "hsx_dist.exporting.cached_activations:SaeLensExporter",
     "topk-logprobs": "hsx_dist.exporting.topk:TopKExporter",
 }
@@ -52,11 +56,16 @@ def register_exporter(name: str, exporter: type[Exporter]) -> None:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """Files ``written`` now, and files that were ``there`` already; ``finished``: the destination is whole."""
+    """Files ``written`` now, and files that were ``there`` already; ``finished``: the destination is whole.
+
+    ``left_out``: samples that the trainer refuses, now or in earlier calls. Each has a file ``NAME.left-out`` that says
+    why, in the place of the file ``NAME``.
+    """
 
     written: int
     there: int
     finished: bool
+    left_out: int = 0
 
 
 def export_run(
@@ -90,26 +99,23 @@ def export_run(
     options = options or ExportOptions()
     require_hidden_states(run, to)
     exporter = exporter_of(to)(run, options)
-    statement = {
-        "exporter": to,
-        "run": run.url,
-        "run_id": run.id,
-        "samples": len(run),
-        "samples_hash": run.index.digest(),
-        "samples_per_file": exporter.per_file,
-        "layer_ids": LAYER_IDS,
-        **exporter.statement(),
-    }
-    _claim(folder, statement, run.place)
+    _claim(folder, _statement_of(run, to, exporter), run.place)
     firsts = range(0, len(run), exporter.per_file)
-    todo = [f for f in firsts[shard::shards] if not (folder / exporter.file(f)).exists()]
+    own = {first: folder / exporter.file(first) for first in firsts[shard::shards]}
+    todo = [first for first, path in own.items() if not _is_done(path)]
     with run.place.reading():
         for first, items in _batches(run, exporter, options, todo, prefetch_bytes):
-            _write_whole(exporter, items, folder / exporter.file(first))
-    finished = all((folder / exporter.file(f)).exists() for f in firsts)
-    if finished and finish:
-        exporter.finish(run, folder)
-    return ExportReport(len(todo), len(firsts[shard::shards]) - len(todo), finished)
+            _write_whole(exporter, items, own[first])
+    finished = all(_is_done(folder / exporter.file(f)) for f in firsts)
+    if finished:
+        # Trainers take every file that ends so, also half of one that a killed process left.
+        for path in folder.rglob(f"{_UNFINISHED}*"):
+            path.unlink(missing_ok=True)
+        if finish:
+            exporter.finish(run, folder)
+    left_out = {first for first, path in own.items() if _left_out(path).exists()}
+    written = len(set(todo) - left_out)
+    return ExportReport(written, len(own) - len(left_out) - written, finished, len(left_out))
 
 
 def exporter_of(name: str) -> type[Exporter]:
@@ -133,6 +139,20 @@ def exporter_of(name: str) -> type[Exporter]:
     return made
 
 
+def _statement_of(run: Run, to: str, exporter: Exporter) -> dict[str, Any]:
+    """What ``export.json`` says."""
+    return {
+        "exporter": to,
+        "run": run.url,
+        "run_id": run.id,
+        "samples": len(run),
+        "samples_hash": run.index.digest(),
+        "samples_per_file": exporter.per_file,
+        "layer_ids": LAYER_IDS,
+        **exporter.statement(),
+    }
+
+
 def _claim(folder: Path, statement: dict[str, Any], place: Place) -> None:
     """Say what the folder holds, before anything is in it. ``ConfigError`` when it says something else."""
     path = folder / _STATEMENT
@@ -144,7 +164,7 @@ def _claim(folder: Path, statement: dict[str, Any], place: Place) -> None:
     except FileExistsError:
         there = _statement(path)
         if is_of_run(there.get("run_id"), place):
-            there = {**{name: statement[name] for name in _LATER}, **there}
+            there = {**{name: statement[name] for name in _LATER if name in statement}, **there}
         differs = sorted(k for k in {*there, *statement} if there.get(k) != statement.get(k))
         if differs:
             raise ConfigError(
@@ -200,14 +220,34 @@ def _batches(
         deque(found, maxlen=0)  # what an exporter left is no other file's
 
 
+def _left_out(path: Path) -> Path:
+    """The file in the place of ``path`` where the trainer refuses the sample."""
+    return path.with_name(f"{path.name}.left-out")
+
+
+def _is_done(path: Path) -> bool:
+    return path.exists() or _left_out(path).exists()
+
+
 def _write_whole(exporter: Exporter, items: Iterable[dict[str, Any]], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=".new-", suffix=path.suffix, dir=path.parent)
+    handle, name = tempfile.mkstemp(prefix=_UNFINISHED, suffix=path.suffix, dir=path.parent)
     os.close(handle)
+    temporary = Path(name)
     try:
-        exporter.write(items, Path(temporary))
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
+        try:
+            exporter.write(items, temporary)
+        except SampleLeftOut as e:
+            if exporter.per_file > 1:  # the other samples of the file would be left out too
+                raise
+            temporary.write_text(f"{e}\n")
+            path = _left_out(path)
+        try:
+            temporary.chmod(0o644)
+            temporary.replace(path)
+        except FileNotFoundError:
+            if not _is_done(path):  # another process wrote it, finished the export and removed unfinished files
+                raise
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise

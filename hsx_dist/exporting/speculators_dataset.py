@@ -1,7 +1,7 @@
 """``speculators``: an Arrow data set of tokens and masks, and ``hidden_states/hs_{row}.safetensors`` beside it.
 
 The form of speculators 0.9: its ``ArrowDataset`` flattens all layers but the last, and takes the last, before the final
-norm, as the verifier's last state.
+norm, as the verifier's last state. Its EAGLE-3, P-EAGLE and MTP read these files; MTP takes the last state alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hsx_dist.errors import ConfigError
-from hsx_dist.exporting.base import ExportOptions, any_layers, need, num_layers_of
+from hsx_dist.exporting.base import ExportOptions, any_layers, need, num_layers_of, stored_layers
 from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.reading.run import Run
 
@@ -26,7 +26,9 @@ class SpeculatorsExporter:
         if importlib.util.find_spec("datasets") is None:
             raise ConfigError("speculators: expected Hugging Face datasets to be installed; pip install speculators")
         last = num_layers_of(run, options)
-        self._aux = any_layers(run, options, last, "speculators")
+        # MTP reads the last state alone: its runs may have no other layer.
+        alone = options.aux_layers is None and stored_layers(run) == (last,)
+        self._aux = () if alone else any_layers(run, options, last, "speculators")
         self.layers = need(run, (*self._aux, last), "speculators")
         self._loss_mask = options.loss_mask
 
@@ -64,4 +66,5 @@ class SpeculatorsExporter:
             "before the final norm, as speculators wants it",
             "aux_hidden_state_layer_ids": list(self._aux),
             "layers": list(self.layers),
+            "loss_mask": "int64 0/1, in the Arrow data set",
         }

@@ -86,7 +86,8 @@ class TopKExporter:
     def statement(self) -> dict[str, Any]:
         return {
             "teacher_topk_logprobs": f"natural logarithms, top {self._k} of the whole vocabulary, of the token after "
-            f"each position, by layer {self.layers[0]}, the final norm and lm_head of {self._end.model}"
+            f"each position, by layer {self.layers[0]}, the final norm and lm_head of {self._end.model}",
+            "loss_mask": "completion_mask, int64 0/1",
         }
 
 

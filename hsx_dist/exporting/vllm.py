@@ -36,4 +36,8 @@ class VllmExporter:
         """Nothing more."""
 
     def statement(self) -> dict[str, Any]:
-        return {"hidden_states": f"[T, L, H], layers {list(self.layers)}; no norm applied", "layers": list(self.layers)}
+        return {
+            "hidden_states": f"[T, L, H], layers {list(self.layers)}; no norm applied",
+            "layers": list(self.layers),
+            "loss_mask": "bool [T]; a file without one means all ones",
+        }

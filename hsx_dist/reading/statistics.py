@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,10 @@ import numpy as np
 
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.json_objects import count, dump_json, find_json, number, text
+from hsx_dist.format.markers import OBJECTS_OF_A_RUN
 from hsx_dist.format.names import statistics_name
-from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.reading.run import Run
+from hsx_dist.store import Store
 
 _Array = np.ndarray[Any, Any]
 _ROWS = 1024  # widened to float64 at once
@@ -129,6 +130,8 @@ def compute_statistics(
         ConfigError: a layer is not in the run, or no token is left.
         FormatError, NotFound: a part is damaged or missing.
     """
+    from hsx_dist.reading.datasets import HiddenStatesDataset  # loads torch, which reading statistics does not need
+
     if skip_first < 0 or (max_tokens is not None and max_tokens < 1):
         raise ConfigError(f"max_tokens, skip_first: expected at least 1 and 0, got {max_tokens} and {skip_first}")
     data = HiddenStatesDataset(
@@ -183,6 +186,19 @@ def read_statistics(run: Run, layers: Sequence[int] | None = None) -> RunStatist
         if body is not None and body.get("run") == run.id:
             found[layer] = _parse(body, f"{run.store.url}/{statistics_name(layer)}")
     return RunStatistics(found)
+
+
+def damaged_statistics(store: Store) -> Iterator[tuple[str, str]]:
+    """The name of each damaged object that ``hsx stats`` stored in a run's ``store``, and what is wrong."""
+    for info in store.list("statistics/"):
+        if OBJECTS_OF_A_RUN["statistics/"].fullmatch(info.name) is None:
+            continue  # another program's
+        try:
+            body = find_json(store, info.name, _CHECKS)
+            if body is not None:
+                _parse(body, info.name)
+        except FormatError as e:
+            yield info.name, str(e)
 
 
 def _parse(body: Mapping[str, Any], where: str) -> LayerStatistics:

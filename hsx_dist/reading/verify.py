@@ -1,4 +1,5 @@
-"""Every byte of a run against its checksums, every part against its receipt, every count against the manifest."""
+"""Every byte of a run against its checksums, every part against its receipt, every count against the manifest,
+and the statistics that ``hsx stats`` stored."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from hsx_dist.reading.column import agrees
 from hsx_dist.reading.missing import is_removed, missing_parts
 from hsx_dist.reading.order import is_of_run
 from hsx_dist.reading.select import key_hash
+from hsx_dist.reading.statistics import damaged_statistics
 from hsx_dist.store import ObjectInfo, Store
 
 # Exponent bits all set: infinite or not a number.
@@ -32,7 +34,7 @@ _SIGN = {"bfloat16": 0x8000, "float16": 0x8000, "float32": 0x80000000}
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong, and with which part or receipt (``""``: the run itself)."""
+    """What is wrong, and with which part, receipt or statistics (``""``: the run itself)."""
 
     part: str
     message: str
@@ -141,6 +143,7 @@ def _check_run(
     except FormatError as e:
         report.problems.append(Problem("", str(e)))
     report.problems.extend(Problem("", message) for message in _check_counts(store, manifest))
+    report.problems.extend(Problem(name, message) for name, message in damaged_statistics(store))
 
 
 class _SoundParts:

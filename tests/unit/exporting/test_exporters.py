@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from hsx_dist import open_run
 from hsx_dist.errors import ConfigError, FormatError
-from hsx_dist.exporting import ExportOptions, export_run, register_exporter
+from hsx_dist.exporting import ExportOptions, SampleLeftOut, export_run, register_exporter
 from hsx_dist.exporting.export import EXPORTERS
+from hsx_dist.exporting.specforge import DFlashExporter
 from hsx_dist.exporting.weights import ModelEnd
 from hsx_dist.format.names import part_name
 from hsx_dist.format.place import open_place, start_run
@@ -111,6 +112,91 @@ def test_specforge_dflash_takes_any_layers_and_the_last_if_asked(run: Run, model
     got = torch.load(tmp_path / "b" / "rows_0-2000" / "data_3.ckpt")
     with torch.no_grad():
         assert torch.equal(got["target_last_hidden_states"][0], model[1].model.norm(states(SAMPLES[3])[:, 3]))
+
+
+def test_modelopt_has_the_last_state_after_the_norm_in_plain_tensors(run: Run, model: Any, tmp_path: Path) -> None:
+    export_run(run, "modelopt", tmp_path, ExportOptions(model=str(model[0])))
+    for sample in SAMPLES:
+        path = tmp_path / f"{sample.key.replace('/', '%2F')}.pt"
+        got = torch.load(path, weights_only=True)
+        assert set(got) == {"input_ids", "loss_mask", "aux_hidden_states", "hidden_states"}
+        assert got["input_ids"].tolist() == sample.token_ids.tolist()
+        assert (got["loss_mask"].dtype, got["loss_mask"].tolist()) == (torch.int64, [*mask_of(sample)["loss_mask"]])
+        assert torch.equal(got["aux_hidden_states"], states(sample)[:, :3].flatten(1))
+        with torch.no_grad():
+            assert torch.equal(got["hidden_states"], model[1].model.norm(states(sample)[:, 3]))
+    said = statement(tmp_path)
+    assert said["aux_layers_counted_after"] == [1, 3, 4]  # ModelOpt's own default for 8 layers
+    assert "after the final RMSNorm" in said["last_state"]
+
+
+def test_a_torch_file_has_its_tensors_and_nothing_else_of_the_memory_that_they_are_part_of(
+    run: Run, tmp_path: Path
+) -> None:
+    export_run(run, "specforge-dflash", tmp_path, ExportOptions(aux_layers=(2,)))
+    for i, sample in enumerate(SAMPLES):
+        path = tmp_path / "rows_0-2000" / f"data_{i}.ckpt"
+        assert path.stat().st_size < len(sample.token_ids) * (4 * H + 16) + 3000
+        for tensor in torch.load(path).values():
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_specforge_dspark_is_dflash_with_the_last_state(run: Run, model: Any, tmp_path: Path) -> None:
+    export_run(run, "specforge-dspark", tmp_path / "a", ExportOptions(model=str(model[0])))
+    export_run(run, "specforge-dflash", tmp_path / "b", ExportOptions(model=str(model[0]), with_last=True))
+    for i in range(len(SAMPLES)):
+        one, other = (torch.load(tmp_path / d / "rows_0-2000" / f"data_{i}.ckpt") for d in "ab")
+        assert set(one) == {"input_ids", "loss_mask", "hidden_states", "target_last_hidden_states"}
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("to", ["modelopt", "specforge-dflash", "specforge-dspark"])
+def test_the_last_layer_and_a_repeated_one_are_no_auxiliary_layers(to: str, run: Run, tmp_path: Path) -> None:
+    for aux in ((2, N), (2, 4, 2)):
+        with pytest.raises(ConfigError, match=r"auxiliary layers below 8, each once, got \[2"):
+            export_run(run, to, tmp_path, ExportOptions(aux_layers=aux))
+
+
+def test_a_sample_that_the_trainer_refuses_is_left_out_once_and_counted(tmp_path: Path) -> None:
+    masks = [(1, 0, 1, 0, 1, 0), (0, 1, 1, 0, 0, 0, 0), (0,) * 8]
+
+    def mask(sample: RandomSample) -> dict[str, np.ndarray[Any, Any]]:
+        return {"loss_mask": np.array(masks[SAMPLES.index(sample)], np.int8)}
+
+    store, dest = open_store(str(tmp_path / "run")), tmp_path / "out"
+    store_run(store, SAMPLES[:3], attached=mask, about={"num_hidden_layers": N})
+    first = export_run(open_run(store.url), "specforge-dflash", dest, shard=0, shards=3)
+    assert (first.written, first.there, first.left_out, first.finished) == (0, 0, 1, False)
+    rest = export_run(open_run(store.url), "specforge-dflash", dest)
+    assert (rest.written, rest.there, rest.left_out, rest.finished) == (1, 0, 2, True)
+    again = export_run(open_run(store.url), "specforge-dflash", dest)
+    assert (again.written, again.there, again.left_out, again.finished) == (0, 1, 2, True)
+    names = sorted(p.name for p in (dest / "rows_0-2000").iterdir())
+    assert names == ["data_0.ckpt.left-out", "data_1.ckpt", "data_2.ckpt.left-out"]
+    assert "'conv/0': expected two consecutive tokens" in (dest / "rows_0-2000" / names[0]).read_text()
+
+
+def test_a_sample_is_not_left_out_with_its_neighbours(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise SampleLeftOut("expected another sample")
+
+    monkeypatch.setattr(DFlashExporter, "per_file", 2)
+    monkeypatch.setattr(DFlashExporter, "write", refuse)
+    with pytest.raises(SampleLeftOut):
+        export_run(run, "specforge-dflash", tmp_path)
+    assert not list(tmp_path.rglob("*.left-out")) + list(tmp_path.rglob(".new-*"))
+
+
+@pytest.mark.parametrize("to", [name for name in EXPORTERS if name != "saelens"])
+def test_every_statement_names_the_layers_the_norm_and_the_mask(to: str, run: Run, model: Any, tmp_path: Path) -> None:
+    export_run(run, to, tmp_path, ExportOptions(model=str(model[0])), shard=0, shards=2)
+    said = statement(tmp_path)
+    assert said["loss_mask"]
+    words = json.dumps(said)
+    assert "norm" in words.replace(said["layer_ids"], "").lower() or said["last_state"] is None
+    assert "layer" in words.replace(said["layer_ids"], "").replace("layer_ids", "")
 
 
 def test_teacher_logprobs_are_the_models_own(
@@ -325,6 +411,36 @@ def test_an_export_goes_on_and_refuses_another_in_its_place(run: Run, tmp_path: 
         export_run(run, "vllm", tmp_path, ExportOptions(aux_layers=(2,)))
 
 
+def test_a_finished_export_has_no_half_files_that_a_trainer_would_read(run: Run, tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "rows_0-2000"):
+        place.mkdir(exist_ok=True)
+        (place / ".new-killed.ckpt").write_bytes(b"half")
+    assert not export_run(run, "specforge-dflash", tmp_path, shard=0, shards=2).finished
+    assert len(list(tmp_path.rglob(".new-*"))) == 2  # another process may be writing one
+    assert export_run(run, "specforge-dflash", tmp_path, shard=1, shards=2).finished
+    assert sorted(path.name for path in tmp_path.rglob("*.ckpt")) == [f"data_{i}.ckpt" for i in range(len(SAMPLES))]
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_process_that_writes_what_another_one_has_finished_does_not_fail(
+    written: bool, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_file = Path.replace
+
+    def finished_meanwhile(path: Path, to: Path) -> Path:
+        if written:
+            to.write_bytes(path.read_bytes())
+        path.unlink()
+        return replace_file(path, to)
+
+    monkeypatch.setattr(Path, "replace", finished_meanwhile)
+    if written:
+        assert export_run(run, "vllm", tmp_path).finished
+    else:
+        with pytest.raises(FileNotFoundError):
+            export_run(run, "vllm", tmp_path)
+
+
 def test_an_export_does_not_go_on_with_another_run_at_the_same_place(tmp_path: Path) -> None:
     root, dest = open_store(str(tmp_path / "run")), tmp_path / "dest"
     store_run(root, SAMPLES, version=1)
@@ -431,22 +547,20 @@ def test_the_exporter_that_the_documentation_writes(run: Run, tmp_path: Path, mo
     code = text.split("```python\n")[1].split("```")[0]
     known = dict(EXPORTERS)
     monkeypatch.setattr("hsx_dist.exporting.export.EXPORTERS", known)
-    exec(compile(code, "extending.md", "exec"), {"__name__": "modelopt_exporter"})
-    export_run(run, "modelopt", tmp_path)
+    exec(compile(code, "extending.md", "exec"), {"__name__": "value_head_exporter"})
+    export_run(run, "value-head", tmp_path)
     for sample in SAMPLES:
-        got = torch.load(tmp_path / f"{sample.key.replace('/', '%2F')}.pt")
-        assert torch.equal(got["hidden_states"], states(sample)[:, 3])
-        assert torch.equal(got["aux_hidden_states"], states(sample)[:, :3].flatten(1))
-        assert got["hidden_states_prenorm"] is True
-        assert got["loss_mask"].tolist() == mask_of(sample)["loss_mask"].tolist()
+        got = np.load(tmp_path / f"{sample.key.replace('/', '%2F')}.npz")
+        assert np.array_equal(got["states"], states(sample)[:, 3])
+        assert got["mask"].tolist() == (mask_of(sample)["loss_mask"] != 0).tolist()
         assert got["input_ids"].tolist() == sample.token_ids.tolist()
-    exporter = known.pop("modelopt")
+    exporter = known.pop("value-head")
     named = SimpleNamespace(load=lambda: exporter)
     monkeypatch.setattr(
         "hsx_dist.exporting.export.entry_points",
-        lambda group, name: [named] if (group, name) == ("hsx_dist.exporters", "modelopt") else [],
+        lambda group, name: [named] if (group, name) == ("hsx_dist.exporters", "value-head") else [],
     )
-    assert export_run(run, "modelopt", tmp_path).there == len(SAMPLES)
+    assert export_run(run, "value-head", tmp_path).there == len(SAMPLES)
     with pytest.raises(ConfigError, match="expected one of"):
         export_run(run, "nobodys", tmp_path)
     with pytest.raises(ConfigError, match="taken"):

@@ -16,6 +16,7 @@ from hsx_dist.format.names import statistics_name
 from hsx_dist.reading.garbage import remove_run
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.statistics import _Moments, compute_statistics, read_statistics, store_statistics
+from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import open_store
 from hsx_dist.testing.samples import random_sample
 from tests.harness.runs import store_run
@@ -105,3 +106,48 @@ def test_the_command_prints_and_stores(tmp_path: Path) -> None:
     rows = json.loads(done.output)["layers"]
     assert [(row["layer"], row["tokens"]) for row in rows] == [(2, TOKENS - 12), (15, TOKENS - 12)]
     assert set(read_statistics(Run(open_store(str(tmp_path)))).layers) == {2, 15}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_gc_leaves_them_and_removes_what_a_killed_command_left(tmp_path: Path, version: int) -> None:
+    from typer.testing import CliRunner
+
+    run = run_at(tmp_path, version)
+    store_statistics(run, compute_statistics(run, [2, 15]))
+    folder = tmp_path / run.place.folder / "statistics"
+    (folder / ".hsx-unfinished-1").write_bytes(b"half")
+    done = CliRunner().invoke(app, ["gc", str(tmp_path), "--delete", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.output)
+    assert found["unfinished"] == [f"{run.place.folder}/statistics/.hsx-unfinished-1".lstrip("/")]
+    assert found["garbage"] == found["removed_runs"] == []
+    assert sorted(path.name for path in folder.iterdir()) == ["0002.json", "0015.json"]
+    assert set(read_statistics(run).layers) == {2, 15}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_verify_names_damaged_ones_and_no_others(tmp_path: Path, version: int) -> None:
+    run = run_at(tmp_path, version)
+    store_statistics(run, compute_statistics(run, [2, 15, 30]))
+    run.store.put("statistics/notes.json", [b"another program's"])
+    assert verify_run(run.place.root).problems == []
+    body = json.loads(run.store.get(statistics_name(15)))
+    run.store.put(statistics_name(2), [b"{"])
+    run.store.put(statistics_name(15), [json.dumps({**body, "absmax": body["absmax"][:-12]}).encode()])
+    problems = verify_run(run.place.root).problems
+    assert [problem.part for problem in problems] == [statistics_name(2), statistics_name(15)]
+    assert "Run `hsx stats` again" in problems[1].message
+
+
+def test_runs_of_version_1_that_lost_their_description_are_told_with_their_statistics(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    run = run_at(tmp_path, version=1)
+    store_statistics(run, compute_statistics(run, [15]))
+    (tmp_path / "run.json").unlink()
+    told = CliRunner().invoke(app, ["rm", str(tmp_path)])
+    assert told.exit_code == 0, told.output
+    assert "statistics/" in told.output
+    done = CliRunner().invoke(app, ["rm", str(tmp_path), "--yes"])
+    assert done.exit_code == 0, done.output
+    assert not list((tmp_path / "statistics").glob("*"))

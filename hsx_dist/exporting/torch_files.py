@@ -1,0 +1,70 @@
+"""What the exporters into torch's files share: tensors by name, the auxiliary layers, the last state after the norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from hsx_dist.exporting.base import ExportOptions, after_layer, need
+from hsx_dist.exporting.weights import ModelEnd
+from hsx_dist.reading.run import Run
+
+
+class TorchExporter:
+    """One file for each sample, of tensors alone: ``torch.load(path, weights_only=True)`` reads it.
+
+    Args:
+        aux: vLLM's ids of the auxiliary layers, in the order of their columns.
+        last: the model's number of layers, for files with the last state; ``None``: without it.
+
+    Raises:
+        ConfigError: the run lacks a layer, or the final norm of its model is not known.
+    """
+
+    per_file = 1
+
+    def __init__(self, run: Run, options: ExportOptions, trainer: str, aux: tuple[int, ...], last: int | None) -> None:
+        self._aux = aux
+        self.layers = need(run, aux if last is None else (*aux, last), trainer)
+        self._end = None if last is None else ModelEnd(run, options.model)
+
+    def write(self, items: Iterable[dict[str, Any]], path: Path) -> None:
+        import torch
+
+        [item] = items
+        torch.save({name: _compact(tensor) for name, tensor in self._tensors(item).items()}, path)
+
+    def _tensors(self, item: dict[str, Any]) -> dict[str, Any]:
+        """The file's tensors by name."""
+        raise NotImplementedError
+
+    def _tokens(self, item: dict[str, Any]) -> dict[str, Any]:
+        """``input_ids`` and ``loss_mask``, int64 ``[T]``."""
+        return {"input_ids": item["input_ids"], "loss_mask": item["loss_mask"].long()}
+
+    def _aux_states(self, item: dict[str, Any]) -> Any:
+        """``[T, kH]``, the run's dtype."""
+        return item["hidden_states"][:, : len(self._aux)].flatten(1)
+
+    def _last_state(self, item: dict[str, Any]) -> Any:
+        """``[T, H]``, the run's dtype."""
+        assert self._end is not None, "a last state is only written with the model's norm"
+        return self._end.norm(item["hidden_states"][:, -1])
+
+    def finish(self, run: Run, dest: Path) -> None:
+        """Nothing more."""
+
+    def statement(self) -> dict[str, Any]:
+        return {
+            "aux_layers": list(self._aux),
+            "aux_layers_counted_after": after_layer(self._aux),
+            "last_state": None if self._end is None else f"after the final RMSNorm of {self._end.model}",
+            "loss_mask": "int64 0/1 [T]; ones for a sample without one",
+        }
+
+
+def _compact(tensor: Any) -> Any:
+    """The tensor in memory of its own: ``torch.save`` stores all memory that a view is part of."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
