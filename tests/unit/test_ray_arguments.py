@@ -13,6 +13,7 @@ from hsx_dist.config import ExtractConfig, load_config
 from hsx_dist.errors import ConfigError
 from hsx_dist.fleet.placement import Placement
 from hsx_dist.fleet.replica_actor import start_replica
+from hsx_dist.jobs.capture import CapturedRows
 from hsx_dist.jobs.doctor_nodes import ask_nodes
 from hsx_dist.jobs.extract import engine_spec
 from hsx_dist.jobs.preflight import Model
@@ -44,7 +45,7 @@ def writer() -> Any:
 
 
 def replica() -> Any:
-    spec = engine_spec(config(), Model("m", 1, 1, (0,), 1, 1, 1, 1))
+    spec = engine_spec(config(), Model("m", {"hidden_states": CapturedRows((0,), 1)}, 1, 1, 1, "bfloat16", 1, ""))
     placement = Placement((), "STRICT_PACK", 0.0)
     sizes: dict[str, Any] = {"num_cpus": 1, "resources": {}, "environment": {}, "name": "x", "namespace": "x"}
     return start_replica(spec, [], 0, placement=placement, **sizes)
