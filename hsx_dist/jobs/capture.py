@@ -45,7 +45,7 @@ def captured_rows(config: ExtractConfig, text: Any, dtype: str) -> dict[str, Cap
         )
     itemsize = 4 if dtype == "float32" else 2
     return {
-        name: CapturedRows(layers, _width(POINTS[name], text) * _itemsize(name, itemsize))
+        name: CapturedRows(layers, _width(POINTS[name], text) * (4 if POINTS[name].dtype else itemsize))
         for name, layers in points.items()
     }
 
@@ -91,10 +91,6 @@ def _width(point: Point, text: Any) -> int:
         "top_k": getattr(text, "num_experts_per_tok", 0),
     }
     return int(widths[point.width])
-
-
-def _itemsize(name: str, itemsize: int) -> int:
-    return 4 if name in ("topk_ids", "topk_weights") else itemsize
 
 
 def token_bytes(rows: Mapping[str, CapturedRows]) -> int:

@@ -17,7 +17,7 @@ from hsx_dist.errors import ConfigError, EngineError
 from hsx_dist.taps import operator
 from hsx_dist.taps.capture_config import capture_of, check_engine
 from hsx_dist.taps.point_cache import LayerTarget, PointCache
-from hsx_dist.taps.points import Plan, plan_capture
+from hsx_dist.taps.points import POINTS, Plan, plan_capture
 from hsx_dist.taps.structure import Read, Structure, find_structure, modules_of
 
 #: First layer number of the caches' names. vLLM sorts caches by the number, which must be unique.
@@ -115,10 +115,8 @@ def install(model: nn.Module, structure: Structure, plan: Plan, vllm_config: Any
 
 
 def _dtype(point: str, read: Read, model: torch.dtype) -> torch.dtype:
-    if point == "topk_ids":
-        return torch.int32
-    if point == "topk_weights":
-        return torch.float32
+    if fixed := POINTS[point].dtype:
+        return getattr(torch, fixed)  # type: ignore[no-any-return]
     if point == "router_logits":
         return getattr(read.module, "out_dtype", None) or getattr(read.module, "params_dtype", None) or model
     return model

@@ -24,6 +24,7 @@ class Point:
         per_layer: False for a point that a model has once.
         sharded: True if each tensor-parallel rank has a part of the row.
         alias_of: another name of this point; an alias is not stored twice.
+        dtype: of every model; None: the dtype in which the model computes (of ``router_logits``, the router).
     """
 
     name: str
@@ -32,6 +33,7 @@ class Point:
     per_layer: bool = True
     sharded: bool = False
     alias_of: str | None = None
+    dtype: Literal["int32", "float32"] | None = None
 
 
 #: The stream at every layer, by the ids of the setting ``layers``: ``k`` is ``resid_pre`` of layer ``k``, ``N`` is
@@ -51,7 +53,7 @@ POINTS: dict[str, Point] = {
         Point("v", "v_proj(ln1)", "kv", sharded=True),
         Point("q_norm", "q_norm(q), by head, before rotary", "q", sharded=True),
         Point("k_norm", "k_norm(k), by head, before rotary", "kv", sharded=True),
-        Point("z", "softmax(rotary(q) rotary(k)' / sqrt(dim)) v, by head, before o_proj", "q", sharded=True),
+        Point("z", "attention(rotary(q_norm or q), rotary(k_norm or k), v), by head, before o_proj", "q", sharded=True),
         Point("attn_out", "o_proj(z)"),
         Point("resid_mid", "resid_pre + attn_out"),
         Point("ln2", "post_attention_layernorm(resid_mid)"),
@@ -60,8 +62,8 @@ POINTS: dict[str, Point] = {
             "mlp_post", "act(gate_proj(ln2)) * up_proj(ln2), before down_proj; not of an MoE layer", "mlp", sharded=True
         ),
         Point("router_logits", "gate(ln2), before softmax", "experts"),
-        Point("topk_ids", "experts of the token, int32, in the router's order", "top_k"),
-        Point("topk_weights", "weights of these experts, float32, as the router gives them", "top_k"),
+        Point("topk_ids", "experts of the token, in the router's order", "top_k", dtype="int32"),
+        Point("topk_weights", "weights of these experts, as the router gives them", "top_k", dtype="float32"),
         Point("mlp_out", "mlp(ln2): down_proj(mlp_post), or the weighted sum of the experts"),
         Point("resid_final", "the residual stream after the last layer, before the final norm", per_layer=False),
         Point("final_ln", "norm(resid_final)", per_layer=False),

@@ -12,8 +12,10 @@ from hsx_dist.connector import plugin
 from hsx_dist.errors import RunMismatch
 from hsx_dist.models.tiny import write_tiny_tokenizer
 from tests.harness.hooked_model import HookedModel, tiny_model
+from tests.harness.snippets import snippets
 from tests.integration.exact import prompts
 
+PAGE = Path(hsx_dist.__file__).parents[1] / "docs" / "capture.md"
 CAPTURE: dict[str, Any] = {"points": {"hidden_states": [0, -1], "q": [2], "topk_ids": [4], "mlp_out": "all"}}
 LAYERS = {"hidden_states": (0, 5), "q": (2,), "mlp_out": (0, 1, 2, 3, 4), "topk_ids": (4,)}
 
@@ -71,6 +73,15 @@ def check(folder: Path, rows: list[dict[str, Any]]) -> None:
 
 def test_every_stored_row_is_the_models(folder: Path, rows: list[dict[str, Any]]) -> None:
     check(folder, rows)
+
+
+def test_the_page_reads_points(folder: Path) -> None:
+    names: dict[str, Any] = {"RUN": str(folder / "run"), "__name__": "page"}
+    (block,) = (s for s in snippets(PAGE) if s.language == "python")
+    exec(compile(block.text, block.where, "exec"), names)
+    tokens = names["sample"].num_tokens
+    assert names["loaded"]["points"]["topk_ids"].shape == (tokens, 1, 2)
+    assert names["sample"].point("q", 2).shape == (tokens, 4, 32)
 
 
 def test_a_run_that_is_complete_needs_no_engine_and_another_capture_is_refused(

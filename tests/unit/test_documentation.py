@@ -25,6 +25,7 @@ RUN_BY = {
     "docs/guides/training.md": "tests/unit/test_guides.py",
     "docs/guides/sparse-autoencoders.md": "tests/unit/test_guides.py",
     "docs/connector.md": "tests/integration/test_connector_bare.py",
+    "docs/capture.md": "tests/integration/test_points_run.py",
     "docs/guides/ray-cluster.md": "tests/integration/test_ray_job.py",
     "docs/guides/spot.md": "tests/integration/test_nodes_of_a_run.py",
 }
