@@ -47,6 +47,9 @@ def run_plan(
         print_json(plan.to_dict())
         return
     print_facts(_facts(plan, public_url(settings.model), tokens_per_second, replicas_per_node))
+    if len(plan.point_bytes) > 1:
+        points = ((name, str(layers), f"{size:,}") for name, (layers, size) in plan.point_bytes.items())
+        print_table(("point", "layers", "bytes a token"), points, numbers=("layers", "bytes a token"))
     stored = ((name, bytes_text(size), f"{plan.raw_bytes / max(size, 1):.2f}") for name, size in plan.stored.items())
     print_table(("codec", "stored", "raw / stored"), stored, numbers=("stored", "raw / stored"))
     for reason, count in list(plan.refused.items())[:_REASONS]:
@@ -66,7 +69,7 @@ def _facts(plan: RunPlan, model: str, rate: float | None, per_node: int) -> list
         ("model", model),
         ("rows", f"{plan.rows:,} ({sampled}{unreadable})"),
         ("tokens", f"{plan.tokens:,}{kept}"),
-        ("a token", f"{bytes_text(plan.token_bytes)} of states"),
+        ("a token", f"{plan.token_bytes:,} bytes of states"),
         ("raw", bytes_text(plan.raw_bytes)),
         ("stored", f"{bytes_text(plan.stored_bytes)} with {plan.codec}"),
         ("parts", f"{plan.parts:,}, about {plan.requests:,} requests to the store"),

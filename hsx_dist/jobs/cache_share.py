@@ -11,8 +11,8 @@ _KINDS = ("layer_types", "layers_block_type", "block_types", "attn_type_list")
 
 @dataclass(frozen=True, slots=True)
 class CacheShare:
-    """Bytes of cache a token takes on one rank: ``states`` (every rank holds all of them), ``kv`` (its share of keys
-    and values). ``kinds``: of the model's layers, where it has several."""
+    """Bytes of cache a token takes on one rank: ``states`` (of hidden states every rank holds all, of queries its own),
+    ``kv`` (its share of keys and values). ``kinds``: of the model's layers, where it has several."""
 
     states: int
     kv: int
@@ -38,7 +38,7 @@ class CacheShare:
 def cache_share(text: Any, *, states: int, tensor_parallel: int = 1, itemsize: int = 2) -> CacheShare:
     """Of a Hugging Face text configuration.
 
-    ``states``: bytes of a token's captured layers; ``itemsize``: bytes of one element of the key/value cache. Layers
+    ``states``: bytes of a token's rows on one rank; ``itemsize``: of one element of the key/value cache. Layers
     with windows are counted as if they held all tokens; layers without attention are not told apart: a lower bound of
     the share.
     """

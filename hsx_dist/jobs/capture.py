@@ -9,6 +9,7 @@ from typing import Any
 
 from hsx_dist.config import ExtractConfig
 from hsx_dist.errors import ConfigError
+from hsx_dist.jobs.reference import layer_modules
 from hsx_dist.layers import resolve_layers
 from hsx_dist.taps.points import HIDDEN_STATES, POINTS, Point, plan_capture
 
@@ -24,8 +25,8 @@ class CapturedRows:
 def captured_rows(config: ExtractConfig, text: Any, dtype: str) -> dict[str, CapturedRows]:
     """What ``config`` captures of a model, by point.
 
-    Of a preset it is what models of this configuration can have: the engine leaves out what the loaded model lacks
-    (norms of queries and keys, the router's choice where its kernel hides it).
+    A preset is what transformers' model of this configuration has. The engine may have less: the router's choice where
+    its kernel hides it, ``mlp_post`` where ``down_proj`` is quantised.
 
     Args:
         text: the Hugging Face configuration of the decoder.
@@ -65,13 +66,19 @@ def capture_of_run(config: ExtractConfig, rows: Mapping[str, CapturedRows]) -> d
 
 
 def _possible(text: Any) -> dict[str, set[int]]:
-    layers = text.num_hidden_layers
-    possible = {name: set(range(layers)) if p.per_layer else {0} for name, p in POINTS.items()}
-    possible[HIDDEN_STATES] = set(range(layers + 1))
-    if not _experts(text):
-        for name in ("router_logits", "topk_ids", "topk_weights"):
-            possible[name] = set()
-    return possible
+    """For each point, the layers of the model that have it."""
+    layers = set(range(text.num_hidden_layers))
+    possible = {name: layers if p.per_layer else {0} for name, p in POINTS.items()}
+    modules = layer_modules(text)
+    for point, module in (("q_norm", "self_attn.q_norm"), ("k_norm", "self_attn.k_norm")):
+        possible[point] = modules[module] if modules else layers
+    experts = (modules["mlp.experts"] if modules else layers) if _experts(text) else set()
+    return {
+        **possible,
+        **dict.fromkeys(("router_logits", "topk_ids", "topk_weights"), experts),
+        "mlp_post": layers - experts if modules else layers,
+        HIDDEN_STATES: {*layers, text.num_hidden_layers},
+    }
 
 
 def _experts(text: Any) -> int:
@@ -96,6 +103,21 @@ def _width(point: Point, text: Any) -> int:
 def token_bytes(rows: Mapping[str, CapturedRows]) -> int:
     """Raw bytes of one token's captured rows."""
     return sum(len(r.layers) * r.row_bytes for r in rows.values())
+
+
+def mean_bytes(rows: Mapping[str, CapturedRows], itemsize: int) -> int:
+    """Raw bytes of the mean over a sample's tokens: float32. Ids have no mean. ``itemsize``: of the states."""
+    return sum(
+        len(r.layers) * (r.row_bytes if POINTS[name].dtype else r.row_bytes * 4 // itemsize)
+        for name, r in rows.items()
+        if POINTS[name].dtype != "int32"
+    )
+
+
+def rank_bytes(rows: Mapping[str, CapturedRows], ranks: int, kv_heads: int) -> int:
+    """Bytes of one token in the cache of one tensor-parallel rank. Ranks beyond ``kv_heads`` have the same heads."""
+    shards = {name: min(ranks, kv_heads) if POINTS[name].width == "kv" else ranks for name in rows}
+    return sum(len(r.layers) * r.row_bytes // (shards[name] if POINTS[name].sharded else 1) for name, r in rows.items())
 
 
 def column_bytes(rows: Mapping[str, CapturedRows], ranks: int) -> int:

@@ -1,10 +1,10 @@
-"""Stored samples against transformers on the same token ids: the proof that rows, layers and order are right."""
+"""Stored samples against transformers on the same token ids: the proof that each point's rows and layers are right."""
 
 from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,37 +18,56 @@ from hsx_dist.format.names import CHECK
 from hsx_dist.format.place import Place
 from hsx_dist.isa import avoid_broken_amx
 from hsx_dist.jobs.preflight import Model
+from hsx_dist.jobs.reference import PointReference
 from hsx_dist.observe.console import Console
+from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading import Run, Sample
 from hsx_dist.reading.stored import read_stored, select_stored
+from hsx_dist.taps.points import POINTS
 
 if TYPE_CHECKING:
     import torch
 
 
-#: Token ids ``[T]``, layer ids, and states ``[T, L, H]`` of a sample.
-Stored = tuple["torch.Tensor", Sequence[int], "torch.Tensor"]
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Of one point of a sample: its layers, and its rows ``[T, L, width]`` in the dtype in which they are stored."""
+
+    layers: Sequence[int]
+    rows: torch.Tensor
+
+
+#: Token ids ``[T]``, and a sample's rows by point.
+Stored = tuple["torch.Tensor", Mapping[str, Rows]]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerError:
-    """Relative errors of one layer over all compared samples.
+    """Relative errors of one layer of a point over all compared samples.
 
     ``norm``: |ours - theirs| / |theirs| over all rows; ``worst_row``: the largest such ratio of a single row.
-    ``after_norm``: both sides after the model's final norm.
+    ``after_norm``: both sides after the model's final norm. Of ``topk_ids`` a row's ratio is the square root of the
+    fraction of its experts that the reference did not choose.
     """
 
     layer_id: int
     after_norm: bool
     norm: float
     worst_row: float
+    point: str = HIDDEN_STATES
 
     def limit(self, dtype: str) -> tuple[str, float]:
-        """Which figure is judged, and its limit. In bf16 two right implementations differ by some percent (the order of
-        sums differs, and the norm's scale is large where states are small); in float32 every row must agree."""
+        """Which figure is judged, and its limit. ``dtype``: in which the model computed, whatever the point's own is.
+
+        In bf16 two right implementations differ by some percent (the order of sums differs, and the norm's scale is
+        large where states are small); in float32 every row must agree. Experts whose logits are nearly equal are chosen
+        by rounding.
+        """
+        if self.point == "topk_ids":
+            return "norm", 0.05 if dtype == "float32" else 0.35
         if dtype == "float32":
             return "worst_row", 1e-3
-        return "norm", 0.08 if self.after_norm else 0.05
+        return "norm", 0.05 if self.point == HIDDEN_STATES and not self.after_norm else 0.08
 
     def passed(self, dtype: str) -> bool:
         figure, limit = self.limit(dtype)
@@ -78,19 +97,22 @@ def check_run(config: ExtractConfig, place: Place, model: Model, attempt: int, c
         compared: list[str] = []
 
         def load(sample: Sample) -> Stored:
-            data = sample.load(framework="torch")
+            found = load_points(sample)
             compared.append(sample.key)
-            return data["token_ids"], sample.layer_ids, data["hidden_states"]
+            return found
 
-        dtype = next(read_stored(chosen, lambda sample: sample.dtype), None)
-        if dtype is not None:
+        dtype = model.dtype
+        points = next(read_stored(chosen, lambda sample: sample.points), None)
+        if points is not None:
             stored = read_stored(chosen, load)
             errors = compare(stored, model.path, dtype=dtype, num_layers=model.num_layers, config=config)
-    if dtype is None or not compared:
+    if points is None or not compared:
         console.print("not checked against transformers: no sample is stored any more")
         return None
-    passed = all(e.passed(dtype) for e in errors)
+    passed = bool(errors) and all(e.passed(dtype) for e in errors)
     print_errors(errors, dtype, len(compared), console)
+    if left := sorted(points.keys() - {e.point for e in errors}):
+        console.print(f"not compared: {', '.join(left)}: transformers' model has no such module", soft_wrap=True)
     body = {
         "attempt": attempt,
         "wanted": config.check_samples,
@@ -130,29 +152,70 @@ def compare(
     return errors
 
 
+def load_points(sample: Sample) -> Stored:
+    """All that is stored of a sample, with rows of heads as they were computed: ``[T, L, width]``."""
+    found = {
+        name: Rows(
+            point.layers, sample.load(framework="torch", points=[name], loss_mask=False)["points"][name].flatten(2)
+        )
+        for name, point in sample.points.items()
+    }
+    return sample.token_ids("torch"), found
+
+
 def layer_errors(stored: Iterable[Stored], reference: Any, num_layers: int) -> list[LayerError]:
-    """Errors by layer id against ``reference``, a transformers model on the host. Needs inference mode."""
+    """Errors by point and layer against ``reference``, a transformers model on the host. Needs inference mode.
+
+    A point whose module is not found in ``reference`` is left out.
+    """
     norm = final_norm(reference)
-    sums: dict[int, list[float]] = {}
-    for ids, layer_ids, states in stored:
-        theirs = reference(ids[None], output_hidden_states=True, use_cache=False).hidden_states
-        for i, layer in enumerate(layer_ids):
-            ours = states[:, i].to(theirs[layer].dtype)
-            if layer == num_layers and norm is None:
+    sums: dict[tuple[str, int], list[float]] = {}
+    for ids, points in stored:
+        others = {name: rows.layers for name, rows in points.items() if name != HIDDEN_STATES}
+        hooks = PointReference(reference, others)
+        states = reference(ids[None], output_hidden_states=HIDDEN_STATES in points, use_cache=False).hidden_states
+        hooks.close()
+        theirs = hooks.take(len(ids))
+        for name, layer, ours in _by_layer(points):
+            if name == HIDDEN_STATES:
+                if layer == num_layers and norm is None:
+                    continue
+                ours, right = ours.to(states[layer].dtype), states[layer][0]
+                ours = norm(ours) if layer == num_layers and norm is not None else ours
+            elif (name, layer) in theirs:
+                right = theirs[name, layer]
+            else:
                 continue
-            if layer == num_layers and norm is not None:
-                ours = norm(ours)
-            a, b = ours.double(), theirs[layer][0].double()
-            difference, size = (a - b).norm(dim=1), b.norm(dim=1)
-            total = sums.setdefault(layer, [0.0, 0.0, 0.0])
+            total = sums.setdefault((name, layer), [0.0, 0.0, 0.0])
+            difference, size = _difference(name, ours, right)
             total[0] += float(difference.square().sum())
             total[1] += float(size.square().sum())
             worst = float((difference / size.clamp_min(1e-30)).max())
             total[2] = worst if worst != worst else max(total[2], worst)
-    return [
-        LayerError(layer, layer == num_layers, (total[0] / max(total[1], 1e-300)) ** 0.5, total[2])
-        for layer, total in sorted(sums.items())
-    ]
+    order = {name: i for i, name in enumerate(POINTS)}
+    found = []
+    for name, layer in sorted(sums, key=lambda key: (order[key[0]], key[1])):
+        difference_squares, squares, worst = sums[name, layer]
+        after_norm = name == HIDDEN_STATES and layer == num_layers
+        found.append(LayerError(layer, after_norm, (difference_squares / max(squares, 1e-300)) ** 0.5, worst, name))
+    return found
+
+
+def _by_layer(points: Mapping[str, Rows]) -> Iterator[tuple[str, int, torch.Tensor]]:
+    for name, rows in points.items():
+        for i, layer in enumerate(rows.layers):
+            yield name, layer, rows.rows[:, i]
+
+
+def _difference(point: str, ours: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norms of each row's difference, and of each row of ``theirs``."""
+    if point == "topk_ids":
+        strangers = (ours[:, :, None] != theirs[:, None, :]).all(dim=2).sum(dim=1)
+        return strangers.double().sqrt(), (strangers * 0 + theirs.shape[1]).double().sqrt()
+    a, b = ours.double(), theirs.double()
+    if point == "topk_weights":  # experts of nearly equal weights are ordered by rounding
+        a, b = a.sort(dim=1).values, b.sort(dim=1).values
+    return (a - b).norm(dim=1), b.norm(dim=1)
 
 
 def final_norm(model: Any) -> Any | None:
@@ -167,11 +230,13 @@ def final_norm(model: Any) -> Any | None:
 
 def print_errors(errors: list[LayerError], dtype: str, samples: int, console: Console) -> None:
     table = Table(title=f"{samples} samples against transformers ({dtype})", title_justify="left")
-    for column in ("layer", "relative error", "worst row", "limit", ""):
+    points = {e.point for e in errors} != {HIDDEN_STATES}
+    for column in (*(("point",) if points else ()), "layer", "relative error", "worst row", "limit", ""):
         table.add_column(column)
     for e in errors:
         figure, limit = e.limit(dtype)
         table.add_row(
+            *((e.point,) if points else ()),
             f"{e.layer_id}{' after the final norm' if e.after_norm else ''}",
             f"{e.norm:.2e}",
             f"{e.worst_row:.2e}",

@@ -160,8 +160,10 @@ def check_model(config: ExtractConfig) -> list[Diagnosis]:
     model = preflight.examine_model(config)
     text = preflight.load_text_config(config, model.path)
     layers = preflight.captured_note(model)
-    facts = f"{layers}, {model.hidden_size} wide, {model.dtype}, {model.token_bytes:,} bytes a token"
-    found = [Diagnosis("model", "ok", facts), check_support(config, model.path)]
+    facts = f"{layers}, hidden size {model.hidden_size}, {model.dtype}, {model.token_bytes:,} bytes a token"
+    found = [Diagnosis("model", "ok", facts)]
+    if config.source == "cache":  # taps look at the loaded model: --engine shows whether they fit
+        found.append(check_support(config, model.path))
     share = cache_share(text, states=model.token_bytes, itemsize=model.itemsize)
     if share.warning:
         found.append(Diagnosis("cache", "warn", share.warning))
@@ -204,7 +206,7 @@ def check_support(config: ExtractConfig, path: str) -> Diagnosis:
             "support",
             "fail",
             f"expected a model whose vLLM class supports auxiliary hidden states (SupportsEagle3), {architecture} does "
-            "not; use a newer vLLM, or another model",
+            "not; set source: taps, or use a newer vLLM or another model",
         )
     names = ", ".join(getattr(hf, "architectures", None) or ["no architecture"])
     return Diagnosis("support", "warn", f"vLLM has no model of its own for {names}; run doctor with --engine to know")

@@ -22,6 +22,7 @@ from hsx_dist.jobs import preflight
 from hsx_dist.jobs.connect import connect_ray
 from hsx_dist.jobs.diagnosis import Diagnosis
 from hsx_dist.jobs.extract import engine_spec
+from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.ray_arguments import sendable
 
 if TYPE_CHECKING:
@@ -56,12 +57,26 @@ class Agreement:
 def check_engine(config: ExtractConfig) -> Iterator[Diagnosis]:
     """Start the engine, here or where a replica would run, and judge what it says of eight prompts."""
     try:
-        model = preflight.examine_model(config)
-        found = _on_cluster(config) if config.pool == "ray" else measure(config)
+        found = _on_cluster(config) if config.pool == "ray" else diagnose(config)
     except HsxError as e:
-        yield Diagnosis("engine", "fail", str(e))
-        return
-    yield judge(found, model.dtype, model.num_layers)
+        found = [Diagnosis("engine", "fail", str(e))]
+    yield from found
+
+
+def diagnose(config: ExtractConfig) -> list[Diagnosis]:
+    """Start the engine in this process, and judge its hidden states, or each of the chosen points.
+
+    Raises:
+        EngineError: it did not start, or stored nothing. ConfigError: a setting is wrong.
+    """
+    model = preflight.examine_model(config)
+    tokenizer = load_tokenizer(model.path, revision=config.revision, engine_kwargs=config.engine_kwargs)
+    prompts = make_prompts(tokenizer, min(LONGEST, model.max_tokens))
+    if model.rows.keys() == {HIDDEN_STATES}:
+        return [judge(measure(config, model, prompts), model.dtype, model.num_layers)]
+    from hsx_dist.jobs.doctor_points import measure_points
+
+    return measure_points(config, model, prompts)
 
 
 def judge(found: Agreement, dtype: str, num_layers: int) -> Diagnosis:
@@ -86,8 +101,8 @@ def judge(found: Agreement, dtype: str, num_layers: int) -> Diagnosis:
     return Diagnosis("engine", "ok", said)
 
 
-def _on_cluster(config: ExtractConfig) -> Agreement:
-    """``measure`` in a task with a replica's resources."""
+def _on_cluster(config: ExtractConfig) -> list[Diagnosis]:
+    """``diagnose`` in a task with a replica's resources."""
     import ray
     from ray.exceptions import RayError
 
@@ -98,7 +113,7 @@ def _on_cluster(config: ExtractConfig) -> Agreement:
     gpus = config.replica.num_gpus
     if gpus is None:
         gpus = float(ranks) if ray.cluster_resources().get("GPU", 0) else 0.0
-    task = ray.remote(_measure_there).options(
+    task = ray.remote(_diagnose_there).options(
         num_cpus=config.replica.num_cpus, num_gpus=gpus, resources=config.replica.resources or None, max_retries=0
     )
     try:
@@ -107,17 +122,17 @@ def _on_cluster(config: ExtractConfig) -> Agreement:
         raise EngineError(f"expected the engine to run in a Ray task, came: {reason_of(e)}") from e
 
 
-def _measure_there(config: ExtractConfig, environment: dict[str, str]) -> Agreement:
+def _diagnose_there(config: ExtractConfig, environment: dict[str, str]) -> list[Diagnosis]:
     from hsx_dist.fleet.cpu_binding import prepare_cpu
 
     os.environ.update(environment)
     claim = prepare_cpu(int(config.engine_kwargs.get("tensor_parallel_size", 1)), config.replica.num_cpus)
-    found = measure(config)
+    found = diagnose(config)
     del claim
     return found
 
 
-def measure(config: ExtractConfig) -> Agreement:
+def measure(config: ExtractConfig, model: preflight.Model, prompts: Sequence[list[int]]) -> Agreement:
     """Start the engine in this process (with several ranks: in its children), run the prompts, compare.
 
     Raises:
@@ -126,9 +141,6 @@ def measure(config: ExtractConfig) -> Agreement:
     from hsx_dist.reading import load_hidden_states
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    model = preflight.examine_model(config)
-    tokenizer = load_tokenizer(model.path, revision=config.revision, engine_kwargs=config.engine_kwargs)
-    prompts = make_prompts(tokenizer, min(LONGEST, model.max_tokens))
     ranks = int(config.engine_kwargs.get("tensor_parallel_size", 1))
     in_process = ranks == 1 and config.engine_kwargs.get("distributed_executor_backend", "uni") == "uni"
     layers = sorted({*model.layers, model.num_layers})

@@ -17,6 +17,7 @@ from hsx_dist.format.manifest import RowFate
 from hsx_dist.inputs.encode import Encoded, RowEncoder, RowRules, load_tokenizer
 from hsx_dist.inputs.rows import Row
 from hsx_dist.jobs.cache_share import CacheShare, cache_share
+from hsx_dist.jobs.capture import mean_bytes, rank_bytes, token_bytes
 from hsx_dist.jobs.preflight import Model, examine_model, load_text_config, partial_note
 
 #: Raw bytes a stored byte: measured on SmolLM2-135M's states (benchmarks/results/codec.md). Larger models' differ by a
@@ -42,7 +43,7 @@ class RunPlan:
 
     ``refused``: rows of the input that cannot be read, and reasons → rows of the sample that would be refused.
     ``stored``: codec → bytes. ``tokens``: that the engine computes (answers at their longest); ``stored_tokens``: whose
-    states are kept. ``margin``: relative, of the tokens, at 95 %.
+    states are kept. ``margin``: relative, of the tokens, at 95 %. ``point_bytes``: point → (layers, raw bytes a token).
     """
 
     rows: int
@@ -53,6 +54,7 @@ class RunPlan:
     stored_tokens: int
     margin: float
     token_bytes: int
+    point_bytes: dict[str, tuple[int, int]]
     raw_bytes: int
     codec: str
     stored: dict[str, int]
@@ -97,8 +99,9 @@ def make_plan(
     measured = _measure(config, model, rows(), sample_rows)
     tokens = measured.scaled(row.computed for row in measured.lengths)
     stored_tokens = measured.scaled(row.kept for row in measured.lengths)
-    token_bytes = model.token_bytes * 4 // model.itemsize if config.select == "mean" else model.token_bytes
-    raw = stored_tokens * token_bytes
+    point_bytes = _point_bytes(config, model)
+    row_bytes = sum(size for _, size in point_bytes.values())
+    raw = stored_tokens * row_bytes
     codec = str(config.codec["name"] if isinstance(config.codec, dict) else config.codec)
     beside = measured.scaled(row.beside for row in measured.lengths)
     stored, notes = _stored_bytes(config, model, codec, raw, beside)
@@ -113,7 +116,8 @@ def make_plan(
         tokens=tokens,
         stored_tokens=stored_tokens,
         margin=_margin([row.kept for row in measured.lengths], measured.usable),
-        token_bytes=token_bytes,
+        token_bytes=row_bytes,
+        point_bytes=point_bytes,
         raw_bytes=raw,
         codec=codec,
         stored=stored,
@@ -125,6 +129,15 @@ def make_plan(
         replicas=config.max_replicas,
         notes=notes + _notes(config, cache),
     )
+
+
+def _point_bytes(config: ExtractConfig, model: Model) -> dict[str, tuple[int, int]]:
+    """For each point the number of its layers, and the raw bytes of a stored row of all of them."""
+    mean = config.select == "mean"
+    return {
+        name: (len(r.layers), mean_bytes({name: r}, model.itemsize) if mean else token_bytes({name: r}))
+        for name, r in model.rows.items()
+    }
 
 
 def _stored_bytes(
@@ -192,10 +205,12 @@ def _longest_answer(config: ExtractConfig) -> int:
 
 def _cache_share(config: ExtractConfig, model: Model) -> CacheShare:
     fp8 = str(config.engine_kwargs.get("kv_cache_dtype", "")).startswith("fp8")
+    text, ranks = load_text_config(config, model.path), int(config.engine_kwargs.get("tensor_parallel_size", 1))
+    kv_heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
     return cache_share(
-        load_text_config(config, model.path),
-        states=model.token_bytes,
-        tensor_parallel=int(config.engine_kwargs.get("tensor_parallel_size", 1)),
+        text,
+        states=rank_bytes(model.rows, ranks, kv_heads),
+        tensor_parallel=ranks,
         itemsize=1 if fp8 else model.itemsize,
     )
 
@@ -241,7 +256,7 @@ def _sample(rows: Iterator[Row | RowFate], size: int) -> tuple[int, int, list[Ro
 
 def _beside(row: Row, encoded: Encoded, kept: int, model: Model, config: ExtractConfig) -> float:
     """Bytes that a sample takes beside its states: token ids, what is attached, and its share of headers."""
-    ids = 8 * kept + (kept if encoded.loss_mask is not None else 0)
+    ids = 8 * kept * len(model.rows) + (kept if encoded.loss_mask is not None else 0)  # each point has the ids
     if config.select == "mean":
         ids += 4 * len(encoded.token_ids)
     elif config.select == "loss_mask":

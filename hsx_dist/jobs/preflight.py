@@ -189,7 +189,18 @@ def captured_note(model: Model) -> str:
     """What is captured, in words."""
     if model.rows.keys() == {HIDDEN_STATES}:
         return f"layers {list(model.layers)} of 0…{model.num_layers}"
-    return "points " + ", ".join(f"{name} {list(rows.layers)}" for name, rows in model.rows.items())
+    return "points " + ", ".join(f"{name} {_ranges(rows.layers)}" for name, rows in model.rows.items())
+
+
+def _ranges(layers: tuple[int, ...]) -> str:
+    """``[0-29]`` of thirty layers in a row, ``[2, 15-17]``."""
+    found: list[list[int]] = []
+    for layer in layers:
+        if found and layer == found[-1][1] + 1:
+            found[-1][1] = layer
+        else:
+            found.append([layer, layer])
+    return f"[{', '.join(str(a) if a == b else f'{a}-{b}' for a, b in found)}]"
 
 
 def partial_note(select: str) -> str:

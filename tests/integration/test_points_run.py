@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import hsx_dist
+from hsx_dist.config import ExtractConfig
 from hsx_dist.connector import plugin
 from hsx_dist.errors import RunMismatch
+from hsx_dist.jobs import doctor_points
+from hsx_dist.jobs.capture import CapturedRows
+from hsx_dist.jobs.preflight import examine_model
 from hsx_dist.models.tiny import write_tiny_tokenizer
 from tests.harness.hooked_model import HookedModel, tiny_model
 from tests.harness.snippets import snippets
@@ -44,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]])
     plugin.register()
     found = tmp_path_factory.mktemp("points")
     write_tiny_tokenizer(tiny_model("mixtral", found / "model"), 512, 512)
-    extract(found, rows, source="taps", capture=CAPTURE)
+    extract(found, rows, source="taps", capture=CAPTURE, check_samples=3)
     return found
 
 
@@ -73,6 +80,42 @@ def check(folder: Path, rows: list[dict[str, Any]]) -> None:
 
 def test_every_stored_row_is_the_models(folder: Path, rows: list[dict[str, Any]]) -> None:
     check(folder, rows)
+
+
+def test_the_jobs_own_check_compares_every_point(folder: Path) -> None:
+    (check,) = (json.loads(path.read_text()) for path in (folder / "run").rglob("check.json"))
+    assert check["passed"]
+    assert {(e["point"], e["layer_id"]) for e in check["layers"]} == {(p, i) for p in LAYERS for i in LAYERS[p]}
+
+
+def test_a_plan_says_the_bytes_that_are_stored(folder: Path, rows: list[dict[str, Any]]) -> None:
+    settings = {"source": "taps", "capture": CAPTURE, "engine_kwargs": {"dtype": "float32"}}
+    model = examine_model(ExtractConfig(model=str(folder / "model"), output="x", **settings))
+    index = hsx_dist.open_run(folder / "run").select().run_index
+    assert index.raw_bytes.tolist() == [len(row["token_ids"]) * model.token_bytes for row in rows]
+
+
+def test_the_doctor_judges_each_point(
+    folder: Path, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the run that is there, instead of a second engine."""
+
+    def stored(config: ExtractConfig, prompts: Any, _: Any) -> None:
+        assert [row.token_ids for row in prompts()] == [row["token_ids"] for row in rows]
+        assert (config.source, config.capture, config.pool) == ("taps", CAPTURE, "threads")
+        shutil.copytree(folder / "run", config.output, dirs_exist_ok=True)
+
+    monkeypatch.setattr(doctor_points, "run_extraction", stored)
+    settings = {"source": "taps", "capture": CAPTURE, "engine_kwargs": {"dtype": "float32"}}
+    config = ExtractConfig(model=str(folder / "model"), output="x", **settings)
+    model, prompts = examine_model(config), [row["token_ids"] for row in rows]
+    found = doctor_points.measure_points(config, model, prompts)
+    assert {d.name: d.state for d in found} == {f"point {name}": "ok" for name in LAYERS}
+    shifted = {**model.rows, "q": CapturedRows((3,), 1)}
+    (lacking,) = (
+        d for d in doctor_points.measure_points(config, replace(model, rows=shifted), prompts) if d.state != "ok"
+    )
+    assert lacking.name == "point q"
 
 
 def test_the_page_reads_points(folder: Path) -> None:

@@ -14,10 +14,11 @@ PACKAGE = Path(hsx_dist.__file__).parent
 USED_BY = {
     "trust_remote_code": {
         *("jobs/check.py", "jobs/doctor.py", "inputs/encode.py", "jobs/preflight.py", "connector/object_writer.py"),
+        "jobs/reference.py",  # False: it asks for transformers' own class
     },
     "AutoTokenizer": {"inputs/encode.py", "connector/object_writer.py"},
     "AutoConfig": {"jobs/doctor.py", "jobs/preflight.py"},
-    "AutoModel": {"jobs/check.py"},
+    "AutoModel": {"jobs/check.py", "jobs/reference.py"},
     "load_tokenizer": {
         *("inputs/encode.py", "jobs/doctor_engine.py", "jobs/plan.py", "jobs/preflight.py", "fleet/replica.py"),
     },

@@ -24,9 +24,10 @@ import numpy as np
 from hsx_dist.connector.flush import HiddenStatesWorkerExtension, flush
 from hsx_dist.errors import EngineError
 from hsx_dist.isa import avoid_broken_amx
-from hsx_dist.jobs.check import LayerError, layer_errors
+from hsx_dist.jobs.check import LayerError, Rows, layer_errors
 from hsx_dist.jobs.kit.outcomes import Check, claim, python
 from hsx_dist.models.tiny import tiny_llama
+from hsx_dist.page import HIDDEN_STATES
 
 GROUP = "states against transformers"
 LAYERS, HEAD_DIM, VOCAB, MAX_LEN = 4, 64, 512, 256
@@ -222,7 +223,9 @@ def run(model: str, case: Case) -> None:
     reference = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     with torch.inference_mode():
         right = layer_errors(stored, reference.base_model, LAYERS)
-        shifted = [(ids, layers, states.roll(1, 0)) for ids, layers, states in stored]
+        shifted = [
+            (ids, {name: Rows(of.layers, of.rows.roll(1, 0)) for name, of in points.items()}) for ids, points in stored
+        ]
         wrong = layer_errors(shifted, reference.base_model, LAYERS)
         slack = max(greedy_slack(reference, ids) for ids in generated)
     claim(*judge(right, wrong, slack), figures(stored, right, wrong, slack))
@@ -256,7 +259,8 @@ def generate(llm: Any, wanted: Sequence[tuple[list[int], int]]) -> tuple[list[An
         expected = [*ids, *answer[:-1]]
         if sample["token_ids"].tolist() != expected:
             raise EngineError(f"expected {len(expected)} tokens of {output.request_id} in its sample, got others")
-        stored.append((sample["token_ids"], sample["layer_ids"].tolist(), sample["hidden_states"]))
+        states = Rows(sample["layer_ids"].tolist(), sample["hidden_states"])
+        stored.append((sample["token_ids"], {HIDDEN_STATES: states}))
         if new > 1:
             generated.append((ids, answer))
     return stored, generated

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +13,18 @@ from hsx_dist.config import ExtractConfig
 from hsx_dist.errors import ConfigError
 from hsx_dist.fleet.replica import engine_arguments
 from hsx_dist.fleet.tasks import EngineSpec
-from hsx_dist.jobs.capture import CapturedRows, capture_of_run, captured_rows, column_bytes, token_bytes
+from hsx_dist.jobs.capture import (
+    CapturedRows,
+    capture_of_run,
+    captured_rows,
+    column_bytes,
+    mean_bytes,
+    rank_bytes,
+    token_bytes,
+)
 from hsx_dist.taps.capture_config import KEY
+from hsx_dist.taps.points import PRESETS
+from tests.harness.hooked_model import tiny_model
 
 DENSE = SimpleNamespace(
     num_hidden_layers=4,
@@ -56,6 +68,10 @@ def test_rows_are_as_long_as_the_points() -> None:
     assert token_bytes(found) == 5 * 128 + 256 + 128 + 2 * 192 + 16 + 8
     assert column_bytes(found, 1) == column_bytes(found, 8) == 5 * 128
     assert column_bytes({"q": CapturedRows((1, 2), 256)}, 4) == 128
+    # Of q a rank has a fourth, of k one of two heads, of all others the whole.
+    assert rank_bytes(found, 4, kv_heads=2) == 5 * 128 + 64 + 64 + 2 * 48 + 16 + 8
+    # A mean is float32, and ids have none.
+    assert mean_bytes(found, 2) == 5 * 256 + 512 + 256 + 2 * 384 + 32
 
 
 def test_two_ways_to_say_the_same_are_one_run_and_presets_keep_their_name() -> None:
@@ -76,7 +92,6 @@ def test_two_ways_to_say_the_same_are_one_run_and_presets_keep_their_name() -> N
         ({"capture": {"points": {"q": [1]}}}, "expected source taps, came source cache"),
         ({"capture": {"points": {"q": [1]}, "preset": "full"}, "source": "taps"}, "either points or preset"),
         ({"capture": {"points": {"q": [1]}}, "source": "taps", "layers": [1]}, "layers: expected it to be absent"),
-        ({"capture": {"points": {"q": [1]}}, "source": "taps", "check_samples": 1}, "expected 0 without hidden_states"),
         ({"engine_kwargs": {"additional_config": {KEY: {}}}}, "the extraction sets it"),
     ],
 )
@@ -113,3 +128,28 @@ def test_an_engine_with_taps_has_no_drafter_and_its_capture_in_the_compile_hash(
     without = engine_arguments(spec(), "inline", "a")
     assert without["speculative_config"]["method"] == "extract_hidden_states"
     assert "additional_config" not in without
+
+
+@pytest.mark.parametrize(
+    ("kind", "lacking", "dense"),
+    [
+        ("llama", {"q_norm", "k_norm", "router_logits", "topk_ids", "topk_weights"}, range(5)),
+        ("qwen3", {"router_logits", "topk_ids", "topk_weights"}, range(5)),
+        ("qwen3_moe", set(), [1]),
+        ("mixtral", {"q_norm", "k_norm", "mlp_post"}, []),
+    ],
+)
+def test_a_preset_is_what_the_model_has(kind: str, lacking: set[str], dense: Sequence[int], tmp_path: Path) -> None:
+    """The tiny models as transformers configures them: which layers have experts is said by the configuration alone."""
+    from transformers import AutoConfig
+
+    text = AutoConfig.from_pretrained(tiny_model(kind, tmp_path))
+    found = rows(text, source="taps", capture={"preset": "full"})
+    assert found.keys() == set(PRESETS["full"]) - lacking
+    assert set(found["mlp_post"].layers if "mlp_post" in found else ()) == set(dense)
+    experts = tuple(sorted(set(range(5)) - set(dense)))
+    assert ("topk_ids" in found) == bool(experts)
+    assert not experts or found["topk_ids"].layers == experts
+    if "mlp_post" in lacking:
+        with pytest.raises(ConfigError, match=r"mlp_post: expected a point of this model"):
+            rows(text, source="taps", capture={"points": {"mlp_post": "all"}})

@@ -45,13 +45,13 @@ def test_samples_that_consumers_removed_are_not_compared(
     def compare(stored: Any, *_: Any, **__: Any) -> list[check.LayerError]:
         used.ack(*(f"k{i}" for i in meanwhile))
         keys = {sample.token_ids.tobytes(): key for key, sample in samples.items()}
-        seen.append([keys[ids.numpy().tobytes()] for ids, _, _ in stored])
+        seen.append([keys[ids.numpy().tobytes()] for ids, _ in stored])
         return [check.LayerError(1, False, 0.0, 0.0)]
 
     monkeypatch.setattr(check, "compare", compare)
     config = load_config(None, (), model="m", output="/tmp/x", check_samples=2)
     console = Console(file=io.StringIO())
-    passed = check.check_run(config, place, MagicMock(), 1, console)
+    passed = check.check_run(config, place, MagicMock(dtype="bfloat16"), 1, console)
     assert passed is (True if compared else None)
     assert seen == ([] if compared is None else [compared])
     if compared:

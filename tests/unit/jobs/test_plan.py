@@ -14,6 +14,8 @@ from hsx_dist.config import ExtractConfig, load_config
 from hsx_dist.inputs.rows import rows_from
 from hsx_dist.jobs.cache_share import cache_share
 from hsx_dist.jobs.plan import RATIOS, RunPlan, make_plan
+from hsx_dist.models.tiny import write_tiny_tokenizer
+from tests.harness.hooked_model import tiny_model
 
 
 def config(model: Path, **settings: Any) -> ExtractConfig:
@@ -43,6 +45,25 @@ def test_tokens_bytes_time_and_network(tiny_model_path: Path) -> None:
     assert found.node_bytes_per_second == pytest.approx(100 * found.stored["split"] / 60)
     assert found.parts == 1
     json.dumps(found.to_dict())
+
+
+@pytest.mark.parametrize(("select", "q", "ids", "total"), [("all", 256, 8, 2 * 256 + 4 * 8), ("mean", 512, 0, 2 * 512)])
+def test_points_are_counted_one_by_one(
+    select: str, q: int, ids: int, total: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four heads of 32 in bf16, and two int32 ids; layer 1 of the five has no experts. Ids have no mean."""
+    write_tiny_tokenizer(tiny_model("qwen3_moe", tmp_path), 512, 512)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"token_ids": [1] * 10}))
+    settings = [f"model={tmp_path}", f"input.path={tmp_path}/rows.jsonl", "output=x", "source=taps", f"select={select}"]
+    capture = "capture={points: {q: [1, 2], topk_ids: all}}"
+    with pytest.raises(SystemExit, match="0"):
+        main(["plan", *settings, capture, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["point_bytes"] == {"q": [2, 2 * q], "topk_ids": [4, 4 * ids]}
+    assert found["token_bytes"] == total
+    with pytest.raises(SystemExit, match="0"):
+        main(["plan", *settings, capture])
+    assert f"{total:,} bytes of states" in capsys.readouterr().out
 
 
 def test_dtypes_as_vllm_chooses_them(tiny_model_path: Path) -> None:
