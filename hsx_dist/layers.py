@@ -11,8 +11,20 @@ from collections import Counter
 from collections.abc import Sequence
 
 from hsx_dist.errors import ConfigError
+from hsx_dist.page import HIDDEN_STATES
 
-_HOOK = re.compile(r"blocks\.(0|[1-9][0-9]{0,4})\.hook_resid_(pre|post)")
+_HOOK = re.compile(r"blocks\.(0|[1-9][0-9]{0,4})\.(\w+(?:\.\w+)?)")
+#: Points by TransformerLens' names. Its normalised streams are taken before the norm's weight, and have no point.
+_POINTS = {
+    "attn.hook_q": "q",
+    "attn.hook_k": "k",
+    "attn.hook_v": "v",
+    "attn.hook_z": "z",
+    "hook_attn_out": "attn_out",
+    "hook_resid_mid": "resid_mid",
+    "mlp.hook_post": "mlp_post",
+    "hook_mlp_out": "mlp_out",
+}
 
 
 def resolve_layers(spec: Sequence[int | str] | str | int, num_layers: int) -> tuple[int, ...]:
@@ -85,16 +97,22 @@ def _shown(value: object) -> str:
     return ", ".join(str(v) for v in value) if isinstance(value, (list, tuple)) else repr(value)
 
 
-def layer_of_hook(hook_name: str) -> int:
-    """The layer id of SAELens' and TransformerLens' name of a residual stream: ``blocks.K.hook_resid_pre`` is K,
-    ``blocks.K.hook_resid_post`` is K+1. ``ConfigError``: the hook is of something else."""
+def point_of_hook(hook_name: str) -> tuple[str, int]:
+    """The point and its layer of SAELens' and TransformerLens' name: ``blocks.K.hook_resid_pre`` is layer K of
+    ``hidden_states``, ``blocks.K.hook_resid_post`` is K+1; ``blocks.K.attn.hook_z`` is layer K of ``z``.
+
+    Raises:
+        ConfigError: no point has this name.
+    """
     found = _HOOK.fullmatch(hook_name)
-    if found is None:
+    if found is not None and found[2] in ("hook_resid_pre", "hook_resid_post"):
+        return HIDDEN_STATES, int(found[1]) + (found[2] == "hook_resid_post")
+    if found is None or found[2] not in _POINTS:
         raise ConfigError(
-            f"hook_name: expected blocks.K.hook_resid_post or blocks.K.hook_resid_pre, got {hook_name!r}. Other hooks "
-            "are no layers of a run"
+            f"hook_name: expected blocks.K. and one of hook_resid_pre, hook_resid_post, {', '.join(_POINTS)}, got "
+            f"{hook_name!r}. Other hooks are no points of a run"
         )
-    return int(found[1]) + (found[2] == "post")
+    return _POINTS[found[2]], int(found[1])
 
 
 def hook_of_layer(layer: int) -> str:

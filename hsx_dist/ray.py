@@ -6,6 +6,7 @@ Needs ``pip install "hsx-dist[ray-data]"`` on every node.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from hsx_dist.exporting import ExportOptions, ExportReport, export_run
 from hsx_dist.exporting.export import exporter_of
 from hsx_dist.ray_arguments import sendable
 from hsx_dist.reading import Run, open_run
+from hsx_dist.reading.column import StoredPoint
 from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.reading.select import Selection
 
@@ -56,9 +58,24 @@ class HiddenStatesSource(Datasource):  # type: ignore[misc]
         ]
 
     def _bytes(self, places: np.ndarray[Any, Any]) -> float:
-        run, layers = self._selection.run, self._options.get("layers")
-        share = len(layers) / len(run.layer_ids) if layers is not None and run.layer_ids else 1.0
-        return 2 * share * float(self._selection.run_index.raw_bytes[places].sum())
+        return 2 * self._share * float(self._selection.run_index.raw_bytes[places].sum())
+
+    @cached_property
+    def _share(self) -> float:
+        """Which part of a sample's bytes is wanted."""
+        run, layers, points = self._selection.run, self._options.get("layers"), self._options.get("points")
+        if points is None:
+            return len(layers) / len(run.layer_ids) if layers is not None and run.layer_ids else 1.0
+        if not len(self._selection.places):
+            return 1.0
+        first = run.sample_of(self._selection.run_index[int(self._selection.places[0])])
+        rows = {name: _row_bytes(point) for name, point in first.points.items()}
+        wanted = sum(rows[name] * len(first.points[name].layers if layers is None else layers) for name in points)
+        return wanted / sum(rows[name] * len(point.layers) for name, point in first.points.items())
+
+
+def _row_bytes(point: StoredPoint) -> int:
+    return point.width * (2 if point.dtype in ("bfloat16", "float16") else 4)
 
 
 def _reader(selection: Selection, options: Mapping[str, Any]) -> Callable[[], Iterable[Block]]:
@@ -102,6 +119,7 @@ def _ragged(arrays: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
 def read_hidden_states(
     source: str | Run | Selection,
     *,
+    points: Sequence[str] | None = None,
     layers: Sequence[int] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     override_num_blocks: int | None = None,
@@ -113,14 +131,17 @@ def read_hidden_states(
 
     Args:
         source: a run's path or URL, an open run, or a selection of one.
-        layers: vLLM's layer ids; ``None``: all, as stored.
+        points: other points of the model than the hidden states, as ``HiddenStatesDataset``'s. A row has each under
+            its own name, instead of ``hidden_states`` and ``layer_ids``.
+        layers: vLLM's layer ids; ``None``: all, as stored. Each of the ``points`` must have them.
         override_num_blocks, concurrency, ray_remote_args: as ``ray.data.read_datasource``'s.
         options: of ``HiddenStatesDataset``: ``tokens``, ``max_tokens``, ``rename``, ``loss_mask``, ``on_error``, …
 
     States are numpy, bf16 as float32, which holds it exactly: Arrow has no bf16 tensors.
 
     Raises:
-        ConfigError: an argument that does not go with it. RunError, StoreError: as ``open_run``.
+        ConfigError: an argument that does not go with it; the first sample lacks a point or layer.
+        RunError, StoreError: as ``open_run``.
     """
     wrong = sorted({"follow", "repeat", "shuffle", "rank", "world_size", "framework"} & set(options))
     if wrong:
@@ -128,10 +149,15 @@ def read_hidden_states(
     if not isinstance(source, (Run, Selection)):
         source = open_run(source, storage_options=storage_options)
     selection = source if isinstance(source, Selection) else source.select()
-    sendable(selection.run.store, "storage_options")
+    run = selection.run
+    sendable(run.store, "storage_options")
     if layers is not None:
         options["layers"] = list(layers)
+    if points is not None:
+        options["points"] = list(dict.fromkeys(points)) if not isinstance(points, str) else points
     HiddenStatesDataset(selection, rank=0, world_size=1, framework="numpy", **options)  # wrong options are told here
+    if points is not None and len(selection.places):  # the run does not say which points its samples have
+        run.sample_of(selection.run_index[int(selection.places[0])]).load(layers, (0, 0), "numpy", points=points)
     return ray.data.read_datasource(
         HiddenStatesSource(selection, options),
         override_num_blocks=override_num_blocks,

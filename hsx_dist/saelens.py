@@ -1,19 +1,22 @@
 """A run as SAELens' data provider: batches for ``SAETrainer`` and ``MultiSAETrainer``, and an SAE's configuration.
 
 SAELens counts a residual stream *before* a block (``hook_resid_pre``) or *after* it (``hook_resid_post``):
-``blocks.K.hook_resid_post`` is layer K+1, ``blocks.K.hook_resid_pre`` is layer K. Batches are as stored: SAELens
-normalises (``normalize_activations``). With ``scaling="norm"`` they are what its ``expected_average_only_in`` makes.
+``blocks.K.hook_resid_post`` is layer K+1, ``blocks.K.hook_resid_pre`` is layer K. Other hooks are points of the model:
+``blocks.K.hook_mlp_out``, ``blocks.K.attn.hook_z``, as TransformerLens has them of a model that it loads without
+processing (``from_pretrained_no_processing``). Batches are as stored: SAELens normalises (``normalize_activations``).
+With ``scaling="norm"`` they are what its ``expected_average_only_in`` makes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hsx_dist.errors import ConfigError
-from hsx_dist.layers import layer_of_hook
+from hsx_dist.layers import point_of_hook
+from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.datasets import HiddenStatesDataset
-from hsx_dist.reading.run import Run
+from hsx_dist.reading.run import Run, open_run
 from hsx_dist.reading.token_batches import TokenBatches
 
 
@@ -35,36 +38,61 @@ def data_provider(
         mixing: arguments of ``TokenBatches``, such as ``buffer_tokens``, ``exclude_ids`` or ``device``.
 
     Raises:
-        ConfigError: a hook is no layer, or not in the run.
+        ConfigError: a hook is no point, or not in the run; hooks of several points are not of the same layers.
     """
     import torch
 
     names = [hooks] if isinstance(hooks, str) else list(hooks)
+    places = {name: point_of_hook(name) for name in names}
     options = {"shuffle": True, "repeat": True, "loss_mask": "off", **(data or {})}
     options["loss_mask"] = "ones" if mixing.get("only_loss") else options["loss_mask"]
-    dataset = HiddenStatesDataset(run, layers=[layer_of_hook(name) for name in names], framework="torch", **options)
+    points, layers = _wanted(run, list(places.values()))
+    dataset = HiddenStatesDataset(run, points=points, layers=layers, framework="torch", **options)
     batches = TokenBatches(dataset, batch_tokens, drop_last=True, **{"dtype": torch.float32, **mixing})
-    if isinstance(hooks, str):
-        return (batch["hidden_states"] for batch in batches)
-    if len(names) == 1:
-        return ({names[0]: batch["hidden_states"]} for batch in batches)
-    return _by_hook(batches, names)
+    of_hooks = ({name: _rows(batch, *place, layers) for name, place in places.items()} for batch in batches)
+    return (batch[hooks] for batch in of_hooks) if isinstance(hooks, str) else of_hooks
 
 
-def _by_hook(batches: Iterable[Mapping[str, Any]], names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for batch in batches:
-        yield {name: batch["hidden_states"][:, k] for k, name in enumerate(names)}
+def _wanted(run: Run | str, places: Sequence[tuple[str, int]]) -> tuple[list[str] | None, list[int]]:
+    """What a data set is asked for: points (None: hidden states), and layers.
+
+    Raises:
+        ConfigError: a data set does not have hidden states with other points, or another layer of each point.
+    """
+    layers = list(dict.fromkeys(layer for _, layer in places))
+    points = list(dict.fromkeys(point for point, _ in places))
+    if points == [HIDDEN_STATES]:
+        return None, layers
+    if set(places) != {(point, layer) for point in points for layer in layers}:
+        raise ConfigError(
+            f"hooks: expected the same layers of each point, got {', '.join(f'{p} {i}' for p, i in places)}. Name "
+            "other hooks, or make a provider for each"
+        )
+    opened = open_run(run) if isinstance(run, str) else run
+    for point in points:
+        if lacking := sorted(set(layers) - set(opened.layers_of(point))):
+            raise ConfigError(f"{opened.url}: expected layers {lacking} of {point}, got a run without. Extract them")
+    return points, layers
+
+
+def _rows(batch: Mapping[str, Any], point: str, layer: int, layers: Sequence[int]) -> Any:
+    """``[B, width]``: heads lie one behind the other, as SAELens has them."""
+    rows = batch[point] if len(layers) == 1 else batch[point][:, layers.index(layer)]
+    return rows.flatten(1)
 
 
 def sae_config(run: Run, hook: str) -> dict[str, Any]:
     """What an SAE must know of the run: ``d_in``, and ``metadata`` for ``SAEMetadata(**…)``.
 
     Raises:
-        ConfigError: the hook is no layer, or the run has no sample of it.
+        ConfigError: the hook is no point, or the run has no sample of it.
     """
-    layer = layer_of_hook(hook)
-    if not len(run) or layer not in run.at(0).layer_ids:
-        stored = list(run.at(0).layer_ids) if len(run) else []
-        raise ConfigError(f"{run.url}: expected layer {layer} ({hook}), got {stored}. Extract it, or name another hook")
+    point, layer = point_of_hook(hook)
+    found = run.at(0).points if len(run) else {}
+    stored = list(found[point].layers) if point in found else []
+    if layer not in stored:
+        raise ConfigError(
+            f"{run.url}: expected layer {layer} of {point} ({hook}), got {stored}. Extract it, or name another hook"
+        )
     about = {"model_name": run.info.get("meaning", {}).get("model"), "hook_name": hook}
-    return {"d_in": run.at(0).hidden_size, "metadata": about}
+    return {"d_in": found[point].width, "metadata": about}

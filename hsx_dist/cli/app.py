@@ -281,6 +281,10 @@ def verify(
 def stats(
     run: RunPath,
     layers: Layers = None,
+    points: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Other points of the model than the hidden states, with commas, such as q,mlp_out."),
+    ] = None,
     max_tokens: Annotated[Optional[int], typer.Option(min=1, help="Of random samples. Default: all tokens.")] = None,  # noqa: UP045
     skip_first: Annotated[int, typer.Option(min=0, help="Leave out so many tokens at the start of samples.")] = 0,
     storage_option: StorageOptions = None,
@@ -290,7 +294,7 @@ def stats(
     from hsx_dist.cli.stats import run_stats
 
     options = storage_option or ()
-    run_stats(run, options, layers=layers, max_tokens=max_tokens, skip_first=skip_first, as_json=as_json)
+    run_stats(run, options, layers=layers, points=points, max_tokens=max_tokens, skip_first=skip_first, as_json=as_json)
 
 
 @app.command()

@@ -8,6 +8,7 @@ from hsx_dist.cli.export import parse_layers
 from hsx_dist.cli.tables import print_table
 from hsx_dist.config import parse_storage_options
 from hsx_dist.observe.console import print_json
+from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading import open_run
 from hsx_dist.reading.statistics import compute_statistics, store_statistics
 
@@ -15,21 +16,35 @@ _COLUMNS = ("layer", "tokens", "samples", "non_finite", "mean_norm", "rms_norm",
 
 
 def run_stats(
-    path: str, options: Sequence[str], *, layers: str | None, max_tokens: int | None, skip_first: int, as_json: bool
+    path: str,
+    options: Sequence[str],
+    *,
+    layers: str | None,
+    points: str | None,
+    max_tokens: int | None,
+    skip_first: int,
+    as_json: bool,
 ) -> None:
-    """Compute and store the statistics of the run at ``path``, and print a line for each layer.
+    """Compute and store the statistics of the run at ``path``, and print a line for each layer of each point.
 
     ``variance``: the sum over channels, which a sparse autoencoder's explained variance refers to.
     """
+    columns = _COLUMNS if points is None else ("point", *_COLUMNS)
     run = open_run(path, storage_options=parse_storage_options(options))
-    found = compute_statistics(run, parse_layers(layers), max_tokens=max_tokens, skip_first=skip_first)
-    store_statistics(run, found)
-    rows = [
-        {name: float(own.variance.sum()) if name == "variance" else getattr(own, name) for name in _COLUMNS}
-        for own in found.layers.values()
-    ]
+    rows = []
+    for point in dict.fromkeys((points or HIDDEN_STATES).split(",")):
+        found = compute_statistics(run, parse_layers(layers), point=point, max_tokens=max_tokens, skip_first=skip_first)
+        store_statistics(run, found)
+        rows += [
+            {name: float(own.variance.sum()) if name == "variance" else getattr(own, name) for name in columns}
+            for own in found.layers.values()
+        ]
     if as_json:
         print_json({"run": path, "layers": rows})
         return
-    cells = [[f"{v:,.6g}" if isinstance(v, float) else f"{v:,}" for v in row.values()] for row in rows]
-    print_table(_COLUMNS, cells, numbers=_COLUMNS)
+    cells = [[_text(value) for value in row.values()] for row in rows]
+    print_table(columns, cells, numbers=_COLUMNS)
+
+
+def _text(value: str | int | float) -> str:
+    return value if isinstance(value, str) else f"{value:,.6g}" if isinstance(value, float) else f"{value:,}"

@@ -52,7 +52,7 @@ OBJECTS_OF_A_RUN = {
     "data/part-": re.compile(r"data/part-[0-9]{4,9}-[A-Za-z0-9._-]+-[0-9]{6,9}(=[^/]*)?\.safetensors"),
     "consumed/": re.compile(r"consumed/part-[^/]+\.safetensors/[^/]+\.json"),
     "check.json": re.compile(r"check\.json"),
-    "statistics/": re.compile(r"statistics/[0-9]{4,9}\.json"),
+    "statistics/": re.compile(r"statistics/(?:[a-z][a-z0-9_]{0,63}-)?[0-9]{4,9}\.json"),
 }
 #: How ``page.object_name`` makes names of keys, folded.
 _OF_A_KEY = re.compile(r"[a-z0-9_%-][a-z0-9._%~-]{0,127}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from hsx_dist.errors import FormatError
+from hsx_dist.page import HIDDEN_STATES
 
 __all__ = [
     "ATTEMPT_DIGITS",
@@ -74,9 +75,10 @@ def compacted_name(attempt: int) -> str:
     return f"manifest/compacted-{_number(attempt, 4)}.jsonl.zst"
 
 
-def statistics_name(layer: int) -> str:
-    """``statistics/0015.json``: what ``hsx stats`` found of a layer."""
-    return f"statistics/{layer:04d}.json"
+def statistics_name(layer: int, point: str = HIDDEN_STATES) -> str:
+    """``statistics/0015.json``: what ``hsx stats`` found of a layer of hidden states. ``statistics/q-0015.json``: of
+    another point."""
+    return f"statistics/{'' if point == HIDDEN_STATES else f'{point}-'}{layer:04d}.json"
 
 
 def parse_receipt_name(name: str) -> tuple[int, str, int] | None:

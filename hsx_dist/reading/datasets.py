@@ -194,6 +194,11 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         wanted = self._reader.spec.layers
         return self.run.layer_ids if wanted is None else tuple(wanted)
 
+    def layers_of(self, point: str) -> tuple[int, ...]:
+        """The layers of ``point`` in an item, in its order. ``ConfigError``: as ``Run.layers_of``."""
+        wanted = self._reader.spec.layers
+        return self.run.layers_of(point) if wanted is None else tuple(wanted)
+
     @property
     def framework(self) -> str:
         """``auto``, ``torch`` or ``numpy``, as given."""

@@ -12,13 +12,14 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
-from hsx_dist.errors import NotFound, SampleConsumed, SampleNotFound
+from hsx_dist.errors import ConfigError, NotFound, SampleConsumed, SampleNotFound
 from hsx_dist.format.container import Part
 from hsx_dist.format.manifest import Manifest, Receipt, RowFate, SampleRecord
 from hsx_dist.format.manifest_reader import ManifestReader
 from hsx_dist.format.place import Place, open_place
 from hsx_dist.format.runs import load_manifest
 from hsx_dist.logger import get_logger
+from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.index import Index
 from hsx_dist.reading.missing import is_removed
 from hsx_dist.reading.sample import Sample
@@ -247,6 +248,19 @@ class Run:
         layers = self.info.get("meaning", {}).get("layers", [])
         whole = isinstance(layers, list) and all(type(layer) is int for layer in layers)
         return tuple(layers) if whole else ()
+
+    def layers_of(self, point: str) -> tuple[int, ...]:
+        """``layer_ids`` of hidden states; of another point, the layers that the run's first sample has.
+
+        Raises:
+            ConfigError: the first sample lacks the point, or there is none.
+        """
+        if point == HIDDEN_STATES:
+            return self.layer_ids
+        found = self.at(0).points if len(self) else {}
+        if point not in found:
+            raise ConfigError(f"{self.url}: expected a point among {list(found)}, got {point!r}. Name one of them")
+        return found[point].layers
 
     def keys(self) -> list[str]:
         """The keys of all samples, in the order of iteration."""

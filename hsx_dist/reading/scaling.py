@@ -34,48 +34,52 @@ def scaler(
         raise ConfigError(f"device: expected none for numpy arrays, got {device!r}. Use framework='torch'")
     if scaling is None and dtype is None and device is None:
         return lambda rows: rows
-    if scaling is not None and dataset.states != (HIDDEN_STATES,):
-        raise ConfigError(
-            f"scaling: expected a data set of hidden states, got points {', '.join(dataset.states)}. `hsx stats` has "
-            "statistics of hidden states alone"
-        )
-    shift, factor = _line(dataset, scaling) if scaling is not None else (None, None)
+    lines = {} if scaling is None else {name: _line(dataset, name, scaling) for name in dataset.states}
     if not torch_wanted:
 
         def finish_numpy(rows: dict[str, Any]) -> dict[str, Any]:
             done = dict(rows)
             for name in dataset.states:
-                x = rows[name] if factor is None else (rows[name].astype(np.float32) - shift) * factor
+                x = _scaled(rows[name].astype(np.float32), *lines[name]) if lines else rows[name]
                 done[name] = x if dtype is None or x.dtype == np.int32 else x.astype(dtype)
             return done
 
         return finish_numpy
     import torch
 
-    on_device: list[Any] = []  # made at the first batch: a data set is made before DataLoader's workers start
+    on_device: dict[str, Any] = {}  # made at the first batch: a data set is made before DataLoader's workers start
 
     def finish(rows: dict[str, Any]) -> dict[str, Any]:
         done = {name: x.to(device) for name, x in rows.items()}
         for name in dataset.states:
             x = done[name]
-            if factor is not None:
-                if not on_device:
-                    on_device.extend(torch.from_numpy(a).to(x.device) for a in (shift, factor))
-                x = (x.float() - on_device[0]) * on_device[1]
+            if lines:
+                if name not in on_device:
+                    on_device[name] = [torch.from_numpy(a).to(x.device) for a in lines[name]]
+                x = _scaled(x.float(), *on_device[name])
             done[name] = x.to(dtype) if dtype is not None and x.is_floating_point() else x
         return done
 
     return finish
 
 
-def _line(dataset: HiddenStatesDataset, scaling: Scaling) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _scaled(x: Any, shift: Any, factor: Any) -> Any:
+    """``x``: float32 ``[B, …, H]``, or with rows as heads ``[B, …, heads, dim]``."""
+    rows = x.reshape(len(x), *shift.shape[:-1], -1)
+    return ((rows - shift) * factor).reshape(x.shape)
+
+
+def _line(
+    dataset: HiddenStatesDataset, point: str, scaling: Scaling
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """(shift, factor), float32, that broadcast over ``[B, H]``, or ``[B, L, H]`` of several layers."""
-    found = read_statistics(dataset.run)
-    layers = dataset.layers
+    layers = dataset.layers_of(point)
+    found = read_statistics(dataset.run, layers, point=point)
+    option = "" if point == HIDDEN_STATES else f" --points {point}"
     if missing := sorted(set(layers) - set(found.layers)):
         raise ConfigError(
-            f"scaling: expected statistics of layers {list(layers)}, got none of {missing}. Run "
-            f"`hsx stats {dataset.run.url} --layers {','.join(map(str, layers))}`"
+            f"scaling: expected statistics of {point} at layers {list(layers)}, got none of {missing}. Run "
+            f"`hsx stats {dataset.run.url}{option} --layers {','.join(map(str, layers))}`"
         )
     rows = [found.layers[layer] for layer in layers]
     if scaling == "norm":

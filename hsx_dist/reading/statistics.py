@@ -10,7 +10,7 @@ import base64
 import binascii
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.json_objects import count, dump_json, find_json, number, text
 from hsx_dist.format.markers import OBJECTS_OF_A_RUN
 from hsx_dist.format.names import statistics_name
+from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.run import Run
 from hsx_dist.store import Store
 
@@ -37,7 +38,7 @@ _CHECKS = {
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """Of one layer, over ``tokens`` tokens of ``samples`` samples.
+    """Of one layer of ``point``, over ``tokens`` tokens of ``samples`` samples. H is the length of the point's rows.
 
     ``mean``, ``variance`` (of the population), ``absmax`` (largest absolute value): float64 ``[H]``, by channel.
     ``mean_norm``, ``rms_norm``, ``max_norm``: of the tokens' Euclidean norms. ``non_finite``: tokens that were left out
@@ -55,6 +56,7 @@ class LayerStatistics:
     mean_norm: float
     rms_norm: float
     max_norm: float
+    point: str = HIDDEN_STATES
 
     @property
     def norm_factor(self) -> float:
@@ -65,7 +67,7 @@ class LayerStatistics:
 
 @dataclass(frozen=True)
 class RunStatistics:
-    """``LayerStatistics`` by layer id."""
+    """``LayerStatistics`` of one point by layer id."""
 
     layers: Mapping[int, LayerStatistics]
 
@@ -103,13 +105,13 @@ class _Moments:
         self.norm_squares += float(norm_squares.sum())
         self.max_norm = max(self.max_norm, float(norms.max()))
 
-    def done(self, layer: int, samples: int, skip_first: int) -> LayerStatistics:
+    def done(self, layer: int, samples: int, skip_first: int, point: str = HIDDEN_STATES) -> LayerStatistics:
         n = self.tokens
         if n == 0:
             raise ConfigError(f"layer {layer}: expected tokens with finite states, got none. Choose another layer")
         return LayerStatistics(
             *(layer, n, samples, self.non_finite, skip_first, self.mean, self.squares / n, self.absmax),
-            *(self.norms / n, math.sqrt(self.norm_squares / n), self.max_norm),
+            *(self.norms / n, math.sqrt(self.norm_squares / n), self.max_norm, point),
         )
 
 
@@ -120,14 +122,16 @@ def compute_statistics(
     max_tokens: int | None = None,
     skip_first: int = 0,
     seed: int = 0,
+    point: str = HIDDEN_STATES,
 ) -> RunStatistics:
-    """Statistics of ``layers`` (``None``: all) over all tokens, or over ``max_tokens`` tokens of random samples.
+    """Statistics of ``layers`` (``None``: all) of ``point`` over all tokens, or over ``max_tokens`` tokens of random
+    samples. Rows of heads are taken as they lie: ``[heads * dim]``.
 
     ``skip_first``: leave out so many tokens at the start of each sample. The first token's norm is often a hundred
     times the others', and a trainer that leaves it out must not scale by it.
 
     Raises:
-        ConfigError: a layer is not in the run, or no token is left.
+        ConfigError: a layer or the point is not in the run, the point is ids, or no token is left.
         FormatError, NotFound: a part is damaged or missing.
     """
     from hsx_dist.reading.datasets import HiddenStatesDataset  # loads torch, which reading statistics does not need
@@ -136,6 +140,7 @@ def compute_statistics(
         raise ConfigError(f"max_tokens, skip_first: expected at least 1 and 0, got {max_tokens} and {skip_first}")
     data = HiddenStatesDataset(
         run,
+        points=None if point == HIDDEN_STATES else [point],
         layers=layers,
         tokens=slice(skip_first, None),
         shuffle=max_tokens is not None,
@@ -145,10 +150,14 @@ def compute_statistics(
         loss_mask="off",
         framework="numpy",
     )
-    ids, samples, left = data.layers, 0, math.inf if max_tokens is None else max_tokens
+    ids = run.layers_of(point) if layers is None else tuple(layers)
+    samples, left = 0, math.inf if max_tokens is None else max_tokens
     moments: list[_Moments] = []
     for item in data:
-        states = item["hidden_states"][: int(min(left, len(item["hidden_states"])))]
+        if item[point].dtype == np.int32:
+            raise ConfigError(f"{run.url}: expected a point of numbers, got the ids {point}. Name another point")
+        states = item[point][: int(min(left, len(item[point])))]
+        states = states.reshape(*states.shape[:2], -1)
         moments = moments or [_Moments(states.shape[2]) for _ in ids]
         for k, own in enumerate(moments):
             own.add(states[:, k])
@@ -157,7 +166,9 @@ def compute_statistics(
             break
     if not moments:
         raise ConfigError(f"{run.url}: expected samples, got a run that has none. Start the extraction first")
-    return RunStatistics({layer: m.done(layer, samples, skip_first) for layer, m in zip(ids, moments, strict=True)})
+    return RunStatistics(
+        {layer: m.done(layer, samples, skip_first, point) for layer, m in zip(ids, moments, strict=True)}
+    )
 
 
 def store_statistics(run: Run, statistics: RunStatistics) -> None:
@@ -171,20 +182,22 @@ def store_statistics(run: Run, statistics: RunStatistics) -> None:
             arrays = {name: base64.b64encode(getattr(own, name).astype("<f8").tobytes()).decode() for name in _ARRAYS}
             numbers = {name: getattr(own, name) for name in (*_COUNTS[:-1], *_NUMBERS)}
             body = {"run": run.id, **numbers, "hidden_size": len(own.mean), **arrays}
-            run.store.put(statistics_name(own.layer), [dump_json(body)])
+            run.store.put(statistics_name(own.layer, own.point), [dump_json(body)])
 
 
-def read_statistics(run: Run, layers: Sequence[int] | None = None) -> RunStatistics:
-    """What ``hsx stats`` stored of ``layers`` (``None``: of the run's); without those of which nothing is stored.
+def read_statistics(run: Run, layers: Sequence[int] | None = None, *, point: str = HIDDEN_STATES) -> RunStatistics:
+    """What ``hsx stats`` stored of ``layers`` (``None``: of the run's) of ``point``; without those of which nothing is
+    stored.
 
     Raises:
+        ConfigError: as ``Run.layers_of``.
         FormatError: an object is damaged.
     """
     found = {}
-    for layer in run.layer_ids if layers is None else layers:
-        body = find_json(run.store, statistics_name(layer), _CHECKS)
+    for layer in run.layers_of(point) if layers is None else layers:
+        body = find_json(run.store, statistics_name(layer, point), _CHECKS)
         if body is not None and body.get("run") == run.id:
-            found[layer] = _parse(body, f"{run.store.url}/{statistics_name(layer)}")
+            found[layer] = replace(_parse(body, f"{run.store.url}/{statistics_name(layer, point)}"), point=point)
     return RunStatistics(found)
 
 

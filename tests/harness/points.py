@@ -34,12 +34,16 @@ class PointSample:
         return found
 
 
-def point_sample(key: str, tokens: int = 37, *, hidden: bool = False, seed: int = 0) -> PointSample:
-    """``q`` of two shards (layers 3, 7), ``mlp_out`` (layer 7), ``topk_ids`` (layers 3, 7), and hidden states."""
-    q = [random_sample(key, tokens, layer_ids=(3, 7), hidden_size=w, seed=seed + i) for i, w in enumerate((16, 32))]
-    out = random_sample(key, tokens, layer_ids=(7,), hidden_size=24, dtype="float32", seed=seed)
+def point_sample(key: str, tokens: int = 37, *, hidden: bool = False, seed: int = 0, odd: bool = True) -> PointSample:
+    """``q`` of two shards (layers 3, 7), ``mlp_out`` (layer 7), ``topk_ids`` (layers 3, 7), and hidden states.
+    ``odd``: as ``random_sample``'s."""
+    q = [
+        random_sample(key, tokens, layer_ids=(3, 7), hidden_size=w, seed=seed + i, odd=odd)
+        for i, w in enumerate((16, 32))
+    ]
+    out = random_sample(key, tokens, layer_ids=(7,), hidden_size=24, dtype="float32", seed=seed, odd=odd)
     ids = np.random.default_rng(seed).integers(0, 128, (tokens, 2, 4)).astype(np.uint32)
-    states = random_sample(key, tokens, layer_ids=(2, 30), hidden_size=24, seed=seed)
+    states = random_sample(key, tokens, layer_ids=(2, 30), hidden_size=24, seed=seed, odd=odd)
     columns = [
         (q[1], {"point": "q", "shard": 1, "shards": 2, "head": HEAD}),  # ranks need not come in order
         (out, {"point": "mlp_out"}),

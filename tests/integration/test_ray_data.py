@@ -11,8 +11,10 @@ import pytest
 
 from hsx_dist.store import open_store
 from hsx_dist.testing.samples import random_sample
+from tests.harness.points import point_sample
 from tests.harness.runs import store_run
 from tests.harness.servers import RayHead
+from tests.unit.reading.test_points import run_of
 
 pytestmark = pytest.mark.integration
 
@@ -22,11 +24,12 @@ PROGRAM = """
 import sys
 import numpy as np, ray
 from hsx_dist.errors import ConfigError
-from hsx_dist.ray import export, read_hidden_states
+from hsx_dist import open_run
+from hsx_dist.ray import HiddenStatesSource, export, read_hidden_states
 from hsx_dist.testing.samples import random_sample
 
 ray.init(address=sys.argv[1], log_to_driver=False)
-url, out = sys.argv[2:]
+url, out, points_url = sys.argv[2:]
 samples = {f"s{i:02d}": random_sample(f"s{i:02d}", 5 + i % 7, seed=i, odd=False) for i in range(30)}
 data = read_hidden_states(url, layers=[30, 2], override_num_blocks=4)
 rows = data.take_all()
@@ -45,6 +48,27 @@ except ConfigError as e:
     assert "shuffle" in str(e)
 else:
     raise AssertionError("expected a refusal")
+run = open_run(points_url)
+some = read_hidden_states(run, points=["q", "topk_ids"], layers=[7], override_num_blocks=2)
+rows = some.take_all()
+assert sorted(r["key"] for r in rows) == ["a", "b"]
+for row in rows:
+    right = run[row["key"]].load([7], points=["q", "topk_ids"], framework="numpy")["points"]
+    for name in right:
+        assert row[name].dtype == right[name].dtype, name
+        np.testing.assert_array_equal(row[name], right[name])  # random bits: NaNs too
+    assert "hidden_states" not in row and row["q"].shape[1:] == (1, 6, 8), row["q"].shape
+q, ids = 48 * 2, 4 * 4
+total = sum(run[key].num_tokens for key in run.keys()) * (q + ids) * 2
+source = HiddenStatesSource(run.select(), {"points": ["q", "topk_ids"], "layers": [7]})
+assert abs(source.estimate_inmemory_data_size() - total) <= 1
+for wrong in ({"points": ["z"]}, {"points": ["q"], "layers": [4]}, {"points": "q"}):
+    try:
+        read_hidden_states(run, **wrong)
+    except ConfigError as e:
+        assert "points" in str(e) or "layers" in str(e), e
+    else:
+        raise AssertionError("expected a refusal")
 report = export(url, "vllm", out, shards=2)
 assert (report.written, report.finished) == (30, True), report
 print("FINE")
@@ -56,7 +80,9 @@ def test_a_run_is_read_and_exported_by_rays_tasks(ray_cluster: RayHead, tmp_path
     store_run(open_store(url), [random_sample(f"s{i:02d}", 5 + i % 7, seed=i, odd=False) for i in range(30)])
     program = tmp_path / "read.py"
     program.write_text(PROGRAM)
-    argv = [sys.executable, str(program), ray_cluster.address, url, str(tmp_path / "out")]
+    points = str(tmp_path / "points")
+    run_of(point_sample("a").segments(0), point_sample("b", 5, seed=9).segments(0), store=open_store(points))
+    argv = [sys.executable, str(program), ray_cluster.address, url, str(tmp_path / "out"), points]
     done = subprocess.run(argv, env={**os.environ, **ray_cluster.env}, capture_output=True, text=True, timeout=280)
     assert done.stdout.strip().endswith("FINE"), done.stderr[-4000:]
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 30

@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "exporting": {"errors", "isa", "models", "page", "config", "layers", "store", "format", "reading"},
     "ray_arguments": {"config", "errors"},
     "ray": {"errors", "reading", "exporting", "ray_arguments"},
-    "saelens": {"errors", "layers", "reading"},
+    "saelens": {"errors", "layers", "page", "reading"},
     "speculators": {"errors", "config", "page", "format", "reading", "store"},
     "observe": {"errors", "page", "config", "layers", "store", "format", "reading", "text"},
     "writers": {

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from examples.train_sae import train_sae
 from hsx_dist.errors import ConfigError
-from hsx_dist.layers import hook_of_layer, layer_of_hook
-from hsx_dist.saelens import data_provider
+from hsx_dist.layers import hook_of_layer, point_of_hook
+from hsx_dist.saelens import data_provider, sae_config
 from hsx_dist.store import open_store
 from hsx_dist.testing.samples import RandomSample
+from tests.harness.points import point_sample
 from tests.harness.runs import store_run
+from tests.unit.reading.test_points import run_of
 
 
 @pytest.fixture(scope="module")
@@ -36,16 +40,52 @@ def test_the_loss_falls_and_below_that_of_shuffled_channels(url: str) -> None:
 
 
 def test_hooks_are_layers() -> None:
-    assert layer_of_hook("blocks.14.hook_resid_post") == layer_of_hook("blocks.15.hook_resid_pre") == 15
-    assert [layer_of_hook(hook_of_layer(k)) for k in (0, 1, 15)] == [0, 1, 15]
-    for wrong in ("blocks.3.hook_mlp_out", "blocks.03.hook_resid_post", "blocks.3.hook_resid_post\n"):
+    states = ("hidden_states", 15)
+    assert point_of_hook("blocks.14.hook_resid_post") == point_of_hook("blocks.15.hook_resid_pre") == states
+    assert [point_of_hook(hook_of_layer(k))[1] for k in (0, 1, 15)] == [0, 1, 15]
+    assert point_of_hook("blocks.3.hook_mlp_out") == ("mlp_out", 3)
+    assert point_of_hook("blocks.3.attn.hook_z") == ("z", 3)
+    for wrong in ("blocks.3.hook_mlp_in", "blocks.03.hook_resid_post", "blocks.3.hook_resid_post\n"):
         with pytest.raises(ConfigError, match="hook_name: expected"):
-            layer_of_hook(wrong)
+            point_of_hook(wrong)
 
 
 def test_a_provider_gives_a_hook_or_hooks(url: str) -> None:
     hook = "blocks.14.hook_resid_post"
     assert next(data_provider(url, hook, 8)).shape == (8, 32)
     assert {name: x.shape for name, x in next(data_provider(url, [hook], 8)).items()} == {hook: (8, 32)}
+    two = ["blocks.15.hook_resid_pre", hook]  # two names of one layer
+    same = next(data_provider(url, two, 8))
+    assert list(same) == two
+    assert np.array_equal(same[hook], same[two[0]])
     with pytest.raises(ConfigError, match=r"\[4\] are not in"):
         data_provider(url, "blocks.3.hook_resid_post", 8)
+
+
+def test_hooks_of_points_give_whole_rows(tmp_path: Path) -> None:
+    """``q`` has two shards of heads, and layers 3 and 7; ``mlp_out`` layer 7 alone."""
+    made = point_sample("a", odd=False)
+    run = run_of(made.segments(0), store=open_store(str(tmp_path)))
+    rows = {(p, i): run["a"].point(p, i).flatten(1).float() for p, i in (("q", 3), ("q", 7), ("mlp_out", 7))}
+    names = {
+        "blocks.3.attn.hook_q": ("q", 3),
+        "blocks.7.attn.hook_q": ("q", 7),
+        "blocks.7.hook_mlp_out": ("mlp_out", 7),
+    }
+    for hook, place in names.items():
+        batch = next(data_provider(run, hook, 37, data={"repeat": False}))
+        order = [next(t for t, row in enumerate(rows[place]) if row.equal(own)) for own in batch]
+        assert sorted(order) == list(range(37))
+        assert sae_config(run, hook)["d_in"] == batch.shape[1] == (48 if place[0] == "q" else 24)
+    for hooks in (list(names)[:2], list(names)[1:]):
+        batch = next(data_provider(run, hooks, 37, data={"repeat": False}))
+        order = [next(t for t, row in enumerate(rows[names[hooks[0]]]) if row.equal(own)) for own in batch[hooks[0]]]
+        assert batch[hooks[1]].equal(rows[names[hooks[1]]][order])
+    with pytest.raises(ConfigError, match="expected the same layers of each point"):
+        data_provider(run, list(names), 8)
+    with pytest.raises(ConfigError, match=r"expected layers \[3\] of mlp_out"):
+        data_provider(run, "blocks.3.hook_mlp_out", 8)
+    with pytest.raises(ConfigError, match=r"expected layer 3 of mlp_out .* got \[7\]"):
+        sae_config(run, "blocks.3.hook_mlp_out")
+    with pytest.raises(ConfigError, match="expected a point among"):
+        data_provider(run, "blocks.3.attn.hook_z", 8)

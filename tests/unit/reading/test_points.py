@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from hsx_dist.cli import main
 from hsx_dist.errors import ConfigError, FormatError, HsxError, IntegrityError, SampleNotFound
 from hsx_dist.format.codecs import SplitCodec, resolve_codec
 from hsx_dist.format.container import EncodedPart, EncodedSegment, SegmentEncoder, build_part
@@ -20,9 +22,10 @@ from hsx_dist.reading.collate import pad
 from hsx_dist.reading.column import StoredPoint
 from hsx_dist.reading.datasets import HiddenStatesDataset, HiddenStatesMapDataset
 from hsx_dist.reading.load import load_object
+from hsx_dist.reading.statistics import compute_statistics, read_statistics
 from hsx_dist.reading.token_batches import TokenBatches
 from hsx_dist.reading.verify import verify_run
-from hsx_dist.store import Store
+from hsx_dist.store import Store, open_store
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
 from tests.harness import runs
@@ -359,8 +362,46 @@ def test_batches_of_points_take_a_dtype_and_ids_keep_theirs(framework: Any, dtyp
     batch = next(iter(TokenBatches(dataset, 8, dtype=dtype)))
     assert batch["mlp_out"].dtype == dtype
     assert str(batch["topk_ids"].dtype).endswith("int32")
-    with pytest.raises(ConfigError, match=r"scaling: expected .* got points mlp_out, topk_ids"):
+    with pytest.raises(ConfigError, match=r"scaling: expected statistics of mlp_out at layers \[7\]"):
         TokenBatches(dataset, 8, scaling="norm")
+
+
+def test_statistics_of_points_are_numpys_and_scale_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = [point_sample("a", odd=False), point_sample("b", 9, seed=9, odd=False)]
+    run = run_of(*(sample.segments(0) for sample in made), store=open_store(str(tmp_path)))
+    with pytest.raises(SystemExit, match="0"):
+        main(["stats", str(tmp_path), "--points", "q,mlp_out", "--json"])
+    told = json.loads(capsys.readouterr().out)["layers"]
+    assert [(row["point"], row["layer"]) for row in told] == [("q", 3), ("q", 7), ("mlp_out", 7)]
+    rows = {
+        name: np.concatenate([s.load(points=[name], framework="numpy")["points"][name] for s in run])
+        for name in ("q", "mlp_out")
+    }
+    for name, x in rows.items():
+        found = read_statistics(run, point=name)
+        x = x.reshape(*x.shape[:2], -1).astype(np.float64)
+        for i, own in enumerate(found.layers.values()):
+            assert (own.point, own.tokens, own.samples) == (name, 46, 2)
+            np.testing.assert_allclose(own.mean, x[:, i].mean(0), rtol=1e-9, atol=1e-9)
+            np.testing.assert_allclose(own.variance, x[:, i].var(0), rtol=1e-9)
+    for wrong in ("topk_ids", "z"):
+        with pytest.raises(ConfigError, match=rf"expected .*, got .*{wrong}"):
+            compute_statistics(run, point=wrong)
+    for framework in ("torch", "numpy"):
+        data = HiddenStatesDataset(run, points=["q"], framework=framework)
+        batch = np.asarray(next(iter(TokenBatches(data, 46, scaling="standard")))["q"])
+        assert batch.shape == (46, 2, 6, HEAD)
+        np.testing.assert_allclose(batch.mean(0), 0, atol=1e-4)
+        np.testing.assert_allclose(batch.std(0), 1, atol=1e-3)
+        one = HiddenStatesDataset(run, points=["q"], layers=[7], framework=framework)
+        norms = np.linalg.norm(
+            np.asarray(next(iter(TokenBatches(one, 46, scaling="norm")))["q"]).reshape(46, -1), axis=1
+        )
+        assert norms.mean() == pytest.approx(48**0.5, rel=1e-3)
+    with pytest.raises(ConfigError, match=r"hsx stats .* --points mlp_out --layers 3"):
+        TokenBatches(HiddenStatesDataset(run, points=["mlp_out"], layers=[3]), 8, scaling="norm")
+    run.store.put("statistics/q-0003.json", [b"{"])
+    assert [problem.part for problem in verify_run(run.place.root).problems] == ["statistics/q-0003.json"]
 
 
 @pytest.mark.parametrize("codec", ["none", "split", "fp8-token"])
