@@ -283,7 +283,7 @@ def stats(
     layers: Layers = None,
     points: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="Other points of the model than the hidden states, with commas, such as q,mlp_out."),
+        typer.Option(help="Points such as q,mlp_out. Default: the hidden states, or all points of a run without."),
     ] = None,
     max_tokens: Annotated[Optional[int], typer.Option(min=1, help="Of random samples. Default: all tokens.")] = None,  # noqa: UP045
     skip_first: Annotated[int, typer.Option(min=0, help="Leave out so many tokens at the start of samples.")] = 0,

@@ -50,9 +50,10 @@ def print_samples(path: str, options: Sequence[str], *, limit: int, as_json: boo
     if as_json:
         print_json({"run": path, "complete": run.complete, "samples": list(rows), "totals": totals})
         return
+    told = (layers_text(layers),) if layers else ()  # `hsx show` has the layers of other points
     print_table(
-        ("key", "tokens", "layers", "parts", "attempt"),
-        ((r["key"], r["tokens"], layers_text(layers), _parts_text(r["parts"]), r["attempt"]) for r in rows),
+        ("key", "tokens", *(("layers",) if told else ()), "parts", "attempt"),
+        ((r["key"], r["tokens"], *told, _parts_text(r["parts"]), r["attempt"]) for r in rows),
         numbers=("tokens", "attempt"),
     )
     hidden = len(run) - min(len(run), limit or len(run))
@@ -233,7 +234,7 @@ def _captured(run: Run) -> Iterator[tuple[str, str]]:
     if not points or list(points) == [HIDDEN_STATES]:
         yield "layers", layers_text(_layers(run)) or "?"
     else:
-        yield "points", "; ".join(f"{name} {','.join(map(str, point.layers))}" for name, point in points.items())
+        yield "points", "; ".join(f"{name} {layers_text(point.layers)}" for name, point in points.items())
 
 
 def _layers(run: Run) -> list[int]:

@@ -9,7 +9,7 @@ from hsx_dist.cli.tables import print_table
 from hsx_dist.config import parse_storage_options
 from hsx_dist.observe.console import print_json
 from hsx_dist.page import HIDDEN_STATES
-from hsx_dist.reading import open_run
+from hsx_dist.reading import Run, open_run
 from hsx_dist.reading.statistics import compute_statistics, store_statistics
 
 _COLUMNS = ("layer", "tokens", "samples", "non_finite", "mean_norm", "rms_norm", "max_norm", "norm_factor", "variance")
@@ -29,10 +29,11 @@ def run_stats(
 
     ``variance``: the sum over channels, which a sparse autoencoder's explained variance refers to.
     """
-    columns = _COLUMNS if points is None else ("point", *_COLUMNS)
     run = open_run(path, storage_options=parse_storage_options(options))
+    names = _points_of(run) if points is None else list(dict.fromkeys(points.split(",")))
+    columns = _COLUMNS if names == [HIDDEN_STATES] else ("point", *_COLUMNS)
     rows = []
-    for point in dict.fromkeys((points or HIDDEN_STATES).split(",")):
+    for point in names:
         found = compute_statistics(run, parse_layers(layers), point=point, max_tokens=max_tokens, skip_first=skip_first)
         store_statistics(run, found)
         rows += [
@@ -44,6 +45,13 @@ def run_stats(
         return
     cells = [[_text(value) for value in row.values()] for row in rows]
     print_table(columns, cells, numbers=_COLUMNS)
+
+
+def _points_of(run: Run) -> list[str]:
+    """The hidden states; of a run without them, all points but ids."""
+    points = run.at(0).points if len(run) and not run.layer_ids else {}
+    others = [name for name, point in points.items() if point.dtype != "int32"]
+    return others if others and HIDDEN_STATES not in points else [HIDDEN_STATES]
 
 
 def _text(value: str | int | float) -> str:

@@ -145,7 +145,9 @@ def _layers(point: Point, spec: object, num_layers: int, has: Collection[int]) -
     if spec == "all":
         return set(has)
     if not point.per_layer:
-        raise ConfigError(f"capture.points.{name}: expected all (the model has this point once), got {spec!r}")
+        raise ConfigError(
+            f"capture.points.{name}: expected all (the model has this point once), got {spec!r}. Write all"
+        )
     items: Sequence[object] = (
         [spec] if isinstance(spec, (int, str)) else spec if isinstance(spec, (list, tuple)) else []
     )

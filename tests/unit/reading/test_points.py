@@ -373,6 +373,9 @@ def test_statistics_of_points_are_numpys_and_scale_batches(tmp_path: Path, capsy
         main(["stats", str(tmp_path), "--points", "q,mlp_out", "--json"])
     told = json.loads(capsys.readouterr().out)["layers"]
     assert [(row["point"], row["layer"]) for row in told] == [("q", 3), ("q", 7), ("mlp_out", 7)]
+    with pytest.raises(SystemExit, match="0"):  # all points that are no ids, as the run has no hidden states
+        main(["stats", str(tmp_path), "--json"])
+    assert json.loads(capsys.readouterr().out)["layers"] == told
     rows = {
         name: np.concatenate([s.load(points=[name], framework="numpy")["points"][name] for s in run])
         for name in ("q", "mlp_out")
