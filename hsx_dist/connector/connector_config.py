@@ -82,6 +82,12 @@ class ConnectorConfig(BaseModel):
     )
     replica: str | None = Field(None, description="the job's replica whose engine this is, for its ranks' log lines")
     ttl_seconds: float | None = Field(None, gt=0, description="objects may be removed by hsx gc after so long")
+    inline_bytes: int = Field(
+        16 << 20,
+        gt=0,
+        description="limit of the states that one answer holds (``hsx_dist.serving``); all answers of a server process "
+        "together hold at most 16 times as much",
+    )
     drain_seconds: float = Field(4.0, ge=0, description="how long shutdown waits for what was copied to be stored")
 
     @property

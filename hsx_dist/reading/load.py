@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
@@ -31,7 +31,10 @@ from hsx_dist.reading.sample import Sample, Tokens
 from hsx_dist.store import Store, open_store
 from hsx_dist.text import bounded, printable
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
+#: Seconds between two looks for a sample.
+FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
+#: A path's object is replaced, a key's marker is stored.
+WORTH_WAITING = (NotFound, SampleConflict, SampleNotFound)
 _T = TypeVar("_T")
 
 
@@ -116,10 +119,7 @@ def load_object(
     """As ``load_hidden_states``, of the object ``name`` in ``store``."""
 
     def load() -> dict[str, Any]:
-        # Also while it is read: a server replaces what lies under a path that its client uses again.
-        with shared_lock(store.url, name) if "://" not in store.url else nullcontext():
-            sample = _sample_in_object(store, name, key)
-            _require_identity(sample, identity, f"{store.url.rstrip('/')}/{name}")
+        with object_sample(store, name, key, identity=identity) as sample:
             return sample.load(layers, tokens, framework, points=points)
 
     def look() -> dict[str, Any]:
@@ -129,6 +129,22 @@ def load_object(
             return load()
 
     return _wait_for(look, wait)
+
+
+@contextmanager
+def object_sample(
+    store: Store, name: str, key: str | None = None, *, identity: Mapping[str, str] | None = None
+) -> Iterator[Sample]:
+    """The sample in the object ``name``, without waiting. Raises as ``load_hidden_states``; ``WORTH_WAITING`` are the
+    errors that may pass.
+
+    On a file system the object's lock is held shared meanwhile: a server replaces the object of a path that its client
+    uses again.
+    """
+    with shared_lock(store.url, name) if "://" not in store.url else nullcontext():
+        sample = _sample_in_object(store, name, key)
+        _require_identity(sample, identity, f"{store.url.rstrip('/')}/{name}")
+        yield sample
 
 
 def _require_identity(sample: Sample, identity: Mapping[str, str] | None, where: str) -> None:
@@ -158,16 +174,16 @@ def answered_identity(answer: Mapping[str, Any]) -> Any:
 
 
 def _wait_for(find: Callable[[], _T], seconds: float) -> _T:
-    end, pause = time.monotonic() + seconds, _FIRST_PAUSE
+    end, pause = time.monotonic() + seconds, FIRST_PAUSE
     while True:
         try:
             return find()
-        except (NotFound, SampleConflict, SampleNotFound):  # a path's object is replaced, a key's marker is stored
+        except WORTH_WAITING:
             left = end - time.monotonic()
             if left <= 0:
                 raise
             time.sleep(min(pause, left))
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(2 * pause, LONGEST_PAUSE)
 
 
 def _sample_in_run(store: Store, key: str, identity: Mapping[str, str] | None, opened: list[Run]) -> Sample:

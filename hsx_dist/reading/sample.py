@@ -80,6 +80,11 @@ class Sample:
         return self._point(HIDDEN_STATES).stored.width
 
     @property
+    def chunk_tokens(self) -> int:
+        """Tokens that are decoded together: ranges that begin at multiples of it decode nothing twice."""
+        return self._columns[0].first.chunk_tokens
+
+    @property
     def about(self) -> dict[str, Any]:
         """What the object says of where it comes from: model, revision, versions, …"""
         return self._open(self._segments[0][0]).about

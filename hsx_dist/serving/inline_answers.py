@@ -1,0 +1,249 @@
+"""States inside the answers of vLLM's routes for completions."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from base64 import b64encode
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hsx_dist.errors import HsxError
+from hsx_dist.serving.asgi_calls import read_body, replayed, timely, while_connected
+from hsx_dist.serving.inline_request import INLINE, InlineRequest, read_inline_request
+from hsx_dist.serving.refusals import Refusal, bad_request, refusal_of
+from hsx_dist.serving.sample_source import SampleSource
+from hsx_dist.serving.states_file import Range, StatesFile
+
+#: Seconds from vLLM's answer until its states are stored.
+_WAIT = 60.0
+#: Of a file at once: a multiple of three, which base64 encodes without padding.
+_ENCODED_AT_ONCE = 3 << 18
+_DONE = b"data: [DONE]"
+_STREAM_ENDS = (b"\n\n", b"\r\n\r\n")
+
+
+class InlineStates:
+    """One of vLLM's routes; its answers hold the states that a request asks for. Other requests pass unchanged.
+
+    ``source``: None for a route whose answers cannot hold them: a request that asks for its states is refused.
+    """
+
+    def __init__(self, app: ASGIApp, source: SampleSource | None):
+        self._app = app
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(ClientDisconnect):
+            body = await read_body(receive)
+            try:
+                asked = read_inline_request(body)
+                if asked is not None and self._source is None:
+                    raise bad_request(
+                        f"expected {INLINE} at /v1/completions or /v1/chat/completions, got it here", INLINE
+                    )
+            except Refusal as e:
+                await e.response()(scope, receive, send)
+                return
+            if asked is None or self._source is None:
+                await self._app(scope, replayed(body, receive), send)
+                return
+            headers = MutableHeaders(raw=list(scope["headers"]))
+            headers["content-length"] = str(len(asked.body))
+            answer = _Answer(asked, self._source, send)
+            await self._app({**scope, "headers": headers.raw}, replayed(asked.body, receive), answer.send)
+            if answer.held is not None:
+                await while_connected(receive, answer.finish(scope, receive))
+
+
+class _Answer:
+    """The answer to one request that asks for its states, on its way from vLLM to the client.
+
+    A JSON answer is held until the states are stored. A stream passes, and they are put before its ``[DONE]``.
+    """
+
+    def __init__(self, asked: InlineRequest, source: SampleSource, send: Send):
+        self.held: bytearray | None = None
+        self._asked, self._source, self._send = asked, source, send
+        self._start: Message = {}
+        self._streams = False
+        self._event = b""  # of a stream, not yet whole
+        self._about: dict[str, Any] | None = None
+        self._failed = False
+        self._left = source.inline_bytes
+
+    async def send(self, message: Message) -> None:
+        """What vLLM sends."""
+        if message["type"] == "http.response.start":
+            kind = Headers(raw=message["headers"]).get("content-type", "").partition(";")[0].strip()
+            self._streams = message["status"] == 200 and kind == "text/event-stream"
+            if message["status"] == 200 and kind == "application/json":
+                self.held, self._start = bytearray(), message
+                return
+        elif message["type"] == "http.response.body":
+            if self.held is not None:
+                self.held += message.get("body", b"")
+                return
+            if self._streams:
+                await self._send_events(message.get("body", b""), more=message.get("more_body", False))
+                return
+        await self._send(message)
+
+    # -- an answer in JSON ---------------------------------------------------------------------------------------------
+
+    async def finish(self, scope: Scope, receive: Receive) -> None:
+        """Send the held answer with its states, or the reason why it has none."""
+        assert self.held is not None
+        answer = json.loads(self.held)
+        self.held.clear()
+        try:
+            _check_refused(answer.get("kv_transfer_params"))
+            end = time.monotonic() + _WAIT
+            found = {choice["index"]: await self._find(choice["index"], end) for choice in answer["choices"]}
+            async with self._source.memory.hold(sum(file.size + file.piece_bytes for file in found.values())):
+                files = {i: (self._asked.key_of(i), await self._load(i, file)) for i, file in found.items()}
+                for choice in answer["choices"]:
+                    choice["hidden_states"] = files[choice["index"]]
+                await self._send_document(answer)
+        except Refusal as e:
+            await e.response()(scope, receive, self._send)
+
+    async def _send_document(self, answer: dict[str, Any]) -> None:
+        text, between = _with_states(answer)
+        headers = MutableHeaders(raw=list(self._start["headers"]))
+        headers["content-length"] = str(sum(map(len, text)) + sum(map(_encoded_size, between)))
+        await self._send({**self._start, "headers": headers.raw})
+        await self._send_pieces(text, between)
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_pieces(self, text: Sequence[bytes], between: Sequence[bytearray]) -> None:
+        send = timely(self._send)
+        for piece in _interleaved(text, between):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+    # -- a stream ------------------------------------------------------------------------------------------------------
+
+    async def _send_events(self, data: bytes, *, more: bool) -> None:
+        self._event += data
+        while self._event:
+            at, end = min(((i, e) for e in _STREAM_ENDS if (i := self._event.find(e)) >= 0), default=(-1, b""))
+            if at < 0:
+                break
+            event, self._event = self._event[: at + len(end)], self._event[at + len(end) :]
+            if event.startswith(_DONE):
+                await self._send_states()
+            else:
+                self._read_event(event)
+            await self._send({"type": "http.response.body", "body": event, "more_body": True})
+        if not more:
+            await self._send({"type": "http.response.body", "body": self._event, "more_body": False})
+
+    def _read_event(self, event: bytes) -> None:
+        if self._failed or (self._about is not None and b'"error"' not in event):
+            return
+        try:
+            said = json.loads(event.removeprefix(b"data:"))
+        except ValueError:  # a comment that keeps the connection
+            return
+        if isinstance(said, dict):
+            self._failed = said.get("error") is not None  # vLLM goes on to [DONE] after it
+            self._about = self._about or {name: said.get(name) for name in ("id", "object", "created", "model")}
+
+    async def _send_states(self) -> None:
+        """A chunk for each choice."""
+        if self._failed or self._about is None:
+            return
+        end = time.monotonic() + _WAIT
+        part: dict[str, Any] = (
+            {"delta": {}} if self._about["object"] == "chat.completion.chunk" else {"text": "", "logprobs": None}
+        )
+        try:
+            for i in range(self._asked.prompts * self._asked.choices):
+                file = await self._find(i, end)
+                async with self._source.memory.hold(file.size + file.piece_bytes):
+                    states = self._asked.key_of(i), await self._load(i, file)
+                    choice = {"index": i, **part, "finish_reason": None, "hidden_states": states}
+                    text, between = _with_states({**self._about, "choices": [choice]})
+                    await self._send_pieces([b"data: " + text[0], *text[1:-1], text[-1] + b"\n\n"], between)
+        except Refusal as e:
+            event = f"data: {json.dumps(e.body)}\n\n".encode()
+            await self._send({"type": "http.response.body", "body": event, "more_body": True})
+
+    # -- both ----------------------------------------------------------------------------------------------------------
+
+    async def _find(self, index: int, end: float) -> StatesFile:
+        key = self._asked.key_of(index)
+        try:
+            file = await self._source.find(key, Range(), wait=max(0.0, end - time.monotonic()))
+        except Refusal as e:
+            if e.status != 404:
+                raise
+            raise Refusal(
+                504,
+                "Timeout",
+                f"expected the states of key {key!r} to be stored within {_WAIT:.0f} s of the answer, got none yet. Get "
+                f"/v1/hidden_states/{key} later",
+            ) from e
+        self._asked.check(file)
+        self._left -= file.size
+        if self._left < 0:
+            limit = self._source.inline_bytes
+            raise Refusal(
+                413,
+                "AnswerTooLarge",
+                f"expected at most {limit} bytes of states in an answer (inline_bytes), got {limit - self._left} with "
+                f"choice {index}. Ask for fewer layers or tokens (hidden_states_layers, hidden_states_tokens), or get "
+                f"/v1/hidden_states/{key}",
+                INLINE,
+            )
+        return file
+
+    async def _load(self, index: int, file: StatesFile) -> bytearray:
+        """The whole file: its answer's status depends on whether it can be read."""
+        key, data, at = self._asked.key_of(index), bytearray(file.size), 0
+        for i in range(len(file)):
+            try:
+                piece = await self._source.piece(file, i, lambda: self._source.look(key, Range()))
+            except HsxError as e:
+                raise refusal_of(e, key) from e
+            data[at : at + len(piece)] = piece
+            at += len(piece)
+        return data
+
+
+def _check_refused(answered: Any) -> None:
+    """Refuse an answer whose ``kv_transfer_params`` say that a parameter was refused: its states are others."""
+    meta = answered.get("hidden_states_meta") if isinstance(answered, Mapping) else None
+    refused = meta.get("refused") if isinstance(meta, Mapping) else None
+    for name, reason in (refused or {}).items():
+        raise bad_request(f"{reason}", f"kv_transfer_params.{name}")
+
+
+def _with_states(document: dict[str, Any]) -> tuple[list[bytes], list[bytearray]]:
+    """The JSON text of ``document``, whose choices have a key and a file as ``hidden_states``, in pieces; and the
+    files, which go between these pieces as base64."""
+    mark, data = uuid.uuid4().hex, []  # no text of an answer has it
+    for choice in document["choices"]:
+        key, content = choice["hidden_states"]
+        choice["hidden_states"] = {"key": key, "safetensors": mark}
+        data.append(content)
+    return json.dumps(document, separators=(",", ":")).encode().split(mark.encode()), data
+
+
+def _interleaved(text: Sequence[bytes], between: Sequence[bytearray]) -> Iterator[bytes]:
+    yield text[0]
+    for content, after in zip(between, text[1:], strict=True):
+        view = memoryview(content)
+        for at in range(0, len(view), _ENCODED_AT_ONCE):
+            yield b64encode(view[at : at + _ENCODED_AT_ONCE])
+        yield after
+
+
+def _encoded_size(content: bytearray) -> int:
+    return -(-len(content) // 3) * 4

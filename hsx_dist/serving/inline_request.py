@@ -1,0 +1,119 @@
+"""A completion request that asks for its states: what the middleware reads of it, and what vLLM gets."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hsx_dist.connector.request_params import PARAMS, read_request_params
+from hsx_dist.page import HIDDEN_STATES, sample_key
+from hsx_dist.serving.refusals import bad_request
+from hsx_dist.serving.states_file import StatesFile
+
+#: The member of a request's body that asks for its states.
+INLINE = "hidden_states_inline"
+#: What the engine knows: the captured layers and points, and the prompt's length. Checked on the stored sample.
+_CHECKED_LATER = ("hidden_states_layers", "hidden_states_points")
+
+
+@dataclass(frozen=True)
+class InlineRequest:
+    """``body``: for vLLM, with a key that no other request has. ``prompts`` and ``choices`` of each of them."""
+
+    body: bytes
+    key: str
+    prompts: int
+    choices: int
+    params: Mapping[str, Any]
+
+    def key_of(self, index: int) -> str:
+        """The key of the choice with this ``index`` in vLLM's answer."""
+        prompt, choice = divmod(index, self.choices)
+        return sample_key(self.key, prompt=prompt, choice=choice)
+
+    def check(self, file: StatesFile) -> None:
+        """Raises:
+        Refusal: the connector has refused a parameter, and stored other states than the client asked for.
+        """
+        wanted = self.params.get("hidden_states_layers")
+        points = self.params.get("hidden_states_points")
+        if wanted is None and isinstance(points, Mapping) and points.get(HIDDEN_STATES) != "all":
+            wanted = points.get(HIDDEN_STATES)
+        if wanted is not None and list(file.layer_ids) != wanted:
+            raise bad_request(
+                f"expected some of the captured layers, each once, got others. Stored are {list(file.layer_ids)}",
+                f"{PARAMS}.hidden_states_layers",
+            )
+        if self.params.get("hidden_states_loss_mask") is not None and not file.has_mask:
+            raise bad_request(
+                "expected as many entries as the prompt has tokens, got another number",
+                f"{PARAMS}.hidden_states_loss_mask",
+            )
+
+
+def read_inline_request(body: bytes) -> InlineRequest | None:
+    """None: ``body`` asks for no states, or is no JSON object, which is vLLM's to refuse.
+
+    Raises:
+        Refusal: it asks for what cannot be answered inside an answer.
+    """
+    if INLINE.encode() not in body:
+        return None
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or INLINE not in found:
+        return None
+    inline = found.pop(INLINE)
+    if not isinstance(inline, bool):
+        raise bad_request(f"expected true or false, got a {type(inline).__name__}", INLINE)
+    if not inline:
+        return None
+    for name in ("use_beam_search", "prompt_embeds"):
+        if found.get(name):
+            raise bad_request(f"expected a request without {name}, which stores no states of each choice", name)
+    params = found.get(PARAMS) or {}
+    _check(params)
+    key = f"inline-{uuid.uuid4().hex}"
+    found[PARAMS] = {**params, "hidden_states_key": key}
+    n = found.get("n")
+    choices = n if isinstance(n, int) and n > 0 else 1  # vLLM refuses others
+    return InlineRequest(json.dumps(found).encode(), key, _prompts(found.get("prompt")), choices, params)
+
+
+def _check(params: Any) -> None:
+    if not isinstance(params, Mapping):
+        raise bad_request(f"expected an object, got a {type(params).__name__}", PARAMS)
+    for name in ("hidden_states_key", "hidden_states_path"):
+        # Under a key that was used before an answer could hold another request's states: a batch's answer and a
+        # stream's do not name their identity.
+        if params.get(name) is not None:
+            raise bad_request(
+                f"expected no key and no path with {INLINE}, which makes a key of its own, got one. Leave it out: the "
+                "answer names the key of each choice",
+                f"{PARAMS}.{name}",
+            )
+    if params.get("hidden_states_save") is False:
+        raise bad_request(f"expected states that are stored, got false with {INLINE}", f"{PARAMS}.hidden_states_save")
+    mask = params.get("hidden_states_loss_mask")
+    refused = read_request_params(
+        "inline",
+        {name: value for name, value in params.items() if name not in _CHECKED_LATER},
+        prompt_tokens=len(mask) if isinstance(mask, list) else 0,
+        captured={HIDDEN_STATES: ()},
+        output="",
+        allow_custom_path=False,
+        include_output_tokens=False,
+    ).refused
+    for name, reason in refused.items():
+        raise bad_request(reason, name if name == PARAMS else f"{PARAMS}.{name}")
+
+
+def _prompts(prompt: Any) -> int:
+    """How many prompts a completion has: texts or lists of token ids. A chat has no ``prompt``."""
+    several = isinstance(prompt, Sequence) and not isinstance(prompt, str) and prompt
+    return len(prompt) if several and isinstance(prompt[0], str | list) else 1

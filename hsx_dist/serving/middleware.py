@@ -1,0 +1,104 @@
+"""The middleware itself: it puts the routes behind everything that guards vLLM's own.
+
+vLLM adds ``--middleware`` outside of its authentication (``init_entrypoints_middleware``). So the middleware answers
+nothing there. When the application starts it adds a route to the application's router and wraps the routes for
+completions. Authentication, CORS and every other middleware of the server then apply to them as to any route of vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from hsx_dist.connector.connector_config import ConnectorConfig, read_connector_config
+from hsx_dist.errors import ConfigError
+from hsx_dist.logger import get_logger
+from hsx_dist.serving.inline_answers import InlineStates
+from hsx_dist.serving.sample_route import SampleRoute
+from hsx_dist.serving.sample_source import SampleSource
+
+log = get_logger(__name__)
+
+PATH = "/v1/hidden_states/{key:path}"
+_WITH_STATES = frozenset({"/v1/completions", "/v1/chat/completions"})
+#: These take ``kv_transfer_params`` too, and other forms of answers.
+_WITHOUT = frozenset(
+    {"/v1/chat/completions/batch", "/v1/responses", "/v1/messages", "/inference/v1/generate", "/v2/chat"}
+)
+_CONNECTOR = "HiddenStatesConnector"
+
+
+class HiddenStatesMiddleware:
+    """Pure ASGI middleware for ``--middleware`` of vLLM's server. Takes its settings from the server's connector."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+        self._installed = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._installed:
+            try:
+                install(scope["app"])
+            except ConfigError as e:
+                if scope["type"] != "lifespan":
+                    raise
+                # uvicorn takes an exception here for an application without a lifespan, and serves without the routes.
+                await receive()
+                await send({"type": "lifespan.startup.failed", "message": str(e)})
+                return
+            self._installed = True
+        await self._app(scope, receive, send)
+
+
+def install(app: Any) -> None:
+    """Add the routes to a Starlette application whose ``state.vllm_config`` is set.
+
+    Raises:
+        ConfigError: the server has no connector that stores samples which this process can read.
+    """
+    settings = connector_settings(getattr(app.state, "vllm_config", None))
+    posts = [route for route in app.router.routes if "POST" in (getattr(route, "methods", None) or ())]
+    if not any(route.path in _WITH_STATES for route in posts):
+        raise ConfigError(
+            f"HiddenStatesMiddleware: expected a server with a route of {', '.join(sorted(_WITH_STATES))}, got none. "
+            "Serve a model that generates"
+        )
+    source = SampleSource(settings)
+    for route in posts:
+        if route.path in _WITH_STATES | _WITHOUT:
+            route.app = InlineStates(route.app, source if route.path in _WITH_STATES else None)
+    app.router.routes.append(Route(PATH, SampleRoute(source), methods=["GET"]))
+    log.info("hidden states are answered: route=%s inline_bytes=%d", PATH, settings.inline_bytes)
+
+
+def connector_settings(vllm_config: Any) -> ConnectorConfig:
+    """The settings of the server's HiddenStatesConnector.
+
+    Raises:
+        ConfigError: there is none, or it stores where this process cannot read.
+    """
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    extras = [] if transfer is None else list(_extras(transfer.kv_connector, transfer.kv_connector_extra_config))
+    if not extras:
+        raise ConfigError(
+            f"HiddenStatesMiddleware: expected a server with the {_CONNECTOR} in --kv-transfer-config, got none. Add it, "
+            "or leave out --middleware"
+        )
+    settings = read_connector_config(extras[0])
+    if not settings.one_object or settings.output.startswith("memory:"):
+        raise ConfigError(
+            "HiddenStatesMiddleware: expected a connector that stores each sample where this process can read it, got "
+            f"output {settings.output!r} of transport {settings.transport!r}. Set shared_storage_path to a folder or a URL"
+        )
+    return settings
+
+
+def _extras(name: str | None, extra: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """``kv_connector_extra_config`` of our connector, also within vLLM's ``MultiConnector``."""
+    if name == _CONNECTOR:
+        yield extra
+    for child in extra.get("connectors") or ():
+        yield from _extras(child.get("kv_connector"), child.get("kv_connector_extra_config") or {})

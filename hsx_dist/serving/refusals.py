@@ -1,0 +1,73 @@
+"""Errors as HTTP answers in OpenAI's form, as vLLM writes it: ``{"error": {message, type, param, code}}``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from hsx_dist.errors import (
+    ConfigError,
+    HsxError,
+    NotFound,
+    SampleConflict,
+    SampleFailed,
+    SampleNotFound,
+    StoreError,
+    Unavailable,
+)
+from hsx_dist.logger import get_logger
+from hsx_dist.text import bounded, printable
+
+log = get_logger(__name__)
+
+#: The first that fits. Clients of OpenAI repeat 408, 409, 429 and 5xx, so that a sample that failed is none of these.
+_STATUS: tuple[tuple[type[HsxError], int], ...] = (
+    (ConfigError, 400),
+    (NotFound, 404),
+    (SampleNotFound, 404),
+    (SampleConflict, 409),
+    (SampleFailed, 424),
+    (Unavailable, 503),
+    (StoreError, 502),
+    (HsxError, 500),
+)
+
+
+class Refusal(Exception):
+    """What a client is answered instead of states.
+
+    Args:
+        status: of HTTP.
+        kind: ``type`` of the answer: a class of ``hsx_dist.errors``, or ``SampleExpired``, ``AnswerTooLarge``,
+            ``Timeout``.
+        message: ``expected X, got Y. Do Z.``
+        param: the parameter that is wrong.
+    """
+
+    def __init__(self, status: int, kind: str, message: str, param: str | None = None):
+        super().__init__(message)
+        self.status = status
+        self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, {"Retry-After": "1"} if self.status == 503 else None)
+
+
+def bad_request(message: str, param: str | None = None) -> Refusal:
+    """400, for what the client sent."""
+    return Refusal(400, ConfigError.__name__, message, param)
+
+
+def refusal_of(error: HsxError, key: str) -> Refusal:
+    """The answer to a request for the sample of ``key``. What is wrong on the server's side is logged alone."""
+    status = next(status for kind, status in _STATUS if isinstance(error, kind))
+    shown = printable(repr(key), 200)
+    if status < 500:
+        message = str(bounded(error))
+    else:
+        log.error("hidden states not answered: key=%s error=%s: %s", shown, type(error).__name__, printable(error))
+        message = (
+            f"key {shown}: expected to read its sample, got {type(error).__name__}. The server's log has the reason"
+        )
+    return Refusal(status, type(error).__name__, message)

@@ -1,0 +1,149 @@
+"""``GET /v1/hidden_states/{key}``: a stored sample, or a range of it, as a stream."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+from starlette.requests import Request
+from starlette.types import Message, Receive, Scope, Send
+
+from hsx_dist.connector.request_params import MAX_KEY
+from hsx_dist.errors import HsxError
+from hsx_dist.serving.asgi_calls import read_body, timely, while_connected
+from hsx_dist.serving.refusals import Refusal, bad_request, refusal_of
+from hsx_dist.serving.sample_source import SampleSource
+from hsx_dist.serving.states_file import Range, StatesFile
+
+#: Seconds that one request may wait for its sample.
+MAX_WAIT = 300.0
+#: Of a batch the connector appends the prompt and the choice to the client's key.
+_MAX_KEY = MAX_KEY + 24
+_MAX_LIST = 4096
+_KNOWN = ("identity", "layers", "points", "tokens", "wait")
+_TOKENS = re.compile(r"(-?[0-9]{1,12})?:(-?[0-9]{1,12})?")
+
+
+class SampleRoute:
+    """Answers with the safetensors file of ``StatesFile``, while it is loaded. A request holds one piece in memory."""
+
+    def __init__(self, source: SampleSource):
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope)
+        await read_body(receive)
+        try:
+            key, wanted = _key(request), _range(request.query_params)
+            wait, identity = _wait(request.query_params.get("wait")), _identity(request.query_params.get("identity"))
+            _check_names(request)
+        except Refusal as e:
+            await e.response()(scope, receive, send)
+            return
+
+        async def answer() -> None:
+            try:
+                file = await self._source.find(key, wanted, wait=wait, identity=identity)
+                async with self._source.memory.hold(2 * file.piece_bytes):  # encoded, and decoded
+                    await self._send_file(file, key, wanted, send if request.method == "GET" else _head_only(send))
+            except Refusal as e:
+                await e.response()(scope, receive, send)
+
+        await while_connected(receive, answer())
+
+    async def _send_file(self, file: StatesFile, key: str, wanted: Range, send: Send) -> None:
+        async def piece(i: int) -> bytes | memoryview:
+            return await self._source.piece(file, i, lambda: self._source.look(key, wanted))
+
+        try:  # before the status is sent, which depends on whether the sample can be read
+            last = await piece(min(1, len(file) - 1))
+        except HsxError as e:
+            raise refusal_of(e, key) from e
+        headers = [(b"content-type", b"application/octet-stream"), (b"content-length", b"%d" % file.size)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        within = timely(send)
+        for i in range(len(file)):
+            # An error here cuts the connection: the client sees that the file is not whole.
+            data = last if i == 1 else await piece(i)
+            await within({"type": "http.response.body", "body": data, "more_body": True})
+        await within({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _head_only(send: Send) -> Send:
+    async def without_data(message: Message) -> None:
+        await send({**message, "body": b""} if "body" in message else message)
+
+    return without_data
+
+
+def _key(request: Request) -> str:
+    key = request.path_params["key"]
+    try:
+        # Servers put a replacement character where the path is no UTF-8: it would be another key.
+        unquote_to_bytes(request.scope.get("raw_path") or b"").decode()
+    except UnicodeDecodeError:
+        raise bad_request("expected a key in percent-encoded UTF-8, got other bytes. Encode it", "key") from None
+    if not 0 < len(key) <= _MAX_KEY:
+        raise bad_request(f"expected a key of 1 to {_MAX_KEY} characters, got {len(key)}", "key")
+    return str(key)
+
+
+def _check_names(request: Request) -> None:
+    for name in request.query_params:
+        if name not in _KNOWN or len(request.query_params.getlist(name)) > 1:
+            raise bad_request(f"expected parameters among {', '.join(_KNOWN)}, each once, got others", name[:80])
+
+
+def _range(given: Mapping[str, str]) -> Range:
+    return Range(
+        layers=None if "layers" not in given else tuple(map(_layer, _names(given["layers"], "layers"))),
+        tokens=None if "tokens" not in given else _tokens(given["tokens"]),
+        points=None if "points" not in given else tuple(dict.fromkeys(_names(given["points"], "points"))),
+    )
+
+
+def _names(value: str, param: str) -> list[str]:
+    names = value.split(",")
+    if not all(names) or len(names) > _MAX_LIST:
+        raise bad_request(f"expected 1 to {_MAX_LIST} values separated by commas, got {value[:80]!r}", param)
+    return names
+
+
+def _layer(value: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", value):
+        raise bad_request(f"expected layer ids such as 2,15, got {value[:80]!r}", "layers")
+    return int(value)
+
+
+def _tokens(value: str) -> tuple[int | None, int | None]:
+    found = _TOKENS.fullmatch(value)
+    if found is None:
+        raise bad_request(f"expected START:STOP as in Python, such as 0:128 or -1:, got {value[:80]!r}", "tokens")
+    start, stop = (None if text is None else int(text) for text in found.groups())
+    return start, stop
+
+
+def _wait(value: str | None) -> float:
+    try:
+        wait = 0.0 if value is None else float(value)
+    except ValueError:
+        wait = math.nan
+    if not 0 <= wait <= MAX_WAIT:
+        raise bad_request(f"expected seconds from 0 to {MAX_WAIT:.0f}, got {str(value)[:80]!r}", "wait")
+    return wait
+
+
+def _identity(value: str | None) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not found:
+        raise bad_request("expected the identity of an answer as a JSON object, got another value", "identity")
+    return found

@@ -1,0 +1,164 @@
+"""A server's stored samples, read for its clients: on threads of its own, within limits of time and memory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from hsx_dist.connector.connector_config import ConnectorConfig
+from hsx_dist.errors import FormatError, HsxError, Unavailable
+from hsx_dist.format.markers import OBJECT
+from hsx_dist.page import object_name
+from hsx_dist.reading.load import FIRST_PAUSE, LONGEST_PAUSE, WORTH_WAITING, object_sample
+from hsx_dist.serving.refusals import Refusal, refusal_of
+from hsx_dist.serving.states_file import Range, StatesFile
+from hsx_dist.store import Store, open_store
+from hsx_dist.text import printable
+
+#: How many calls to the store are under way at once. They are not on the event loop's own threads, which vLLM uses: a
+#: store that hangs stops no request that asks for no states.
+_THREADS = 8
+#: The store's own repetitions block a thread. What outlasts them is repeated here, while the client waits.
+_RETRY_SECONDS = 5.0
+#: A call to a store that hangs longer fails.
+_STORE_SECONDS = 60.0
+_UNIT = 1 << 20
+
+T = TypeVar("T")
+
+
+class MemoryLimit:
+    """Bytes that all answers together hold, given in order of arrival."""
+
+    def __init__(self, nbytes: int):
+        self._total = max(1, nbytes // _UNIT)
+        self._units = asyncio.Semaphore(self._total)
+        self._turn = asyncio.Lock()
+
+    @asynccontextmanager
+    async def hold(self, nbytes: int) -> AsyncIterator[None]:
+        """Wait for so many bytes; those of one that wants more than there are count as all.
+
+        Raises:
+            Refusal: they did not come free for a minute.
+        """
+        wanted, held = min(self._total, max(1, -(-nbytes // _UNIT))), 0
+        try:
+            try:
+                async with asyncio.timeout(_STORE_SECONDS), self._turn:
+                    # One at a time: two that each hold a part of what they need would wait for each other.
+                    for _ in range(wanted):
+                        await self._units.acquire()
+                        held += 1
+            except TimeoutError:
+                raise Refusal(
+                    503,
+                    Unavailable.__name__,
+                    f"expected {nbytes} bytes of memory for this answer, other answers hold them. Ask again later",
+                ) from None
+            yield
+        finally:
+            for _ in range(held):
+                self._units.release()
+
+
+class SampleSource:
+    """The samples that the connector of this server stores, by key."""
+
+    def __init__(self, settings: ConnectorConfig):
+        self.inline_bytes = settings.inline_bytes
+        self.memory = MemoryLimit(16 * settings.inline_bytes)
+        self._settings = settings
+        self._threads = ThreadPoolExecutor(_THREADS, "hsx-answer")
+        self._store: Store | None = None
+
+    async def find(
+        self, key: str, wanted: Range, *, wait: float, identity: Mapping[str, str] | None = None
+    ) -> StatesFile:
+        """The sample of ``key`` once it is stored.
+
+        Raises:
+            Refusal: it is not stored after ``wait`` seconds, will never be, has expired, or is not what is wanted.
+        """
+        end, pause = time.monotonic() + wait, FIRST_PAUSE
+        while True:
+            try:
+                return await self._call(lambda: self._look(key, wanted, identity))
+            except (*WORTH_WAITING, Unavailable) as e:
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise self._refusal(e, key, wait) from e
+            except HsxError as e:
+                raise refusal_of(e, key) from e
+            await asyncio.sleep(min(pause, left))
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    async def piece(self, file: StatesFile, i: int, again: Callable[[], StatesFile]) -> bytes | memoryview:
+        """The ``i``-th piece of ``file``. ``again`` finds the sample anew where its object was replaced since: the
+        server moves the end of a key that is used again. Raises ``HsxError``."""
+
+        def load() -> bytes | memoryview:
+            try:
+                return file.piece(i)
+            except FormatError:
+                other = again()
+                if not file.is_of_same_sample(other):
+                    raise
+                return other.piece(i) if i else file.piece(0)
+
+        return await self._call(load)
+
+    def look(self, key: str, wanted: Range) -> StatesFile:
+        """The sample of ``key``, without waiting for it. Blocks; raises ``HsxError``."""
+        return self._look(key, wanted, None)
+
+    def _look(self, key: str, wanted: Range, identity: Mapping[str, str] | None) -> StatesFile:
+        if self._store is None:
+            self._store = open_store(
+                self._settings.output, self._settings.storage_options, retry_seconds=_RETRY_SECONDS
+            )
+        name = object_name(key) + OBJECT
+        for last in (False, True):
+            try:
+                with object_sample(self._store, name, identity=identity) as sample:
+                    file = StatesFile(sample, wanted)
+                break
+            except FormatError:  # also where the object was replaced between two of the requests for it
+                if last:
+                    raise
+        expires = file.meta.get("expires")
+        if isinstance(expires, int | float) and expires <= time.time():
+            raise _expired(key, float(expires))
+        return file
+
+    async def _call(self, call: Callable[[], T]) -> T:
+        try:
+            async with asyncio.timeout(_STORE_SECONDS):
+                return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        except TimeoutError:
+            raise Unavailable(f"expected the store to answer within {_STORE_SECONDS:.0f} s, got nothing") from None
+
+    def _refusal(self, error: HsxError, key: str, wait: float) -> Refusal:
+        refusal = refusal_of(error, key)
+        if refusal.status != 404:
+            return refusal
+        return Refusal(
+            404,
+            type(error).__name__,
+            f"expected the key of a stored sample, got {printable(repr(key), 200)}, which is not stored after {wait:g} "
+            "s. Check the key, or wait longer",
+        )
+
+
+def _expired(key: str, end: float) -> Refusal:
+    shown = printable(repr(key), 200)
+    return Refusal(
+        410,
+        "SampleExpired",
+        f"expected a sample that is kept, got key {shown}, whose time ended at {end:.0f} (seconds since the epoch). "
+        "Ask the model again, or let the server have a longer ttl_seconds",
+    )

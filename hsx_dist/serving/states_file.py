@@ -1,0 +1,124 @@
+"""A stored sample, or a range of it, as a plain safetensors file that is made piece by piece."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from hsx_dist.format.description import TENSOR_DTYPE
+from hsx_dist.format.identity import IDENTITY
+from hsx_dist.page import CARRIER, HIDDEN_STATES
+from hsx_dist.reading.column import LOSS_MASK
+from hsx_dist.reading.sample import Sample
+
+#: Bytes of states that are loaded at once, if a chunk of the stored object is not larger.
+PIECE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """What is wanted of a sample: as the arguments of ``Sample.load``."""
+
+    layers: tuple[int, ...] | None = None
+    tokens: tuple[int | None, int | None] | None = None
+    points: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _States:
+    """One point's tensor. ``shape``: ``[n, L, width]``, or ``[n, L, heads, dim]``; ``row_bytes`` of one token."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    row_bytes: int
+
+
+class StatesFile:
+    """Tensors ``token_ids`` int64 ``[n]``, ``loss_mask`` int64 ``[n]`` where the sample has one, ``layer_ids`` int64
+    ``[L]`` and ``hidden_states`` ``[n, L, H]`` in their dtype. With ``points`` for each of them a tensor of its name
+    and ``NAME.layer_ids``. ``key`` and ``meta`` (``Sample.meta`` as JSON) are in the file's metadata.
+
+    Attributes:
+        size: bytes of the file.
+        piece_bytes: the most that ``piece`` loads.
+    """
+
+    def __init__(self, sample: Sample, wanted: Range):
+        """Read everything but the states.
+
+        Raises:
+            ConfigError: the sample has no such layer or point.
+            FormatError, StoreError: as of ``Sample.load``.
+        """
+        self._sample, self._layers = sample, wanted.layers
+        self._start, stop, _ = slice(*(wanted.tokens or (None, None))).indices(sample.num_tokens)
+        self._stop = max(self._start, stop)
+        small = {"token_ids": sample.token_ids("numpy")[self._start : self._stop]}
+        if (mask := sample.loss_mask()) is not None:
+            small[LOSS_MASK] = mask[self._start : self._stop]
+        names = wanted.points or (HIDDEN_STATES,)
+        self._states = [self._describe(name) for name in names]
+        for name in names:
+            ids = wanted.layers or sample.points[name].layers
+            small["layer_ids" if wanted.points is None else f"{name}.layer_ids"] = np.array(ids, np.int64)
+        self.layer_ids = sample.layer_ids if HIDDEN_STATES in sample.points else ()
+        self.meta = sample.meta
+        self.has_mask = mask is not None
+        self._front = self._build_front(small)
+        row_bytes = sum(states.row_bytes for states in self._states)
+        self.size = len(self._front) + (self._stop - self._start) * row_bytes
+        chunk = sample.chunk_tokens
+        self._step = max(chunk, PIECE_BYTES // max(row_bytes, 1) // chunk * chunk)
+        self.piece_bytes = min(self._step, self._stop - self._start) * row_bytes
+
+    def _describe(self, name: str) -> _States:
+        states, _ = self._sample.load_carrier(self._layers, (0, 0), name)  # no tokens: checks and the shape
+        point, (_, layers, width) = self._sample.points[name], states.shape
+        row = (point.heads, width // point.heads) if point.heads else (width,)
+        row_bytes = layers * width * np.dtype(CARRIER[point.dtype]).itemsize
+        return _States(name, point.dtype, (self._stop - self._start, layers, *row), row_bytes)
+
+    def _build_front(self, small: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
+        """Length field, header, and the data of the ``small`` tensors, which lie first."""
+        entries: dict[str, Any] = {"__metadata__": {"key": self._sample.key, "meta": json.dumps(self._sample.meta)}}
+        tensors = [(name, "I64", array.shape, array.nbytes) for name, array in small.items()]
+        tensors += [(s.name, TENSOR_DTYPE[s.dtype], s.shape, s.shape[0] * s.row_bytes) for s in self._states]
+        end = 0
+        for name, dtype, shape, nbytes in tensors:
+            begin, end = end, end + nbytes
+            entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        header = json.dumps(entries, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % 8)
+        return b"".join([struct.pack("<Q", len(header)), header, *(array.tobytes() for array in small.values())])
+
+    def is_of_same_sample(self, other: StatesFile) -> bool:
+        """Whether ``other`` is the same range of the same sample, though its object was stored anew."""
+        ours, theirs = self.meta.get(IDENTITY), other.meta.get(IDENTITY)
+        same = (self._start, self._stop, self._states) == (other._start, other._stop, other._states)
+        return ours is not None and ours == theirs and same
+
+    def __len__(self) -> int:
+        """Number of pieces."""
+        return 1 + len(self._states) * len(self._spans())
+
+    def piece(self, i: int) -> bytes | memoryview:
+        """The ``i``-th piece of the file. Blocks; raises as ``Sample.load``."""
+        if i == 0:
+            return self._front
+        spans = self._spans()
+        states, span = self._states[(i - 1) // len(spans)], spans[(i - 1) % len(spans)]
+        rows, _ = self._sample.load_carrier(self._layers, span, states.name)
+        return np.ascontiguousarray(rows).data.cast("B")
+
+    def _spans(self) -> list[tuple[int, int]]:
+        """Ranges of tokens that are loaded at once; they begin where chunks do."""
+        cuts = range(self._start // self._step * self._step + self._step, self._stop, self._step)
+        ends = [self._start, *cuts, self._stop]
+        return [(a, b) for a, b in pairwise(ends) if a < b]

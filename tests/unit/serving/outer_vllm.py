@@ -1,0 +1,123 @@
+"""vLLM's server from the outside: its own middleware and authentication around routes that answer as its routes do, and
+store made-up samples in the place of the engine."""
+
+from __future__ import annotations
+
+import json
+import threading
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, StreamingResponse
+from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
+
+from hsx_dist import sample_key
+from hsx_dist.format.codecs import resolve_codec
+from hsx_dist.store import open_store
+from hsx_dist.testing.samples import RandomSample, random_sample
+from hsx_dist.writers.sink import PartSink, SinkOptions
+
+LAYERS = (2, 15, 30)
+API_KEY = "a-key-of-this-server"
+WITH_KEY = {"Authorization": f"Bearer {API_KEY}"}
+
+
+def store_sample(
+    folder: Path, sample: RandomSample, *, codec: str = "none", attached: Any = None, **meta: Any
+) -> RandomSample:
+    """One object, as a server's connector stores it."""
+    segment = replace(sample.segments()[0], meta=meta, attached=attached or {})
+    options = SinkOptions(resolve_codec(codec), {"model": "m"}, "w", layout="sample")
+    sink = PartSink(open_store(str(folder)), options, lambda _: None)
+    for page in sample.pages(segment):
+        sink.add(page)
+    sink.close()
+    return sample
+
+
+@dataclass
+class OuterServer:
+    """``app``: the server. What its routes do: ``fail_stream``, an error in the stream; ``delay``, seconds from the
+    answer to the stored samples; ``store``, None where nothing is ever stored. ``seen``: the bodies that vLLM got."""
+
+    folder: Path
+    layers: tuple[int, ...] = LAYERS
+    tokens: int = 37
+    delay: float = 0
+    stores: bool = True
+    fail_stream: bool = False
+    attached: Any = None
+    refused: Mapping[str, str] | None = None
+    app: Any = None
+    seen: list[bytes] = field(default_factory=list)
+    stored: dict[str, RandomSample] = field(default_factory=dict)
+
+    async def complete(self, request: Request) -> Any:
+        self.seen.append(await request.body())
+        asked = json.loads(self.seen[-1])
+        if asked.get("model") == "none":
+            error = {"message": "no such model", "type": "NotFoundError", "param": "model", "code": 404}
+            return JSONResponse({"error": error}, 404)
+        n, prompts = asked.get("n") or 1, asked.get("prompt", "")
+        prompts = prompts if isinstance(prompts, list) else [prompts]
+        key = asked.get("kv_transfer_params", {}).get("hidden_states_key")
+        places = [(p, c) for p in range(len(prompts)) for c in range(n)]
+        if key is not None and self.stores:
+            timer = threading.Timer(self.delay, self._store, [[sample_key(key, prompt=p, choice=c) for p, c in places]])
+            timer.start()
+        chat = "chat" in request.url.path
+        if asked.get("stream"):
+            return StreamingResponse(self._events(chat, len(places)), media_type="text/event-stream")
+        choices = [{"index": i, "text": "é\u2028", "finish_reason": "length"} for i in range(len(places))]
+        params = {"hidden_states_meta": {"refused": self.refused}} if self.refused else None
+        return {"id": "cmpl-1", "object": "text_completion", "choices": choices, "kv_transfer_params": params}
+
+    def _store(self, keys: list[str]) -> None:
+        for i, key in enumerate(keys):
+            sample = random_sample(key, self.tokens, layer_ids=self.layers, seed=i)
+            self.stored[key] = store_sample(self.folder, sample, attached=self.attached)
+
+    async def _events(self, chat: bool, choices: int) -> Any:
+        about = {
+            "id": "c-1",
+            "object": "chat.completion.chunk" if chat else "text_completion",
+            "created": 1,
+            "model": "m",
+        }
+        for i in range(choices):
+            event = f"data: {json.dumps({**about, 'choices': [{'index': i, 'text': 'word'}]})}\n\n"
+            yield event[:20]  # events and messages begin and end anywhere
+            yield event[20:]
+        if self.fail_stream:
+            yield f"data: {json.dumps({'error': {'message': 'the engine died', 'code': 500}})}\n\n"
+        yield "data: [DONE]\n\n"
+
+
+def outer_server(
+    folder: Path, *, hsx: dict[str, Any] | None = None, extra: Any = None, **behaviour: Any
+) -> OuterServer:
+    """A server with ``--api-key`` and ``--middleware hsx_dist.serving.HiddenStatesMiddleware``."""
+    server = OuterServer(folder, **behaviour)
+    app = FastAPI()
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
+        app.add_api_route(path, server.complete, methods=["POST"], response_model=None)
+    args = Namespace(
+        allowed_origins=["*"],
+        allow_credentials=False,
+        allowed_methods=["*"],
+        allowed_headers=["*"],
+        api_key=[API_KEY],
+        enable_request_id_headers=True,
+        middleware=["hsx_dist.serving.HiddenStatesMiddleware"],
+    )
+    init_entrypoints_middleware(args, app, ())
+    given = {"shared_storage_path": str(folder), "hsx": hsx or {}} if extra is None else extra
+    transfer = SimpleNamespace(kv_connector="HiddenStatesConnector", kv_connector_extra_config=given)
+    app.state.vllm_config = SimpleNamespace(kv_transfer_config=transfer)
+    server.app = app
+    return server

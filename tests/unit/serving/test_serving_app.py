@@ -1,0 +1,544 @@
+"""``HiddenStatesMiddleware`` behind vLLM's own middleware."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from safetensors import safe_open
+from starlette.testclient import TestClient
+
+import hsx_dist
+from hsx_dist.errors import ConfigError
+from hsx_dist.format.markers import conflict_name, marker_name
+from hsx_dist.serving import asgi_calls, inline_answers, sample_source, states_file
+from hsx_dist.serving.middleware import connector_settings
+from hsx_dist.serving.refusals import Refusal
+from hsx_dist.serving.sample_source import MemoryLimit
+from hsx_dist.testing.samples import RandomSample, random_sample
+from tests.unit.serving.outer_vllm import API_KEY, LAYERS, WITH_KEY, outer_server, store_sample
+
+INLINE = {"model": "m", "prompt": "Hello.", "hidden_states_inline": True}
+
+
+def client(server: Any, **kwargs: Any) -> TestClient:
+    return TestClient(server.app, headers=WITH_KEY, **kwargs)
+
+
+def same(data: bytes, sample: RandomSample, tokens: slice = slice(None), layers: Any = LAYERS) -> bool:
+    """Whether a file holds these rows, bit by bit."""
+    found = safetensors.torch.load(data)
+    states = found["hidden_states"].view(torch.uint16).numpy()
+    wanted = sample.states[tokens][:, [LAYERS.index(k) for k in layers]]
+    assert found["layer_ids"].tolist() == list(layers)
+    return np.array_equal(found["token_ids"], sample.token_ids[tokens]) and np.array_equal(states, wanted)
+
+
+def error(answer: Any, status: int, kind: str) -> str:
+    assert answer.status_code == status, answer.text
+    said = answer.json()["error"]
+    assert set(said) == {"message", "type", "param", "code"}
+    assert (said["code"], said["type"]) == (status, kind)
+    return str(said["message"])
+
+
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer another"}, {"Authorization": API_KEY}])
+def test_without_the_servers_key_nothing_is_answered_and_nothing_reaches_the_engine(tmp_path, headers):
+    store_sample(tmp_path, random_sample("k"))
+    server = outer_server(tmp_path)
+    with TestClient(server.app) as guest:
+        for path in ("/v1/hidden_states/k", "/v1/hidden_states/unknown", "/v1/hidden_states/k?wait=x"):
+            assert guest.get(path, headers=headers).status_code == 401
+            assert guest.head(path, headers=headers).status_code == 401
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
+            answer = guest.post(path, json=INLINE, headers=headers)
+            assert (answer.status_code, answer.json()) == (401, {"error": "Unauthorized"})
+        assert server.seen == []
+        assert guest.get("/v1/hidden_states/k", headers=WITH_KEY).status_code == 200
+
+
+@pytest.mark.parametrize("codec", ["none", "split"])
+@pytest.mark.parametrize(
+    ("query", "tokens", "layers"),
+    [
+        ("", slice(None), LAYERS),
+        ("?tokens=-1:&layers=15", slice(-1, None), (15,)),
+        ("?tokens=3:21", slice(3, 21), LAYERS),
+        ("?tokens=:-5&layers=30,2", slice(None, -5), (30, 2)),
+        ("?tokens=20:10", slice(20, 10), LAYERS),
+    ],
+)
+@pytest.mark.parametrize("piece_bytes", [1, 16 * 24 * 2 * 3, 8 << 20])
+def test_a_sample_or_a_range_of_it_is_streamed_bit_by_bit(
+    tmp_path, monkeypatch, codec, query, tokens, layers, piece_bytes
+):
+    monkeypatch.setattr(states_file, "PIECE_BYTES", piece_bytes)
+    mask = (np.arange(70) % 3 == 0).astype(np.uint8)
+    sample = random_sample("a/key ü", 70)
+    store_sample(tmp_path, sample, codec=codec, attached={"loss_mask": mask}, finish_reason="abort")
+    with client(outer_server(tmp_path)) as c:
+        answer = c.get(f"/v1/hidden_states/a%2Fkey%20%C3%BC{query}")
+        assert answer.status_code == 200
+        assert int(answer.headers["content-length"]) == len(answer.content)
+        assert answer.headers["x-request-id"]  # vLLM's own middleware is around it
+        assert same(answer.content, sample, tokens, layers)
+        assert np.array_equal(safetensors.torch.load(answer.content)["loss_mask"], mask[tokens])
+        (tmp_path / "got").write_bytes(answer.content)
+        with safe_open(tmp_path / "got", "pt") as file:
+            said = file.metadata()
+        assert said["key"] == "a/key ü"
+        assert json.loads(said["meta"])["finish_reason"] == "abort"
+        head = c.head(f"/v1/hidden_states/a%2Fkey%20%C3%BC{query}")
+        assert (head.headers["content-length"], head.content) == (str(len(answer.content)), b"")
+
+
+def test_points_are_tensors_of_their_names(tmp_path):
+    sample = random_sample("k")
+    store_sample(tmp_path, sample)
+    with client(outer_server(tmp_path)) as c:
+        found = safetensors.torch.load(c.get("/v1/hidden_states/k?points=hidden_states&layers=15").content)
+        assert found["hidden_states.layer_ids"].tolist() == [15]
+        assert np.array_equal(found["hidden_states"].view(torch.uint16)[:, 0], sample.states[:, 1])
+        assert "no point 'q'" in error(c.get("/v1/hidden_states/k?points=q"), 400, "ConfigError")
+
+
+def test_a_key_that_is_not_stored_yet_is_waited_for(tmp_path):
+    with client(outer_server(tmp_path)) as c:
+        begin = time.monotonic()
+        assert "after 0.3 s" in error(c.get("/v1/hidden_states/k?wait=0.3"), 404, "NotFound")
+        assert time.monotonic() - begin >= 0.3
+        threading.Timer(0.2, store_sample, [tmp_path, random_sample("k")]).start()
+        assert same(c.get("/v1/hidden_states/k?wait=30").content, random_sample("k"))
+
+
+def test_samples_that_failed_expired_or_are_anothers_are_told_apart(tmp_path):
+    def mark(name: str, reason: str, **more: Any) -> None:
+        (tmp_path / name).write_text(json.dumps({"key": "k", "error": reason, **more}))
+
+    mark(marker_name("failed.safetensors"), "the store refused it", until_stored=True)
+    mark(marker_name("aborted.safetensors"), "aborted after 3 of 9 tokens", until_stored=True)
+    for key in ("used", "old", "of-another", "damaged"):
+        store_sample(
+            tmp_path,
+            random_sample(key, 70, hidden_size=64),
+            identity={"request": "a", "tokens": "b"},
+            **({"expires": 1000} if key == "old" else {}),
+        )
+    mark(conflict_name("used.safetensors"), "the key was used before", conflict=True)
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\0")
+    with client(outer_server(tmp_path)) as c:
+        url = "/v1/hidden_states"
+        begin = time.monotonic()  # a failure ends the wait
+        assert "the store refused it" in error(c.get(f"{url}/failed?wait=60"), 424, "SampleFailed")
+        assert "aborted after 3" in error(c.get(f"{url}/aborted?wait=60"), 424, "SampleFailed")
+        assert "used before" in error(c.get(f"{url}/used?wait=60"), 424, "SampleFailed")
+        assert "ended at 1000" in error(c.get(f"{url}/old?wait=60"), 410, "SampleExpired")
+        assert time.monotonic() - begin < 30
+        identity = {"identity": json.dumps({"request": "a", "tokens": "c"})}
+        error(c.get(f"{url}/of-another", params=identity), 409, "SampleConflict")
+        identity = {"identity": json.dumps({"request": "a", "tokens": "b"})}
+        assert c.get(f"{url}/of-another", params=identity).status_code == 200
+        told = error(c.get(f"{url}/damaged"), 500, "IntegrityError")
+        assert str(tmp_path) not in told
+
+
+def test_an_error_after_the_beginning_cuts_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(states_file, "PIECE_BYTES", 1)
+    store_sample(tmp_path, random_sample("k", 70))
+    object_ = tmp_path / "k.safetensors"
+    object_.write_bytes(object_.read_bytes()[:-1] + b"\x55")
+    with client(outer_server(tmp_path)) as c, pytest.raises(Exception, match="crc|checksum"):
+        c.get("/v1/hidden_states/k")
+
+
+def test_an_object_that_is_stored_anew_while_it_streams_is_read_on(tmp_path, monkeypatch):
+    """A server moves the end of a key that is used again: the header's length may change."""
+    monkeypatch.setattr(states_file, "PIECE_BYTES", 1)
+    identity = {"request": "a", "tokens": "b"}
+    sample = store_sample(tmp_path, random_sample("k", 70), identity=identity, expires=4e9)
+    read = states_file.StatesFile.piece
+
+    def piece(self: Any, i: int) -> Any:
+        if i == 2 and not (tmp_path / "moved").exists():
+            (tmp_path / "moved").touch()
+            (tmp_path / "k.safetensors").unlink()
+            store_sample(tmp_path, sample, identity=identity, expires=4e9 + 0.123456, tokens={"of": 70})
+        return read(self, i)
+
+    monkeypatch.setattr(states_file.StatesFile, "piece", piece)
+    with client(outer_server(tmp_path)) as c:
+        assert same(c.get("/v1/hidden_states/k").content, sample)
+    assert (tmp_path / "moved").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("", 400),
+        ("k" * 1049, 400),
+        ("%ff", 400),
+        ("k?tokens=1", 400),
+        ("k?tokens=0:9:2", 400),
+        ("k?layers=", 400),
+        ("k?layers=-1", 400),
+        ("k?layers=99", 400),
+        ("k?points=", 400),
+        ("k?wait=301", 400),
+        ("k?wait=nan", 400),
+        ("k?wait=-1", 400),
+        ("k?identity=1", 400),
+        ("k?identity=%7B%7D", 400),
+        ("k?other=1", 400),
+        ("k?layers=2&layers=15", 400),
+        ("..%2Fsecret", 404),
+        ("%2E%2E/secret", 404),
+        ("%2Fetc%2Fpasswd", 404),
+        ("secret%00", 404),
+        ("..", 404),
+        ("run.json", 404),
+        ("K", 404),
+    ],
+)
+def test_what_is_no_key_or_parameter_is_refused_and_no_path_leaves_the_prefix(tmp_path, path, status):
+    store_sample(tmp_path, random_sample("secret"))
+    (tmp_path / "prefix").mkdir()
+    store_sample(tmp_path / "prefix", random_sample("k"))
+    with client(outer_server(tmp_path / "prefix")) as c:
+        error(c.get(f"/v1/hidden_states/{path}"), status, "ConfigError" if status == 400 else "NotFound")
+        assert c.post("/v1/hidden_states/k", json={}).status_code == 405
+        assert c.delete("/v1/hidden_states/k").status_code == 405
+
+
+def test_each_choice_of_an_answer_has_its_own_states(tmp_path):
+    server = outer_server(tmp_path, delay=0.2)
+    with client(server) as c:
+        answer = c.post("/v1/completions", json={**INLINE, "prompt": ["One.", "Two."], "n": 2})
+        assert answer.status_code == 200
+        assert int(answer.headers["content-length"]) == len(answer.content)
+        said = answer.json()
+        assert (said["id"], said["kv_transfer_params"]) == ("cmpl-1", None)
+        for i, choice in enumerate(said["choices"]):
+            assert (choice["index"], choice["text"], choice["finish_reason"]) == (i, "é\u2028", "length")
+            states = choice["hidden_states"]
+            assert same(base64.b64decode(states["safetensors"], validate=True), server.stored[states["key"]])
+            assert c.get(f"/v1/hidden_states/{states['key']}").status_code == 200
+        keys = [choice["hidden_states"]["key"] for choice in said["choices"]]
+        base = keys[0]
+        assert keys == [base, f"{base}-n1", f"{base}-p1", f"{base}-p1-n1"]
+        body = json.loads(server.seen[0])
+        assert "hidden_states_inline" not in body
+        assert body["kv_transfer_params"] == {"hidden_states_key": base}
+        again = c.post("/v1/completions", json=INLINE).json()["choices"][0]["hidden_states"]["key"]
+        assert again != base  # no request gets another's states
+        token_ids = c.post("/v1/completions", json={**INLINE, "prompt": [[1, 2], [3]]}).json()["choices"]
+        assert len({choice["hidden_states"]["key"] for choice in token_ids}) == 2
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_stream_has_a_chunk_for_each_choice_before_its_end(tmp_path, path):
+    server = outer_server(tmp_path, delay=0.1)
+    asked = {**INLINE, "stream": True, "n": 3}
+    if "chat" in path:
+        del asked["prompt"]
+    with client(server) as c:
+        plain = c.post(path, json={**asked, "hidden_states_inline": False}).text.split("\n\n")
+        events = c.post(path, json=asked).text.split("\n\n")
+    assert plain[-2:] == events[-2:] == ["data: [DONE]", ""]
+    assert events[: len(plain) - 2] == plain[:-2]
+    ours = [json.loads(event.removeprefix("data: ")) for event in events[len(plain) - 2 : -2]]
+    assert len(ours) == 3
+    first = json.loads(plain[0].removeprefix("data: "))
+    for i, chunk in enumerate(ours):
+        assert {name: chunk[name] for name in ("id", "object", "created", "model")} == {
+            name: first[name] for name in ("id", "object", "created", "model")
+        }
+        (choice,) = chunk["choices"]
+        assert (choice["index"], choice["finish_reason"]) == (i, None)
+        assert ("delta" in choice) == ("chat" in path)
+        states = choice["hidden_states"]
+        assert same(base64.b64decode(states["safetensors"]), server.stored[states["key"]])
+
+
+def test_a_stream_that_fails_has_no_states(tmp_path):
+    with client(outer_server(tmp_path, fail_stream=True)) as c:
+        answer = c.post("/v1/completions", json={**INLINE, "stream": True}).text
+    assert "the engine died" in answer
+    assert answer.endswith("data: [DONE]\n\n")
+    assert "safetensors" not in answer
+
+
+def test_more_than_the_limit_is_refused_and_can_be_fetched(tmp_path):
+    server = outer_server(tmp_path, hsx={"inline_bytes": 1 << 10})
+    with client(server) as c:
+        told = error(c.post("/v1/completions", json=INLINE), 413, "AnswerTooLarge")
+        assert "at most 1024 bytes" in told
+        path = told.partition("get ")[2]
+        assert same(c.get(path).content, next(iter(server.stored.values())))
+        *_, refused, done, end = c.post("/v1/completions", json={**INLINE, "stream": True}).text.split("\n\n")
+        assert (done, end) == ("data: [DONE]", "")
+        assert json.loads(refused.removeprefix("data: "))["error"]["type"] == "AnswerTooLarge"
+    # The limit is of an answer, not of a choice: each of them is less.
+    one = 37 * 3 * 24 * 2 + 1500
+    with client(outer_server(tmp_path, hsx={"inline_bytes": one})) as c:
+        assert c.post("/v1/completions", json=INLINE).status_code == 200
+        assert "choice 1" in error(c.post("/v1/completions", json={**INLINE, "n": 2}), 413, "AnswerTooLarge")
+
+
+def test_states_that_are_not_stored_in_time_are_a_timeout(tmp_path, monkeypatch):
+    monkeypatch.setattr(inline_answers, "_WAIT", 0.2)
+    with client(outer_server(tmp_path, stores=False)) as c:
+        error(c.post("/v1/completions", json=INLINE), 504, "Timeout")
+
+
+def test_a_sample_that_fails_is_the_answers_error(tmp_path, monkeypatch):
+    server = outer_server(tmp_path, stores=False)
+    monkeypatch.setattr(inline_answers, "_WAIT", 30)
+    real = server.complete
+
+    def fail(self: Any) -> None:
+        key = json.loads(server.seen[-1])["kv_transfer_params"]["hidden_states_key"]
+        reason = {"key": key, "error": "not finite", "until_stored": True}
+        (tmp_path / f"{key}.error.json").write_text(json.dumps(reason))
+
+    monkeypatch.setattr(server, "seen", _Calls(fail))
+    assert real
+    with client(server) as c:
+        assert "not finite" in error(c.post("/v1/completions", json=INLINE), 424, "SampleFailed")
+
+
+class _Calls(list):  # type: ignore[type-arg]
+    def __init__(self, call: Any):
+        super().__init__()
+        self._call = call
+
+    def append(self, item: Any) -> None:
+        super().append(item)
+        self._call(item)
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"hidden_states_inline": "yes"}, "hidden_states_inline"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
+        ({"kv_transfer_params": [1]}, "kv_transfer_params"),
+        ({"kv_transfer_params": {"hidden_states_key": "k"}}, "kv_transfer_params.hidden_states_key"),
+        ({"kv_transfer_params": {"hidden_states_path": "a/b"}}, "kv_transfer_params.hidden_states_path"),
+        ({"kv_transfer_params": {"hidden_states_save": False}}, "kv_transfer_params.hidden_states_save"),
+        ({"kv_transfer_params": {"hidden_states_tokens": "first"}}, "kv_transfer_params.hidden_states_tokens"),
+        ({"kv_transfer_params": {"hidden_states_token": "last"}}, "kv_transfer_params.hidden_states_token"),
+    ],
+)
+def test_what_an_answer_cannot_hold_is_refused_before_the_engine_computes(tmp_path, more, param):
+    server = outer_server(tmp_path)
+    with client(server) as c:
+        answer = c.post("/v1/completions", json={**INLINE, **more})
+        error(answer, 400, "ConfigError")
+        assert answer.json()["error"]["param"] == param
+        assert server.seen == []
+        assert error(c.post("/v1/responses", json=INLINE), 400, "ConfigError")
+        assert server.seen == []
+
+
+@pytest.mark.parametrize(
+    ("params", "behaviour", "param"),
+    [
+        ({"hidden_states_layers": [99]}, {}, "hidden_states_layers"),
+        ({"hidden_states_layers": [15]}, {}, "hidden_states_layers"),
+        ({"hidden_states_points": {"hidden_states": [15]}}, {}, "hidden_states_layers"),
+        ({"hidden_states_loss_mask": [1, 0]}, {}, "hidden_states_loss_mask"),
+        ({"hidden_states_tokens": "last"}, {"refused": {"hidden_states_tokens": "why"}}, "hidden_states_tokens"),
+    ],
+)
+def test_a_parameter_that_the_connector_refused_is_an_error_not_other_states(tmp_path, params, behaviour, param):
+    with client(outer_server(tmp_path, **behaviour)) as c:
+        answer = c.post("/v1/completions", json={**INLINE, "kv_transfer_params": params})
+        error(answer, 400, "ConfigError")
+        assert answer.json()["error"]["param"] == f"kv_transfer_params.{param}"
+
+
+def test_what_was_asked_for_and_stored_is_answered(tmp_path):
+    params = {"hidden_states_layers": [15], "hidden_states_loss_mask": [1, 0], "hidden_states_tokens": "last"}
+    server = outer_server(tmp_path, layers=(15,), tokens=1, attached={"loss_mask": np.ones(1, np.uint8)})
+    with client(server) as c:
+        answer = c.post("/v1/completions", json={**INLINE, "kv_transfer_params": params}).json()
+    key = answer["choices"][0]["hidden_states"]["key"]
+    assert json.loads(server.seen[0])["kv_transfer_params"] == {**params, "hidden_states_key": key}
+
+
+def test_other_requests_and_refused_ones_pass_unchanged(tmp_path):
+    server = outer_server(tmp_path)
+    with client(server) as c:
+        bodies = [
+            b'{"model":"m" , "n":1,"prompt":"x"}',
+            b'{"model":"m","prompt":"hidden_states_inline"}',
+            b'{"model":"m","hidden_states_inline":false}',
+        ]
+        for body in bodies:
+            assert c.post("/v1/completions", content=body).json()["choices"]
+        assert server.seen == bodies
+        answer = c.post("/v1/completions", json={**INLINE, "model": "none"})
+        assert (answer.status_code, answer.json()["error"]["message"]) == (404, "no such model")
+    with client(server, raise_server_exceptions=False) as c:  # vLLM refuses these
+        for body in (
+            b"\xff hidden_states_inline",
+            b'["hidden_states_inline"]',
+            b"[" * 100_000 + b"hidden_states_inline",
+        ):
+            c.post("/v1/completions", content=body)
+            assert server.seen[-1] == body
+
+
+def call(server: Any, method: str, path: str, body: dict[str, Any] | None, receive: Any, send: Any) -> Any:
+    headers = [(name.lower().encode(), value.encode()) for name, value in WITH_KEY.items()]
+    headers.append((b"content-type", b"application/json"))
+    scope = {"type": "http", "http_version": "1.1", "asgi": {"version": "3.0", "spec_version": "2.3"}, "method": method,
+             "path": path, "raw_path": path.encode(), "query_string": b"wait=300" if method == "GET" else b"",
+             "root_path": "", "scheme": "http", "headers": headers, "client": None, "server": None}  # fmt: skip
+    first = [{"type": "http.request", "body": json.dumps(body).encode() if body else b"", "more_body": False}]
+
+    async def receive_first() -> Any:
+        return first.pop() if first else await receive()
+
+    return server.app(scope, receive_first, send)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"), [("GET", "/v1/hidden_states/k", None), ("POST", "/v1/completions", INLINE)]
+)
+def test_a_client_that_hangs_up_ends_its_wait(tmp_path, method, path, body):
+    async def run() -> list[Any]:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> Any:
+            await asyncio.sleep(0.2)
+            return {"type": "http.disconnect"}
+
+        async with asyncio.timeout(20):
+            await call(outer_server(tmp_path, stores=False), method, path, body, receive, send)
+        return sent
+
+    assert asyncio.run(run()) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"), [("GET", "/v1/hidden_states/k", None), ("POST", "/v1/completions", INLINE)]
+)
+def test_a_client_that_does_not_read_is_cut_off_and_releases_its_memory(tmp_path, monkeypatch, method, path, body):
+    monkeypatch.setattr(asgi_calls, "SEND_SECONDS", 0.1)
+    store_sample(tmp_path, random_sample("k"))
+    limits: list[MemoryLimit] = []
+    made = MemoryLimit.__init__
+
+    def init(self: Any, nbytes: int) -> None:
+        limits.append(self)
+        made(self, 1 << 20)  # one unit: a request that keeps it stops the next
+
+    monkeypatch.setattr(MemoryLimit, "__init__", init)
+
+    async def run() -> None:
+        server = outer_server(tmp_path)
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.sleep(3600)
+
+        async def receive() -> Any:
+            await asyncio.sleep(3600)
+
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(20):
+                    await call(server, method, path, body, receive, send)
+        async with asyncio.timeout(1), limits[0].hold(1):
+            pass
+
+    asyncio.run(run())
+
+
+def test_memory_is_given_in_order_and_never_beyond_the_limit(monkeypatch):
+    async def run() -> None:
+        limit, held, most = MemoryLimit(4 << 20), 0, 0
+
+        async def answer(units: int) -> None:
+            nonlocal held, most
+            async with limit.hold(units << 20):
+                held += min(units, 4)
+                most = max(most, held)
+                await asyncio.sleep(0.001)
+                held -= min(units, 4)
+
+        await asyncio.gather(*(answer(1 + i % 6) for i in range(60)))
+        assert most == 4
+        async with limit.hold(1 << 20):
+            waiting = asyncio.create_task(answer(4))  # has taken three of its four
+            await asyncio.sleep(0.01)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            monkeypatch.setattr(sample_source, "_STORE_SECONDS", 0.05)
+            with pytest.raises(Refusal, match="other answers hold them"):
+                async with limit.hold(4 << 20):
+                    pass
+            async with limit.hold(3 << 20):
+                pass
+
+    asyncio.run(run())
+
+
+def test_a_store_that_hangs_is_unavailable(tmp_path, monkeypatch):
+    monkeypatch.setattr(sample_source, "_STORE_SECONDS", 0.1)
+    held = threading.Event()
+    monkeypatch.setattr(sample_source, "open_store", lambda *_, **__: held.wait(20))
+    with client(outer_server(tmp_path)) as c:
+        answer = c.get("/v1/hidden_states/k")
+        held.set()
+        error(answer, 503, "Unavailable")
+        assert answer.headers["retry-after"]
+
+
+def test_the_connectors_settings_are_found_or_the_server_does_not_start(tmp_path):
+    ours = {
+        "kv_connector": "HiddenStatesConnector",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    several = {"connectors": [{"kv_connector": "OffloadingConnector"}, ours]}
+
+    def config(name: str, extra: Any) -> Any:
+        transfer = SimpleNamespace(kv_connector=name, kv_connector_extra_config=extra)
+        return SimpleNamespace(kv_transfer_config=transfer)
+
+    assert connector_settings(config("MultiConnector", several)).output == str(tmp_path)
+    for wrong in (None, SimpleNamespace(kv_transfer_config=None), config("OffloadingConnector", {})):
+        with pytest.raises(ConfigError, match="HiddenStatesConnector"):
+            connector_settings(wrong)
+    with pytest.raises(ConfigError, match="memory"):
+        connector_settings(config("HiddenStatesConnector", {"shared_storage_path": "memory://x"}))
+    server = outer_server(tmp_path, extra={"shared_storage_path": "memory://x"})
+    with pytest.raises(RuntimeError), client(server):  # the lifespan's start fails
+        pass
+    with pytest.raises(ConfigError, match="memory"):  # nor does a server without a lifespan answer without its routes
+        client(server).get("/health")
+
+
+def test_the_file_is_what_the_reader_loads(tmp_path):
+    store_sample(tmp_path, random_sample("k"), codec="zstd")
+    loaded = hsx_dist.load_hidden_states(str(tmp_path / "k.safetensors"), framework="torch")
+    with client(outer_server(tmp_path)) as c:
+        found = safetensors.torch.load(c.get("/v1/hidden_states/k").content)
+    for name in ("hidden_states", "token_ids", "layer_ids"):
+        assert found[name].dtype == loaded[name].dtype
+        assert torch.equal(found[name].view(torch.uint8), loaded[name].contiguous().view(torch.uint8))
