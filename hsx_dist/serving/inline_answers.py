@@ -187,8 +187,8 @@ class _Answer:
             raise Refusal(
                 504,
                 "Timeout",
-                f"expected the states of key {key!r} to be stored within {_WAIT:.0f} s of the answer, got none yet. Get "
-                f"/v1/hidden_states/{key} later",
+                f"expected the states of key {key!r} to be stored within {_WAIT:.0f} s of the answer, got none yet. "
+                f"Get /v1/hidden_states/{key} later",
             ) from e
         self._asked.check(file)
         self._left -= file.size

@@ -43,12 +43,11 @@ class HiddenStatesMiddleware:
             try:
                 install(scope["app"])
             except ConfigError as e:
-                if scope["type"] != "lifespan":
-                    raise
-                # uvicorn takes an exception here for an application without a lifespan, and serves without the routes.
-                await receive()
-                await send({"type": "lifespan.startup.failed", "message": str(e)})
-                return
+                if scope["type"] == "lifespan":
+                    # uvicorn takes an exception alone for an application without a lifespan, and goes on to serve.
+                    await receive()
+                    await send({"type": "lifespan.startup.failed", "message": str(e)})
+                raise
             self._installed = True
         await self._app(scope, receive, send)
 
@@ -84,14 +83,15 @@ def connector_settings(vllm_config: Any) -> ConnectorConfig:
     extras = [] if transfer is None else list(_extras(transfer.kv_connector, transfer.kv_connector_extra_config))
     if not extras:
         raise ConfigError(
-            f"HiddenStatesMiddleware: expected a server with the {_CONNECTOR} in --kv-transfer-config, got none. Add it, "
-            "or leave out --middleware"
+            f"HiddenStatesMiddleware: expected a server with the {_CONNECTOR} in --kv-transfer-config, got none. "
+            "Add it, or leave out --middleware"
         )
     settings = read_connector_config(extras[0])
     if not settings.one_object or settings.output.startswith("memory:"):
         raise ConfigError(
             "HiddenStatesMiddleware: expected a connector that stores each sample where this process can read it, got "
-            f"output {settings.output!r} of transport {settings.transport!r}. Set shared_storage_path to a folder or a URL"
+            f"output {settings.output!r} of transport {settings.transport!r}. Set "
+            "shared_storage_path to a folder or a URL"
         )
     return settings
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shlex
@@ -16,7 +17,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
+import safetensors.torch
+import torch
 
 import hsx_dist
 from hsx_dist.connector.flush import flush
@@ -24,6 +28,7 @@ from hsx_dist.errors import SampleFailed
 from hsx_dist.format.container import Part
 from hsx_dist.jobs.kit.process import child
 from hsx_dist.observe.metrics import METRICS
+from hsx_dist.serving import HiddenStatesMiddleware
 from hsx_dist.store import open_store
 from hsx_dist.tokenizers import tokenizer_hash
 from tests.harness.processes import free_ports, http_status
@@ -31,6 +36,7 @@ from tests.harness.snippets import snippets
 from tests.integration.oracle import Oracle
 
 LAYERS = (1, 4)
+API_KEY = "a-key-of-this-server"
 GUIDE = Path(hsx_dist.__file__).parents[1] / "docs/guides/serving.md"
 
 
@@ -79,6 +85,8 @@ def server(
         "--dtype": "float32",
         "--max-model-len": "256",
         "--block-size": "32",
+        "--middleware": "hsx_dist.serving.HiddenStatesMiddleware",
+        "--api-key": API_KEY,
         "--speculative-config": json.dumps(speculative),
         "--kv-transfer-config": json.dumps(several if beside else ours),
         **more.get("arguments", {}),
@@ -90,7 +98,7 @@ def server(
         running.wait_until(lambda: http_status(f"{url}/health") == 200, 240)
         # A connection a request: uvicorn closes idle ones after 5 s, and may cut off one just taken again.
         once = {"Connection": "close"}
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, default_headers=once)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=API_KEY, max_retries=0, default_headers=once)
         yield Served(url, prefix, more.get("storage_options", {}), client)
         running.terminate(30)
         assert "Traceback" not in log.read_text()
@@ -242,6 +250,91 @@ def test_a_client_that_sends_what_it_should_not_harms_only_itself(served, tokeni
     assert answers[2]["hidden_states_key"] == "next-to-them"
 
 
+def decoded(states: dict[str, str]) -> dict[str, Any]:
+    return safetensors.torch.load(base64.b64decode(states["safetensors"], validate=True))
+
+
+def test_the_guides_snippets_have_states_without_the_store(served, oracle, tokenizer):
+    inline, by_key = (
+        s.text.replace("http://127.0.0.1:8000", served.url)
+        .replace("MODEL", "tiny")
+        .replace("SECRET", API_KEY)
+        .replace("2,27", "4,1")
+        for s in snippets(GUIDE)
+        if s.language == "python" and "safetensors" in s.text
+    )
+    exec(compile(inline, GUIDE.name, "exec"), shown := {})
+    assert shown["states"].shape[:2] == (1, len(LAYERS))
+    exec(compile(by_key, GUIDE.name, "exec"), shown)
+    assert shown["tensors"]["layer_ids"].tolist() == [4, 1]
+    assert torch.equal(shown["tensors"]["hidden_states"], shown["states"].flip(1))
+    command = next(s.text for s in snippets(GUIDE) if s.language == "text" and "--middleware" in s.text).split()
+    assert command[:3:2] == ["--middleware", "--api-key"]
+    assert command[1] == f"{HiddenStatesMiddleware.__module__.rpartition('.')[0]}.{HiddenStatesMiddleware.__name__}"
+
+
+def test_every_choice_of_batches_and_streams_has_states_that_are_exact(served, oracle, tokenizer):
+    prompts = ["Inline, the first.", "And inline the second one."]
+    ask = {"model": "tiny", "max_tokens": 3, "extra_body": {"hidden_states_inline": True}, "temperature": 1.0}
+
+    def check(prompt_ids: list[int], states: dict[str, str]) -> None:
+        found = decoded(states)
+        assert found["token_ids"].tolist() == prompt_ids
+        oracle.assert_equal(prompt_ids, found["hidden_states"], LAYERS)
+
+    answer = served.client.completions.create(prompt=prompts, n=2, **ask)
+    assert len(answer.choices) == 4
+    for choice in answer.choices:
+        check(tokenizer(prompts[choice.index // 2]).input_ids, choice.hidden_states)
+    streamed = list(served.client.completions.create(prompt=prompts, stream=True, **ask))
+    chunks = [choice for chunk in streamed for choice in chunk.choices if hasattr(choice, "hidden_states")]
+    assert [choice.index for choice in chunks] == [0, 1]
+    for choice in chunks:
+        check(tokenizer(prompts[choice.index]).input_ids, choice.hidden_states)
+    messages = [{"role": "user", "content": "Hello, inline."}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    chat = served.client.chat.completions.create(messages=messages, n=2, **ask)
+    streamed = list(served.client.chat.completions.create(messages=messages, stream=True, **ask))
+    chunks = [choice for chunk in streamed for choice in chunk.choices if hasattr(choice, "hidden_states")]
+    assert len(chunks) == 1
+    for choice in [*chat.choices, *chunks]:
+        check(list(ids), choice.hidden_states)
+
+
+def test_the_mean_of_one_layer_in_an_answer_and_what_is_refused(served, oracle, tokenizer):
+    import openai
+
+    def ask(**params: Any) -> Any:
+        body = {"hidden_states_inline": True, "kv_transfer_params": params}
+        return served.client.completions.create(model="tiny", prompt="The mean.", max_tokens=1, extra_body=body)
+
+    mean = decoded(ask(hidden_states_tokens="mean", hidden_states_layers=[4]).choices[0].hidden_states)
+    whole = decoded(ask().choices[0].hidden_states)["hidden_states"]
+    assert mean["layer_ids"].tolist() == [4]
+    assert torch.allclose(mean["hidden_states"][0, 0], whole[:, 1].mean(0), atol=1e-5)
+    for wrong in ({"hidden_states_layers": [99]}, {"hidden_states_key": "k"}, {"hidden_states_loss_mask": [1]}):
+        with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
+            ask(**wrong)
+
+
+def test_without_the_servers_key_no_states_are_answered(served):
+    url = f"{served.url}/v1"
+    served.client.completions.create(
+        model="tiny", prompt="Mine.", max_tokens=1, extra_body=params(hidden_states_key="mine/1")
+    )
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 1, "hidden_states_inline": True}
+    for headers in ({}, {"Authorization": "Bearer none"}):
+        assert httpx.get(f"{url}/hidden_states/mine%2F1", headers=headers).status_code == 401
+        assert httpx.post(f"{url}/completions", json=body, headers=headers).status_code == 401
+    mine = {"Authorization": f"Bearer {API_KEY}"}
+    got = httpx.get(f"{url}/hidden_states/mine%2F1?wait=30", headers=mine, timeout=60)
+    assert got.status_code == 200
+    loaded = served.load(served.at("mine/1"))
+    assert torch.equal(safetensors.torch.load(got.content)["hidden_states"], loaded["hidden_states"])
+    unknown = httpx.get(f"{url}/hidden_states/unknown", headers=mine)
+    assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "NotFound")
+
+
 def metrics(served: Served, wanted: Sequence[str]) -> dict[str, str]:
     """The server's counters of ours, once all that are ``wanted`` have counted something."""
     end = time.monotonic() + 60
@@ -319,9 +412,15 @@ def test_into_a_folder_beside_another_connector(tiny_model_path, tmp_path, oracl
         assert not list(states.glob(f"{Path(path).name}*"))
 
         asking = snippets(GUIDE)[1].text.replace("http://127.0.0.1:8000", served.url).replace("MODEL", "tiny")
-        exec(compile(asking, GUIDE.name, "exec"), shown := {})
+        exec(compile(asking.replace('"none"', f'"{API_KEY}"'), GUIDE.name, "exec"), shown := {})
         assert shown["path"] == served.at("row-17")
         assert shown["states"].shape[1] == len(LAYERS)
+
+        inline = served.client.completions.create(
+            model="tiny", prompt=prompts[1], max_tokens=1, extra_body={"hidden_states_inline": True}
+        )
+        found = decoded(inline.choices[0].hidden_states)  # the settings are MultiConnector's child's
+        oracle.assert_equal(tokenizer(prompts[1]).input_ids, found["hidden_states"], LAYERS)
 
         for i in range(5):
             ask = {"model": "tiny", "max_tokens": 1, "extra_body": params(hidden_states_key=f"k{i}")}

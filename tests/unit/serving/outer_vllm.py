@@ -18,6 +18,7 @@ from vllm.entrypoints.serve.middleware.register import init_entrypoints_middlewa
 
 from hsx_dist import sample_key
 from hsx_dist.format.codecs import resolve_codec
+from hsx_dist.format.markers import marker_name
 from hsx_dist.store import open_store
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.writers.sink import PartSink, SinkOptions
@@ -42,14 +43,18 @@ def store_sample(
 
 @dataclass
 class OuterServer:
-    """``app``: the server. What its routes do: ``fail_stream``, an error in the stream; ``delay``, seconds from the
-    answer to the stored samples; ``store``, None where nothing is ever stored. ``seen``: the bodies that vLLM got."""
+    """``app``: the server. ``seen``: the bodies that vLLM got.
+
+    What its routes do: ``delay``, seconds from the answer to the stored samples; ``stores``, whether there are any;
+    ``fails``, why there are none; ``fail_stream``, an error in the stream; ``refused``, what the connector refused.
+    """
 
     folder: Path
     layers: tuple[int, ...] = LAYERS
     tokens: int = 37
     delay: float = 0
     stores: bool = True
+    fails: str = ""
     fail_stream: bool = False
     attached: Any = None
     refused: Mapping[str, str] | None = None
@@ -79,6 +84,10 @@ class OuterServer:
 
     def _store(self, keys: list[str]) -> None:
         for i, key in enumerate(keys):
+            if self.fails:
+                marker = {"key": key, "error": self.fails, "until_stored": True}
+                (self.folder / marker_name(f"{key}.safetensors")).write_text(json.dumps(marker))
+                continue
             sample = random_sample(key, self.tokens, layer_ids=self.layers, seed=i)
             self.stored[key] = store_sample(self.folder, sample, attached=self.attached)
 
