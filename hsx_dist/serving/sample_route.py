@@ -24,6 +24,8 @@ MAX_WAIT = 300.0
 #: Of a batch the connector appends the prompt and the choice to the client's key.
 _MAX_KEY = MAX_KEY + 24
 _MAX_LIST = 4096
+#: Bytes that are sent at once.
+_SLICE = 256 << 10
 _KNOWN = ("identity", "layers", "points", "tokens", "wait")
 _TOKENS = re.compile(r"(-?[0-9]{1,12})?:(-?[0-9]{1,12})?")
 
@@ -60,7 +62,7 @@ class SampleRoute:
             return await self._source.piece(file, i, lambda: self._source.look(key, wanted))
 
         try:  # before the status is sent, which depends on whether the sample can be read
-            last = await piece(min(1, len(file) - 1))
+            loaded = [await piece(1)] if len(file) > 1 else []
         except HsxError as e:
             raise refusal_of(e, key) from e
         headers = [(b"content-type", b"application/octet-stream"), (b"content-length", b"%d" % file.size)]
@@ -68,8 +70,11 @@ class SampleRoute:
         within = timely(send)
         for i in range(len(file)):
             # An error here cuts the connection: the client sees that the file is not whole.
-            data = last if i == 1 else await piece(i)
-            await within({"type": "http.response.body", "body": data, "more_body": True})
+            data = memoryview(loaded.pop() if i == 1 else await piece(i))
+            # In slices: the server copies what the client has not read yet.
+            for at in range(0, len(data), _SLICE):
+                await within({"type": "http.response.body", "body": data[at : at + _SLICE], "more_body": True})
+            del data  # before the next piece is loaded
         await within({"type": "http.response.body", "body": b"", "more_body": False})
 
 

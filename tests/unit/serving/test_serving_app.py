@@ -24,6 +24,7 @@ from hsx_dist.serving import asgi_calls, inline_answers, sample_source, states_f
 from hsx_dist.serving.middleware import connector_settings
 from hsx_dist.serving.refusals import Refusal
 from hsx_dist.serving.sample_source import MemoryLimit
+from hsx_dist.store.local import LocalStore
 from hsx_dist.testing.samples import RandomSample, random_sample
 from tests.unit.serving.outer_vllm import API_KEY, LAYERS, WITH_KEY, outer_server, store_sample
 
@@ -99,6 +100,23 @@ def test_a_sample_or_a_range_of_it_is_streamed_bit_by_bit(
         assert json.loads(said["meta"])["finish_reason"] == "abort"
         head = c.head(f"/v1/hidden_states/a%2Fkey%20%C3%BC{query}")
         assert (head.headers["content-length"], head.content) == (str(len(answer.content)), b"")
+
+
+def test_what_is_streamed_is_fetched_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(states_file, "PIECE_BYTES", 1)
+    sample = store_sample(tmp_path, random_sample("k", 320, hidden_size=512))
+    fetched = []
+    get_ranges = LocalStore.get_ranges
+
+    def count(self: Any, name: str, ranges: Any) -> Any:
+        fetched.extend(b - a for a, b in ranges if b - a > 4096)
+        return get_ranges(self, name, ranges)
+
+    monkeypatch.setattr(LocalStore, "get_ranges", count)
+    with client(outer_server(tmp_path)) as c:
+        data = c.get("/v1/hidden_states/k?tokens=8:").content
+    assert same(data, sample, slice(8, None))
+    assert sum(fetched) <= sample.states.nbytes
 
 
 def test_points_are_tensors_of_their_names(tmp_path):
