@@ -106,7 +106,7 @@ class _Answer:
             _check_refused(answer.get("kv_transfer_params"))
             end = time.monotonic() + _WAIT
             found = {choice["index"]: await self._find(choice["index"], end) for choice in answer["choices"]}
-            async with self._source.memory.hold(sum(file.size + file.piece_bytes for file in found.values())):
+            async with self._source.memory.hold(sum(file.size + file.loading_bytes for file in found.values())):
                 files = {i: (self._asked.key_of(i), await self._load(i, file)) for i, file in found.items()}
                 for choice in answer["choices"]:
                     choice["hidden_states"] = files[choice["index"]]
@@ -166,7 +166,7 @@ class _Answer:
         try:
             for i in range(self._asked.prompts * self._asked.choices):
                 file = await self._find(i, end)
-                async with self._source.memory.hold(file.size + file.piece_bytes):
+                async with self._source.memory.hold(file.size + file.loading_bytes):
                     states = self._asked.key_of(i), await self._load(i, file)
                     choice = {"index": i, **part, "finish_reason": None, "hidden_states": states}
                     text, between = _with_states({**self._about, "choices": [choice]})

@@ -50,7 +50,7 @@ class SampleRoute:
         async def answer() -> None:
             try:
                 file = await self._source.find(key, wanted, wait=wait, identity=identity)
-                async with self._source.memory.hold(2 * file.piece_bytes):  # encoded, and decoded
+                async with self._source.memory.hold(file.loading_bytes):
                     await self._send_file(file, key, wanted, send if request.method == "GET" else _head_only(send))
             except Refusal as e:
                 await e.response()(scope, receive, send)
