@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from hsx_dist.reading.datasets import HiddenStatesDataset, HiddenStatesMapDataset
     from hsx_dist.reading.mixing import MixedDataset
     from hsx_dist.reading.order import merge_states
+    from hsx_dist.reading.packed import PackedContexts
     from hsx_dist.reading.token_batches import TokenBatches
 
 __version__ = "0.1.0"
@@ -55,6 +56,7 @@ _NAMES = {
     "hsx_dist.reading.datasets": ["HiddenStatesDataset", "HiddenStatesMapDataset"],
     "hsx_dist.reading.mixing": ["MixedDataset"],
     "hsx_dist.reading.order": ["merge_states"],
+    "hsx_dist.reading.packed": ["PackedContexts"],
     "hsx_dist.reading.token_batches": ["TokenBatches"],
     "hsx_dist.page": ["object_name", "sample_key"],
     "hsx_dist.config": ["ExtractConfig", "load_config"],
@@ -98,6 +100,7 @@ __all__ = [
     "IntegrityError",
     "MixedDataset",
     "NotFound",
+    "PackedContexts",
     "Run",
     "RunError",
     "RunMismatch",

@@ -201,6 +201,21 @@ def read_statistics(run: Run, layers: Sequence[int] | None = None, *, point: str
     return RunStatistics(found)
 
 
+def stored_statistics(run: Run) -> Iterator[LayerStatistics]:
+    """What ``hsx stats`` stored of all layers of all points, in the order of the objects' names.
+
+    Raises:
+        FormatError: an object is damaged.
+    """
+    for info in run.store.list("statistics/"):
+        if OBJECTS_OF_A_RUN["statistics/"].fullmatch(info.name) is None:
+            continue  # another program's
+        body = find_json(run.store, info.name, _CHECKS)
+        if body is not None and body.get("run") == run.id:
+            point = info.name.removeprefix("statistics/").rpartition("-")[0] or HIDDEN_STATES
+            yield replace(_parse(body, f"{run.store.url}/{info.name}"), point=point)
+
+
 def damaged_statistics(store: Store) -> Iterator[tuple[str, str]]:
     """The name of each damaged object that ``hsx stats`` stored in a run's ``store``, and what is wrong."""
     for info in store.list("statistics/"):

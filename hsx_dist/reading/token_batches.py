@@ -12,7 +12,19 @@ import numpy as np
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.reading.datasets import HiddenStatesDataset
-from hsx_dist.reading.mixer import Block, Rows, concatenate, digest, divide, draw, one_ahead, share_sizes
+from hsx_dist.reading.mixer import (
+    Block,
+    Places,
+    Refill,
+    Rows,
+    Slots,
+    ahead,
+    digest,
+    divide,
+    draw,
+    most_lots,
+    share_sizes,
+)
 from hsx_dist.reading.scaling import Scaling, scaler
 
 if importlib.util.find_spec("torch") is not None:
@@ -30,7 +42,8 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
     Over a data set with ``points``, each of them instead of ``hidden_states``.
 
     A buffer of ``buffer_tokens`` is mixed in rounds: a round gives the fraction ``1 - keep`` of the buffer and refills
-    it. A thread reads the next refill meanwhile (not with ``follow``). ``DataLoader`` must not batch again:
+    it. A thread reads at most one refill ahead (not with ``follow``). Where reading is slower than training, each batch
+    waits for its own part of the refill. ``DataLoader`` must not batch again:
     ``batch_size=None``. Without end where the data set repeats.
 
     Args:
@@ -99,11 +112,13 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
         """Rounds from the position ``at``. Blocks of earlier rounds are read for the shares that are not given yet."""
         known, first_round = at.get("blocks", []), at.get("buffers", 0)
         oldest = at.get("oldest", first_round) if known else first_round
-        source = self._blocks(at, oldest)
+        slots = Slots(most_lots(self._sizes, self._batch), self._batch)
+        source, steps_of_block = self._steps(slots, at, oldest), self._block // self._batch
         held: list[Block] = []
-        with closing(source if self._dataset.follows else one_ahead(source)) as blocks:
+        with closing(source if self._dataset.follows else ahead(source, steps_of_block)) as steps:
+            refill = Refill(steps, steps_of_block)
             for number in count(oldest):
-                block = next(blocks, None)
+                block = refill.take()
                 if number - oldest < len(known) and known[number - oldest] != ("" if block is None else block.digest):
                     raise _Changed
                 held += [block] if block is not None else []
@@ -113,35 +128,45 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
                 begin, digests = held[0], [b.digest for b in held] + [""] * (block is None)
                 shares = [b.shares.pop(0) for b in held for _ in range(len(b.shares) if ended else 1)]
                 held = [b for b in held if b.shares]
-                del block
                 if number < first_round:
+                    slots.free.extend(draw(shares, self._batch, np.random.default_rng(0)))
                     continue
                 skip = at.get("batches", 0) if number == first_round else 0
                 where = {"buffers": number, "oldest": begin.number, "blocks": digests, **begin.begin}
-                yield from self._give(shares, number, skip, where)
+                yield from self._give(shares, number, skip, where, slots, refill)
                 if ended:
                     return
 
-    def _give(self, shares: list[Rows], number: int, skip: int, where: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _give(
+        self, shares: list[Places], number: int, skip: int, where: dict[str, Any], slots: Slots, refill: Refill
+    ) -> Iterator[dict[str, Any]]:
         rng = np.random.default_rng([self._seed, number, 1])
-        for given, rows in enumerate(draw(shares, self._batch, rng)):
-            if given < skip or (self._drop_last and len(rows["input_ids"]) < self._batch):
+        batches = -(-sum(map(len, shares)) // self._batch)
+        for given, places in enumerate(draw(shares, self._batch, rng)):
+            if given < skip or (self._drop_last and len(places) < self._batch):
+                slots.free.append(places)
                 continue
+            refill.read((given + 1) / batches)  # else the first batch of the next round would wait for all of it
+            rows = slots.get(places)
+            slots.free.append(places)
             # A data set that follows a run gives its samples in another order after a resume: no rows can be skipped.
             again = {"rows": 0, "batches": 0, "blocks": [], "buffers": where["oldest"]}
             self._state = {**where, "mix": self._mix, **(again if self._dataset.follows else {"batches": given + 1})}
-            yield self._finish(rows)
+            one_layer = [name for name in self._dataset.states if rows[name].shape[1] == 1]
+            yield self._finish({**rows, **{name: rows[name][:, 0] for name in one_layer}})
 
-    def _blocks(self, at: Mapping[str, Any], number: int) -> Generator[Block, None, None]:
-        """Blocks of whole batches in the data set's order, and one with what is left at the end."""
+    def _steps(self, slots: Slots, at: Mapping[str, Any], number: int) -> Generator[Block | None, None, None]:
+        """Read a batch's tokens of the data set a step; yield ``None``, or the block that they complete. At the end a
+        block of what is left."""
         skip_rows, first, last = at.get("rows", 0), at.get("first", ""), dict(at["dataset"])
         # The position before the sample in which the present block begins, and how many of its rows went before.
         begin = {"rows": skip_rows, "first": first, "dataset": last}
-        held: list[Rows] = []
-        size = idle = 0
+        held: list[Places] = []
+        lot, size, idle = np.empty(0, np.int64), 0, 0
         for item in self._dataset:
             rows = self._wanted(item)
-            idle = 0 if len(rows["input_ids"]) else idle + 1
+            tokens = len(rows["input_ids"])
+            idle = 0 if tokens else idle + 1
             if not self._dataset.follows and idle > len(self._dataset):
                 raise ConfigError(
                     "only_loss, exclude_ids: expected some tokens, got none of a whole epoch. Change them"
@@ -149,22 +174,30 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
             sample = digest(rows["input_ids"])
             if skip_rows and first not in ("", sample):  # that sample was skipped this time: these are another's rows
                 begin["rows"] = skip_rows = 0
-            rows = {name: x[skip_rows:] for name, x in rows.items()}
-            offset, skip_rows = skip_rows, 0
-            while len(rows["input_ids"]):
-                n = min(len(rows["input_ids"]), self._block - size)
-                held.append({name: x[:n] for name, x in rows.items()})
-                rows = {name: x[n:] for name, x in rows.items()}
-                size, offset = size + n, offset + n
+            offset, skip_rows = min(skip_rows, tokens), 0
+            while offset < tokens:
+                if not len(lot):
+                    lot = slots.free.popleft()
+                places, lot = lot[: tokens - offset], lot[tokens - offset :]
+                slots.put(places, rows, offset)
+                held.append(places)
+                size, offset = size + len(places), offset + len(places)
                 if size == self._block:
-                    yield self._joined(held, number, begin)
-                    size, number = 0, number + 1
+                    yield self._block_of(slots, held, number, begin)
+                    held, size, number = [], 0, number + 1
                     begin = {"rows": offset, "first": sample, "dataset": last}
+                elif not len(lot):
+                    yield None
             last = self._dataset.state_dict()
             if size == 0:
                 begin = {"rows": 0, "first": "", "dataset": last}
         if size:
-            yield self._joined(held, number, begin)
+            yield self._block_of(slots, held, number, begin)
+
+    def _block_of(self, slots: Slots, held: list[Places], number: int, begin: dict[str, Any]) -> Block:
+        places = np.concatenate(held)
+        shares = divide(places, self._sizes, [self._seed, number])
+        return Block(number, shares, len(places), begin, slots.digest(places))
 
     def _wanted(self, item: Mapping[str, Any]) -> Rows:
         rows = {name: item[name] for name in (*self._dataset.states, "input_ids")}
@@ -172,15 +205,6 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
         if len(self._excluded):
             wanted = wanted & ~np.isin(np.asarray(rows["input_ids"]), self._excluded)
         return rows if wanted.all() else {name: x[wanted] for name, x in rows.items()}
-
-    def _joined(self, held: list[Rows], number: int, begin: dict[str, Any]) -> Block:
-        rows = {name: concatenate([part[name] for part in held]) for name in held[0]}
-        held.clear()  # the samples' memory is free before the shares take theirs
-        for name in self._dataset.states:
-            if rows[name].shape[1] == 1:
-                rows[name] = rows[name][:, 0]
-        total, content = len(rows["input_ids"]), digest(rows["input_ids"])
-        return Block(number, divide(rows, self._sizes, [self._seed, number]), total, begin, content)
 
     @property
     def _mix(self) -> list[float]:

@@ -34,8 +34,9 @@ def test_the_guide_on_sparse_autoencoders_gives_batches(tmp_path: Path) -> None:
     store_statistics(open_run(url), compute_statistics(open_run(url), [15], skip_first=1))
     names = {"RUN": url, "LAYER": 15, "__name__": "guide"}
     blocks = [s for s in snippets(GUIDES / "sparse-autoencoders.md") if s.language == "python"]
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
         exec(compile(block.text, block.where, "exec"), names)
     assert names["batch"]["hidden_states"].shape == (256, 24)  # type: ignore[index]
     assert names["state"]["batches"] > 0  # type: ignore[index]
+    assert names["packed"]["hidden_states"].shape == (4, 32, 24)  # type: ignore[index]

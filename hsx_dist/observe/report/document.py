@@ -15,6 +15,7 @@ from hsx_dist.observe.report.states import StateNumbers, TokenNorms, gather_stat
 from hsx_dist.observe.units import bytes_text
 from hsx_dist.reading import Run
 from hsx_dist.reading.select import Selection
+from hsx_dist.reading.statistics import LayerStatistics, stored_statistics
 from hsx_dist.reading.stored import select_stored
 from hsx_dist.store import Store
 
@@ -53,6 +54,7 @@ def write_report(
         for key in chosen:
             run[key].token_ids("numpy")  # a sample that the caller names is not left out: raise if it is gone
         stored = select_stored(run)
+        statistics = list(stored_statistics(run))
         states = gather_states(run, spread(stored.keys(), samples), list(chosen) or _typical(stored))
     sections = [
         _what_ran(facts),
@@ -60,6 +62,7 @@ def write_report(
         _stored(facts, canvas),
         _failures(facts),
         *(_states(states, canvas) if states is not None else []),
+        _statistics(statistics),
         *([_samples(states, decode)] if states is not None and states.chosen else []),
         _settings(facts),
     ]
@@ -176,6 +179,25 @@ def _states(states: StateNumbers, canvas: Canvas) -> Iterable[str]:
         f"{canvas.outliers(states)}</div>"
         "<div><h2>How alike are layers?</h2><p class=note>Mean cosine between the states of the same token in two "
         f"layers; first tokens left out.</p>{canvas.similarity(states)}</div></div></section>"
+    )
+
+
+def _statistics(layers: Sequence[LayerStatistics]) -> str:
+    if not layers:
+        return ""
+    names = ("tokens", "left out at each start", "mean norm", "RMS norm", "largest norm", "factor to sqrt(H)")
+    head = "".join(f'<th class="n">{name}</th>' for name in names)
+    rows = "".join(
+        f'<tr><td>{escape(own.point)}</td><td class="n">{own.layer}</td><td class="n">{own.tokens:,}</td>'
+        f'<td class="n">{own.skip_first}</td>'
+        + "".join(f'<td class="n">{x:.4g}</td>' for x in (own.mean_norm, own.rms_norm, own.max_norm, own.norm_factor))
+        + "</tr>"
+        for own in sorted(layers, key=lambda own: (own.point, own.layer))
+    )
+    return (
+        '<section id="statistics"><h2>Statistics</h2><p class=note>As <code>hsx stats</code> stored them with the run. '
+        "Data sets scale by them.</p>"
+        f'<table><tr><th>point</th><th class="n">layer</th>{head}</tr>{rows}</table></section>'
     )
 
 

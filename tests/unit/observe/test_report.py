@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from hsx_dist.observe.report.states import MOST_LAYERS, gather_states, spread
 from hsx_dist.reading import Run
 from hsx_dist.reading.missing import stored_parts
 from hsx_dist.reading.retention import Retention
+from hsx_dist.reading.statistics import RunStatistics, compute_statistics, store_statistics
 from hsx_dist.store import Store, open_store
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
@@ -109,6 +111,23 @@ def test_nothing_that_a_user_wrote_becomes_markup(small_run: Store):
     assert not re.search(r"<img|<link|<iframe|@import", page)
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
+
+
+def test_the_statistics_that_are_stored_with_a_run_are_shown() -> None:
+    store = MemoryStore()
+    store_run(store, [random_sample(f"s{i}", 20, seed=i, odd=False) for i in range(2)])
+    run = Run(store)
+    assert 'id="statistics"' not in write_report(store)
+    found = compute_statistics(run, [15], skip_first=1).layers[15]
+    point = replace(found, layer=2, point="mlp_out", mean_norm=2000.0)
+    store_statistics(run, RunStatistics({15: found}))
+    store_statistics(run, RunStatistics({2: point}))
+    section = write_report(store).split('id="statistics"')[1].split("</section>")[0]
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall("<tr>(.*?)</tr>", section)[1:]]
+    assert [row[:4] for row in rows] == [["hidden_states", "15", "38", "1"], ["mlp_out", "2", "38", "1"]]
+    states = np.concatenate([s.load([15], (1, 20), framework="numpy")["hidden_states"] for s in run]).astype(float)
+    assert rows[0][4] == f"{np.linalg.norm(states, axis=2).mean():.4g}"
+    assert rows[1][4] == "2000"
 
 
 def test_a_run_without_samples_gives_a_page_too(tmp_path: Path):

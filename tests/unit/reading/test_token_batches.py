@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from hsx_dist import HiddenStatesDataset, TokenBatches
-from hsx_dist.errors import ConfigError
-from hsx_dist.reading.mixer import share_sizes
+from hsx_dist.errors import ConfigError, FormatError
+from hsx_dist.reading import token_batches
+from hsx_dist.reading.mixer import Slots, share_sizes
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.statistics import compute_statistics, store_statistics
 from hsx_dist.store import open_store
@@ -43,7 +44,7 @@ def mixing(url: str, *, keep: float = 0.5, **data: Any) -> TokenBatches:
     return TokenBatches(HiddenStatesDataset(url, layers=[15], **data), 16, buffer_tokens=256, keep=keep, seed=3)
 
 
-@pytest.mark.parametrize("keep", [0, 0.5, 0.8])
+@pytest.mark.parametrize("keep", [0, 0.5, 0.8, 0.95])
 def test_a_mixture_gives_each_token_once_with_its_own_states(url: str, keep: float) -> None:
     states = np.concatenate([s.states[:, 1] for s in SAMPLES])
     seen = []
@@ -73,6 +74,35 @@ def test_shares_are_a_whole_block_in_at_most_eight_rounds(block: int, batch: int
     assert len(sizes) <= 8
     assert all(size % batch == 0 for size in sizes)
     assert block == batch or abs(sizes[0] / block - (1 - keep)) < 0.01 + batch / block
+
+
+@pytest.mark.parametrize("keep", [0, 0.5, 0.8])
+def test_each_batch_waits_for_its_own_part_of_the_refill(
+    url: str, keep: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a thread that reads ahead, a batch waits for the tokens that are put into the buffer before it."""
+    put: list[int] = []
+    whole = Slots.put
+
+    def counted(slots: Slots, places: Any, *rows: Any) -> None:
+        put.append(len(places))
+        whole(slots, places, *rows)
+
+    monkeypatch.setattr(token_batches, "ahead", lambda steps, _: steps)
+    monkeypatch.setattr(Slots, "put", counted)
+    waits = []
+    for _ in islice(mixing(url, keep=keep, repeat=True), 200):
+        waits.append(sum(put))
+        put.clear()
+    full = waits[100:]  # the buffer is full: as many tokens in as out
+    assert max(full) == 16 == np.mean(full)
+
+
+def test_rows_of_another_shape_are_refused() -> None:
+    slots = Slots(1, 4)
+    slots.put(np.arange(2), {"input_ids": np.arange(2), "hidden_states": np.ones((2, 1, 3))}, 0)
+    with pytest.raises(FormatError, match="hidden_states: expected rows of float64 \\(1, 3\\) as before"):
+        slots.put(np.arange(2, 4), {"input_ids": np.arange(2), "hidden_states": np.ones((2, 2, 3))}, 0)
 
 
 @pytest.mark.parametrize("after", [0, 1, 9, 20, 74, 75])

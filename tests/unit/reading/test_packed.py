@@ -1,0 +1,134 @@
+"""Fixed contexts: no token lost, each document's positions its own, and a resume to the token."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+
+from hsx_dist import HiddenStatesDataset, PackedContexts, merge_states
+from hsx_dist.errors import ConfigError
+from hsx_dist.store import open_store
+from hsx_dist.testing.samples import random_sample
+from tests.harness.runs import store_run
+
+#: Shorter than a context of 16, longer, exactly one, and longer than a batch of three.
+LENGTHS = (5, 40, 16, 3, 70, 11)
+STARTS = np.cumsum([0, *LENGTHS[:-1]])
+SAMPLES = [
+    replace(random_sample(f"s{i}", n, seed=i, odd=False), token_ids=np.arange(n) + start)
+    for i, (n, start) in enumerate(zip(LENGTHS, STARTS, strict=True))
+]
+TOTAL = sum(LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("run") / "run")
+    store_run(open_store(path), SAMPLES, per_part=4)
+    return path
+
+
+def packed(url: str, rows: int = 3, tokens: int = 16, *, drop_last: bool = False, **data: Any) -> PackedContexts:
+    dataset = HiddenStatesDataset(url, **{"layers": [15], "framework": "numpy", **data})
+    return PackedContexts(dataset, rows, tokens, drop_last=drop_last)
+
+
+def flat(batches: Any, name: str) -> np.ndarray[Any, Any]:
+    """Of all tokens but padding."""
+    return np.concatenate([np.asarray(b[name])[np.asarray(b["attention_mask"])] for b in batches])
+
+
+@pytest.mark.parametrize("framework", ["torch", "numpy"])
+def test_documents_follow_one_another_with_their_own_positions(url: str, framework: str) -> None:
+    batches = list(packed(url, framework=framework))
+    assert [b["input_ids"].shape for b in batches] == [(3, 16)] * 3 + [(1, 16)]
+    assert flat(batches, "input_ids").tolist() == list(range(TOTAL))
+    assert flat(batches, "position_ids").tolist() == [i for n in LENGTHS for i in range(n)]
+    of_token = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
+    for batch in batches:
+        states, ids = batch["hidden_states"], np.asarray(batch["input_ids"])
+        assert states.shape == (*ids.shape, 24)
+        mask, documents = np.asarray(batch["attention_mask"]), np.asarray(batch["document_ids"])
+        assert ((documents == -1) == ~mask).all()
+        same = documents[mask][:, None] == documents[mask][None]
+        assert (same == (of_token[ids[mask]][:, None] == of_token[ids[mask]][None])).all()
+        assert batch["loss_mask"].dtype == batch["attention_mask"].dtype
+    last = np.asarray(batches[-1]["attention_mask"])
+    assert last.sum() == TOTAL % 48 == 1
+    padding = batches[-1]["hidden_states"][~batches[-1]["attention_mask"]]
+    assert not np.asarray(padding.view() if framework == "numpy" else padding.float()).any()
+    assert not np.asarray(batches[-1]["input_ids"])[~last].any()
+
+
+def test_states_are_those_of_their_tokens(url: str) -> None:
+    items = list(HiddenStatesDataset(url, framework="numpy"))
+    batches = list(packed(url, layers=None))
+    assert batches[0]["hidden_states"].shape == (3, 16, 3, 24)
+    expected = np.concatenate([item["hidden_states"] for item in items])
+    assert np.array_equal(flat(batches, "hidden_states"), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("after", range(5))
+def test_a_resume_goes_on_at_the_next_token(url: str, after: int) -> None:
+    whole = list(packed(url, shuffle=True))
+    first = packed(url, shuffle=True)
+    list(islice(first, after))
+    state = json.loads(json.dumps(first.state_dict()))
+    second = packed(url, shuffle=True)
+    second.load_state_dict(state)
+    assert json.loads(json.dumps(second.state_dict())) == state
+    rest = list(second)
+    expected = whole[after:] if after < 4 else []
+    for name in ("input_ids", "position_ids", "document_ids", "attention_mask"):
+        assert [b[name].tolist() for b in rest] == [b[name].tolist() for b in expected]
+    other = packed(url, 2, 8, shuffle=True)
+    other.load_state_dict(state)
+    others = list(other)
+    if expected:
+        assert flat(others, "input_ids").tolist() == flat(expected, "input_ids").tolist()
+        assert flat(others, "position_ids").tolist() == flat(expected, "position_ids").tolist()
+
+
+def test_a_repeating_data_set_pads_nothing_and_the_last_batch_can_be_dropped(url: str) -> None:
+    endless = list(islice(packed(url, repeat=True), 9))
+    assert all(b["attention_mask"].all() for b in endless)
+    assert flat(endless, "input_ids").tolist() == [t % TOTAL for t in range(9 * 48)]
+    assert len(list(packed(url, drop_last=True))) == TOTAL // 48
+
+
+def test_workers_of_a_loader_and_merged_states(url: str) -> None:
+    loader = DataLoader(packed(url, framework="torch"), batch_size=None, num_workers=2)
+    assert sorted(flat(list(loader), "input_ids").tolist()) == list(range(TOTAL))
+    first = packed(url, rank=0, world_size=1)
+    seen = flat(islice(first, 2), "input_ids").tolist()
+    ranks = [packed(url, rank=rank, world_size=2) for rank in range(2)]
+    for rank in ranks:
+        rank.load_state_dict(merge_states([first.state_dict()]))
+    rest = [t for rank in ranks for t in flat(rank, "input_ids").tolist()]
+    assert set(seen) | set(rest) == set(range(TOTAL))
+
+
+def test_a_sample_that_was_begun_and_is_gone_takes_no_tokens_of_the_next(tmp_path: Path) -> None:
+    path = str(tmp_path / "run")
+    writer = store_run(open_store(path), SAMPLES, per_part=1)
+    data = packed(path, 1, 8, on_error="skip")
+    list(islice(data, 1))  # five tokens of s0 and three of s1
+    state = data.state_dict()
+    again = packed(path, 1, 8, on_error="skip")
+    part = HiddenStatesDataset(path).run.index.parts[1].part
+    assert part is not None
+    writer.store.delete(part)
+    again.load_state_dict(state)
+    assert flat(again, "input_ids").tolist() == list(range(45, TOTAL))
+
+
+def test_wrong_sizes_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="context_tokens: expected at least 1"):
+        packed(url, 1, 0)
