@@ -29,6 +29,7 @@ from hsx_dist.reading.prefetch import read_ahead, reused_memory
 from hsx_dist.reading.retention import rank_of
 from hsx_dist.reading.run import Run, open_run
 from hsx_dist.reading.select import Selection, select
+from hsx_dist.reading.world import SharedNumber, world_of
 
 if importlib.util.find_spec("torch") is not None:
     from torch.utils.data import Dataset, IterableDataset, get_worker_info
