@@ -13,6 +13,7 @@ import posixpath
 import re
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any, Literal
 from uuid import uuid4
@@ -169,18 +170,7 @@ def read_request_params(
         params = {}
     _note_unknown(params, refused)
 
-    def read(name: str, default: Any, parse: Any) -> Any:
-        value = params.get(name)
-        if value is None:
-            return default
-        try:
-            return parse(value)
-        except ValueError as e:
-            refused[name] = printable(e, 500)
-        except Exception as e:  # noqa: BLE001 - an engine must not die of what a client sends
-            refused[name] = f"could not be read: {type(e).__name__}"
-        return default
-
+    read = partial(_read, params, refused)
     own_id = request_id if len(request_id) <= MAX_ID else f"{request_id[:MAX_ID]}~{uuid4().hex}"
     prompt, choice = place(request_id)
     key = read("hidden_states_key", None, _key)
@@ -189,18 +179,16 @@ def read_request_params(
         for name in ("hidden_states_key", "hidden_states_path"):
             refused[name] = "expected hidden_states_key or hidden_states_path, got both. Give one of them"
         key = path = None
+    # The object of such a path is that of the key. ``object_name`` makes the same name of it.
+    by_path = path is not None and is_of_a_key(path)
     if key is not None:
         name_of = sample_key(key, prompt=prompt, choice=choice)
     else:
-        name_of = path.removesuffix(OBJECT) if path is not None else own_id
-    by_path = path is not None and is_of_a_key(path)
-    if by_path and path is not None:
-        # Its object is that of the key. ``object_name`` makes the same name of it.
-        name_of, path = path.removesuffix(OBJECT), None
+        name_of = own_id if path is None else path.removesuffix(OBJECT)
     return RequestParams(
         id=own_id,
         key=name_of,
-        path=path,
+        path=None if by_path else path,
         by_path=by_path,
         save=read("hidden_states_save", True, _flag),
         points=_points_of(
@@ -213,9 +201,23 @@ def read_request_params(
         row=read("hidden_states_row", None, _row),
         loss_mask=read("hidden_states_loss_mask", None, lambda v: _mask(v, prompt_tokens)),
         metadata=read("hidden_states_metadata", "", _metadata),
-        chosen=key is not None or path is not None or by_path,
+        chosen=key is not None or path is not None,
         refused=refused,
     )
+
+
+def _read(params: Mapping[Any, Any], refused: dict[str, str], name: str, default: Any, parse: Any) -> Any:
+    """The parsed value; ``default`` where there is none, or where it cannot be parsed, which ``refused`` then says."""
+    value = params.get(name)
+    if value is None:
+        return default
+    try:
+        return parse(value)
+    except ValueError as e:
+        refused[name] = printable(e, 500)
+    except Exception as e:  # noqa: BLE001 - an engine must not die of what a client sends
+        refused[name] = f"could not be read: {type(e).__name__}"
+    return default
 
 
 def _note_unknown(params: Mapping[Any, Any], refused: dict[str, str]) -> None:

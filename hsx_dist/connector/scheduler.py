@@ -194,9 +194,17 @@ class SchedulerHalf:
                 del self._claims[known.options.name]  # nothing was passed on: the key stands for nothing
         return held, answer
 
-    def _finish(
-        self, known: _KnownRequest, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def _with_a_mean(
+        self, points: Mapping[str, tuple[int, ...]], refused: dict[str, str]
+    ) -> dict[str, tuple[int, ...]]:
+        """``points`` without those of ids, which are then named in ``refused``."""
+        ids = [name for name in points if self._points[name].dtype == "int32"]
+        if ids:
+            refused["hidden_states_points"] = f"{', '.join(ids)} has no mean; it is left out"
+        return {name: layers for name, layers in points.items() if name not in ids}
+
+    def _unwanted(self, known: _KnownRequest, request: Request) -> tuple[bool, dict[str, Any] | None] | None:
+        """The answer to a request of which nothing is stored, whatever was computed; ``None`` for any other."""
         options = known.options
         if known.error is not None:
             return self._skip(known, request, known.error)
@@ -206,6 +214,14 @@ class SchedulerHalf:
             return self._skip(known, request, "the request asked for none", quiet=True)
         if self._loaded is not None:
             return self._skip(known, request, self._loaded)
+        return None
+
+    def _finish(
+        self, known: _KnownRequest, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        options = known.options
+        if (answer := self._unwanted(known, request)) is not None:
+            return answer
         tokens, meta, reason = self._covered(request, options)
         refused = dict(options.refused)
         if reason is None and len(block_ids) < (blocks := -(-len(tokens) // self._block_size)):
@@ -216,11 +232,8 @@ class SchedulerHalf:
         if chosen is None:
             return self._skip(known, request, f"its loss mask selects none of {len(tokens)} tokens")
         points = options.points
-        if chosen.mean_of and (ids := [name for name in points if self._points[name].dtype == "int32"]):
-            refused["hidden_states_points"] = f"{', '.join(ids)} has no mean; it is left out"
-            points = {name: layers for name, layers in points.items() if name not in ids}
-            if not points:
-                return self._skip(known, request, refused["hidden_states_points"], refused=refused)
+        if chosen.mean_of and not (points := self._with_a_mean(points, refused)):
+            return self._skip(known, request, refused["hidden_states_points"], refused=refused)
         meta |= chosen.meta
         if self._settings.ttl_seconds is not None:
             meta["expires"] = round(time.time() + self._settings.ttl_seconds)
@@ -231,9 +244,8 @@ class SchedulerHalf:
         if known.claim is not None:
             if (known.claim.tokens or computed) != computed:  # the same prompt with other generated tokens
                 conflict = used_before(options.key)
-                return self._skip(
-                    known, request, conflict, refused={**refused, "hidden_states_key": conflict}, conflict=True
-                )
+                refused["hidden_states_key"] = conflict
+                return self._skip(known, request, conflict, refused=refused, conflict=True)
             known.claim.tokens = computed
         self._next.saves.append(
             Save(

@@ -29,6 +29,7 @@ from hsx_dist.reading.prefetch import read_ahead, reused_memory
 from hsx_dist.reading.retention import rank_of
 from hsx_dist.reading.run import Run, open_run
 from hsx_dist.reading.select import Selection, select
+from hsx_dist.reading.world import SharedNumber, world_of
 
 if importlib.util.find_spec("torch") is not None:
     from torch.utils.data import Dataset, IterableDataset, get_worker_info
@@ -169,10 +170,10 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
             _require_followable(source, shuffle, repeat)
         self._reader = _Reader(source, spec, storage_options, cache_dir, cache_bytes)
         self._shuffle, self._buffer, self._seed = shuffle, shuffle_buffer, seed
-        self._rank, self._world = _world(rank, world_size)
+        self._rank, self._world = world_of(rank, world_size)
         self._on_error, self._prefetch, self._threads = on_error, prefetch_bytes, threads
         self._repeat, self._follow = repeat, dict(follow_options or {}) if follow else None
-        self._epoch = _SharedNumber()
+        self._epoch = SharedNumber()
         self._resume: Mapping[str, Any] | None = None
         self._progress: EpochPosition | None = None
         self._follower: Follower | None = None
@@ -423,43 +424,3 @@ class HiddenStatesMapDataset(Dataset):  # type: ignore[misc, valid-type]
     def __getitems__(self, positions: Sequence[int]) -> list[dict[str, Any]]:
         with ThreadPoolExecutor(self._threads, thread_name_prefix="hsx-read") as pool:
             return list(pool.map(self.__getitem__, positions))
-
-
-class _SharedNumber:
-    """A number that workers of a ``DataLoader`` see change, where there is torch."""
-
-    def __init__(self) -> None:
-        self._tensor: Any = None
-        self._number = 0
-        if importlib.util.find_spec("torch") is not None:
-            import torch
-
-            self._tensor = torch.zeros(1, dtype=torch.int64).share_memory_()
-
-    def get(self) -> int:
-        return self._number if self._tensor is None else int(self._tensor[0])
-
-    def set(self, value: int) -> None:
-        if self._tensor is None:
-            self._number = value
-        else:
-            self._tensor[0] = value
-
-
-def _world(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    if (rank is None) != (world_size is None):
-        raise ConfigError("rank, world_size: expected both or none")
-    if rank is None or world_size is None:
-        rank, world_size = _found_world()
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"rank: expected 0 … {world_size - 1} of world_size {world_size}, came {rank}")
-    return rank, world_size
-
-
-def _found_world() -> tuple[int, int]:
-    if importlib.util.find_spec("torch") is not None:
-        import torch.distributed as dist
-
-        if dist.is_available() and dist.is_initialized():
-            return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
