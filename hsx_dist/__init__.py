@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from hsx_dist.jobs.extract import extract
     from hsx_dist.page import object_name, sample_key
     from hsx_dist.reading import Run, Sample, load_hidden_states, open_run
-    from hsx_dist.reading.datasets import HiddenStatesDataset, HiddenStatesMapDataset
+    from hsx_dist.reading.datasets import HiddenStatesDataset
+    from hsx_dist.reading.map_dataset import HiddenStatesMapDataset
     from hsx_dist.reading.mixing import MixedDataset
     from hsx_dist.reading.order import merge_states
     from hsx_dist.reading.packed import PackedContexts
@@ -53,7 +54,8 @@ _NAMES = {
     "hsx_dist.jobs.extract": ["extract"],
     "hsx_dist.format.codecs": ["register_codec"],
     "hsx_dist.reading": ["open_run", "load_hidden_states", "Run", "Sample"],
-    "hsx_dist.reading.datasets": ["HiddenStatesDataset", "HiddenStatesMapDataset"],
+    "hsx_dist.reading.datasets": ["HiddenStatesDataset"],
+    "hsx_dist.reading.map_dataset": ["HiddenStatesMapDataset"],
     "hsx_dist.reading.mixing": ["MixedDataset"],
     "hsx_dist.reading.order": ["merge_states"],
     "hsx_dist.reading.packed": ["PackedContexts"],

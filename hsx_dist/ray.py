@@ -24,6 +24,7 @@ from hsx_dist.reading.column import StoredPoint
 from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.reading.select import Selection
 
+#: Samples of one block of Ray Data.
 _BLOCK_SAMPLES = 32
 
 

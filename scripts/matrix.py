@@ -37,13 +37,14 @@ TESTS = (
     "tests/unit/vllm_patches",
     "tests/integration/test_connector_bare.py",
     "tests/integration/test_cache_groups.py",
-    "tests/integration/test_exact_numbers.py",
-    "tests/integration/test_exact_ranks.py",
     "tests/integration/test_extract_local.py",
 )
-#: Run in all configurations. The file of tests with two tensor-parallel ranks has rows of its own.
-EXACT = ("tests/integration/test_exact_numbers.py", "tests/integration/test_exact_ranks.py")
-RANKS = "test_exact_ranks"
+#: Run in all configurations. The files of tests with two tensor-parallel ranks have rows of their own.
+EXACT = tuple(
+    f"tests/integration/{name}.py"
+    for name in ("test_exact_numbers", "test_exact_ranks", "test_points_run", "test_points_ranks")
+)
+RANKS = ("test_exact_ranks", "test_points_ranks")
 #: What decides whether a release works.
 PACKAGES = ("torch", "transformers")
 #: Releases without a CPU build, and the release whose environment and compiled extension they run with.
@@ -64,7 +65,7 @@ class Configuration:
 
 
 CONFIGURATIONS = (
-    Configuration(False, False, TESTS),
+    Configuration(False, False, (*TESTS, *EXACT)),
     Configuration(False, True, EXACT),
     # ``cache_writes: direct`` is for the V1 runner only.
     *(Configuration(True, ahead, (*EXACT, "-k", "not straight_into_the_cache")) for ahead in (False, True)),
@@ -195,7 +196,7 @@ def run_tests(environment: Environment, configuration: Configuration, outcome: O
         outcome.problem = "pytest did not finish"
         return
     for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314, pytest wrote it just now
-        ranks = 2 if RANKS in (case.get("classname") or "") else 1
+        ranks = 2 if (case.get("classname") or "").endswith(RANKS) else 1
         results = {child.tag for child in case}
         if results & {"failure", "error"}:
             outcome.failed[ranks].append(f"{case.get('classname')}::{case.get('name')}")

@@ -208,7 +208,7 @@ def export(
         str,
         typer.Option(
             help="vllm, speculators, specforge-eagle3, specforge-dflash, specforge-dspark, modelopt, saelens, "
-            "topk-logprobs, or one registered."
+            "topk-logprobs, routing, or one registered."
         ),
     ],
     layers: Layers = None,

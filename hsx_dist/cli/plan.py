@@ -15,6 +15,7 @@ from hsx_dist.observe.units import bytes_text, duration
 if TYPE_CHECKING:
     from hsx_dist.jobs.plan import RunPlan
 
+#: Reasons for refused rows that are shown.
 _REASONS = 5
 #: Tokens a second of one replica, where nobody says how many.
 GUESSED = 10_000.0

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from hsx_dist.observe.console import Console
 
+#: Characters of a line where no terminal cuts it.
 _WIDE = 1000
 
 

@@ -173,7 +173,7 @@ def read_request_params(
     read = partial(_read, params, refused)
     own_id = request_id if len(request_id) <= MAX_ID else f"{request_id[:MAX_ID]}~{uuid4().hex}"
     prompt, choice = place(request_id)
-    key = read("hidden_states_key", None, _key)
+    key = read("hidden_states_key", None, lambda v: sample_key(_key(v), prompt=prompt, choice=choice))
     path = read("hidden_states_path", None, lambda v: custom_name(v, output, allow_custom_path, prompt, choice))
     if key is not None and path is not None:
         for name in ("hidden_states_key", "hidden_states_path"):
@@ -181,13 +181,9 @@ def read_request_params(
         key = path = None
     # The object of such a path is that of the key. ``object_name`` makes the same name of it.
     by_path = path is not None and is_of_a_key(path)
-    if key is not None:
-        name_of = sample_key(key, prompt=prompt, choice=choice)
-    else:
-        name_of = own_id if path is None else path.removesuffix(OBJECT)
     return RequestParams(
         id=own_id,
-        key=name_of,
+        key=key or (own_id if path is None else path.removesuffix(OBJECT)),
         path=None if by_path else path,
         by_path=by_path,
         save=read("hidden_states_save", True, _flag),

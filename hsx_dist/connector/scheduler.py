@@ -241,12 +241,11 @@ class SchedulerHalf:
         computed = identity_hash(tokens)
         if self._settings.one_object:
             meta[IDENTITY] = {"request": known.request or request_hash(request, options), "tokens": computed}
-        if known.claim is not None:
-            if (known.claim.tokens or computed) != computed:  # the same prompt with other generated tokens
-                conflict = used_before(options.key)
-                refused["hidden_states_key"] = conflict
-                return self._skip(known, request, conflict, refused=refused, conflict=True)
-            known.claim.tokens = computed
+        if (claim := known.claim) is not None and (claim.tokens or computed) != computed:
+            refused["hidden_states_key"] = used_before(options.key)  # the same prompt with other generated tokens
+            return self._skip(known, request, refused["hidden_states_key"], refused=refused, conflict=True)
+        if claim is not None:
+            claim.tokens = computed
         self._next.saves.append(
             Save(
                 request_id=request.request_id,

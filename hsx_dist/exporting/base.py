@@ -48,9 +48,14 @@ class SampleLeftOut(Exception):
 
 
 class Exporter(Protocol):
-    """Made with the run and the options; refuses there, by ``ConfigError``, a run that cannot serve its trainer."""
+    """Made with the run and the options; refuses there, by ``ConfigError``, a run that cannot serve its trainer.
 
-    #: vLLM's ids of what it reads of each sample, in this order.
+    Exporters are derived from it.
+    """
+
+    #: Names of the points that it reads instead of hidden states.
+    points: tuple[str, ...] | None = None
+    #: vLLM's ids of what it reads of each sample, in this order; of points the decoder layers.
     layers: tuple[int, ...]
     #: Consecutive samples that make one file.
     per_file: int

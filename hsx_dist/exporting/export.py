@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import tempfile
 import time
@@ -14,9 +15,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from hsx_dist.errors import ConfigError
+from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.exporting.base import LAYER_IDS, Exporter, ExportOptions, SampleLeftOut, require_hidden_states
 from hsx_dist.format.place import Place
+from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.reading.order import is_of_run
 from hsx_dist.reading.run import Run
@@ -25,6 +27,7 @@ from hsx_dist.reading.select import Selection
 _STATEMENT = "export.json"
 #: What earlier versions did not store.
 _LATER = ("run_id", "samples_hash", "samples_per_file", "loss_mask")
+#: Bytes that are read of a folder's statement, which has some KiB.
 _LARGEST_STATEMENT = 4 << 20
 #: How long a process that was seen to begin it may take to write it.
 _STATEMENT_S = 5.0
@@ -41,6 +44,7 @@ EXPORTERS: dict[str, type[Exporter] | str] = {
     "modelopt": "hsx_dist.exporting.modelopt:ModelOptExporter",
     "saelens": "hsx_dist.exporting.cached_activations:SaeLensExporter",
     "topk-logprobs": "hsx_dist.exporting.topk:TopKExporter",
+    "routing": "hsx_dist.exporting.routing:RoutingExporter",
 }
 
 
@@ -97,8 +101,10 @@ def export_run(
     run = run.snapshot()  # files are named by position
     folder = Path(dest)
     options = options or ExportOptions()
-    require_hidden_states(run, to)
-    exporter = exporter_of(to)(run, options)
+    kind = exporter_of(to)
+    if kind.points is None:
+        require_hidden_states(run, to)
+    exporter = kind(run, options)
     _claim(folder, _statement_of(run, to, exporter), run.place)
     firsts = range(0, len(run), exporter.per_file)
     own = {first: folder / exporter.file(first) for first in firsts[shard::shards]}
@@ -206,6 +212,7 @@ def _batches(
     items = iter(
         HiddenStatesDataset(
             Selection(run, run.index, places),
+            points=exporter.points,
             layers=exporter.layers,
             loss_mask=options.loss_mask,
             prefetch_bytes=prefetch_bytes,
@@ -214,10 +221,24 @@ def _batches(
             world_size=1,
         )
     )
+    widths = {name: p.width for name, p in run.at(0).points.items()} if todo else {}
+    widths = {name: widths[name] for name in exporter.points or (HIDDEN_STATES,) if name in widths}
     for group in groups:
-        found = (next(items) for _ in group)
+        found = (_as_the_first(next(items), widths) for _ in group)
         yield group[0], found
         deque(found, maxlen=0)  # what an exporter left is no other file's
+
+
+def _as_the_first(item: dict[str, Any], widths: dict[str, int]) -> dict[str, Any]:
+    """The item. ``FormatError`` where its states are of another width than the run's first sample's, or its ids no
+    int32: trainers' files have one shape and int32 ids, and no way to tell."""
+    for name, width in widths.items():
+        if (got := math.prod(item[name].shape[2:])) != width:
+            raise FormatError(f"{item['key']!r}: expected rows of {width} elements as in the first sample, got {got}")
+    ids = item["input_ids"]
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < 2**31:
+        raise FormatError(f"{item['key']!r}: expected token ids from 0 to 2**31 - 1, got {ids.min()} to {ids.max()}")
+    return item
 
 
 def _left_out(path: Path) -> Path:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from hsx_dist.errors import ConfigError
-from hsx_dist.exporting.base import ExportOptions, any_layers, need, num_layers_of, stored_layers
+from hsx_dist.exporting.base import Exporter, ExportOptions, any_layers, need, num_layers_of, stored_layers
 from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.reading.run import Run
 
 
-class SpeculatorsExporter:
+class SpeculatorsExporter(Exporter):
     """Row *i* of the Arrow data set is the run's *i*-th sample: ``input_ids``, ``loss_mask`` (0/1), ``seq_len``."""
 
     per_file = 1

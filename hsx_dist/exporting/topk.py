@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hsx_dist.errors import ConfigError
-from hsx_dist.exporting.base import ExportOptions, need, num_layers_of
+from hsx_dist.exporting.base import Exporter, ExportOptions, need, num_layers_of
 from hsx_dist.exporting.weights import ModelEnd
 from hsx_dist.reading.run import Run
 
@@ -17,7 +17,7 @@ from hsx_dist.reading.run import Run
 _ROW_GROUP = 64
 
 
-class TopKExporter:
+class TopKExporter(Exporter):
     """``data-NNNNNN.parquet``, a row a sample.
 
     ``key``; ``input_ids`` and ``completion_mask`` int64 ``[T]``, in TRL's names for tokenised rows;

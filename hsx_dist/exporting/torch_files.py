@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hsx_dist.exporting.base import ExportOptions, after_layer, need
+from hsx_dist.exporting.base import Exporter, ExportOptions, after_layer, need
 from hsx_dist.exporting.weights import ModelEnd
 from hsx_dist.reading.run import Run
 
 
-class TorchExporter:
+class TorchExporter(Exporter):
     """One file for each sample, of tensors alone: ``torch.load(path, weights_only=True)`` reads it.
 
     Args:

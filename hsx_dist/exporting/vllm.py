@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hsx_dist.exporting.base import ExportOptions, need, stored_layers
+from hsx_dist.exporting.base import Exporter, ExportOptions, need, stored_layers
 from hsx_dist.page import object_name
 from hsx_dist.reading.run import Run
 
 
-class VllmExporter:
+class VllmExporter(Exporter):
     """``KEY.safetensors``: ``hidden_states`` ``[T, L, H]``, ``token_ids`` int64 ``[T]``; with ``loss_mask`` if any."""
 
     per_file = 1

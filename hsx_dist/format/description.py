@@ -47,6 +47,7 @@ ATTACHMENT_DTYPE = {
 ATTACHMENT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 #: What readers call a sample's own parts. Nothing else is attached under these names.
 RESERVED_NAMES = frozenset({"hidden_states", "token_ids", "layer_ids", "input_ids", "key", "meta"})
+#: Of one attached array. A loss mask takes one byte a token.
 MAX_ATTACHED_BYTES = 64 << 20
 _POINT = re.compile(r"[a-z][a-z0-9_]{0,63}")
 #: Written into every part, for whoever finds one alone.

@@ -8,6 +8,7 @@ import re
 from hsx_dist.errors import ConfigError, FormatError
 
 VARIABLE = "HSX_MAX_EXPANSION"
+#: Decoded bytes for one stored byte, unless the variable says another number.
 _DEFAULT = 64
 #: So much is decoded from however few bytes.
 _FREE_BYTES = 64 << 20

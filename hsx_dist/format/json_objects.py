@@ -177,6 +177,18 @@ def or_null(check: Check) -> Check:
     return lambda value: None if value is None else check(value)
 
 
+def list_of(check: Check) -> Check:
+    """A list, of which every value passes ``check``."""
+
+    def checked(value: Any) -> str | None:
+        if isinstance(value, list | tuple):
+            wrong = next((expected for v in value if (expected := check(v)) is not None), None)
+            return None if wrong is None else f"a list of which each value is {wrong}"
+        return "a list"
+
+    return checked
+
+
 def object_of(check: Check) -> Check:
     """A JSON object, of which every value passes ``check``."""
 

@@ -11,6 +11,7 @@ import numpy as np
 from hsx_dist.page import Segment
 
 _NUMBERS = ("index", "start", "stop", "total", "raw_bytes", "stored_bytes", "row", "column", "columns")
+#: The row of a sample that has none: numbers of segments lie in one int64 array.
 _NO_ROW = -1
 
 

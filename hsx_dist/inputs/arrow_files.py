@@ -17,6 +17,7 @@ _NAME = b"ARROW:extension:name"
 #: What Arrow itself registers.
 _CANONICAL = ("bool8", "fixed_shape_tensor", "json", "opaque", "parquet.variant", "uuid", "variable_shape_tensor")
 _ARROW_MAGIC = b"ARROW1"
+#: Bytes of a column that are read at once.
 _BUFFER = 1 << 20
 
 

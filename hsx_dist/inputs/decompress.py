@@ -19,6 +19,7 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
+#: Bytes of a compressed file that are read at once.
 _READ = 1 << 17
 #: What a decompressor may allocate: a file's window or dictionary. ``xz -9`` needs 65 MiB, ``zstd --long`` 128 MiB.
 MAX_DICTIONARY_BYTES = 128 << 20

@@ -11,6 +11,7 @@ from hsx_dist.inputs.decompress import FREE_BYTES, FREE_ROWS, MAX_EXPANSION, MOS
 
 #: A line longer than so many times the longest that is taken ends the input; so do more empty lines in a row.
 _SKIPPED, _MOST_EMPTY = 64, 100_000
+#: Bytes of a line that are read at once: its length is known at its end.
 _BUFFER = 1 << 20
 
 

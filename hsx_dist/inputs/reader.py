@@ -90,7 +90,7 @@ def _start(connection: Connection, errors: IO[bytes]) -> subprocess.Popen[bytes]
     place = str(Path(hsx_dist.__file__).parents[1])
     start = f"import sys; sys.path.insert(0, {place!r}); from {reader_child.__name__} import main; main()"
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", start, str(connection.fileno())],
+        [sys.executable, "-P", "-c", start, str(connection.fileno()), str(os.getpid())],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=errors,

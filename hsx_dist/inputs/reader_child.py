@@ -21,6 +21,8 @@ from hsx_dist.inputs.tables import Unreadable
 
 #: Memory of the process: an Arrow record batch as it is stored and as it is decoded, of 2 GiB each.
 READER_BYTES = 4 << 30
+#: Seconds between two looks at whether the parent lives.
+_LOOK_S = 1.0
 #: The largest row is held as a decoded table, as Python objects (12 times its bytes) and as a message.
 _ROW_FACTOR = 32
 
@@ -34,7 +36,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C means the parent, which may still read on
     connection = Connection(int(sys.argv[1]))
     config, sources, columns, needed = pickle.loads(connection.recv_bytes())  # noqa: S301 (the parent's)
-    threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(connection, int(sys.argv[2])), daemon=True).start()
     _limit_memory(memory_limit(config))
     answer: HsxError | None = None
     try:
@@ -68,10 +70,14 @@ def _sendable(item: object) -> object:
     return item
 
 
-def _end_with_parent(connection: Connection) -> None:
-    """End this process when the parent closes the connection or dies, also while a store does not answer."""
+def _end_with_parent(connection: Connection, parent: int) -> None:
+    """End this process when the parent closes the connection or dies, also while a store does not answer.
+
+    A process that the parent forked holds the connection open after the parent's death, hence its id is looked at.
+    """
     with suppress(EOFError, OSError):
-        connection.recv_bytes()
+        while os.getppid() == parent and not connection.poll(_LOOK_S):
+            pass
     os._exit(1)
 
 

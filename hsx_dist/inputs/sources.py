@@ -24,6 +24,7 @@ from hsx_dist.store.opening import check_endpoints
 
 Format = Literal["jsonl", "text", "parquet", "arrow"]
 _T = TypeVar("_T")
+#: Bytes that a file of lines is read by.
 _BUFFER = 1 << 18
 #: A saved data set's list of its files.
 _LARGEST_LIST = 4 << 20

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -129,10 +129,11 @@ class SampleColumn:
     def check_size(self, segments: Iterable[int], nbytes: int) -> None:
         """Refuse to allocate ``nbytes`` for states of which nothing is fetched yet: receipts may claim any number of
         tokens."""
-        parts = {name: self._open(name) for name in (self.segments[i][0] for i in segments)}
-        for part in parts.values():
-            part.check_size()
-        check_expansion(nbytes, sum(part.size for part in parts.values()))
+        _check_size(self.parts(segments), nbytes)
+
+    def parts(self, segments: Iterable[int]) -> dict[str, Part]:
+        """By name, those that hold these segments."""
+        return {name: self._open(name) for name in (self.segments[i][0] for i in segments)}
 
     def _ids(self, i: int) -> np.ndarray[Any, Any]:
         part, slot = self.part(i)
@@ -214,8 +215,6 @@ class PointColumns:
         layers = self.stored.layers if layers is None else layers
         first = self.columns[0].first
         shape = (stop - start, len(layers), self.stored.width)
-        for column in self.columns:
-            column.check_size(range(len(column)), shape[0] * shape[1] * column.first.row_bytes)
         out, at = (empty or new_states)(shape, first.dtype), 0
         found = []
         for column in self.columns:
@@ -224,6 +223,25 @@ class PointColumns:
             at += width
         require_same_ids([rows.token_ids for rows in found], self.columns[0].key)
         return ColumnRows(out, found[0].token_ids, next((r.mask for r in found if r.mask is not None), None))
+
+
+def check_columns(points: Iterable[tuple[PointColumns, Sequence[int] | None]], tokens: int) -> None:
+    """``FormatError`` instead of the memory for ``tokens`` tokens of all columns of ``points``, where these claim too
+    much. Each point comes with its layers, ``None``: all. Taken together: each column may claim as much as its part,
+    and thousands may lie in one part."""
+    parts: dict[str, Part] = {}
+    nbytes = 0
+    for point, layers in points:
+        for column in point.columns:
+            parts |= column.parts(range(len(column)))
+            nbytes += tokens * len(point.stored.layers if layers is None else layers) * column.first.row_bytes
+    _check_size(parts, nbytes)
+
+
+def _check_size(parts: Mapping[str, Part], nbytes: int) -> None:
+    for part in parts.values():
+        part.check_size()
+    check_expansion(nbytes, sum(part.size for part in parts.values()))
 
 
 def require_same_ids(ids: Sequence[np.ndarray[Any, Any]], key: str) -> None:

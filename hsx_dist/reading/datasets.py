@@ -1,6 +1,6 @@
-"""Data sets over runs, for torch's ``DataLoader`` and loops without it.
+"""A data set over a run, for torch's ``DataLoader`` and loops without it.
 
-Loads torch where it is installed, as the data sets must be torch's for ``DataLoader`` to know them; import it by
+Loads torch where it is installed, as the data set must be torch's for ``DataLoader`` to know them; import it by
 ``hsx_dist.HiddenStatesDataset``.
 """
 
@@ -9,32 +9,30 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property, partial
-from pathlib import Path
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from hsx_dist.errors import ConfigError, FormatError, NotFound, SampleConsumed
-from hsx_dist.format.container_read import Empty
+from hsx_dist.format.json_objects import count, or_null, text
 from hsx_dist.logger import get_logger
 from hsx_dist.page import HIDDEN_STATES
-from hsx_dist.reading.arrays import resolve_framework
-from hsx_dist.reading.cache import CachedStore
-from hsx_dist.reading.follow import Arrival, Follower, has_position
+from hsx_dist.reading.follow import Arrival, Follower, has_position, position_check
+from hsx_dist.reading.item_reader import ItemReader, Source
 from hsx_dist.reading.items import ItemSpec
-from hsx_dist.reading.order import EpochPosition, canonical_order, fingerprint, require_run, restore
-from hsx_dist.reading.prefetch import read_ahead, reused_memory
+from hsx_dist.reading.order import EpochPosition, canonical_order, check_state, fingerprint, require_run, restore
+from hsx_dist.reading.prefetch import read_ahead
 from hsx_dist.reading.retention import rank_of
-from hsx_dist.reading.run import Run, open_run
-from hsx_dist.reading.select import Selection, select
+from hsx_dist.reading.run import Run
+from hsx_dist.reading.sample import Layers, layers_of
+from hsx_dist.reading.select import Selection
 from hsx_dist.reading.world import SharedNumber, world_of
 
 if importlib.util.find_spec("torch") is not None:
-    from torch.utils.data import Dataset, IterableDataset, get_worker_info
+    from torch.utils.data import IterableDataset, get_worker_info
 else:  # numpy arrays, and loops of one's own
-    Dataset = IterableDataset = object
+    IterableDataset = object
 
     def get_worker_info() -> Any:
         return None
@@ -45,46 +43,16 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-Source = str | os.PathLike[str] | Run | Selection
 #: What ``on_error="skip"`` counts; whatever else goes wrong is no property of one sample, and is raised.
 _BAD = (FormatError, NotFound, SampleConsumed)
+#: Members of the state of a data set that follows.
+_FOLLOWED = {
+    **dict.fromkeys(("shards", "shard", "skipped"), count),
+    "run": or_null(text),
+    "position": position_check,
+}
 #: Skipped samples that are logged one by one. All are counted in `skipped`.
 _LOGGED = 10
-
-
-class _Reader:
-    """What both data sets share: a selection of a run, and how an item is made of a sample."""
-
-    def __init__(
-        self,
-        source: Source,
-        spec: ItemSpec,
-        storage_options: Mapping[str, Any] | None,
-        cache_dir: str | os.PathLike[str] | None,
-        cache_bytes: int,
-    ):
-        if not isinstance(source, (Run, Selection)):
-            source = open_run(os.fspath(source), storage_options=storage_options)
-        self.selection = source if isinstance(source, Selection) else select(source)
-        self.run = self.selection.run
-        if cache_dir is not None:
-            cached = partial(CachedStore, folder=Path(cache_dir), max_bytes=cache_bytes, run_id=self.run.id)
-            self.run = self.run.with_store(cached)
-        spec.check_layers(self.run)
-        self.spec = spec
-
-    def make(self, place: int, epoch: int, empty: Empty | None = None) -> dict[str, Any]:
-        return self.spec.make(self.run.sample_of(self.selection.run_index[place]), epoch, empty)
-
-    def nbytes(self, place: int) -> int:
-        """As ``ItemSpec.nbytes``."""
-        index = self.selection.run_index
-        sizes = int(index.tokens[place]), int(index.raw_bytes[place]), int(index.stored_bytes[place])
-        return self.spec.nbytes(self.run, index.keys[place], *sizes)
-
-    def memory(self, prefetch_bytes: int) -> Empty | None:
-        """Where items' states lie; fresh memory for numpy, which gets other arrays than those that are decoded into."""
-        return reused_memory(prefetch_bytes) if resolve_framework(self.spec.framework) == "torch" else None
 
 
 def _require_positive(**counts: int) -> None:
@@ -108,7 +76,8 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
     Args:
         source: a run's path or URL, an open ``Run``, or a ``Selection`` of one.
         points: names of other points of the model than the hidden states, as ``Sample.points`` has them.
-        layers: ids of layers, in the order wanted; ``None``: all, as stored. Each of the ``points`` must have them.
+        layers: ids of layers, in the order wanted; ``None``: all, as stored. Of several ``points`` the same ones, or a
+            mapping: point → its layers.
         tokens: a range of every sample: a slice or ``(start, stop)``.
         max_tokens, crop: at most so many tokens of each sample, from its ``start``, its ``end``, or a ``random`` place.
         shuffle: part-wise and within ``shuffle_buffer`` samples, the same way for the same ``seed`` and epoch.
@@ -130,7 +99,8 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
 
     Raises:
         ConfigError: an argument is wrong, or a layer is not in the run.
-        RunError, StoreError: as ``open_run``. Iterating: FormatError, NotFound for what is corrupt or missing.
+        RunError, StoreError: as ``open_run``. Iterating: FormatError, NotFound for what is corrupt or missing. With
+            ``repeat``: ConfigError for fewer samples than shards, FormatError where all of an epoch was skipped.
     """
 
     def __init__(
@@ -138,7 +108,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         source: Source,
         *,
         points: Sequence[str] | None = None,
-        layers: Sequence[int] | None = None,
+        layers: Layers | None = None,
         tokens: slice | tuple[int, int] | None = None,
         max_tokens: int | None = None,
         crop: Literal["start", "end", "random"] = "start",
@@ -168,7 +138,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         _require_positive(shuffle_buffer=shuffle_buffer, prefetch_bytes=prefetch_bytes, threads=threads)
         if follow:
             _require_followable(source, shuffle, repeat)
-        self._reader = _Reader(source, spec, storage_options, cache_dir, cache_bytes)
+        self._reader = ItemReader(source, spec, storage_options, cache_dir, cache_bytes)
         self._shuffle, self._buffer, self._seed = shuffle, shuffle_buffer, seed
         self._rank, self._world = world_of(rank, world_size)
         self._on_error, self._prefetch, self._threads = on_error, prefetch_bytes, threads
@@ -192,13 +162,22 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
     @property
     def layers(self) -> tuple[int, ...]:
         """vLLM's ids of an item's layers, in its order; empty where all are wanted and the run does not tell them."""
-        wanted = self._reader.spec.layers
-        return self.run.layer_ids if wanted is None else tuple(wanted)
+        return self.layers_of(HIDDEN_STATES)
 
     def layers_of(self, point: str) -> tuple[int, ...]:
         """The layers of ``point`` in an item, in its order. ``ConfigError``: as ``Run.layers_of``."""
-        wanted = self._reader.spec.layers
+        wanted = layers_of(self._reader.spec.layers, point)
         return self.run.layers_of(point) if wanted is None else tuple(wanted)
+
+    def name_layers(self) -> None:
+        """Items have from now on the layers of ``layers_of``, by their ids, also where none were asked for. Whoever
+        joins rows of several samples needs that: a sample may store others, or in another order.
+
+        Where the run does not tell its layers, and with ``follow`` for points, items stay as stored.
+        """
+        if self._reader.spec.layers is None and not (self._reader.spec.points and self.follows):
+            named = {name: self.layers_of(name) for name in self.states}
+            self._reader.spec = replace(self._reader.spec, layers={k: v for k, v in named.items() if v} or None)
 
     @property
     def framework(self) -> str:
@@ -233,10 +212,21 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
             progress = restore(resume, self._fingerprint, shards, shard)
             self.skipped = resume.get("skipped", self.skipped)
         self._progress = progress
+        if self._repeat and shard >= len(self._reader.selection):
+            raise ConfigError(
+                f"repeat: expected a sample for each of {shards} shards (ranks times workers), got "
+                f"{len(self._reader.selection)} samples of {self.run.url}. Use fewer workers or ranks"
+            )
         while True:
+            whole, skipped = progress.taken == 0 and not progress.history, self.skipped
             yield from self._one_epoch(progress)
-            if not self._repeat or not len(self._reader.selection):
+            if not self._repeat:
                 return
+            if whole and progress.taken == self.skipped - skipped:  # the next epoch would skip all of them, too
+                raise FormatError(
+                    f"{self.run.url}: expected a sample that can be read, got none of a whole epoch: all "
+                    f"{progress.taken} were skipped. `hsx verify` names what is damaged"
+                )
             progress = self._progress = EpochPosition(progress.epoch + 1, shards, shard)
 
     def _one_epoch(self, progress: EpochPosition) -> Iterator[dict[str, Any]]:
@@ -352,9 +342,12 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
             ConfigError: it is the state of another data set; or, when iteration begins, of another shard.
             RunMismatch: it is of another run, such as one that was removed from the same place.
         """
+        check_state(state, {})
         if bool(state.get("follow")) != (self._follow is not None):
             raise ConfigError("state: expected that of a data set with the same follow")
-        if self._follow is None:
+        if self._follow is not None:
+            check_state(state, _FOLLOWED, required=("shards", "shard", "position"))
+        else:
             restore(state, self._fingerprint, state.get("shards") or 1, state.get("shard") or 0)
             self._epoch.set(state["epoch"])
         require_run(state, self.run.place, lambda: has_position(self.run.store, state.get("position", {})))
@@ -370,57 +363,3 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         info = get_worker_info()
         workers, worker = (1, 0) if info is None else (info.num_workers, info.id)
         return self._world * workers, worker * self._world + self._rank
-
-
-class HiddenStatesMapDataset(Dataset):  # type: ignore[misc, valid-type]
-    """The samples of a run by position, for samplers of one's own; items and arguments as ``HiddenStatesDataset``'s.
-
-    ``lengths``: tokens of each sample, int64 ``[n]``, for samplers that pack. A list of positions is read by threads at
-    once (``__getitems__``, which ``DataLoader`` calls). What is corrupt or missing is always raised.
-    """
-
-    def __init__(
-        self,
-        source: Source,
-        *,
-        points: Sequence[str] | None = None,
-        layers: Sequence[int] | None = None,
-        tokens: slice | tuple[int, int] | None = None,
-        max_tokens: int | None = None,
-        crop: Literal["start", "end", "random"] = "start",
-        seed: int = 0,
-        loss_mask: Literal["ones", "raise", "off"] = "ones",
-        rename: Mapping[str, str | None] | None = None,
-        threads: int = 16,
-        cache_dir: str | os.PathLike[str] | None = None,
-        cache_bytes: int = 32 << 30,
-        framework: Literal["auto", "torch", "numpy"] = "auto",
-        storage_options: Mapping[str, Any] | None = None,
-    ):
-        spec = ItemSpec(
-            *(layers, tokens, max_tokens, crop, loss_mask, dict(rename or {}), framework, seed, points),
-        )
-        self._reader = _Reader(source, spec, storage_options, cache_dir, cache_bytes)
-        self._threads = threads
-
-    @property
-    def run(self) -> Run:
-        return self._reader.run
-
-    @property
-    def lengths(self) -> np.ndarray[Any, Any]:
-        spans = (self._reader.spec.span(int(n), "", 0) for n in self._reader.selection.lengths)
-        return np.array([stop - start for start, stop in spans], np.int64)
-
-    def keys(self) -> list[str]:
-        return self._reader.selection.keys()
-
-    def __len__(self) -> int:
-        return len(self._reader.selection)
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        return self._reader.make(int(self._reader.selection.places[i]), 0)
-
-    def __getitems__(self, positions: Sequence[int]) -> list[dict[str, Any]]:
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="hsx-read") as pool:
-            return list(pool.map(self.__getitem__, positions))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hsx_dist.errors import NotFound, RunStalled
+from hsx_dist.format.json_objects import count, list_of, text
 from hsx_dist.format.manifest import Manifest, Receipt, SampleRecord
 from hsx_dist.format.names import attempt_name, parse_receipt_name, receipt_name
 from hsx_dist.format.place import Place
@@ -43,6 +44,17 @@ def has_position(store: Store, position: Mapping[str, Any]) -> bool:
         except NotFound:
             return False
     return True
+
+
+def position_check(value: Any) -> str | None:
+    """Whether it is a follower's ``position``: a ``Check``."""
+    lost = list_of(text)
+    fine = isinstance(value, Mapping) and lost(value.get(_LOST, [])) is None
+    for name, at in _writers(value) if fine else ():
+        attempt, slash, writer = name.partition("/")
+        fine &= bool(slash and writer) and attempt.isascii() and attempt.isdecimal() and len(attempt) < 10
+        fine &= isinstance(at, list | tuple) and len(at) == 2 and count(at[0]) is None and lost(at[1]) is None
+    return None if fine else "a follower's position: writers, and what was read of each"
 
 
 def _writers(position: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -10,9 +10,10 @@ import numpy as np
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.container_read import Empty
+from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.arrays import Framework, resolve_framework, to_ids
 from hsx_dist.reading.run import Run
-from hsx_dist.reading.sample import LOSS_MASK, Sample, Tokens
+from hsx_dist.reading.sample import LOSS_MASK, Layers, Sample, Tokens, layers_of
 from hsx_dist.reading.select import key_hash
 
 Crop = Literal["start", "end", "random"]
@@ -22,15 +23,15 @@ Crop = Literal["start", "end", "random"]
 class ItemSpec:
     """What of a sample an item holds, and under which names.
 
-    ``layers``: vLLM's ids in the order wanted, ``None``: all as stored. ``tokens``: a range of every sample, negative
-    numbers from its end. ``max_tokens``: at most so many of these, from where ``crop`` says (``random``: a window that
-    follows from seed, epoch and key). ``loss_mask``: what to do for samples without that attached array: ``ones``,
-    ``raise``, or ``off``: no mask at all. ``rename``: name → another, or ``None`` to leave it out; attached arrays can
-    be asked for by naming them here. ``points``: names of other points of the model, which an item holds under these
-    names instead of ``hidden_states`` and ``layer_ids``.
+    ``layers``: vLLM's ids in the order wanted, of all points or by point; ``None``: all as stored. ``tokens``: a range
+    of every sample, negative numbers from its end. ``max_tokens``: at most so many of these, from where ``crop`` says
+    (``random``: a window that follows from seed, epoch and key). ``loss_mask``: what to do for samples without that
+    attached array: ``ones``, ``raise``, or ``off``: no mask at all. ``rename``: name → another, or ``None`` to leave
+    it out; attached arrays can be asked for by naming them here. ``points``: names of other points of the model, which
+    an item holds under these names instead of ``hidden_states`` and ``layer_ids``.
     """
 
-    layers: Sequence[int] | None = None
+    layers: Layers | None = None
     tokens: Tokens | None = None
     max_tokens: int | None = None
     crop: Crop = "start"
@@ -48,7 +49,10 @@ class ItemSpec:
         if self.layers is not None:
             if isinstance(self.layers, (int, str)):
                 raise ConfigError(f"layers: expected a list of layer ids such as [15], came {self.layers!r}")
-            object.__setattr__(self, "layers", tuple(self.layers))
+            if not isinstance(self.layers, Mapping):
+                object.__setattr__(self, "layers", tuple(self.layers))
+            elif unknown := sorted(set(self.layers) - set(self.points or (HIDDEN_STATES,))):
+                raise ConfigError(f"layers: expected layers of the points that are asked for, got those of {unknown}")
         if self.crop not in ("start", "end", "random"):
             raise ConfigError(f"crop: expected 'start', 'end' or 'random', came {self.crop!r}")
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -74,7 +78,7 @@ class ItemSpec:
         """``ConfigError`` when the run tells its layers, and one that is wanted is not among them."""
         if self.points is not None:
             return  # each sample says which layers its points have
-        missing = sorted(set(self.layers or ()) - set(run.layer_ids))
+        missing = sorted(set(layers_of(self.layers, HIDDEN_STATES) or ()) - set(run.layer_ids))
         if missing and run.layer_ids:
             raise ConfigError(f"layers: {missing} are not in {run.url}, which has {list(run.layer_ids)}")
 
@@ -98,8 +102,9 @@ class ItemSpec:
         receipts prove of it: its part is not read."""
         start, stop = self.span(num_tokens, key, 0)
         share = (stop - start) / num_tokens
-        if self.layers is not None and run.layer_ids and self.points is None:
-            share *= len(self.layers) / len(run.layer_ids)
+        wanted = layers_of(self.layers, HIDDEN_STATES)
+        if wanted is not None and run.layer_ids and self.points is None:
+            share *= len(wanted) / len(run.layer_ids)
         wide = 1 if self.framework != "numpy" else 2  # bf16 becomes float32
         return int(raw_bytes * share * (wide + max(1.0, stored_bytes / max(1, raw_bytes))))
 

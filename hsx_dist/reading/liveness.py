@@ -15,6 +15,7 @@ from hsx_dist.store import Store
 OBSERVE_SECONDS = 15.0
 #: Before something is removed, one that is slow, or cut off from the store for a while, gets longer.
 WATCH_SECONDS = 45.0
+#: Between two looks at a heartbeat, which is renewed every few seconds.
 _LOOK_EVERY_S = 1.0
 
 

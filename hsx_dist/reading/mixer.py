@@ -8,16 +8,19 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Event
 from typing import Any
 
 import numpy as np
 
-from hsx_dist.errors import FormatError
+from hsx_dist.errors import ConfigError, FormatError
 
 #: Named arrays of one length, such as ``{"hidden_states": [n, L, H], "input_ids": [n]}``.
 Rows = dict[str, Any]
 #: Which slots, int64 ``[n]``.
 Places = np.ndarray[Any, np.dtype[np.int64]]
+#: Rounds among which a block is divided, at most: a position in a mixture needs so many blocks.
+MOST_SHARES = 8
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,12 @@ class Slots:
 
         Raises:
             FormatError: they have another dtype or shape than those before.
+            ConfigError: there is no memory for the buffer.
         """
         for name, x in rows.items():
             if name not in self._memory:
                 self._like[name] = x[:0]
-                self._memory[name] = np.empty(self._tokens, _as_bytes(x).dtype)
+                self._memory[name] = self._buffer(_as_bytes(x).dtype)
             like = self._like[name]
             if (like.dtype, like.shape[1:]) != (x.dtype, x.shape[1:]):
                 raise FormatError(
@@ -66,6 +70,15 @@ class Slots:
                     f"{tuple(x.shape[1:])}. Name the layers when the data set is made"
                 )
             self._memory[name][places] = _as_bytes(x[start : start + len(places)])
+
+    def _buffer(self, row: np.dtype[Any]) -> np.ndarray[Any, Any]:
+        try:
+            return np.empty(self._tokens, row)
+        except MemoryError:
+            raise ConfigError(
+                f"buffer_tokens: expected a buffer that fits into memory, got {self._tokens} tokens of {row.itemsize} "
+                "bytes. Take fewer"
+            ) from None
 
     def get(self, places: Places) -> Rows:
         """The rows at ``places``, in memory of their own."""
@@ -131,7 +144,7 @@ def share_sizes(block_tokens: int, batch_tokens: int, keep: float) -> list[int]:
     left = block_tokens // batch_tokens
     sizes: list[int] = []
     while left:
-        give = left if keep == 0 or len(sizes) == 7 else min(left, max(1, round(left * (1 - keep))))
+        give = left if keep == 0 or len(sizes) == MOST_SHARES - 1 else min(left, max(1, round(left * (1 - keep))))
         sizes.append(give * batch_tokens)
         left -= give
     return sizes
@@ -160,8 +173,9 @@ def draw(shares: Sequence[Places], batch_tokens: int, rng: np.random.Generator) 
         left, at = left - taken, at + taken
 
 
-def ahead(source: Iterator[Block | None], depth: int) -> Generator[Block | None, None, None]:
-    """The steps of ``source``; a thread makes as many as ``depth`` before they are asked for."""
+def ahead(source: Iterator[Block | None], depth: int, left: Event) -> Generator[Block | None, None, None]:
+    """The steps of ``source``; a thread makes as many as ``depth`` before they are asked for. ``left`` is set when no
+    more are wanted: a step that looks for tokens may take an epoch."""
     end = object()
     pool = ThreadPoolExecutor(1, thread_name_prefix="hsx-mix")
     try:
@@ -170,6 +184,7 @@ def ahead(source: Iterator[Block | None], depth: int) -> Generator[Block | None,
             queue.append(pool.submit(next, source, end))
             yield step
     finally:
+        left.set()
         pool.shutdown(wait=True, cancel_futures=True)
 
 

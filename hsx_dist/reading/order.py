@@ -14,13 +14,27 @@ from typing import Any
 
 import numpy as np
 
-from hsx_dist.errors import ConfigError, RunMismatch
+from hsx_dist.errors import ConfigError, FormatError, RunMismatch
+from hsx_dist.format.json_objects import Check, check_members, count, list_of, or_null, text
 from hsx_dist.format.place import Place
 
 _VERSION = "hsx-dataset/1"
 #: What a ``MixedDataset`` calls its state.
 MIXED = "hsx-mixed/1"
 _Array = np.ndarray[Any, Any]
+
+
+def _dealt(value: Any) -> str | None:
+    fine = isinstance(value, list | tuple) and len(value) == 2 and count(value[0]) is None
+    return list_of(count)(value[1]) if fine else "a number of shards and what each took"
+
+
+_MEMBERS = {
+    **dict.fromkeys(("epoch", "taken", "shard", "skipped"), count),
+    "shards": or_null(count),
+    "history": list_of(_dealt),
+    "run": or_null(text),
+}
 
 
 def canonical_order(groups: _Array, *, shuffle: bool, buffer: int, seed: int, epoch: int) -> _Array:
@@ -108,6 +122,21 @@ def require_run(state: Mapping[str, Any], place: Place, holds: Callable[[], bool
         )
 
 
+def check_state(state: Any, checks: Mapping[str, Check], required: Sequence[str] = ()) -> None:
+    """``ConfigError`` where a saved state lacks a member, or has one that ``checks`` refuses: a trainer's checkpoint
+    may be damaged, and its numbers say how much is read."""
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"state: expected what state_dict gave, got {str(state)[:80]}")
+    if missing := [name for name in required if name not in state]:
+        raise ConfigError(
+            f"state: expected what state_dict gave, got one without {missing[0]!r}. Use another checkpoint"
+        )
+    try:
+        check_members(state, checks, "state")
+    except FormatError as e:
+        raise ConfigError(f"{e}. Use another checkpoint") from e
+
+
 def restore(state: Mapping[str, Any], expected: Mapping[str, str], shards: int, shard: int) -> EpochPosition:
     """The progress that a state (one shard's, or ``merge_states``') means for this shard.
 
@@ -115,8 +144,8 @@ def restore(state: Mapping[str, Any], expected: Mapping[str, str], shards: int, 
         ConfigError: it is of other samples or another order, or of one shard among another number of them.
     """
     if not isinstance(state, Mapping) or state.get("format") != _VERSION:
-        raise ConfigError(f"state: expected what state_dict of a HiddenStatesDataset gave, came {str(state)[:80]}")
-    if state["samples"] != expected["samples"]:
+        raise ConfigError(f"state: expected what state_dict of a HiddenStatesDataset gave, got {str(state)[:80]}")
+    if state.get("samples") != expected["samples"]:
         raise ConfigError(
             "state: expected one of the same samples, seed and shuffle, came one of others; open the data set as it "
             "was when the state was taken"
@@ -126,6 +155,9 @@ def restore(state: Mapping[str, Any], expected: Mapping[str, str], shards: int, 
             "state: expected the shuffled order of this run, got another one: a copy of a sample was stored since in a "
             "part before its own. Begin the epoch anew"
         )
+    check_state(state, _MEMBERS, required=("epoch", "history", "shards", "shard", "taken"))
+    if any(len(dealt) != 2 or not 0 < dealt[0] == len(dealt[1]) for dealt in state["history"]):
+        raise ConfigError(f"state: expected a history of shards and what each took, got {str(state['history'])[:80]}")
     history = tuple(Dealt(n, tuple(taken)) for n, taken in state["history"])
     if state["shards"] is None:
         return EpochPosition(state["epoch"], shards, shard, 0, history)

@@ -19,6 +19,7 @@ from hsx_dist.reading.column import (
     PointColumns,
     SampleColumn,
     StoredPoint,
+    check_columns,
     points_of,
     require_same_ids,
     unpacked,
@@ -26,6 +27,8 @@ from hsx_dist.reading.column import (
 
 #: Tokens wanted: a slice (step 1) or ``(start, stop)``; negative numbers count from the sample's end.
 Tokens = slice | tuple[int, int]
+#: Ids of layers in the order wanted, of all points; or point → its own.
+Layers = Sequence[int] | Mapping[str, Sequence[int]]
 
 
 class Sample:
@@ -137,7 +140,7 @@ class Sample:
 
     def load(
         self,
-        layers: Sequence[int] | None = None,
+        layers: Layers | None = None,
         tokens: Tokens | None = None,
         framework: Framework = "auto",
         *,
@@ -148,7 +151,8 @@ class Sample:
         """Fetch, check and decode.
 
         Args:
-            layers: ids of layers in the order wanted, which each of the ``points`` has; ``None``: all, as stored.
+            layers: ids of layers in the order wanted, which each of the ``points`` has; or a mapping from points to
+                their layers; ``None``, or a point that the mapping lacks: all, as stored.
             tokens: a slice or ``(start, stop)``; negative numbers count from the end.
             framework: ``torch`` (the true dtype), ``numpy`` (bf16 as float32, which is exact), ``auto``: torch where
                 it is installed.
@@ -174,13 +178,16 @@ class Sample:
         names = [HIDDEN_STATES] if points is None else list(dict.fromkeys(points))
         of = {name: self._point(name) for name in names}
         for name in points or ():
-            self._require_layers(name, layers)
+            self._require_layers(name, layers_of(layers, name))
+        if sum(len(point.columns) for point in of.values()) > 1:
+            check_columns([(point, layers_of(layers, name)) for name, point in of.items()], stop - start)
         states, layer_ids, ids, mask = {}, {}, [], None
         for name, point in of.items():
-            rows = point.load(layers, start, stop, masked=loss_mask, empty=empty)
+            wanted = layers_of(layers, name)
+            rows = point.load(wanted, start, stop, masked=loss_mask, empty=empty)
             mask = mask if rows.mask is None else rows.mask
             states[name] = unpacked(to_states(rows.states, point.stored.dtype, framework), point.stored)
-            layer_ids[name] = to_ids(np.array(point.stored.layers if layers is None else layers, np.int64), framework)
+            layer_ids[name] = to_ids(np.array(point.stored.layers if wanted is None else wanted, np.int64), framework)
             ids.append(rows.token_ids)
         require_same_ids(ids, self.key)
         one = points is None
@@ -241,8 +248,8 @@ class Sample:
         missing = sorted(set(layers or ()) - set(stored))
         if missing:
             raise ConfigError(
-                f"layers: {missing} of point {name!r} are not stored; stored are {', '.join(map(str, stored))}. Load "
-                "points of different layers one by one"
+                f"layers: {missing} of point {name!r} are not stored; stored are {', '.join(map(str, stored))}. Name "
+                f"each point's own: layers={{{name!r}: [...]}}"
             )
 
     def _point(self, name: str) -> PointColumns:
@@ -259,6 +266,11 @@ class Sample:
         if step != 1:
             raise ConfigError(f"tokens: expected consecutive ones, got a step of {step}")
         return start, max(start, stop)
+
+
+def layers_of(layers: Layers | None, point: str) -> Sequence[int] | None:
+    """What ``layers`` asks for of ``point``; ``None``: all, as stored."""
+    return layers.get(point) if isinstance(layers, Mapping) else layers
 
 
 def _point_of(s: Segment) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from hsx_dist.errors import ConfigError
+from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.arrays import resolve_framework
 from hsx_dist.reading.statistics import read_statistics
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from hsx_dist.reading.datasets import HiddenStatesDataset
 
 Scaling = Literal["norm", "standard"]
+#: Of float32: what is smaller than this is 0 for the states, and one divided by it is still finite.
+_TINY = float(np.finfo(np.float32).tiny)
 
 
 def scaler(
@@ -66,6 +68,11 @@ def scaler(
 def _scaled(x: Any, shift: Any, factor: Any) -> Any:
     """``x``: float32 ``[B, …, H]``, or with rows as heads ``[B, …, heads, dim]``."""
     rows = x.reshape(len(x), *shift.shape[:-1], -1)
+    if shift.shape[-1] not in (1, rows.shape[-1]):
+        raise FormatError(
+            f"scaling: expected statistics of {rows.shape[-1]} channels, got those of {shift.shape[-1]}. Run `hsx "
+            "stats` again"
+        )
     return ((rows - shift) * factor).reshape(x.shape)
 
 
@@ -88,6 +95,6 @@ def _line(
     else:
         shift = np.stack([row.mean for row in rows])
         spread = np.sqrt(np.stack([row.variance for row in rows]))
-        factor = np.divide(1.0, spread, out=np.ones_like(spread), where=spread > 0)  # a constant channel stays 0
+        factor = np.divide(1.0, spread, out=np.ones_like(spread), where=spread > _TINY)  # a constant channel stays 0
     one = len(rows) == 1
     return (shift[0] if one else shift).astype(np.float32), (factor[0] if one else factor).astype(np.float32)

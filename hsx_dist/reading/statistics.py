@@ -10,12 +10,13 @@ import base64
 import binascii
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from hsx_dist.errors import ConfigError, FormatError
+from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.json_objects import count, dump_json, find_json, number, text
 from hsx_dist.format.markers import OBJECTS_OF_A_RUN
 from hsx_dist.format.names import statistics_name
@@ -24,13 +25,15 @@ from hsx_dist.reading.run import Run
 from hsx_dist.store import Store
 
 _Array = np.ndarray[Any, Any]
-_ROWS = 1024  # widened to float64 at once
+#: Values that are widened to float64 at once: 512 rows of a hidden size of 4096.
+_VALUES = 1 << 21
+#: Each channel takes a hundred bytes here, and two where it is stored; a row of logits has 300,000.
+_MOST_CHANNELS = 1 << 20
 _ARRAYS = ("mean", "variance", "absmax")
 _NUMBERS = ("mean_norm", "rms_norm", "max_norm")
 _COUNTS = ("layer", "tokens", "samples", "non_finite", "skip_first", "hidden_size")
 _CHECKS = {
-    "run": text,
-    **dict.fromkeys(_ARRAYS, text),
+    **dict.fromkeys(("run", "point", "crc32c", *_ARRAYS), text),
     **dict.fromkeys(_NUMBERS, number),
     **dict.fromkeys(_COUNTS, count),
 }
@@ -62,7 +65,7 @@ class LayerStatistics:
     def norm_factor(self) -> float:
         """What states are multiplied with so that their mean norm is sqrt(H), as SAELens'
         ``expected_average_only_in``; 1 where all are zero."""
-        return math.sqrt(len(self.mean)) / self.mean_norm if self.mean_norm > 0 else 1.0
+        return math.sqrt(len(self.mean)) / self.mean_norm if self.mean_norm > np.finfo(np.float32).tiny else 1.0
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,9 @@ class _Moments:
 
     def add(self, rows: _Array) -> None:
         """``rows``: ``[n, H]`` of any float dtype."""
-        for start in range(0, len(rows), _ROWS):
-            x = rows[start : start + _ROWS].astype(np.float64)
+        step = max(1, _VALUES // rows.shape[1])
+        for start in range(0, len(rows), step):
+            x = rows[start : start + step].astype(np.float64)
             finite = np.isfinite(x).all(axis=1)
             if not finite.all():
                 self.non_finite += int((~finite).sum())
@@ -132,16 +136,17 @@ def compute_statistics(
 
     Raises:
         ConfigError: a layer or the point is not in the run, the point is ids, or no token is left.
-        FormatError, NotFound: a part is damaged or missing.
+        FormatError, NotFound: a part is damaged or missing, or rows have more than 2**20 elements.
     """
     from hsx_dist.reading.datasets import HiddenStatesDataset  # loads torch, which reading statistics does not need
 
     if skip_first < 0 or (max_tokens is not None and max_tokens < 1):
         raise ConfigError(f"max_tokens, skip_first: expected at least 1 and 0, got {max_tokens} and {skip_first}")
+    ids = run.layers_of(point) if layers is None else tuple(layers)
     data = HiddenStatesDataset(
         run,
         points=None if point == HIDDEN_STATES else [point],
-        layers=layers,
+        layers=ids,  # by name: samples may store them in another order
         tokens=slice(skip_first, None),
         shuffle=max_tokens is not None,
         seed=seed,
@@ -150,15 +155,16 @@ def compute_statistics(
         loss_mask="off",
         framework="numpy",
     )
-    ids = run.layers_of(point) if layers is None else tuple(layers)
     samples, left = 0, math.inf if max_tokens is None else max_tokens
     moments: list[_Moments] = []
     for item in data:
-        if item[point].dtype == np.int32:
-            raise ConfigError(f"{run.url}: expected a point of numbers, got the ids {point}. Name another point")
-        states = item[point][: int(min(left, len(item[point])))]
-        states = states.reshape(*states.shape[:2], -1)
+        states = _rows_of(item, point, run)[: int(min(left, len(item[point])))]
         moments = moments or [_Moments(states.shape[2]) for _ in ids]
+        if states.shape[2] != (width := len(moments[0].mean)):
+            raise FormatError(
+                f"{run.url}: expected rows of {width} elements, as in other samples, got {states.shape[2]} in "
+                f"{item['key']!r}. Its part is of another model"
+            )
         for k, own in enumerate(moments):
             own.add(states[:, k])
         samples, left = samples + 1, left - len(states)
@@ -171,6 +177,20 @@ def compute_statistics(
     )
 
 
+def _rows_of(item: Mapping[str, Any], point: str, run: Run) -> _Array:
+    """``[T, L, width]`` of an item, heads one behind the other."""
+    rows = item[point]
+    if rows.dtype == np.int32:
+        raise ConfigError(f"{run.url}: expected a point of numbers, got the ids {point}. Name another point")
+    rows = rows.reshape(*rows.shape[:2], -1) if rows.ndim > 3 else rows
+    if not 0 < rows.shape[2] <= _MOST_CHANNELS:
+        raise FormatError(
+            f"{run.url}: expected rows of 1 to {_MOST_CHANNELS} elements, got {rows.shape[2]} in {item['key']!r}. Name "
+            "another point"
+        )
+    return rows  # type: ignore[no-any-return]
+
+
 def store_statistics(run: Run, statistics: RunStatistics) -> None:
     """Store them with the run, one object for each layer; those of the same layers are replaced.
 
@@ -181,8 +201,8 @@ def store_statistics(run: Run, statistics: RunStatistics) -> None:
         for own in statistics.layers.values():
             arrays = {name: base64.b64encode(getattr(own, name).astype("<f8").tobytes()).decode() for name in _ARRAYS}
             numbers = {name: getattr(own, name) for name in (*_COUNTS[:-1], *_NUMBERS)}
-            body = {"run": run.id, **numbers, "hidden_size": len(own.mean), **arrays}
-            run.store.put(statistics_name(own.layer, own.point), [dump_json(body)])
+            body = {"run": run.id, "point": own.point, **numbers, "hidden_size": len(own.mean), **arrays}
+            run.store.put(statistics_name(own.layer, own.point), [dump_json({**body, "crc32c": _checksum(body)})])
 
 
 def read_statistics(run: Run, layers: Sequence[int] | None = None, *, point: str = HIDDEN_STATES) -> RunStatistics:
@@ -195,9 +215,9 @@ def read_statistics(run: Run, layers: Sequence[int] | None = None, *, point: str
     """
     found = {}
     for layer in run.layers_of(point) if layers is None else layers:
-        body = find_json(run.store, statistics_name(layer, point), _CHECKS)
-        if body is not None and body.get("run") == run.id:
-            found[layer] = replace(_parse(body, f"{run.store.url}/{statistics_name(layer, point)}"), point=point)
+        own = _read(run.store, statistics_name(layer, point), run.id)
+        if own is not None:
+            found[layer] = own
     return RunStatistics(found)
 
 
@@ -207,37 +227,66 @@ def stored_statistics(run: Run) -> Iterator[LayerStatistics]:
     Raises:
         FormatError: an object is damaged.
     """
-    for info in run.store.list("statistics/"):
-        if OBJECTS_OF_A_RUN["statistics/"].fullmatch(info.name) is None:
-            continue  # another program's
-        body = find_json(run.store, info.name, _CHECKS)
-        if body is not None and body.get("run") == run.id:
-            point = info.name.removeprefix("statistics/").rpartition("-")[0] or HIDDEN_STATES
-            yield replace(_parse(body, f"{run.store.url}/{info.name}"), point=point)
+    for name in _names(run.store):
+        own = _read(run.store, name, run.id)
+        if own is not None:
+            yield own
 
 
 def damaged_statistics(store: Store) -> Iterator[tuple[str, str]]:
     """The name of each damaged object that ``hsx stats`` stored in a run's ``store``, and what is wrong."""
-    for info in store.list("statistics/"):
-        if OBJECTS_OF_A_RUN["statistics/"].fullmatch(info.name) is None:
-            continue  # another program's
+    for name in _names(store):
         try:
-            body = find_json(store, info.name, _CHECKS)
-            if body is not None:
-                _parse(body, info.name)
+            _read(store, name)
         except FormatError as e:
-            yield info.name, str(e)
+            yield name, str(e)
 
 
-def _parse(body: Mapping[str, Any], where: str) -> LayerStatistics:
+def _names(store: Store) -> Iterator[str]:
+    """Of the objects that ``hsx stats`` stored: there may be another program's beside them."""
+    found = OBJECTS_OF_A_RUN["statistics/"]
+    return (info.name for info in store.list("statistics/") if found.fullmatch(info.name) is not None)
+
+
+def _read(store: Store, name: str, run_id: str | None = None) -> LayerStatistics | None:
+    """What the object ``name`` holds; ``None`` where there is none, or none of the run ``run_id``.
+
+    Raises:
+        FormatError: it is damaged, or of another layer or point than its name.
+    """
+    body, where = find_json(store, name, _CHECKS), f"{store.url}/{name}"
+    if body is None or (run_id is not None and body.get("run") != run_id):
+        return None
+    if "crc32c" in body and body["crc32c"] != (found := _checksum(body)):  # earlier versions stored none
+        raise FormatError(f"{where}: expected crc32c {body['crc32c'][:8]}, got {found}. Run `hsx stats` again")
+    point, _, layer = name.removeprefix("statistics/").removesuffix(".json").rpartition("-")
+    point = point or HIDDEN_STATES
+    told = body.get("point", point), body.get("layer")
+    if told != (point, int(layer)):
+        raise FormatError(
+            f"{where}: expected statistics of {point} at layer {int(layer)}, got those of {told[0][:64]} at layer "
+            f"{told[1]}. Run `hsx stats` again"
+        )
+    return _parse(body, point, where)
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    return crc32c_hex(crc32c(dump_json({name: value for name, value in body.items() if name != "crc32c"})))
+
+
+def _parse(body: Mapping[str, Any], point: str, where: str) -> LayerStatistics:
     try:
         arrays: dict[str, Any] = {
             name: np.frombuffer(base64.b64decode(body[name], validate=True), "<f8") for name in _ARRAYS
         }
-        own = LayerStatistics(**arrays, **{name: body[name] for name in (*_COUNTS[:-1], *_NUMBERS)})
-        fine = all(len(a) == body["hidden_size"] and np.isfinite(a).all() for a in arrays.values())
+        own = LayerStatistics(**arrays, **{name: body[name] for name in (*_COUNTS[:-1], *_NUMBERS)}, point=point)
+        fine = all(len(a) == body["hidden_size"] > 0 and np.isfinite(a).all() for a in arrays.values())
+        fine &= bool((own.variance >= 0).all() and (own.absmax >= 0).all()) and min(body[n] for n in _NUMBERS) >= 0
     except (KeyError, ValueError, binascii.Error) as e:
         raise FormatError(f"{where}: expected statistics of a layer, got {e!r}. Run `hsx stats` again") from e
     if not fine:
-        raise FormatError(f"{where}: expected finite arrays of one length, got others. Run `hsx stats` again")
+        raise FormatError(
+            f"{where}: expected finite arrays of one length, no negative variance or norm, got others. Run `hsx stats` "
+            "again"
+        )
     return own

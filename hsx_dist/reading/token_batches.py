@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
-from itertools import count
+from itertools import count as numbers_from
+from threading import Event
 from typing import Any
 
 import numpy as np
 
 from hsx_dist.errors import ConfigError
+from hsx_dist.format.json_objects import count, list_of, number, text
 from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.reading.mixer import (
+    MOST_SHARES,
     Block,
     Places,
     Refill,
@@ -25,12 +28,22 @@ from hsx_dist.reading.mixer import (
     most_lots,
     share_sizes,
 )
+from hsx_dist.reading.order import check_state
 from hsx_dist.reading.scaling import Scaling, scaler
 
 if importlib.util.find_spec("torch") is not None:
     from torch.utils.data import IterableDataset
 else:
     IterableDataset = object
+
+
+#: Members of a saved state.
+_MEMBERS = {
+    **dict.fromkeys(("buffers", "oldest", "rows", "batches"), count),
+    "first": text,
+    "blocks": list_of(text),
+    "mix": list_of(number),
+}
 
 
 class _Changed(Exception):
@@ -83,6 +96,7 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
             )
         if not 0 <= keep < 1:
             raise ConfigError(f"keep: expected a fraction from 0 to less than 1, got {keep}. 0.5 is usual")
+        dataset.name_layers()
         self._dataset, self._batch, self._keep = dataset, batch_tokens, keep
         # The shares that stay of blocks before are keep / (1 - keep) of a block: one block and they are the buffer.
         self._block = max(1, -(-round(buffer_tokens * (1 - keep)) // batch_tokens)) * batch_tokens
@@ -113,11 +127,12 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
         known, first_round = at.get("blocks", []), at.get("buffers", 0)
         oldest = at.get("oldest", first_round) if known else first_round
         slots = Slots(most_lots(self._sizes, self._batch), self._batch)
-        source, steps_of_block = self._steps(slots, at, oldest), self._block // self._batch
+        left = Event()
+        source, steps_of_block = self._steps(slots, at, oldest, left), self._block // self._batch
         held: list[Block] = []
-        with closing(source if self._dataset.follows else ahead(source, steps_of_block)) as steps:
+        with closing(source if self._dataset.follows else ahead(source, steps_of_block, left)) as steps:
             refill = Refill(steps, steps_of_block)
-            for number in count(oldest):
+            for number in numbers_from(oldest):
                 block = refill.take()
                 if number - oldest < len(known) and known[number - oldest] != ("" if block is None else block.digest):
                     raise _Changed
@@ -155,15 +170,19 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
             one_layer = [name for name in self._dataset.states if rows[name].shape[1] == 1]
             yield self._finish({**rows, **{name: rows[name][:, 0] for name in one_layer}})
 
-    def _steps(self, slots: Slots, at: Mapping[str, Any], number: int) -> Generator[Block | None, None, None]:
+    def _steps(
+        self, slots: Slots, at: Mapping[str, Any], number: int, left: Event
+    ) -> Generator[Block | None, None, None]:
         """Read a batch's tokens of the data set a step; yield ``None``, or the block that they complete. At the end a
-        block of what is left."""
+        block of what is left. ``left``: nobody waits for the step any more."""
         skip_rows, first, last = at.get("rows", 0), at.get("first", ""), dict(at["dataset"])
         # The position before the sample in which the present block begins, and how many of its rows went before.
         begin = {"rows": skip_rows, "first": first, "dataset": last}
         held: list[Places] = []
         lot, size, idle = np.empty(0, np.int64), 0, 0
         for item in self._dataset:
+            if left.is_set():
+                return
             rows = self._wanted(item)
             tokens = len(rows["input_ids"])
             idle = 0 if tokens else idle + 1
@@ -224,9 +243,20 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
         return {"buffers": 0, "rows": 0, "batches": 0, "dataset": self._dataset.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iteration goes on where ``state``, ours or ``merge_states``'s, was taken."""
+        """The next iteration goes on where ``state``, ours or ``merge_states``'s, was taken.
+
+        Raises:
+            ConfigError, RunMismatch: as ``HiddenStatesDataset.load_state_dict``; or a member is damaged.
+        """
+        check_state(state, _MEMBERS)
         if "dataset" not in state:
             state = {"dataset": state}
+        rounds = state.get("buffers", 0) - state.get("oldest", state.get("buffers", 0))
+        if not 0 <= rounds < MOST_SHARES:  # these are read again
+            raise ConfigError(
+                f"state: expected at most {MOST_SHARES - 1} rounds from oldest to buffers, got {rounds}. Use another "
+                "checkpoint"
+            )
         self._dataset.load_state_dict(state["dataset"])
         own = dict(state)
         if own.get("mix") != self._mix:  # also a state of a version that did not keep tokens

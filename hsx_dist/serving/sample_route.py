@@ -23,6 +23,7 @@ from hsx_dist.serving.states_file import Range, StatesFile
 MAX_WAIT = 300.0
 #: Of a batch the connector appends the prompt and the choice to the client's key.
 _MAX_KEY = MAX_KEY + 24
+#: Values of one parameter: more than any model has layers.
 _MAX_LIST = 4096
 #: Bytes that are sent at once.
 _SLICE = 256 << 10

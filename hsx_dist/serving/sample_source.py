@@ -26,6 +26,7 @@ _THREADS = 8
 _RETRY_SECONDS = 5.0
 #: A call to a store that hangs longer fails.
 _STORE_SECONDS = 60.0
+#: Memory is counted in MiB.
 _UNIT = 1 << 20
 
 T = TypeVar("T")

@@ -43,12 +43,6 @@ class PrefixStore:
     def delete(self, name: str) -> None:
         self._inner.delete(self._full(name))
 
-    def unfinished(self, older_than: float = 0.0) -> Iterator[ObjectInfo]:
-        """As ``LocalStore.unfinished``, of this folder; nothing where the store has no such files."""
-        find = getattr(self._inner, "unfinished", None)
-        found = iter(()) if find is None else find(older_than)
-        return (self._relative(info) for info in found if info.name.startswith(self._folder))
-
     def _full(self, name: str) -> str:
         return self._folder + check_name(name)
 

@@ -31,11 +31,13 @@ class Installed:
     Attributes:
         caches: the cache of each point.
         counts: for each tap, ``(point, layer)``, its counter.
+        targets: for each tap, where its rows go. The operator's numbers hold for as long as these are held.
     """
 
     plan: Plan
     caches: dict[str, PointCache]
     counts: dict[tuple[str, int], torch.Tensor]
+    targets: dict[tuple[str, int], LayerTarget]
 
     def calls_and_rows(self) -> dict[tuple[str, int], tuple[int, int]]:
         """For each tap, how often it ran, and how many rows it wrote. Waits for the device."""
@@ -102,13 +104,15 @@ def install(model: nn.Module, structure: Structure, plan: Plan, vllm_config: Any
     device = next(model.parameters()).device
     caches: dict[str, PointCache] = {}
     counts: dict[tuple[str, int], torch.Tensor] = {}
+    targets: dict[tuple[str, int], LayerTarget] = {}
     for point, at, layer, read in modules_of(structure, plan.points):
         if point not in caches:
             dtype = _dtype(point, read, vllm_config.model_config.dtype)
             name = f"hsx_taps.{_FIRST + len(caches)}"
             caches[point] = PointCache(vllm_config, name, point, plan.points[point], read.width, dtype, read.head)
-        counts[point, layer] = _tap(read, point, LayerTarget(caches[point], at), device)
-    installed = Installed(plan, caches, counts)
+        target = targets[point, layer] = LayerTarget(caches[point], at)
+        counts[point, layer] = _tap(read, point, target, device)
+    installed = Installed(plan, caches, counts, targets)
     for cache in caches.values():
         cache.taps = installed
     return installed

@@ -7,7 +7,9 @@ graph: layers that are equal otherwise share one compiled graph.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -23,14 +25,17 @@ class Target(Protocol):
         any."""
 
 
-#: Targets by the taps' numbers, for the operator, which gets tensors and integers only.
-_targets: list[Target] = []
+#: Targets by the taps' numbers, for the operator, which gets tensors and integers only. They are their models' own: a
+#: process may have one engine after the other, and each target has an engine's whole cache.
+_targets: WeakValueDictionary[int, Target] = WeakValueDictionary()
+_numbers = itertools.count()
 
 
 def register(target: Target) -> int:
-    """The number of a tap that writes to ``target``."""
-    _targets.append(target)
-    return len(_targets) - 1
+    """The number of a tap that writes to ``target``, for as long as somebody else holds that."""
+    number = next(_numbers)
+    _targets[number] = target
+    return number
 
 
 def scatter(x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, count: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+#: What one program copies: so many rows, and of each so many elements at once.
 _ROWS = 4
 _COLUMNS = 1024
 

@@ -8,9 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.page import token_hash
+from hsx_dist.reading.run import Run
+from hsx_dist.store import Store
 from hsx_dist.testing.samples import RandomSample, random_sample
-from tests.harness.runs import Stored
+from hsx_dist.testing.stores import MemoryStore
+from tests.harness.runs import RunWriter, Stored, write_v1_run
 
 HEAD = 8
 
@@ -57,3 +61,15 @@ def point_sample(key: str, tokens: int = 37, *, hidden: bool = False, seed: int 
     )
     rows = {"q": np.concatenate([q[0].states, q[1].states], -1), "mlp_out": out.states, "topk_ids": ids}
     return PointSample(key, q[0].token_ids, rows | ({"hidden_states": states.states} if hidden else {}), same)
+
+
+def run_of(
+    *parts: Sequence[Stored], codec: str = "split", store: Store | None = None, layers: Sequence[int] = ()
+) -> Run:
+    """A run of version 1, each part with these segments."""
+    store = store or MemoryStore()
+    write_v1_run(store, {"meaning": {"layers": list(layers)} if layers else {}, "settings": {}})
+    writer = RunWriter(store, resolve_codec(codec))
+    for part in parts:
+        writer.put(part)
+    return Run(store)

@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 import hsx_dist
 from hsx_dist.config import ExtractConfig
 from hsx_dist.connector import plugin
 from hsx_dist.errors import RunMismatch
+from hsx_dist.exporting import export_run
 from hsx_dist.jobs import doctor_points
 from hsx_dist.jobs.capture import CapturedRows
 from hsx_dist.jobs.preflight import examine_model
@@ -80,6 +82,15 @@ def check(folder: Path, rows: list[dict[str, Any]]) -> None:
 
 def test_every_stored_row_is_the_models(folder: Path, rows: list[dict[str, Any]]) -> None:
     check(folder, rows)
+
+
+def test_routes_are_exported_as_the_model_chose_them(folder: Path, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    export_run(hsx_dist.open_run(folder / "run"), "routing", tmp_path)
+    table, hooked = pq.read_table(tmp_path / "data-000000.parquet"), HookedModel(folder / "model")
+    assert table["key"].to_pylist() == [row["id"] for row in rows]
+    assert table.schema.metadata[b"layers"] == b"4"
+    for row, experts in zip(rows, table["routed_experts"].to_pylist(), strict=True):
+        assert [layers[0] for layers in experts] == hooked.rows(row["token_ids"])["topk_ids", 4].tolist()
 
 
 def test_the_jobs_own_check_compares_every_point(folder: Path) -> None:

@@ -28,6 +28,7 @@ from hsx_dist.reading import open_run
 from hsx_dist.reading.status import run_status
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import open_store
+from tests.harness.hooked_model import HookedModel
 from tests.harness.servers import RayHead, ray_head
 from tests.harness.unruly_model import unruly_llama, write_unruly_plugin
 from tests.integration.oracle import Oracle
@@ -222,3 +223,63 @@ def test_what_dies_and_is_resumed_elsewhere_equals_a_run_that_was_left_alone(set
         assert ours["token_ids"].tolist() == theirs["token_ids"].tolist() == ids
         oracle.assert_equal(ids, ours["hidden_states"], LAYERS)
         np.testing.assert_allclose(ours["hidden_states"], theirs["hidden_states"], rtol=0, atol=1e-3)
+
+
+#: Points next to the hidden states: with heads, without, and of every layer.
+CAPTURE = {"points": {"hidden_states": [0, -1], "q": [1], "k": [3], "mlp_out": "all"}}
+STORED = {"hidden_states": (0, 4), "q": (1,), "k": (3,), "mlp_out": (0, 1, 2, 3)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_points_of_a_killed_job_that_is_resumed_equal_those_of_a_run_that_was_left_alone(
+    settings, good, model, s3, tmp_path
+):
+    rows = dict(list(good.items())[:60])
+    lines = [json.dumps({"id": key, "token_ids": ids}) for key, ids in rows.items()]
+    points = {**{k: v for k, v in settings.items() if k != "layers"}, "source": "taps", "capture": CAPTURE}
+    points["input"] = {"path": write(tmp_path / "rows.jsonl", lines)}
+    url, options = f"{s3.url}/points", s3.storage_options
+    store = open_store(url, options)
+    config = tmp_path / "job.yaml"
+    config.write_text(yaml.safe_dump({**points, "output": url, "min_replicas": 2, "max_replicas": 2}))
+
+    def proven() -> int:
+        return len(load_manifest(place.store).samples) if (place := find_place(store)) else 0
+
+    with cluster(s3, write_unruly_plugin(tmp_path / "plugin")) as head:
+        begun = submit(head, s3, config, wait=False)
+        assert begun.returncode == 0, begun.stdout + begun.stderr
+        until(lambda: proven() > 3)
+        kill_one(head, "python ray_jobs/extract.py")
+        until(lambda: not processes(head, "ray::ReplicaActor") and not processes(head, "ray::WriterActor"))
+        own = open_place(store).store
+        kept = {key: (s.attempt, s.segments) for key, s in load_manifest(own).samples.items()}
+        assert 3 < len(kept) < len(rows)
+        fewer = ("min_replicas=1", "max_replicas=1", "resume=must")
+        resumed = submit(head, s3, config, *fewer, wait=True)
+    assert resumed.returncode == 0, resumed.stdout[-4000:]
+    assert f"{len(rows)} stored" in resumed.stdout
+
+    after = load_manifest(own)
+    assert {key: (after.samples[key].attempt, after.samples[key].segments) for key in kept} == kept
+    assert verify_run(store).ok
+    calm = tmp_path / "calm.yaml"
+    calm.write_text(yaml.safe_dump({**points, "output": str(tmp_path / "calm"), "store": {}, "pool": "threads"}))
+    assert run_extract(load_config(str(calm))).exit_status == 0
+    run, undisturbed = open_run(url, storage_options=options), open_run(str(tmp_path / "calm"))
+    assert run.keys() == undisturbed.keys() == list(rows)
+    hooked = HookedModel(model)
+    for key, ids in rows.items():
+        ours, theirs = run[key], undisturbed[key]
+        assert {name: p.layers for name, p in ours.points.items()} == STORED
+        assert ours.points == theirs.points
+        assert ours.token_ids().tolist() == ids
+        right = hooked.rows(ids)
+        right["hidden_states", 0], right["hidden_states", 4] = right["resid_pre", 0], right["resid_final", 0]
+        for name, layers in STORED.items():
+            for layer in layers:
+                got = ours.point(name, layer).flatten(1).double()
+                for other in (right[name, layer].double(), theirs.point(name, layer).flatten(1).double()):
+                    error = (got - other).norm(dim=1) / other.norm(dim=1).clamp_min(1e-30)
+                    assert float(error.max()) < 2e-5, (key, name, layer, float(error.max()))

@@ -21,7 +21,6 @@ from hsx_dist.errors import EngineError
 from hsx_dist.page import Page
 from hsx_dist.taps import operator
 from hsx_dist.taps.capture_config import additional_config
-from hsx_dist.taps.point_cache import LayerTarget
 from hsx_dist.taps.points import POINTS
 from hsx_dist.transport.local_end import LocalEnd, register, unregister
 from hsx_dist.vllm_patches.model_loads import taps_of
@@ -69,9 +68,9 @@ class ShippedRows:
     def close(self) -> None:
         pass
 
-    def chosen(self) -> set[tuple[str, tuple[int, ...]]]:
-        """The points and layers that were shipped."""
-        return {(page.segment.point, page.layer_ids) for page, _ in self.pages}
+    def chosen(self, key: str = "") -> set[tuple[str, tuple[int, ...]]]:
+        """The points and layers that were shipped, of one request or of all."""
+        return {(page.segment.point, page.layer_ids) for page, _ in self.pages if key in ("", page.segment.key)}
 
     def rows(self, key: str, n: int) -> dict[tuple[str, int], torch.Tensor]:
         """The ``n`` rows of every point and layer of a sample, each shipped once."""
@@ -163,29 +162,32 @@ class Tapped:
             for at, layer in enumerate(cache.layers)
         }
 
-    def run(self, wanted: list[list[int]], new_tokens: int = 1, asked: dict[str, Any] | None = None) -> list[Any]:
-        """Generate, and compare every row of every point. ``asked``: of each request. Returns vLLM's outputs."""
+    def run(self, wanted: list[list[int]], new_tokens: int = 1, *asked: dict[str, Any]) -> list[Any]:
+        """Generate, and compare every row of every point. ``asked``: of each request, or of all. Returns vLLM's
+        outputs."""
         from vllm import SamplingParams
 
         self.read.clear()
         self.shipped.pages.clear()
-        given = {"include_output_tokens": True, "hidden_states_points": "all", **(asked or {})}
+        all_points = {"include_output_tokens": True, "hidden_states_points": "all"}
+        given = [all_points | one for one in (asked if len(asked) == len(wanted) else [*asked, {}][:1] * len(wanted))]
         sampling = [
             SamplingParams(
                 max_tokens=new_tokens,
                 temperature=0.0,
                 ignore_eos=True,
                 detokenize=False,
-                extra_args={"kv_transfer_params": {"hidden_states_key": f"r{self.requests + i}", **given}},
+                extra_args={"kv_transfer_params": {"hidden_states_key": f"r{self.requests + i}", **one}},
             )
-            for i in range(len(wanted))
+            for i, one in enumerate(given)
         ]
         outputs = self.llm.generate([{"prompt_token_ids": p} for p in wanted], sampling, use_tqdm=False)
         flush(self.llm)
         for i, (prompt, output) in enumerate(zip(wanted, outputs, strict=True)):
             token_ids = [*prompt, *output.outputs[0].token_ids][:-1]
             self.compare(token_ids, self.read[tuple(token_ids)])
-            self.compare(token_ids, self.shipped.rows(f"r{self.requests + i}", len(token_ids)))
+            if given[i].get("hidden_states_save", True):
+                self.compare(token_ids, self.shipped.rows(f"r{self.requests + i}", len(token_ids)))
         self.requests += len(wanted)
         return outputs
 
@@ -229,15 +231,27 @@ def test_every_point_of_every_request(tapped: Tapped) -> None:
 
 
 def test_a_request_chooses_points_and_others_share_its_batch(tapped: Tapped) -> None:
-    (asked,) = tapped.run(prompts(8, 50), asked={"hidden_states_points": {"q": [2], "ln2": "all"}})
+    (asked,) = tapped.run(prompts(8, 50), 1, {"hidden_states_points": {"q": [2], "ln2": "all"}})
     assert tapped.shipped.chosen() == {("q", (2,)), ("ln2", (0, 2, 4))}
     told = asked.kv_transfer_params["hidden_states_meta"]["points"]
     assert told["q"] == {"shape": [50, 1, 128], "dtype": "float32", "layer_ids": [2]}
-    (states,) = tapped.run(prompts(9, 50), asked={"hidden_states_points": None})
+    (states,) = tapped.run(prompts(9, 50), 1, {"hidden_states_points": None})
     assert tapped.shipped.chosen() == {("hidden_states", (0, 2, 5))}
     assert states.kv_transfer_params["hidden_states_meta"]["layer_ids"] == [0, 2, 5]
-    (refused,) = tapped.run(prompts(10, 50), asked={"hidden_states_points": {"q": [1]}})
+    (refused,) = tapped.run(prompts(10, 50), 1, {"hidden_states_points": {"q": [1]}})
     assert "captured layers" in refused.kv_transfer_params["hidden_states_meta"]["refused"]["hidden_states_points"]
+
+
+def test_requests_of_one_batch_choose_other_points(tapped: Tapped) -> None:
+    first = tapped.requests
+    asked = ({"q": [2]}, {"z": [0], "mlp_out": "all"}, "all", {"q": [0, 2]})
+    given = [{"hidden_states_points": points} for points in asked]
+    tapped.run(prompts(60, 20, 30, 9, 14, 12), 3, *given, {"hidden_states_save": False})
+    assert tapped.shipped.chosen(f"r{first}") == {("q", (2,))}
+    assert tapped.shipped.chosen(f"r{first + 1}") == {("z", (0,)), ("mlp_out", (0, 2, 4))}
+    assert len(tapped.shipped.chosen(f"r{first + 2}")) == len(tapped.taps.plan.points)
+    assert tapped.shipped.chosen(f"r{first + 3}") == {("q", (0, 2))}
+    assert not tapped.shipped.chosen(f"r{first + 4}")
 
 
 def test_every_point_is_captured(tapped: Tapped) -> None:
@@ -259,8 +273,7 @@ def mutable(tapped: Tapped) -> Iterator[Tapped]:
 
 @pytest.mark.parametrize("point", ["resid_pre", "z", "mlp_out"])
 def test_a_layer_shifted_by_one_is_seen(mutable: Tapped, point: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = mutable.taps.caches[point]
-    targets = [t for t in operator._targets if isinstance(t, LayerTarget) and t.cache is cache]
+    targets = [target for (name, _), target in mutable.taps.targets.items() if name == point]
     for target in targets:
         monkeypatch.setattr(target, "at", (target.at + 1) % len(targets))
     with pytest.raises(AssertionError, match=point):

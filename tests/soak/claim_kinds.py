@@ -9,11 +9,13 @@ import os
 import random
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
@@ -23,6 +25,7 @@ from hsx_dist.config import InputConfig
 from hsx_dist.errors import HsxError
 from hsx_dist.exporting.base import num_layers_of
 from hsx_dist.format.checksum import crc32c, crc32c_hex
+from hsx_dist.format.codecs import resolve_codec
 from hsx_dist.format.container import Part
 from hsx_dist.format.description import Description
 from hsx_dist.format.header import build_header
@@ -32,15 +35,19 @@ from hsx_dist.inputs.rows import read_rows
 from hsx_dist.jobs.input_identity import check_same_input
 from hsx_dist.observe.report.facts import gather_facts
 from hsx_dist.observe.top import look
+from hsx_dist.page import HIDDEN_STATES, token_hash
 from hsx_dist.reading import load_hidden_states, open_run
+from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.reading.expiry import expired
 from hsx_dist.reading.follow import Follower
 from hsx_dist.reading.garbage import unproven
 from hsx_dist.reading.retention import Retention, used_by_all
+from hsx_dist.reading.statistics import compute_statistics
 from hsx_dist.reading.status import run_status
+from hsx_dist.reading.token_batches import TokenBatches
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store.local import LocalStore
-from hsx_dist.testing.samples import random_sample
+from hsx_dist.testing.samples import RandomSample, random_sample
 from tests.harness import runs as testing_runs
 from tests.soak.mutations import VALUES, spots
 
@@ -353,6 +360,29 @@ def many_segments(rng: random.Random, folder: Path) -> list[Read]:
     return readers_of(store)
 
 
+def columns(rng: random.Random, folder: Path) -> list[Read]:
+    """A sample of many columns of zeros, each expanding as far as a part may; or receipts that lie about them."""
+    store = LocalStore(folder)
+    testing_runs.write_v1_run(store, {"meaning": {"layers": [3]}, "settings": {}, "id": "x"})
+    shards, tokens, width = 1 << rng.randrange(7), 1 << rng.randrange(6), 1 << rng.randrange(18)
+    zeros = np.zeros((tokens, 1, width), np.uint16)
+    made = RandomSample("a", zeros, np.arange(tokens), (3,), "bfloat16", tokens)
+    point = rng.choice([HIDDEN_STATES, "q"])
+    facts = {"point": point, "shards": shards, "columns": shards, "sample_hash": token_hash(made.token_ids)}
+    segments = [replace(made.segments()[0], **facts, shard=i, column=i) for i in range(shards)]
+    testing_runs.RunWriter(store, resolve_codec("zstd")).put([(made, segment, 0) for segment in segments])
+    if rng.random() < 0.5:
+        path = folder / "manifest" / "0001" / "w" / "000001.json"
+        store.put("manifest/0001/w/000001.json", [sealed(_claims(json.loads(path.read_text())["receipt"], rng))])
+    data = partial(HiddenStatesDataset, store.url, points=[point], framework="numpy", threads=2)
+    return [
+        *readers_of(store),
+        lambda: [s.load(points=[point], framework="numpy") for s in open_run(store.url)],
+        lambda: list(islice(TokenBatches(data(), 4), 3)),
+        lambda: compute_statistics(open_run(store.url), point=point),
+    ]
+
+
 # -- inputs ----------------------------------------------------------------------------------------------------------
 
 
@@ -471,6 +501,7 @@ KINDS: dict[str, Callable[[random.Random, Path], list[Read]]] = {
     "plain headers": plain_headers,
     "part headers": part_headers,
     "segments that are not there": many_segments,
+    "columns": columns,
     "compressed lines": compressed_lines,
     "tables": tables,
     "Arrow claims": arrow_claims,

@@ -24,6 +24,7 @@ RUN_BY = {
     "docs/extending.md": "tests/unit/exporting/test_exporters.py",
     "docs/guides/training.md": "tests/unit/test_guides.py",
     "docs/guides/sparse-autoencoders.md": "tests/unit/test_guides.py",
+    "docs/guides/routing-replay.md": "tests/unit/test_guides.py",
     "docs/connector.md": "tests/integration/test_connector_bare.py",
     "docs/capture.md": "tests/integration/test_points_run.py",
     "docs/guides/ray-cluster.md": "tests/integration/test_ray_job.py",

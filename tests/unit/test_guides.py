@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hsx_dist import open_run
+from hsx_dist.cli import main
+from hsx_dist.config import load_config
 from hsx_dist.reading.statistics import compute_statistics, store_statistics
 from hsx_dist.store import open_store
 from hsx_dist.testing.samples import random_sample
+from tests.harness.points import point_sample, run_of
 from tests.harness.runs import store_run
 from tests.harness.snippets import snippets
 
@@ -40,3 +45,27 @@ def test_the_guide_on_sparse_autoencoders_gives_batches(tmp_path: Path) -> None:
     assert names["batch"]["hidden_states"].shape == (256, 24)  # type: ignore[index]
     assert names["state"]["batches"] > 0  # type: ignore[index]
     assert names["packed"]["hidden_states"].shape == (4, 32, 24)  # type: ignore[index]
+
+
+def test_the_guide_on_routing_replay_reads_what_is_exported(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    run_of(*(point_sample(f"s{i}", 9 + i, seed=i).segments(i) for i in range(3)), store=open_store(url))
+    (config, command, *_) = blocks = snippets(GUIDES / "routing-replay.md")
+    assert load_config(None, (), **yaml.safe_load(config.text)).capture == {
+        "points": {"topk_ids": "all", "topk_weights": "all"}
+    }
+    words = command.text.split()
+    assert words[:2] == ["hsx", "export"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["export", url, str(tmp_path / "routes"), *words[4:]])
+    said = json.loads((tmp_path / "routes" / "export.json").read_text())
+    assert said["routed_experts"].startswith("[T, 2, 4], decoder layers [3, 7]")
+    assert said["routed_weights"] == "not stored"
+    names = {"RUN": url, "ROUTES": str(tmp_path / "routes"), "__name__": "guide"}
+    for block in blocks:
+        if block.language == "python":
+            exec(compile(block.text, block.where, "exec"), names)
+    expected = point_sample("s0", 9, seed=0).points["topk_ids"].astype("int32")
+    assert names["experts"].tolist() == expected.tolist()  # type: ignore[attr-defined]
+    assert names["chosen"].tolist() == expected[:, 0].tolist()  # type: ignore[attr-defined]
+    assert names["weights"].shape == (9, 4)  # type: ignore[attr-defined]

@@ -107,7 +107,13 @@ HEAVY: dict[str, tuple[str, ...]] = {
 }
 
 #: Torch's data sets, which must be torch's.
-TORCH_DATA = {"reading/datasets.py", "reading/mixing.py", "reading/packed.py", "reading/token_batches.py"}
+TORCH_DATA = {
+    "reading/datasets.py",
+    "reading/map_dataset.py",
+    "reading/mixing.py",
+    "reading/packed.py",
+    "reading/token_batches.py",
+}
 #: Rooms that load nothing heavy when they are imported.
 LIGHT = {"reading", "exporting", "cli", "models", "testing", "config", "store", "format"}
 

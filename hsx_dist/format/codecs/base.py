@@ -57,17 +57,26 @@ def allocate(nbytes: int) -> np.ndarray[Any, Any]:
     return np.empty(nbytes, np.uint8)
 
 
+@runtime_checkable
+class EncodesInto(Protocol):
+    """A codec that writes into memory which its caller gives."""
+
+    def encode_into(
+        self, x: np.ndarray[Any, Any], dtype: str, allocate: Allocate, look: Look, /
+    ) -> np.ndarray[Any, Any]:
+        """As the function of this name."""
+
+
 def encode_into(
     codec: Codec, x: np.ndarray[Any, Any], dtype: str, allocate: Allocate = allocate, look: Look = lambda _: None
 ) -> np.ndarray[Any, Any]:
     """What ``codec.encode(x, dtype)`` gives, as one array uint8 ``[n]`` of what ``allocate`` gives; ``look`` is shown
     every row of ``x`` once.
 
-    A codec that can write there itself has a method ``encode_into(x, dtype, allocate, look)``, which is called instead.
+    A codec that can write there itself is an ``EncodesInto``, whose method is called instead.
     """
-    own = getattr(codec, "encode_into", None)
-    if own is not None:
-        return own(x, dtype, allocate, look)  # type: ignore[no-any-return]
+    if isinstance(codec, EncodesInto):
+        return codec.encode_into(x, dtype, allocate, look)
     for rows in blocks(x):
         look(rows)
     # Copied while it is in the cache: what the codec allocates is freed at once, and the next call gets it again.

@@ -15,6 +15,7 @@ from hsx_dist.store.base import Buffer
 
 #: The largest finite value of e4m3fn.
 _LARGEST = np.float32(448)
+#: NaN of e4m3fn, without the sign. All smaller codes are finite.
 _NAN = 0x7F
 #: No scale is smaller: quotients by denormals overflow. No scale is larger: 448 of it is still a float32.
 _SMALLEST_SCALE, _LARGEST_SCALE = (

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+#: A quiet NaN of bfloat16.
 _NOT_NUMBER = 0x7FC0
 
 

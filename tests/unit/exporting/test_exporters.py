@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from hsx_dist import open_run
 from hsx_dist.errors import ConfigError, FormatError
-from hsx_dist.exporting import ExportOptions, SampleLeftOut, export_run, register_exporter
+from hsx_dist.exporting import Exporter, ExportOptions, SampleLeftOut, export_run, register_exporter
 from hsx_dist.exporting.export import EXPORTERS
 from hsx_dist.exporting.specforge import DFlashExporter
 from hsx_dist.exporting.weights import ModelEnd
@@ -189,7 +189,7 @@ def test_a_sample_is_not_left_out_with_its_neighbours(
     assert not list(tmp_path.rglob("*.left-out")) + list(tmp_path.rglob(".new-*"))
 
 
-@pytest.mark.parametrize("to", [name for name in EXPORTERS if name != "saelens"])
+@pytest.mark.parametrize("to", [name for name in EXPORTERS if name not in ("saelens", "routing")])
 def test_every_statement_names_the_layers_the_norm_and_the_mask(to: str, run: Run, model: Any, tmp_path: Path) -> None:
     export_run(run, to, tmp_path, ExportOptions(model=str(model[0])), shard=0, shards=2)
     said = statement(tmp_path)
@@ -512,7 +512,7 @@ def test_an_export_waits_for_another_one_to_say_what_the_folder_holds(
 def test_what_an_exporter_leaves_comes_into_no_other_file(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class First:
+    class First(Exporter):
         per_file, layers = 2, (2,)
 
         def __init__(self, run: Run, options: ExportOptions) -> None: ...
@@ -577,3 +577,16 @@ def test_a_run_without_samples_whose_layers_are_no_ids_is_a_typed_error(
     assert run.layer_ids == ()
     with pytest.raises(ConfigError):
         export_run(run, to, tmp_path / "out", ExportOptions(num_layers=8))
+
+
+@pytest.mark.parametrize("to", ["modelopt", "topk-logprobs", "specforge-eagle3", "vllm"])
+@pytest.mark.parametrize("what", ["width", "ids"])
+def test_samples_of_another_width_or_other_ids_are_refused(tmp_path: Path, model: Any, to: str, what: str) -> None:
+    other = random_sample("x", 6, layer_ids=LAYERS, hidden_size=1, dtype="float32", odd=False)
+    if what == "ids":
+        other = replace(SAMPLES[1], key="x", token_ids=SAMPLES[1].token_ids + 2**40)
+    store_run(open_store(str(tmp_path / "run")), [SAMPLES[0], other])
+    options = ExportOptions(model=str(model[0]), num_layers=N, aux_layers=(2, 4, 5))
+    expected = {"width": "'x': expected rows of 64 elements .*, got 1", "ids": "'x': expected token ids from 0"}[what]
+    with pytest.raises(FormatError, match=expected):
+        export_run(open_run(str(tmp_path / "run")), to, tmp_path / "out", options)

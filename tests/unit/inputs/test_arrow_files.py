@@ -266,7 +266,7 @@ def test_an_arrow_schema_in_an_odd_form(tmp_path: Path, trap: Trap, stored: bool
     """A footer with Arrow's schema as the writer's own metadata: also twice, and not in plain base64."""
     schema = hostile(OWN, trap.pickle)["struct in a list"].schema
     text = base64.b64encode(schema.serialize().to_pybytes())
-    text = {"newline": text[:40] + b"\n" + text[40:], "no padding": text.rstrip(b"=")}.get(damage, text)
+    text = {"newline": text[:40] + b"\n" + text[40:], "no padding": text.rstrip(b"=")[:-1]}.get(damage, text)
     table = hostile("x", b"")["struct in a list"]
     path = tmp_path / "in.parquet"
     with pq.ParquetWriter(path, table.schema, store_schema=stored) as writer:

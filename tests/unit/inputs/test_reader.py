@@ -7,13 +7,16 @@ import http.server
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
+import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -58,6 +61,39 @@ def test_the_reader_ends_with_its_iterator(tmp_path: Path, started: bool) -> Non
     rows.close()  # type: ignore[attr-defined]
     del rows
     assert children() == before
+
+
+_FORKS = """
+import multiprocessing, os, sys, time
+from pathlib import Path
+from hsx_dist.config import InputConfig
+from hsx_dist.inputs.rows import read_rows
+rows = read_rows(InputConfig(path=sys.argv[1]))
+next(rows)
+(child,) = (pid for t in Path("/proc/self/task").iterdir() for pid in (t / "children").read_text().split())
+forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+forked.start()
+print(child, forked.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@linux
+def test_the_reader_ends_with_its_parent_whose_forked_process_lives_on(tmp_path: Path) -> None:
+    """That one holds the connection open."""
+    command = [sys.executable, "-c", _FORKS, str(packed(tmp_path, 1_000_000))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child, forked = map(int, parent.stdout.readline().split())
+        try:
+            parent.wait(60)
+            end = time.monotonic() + 60
+            while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+                assert time.monotonic() < end
+                time.sleep(0.1)
+            assert psutil.pid_exists(forked)
+        finally:
+            os.kill(forked, signal.SIGKILL)
 
 
 def test_a_row_that_no_process_can_send_is_refused_alone(tmp_path: Path) -> None:

@@ -14,34 +14,27 @@ import torch
 
 from hsx_dist.cli import main
 from hsx_dist.errors import ConfigError, FormatError, HsxError, IntegrityError, SampleNotFound
-from hsx_dist.format.codecs import SplitCodec, resolve_codec
+from hsx_dist.format.codecs import SplitCodec
 from hsx_dist.format.container import EncodedPart, EncodedSegment, SegmentEncoder, build_part
 from hsx_dist.format.runs import load_manifest
+from hsx_dist.page import token_hash
 from hsx_dist.reading import Run
 from hsx_dist.reading.collate import pad
 from hsx_dist.reading.column import StoredPoint
-from hsx_dist.reading.datasets import HiddenStatesDataset, HiddenStatesMapDataset
+from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.reading.load import load_object
+from hsx_dist.reading.map_dataset import HiddenStatesMapDataset
 from hsx_dist.reading.statistics import compute_statistics, read_statistics
 from hsx_dist.reading.token_batches import TokenBatches
 from hsx_dist.reading.verify import verify_run
-from hsx_dist.store import Store, open_store
-from hsx_dist.testing.samples import random_sample
+from hsx_dist.store import open_store
+from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
 from tests.harness import runs
-from tests.harness.points import HEAD, PointSample, point_sample
+from tests.harness.points import HEAD, PointSample, point_sample, run_of
 from tests.harness.runs import RunWriter, Stored, whole, write_v1_run
 
 CUTS = ((8,), (), (20, 30), ())
-
-
-def run_of(*parts: Sequence[Stored], codec: str = "split", store: Store | None = None) -> Run:
-    store = store or MemoryStore()
-    write_v1_run(store, {"meaning": {}, "settings": {}})
-    writer = RunWriter(store, resolve_codec(codec))
-    for part in parts:
-        writer.put(part)
-    return Run(store)
 
 
 def expected(made: PointSample, name: str, layers: Sequence[int] | None = None) -> np.ndarray[Any, Any]:
@@ -249,6 +242,53 @@ def test_columns_that_are_not_the_shards_of_a_point_are_refused(change: Callable
     for ask in (lambda: sample.points, lambda: sample.load(points=["q"]), lambda: sample.point("q", 3)):
         with pytest.raises(IntegrityError, match="expected the shards of point"):
             ask()
+
+
+def test_verify_finds_columns_that_are_no_whole_point() -> None:
+    good, bad = point_sample("a").segments(0), facts(point_sample("b").segments(1), 2, point="k", shards=1, shard=0)
+    assert verify_run(run_of(good).place.root).ok
+    [problem] = verify_run(run_of(good, bad).place.root).problems
+    assert "'b'" in problem.message or "b: expected the shards of point" in problem.message
+
+
+def test_points_have_layers_of_their_own() -> None:
+    run = run_of(point_sample("a", odd=False).segments(0))
+    loaded = run["a"].load({"q": [7], "mlp_out": [7]}, points=["q", "mlp_out"], framework="numpy")
+    both = run["a"].load(points=["q", "mlp_out"], framework="numpy")["points"]
+    assert np.array_equal(loaded["points"]["q"], both["q"][:, 1:])
+    data = HiddenStatesDataset(run, points=["q", "mlp_out"], layers={"q": [7, 3]}, framework="numpy")
+    [item] = data
+    assert np.array_equal(item["q"], both["q"][:, ::-1])
+    assert np.array_equal(item["mlp_out"], both["mlp_out"])
+    assert (data.layers_of("q"), data.layers_of("mlp_out")) == ((7, 3), (7,))
+    with pytest.raises(ConfigError, match=r"got those of \['k'\]"):
+        HiddenStatesDataset(run, points=["q"], layers={"k": [3]})
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_many_shards_of_few_bytes_are_refused_together(framework: Any) -> None:
+    """Each shard alone may claim 64 MiB; together they claim more than one part of some KiB can hold."""
+    shards, tokens, width = 4, 64, 1 << 18
+    made = RandomSample("a", np.zeros((tokens, 1, width), np.uint16), np.arange(tokens), (3,), "bfloat16", tokens)
+    facts = {"point": "q", "shards": shards, "columns": shards, "sample_hash": token_hash(made.token_ids)}
+    one = made.segments()[0]
+    run = run_of([(made, replace(one, **facts, shard=i, column=i), 0) for i in range(shards)], codec="zstd")
+    with pytest.raises(FormatError, match=f"got a claim of {shards * tokens * width * 2} bytes"):
+        run["a"].load(points=["q"], framework=framework)
+    assert run["a"].load(points=["q"], tokens=(0, 8), framework=framework)["points"]["q"].shape == (8, 1, 4 * width)
+
+
+def test_statistics_take_layers_by_their_ids_and_refuse_other_widths() -> None:
+    a = random_sample("a", tokens=8, layer_ids=(3, 7), hidden_size=16, odd=False)
+    turned = replace(a, key="b", states=a.states[:, ::-1].copy(), layer_ids=(7, 3))
+    one, both = (
+        compute_statistics(run_of(*([whole(s)] for s in samples), layers=(3, 7))) for samples in ([a], [a, turned])
+    )
+    for layer in (3, 7):
+        np.testing.assert_allclose(both.layers[layer].mean, one.layers[layer].mean)
+    narrow = random_sample("c", tokens=8, layer_ids=(3, 7), hidden_size=1, odd=False)
+    with pytest.raises(FormatError, match="expected rows of 16 elements"):
+        compute_statistics(run_of([whole(a)], [whole(narrow)], layers=(3, 7)))
 
 
 def test_shards_are_ordered_by_what_they_say() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +152,46 @@ def test_runs_of_version_1_that_lost_their_description_are_told_with_their_stati
     done = CliRunner().invoke(app, ["rm", str(tmp_path), "--yes"])
     assert done.exit_code == 0, done.output
     assert not list((tmp_path / "statistics").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"mean_norm": 3.5}, "expected crc32c"),
+        ({"layer": 15, "crc32c": None}, "expected statistics of hidden_states at layer 2, got .* layer 15"),
+        ({"point": "q", "crc32c": None}, "at layer 2, got those of q"),
+        ({"max_norm": -1.0, "crc32c": None}, "no negative variance or norm"),
+        ({"hidden_size": 0, "mean": "", "variance": "", "absmax": "", "crc32c": None}, "arrays of one length"),
+    ],
+)
+def test_what_is_damaged_or_of_another_layer_is_refused(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
+    run = run_at(tmp_path, 2)
+    store_statistics(run, compute_statistics(run, [2]))
+    body = {**json.loads(run.store.get(statistics_name(2))), **changes}
+    run.store.put(statistics_name(2), [json.dumps({k: v for k, v in body.items() if v is not None}).encode()])
+    with pytest.raises(FormatError, match=expected):
+        read_statistics(run, [2])
+    assert [problem.part for problem in verify_run(run.place.root).problems] == [statistics_name(2)]
+
+
+def test_those_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    run = run_at(tmp_path, 2)
+    store_statistics(run, compute_statistics(run, [2]))
+    body = json.loads(run.store.get(statistics_name(2)))
+    del body["crc32c"], body["point"]
+    before = read_statistics(run, [2]).layers[2]
+    run.store.put(statistics_name(2), [json.dumps(body).encode()])
+    assert np.array_equal(read_statistics(run, [2]).layers[2].mean, before.mean)
+
+
+def test_statistics_of_another_width_scale_nothing(tmp_path: Path) -> None:
+    from hsx_dist import HiddenStatesDataset, TokenBatches
+    from hsx_dist.reading.statistics import RunStatistics
+
+    run = run_at(tmp_path, 2)
+    own = compute_statistics(run, [2]).layers[2]
+    narrow = {name: getattr(own, name)[:8] for name in ("mean", "variance", "absmax")}
+    store_statistics(run, RunStatistics({2: replace(own, **narrow)}))
+    batches = TokenBatches(HiddenStatesDataset(run, layers=[2]), 4, scaling="standard")
+    with pytest.raises(FormatError, match=r"channels, got those of 8\. Run `hsx stats` again"):
+        next(iter(batches))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from hsx_dist import HiddenStatesDataset, TokenBatches
+from hsx_dist import HiddenStatesDataset, MixedDataset, TokenBatches
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.reading import token_batches
 from hsx_dist.reading.mixer import Slots, share_sizes
@@ -88,7 +88,7 @@ def test_each_batch_waits_for_its_own_part_of_the_refill(
         put.append(len(places))
         whole(slots, places, *rows)
 
-    monkeypatch.setattr(token_batches, "ahead", lambda steps, _: steps)
+    monkeypatch.setattr(token_batches, "ahead", lambda steps, *_: steps)
     monkeypatch.setattr(Slots, "put", counted)
     waits = []
     for _ in islice(mixing(url, keep=keep, repeat=True), 200):
@@ -183,3 +183,99 @@ def test_scaling_by_the_runs_statistics(tmp_path: Path, framework: Any, layers: 
     if framework == "numpy":
         with pytest.raises(ConfigError, match="device"):
             scaled(None, device="cpu")
+
+
+@pytest.mark.parametrize("kind", ["data set", "batches", "mixed"])
+def test_a_repeating_shard_without_samples_says_so(tmp_path: Path, kind: str) -> None:
+    """It would look for a sample without end, and a training job would stand still."""
+    store_run(open_store(str(tmp_path)), SAMPLES[:2])
+    data = HiddenStatesDataset(str(tmp_path), layers=[15], rank=2, world_size=3, repeat=True)
+    one: Any = {"data set": data, "batches": TokenBatches(data, 4), "mixed": MixedDataset([data], [1])}[kind]
+    with pytest.raises(ConfigError, match="expected a sample for each of 3 shards"):
+        next(iter(one))
+    assert list(HiddenStatesDataset(str(tmp_path), rank=2, world_size=3)) == []
+
+
+def test_a_repeating_data_set_of_lost_parts_says_so(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    store_run(store, SAMPLES[:4], per_part=2)
+    data = HiddenStatesDataset(str(tmp_path), layers=[15], repeat=True, on_error="skip")
+    first, *rest = tmp_path.rglob("*.safetensors")
+    first.unlink()
+    assert len(list(islice(data, 5))) == 5  # what is left comes again and again
+    assert data.skipped >= 4
+    for path in rest:
+        path.unlink()
+    data = HiddenStatesDataset(str(tmp_path), layers=[15], repeat=True, on_error="skip")
+    for ask in (data, TokenBatches(data, 4)):
+        with pytest.raises(FormatError, match="got none of a whole epoch: all 4 were skipped"):
+            next(iter(ask))
+
+
+def test_leaving_ends_a_step_that_finds_no_token(url: str) -> None:
+    """A step of the mixing thread may read a whole epoch; whoever leaves waits for one sample at most."""
+    batches = TokenBatches(HiddenStatesDataset(url, layers=[15], repeat=True), 16, buffer_tokens=32)
+    seen, asked = threading.Event(), []
+    whole, release = batches._wanted, threading.Event()
+
+    def wanted(item: Any) -> Any:
+        rows = whole(item)
+        if asked:
+            seen.set()
+            assert release.wait(30)
+            rows = {name: x[:0] for name, x in rows.items()}
+        asked.append(len(rows["input_ids"]))
+        return rows
+
+    batches._wanted = wanted  # type: ignore[method-assign]
+    it = iter(batches)
+    next(it)
+    assert seen.wait(30)
+    threading.Timer(0.2, release.set).start()
+    it.close()
+    assert asked.count(0) <= 2
+
+
+def test_a_buffer_that_does_not_fit_into_memory_is_a_typed_error() -> None:
+    slots = Slots(4, 256)
+    slots._tokens = 1 << 50
+    with pytest.raises(ConfigError, match="buffer_tokens: expected a buffer that fits into memory"):
+        slots.put(np.arange(1), {"input_ids": np.zeros((1, 64))}, 0)
+
+
+@pytest.mark.parametrize(
+    ("member", "value"),
+    [
+        ("buffers", 1 << 32), ("buffers", -1), ("oldest", 5), ("blocks", 7), ("blocks", [7]), ("mix", 3), ("rows", "x"),
+        ("first", 3), ("batches", 1.5), ("dataset", 5), ("dataset.epoch", 1 << 63), ("dataset.taken", -3),
+        ("dataset.history", [[1, [-3]]]), ("dataset.history", [[0, []]]), ("dataset.history", [[3, [1]]]),
+        ("dataset.history", [1]), ("dataset.shards", []), ("dataset.samples", None), ("dataset.run", 3),
+        ("dataset.skipped", "x"),
+    ],
+)  # fmt: skip
+def test_a_damaged_state_is_refused(url: str, member: str, value: Any) -> None:
+    batches = mixing(url, repeat=True)
+    list(islice(batches, 3))
+    state = json.loads(json.dumps(batches.state_dict()))
+    *path, name = member.split(".")
+    (state[path[0]] if path else state)[name] = value
+    with pytest.raises(ConfigError, match=r"state: .*expected"):
+        mixing(url, repeat=True).load_state_dict(state)
+
+
+def test_layers_go_by_their_ids(tmp_path: Path) -> None:
+    """A sample that stores them in another order gives the same rows, and one that stores others is refused."""
+    a = random_sample("a", 20, layer_ids=(3, 7), hidden_size=16, odd=False)
+    turned = replace(a, key="b", states=a.states[:, ::-1].copy(), layer_ids=(7, 3))
+    other = replace(a, key="c", layer_ids=(2, 8))
+    info = {"meaning": {"layers": [3, 7]}}
+    store_run(open_store(str(tmp_path / "both")), [a, turned], info=info)
+    data = HiddenStatesDataset(str(tmp_path / "both"), framework="numpy")
+    assert data.layers == (3, 7)
+    [batch] = TokenBatches(data, 40)
+    order = np.lexsort((*batch["hidden_states"][:, 0].T, batch["input_ids"]))
+    rows = batch["hidden_states"][order]
+    assert np.array_equal(rows[::2], rows[1::2])
+    store_run(open_store(str(tmp_path / "other")), [a, other], info=info)
+    with pytest.raises(ConfigError, match="layers"):
+        list(TokenBatches(HiddenStatesDataset(str(tmp_path / "other")), 40))

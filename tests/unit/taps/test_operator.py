@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import weakref
 from itertools import count
 from typing import Any
 
@@ -74,6 +75,16 @@ def test_values_are_not_rounded_and_rows_have_their_width() -> None:
         operator.scatter(x, slots, torch.zeros(1, 1, 3), counter)
     operator.scatter(x.bfloat16(), slots, torch.ones(1, 1, 2), counter)
     operator.scatter(x.long(), slots, torch.ones(1, 1, 2, dtype=torch.int32), counter)
+
+
+def test_a_target_is_freed_with_its_model() -> None:
+    """Each has an engine's cache: a process that makes one engine after the other would keep them all."""
+    target = Target()
+    gone, number = weakref.ref(target), operator.register(target)
+    assert operator._targets[number] is target
+    del target
+    assert gone() is None
+    assert number not in operator._targets
 
 
 class Block(nn.Module):

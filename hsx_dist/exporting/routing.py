@@ -1,0 +1,102 @@
+"""``routing``: the experts that a model's routers chose for each token, as Parquet, to be replayed in training.
+
+A trainer computes other choices than the engine for some tokens, where two experts are nearly equal. Replaying the
+engine's choices keeps both on one path: Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training
+and Inference Routers" (arXiv 2510.11370).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hsx_dist.errors import ConfigError
+from hsx_dist.exporting.base import Exporter, ExportOptions
+from hsx_dist.reading.run import Run
+
+#: Samples whose rows are held at once, and then are a row group of the file.
+_ROW_GROUP = 64
+_IDS, _WEIGHTS = "topk_ids", "topk_weights"
+
+
+class RoutingExporter(Exporter):
+    """``data-NNNNNN.parquet``, a row a sample: ``key``, ``input_ids`` int64 ``[T]``, ``routed_experts`` int32
+    ``[T, L, K]`` (vLLM's name and order), and ``routed_weights`` float32 ``[T, L, K]`` where the run has them."""
+
+    points: tuple[str, ...] = (_IDS,)
+
+    def __init__(self, run: Run, options: ExportOptions) -> None:
+        if importlib.util.find_spec("pyarrow") is None:
+            raise ConfigError("routing: expected pyarrow to be installed, got none. pip install pyarrow")
+        stored = run.at(0).points if len(run) else {}
+        if _IDS not in stored:
+            raise ConfigError(
+                f"{run.url}: cannot be exported for routing: expected the point {_IDS}, got {', '.join(stored)}. "
+                "Extract with source taps and capture {points: {topk_ids: all, topk_weights: all}}"
+            )
+        layers = stored[_IDS].layers
+        self.layers = tuple(options.aux_layers or layers)
+        weighted = _WEIGHTS in stored and set(self.layers) <= set(stored[_WEIGHTS].layers)
+        self.points = (_IDS, _WEIGHTS) if weighted else (_IDS,)
+        if missing := sorted(set(self.layers) - set(layers)):
+            raise ConfigError(
+                f"{run.url}: expected layers among {list(layers)}, got {missing} too. Name others (--layers)"
+            )
+        self.per_file = options.samples_per_file
+        self._k = stored[_IDS].width
+
+    def file(self, first: int) -> str:
+        return f"data-{first // self.per_file:06d}.parquet"
+
+    def write(self, items: Iterable[dict[str, Any]], path: Path) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        def routes(of: pa.DataType) -> pa.DataType:
+            return pa.list_(pa.list_(pa.list_(of, self._k), len(self.layers)))
+
+        columns = {"routed_experts": (_IDS, pa.int32())}
+        if _WEIGHTS in self.points:
+            columns["routed_weights"] = (_WEIGHTS, pa.float32())
+        schema = pa.schema(
+            [
+                ("key", pa.string()),
+                ("input_ids", pa.list_(pa.int64())),
+                *((name, routes(of)) for name, (_, of) in columns.items()),
+            ],
+            metadata={"layers": ",".join(map(str, self.layers))},
+        )
+        items = iter(items)
+        with pq.ParquetWriter(path, schema) as writer:
+            while rows := list(islice(items, _ROW_GROUP)):
+                ends = pa.array(np.cumsum([0, *(len(row["input_ids"]) for row in rows)]), pa.int32())
+                joined = {
+                    name: np.concatenate([row[name].numpy() for row in rows]) for name in ("input_ids", *self.points)
+                }
+                arrays = [
+                    pa.array([row["key"] for row in rows], pa.string()),
+                    pa.ListArray.from_arrays(ends, pa.array(joined["input_ids"], pa.int64())),
+                ]
+                for point, of in columns.values():
+                    flat = pa.array(joined[point].reshape(-1), of)
+                    tokens = pa.FixedSizeListArray.from_arrays(
+                        pa.FixedSizeListArray.from_arrays(flat, self._k), len(self.layers)
+                    )
+                    arrays.append(pa.ListArray.from_arrays(ends, tokens))
+                writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
+
+    def finish(self, run: Run, dest: Path) -> None:
+        """Nothing more."""
+
+    def statement(self) -> dict[str, Any]:
+        return {
+            "routed_experts": f"[T, {len(self.layers)}, {self._k}], decoder layers {list(self.layers)} counted from 0, "
+            "experts in the router's order",
+            "routed_weights": "as the router gives them" if _WEIGHTS in self.points else "not stored",
+            "loss_mask": "none",
+        }

@@ -1,0 +1,55 @@
+"""What data sets share: a selection of a run, and how an item is made of a sample."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hsx_dist.format.container_read import Empty
+from hsx_dist.reading.arrays import resolve_framework
+from hsx_dist.reading.cache import CachedStore
+from hsx_dist.reading.items import ItemSpec
+from hsx_dist.reading.prefetch import reused_memory
+from hsx_dist.reading.run import Run, open_run
+from hsx_dist.reading.select import Selection, select
+
+#: A run's path or URL, an open run, or a selection of one.
+Source = str | os.PathLike[str] | Run | Selection
+
+
+class ItemReader:
+    """Makes items of the samples at places of a selection."""
+
+    def __init__(
+        self,
+        source: Source,
+        spec: ItemSpec,
+        storage_options: Mapping[str, Any] | None,
+        cache_dir: str | os.PathLike[str] | None,
+        cache_bytes: int,
+    ):
+        if not isinstance(source, (Run, Selection)):
+            source = open_run(os.fspath(source), storage_options=storage_options)
+        self.selection = source if isinstance(source, Selection) else select(source)
+        self.run = self.selection.run
+        if cache_dir is not None:
+            cached = partial(CachedStore, folder=Path(cache_dir), max_bytes=cache_bytes, run_id=self.run.id)
+            self.run = self.run.with_store(cached)
+        spec.check_layers(self.run)
+        self.spec = spec
+
+    def make(self, place: int, epoch: int, empty: Empty | None = None) -> dict[str, Any]:
+        return self.spec.make(self.run.sample_of(self.selection.run_index[place]), epoch, empty)
+
+    def nbytes(self, place: int) -> int:
+        """As ``ItemSpec.nbytes``."""
+        index = self.selection.run_index
+        sizes = int(index.tokens[place]), int(index.raw_bytes[place]), int(index.stored_bytes[place])
+        return self.spec.nbytes(self.run, index.keys[place], *sizes)
+
+    def memory(self, prefetch_bytes: int) -> Empty | None:
+        """Where items' states lie; fresh memory for numpy, which gets other arrays than those that are decoded into."""
+        return reused_memory(prefetch_bytes) if resolve_framework(self.spec.framework) == "torch" else None

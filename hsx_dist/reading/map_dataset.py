@@ -1,0 +1,75 @@
+"""A data set by position, for samplers of one's own. Loads torch where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import numpy as np
+
+from hsx_dist.reading.item_reader import ItemReader, Source
+from hsx_dist.reading.items import ItemSpec
+from hsx_dist.reading.run import Run
+from hsx_dist.reading.sample import Layers
+
+if importlib.util.find_spec("torch") is not None:
+    from torch.utils.data import Dataset
+else:
+    Dataset = object
+
+
+class HiddenStatesMapDataset(Dataset):  # type: ignore[misc, valid-type]
+    """The samples of a run by position, for samplers of one's own; items and arguments as ``HiddenStatesDataset``'s.
+
+    ``lengths``: tokens of each sample, int64 ``[n]``, for samplers that pack. A list of positions is read by threads at
+    once (``__getitems__``, which ``DataLoader`` calls). What is corrupt or missing is always raised.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        points: Sequence[str] | None = None,
+        layers: Layers | None = None,
+        tokens: slice | tuple[int, int] | None = None,
+        max_tokens: int | None = None,
+        crop: Literal["start", "end", "random"] = "start",
+        seed: int = 0,
+        loss_mask: Literal["ones", "raise", "off"] = "ones",
+        rename: Mapping[str, str | None] | None = None,
+        threads: int = 16,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int = 32 << 30,
+        framework: Literal["auto", "torch", "numpy"] = "auto",
+        storage_options: Mapping[str, Any] | None = None,
+    ):
+        spec = ItemSpec(
+            *(layers, tokens, max_tokens, crop, loss_mask, dict(rename or {}), framework, seed, points),
+        )
+        self._reader = ItemReader(source, spec, storage_options, cache_dir, cache_bytes)
+        self._threads = threads
+
+    @property
+    def run(self) -> Run:
+        return self._reader.run
+
+    @property
+    def lengths(self) -> np.ndarray[Any, Any]:
+        spans = (self._reader.spec.span(int(n), "", 0) for n in self._reader.selection.lengths)
+        return np.array([stop - start for start, stop in spans], np.int64)
+
+    def keys(self) -> list[str]:
+        return self._reader.selection.keys()
+
+    def __len__(self) -> int:
+        return len(self._reader.selection)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return self._reader.make(int(self._reader.selection.places[i]), 0)
+
+    def __getitems__(self, positions: Sequence[int]) -> list[dict[str, Any]]:
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="hsx-read") as pool:
+            return list(pool.map(self.__getitem__, positions))
