@@ -180,24 +180,28 @@ class ReturnQueue:
             self._connection.close()
 
     def _send(self) -> None:
-        ended = False
-        while not ended:
-            came = [self._queue.get()]
-            if self._taken - self._freed < self._ring_bytes // 2:
-                time.sleep(LINGER_S)
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    came.append(self._queue.get_nowait())
-            ended = None in came
-            messages = [one for one in came if one is not None and one[0] != "numbers"]
-            for i, (kind, what) in enumerate(messages):
-                if kind == "free":
-                    offset, nbytes = what
-                    self._freed += nbytes
-                    messages[i] = (kind, offset)
-            if self._increments is not None and len(messages) + ended < len(came):  # before the events that it counts
-                messages.insert(0, ("numbers", self._increments.take()))
-            # The engine may be gone: what it handed over is stored all the same.
-            if messages:
-                with contextlib.suppress(OSError):
-                    self._connection.send(messages)
+        while self._send_next():
+            pass
+
+    def _send_next(self) -> bool:
+        """Send what is queued, as one list. False at the end. A method, so that an idle thread holds no event's segments."""
+        queued = [self._queue.get()]
+        if self._taken - self._freed < self._ring_bytes // 2:
+            time.sleep(LINGER_S)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                queued.append(self._queue.get_nowait())
+        ended = None in queued
+        messages = [one for one in queued if one is not None and one[0] != "numbers"]
+        for i, (kind, what) in enumerate(messages):
+            if kind == "free":
+                offset, nbytes = what
+                self._freed += nbytes
+                messages[i] = (kind, offset)
+        if self._increments is not None and len(messages) + ended < len(queued):  # before the events that it counts
+            messages.insert(0, ("numbers", self._increments.take()))
+        # The engine may be gone: the pages that it sent are stored all the same.
+        if messages:
+            with contextlib.suppress(OSError):
+                self._connection.send(messages)
+        return not ended

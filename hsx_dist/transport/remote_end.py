@@ -56,15 +56,20 @@ class RemoteEnd:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 if self._connection.poll(TELL_S):
-                    came = self._connection.recv()
-                    if came is None:
+                    if not self._receive():
                         return
-                    self._take(*came)
                 elif not alive():
                     return
                 if time.monotonic() - told >= TELL_S:
                     told = time.monotonic()
                     self._returns.numbers()
+
+    def _receive(self) -> bool:
+        """Take one message. False: the engine ends. A method, so that an idle connection holds no segment's metadata."""
+        message = self._connection.recv()
+        if message is not None:
+            self._take(*message)
+        return message is not None
 
     def _take(self, pages: list[Page], shipped: list[Shipped], numbers: Mapping[Series, float]) -> None:
         if numbers:

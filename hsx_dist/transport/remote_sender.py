@@ -184,18 +184,24 @@ class RemoteSender:
     # -- what comes back ------------------------------------------------------------------------------------------
 
     def _read(self, peer: Peer) -> None:
-        while True:
-            try:
-                messages: list[tuple[str, Any]] = peer.connection.recv()
-            except Exception:  # noqa: BLE001 - it has ended, or sends what cannot be read
-                break
-            for kind, what in messages:
-                try:
-                    self._take(kind, what)
-                except Exception:
-                    with contextlib.suppress(Exception):  # a log handler's may be what came
-                        log.exception("what the process that stores said (%s) could not be taken", kind)
+        while self._receive(peer):
+            pass
         self._ended(peer)
+
+    def _receive(self, peer: Peer) -> bool:
+        """Take one list of messages. False: the peer has ended, or sends what cannot be read. A method, so that an idle
+        connection holds no event's segments."""
+        try:
+            messages: list[tuple[str, Any]] = peer.connection.recv()
+        except Exception:  # noqa: BLE001 - whatever it sends, the thread ends in order
+            return False
+        for kind, what in messages:
+            try:
+                self._take(kind, what)
+            except Exception:
+                with contextlib.suppress(Exception):  # the log handler may have raised it
+                    log.exception("a message (%s) of the process that stores could not be taken", kind)
+        return True
 
     def _take(self, kind: str, what: Any) -> None:
         if kind == "free":

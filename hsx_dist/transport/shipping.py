@@ -141,33 +141,34 @@ class ShippingThread:
         return refs, told
 
     def _run(self) -> None:
-        ended = False
-        while not ended:
-            item = self._next()
-            items: list[Item] = []
-            nbytes = 0
-            end = time.monotonic() + self._linger
-            while True:
-                if item is None:
-                    ended = True
-                    break
-                items.append(item)
-                if not isinstance(item, Shipped):
-                    ref = item[0]
-                    # With the metadata: the pages travel as one message.
-                    nbytes += ref.nbytes + (len(ref.segment.metadata) if ref.start == ref.segment.start else 0)
-                if nbytes >= COALESCE_BYTES:
-                    break
-                wait = end - time.monotonic() if 0 < nbytes < self._least else 0.0
-                try:
-                    item = self._take(wait)
-                except queue.Empty:
-                    break
-            refs, told = self._copied(items)
+        while self._ship_next():
+            pass
+
+    def _ship_next(self) -> bool:
+        """Ship the next items together. False at the end. A method, so that an idle thread holds no segment's metadata."""
+        item = self._next()
+        items: list[Item] = []
+        nbytes = 0
+        end = time.monotonic() + self._linger
+        while item is not None:
+            items.append(item)
+            if not isinstance(item, Shipped):
+                page = item[0]
+                # With the metadata: the pages travel as one message.
+                nbytes += page.nbytes + (len(page.segment.metadata) if page.start == page.segment.start else 0)
+            if nbytes >= COALESCE_BYTES:
+                break
+            wait = end - time.monotonic() if 0 < nbytes < self._least else 0.0
             try:
-                self._deliver(refs, told)
-            except Exception:
-                log.exception("%d pages were not shipped", len(refs))
-            self._delivered += len(items)
-            for _ in items:
-                self._since.popleft()
+                item = self._take(wait)
+            except queue.Empty:
+                break
+        pages, told = self._copied(items)
+        try:
+            self._deliver(pages, told)
+        except Exception:
+            log.exception("%d pages were not shipped", len(pages))
+        self._delivered += len(items)
+        for _ in items:
+            self._since.popleft()
+        return item is not None

@@ -36,20 +36,28 @@ class ThreadSender:
             self._queue.put((page, self.sink.arrive(), release))
 
     def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
-            page, arrival, release = item
-            try:
-                self.sink.add(page, arrival)
-            except HsxError as e:
-                # The sink has told (``Lost``) or is fenced; the receipts will show what is missing.
-                log.debug("page %d of %s not taken: %s", page.chunk, page.segment, e)
-            except Exception:
-                log.exception("page %d of %s was not encoded", page.chunk, page.segment)
-            finally:
-                release(page)
-                with self._idle:
-                    self._open -= 1
-                    self._idle.notify_all()
+        while self._encode_next():
+            pass
+
+    def _encode_next(self) -> bool:
+        """Encode the next page. False at the end. A method, so that an idle thread holds no segment's metadata."""
+        item = self._queue.get()
+        if item is None:
+            return False
+        page, arrival, release = item
+        try:
+            self.sink.add(page, arrival)
+        except HsxError as e:
+            # The sink has reported it (``Lost``) or is fenced; the receipts show what is missing.
+            log.debug("page %d of %s not taken: %s", page.chunk, page.segment, e)
+        except Exception:
+            log.exception("page %d of %s was not encoded", page.chunk, page.segment)
+        finally:
+            release(page)
+            with self._idle:
+                self._open -= 1
+                self._idle.notify_all()
+        return True
 
     def flush(self) -> None:
         with self._idle:

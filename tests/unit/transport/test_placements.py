@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +55,16 @@ def test_what_a_client_said_of_a_sample_of_several_pages_is_stored_with_it(place
     np.testing.assert_array_equal(placement.states("a"), states)
     assert placement.stored("a")["meta"]["user"] == {"id": 7}
     assert placement.stored("a")["loss_mask"].tolist() == mask.tolist()
+
+
+def test_a_transport_without_work_holds_nothing_of_stored_samples(placement):
+    """Its threads, above all: metadata and attached arrays count no more once a sample is stored."""
+    arrays = {f"k{i}": np.arange(10, dtype=np.int64) for i in range(4)}
+    held = [weakref.ref(array) for array in arrays.values()]
+    for key in list(arrays):
+        placement.submit(key, some(10), page_tokens=4, attached={"loss_mask": arrays.pop(key)})
+    placement.wait_for(*(f"k{i}" for i in range(4)))
+    until(lambda: not any(ref() is not None for ref in held))
 
 
 def test_a_page_that_was_not_copied_costs_its_sample_alone(placement):
