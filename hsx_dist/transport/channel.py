@@ -184,7 +184,7 @@ class ReturnQueue:
             pass
 
     def _send_next(self) -> bool:
-        """Send what is queued, as one list. False at the end. A method, so that an idle thread holds no event's segments."""
+        """Send the queued messages as one list. False at the end. A method, so that an idle thread holds no segment."""
         queued = [self._queue.get()]
         if self._taken - self._freed < self._ring_bytes // 2:
             time.sleep(LINGER_S)

@@ -65,7 +65,7 @@ class RemoteEnd:
                     self._returns.numbers()
 
     def _receive(self) -> bool:
-        """Take one message. False: the engine ends. A method, so that an idle connection holds no segment's metadata."""
+        """Take one message. False: the engine ends. A method, so that an idle thread holds no segment's metadata."""
         message = self._connection.recv()
         if message is not None:
             self._take(*message)

@@ -145,7 +145,7 @@ class ShippingThread:
             pass
 
     def _ship_next(self) -> bool:
-        """Ship the next items together. False at the end. A method, so that an idle thread holds no segment's metadata."""
+        """Ship the next items together. False at the end. A method, so that an idle thread holds no metadata."""
         item = self._next()
         items: list[Item] = []
         nbytes = 0
