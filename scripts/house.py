@@ -177,8 +177,7 @@ def locations() -> set[str]:
 
 def docstring_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     first = function.body[0]
-    said = ast.get_docstring(function) is not None and isinstance(first, ast.Expr)
-    return first.value.end_lineno - first.lineno + 1 if said else 0
+    return (first.end_lineno or first.lineno) - first.lineno + 1 if ast.get_docstring(function) is not None else 0
 
 
 def lengths() -> list[Row]:
