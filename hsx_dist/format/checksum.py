@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache
 
 import crc32c as _crc32c
@@ -20,13 +19,6 @@ def crc32c(data: Buffer, value: int = 0) -> int:
         return int(_crc32c.crc32c(data, value))
     view = as_bytes_view(data)
     return int(_crc32c.crc32c(view, value))
-
-
-def crc32c_all(buffers: Iterable[Buffer], value: int = 0) -> int:
-    """CRC-32C of the concatenation of ``buffers``."""
-    for data in buffers:
-        value = crc32c(data, value)
-    return value
 
 
 def crc32c_join(value: int, following: int, nbytes: int) -> int:

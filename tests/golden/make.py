@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hsx_dist.format.checksum import crc32c_all, crc32c_hex
+from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.codecs import Codec, Fp8TokenCodec, NoneCodec, SplitCodec, ZstdCodec
 from hsx_dist.format.container import EncodedPart, EncodedSegment, Part, SegmentEncoder, build_part
 from hsx_dist.page import CARRIER, FLOATS, HIDDEN_STATES
@@ -125,14 +125,14 @@ def facts(data: bytes) -> dict[str, Any]:
                 **({"column": [s.point, s.column, s.columns, s.shard, s.shards, s.head]} if s.of_points else {}),
                 "tokens": [s.index, s.start, s.stop, s.total],
                 "shape": list(states.shape),
-                "states": crc32c_hex(crc32c_all([states])),
-                "token_ids": crc32c_hex(crc32c_all([ids])),
-                "attached": {k: crc32c_hex(crc32c_all([v])) for k, v in part.attached(i).items()},
+                "states": crc32c_hex(crc32c(states)),
+                "token_ids": crc32c_hex(crc32c(ids)),
+                "attached": {k: crc32c_hex(crc32c(v)) for k, v in part.attached(i).items()},
                 "meta": dict(s.meta),
                 "loss": {str(k): [x.rms, x.worst_token] for k, x in part.loss(i).items()},
             }
         )
-    return {"object": crc32c_hex(crc32c_all([data])), "segments": segments}
+    return {"object": crc32c_hex(crc32c(data)), "segments": segments}
 
 
 def main() -> None:
