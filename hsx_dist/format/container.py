@@ -32,10 +32,9 @@ def with_expires(data: bytes, part: Part, expires: float | None) -> list[Buffer]
     header = parse_header(data[8:length], len(data) - length)
     if not part.has(header):
         return None
-    record, *others = header.description.segments
-    meta = {name: value for name, value in record.info.segment.meta.items() if name != "expires"}
+    info, *others = header.description.segments
+    meta = {name: value for name, value in info.segment.meta.items() if name != "expires"}
     if expires is not None:
         meta["expires"] = expires
-    segment = replace(record.info.segment, meta=meta)
-    record = replace(record, info=replace(record.info, segment=segment))
-    return [build_header(replace(header.description, segments=(record, *others))), memoryview(data)[length:]]
+    info = replace(info, segment=replace(info.segment, meta=meta))
+    return [build_header(replace(header.description, segments=(info, *others))), memoryview(data)[length:]]

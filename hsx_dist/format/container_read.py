@@ -14,7 +14,7 @@ from hsx_dist.errors import ConfigError, FormatError, IntegrityError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.codecs import Codec, codec_for
 from hsx_dist.format.codecs.base import raw_array
-from hsx_dist.format.description import ATTACHMENT_DTYPE, MAX_HEADER_BYTES, SegmentInfo, SegmentRecord
+from hsx_dist.format.description import ATTACHMENT_DTYPE, MAX_HEADER_BYTES, SegmentInfo
 from hsx_dist.format.expansion import check_expansion
 from hsx_dist.format.header import Header, parse_header
 from hsx_dist.format.loss import Loss
@@ -63,7 +63,6 @@ class Part:
         self._store = store
         self._header = header
         self._front = memoryview(front)
-        self._segments = tuple(record.info for record in header.description.segments)
         self._where = f"{store.url.rstrip('/')}/{name}"
 
     @classmethod
@@ -126,7 +125,7 @@ class Part:
 
     @property
     def segments(self) -> tuple[SegmentInfo, ...]:
-        return self._segments
+        return self._header.description.segments
 
     def has(self, header: Header) -> bool:
         """Whether ``header`` is this part's: also what it says of its data, by checksums."""
@@ -140,22 +139,22 @@ class Part:
 
     def layer_bytes(self, i: int) -> dict[int, int]:
         """Layer id → stored bytes of the states of segment ``i``; empty for a file that does not tell its layers."""
-        record = self._record(i)
-        return {layer: record.layer_bytes(k) for k, layer in enumerate(record.info.layer_ids)}
+        info = self._info(i)
+        return {layer: info.layer_bytes(k) for k, layer in enumerate(info.layer_ids)}
 
     def loss(self, i: int) -> dict[int, Loss]:
         """Layer id → what a lossy codec lost in segment ``i``, as measured when it was written; empty otherwise."""
-        record = self._record(i)
-        return dict(zip(record.info.layer_ids, record.loss, strict=False))
+        info = self._info(i)
+        return dict(zip(info.layer_ids, info.loss, strict=False))
 
     def attached_names(self, i: int) -> frozenset[str]:
         """What is attached to the sample whose first segment this is; known from the header."""
-        return frozenset(self._record(i).attached)
+        return frozenset(self._info(i).attached)
 
     def attached(self, i: int, names: Collection[str] | None = None) -> dict[str, np.ndarray[Any, Any]]:
         """The small arrays that a user attached to the sample whose first segment this is, by name; ``names``: only
         these, as far as they are there."""
-        wanted = [name for name in self._record(i).attached if names is None or name in names]
+        wanted = [name for name in self._info(i).attached if names is None or name in names]
         with _told(self._where):
             return self._attached(i, wanted, self._fetch([self._attached_range(i, name) for name in wanted]))
 
@@ -199,7 +198,7 @@ class Part:
 
         ``empty``: where the memory for the states comes from, without ``out``.
         """
-        names = [name for name in self._record(i).attached if name in attached]
+        names = [name for name in self._info(i).attached if name in attached]
         extra = [self._token_range(i), *(self._attached_range(i, name) for name in names)]
         with _told(self._where):
             states, (ids, *views) = self._read(i, layers, tokens, out, extra, empty)
@@ -216,7 +215,7 @@ class Part:
                 return
             for k in range(info.num_layers):
                 end = self._begin(f"{i}.{k}")
-                for c, size in enumerate(self._record(i).chunk_sizes(k)):
+                for c, size in enumerate(self._info(i).chunk_sizes(k)):
                     begin, end = end, end + size
                     data = self._fetch([(begin, end)])[0]
                     x = _empty_chunk(info, c, data)
@@ -225,8 +224,8 @@ class Part:
 
     # -- what to fetch ---------------------------------------------------------------------------------------------
 
-    def _record(self, i: int) -> SegmentRecord:
-        segments = self._header.description.segments
+    def _info(self, i: int) -> SegmentInfo:
+        segments = self.segments
         if not 0 <= i < len(segments):
             raise ConfigError(f"expected a segment from 0 to {len(segments) - 1}, got {i}")
         return segments[i]
@@ -244,13 +243,13 @@ class Part:
 
     def _row_range(self, i: int, first: int, last: int) -> tuple[int, int]:
         """Schema ``vllm``: chunks ``[first, last)``, which follow one another, all layers."""
-        info, base = self._record(i).info, self._begin("hidden_states")
+        info, base = self._info(i), self._begin("hidden_states")
         row, n, c = info.num_layers * info.row_bytes, info.segment.num_tokens, info.chunk_tokens
         return base + min(first * c, n) * row, base + min(last * c, n) * row
 
     def _layer_range(self, i: int, k: int, first: int, last: int) -> tuple[int, int]:
         """Chunks ``[first, last)`` of the ``k``-th stored layer, which follow one another."""
-        sizes = self._record(i).chunk_sizes(k)
+        sizes = self._info(i).chunk_sizes(k)
         start = self._begin(f"{i}.{k}") + sum(sizes[:first])
         return start, start + sum(sizes[first:last])
 
@@ -272,7 +271,7 @@ class Part:
         extra: list[tuple[int, int]],
         empty: Empty | None = None,
     ) -> tuple[np.ndarray[Any, Any], list[memoryview]]:
-        info = self._record(i).info
+        info = self._info(i)
         picks = _positions(info, layers)
         start, stop = (0, info.segment.num_tokens) if tokens is None else _span(tokens)
         if not 0 <= start <= stop <= info.segment.num_tokens:
@@ -311,7 +310,8 @@ class Part:
         start: int,
     ) -> None:
         """Decode ``chunks`` of a layer, which are ``view``, into ``out`` ``[n, H]``: tokens from ``start`` on."""
-        info, sizes = self._record(i).info, self._record(i).chunk_sizes(k)
+        info = self._info(i)
+        sizes = info.chunk_sizes(k)
         begin, stop = 0, start + len(out)
         for c in range(*chunks):
             data, begin = view[begin : begin + sizes[c]], begin + sizes[c]
@@ -325,34 +325,33 @@ class Part:
 
     def _decode(self, i: int, k: int, c: int, data: memoryview, out: np.ndarray[Any, Any]) -> None:
         """Check and decode one chunk of one layer into ``out`` ``[rows, H]``."""
-        record = self._record(i)
-        assert record.crcs is not None, "only a file in schema vllm has no checksums"
-        place = f"segment {i}, layer {record.info.layer_ids[k]}, tokens {record.info.chunk_span(c)}"
-        _check(crc32c(data), record.crcs[k][c], place)
+        info = self._info(i)
+        assert info.crcs is not None, "only a file in schema vllm has no checksums"
+        place = f"segment {i}, layer {info.layer_ids[k]}, tokens {info.chunk_span(c)}"
+        _check(crc32c(data), info.crcs[k][c], place)
         with _told(place):
-            codec_for(self.codec, record.info.dtype).decode(data, out, record.info.dtype)
+            codec_for(self.codec, info.dtype).decode(data, out, info.dtype)
 
     def _rows(self, i: int, c: int, view: memoryview) -> np.ndarray[Any, Any]:
         """Schema ``vllm``: the checked rows of a chunk, ``[rows, L, H]``."""
-        record = self._record(i)
-        info = record.info
-        if record.crcs is not None:
-            _check(crc32c(view), record.crcs[0][c], f"segment {i}, tokens {info.chunk_span(c)}")
+        info = self._info(i)
+        if info.crcs is not None:
+            _check(crc32c(view), info.crcs[0][c], f"segment {i}, tokens {info.chunk_span(c)}")
         return np.frombuffer(view, CARRIER[info.dtype]).reshape(-1, info.num_layers, info.hidden_size)
 
     def _attached(self, i: int, names: Sequence[str], views: Sequence[memoryview]) -> dict[str, np.ndarray[Any, Any]]:
         found = {}
         for name, view in zip(names, views, strict=True):
-            a = self._record(i).attached[name]
+            a = self._info(i).attached[name]
             _check(crc32c(view), a.crc, f"attached {name!r} of segment {i}")
             found[name] = np.frombuffer(view, ATTACHMENT_DTYPE[a.dtype]).reshape(a.shape).copy()
         return found
 
     def _token_ids(self, i: int, view: memoryview) -> np.ndarray[Any, Any]:
-        record = self._record(i)
-        if record.token_crc is not None:
-            _check(crc32c(view), record.token_crc, f"token ids of segment {i}")
-        return raw_array(view, 8, (record.info.segment.num_tokens,), "token_ids").astype(np.int64)
+        info = self._info(i)
+        if info.token_crc is not None:
+            _check(crc32c(view), info.token_crc, f"token ids of segment {i}")
+        return raw_array(view, 8, (info.segment.num_tokens,), "token_ids").astype(np.int64)
 
 
 def new_states(shape: tuple[int, int, int], dtype: str) -> np.ndarray[Any, Any]:

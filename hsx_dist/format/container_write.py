@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -23,12 +23,11 @@ from hsx_dist.format.description import (
     Attachment,
     Description,
     SegmentInfo,
-    SegmentRecord,
     column_error,
     stored_meta,
 )
 from hsx_dist.format.header import build_header
-from hsx_dist.format.loss import Loss, Squares, combine, measure
+from hsx_dist.format.loss import Squares, combine, measure
 from hsx_dist.page import CARRIER, Page, Segment
 from hsx_dist.store.base import Buffer
 
@@ -39,30 +38,21 @@ _ATTACHED_AS = {np.dtype(v): k for k, v in ATTACHMENT_DTYPE.items()}
 class EncodedSegment:
     """A whole segment, encoded.
 
-    ``token_ids``: int64 ``[n]``; ``chunks``: what the codec made, uint8, ``[layer][chunk]``; ``crcs``: crc32c,
-    likewise; ``loss``: of every layer, with a lossy codec; ``attached``: name → the user's own small array.
+    ``info``: as a part describes it, with codec ``none`` in the layout of ``chunks``. ``token_ids``: int64 ``[n]``.
+    ``chunks``: what the codec made, uint8, ``[layer][chunk]``. ``attached``: name → the user's own small array.
     ``plain``: the values, token-major, as vLLM's schema has them: ``chunks`` is ``[1][chunk]``, each ``[n, L, H]``.
     """
 
-    segment: Segment
+    info: SegmentInfo
     token_ids: np.ndarray[Any, Any]
-    layer_ids: tuple[int, ...]
-    dtype: str
-    hidden_size: int
-    chunk_tokens: int
     chunks: tuple[tuple[np.ndarray[Any, Any], ...], ...]
-    crcs: tuple[tuple[int, ...], ...]
     codec: Codec
-    loss: tuple[Loss, ...] = ()
     attached: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
     plain: bool = False
 
-    @cached_property
-    def info(self) -> SegmentInfo:
-        """The same without the data."""
-        return SegmentInfo(
-            self.segment, self.layer_ids, self.dtype, self.hidden_size, self.chunk_tokens, len(self.layer_ids)
-        )
+    @property
+    def segment(self) -> Segment:
+        return self.info.segment
 
     @cached_property
     def nbytes(self) -> int:
@@ -73,12 +63,12 @@ class EncodedSegment:
     @property
     def raw_nbytes(self) -> int:
         """Bytes of the states before encoding."""
-        return len(self.layer_ids) * self.segment.num_tokens * self.info.row_bytes
+        return self.info.num_layers * self.segment.num_tokens * self.info.row_bytes
 
     @cached_property
     def header_nbytes(self) -> int:
         """No fewer than the bytes that the segment adds to a part's header (which safetensors limits to 100 MB)."""
-        layers, chunks = len(self.layer_ids), self.info.num_chunks
+        layers, chunks = self.info.num_layers, self.info.num_chunks
         key = 14 * len(self.segment.key)  # one character beyond the BMP: two escapes, escaped again
         attached = sum(240 + 2 * len(name) + 44 * a.ndim for name, a in self.attached.items())
         if meta := stored_meta(self.segment):
@@ -192,20 +182,20 @@ class SegmentEncoder:
                     f"{_where(info.segment)}: {len(missing)} of {info.num_chunks} pages are missing: {missing[:8]}"
                 )
             chunks = [self._done[c] for c in range(info.num_chunks)]
-        return EncodedSegment(
+        token_ids = np.concatenate([c.token_ids for c in chunks])
+        layers = tuple(zip(*(c.layers for c in chunks), strict=True))
+        attached = _check_attached(info.segment, info.segment.attached if attached is None else attached)
+        sized = not isinstance(self._codec, NoneCodec)
+        described = replace(
+            info,
             segment=replace(info.segment, attached={}),
-            token_ids=np.concatenate([c.token_ids for c in chunks]),
-            layer_ids=info.layer_ids,
-            dtype=info.dtype,
-            hidden_size=info.hidden_size,
-            chunk_tokens=info.chunk_tokens,
-            chunks=tuple(zip(*(c.layers for c in chunks), strict=True)),
+            sizes=tuple(tuple(chunk.nbytes for chunk in layer) for layer in layers) if sized else (),
             crcs=tuple(zip(*(c.crcs for c in chunks), strict=True)),
-            codec=self._codec,
+            token_crc=crc32c(token_ids),
             loss=tuple(combine([c.squares[k] for c in chunks]) for k in range(info.num_layers) if chunks[0].squares),
-            attached=_check_attached(info.segment, info.segment.attached if attached is None else attached),
-            plain=self._is_plain(info.segment),
+            attached={n: Attachment(_ATTACHED_AS[a.dtype], a.shape, crc32c(a)) for n, a in sorted(attached.items())},
         )
+        return EncodedSegment(described, token_ids, layers, self._codec, attached, plain=self._is_plain(info.segment))
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,22 +265,20 @@ def _is_a_vllm_sample(s: Segment) -> bool:
     return not s.of_points and s.index == 0 and s.start == 0 and s.stop == s.total
 
 
-def _record(s: EncodedSegment, sizes: tuple[tuple[int, ...], ...], crcs: tuple[tuple[int, ...], ...]) -> SegmentRecord:
-    attached = {name: Attachment(_ATTACHED_AS[a.dtype], a.shape, crc32c(a)) for name, a in sorted(s.attached.items())}
-    return SegmentRecord(s.info, sizes, crcs, crc32c(s.token_ids), s.loss, attached)
+def _checked(s: EncodedSegment) -> Iterator[tuple[Sequence[np.ndarray[Any, Any]], tuple[int, ...]]]:
+    """Its chunks and their crc32c, a layer after the other."""
+    assert s.info.crcs is not None, "an encoder takes the crc32c of each chunk"
+    return zip(s.chunks, s.info.crcs, strict=True)
 
 
 def _segments_schema(
     segments: Sequence[EncodedSegment], codec: Codec, about: Mapping[str, Any]
 ) -> tuple[Description, list[_Piece]]:
     content: dict[str, Iterable[_Piece]] = {}
-    records = []
     for i, s in enumerate(segments):
         content |= _small(s, f"{i}.")
-        content |= {f"{i}.{k}": zip(layer, s.crcs[k], strict=True) for k, layer in enumerate(s.chunks)}
-        sizes = tuple(tuple(chunk.nbytes for chunk in layer) for layer in s.chunks)
-        records.append(_record(s, () if isinstance(codec, NoneCodec) else sizes, s.crcs))
-    description = Description(codec, about, "segments", tuple(records))
+        content |= {f"{i}.{k}": zip(*layer, strict=True) for k, layer in enumerate(_checked(s))}
+    description = Description(codec, about, "segments", tuple(s.info for s in segments))
     return description, [piece for name in description.tensors for piece in content[name]]
 
 
@@ -300,18 +288,16 @@ def _small(s: EncodedSegment, prefix: str) -> dict[str, Iterable[_Piece]]:
 
 
 def _vllm_schema(s: EncodedSegment, codec: Codec, about: Mapping[str, Any]) -> tuple[Description, list[_Piece]]:
-    states, crcs = (s.chunks[0], s.crcs[0]) if s.plain else _transposed(s)
-    description = Description(codec, about, "vllm", (_record(s, (), (crcs,)),))
+    states, crcs = next(_checked(s)) if s.plain else _transposed(s)
+    description = Description(codec, about, "vllm", (replace(s.info, crcs=(crcs,)),))
     content = {**_small(s, ""), "hidden_states": zip(states, crcs, strict=True)}
     return description, [piece for name in description.tensors for piece in content[name]]
 
 
 def _transposed(s: EncodedSegment) -> tuple[Sequence[np.ndarray[Any, Any]], tuple[int, ...]]:
     """Token-major chunks, and their crc32c: a copy."""
-    carrier = CARRIER[s.dtype]
-    layers = (
-        [layer[c].view(carrier).reshape(-1, s.hidden_size) for layer in s.chunks] for c in range(s.info.num_chunks)
-    )
+    carrier, width = CARRIER[s.info.dtype], s.info.hidden_size
+    layers = ([layer[c].view(carrier).reshape(-1, width) for layer in s.chunks] for c in range(s.info.num_chunks))
     states = [flat(np.stack(chunk, axis=1)) for chunk in layers]
     return states, tuple(map(crc32c, states))
 

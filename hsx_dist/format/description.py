@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
@@ -72,8 +72,28 @@ Tensor = tuple[str, tuple[int, ...], tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
+class Attachment:
+    """A small tensor of the user's that is stored with a sample. ``dtype``: safetensors' name."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    crc: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(ATTACHMENT_DTYPE[self.dtype]).itemsize
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentInfo:
-    """One segment of a part. ``layer_ids`` are vLLM's, in stored order; empty in a file that does not tell them."""
+    """One segment of a part, as the part describes it: its shape, and what finds and checks its chunks.
+
+    ``layer_ids`` are vLLM's, in stored order; empty in a file that does not tell them.
+    ``sizes``: stored bytes of every chunk, ``[layer][chunk]``; empty with codec ``none``, where shapes tell them.
+    ``crcs``: crc32c of every chunk, ``[layer][chunk]``; in schema ``vllm`` of all layers at once, ``[0][chunk]``.
+    ``None``, as ``token_crc``, in a file of vLLM's own, which has no checksums, and while a segment is encoded.
+    ``loss``: of every layer, with a lossy codec. ``attached``: name → the user's tensor.
+    """
 
     segment: Segment
     layer_ids: tuple[int, ...]
@@ -81,6 +101,11 @@ class SegmentInfo:
     hidden_size: int
     chunk_tokens: int
     num_layers: int
+    sizes: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
+    crcs: tuple[tuple[int, ...], ...] | None = field(default=None, repr=False)
+    token_crc: int | None = field(default=None, repr=False)
+    loss: tuple[Loss, ...] = field(default=(), repr=False)
+    attached: Mapping[str, Attachment] = field(default_factory=dict, repr=False)
 
     @property
     def num_chunks(self) -> int:
@@ -96,48 +121,16 @@ class SegmentInfo:
         """Raw bytes of one token in one layer."""
         return self.hidden_size * itemsize(self.dtype)
 
-
-@dataclass(frozen=True, slots=True)
-class Attachment:
-    """A small tensor of the user's that is stored with a sample. ``dtype``: safetensors' name."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    crc: int
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * np.dtype(ATTACHMENT_DTYPE[self.dtype]).itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentRecord:
-    """A segment and what is needed to find and check its chunks.
-
-    ``sizes``: stored bytes of every chunk, ``[layer][chunk]``; empty with codec ``none``, where shapes tell them.
-    ``crcs``: crc32c of every chunk, ``[layer][chunk]``; in schema ``vllm`` of all layers at once, ``[0][chunk]``.
-    ``None`` in a file of vLLM's own, which has no checksums.
-    ``loss``: of every layer, with a lossy codec. ``attached``: name → the user's tensor.
-    """
-
-    info: SegmentInfo
-    sizes: tuple[tuple[int, ...], ...]
-    crcs: tuple[tuple[int, ...], ...] | None
-    token_crc: int | None
-    loss: tuple[Loss, ...] = ()
-    attached: Mapping[str, Attachment] = field(default_factory=dict)
-
     def chunk_sizes(self, layer: int) -> Sequence[int]:
         """Stored bytes of every chunk of the ``layer``-th stored layer."""
         if self.sizes:
             return self.sizes[layer]
-        spans = (self.info.chunk_span(c) for c in range(self.info.num_chunks))
-        return [(b - a) * self.info.row_bytes for a, b in spans]
+        return [(b - a) * self.row_bytes for a, b in map(self.chunk_span, range(self.num_chunks))]
 
     def layer_bytes(self, layer: int) -> int:
         """Stored bytes of the ``layer``-th stored layer."""
         # Without sizes no chunk is counted: a short header of schema ``vllm`` claims layers times chunks of them.
-        return sum(self.sizes[layer]) if self.sizes else self.info.segment.num_tokens * self.info.row_bytes
+        return sum(self.sizes[layer]) if self.sizes else self.segment.num_tokens * self.row_bytes
 
 
 @dataclass(frozen=True)
@@ -147,7 +140,7 @@ class Description:
     codec: Codec
     about: Mapping[str, Any]
     schema: Schema
-    segments: tuple[SegmentRecord, ...]
+    segments: tuple[SegmentInfo, ...]
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -160,11 +153,11 @@ class Description:
     def _entries(self) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
         """Name, dtype, shape and bytes of every tensor, a segment after the other."""
         plain, vllm = isinstance(self.codec, NoneCodec), self.schema == "vllm"
-        for i, record in enumerate(self.segments):
-            info, prefix = record.info, "" if vllm else f"{i}."
+        for i, info in enumerate(self.segments):
+            prefix = "" if vllm else f"{i}."
             n = info.segment.num_tokens
             yield f"{prefix}token_ids", "I64", (n,), 8 * n
-            for name, attached in sorted(record.attached.items()):
+            for name, attached in sorted(info.attached.items()):
                 yield f"{prefix}attached.{name}", attached.dtype, attached.shape, attached.nbytes
             if vllm:
                 shape = (n, info.num_layers, info.hidden_size)
@@ -174,12 +167,12 @@ class Description:
                 if plain:
                     yield f"{i}.{k}", TENSOR_DTYPE[info.dtype], (n, info.hidden_size), n * info.row_bytes
                 else:
-                    nbytes = sum(record.sizes[k])
+                    nbytes = sum(info.sizes[k])
                     yield f"{i}.{k}", "U8", (nbytes,), nbytes
 
     @cached_property
     def of_points(self) -> bool:
-        return any(record.info.segment.of_points for record in self.segments)
+        return any(info.segment.of_points for info in self.segments)
 
     @property
     def format(self) -> str:
@@ -193,7 +186,7 @@ class Description:
 
     def to_json(self) -> str:
         """Compact, sorted, pure ASCII: equal descriptions are equal strings."""
-        rows = [_row(r, of_points=self.of_points) for r in self.segments]
+        rows = [_row(info, of_points=self.of_points) for info in self.segments]
         shared = (*_SHARED, *_OF_POINTS) if self.of_points else _SHARED
         common = {k: rows[0][k] for k in shared if all(r[k] == rows[0][k] for r in rows)}
         body = {
@@ -223,7 +216,7 @@ class Description:
             raise FormatError(f"schema: expected 'segments' or 'vllm', got {shown(schema)}")
         if not items or (schema == "vllm" and len(items) != 1):
             raise FormatError(f"segments: expected {'one' if schema == 'vllm' else 'at least one'}, got {len(items)}")
-        records = []
+        infos = []
         # What is in ``common`` stands in the text once, and counts for every segment: a few KiB could mean many GiB.
         left = len(text)
         tensors = 0
@@ -242,13 +235,13 @@ class Description:
                 tensors += 1 + sum(len(names) for names in each if isinstance(names, list | dict))
                 if schema == "segments" and num_tensors is not None and tensors > num_tensors:
                     raise FormatError(f"expected the {num_tensors} tensors of the header, got more")
-                records.append(_record(record, codec, schema))
+                infos.append(_info(record, codec, schema))
             except FormatError as e:
                 raise type(e)(f"segment {i}: {e}") from e
-        if len({r.info.segment.id for r in records}) != len(records):
+        if len({info.segment.id for info in infos}) != len(infos):
             raise FormatError("segments: expected each key, column and index once, got one twice")
-        check_depth([r.info.segment.meta for r in records], "the description: meta")
-        return cls(codec, about, "vllm" if schema == "vllm" else "segments", tuple(records))
+        check_depth([info.segment.meta for info in infos], "the description: meta")
+        return cls(codec, about, "vllm" if schema == "vllm" else "segments", tuple(infos))
 
 
 def plain_description(tensors: Mapping[str, Any]) -> Description:
@@ -267,11 +260,11 @@ def plain_description(tensors: Mapping[str, Any]) -> Description:
     _bounded("hidden_size", hidden_size, 1, MAX_HIDDEN_SIZE)
     chunk_tokens = max(1, _PLAIN_CHUNK_BYTES // (num_layers * hidden_size * itemsize(dtype)))
     info = SegmentInfo(Segment("", 0, 0, n, n), (), dtype, hidden_size, chunk_tokens, num_layers)
-    return Description(NoneCodec(), {}, "vllm", (SegmentRecord(info, (), None, None),))
+    return Description(NoneCodec(), {}, "vllm", (info,))
 
 
-def _row(record: SegmentRecord, *, of_points: bool) -> dict[str, Any]:
-    info, s = record.info, record.info.segment
+def _row(info: SegmentInfo, *, of_points: bool) -> dict[str, Any]:
+    s = info.segment
     row: dict[str, Any] = {
         "key": s.key,
         "index": s.index,
@@ -282,19 +275,19 @@ def _row(record: SegmentRecord, *, of_points: bool) -> dict[str, Any]:
         "hidden_size": info.hidden_size,
         "layer_ids": list(info.layer_ids),
         "chunk_tokens": info.chunk_tokens,
-        "crcs": record.crcs,
-        "token_crc": record.token_crc,
+        "crcs": info.crcs,
+        "token_crc": info.token_crc,
     }
     if of_points:
         row |= {name: getattr(s, name) for name in _OF_POINTS}
-    if record.sizes:
-        row["sizes"] = record.sizes
-    if record.loss:
-        row["loss"] = [[_finite(x.rms), _finite(x.worst_token)] for x in record.loss]
+    if info.sizes:
+        row["sizes"] = info.sizes
+    if info.loss:
+        row["loss"] = [[_finite(x.rms), _finite(x.worst_token)] for x in info.loss]
     if meta := stored_meta(s):
         row["meta"] = meta
-    if record.attached:
-        row["attached"] = {n: [a.dtype, list(a.shape), a.crc] for n, a in record.attached.items()}
+    if info.attached:
+        row["attached"] = {n: [a.dtype, list(a.shape), a.crc] for n, a in info.attached.items()}
     return row
 
 
@@ -318,7 +311,7 @@ def _numbers(table: Any, most: int) -> int:
     return len(table) + (sum(len(x) for x in table if isinstance(x, list)) if len(table) <= most else 0)
 
 
-def _record(d: dict[str, Any], codec: Codec, schema: str) -> SegmentRecord:
+def _info(d: dict[str, Any], codec: Codec, schema: str) -> SegmentInfo:
     total = _int(d, "total", 1, MAX_TOKENS)
     start = _int(d, "start", 0, total - 1)
     index, stop = _int(d, "index", 0, total - 1), _int(d, "stop", start + 1, total)
@@ -347,7 +340,8 @@ def _record(d: dict[str, Any], codec: Codec, schema: str) -> SegmentRecord:
     crcs = _table(d, "crcs", (len(layer_ids) if schema == "segments" else 1, info.num_chunks), 0xFFFFFFFF)
     loss = _losses(_get(d, "loss", list), len(layer_ids)) if "loss" in d else ()
     attached = {n: _attachment(n, a) for n, a in _get(d, "attached", dict).items()} if "attached" in d else {}
-    return SegmentRecord(info, sizes, crcs, _int(d, "token_crc", 0, 0xFFFFFFFF), loss, attached)
+    token_crc = _int(d, "token_crc", 0, 0xFFFFFFFF)
+    return replace(info, sizes=sizes, crcs=crcs, token_crc=token_crc, loss=loss, attached=attached)
 
 
 def _column(d: Mapping[str, Any]) -> dict[str, Any]:

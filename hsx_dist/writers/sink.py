@@ -219,7 +219,7 @@ class PartSink:
         comes to them: less than 0)."""
         segment = filling.encoder.finish()
         attached = filling.nbytes - segment.nbytes
-        found = filling.scan.findings(segment.layer_ids)
+        found = filling.scan.findings(segment.info.layer_ids)
         if not found:
             self._append(segment, filling.arrival)
             return attached
@@ -231,7 +231,8 @@ class PartSink:
             self._lose_sample(segment.segment, f"its states look wrong: {found} (on_bad_rows is 'fail')")
             return filling.nbytes
         meta = {**segment.segment.meta, "bad": found}
-        self._append(replace(segment, segment=replace(segment.segment, meta=meta)), filling.arrival)
+        info = replace(segment.info, segment=replace(segment.segment, meta=meta))
+        self._append(replace(segment, info=info), filling.arrival)
         return attached
 
     def _place(self, segment: Segment) -> tuple[str, int, int, str]:

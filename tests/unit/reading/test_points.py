@@ -469,7 +469,9 @@ def test_ids_that_cannot_be_decoded_are_found(monkeypatch: pytest.MonkeyPatch) -
 
     def build(segments: Sequence[EncodedSegment], *rest: Any) -> EncodedPart:
         wrong = [
-            replace(s, crcs=tuple(tuple(c ^ 1 for c in layer) for layer in s.crcs)) if s.dtype == "int32" else s
+            replace(s, info=replace(s.info, crcs=tuple(tuple(c ^ 1 for c in layer) for layer in s.info.crcs or ())))
+            if s.info.dtype == "int32"
+            else s
             for s in segments
         ]
         return build_part(wrong, *rest)
