@@ -29,12 +29,12 @@ def with_expires(data: bytes, part: Part, expires: float | None) -> list[Buffer]
     if len(data) != part.size:
         return None
     length = 8 + struct.unpack_from("<Q", data)[0]
-    header = parse_header(data[8:length], len(data) - length)
-    if not part.has(header):
+    description, _ = parse_header(data[8:length], len(data) - length)
+    if description != part.description:
         return None
-    info, *others = header.description.segments
+    info, *others = description.segments
     meta = {name: value for name, value in info.segment.meta.items() if name != "expires"}
     if expires is not None:
         meta["expires"] = expires
     info = replace(info, segment=replace(info.segment, meta=meta))
-    return [build_header(replace(header.description, segments=(info, *others))), memoryview(data)[length:]]
+    return [build_header(replace(description, segments=(info, *others))), memoryview(data)[length:]]

@@ -16,7 +16,7 @@ from hsx_dist.format.codecs import Codec, codec_for
 from hsx_dist.format.codecs.base import raw_array
 from hsx_dist.format.description import ATTACHMENT_DTYPE, MAX_HEADER_BYTES, SegmentInfo
 from hsx_dist.format.expansion import check_expansion
-from hsx_dist.format.header import Header, parse_header
+from hsx_dist.format.header import parse_header
 from hsx_dist.format.loss import Loss
 from hsx_dist.page import CARRIER
 from hsx_dist.store.base import ObjectInfo
@@ -55,13 +55,15 @@ class Part:
     layer ids and checksums.
     """
 
-    def __init__(self, store: PartSource, name: str, header: Header, size: int, front: bytes = b""):
+    def __init__(self, store: PartSource, name: str, body: bytes, size: int, front: bytes = b""):
+        """``body``: the header without its length. ``size``: the object's. ``front``: the first bytes of its data."""
         self.name = name
         #: Of the object in bytes.
         self.size = size
-        self.header_bytes = header.size
+        #: Length field, JSON and padding.
+        self.header_bytes = 8 + len(body)
+        self.description, self._tensors = parse_header(body, size - self.header_bytes)
         self._store = store
-        self._header = header
         self._front = memoryview(front)
         self._where = f"{store.url.rstrip('/')}/{name}"
 
@@ -111,25 +113,20 @@ class Part:
         if header_bytes is not None and length != header_bytes:
             raise FormatError(f"expected a header of {header_bytes} bytes, the object says {length}")
         body = _ranges(store, name, [(8, length)])[0] if header_bytes is None else data[8:length]
-        header = parse_header(bytes(body), size - length)
-        return cls(store, name, header, size, bytes(data[length:]))
+        return cls(store, name, bytes(body), size, bytes(data[length:]))
 
     @property
     def codec(self) -> Codec:
-        return self._header.description.codec
+        return self.description.codec
 
     @property
     def about(self) -> dict[str, Any]:
         """What the run knew when it wrote the part: model, revision, versions, …"""
-        return dict(self._header.description.about)
+        return dict(self.description.about)
 
     @property
     def segments(self) -> tuple[SegmentInfo, ...]:
-        return self._header.description.segments
-
-    def has(self, header: Header) -> bool:
-        """Whether ``header`` is this part's: also what it says of its data, by checksums."""
-        return header.description == self._header.description
+        return self.description.segments
 
     def check_size(self) -> None:
         """Ask the store for the object's size: ``size`` may be a receipt's claim. ``FormatError`` if they differ."""
@@ -208,7 +205,7 @@ class Part:
         """Every chunk of segment ``i``, checked and decoded: position of the layer, states ``[rows, H]`` (carrier)."""
         info = self.segments[i]
         with _told(self._where):
-            if self._header.description.schema == "vllm":
+            if self.description.schema == "vllm":
                 for c in range(info.num_chunks):
                     rows = self._rows(i, c, self._fetch([self._row_range(i, c, c + 1)])[0])
                     yield from ((k, rows[:, k]) for k in range(info.num_layers))
@@ -231,15 +228,15 @@ class Part:
         return segments[i]
 
     def _begin(self, name: str) -> int:
-        return self._header.tensors[name][2][0]
+        return self._tensors[name][2][0]
 
     def _token_range(self, i: int) -> tuple[int, int]:
-        name = "token_ids" if self._header.description.schema == "vllm" else f"{i}.token_ids"
-        return self._header.tensors[name][2]
+        name = "token_ids" if self.description.schema == "vllm" else f"{i}.token_ids"
+        return self._tensors[name][2]
 
     def _attached_range(self, i: int, name: str) -> tuple[int, int]:
-        prefix = "" if self._header.description.schema == "vllm" else f"{i}."
-        return self._header.tensors[f"{prefix}attached.{name}"][2]
+        prefix = "" if self.description.schema == "vllm" else f"{i}."
+        return self._tensors[f"{prefix}attached.{name}"][2]
 
     def _row_range(self, i: int, first: int, last: int) -> tuple[int, int]:
         """Schema ``vllm``: chunks ``[first, last)``, which follow one another, all layers."""
@@ -276,7 +273,7 @@ class Part:
         start, stop = (0, info.segment.num_tokens) if tokens is None else _span(tokens)
         if not 0 <= start <= stop <= info.segment.num_tokens:
             raise ConfigError(f"expected tokens within [0, {info.segment.num_tokens}), got [{start}, {stop})")
-        plain = self._header.description.schema == "vllm"
+        plain = self.description.schema == "vllm"
         first, last = start // info.chunk_tokens, -(-stop // info.chunk_tokens)
         if start == stop or not picks:
             last = first

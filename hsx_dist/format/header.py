@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from hsx_dist.errors import FormatError, IntegrityError
@@ -19,16 +18,6 @@ from hsx_dist.format.description import (
     plain_description,
 )
 from hsx_dist.format.json_objects import parse_json, shown
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """``tensors``: name → dtype, shape and place within the data; ``size`` in bytes, the length field included."""
-
-    description: Description
-    tensors: Mapping[str, Tensor]
-    size: int
-
 
 #: The largest tensor begins at a multiple of it: memory and disks have pages, and data can go to a disk as it lies.
 _PAGE_BYTES = 4096
@@ -62,8 +51,9 @@ def _padding(nbytes: int, description: Description) -> int:
     return -nbytes % 8
 
 
-def parse_header(body: bytes, data_bytes: int) -> Header:
-    """The header in ``body`` (JSON, padded) of an object that has ``data_bytes`` after it.
+def parse_header(body: bytes, data_bytes: int) -> tuple[Description, Mapping[str, Tensor]]:
+    """The header in ``body`` (JSON, padded) of an object that has ``data_bytes`` after it: the description, and by name
+    dtype, shape and place within the data of each tensor.
 
     Raises ``FormatError`` when the table is not the one that follows from the description, or the data is not as long
     as it says; ``IntegrityError`` when the description's checksum fails.
@@ -79,7 +69,7 @@ def parse_header(body: bytes, data_bytes: int) -> Header:
         table = {name: _tensor(name, entry) for name, entry in entries.items()}
         description = plain_description(table)
         _check_plain(description, table, data_bytes)
-        return Header(description, table, 8 + len(body))
+        return description, table
     version = metadata.get("format")
     if version not in (FORMAT, FORMAT_OF_POINTS):
         expected = f"{FORMAT!r} or {FORMAT_OF_POINTS!r}"
@@ -98,7 +88,7 @@ def parse_header(body: bytes, data_bytes: int) -> Header:
     _check_table(entries, description.tensors)
     if data_bytes != description.data_bytes:
         raise FormatError(f"expected {description.data_bytes} bytes of data, the object has {data_bytes}: cut short?")
-    return Header(description, description.tensors, 8 + len(body))
+    return description, description.tensors
 
 
 def _entry(tensor: Tensor) -> dict[str, Any]:

@@ -343,7 +343,7 @@ def test_only_the_chunks_needed_are_fetched(codec: Codec) -> None:
     part = Part.open(store, "p", header_bytes=encoded.header_bytes, size=encoded.size)
     assert (store.requests, store.bytes_read) == (1, encoded.header_bytes)
 
-    table = part._header.tensors
+    table = part._tensors
     store.reset()
     assert np.array_equal(part.read(1, layers=[2]), samples[1].states[:, [2]])
     layer = sum(e - b for name, (_, _, (b, e)) in table.items() if name.startswith("1.2"))
