@@ -21,9 +21,22 @@ from datetime import UTC, datetime
 from typing import Any
 
 from hsx_dist.errors import FormatError, NotFound, RunError, RunStalled
-from hsx_dist.format.json_objects import check_members, dump_json, find_json, parse_json, put_own, shown
+from hsx_dist.format.description import MAX_HIDDEN_SIZE
+from hsx_dist.format.json_objects import (
+    Check,
+    anything,
+    check_members,
+    dump_json,
+    find_json,
+    members,
+    object_of,
+    or_null,
+    parse_json,
+    put_own,
+    shown,
+    text,
+)
 from hsx_dist.format.markers import OBJECTS_OF_A_RUN
-from hsx_dist.format.run_members import RUN_MEMBERS
 from hsx_dist.store import ObjectInfo, Store
 from hsx_dist.store.prefix import PrefixStore
 
@@ -52,6 +65,23 @@ _POINTER = re.compile(r"run(\.[0-9]{4,})?\.json")
 _FOLDER = re.compile(r"run-[0-9a-f]{16}/")
 #: Objects of a run's folder that are listed before the rest of them is passed over by another listing.
 _LOOKED_AT = 1000
+
+
+def _layers(value: Any) -> str | None:
+    """Ids; or a string, such as ``all``, in a run whose driver did not resolve it."""
+    ids = value if isinstance(value, list) else [value]
+    fine = len(ids) <= MAX_HIDDEN_SIZE and all(type(v) in (int, str) for v in ids)
+    return None if fine else "layer ids"
+
+
+#: What the members of a description must be. Members that are not named here may be anything.
+_RUN_MEMBERS: dict[str, Check] = {
+    "meaning": members({"model": or_null(text), "revision": or_null(text), "layers": or_null(_layers)}),
+    "settings": object_of(anything),
+    "created": text,
+    "id": text,
+    "first_rows": or_null(object_of(text)),
+}
 
 
 class RunFolder(PrefixStore):
@@ -158,7 +188,7 @@ def start_run(root: Store, info: Mapping[str, Any]) -> Place:
     found, number, _ = _look(root)
     body = dump_json({"format": "hsx-run/2", "id": secrets.token_hex(8), **info})
     stored = parse_json(body, floats=True)
-    check_members(stored, RUN_MEMBERS, f"{root.url}/{_pointer(number)}")
+    check_members(stored, _RUN_MEMBERS, f"{root.url}/{_pointer(number)}")
     if found is not None or not put_own(root, _pointer(number), body):
         raise RunError(
             f"{root.url}: expected no run, got one: another driver has just started it. Start again to resume it, or "
@@ -266,7 +296,7 @@ def _place(root: Store, pointer: str, info: dict[str, Any]) -> Place:
 
 
 def _read(root: Store, name: str) -> dict[str, Any] | None:
-    found = find_json(root, name, RUN_MEMBERS)
+    found = find_json(root, name, _RUN_MEMBERS)
     if found is None:
         return None
     where = f"{root.url}/{name}"

@@ -12,8 +12,20 @@ from typing import Any
 from hsx_dist.errors import AlreadyExists, ConfigError, Denied, Fenced, FormatError, NotFound, StoreError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.compacted import pack_receipts, read_compacted
+from hsx_dist.format.json_objects import (
+    Check,
+    anything,
+    dump_json,
+    find_json,
+    members,
+    number,
+    object_of,
+    or_null,
+    put_own,
+    shown,
+    text,
+)
 from hsx_dist.format.json_objects import count as count_check
-from hsx_dist.format.json_objects import dump_json, find_json, put_own, shown
 from hsx_dist.format.manifest import Manifest, Receipt
 from hsx_dist.format.names import (
     ATTEMPT_DIGITS,
@@ -28,7 +40,6 @@ from hsx_dist.format.names import (
 )
 from hsx_dist.format.place import RunFolder
 from hsx_dist.format.receipt_log import LogReader, list_logs, new_receipts, read_entry, seal_logs
-from hsx_dist.format.run_members import ATTEMPT_MEMBERS, COMPLETE_MEMBERS, HEARTBEAT_MEMBERS
 from hsx_dist.store import Store
 
 __all__ = [
@@ -68,6 +79,30 @@ _COMPLETE_V1 = "complete.json"
 _COMPLETE_FORMAT = "hsx-complete/1"
 _ATTEMPT = re.compile(rf"attempts/({ATTEMPT_DIGITS})\.json")
 _COMPLETED = re.compile(rf"attempts/({ATTEMPT_DIGITS})\.complete\.json")
+#: What the members of a run's objects must be. Members that are not named here may be anything.
+_PROGRESS = {
+    **dict.fromkeys(
+        ("rows", "tokens", "raw_bytes", "stored_bytes", "in_flight", "replicas", "under_way"), or_null(count_check)
+    ),
+    **dict.fromkeys(("tokens_per_second", "seconds", "engines_timestamp"), or_null(number)),
+    "fates": object_of(or_null(count_check)),
+    "counted": object_of(number),
+    "paused": or_null(text),
+}
+
+_ATTEMPT_MEMBERS: dict[str, Check] = {"created": text, "host": text, "settings": object_of(anything)}
+_HEARTBEAT_MEMBERS: dict[str, Check] = {
+    "attempt": count_check,
+    "value": or_null(number),
+    "state": text,
+    "time": or_null(text),
+    "progress": or_null(members(_PROGRESS)),
+}
+_COMPLETE_MEMBERS: dict[str, Check] = {
+    "counts": object_of(count_check),
+    "summary": members({"rows": or_null(count_check)}),
+    "created": text,
+}
 
 
 def take_attempt(store: Store, info: Mapping[str, Any]) -> int:
@@ -166,7 +201,7 @@ def close_attempt(store: Store, attempt: int) -> None:
 
 def read_attempt(store: Store, attempt: int) -> dict[str, Any] | None:
     """What the holder of an attempt said of itself (host, pid, settings, created); ``None`` when nobody took it."""
-    return find_json(store, attempt_name(attempt), ATTEMPT_MEMBERS)
+    return find_json(store, attempt_name(attempt), _ATTEMPT_MEMBERS)
 
 
 def newest_attempt(store: Store) -> int:
@@ -218,7 +253,7 @@ def beat(store: Store, attempt: int, value: int, state: str, progress: Mapping[s
 
 def read_heartbeat(store: Store, attempt: int) -> dict[str, Any] | None:
     """``{"attempt", "value", "state", "time", "progress"}`` as last stored; ``None`` before the first beat."""
-    return find_json(store, heartbeat_name(attempt), HEARTBEAT_MEMBERS)
+    return find_json(store, heartbeat_name(attempt), _HEARTBEAT_MEMBERS)
 
 
 def load_manifest(store: Store) -> Manifest:
@@ -355,7 +390,7 @@ def _find_complete(store: Store, attempt: int) -> dict[str, Any] | None:
     if not isinstance(store, RunFolder):
         names.append(_COMPLETE_V1)
     for name in names:
-        found = find_json(store, name, COMPLETE_MEMBERS)
+        found = find_json(store, name, _COMPLETE_MEMBERS)
         if found is not None:
             break
     else:
