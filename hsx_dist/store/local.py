@@ -28,9 +28,8 @@ from hsx_dist.store.base import (
 from hsx_dist.store.direct import write_direct
 from hsx_dist.store.faults import FULL
 from hsx_dist.store.folder_listing import UNFINISHED, FolderListing
-from hsx_dist.store.folders import SAFELY, is_at, opened
+from hsx_dist.store.folders import SAFELY, SyncedFolders, is_at, opened
 from hsx_dist.store.inode_lock import lock_exclusively, lock_for_put
-from hsx_dist.store.synced import SyncedFolders
 
 #: Buffers in one `writev`. POSIX systems take 1024; half of it leaves room.
 _IOV_MAX = 512

@@ -16,9 +16,8 @@ import pytest
 
 from hsx_dist.errors import AlreadyExists, Unavailable
 from hsx_dist.store import RetryPolicy, RetryStore, local
-from hsx_dist.store.folders import opened
+from hsx_dist.store.folders import SyncedFolders, opened
 from hsx_dist.store.local import LocalStore
-from hsx_dist.store.synced import SyncedFolders
 from tests.unit.store.on_a_failing_disk import NO_LOOP
 
 
