@@ -23,6 +23,7 @@ class SegmentProof:
     ``slot``: its position among the part's segments. ``token_hash``: ``token_hash`` of its ids. ``raw_bytes`` and
     ``stored_bytes``: size of its states before and after encoding. ``row``: the input row it came from, if known.
     ``sample_hash``: ``token_hash`` of all ids of the sample, if known: only segments that agree in it belong together.
+    ``part``: the object's name, in proofs of a sample; a receipt has it once.
     """
 
     segment: Segment
@@ -32,6 +33,13 @@ class SegmentProof:
     stored_bytes: int
     row: int | None = None
     sample_hash: str = ""
+    part: str = ""
+
+
+def segment_numbers(s: Segment, raw_bytes: int, stored_bytes: int, row: int | None) -> tuple[int, ...]:
+    """A row of ``SegmentTable.numbers``."""
+    known = _NO_ROW if row is None else row
+    return s.index, s.start, s.stop, s.total, raw_bytes, stored_bytes, known, s.column, s.columns
 
 
 class SegmentTable(Sequence[SegmentProof]):
@@ -58,16 +66,8 @@ class SegmentTable(Sequence[SegmentProof]):
         if isinstance(proofs, SegmentTable):
             return proofs
         proofs = tuple(proofs)
-        keys = [p.segment.key for p in proofs]
-        numbers = [
-            (
-                *(s.index, s.start, s.stop, s.total, p.raw_bytes, p.stored_bytes),
-                *(_NO_ROW if p.row is None else p.row, s.column, s.columns),
-            )
-            for p in proofs
-            for s in (p.segment,)
-        ]
-        return cls(keys, numbers, [(p.token_hash, p.sample_hash) for p in proofs])
+        numbers = [segment_numbers(p.segment, p.raw_bytes, p.stored_bytes, p.row) for p in proofs]
+        return cls([p.segment.key for p in proofs], numbers, [(p.token_hash, p.sample_hash) for p in proofs])
 
     def key(self, slot: int) -> str:
         """The key of one segment, without making the rest of its proof."""
@@ -113,10 +113,14 @@ class SegmentTable(Sequence[SegmentProof]):
             slot += len(self)
         if not 0 <= slot < len(self):
             raise IndexError(f"expected a slot below {len(self)}, came {slot}")
+        return self.proof(slot)
+
+    def proof(self, slot: int, part: str = "") -> SegmentProof:
+        """The proof of one segment, with the name of its part."""
         index, start, stop, total, raw, stored, row, column, columns = self.numbers[slot].tolist()
         token_hash, sample_hash = (h.decode("ascii") for h in self.hashes[slot].tolist())
         segment = Segment(self.key(slot), index, start, stop, total, column=column, columns=columns)
-        return SegmentProof(segment, slot, token_hash, raw, stored, None if row == _NO_ROW else row, sample_hash)
+        return SegmentProof(segment, slot, token_hash, raw, stored, None if row == _NO_ROW else row, sample_hash, part)
 
     def __iter__(self) -> Iterator[SegmentProof]:
         return (self[slot] for slot in range(len(self)))

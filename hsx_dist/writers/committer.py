@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
 from hsx_dist.errors import AlreadyExists, Denied, FormatError, NotFound, SampleConflict, StoreError, Unavailable
 from hsx_dist.format.container import EncodedPart, EncodedSegment, Part, with_expires
 from hsx_dist.format.identity import same_sample
-from hsx_dist.format.manifest import Receipt, SegmentProof
+from hsx_dist.format.manifest import Receipt
 from hsx_dist.format.names import part_name
 from hsx_dist.format.receipt_log import ReceiptLog
+from hsx_dist.format.segments import SegmentTable, segment_numbers
 from hsx_dist.logger import get_logger
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.observe.units import bytes_text
@@ -26,7 +29,6 @@ from hsx_dist.store import Store
 from hsx_dist.store.base import Conditional, replaces_conditionally, version_of
 from hsx_dist.text import printable
 from hsx_dist.writers.events import Stored
-from hsx_dist.writers.put_order import PutOrder
 
 log = get_logger(__name__)
 
@@ -37,6 +39,34 @@ _PAUSE_S = 0.05
 _STILL_THERE_S = 60.0
 #: A store that could not be probed for conditional puts is probed again after so long.
 _PROBE_AGAIN_S = 600.0
+#: More than can be under way at once: one that is older than so many names cannot come any more.
+_REMEMBERED = 4096
+#: Locks that names share. More than the threads that put, so that two names seldom wait for one lock.
+_STRIPES = 64
+
+
+class _PutOrder:
+    """Puts of one name in turn, and none after a later one's: of two objects under a name that clients chose, the later
+    one stays. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._newest: OrderedDict[str, int] = OrderedDict()
+        self._lock = threading.Lock()
+        self._stripes = [threading.Lock() for _ in range(_STRIPES)]
+
+    @contextmanager
+    def take(self, name: str, number: int) -> Iterator[bool]:
+        """Whether ``number``, of those that came for ``name``, is still to be stored; within the block nobody else
+        stores that name. A block that raises has stored nothing."""
+        with self._stripes[hash(name) % _STRIPES]:
+            with self._lock:
+                newest = self._newest.get(name, -1)
+            yield number > newest
+            with self._lock:
+                self._newest[name] = max(newest, number)
+                self._newest.move_to_end(name)
+                if len(self._newest) > _REMEMBERED:
+                    self._newest.popitem(last=False)
 
 
 class PartCommitter:
@@ -54,7 +84,7 @@ class PartCommitter:
         self._alone = alone
         self._about = about
         self._meter = meter
-        self._put_order = PutOrder()
+        self._put_order = _PutOrder()
         self._renews: bool | None = None  # whether the store has conditional puts, once that is known
         self._probe_after = 0.0
         self._renewing = threading.Lock()  # a stored object is in memory meanwhile: one at a time
@@ -191,17 +221,10 @@ class PartCommitter:
 
     def _receipt(self, segments: Sequence[EncodedSegment], part: EncodedPart, name: str) -> Receipt:
         """Of a stored part, without its number."""
-        proofs = tuple(
-            SegmentProof(
-                segment=s.segment.bare(),  # as it is read back: a driver keeps millions of them
-                slot=slot,
-                token_hash=token_hash(s.token_ids),
-                raw_bytes=s.raw_nbytes,
-                stored_bytes=s.nbytes,
-                row=s.segment.row,
-                sample_hash=s.segment.sample_hash,
-            )
-            for slot, s in enumerate(segments)
+        proofs = SegmentTable(
+            [s.segment.key for s in segments],
+            [segment_numbers(s.segment, s.raw_nbytes, s.nbytes, s.segment.row) for s in segments],
+            [(token_hash(s.token_ids), s.segment.sample_hash) for s in segments],
         )
         return Receipt(
             attempt=self._attempt,
