@@ -355,8 +355,9 @@ class SchedulerHalf:
     def build_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         meta, self._next = self._next, StepMetadata()
         meta.idle = scheduler_output.total_num_scheduled_tokens == 0
-        # A request that was preempted and resumes may be called new again: its owner was told the first time.
-        for new in scheduler_output.scheduled_new_reqs:
+        # Only objects of single samples have lock files that must exist before the answer. A request that was preempted
+        # and resumes may be called new again: its owner was told the first time.
+        for new in scheduler_output.scheduled_new_reqs if self._settings.one_object else ():
             known = self._known.get(new.req_id)
             if known is not None and known.owner is None and known.options.save and known.conflict is None:
                 options = known.options
