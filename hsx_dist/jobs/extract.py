@@ -89,13 +89,10 @@ def extract(
     return open_run(config.output, storage_options=config.store.storage_options)
 
 
-def run_extract(config: ExtractConfig, *, base: Path | None = None) -> RunSummary:
-    """An extraction from its configuration; prints progress and a summary.
-
-    ``base``: the folder against which relative paths are resolved (default: the current one).
-    """
+def run_extract(config: ExtractConfig) -> RunSummary:
+    """An extraction from its configuration; prints progress and a summary."""
     refuse_in_job("output", config.output)
-    config = resolve_paths(config, base or Path.cwd())
+    config = resolve_paths(config, Path.cwd())
     read_rows(config.input)  # opens the input: a wrong path is told before anything is started
     return run_extraction(config, lambda: read_rows(config.input), Console())
 
