@@ -85,8 +85,8 @@ def wrong(store: Store, samples: dict[str, RandomSample]) -> Counter[str]:
     found = Counter({"samples lost": len(samples.keys() - manifest.samples.keys())})
     for key, record in manifest.samples.items():
         states = [
-            Part.open(store, name, header_bytes=manifest.parts[name].header_bytes).read(proof.slot)
-            for name, proof in record.segments
+            Part.open(store, proof.part, header_bytes=manifest.parts[proof.part].header_bytes).read(proof.slot)
+            for proof in record.segments
         ]
         found["samples wrong"] += key not in samples or not np.array_equal(np.concatenate(states), samples[key].states)
     found["runs damaged"] += not verify_run(store).ok

@@ -41,7 +41,7 @@ def print_samples(path: str, options: Sequence[str], *, limit: int, as_json: boo
             "key": record.key,
             "tokens": record.num_tokens,
             "layers": layers,
-            "parts": sorted({part for part, _ in record.segments}),
+            "parts": sorted({proof.part for proof in record.segments}),
             "attempt": record.attempt,
         }
         for record in (index[i] for i in islice(range(len(index)), limit or None))

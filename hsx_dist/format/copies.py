@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from hsx_dist.format.segments import SegmentProof
 
 #: What all segments of a sample share: its number of tokens, of columns, and the hash of the ids.
 _Identity = tuple[int, int, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Proven:
-    """A proof, and where it stands."""
-
-    attempt: int
-    part: str
-    proof: SegmentProof
-    place: int
+#: A place in a manifest, and the proof there.
+_Proven = tuple[int, SegmentProof]
 
 
 class Copies:
@@ -29,16 +21,16 @@ class Copies:
         self._whole: set[int] = set()
         self._disputed: set[int] = set()
 
-    def add(self, proven: Proven) -> None:
-        """Take one segment into account."""
-        found = self._attempts.setdefault(proven.attempt, _Attempt())
-        found.add(proven)
-        (self._whole.add if found.whole else self._whole.discard)(proven.attempt)
+    def add(self, place: int, attempt: int, proof: SegmentProof) -> None:
+        """Take into account the segment that an attempt proves at ``place``."""
+        found = self._attempts.setdefault(attempt, _Attempt())
+        found.add(place, proof)
+        (self._whole.add if found.whole else self._whole.discard)(attempt)
         if found.disputed:
-            self._disputed.add(proven.attempt)
+            self._disputed.add(attempt)
 
-    def sample(self) -> list[Proven]:
-        """The segments of the highest attempt that proves the whole sample; empty when there is none."""
+    def sample(self) -> list[int]:
+        """The places of the segments of the highest attempt that proves the whole sample; empty when there is none."""
         return self._attempts[max(self._whole)].sample() if self._whole else []
 
     def disputed(self) -> set[int]:
@@ -54,7 +46,7 @@ class _Attempt:
 
     def __init__(self) -> None:
         #: By identity, column, index and start: the segment of the lowest part name.
-        self._chosen: dict[tuple[_Identity, int, int, int], Proven] = {}
+        self._chosen: dict[tuple[_Identity, int, int, int], _Proven] = {}
         #: By identity and column: how many segments follow one another from the first token on, and where they end.
         self._ends: dict[tuple[_Identity, int], tuple[int, int]] = {}
         #: By identity: the columns whose segments cover all tokens.
@@ -67,20 +59,20 @@ class _Attempt:
     def disputed(self) -> bool:
         return self._mixed or len(self._covered) > 1
 
-    def add(self, proven: Proven) -> None:
-        s = proven.proof.segment
-        identity = (s.total, s.columns, proven.proof.sample_hash)
-        place = (identity, s.column, s.index, s.start)
-        first = self._chosen.setdefault(place, proven)
-        if (proven.part, proven.proof.slot) < (first.part, first.proof.slot):
-            self._chosen[place] = proven
-        if (first.proof.segment.stop, first.proof.token_hash) != (s.stop, proven.proof.token_hash) and not self._mixed:
+    def add(self, place: int, proof: SegmentProof) -> None:
+        s = proof.segment
+        identity = (s.total, s.columns, proof.sample_hash)
+        name = (identity, s.column, s.index, s.start)
+        _, first = self._chosen.setdefault(name, (place, proof))
+        if (proof.part, proof.slot) < (first.part, first.slot):
+            self._chosen[name] = place, proof
+        if (first.segment.stop, first.token_hash) != (s.stop, proof.token_hash) and not self._mixed:
             self._mixed = True
             for known, column in self._ends:
                 self._cover(known, column)
         count, end = self._ends.get((identity, s.column), (0, 0))
         while (following := self._chosen.get((identity, s.column, count, end))) is not None:
-            count, end = count + 1, following.proof.segment.stop
+            count, end = count + 1, following[1].segment.stop
         self._ends[identity, s.column] = count, end
         self._cover(identity, s.column)
 
@@ -95,18 +87,19 @@ class _Attempt:
             return self._ends[identity, column][1] == identity[0]
         # Where the whole sample's hash is not known, segments whose tokens differ must not be joined either.
         first = self._chosen.get((identity, column, 0, 0))
-        return first is not None and first.proof.segment.stop == identity[0]
+        return first is not None and first[1].segment.stop == identity[0]
 
-    def sample(self) -> list[Proven]:
-        """The segments of a whole sample, a column after the other; of several the one whose first part has the lowest
-        name."""
-        identity = min(sorted(self.whole), key=lambda known: self._chosen[known, 0, 0, 0].part)
-        return [proven for column in range(identity[1]) for proven in self._column(identity, column)]
+    def sample(self) -> list[int]:
+        """The places of the segments of a whole sample, a column after the other; of several the one whose first part
+        has the lowest name."""
+        identity = min(sorted(self.whole), key=lambda known: self._chosen[known, 0, 0, 0][1].part)
+        return [place for column in range(identity[1]) for place in self._column(identity, column)]
 
-    def _column(self, identity: _Identity, column: int) -> list[Proven]:
-        run: list[Proven] = []
+    def _column(self, identity: _Identity, column: int) -> list[int]:
+        places: list[int] = []
         end = 0
         while end < identity[0]:
-            run.append(self._chosen[identity, column, len(run), end])
-            end = run[-1].proof.segment.stop
-        return run
+            place, proof = self._chosen[identity, column, len(places), end]
+            places.append(place)
+            end = proof.segment.stop
+        return places

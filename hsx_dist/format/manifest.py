@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hsx_dist.format.copies import Copies, Proven
+from hsx_dist.format.copies import Copies
 from hsx_dist.format.key_index import KeyIndex
 from hsx_dist.format.names import receipt_name
 from hsx_dist.format.receipt import Receipt, RowFate, SegmentProof
@@ -28,24 +28,24 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class SampleRecord:
-    """A sample that is proven whole: ``segments`` are ``(part, proof)``, by column, then in token order. Those of each
-    column cover all tokens."""
+    """A sample that is proven whole: ``segments`` are by column, then in token order. Those of each column cover all
+    tokens."""
 
     key: str
     num_tokens: int
     attempt: int
     row: int | None
-    segments: tuple[tuple[str, SegmentProof], ...]
+    segments: tuple[SegmentProof, ...]
 
     @property
     def raw_bytes(self) -> int:
         """Of its states, before encoding."""
-        return sum(proof.raw_bytes for _, proof in self.segments)
+        return sum(proof.raw_bytes for proof in self.segments)
 
     @property
     def stored_bytes(self) -> int:
         """Of its states, as stored."""
-        return sum(proof.stored_bytes for _, proof in self.segments)
+        return sum(proof.stored_bytes for proof in self.segments)
 
 
 @dataclass(slots=True)
@@ -171,7 +171,7 @@ class Manifest:
         of a part that was lost since."""
         self._decide()
         for key, places in self._chosen.items():
-            named = (self._order[p >> _SLOT_BITS] for p in self._many[key] if self._begins(p))
+            named = (self._receipt(p) for p in self._many[key] if self._begins(p))
             yield self._record(key, places), min(receipt.id for receipt in named)
 
     def totals(self) -> Totals:
@@ -184,7 +184,7 @@ class Manifest:
         parts = {receipts[i].part or "" for i in np.unique(owner[alone])}
         for place in (place for places in self._chosen.values() for place in places):
             parts.add(self._part(place))
-            total.add(self._order[place >> _SLOT_BITS].table.numbers[[place & _SLOTS]])
+            total.add(self._receipt(place).table.numbers[[place & _SLOTS]])
         total.parts = len(parts)
         total.part_bytes = sum(self._parts[part].size for part in parts)
         return total
@@ -284,21 +284,21 @@ class Manifest:
         copies = self._copies.pop(key, None) or Copies()
         for place in places[copies.added :]:
             if self._part(place) not in self._void:
-                copies.add(self._proof(place))
+                copies.add(place, self._receipt(place).attempt, self._proof(place))
         copies.added = len(places)
         self._chosen.pop(key, None)
         self._disputed.pop(key, None)
         if disputed := copies.disputed():
             self._disputed[key] = disputed
-        if run := copies.sample():
-            self._chosen[key] = tuple(p.place for p in run)
-        return None if run else copies
+        if places := copies.sample():
+            self._chosen[key] = tuple(places)
+        return None if places else copies
 
     def _disputes(self, key: str) -> list[str]:
         """What contradicts itself in the attempts that stored ``key`` with different tokens."""
         parts: dict[int, set[str]] = {attempt: set() for attempt in self._disputed[key]}
         for place in self._many[key]:
-            attempt, part = self._order[place >> _SLOT_BITS].attempt, self._part(place)
+            attempt, part = self._receipt(place).attempt, self._part(place)
             if attempt in parts and part not in self._void:
                 parts[attempt].add(part)
         return [
@@ -308,20 +308,22 @@ class Manifest:
 
     # -- places --------------------------------------------------------------------------------------------------
 
+    def _receipt(self, place: int) -> Receipt:
+        return self._order[place >> _SLOT_BITS]
+
     def _key_at(self, place: int) -> str:
-        return self._order[place >> _SLOT_BITS].table.key(place & _SLOTS)
+        return self._receipt(place).table.key(place & _SLOTS)
 
     def _part(self, place: int) -> str:
-        return self._order[place >> _SLOT_BITS].part or ""
+        return self._receipt(place).part or ""
 
     def _begins(self, place: int) -> bool:
         """Whether it is the first segment of its sample's first column."""
-        index, column = self._order[place >> _SLOT_BITS].table.numbers[place & _SLOTS, [0, 7]].tolist()
+        index, column = self._receipt(place).table.numbers[place & _SLOTS, [0, 7]].tolist()
         return index == column == 0
 
-    def _proof(self, place: int) -> Proven:
-        receipt = self._order[place >> _SLOT_BITS]
-        return Proven(receipt.attempt, receipt.part or "", receipt.segments[place & _SLOTS], place)
+    def _proof(self, place: int) -> SegmentProof:
+        return self._receipt(place).table.proof(place & _SLOTS, self._part(place))
 
     def _places(self, key: str) -> tuple[int, ...]:
         """Of the segments that make the sample ``key``; none when it is not whole."""
@@ -337,10 +339,8 @@ class Manifest:
         return () if place is None else (place,)
 
     def _record(self, key: str, places: tuple[int, ...]) -> SampleRecord:
-        proofs = [self._proof(place) for place in places]
-        first = proofs[0]
-        segments = tuple((p.part, p.proof) for p in proofs)
-        return SampleRecord(key, first.proof.segment.total, first.attempt, first.proof.row, segments)
+        proofs = tuple(map(self._proof, places))
+        return SampleRecord(key, proofs[0].segment.total, self._receipt(places[0]).attempt, proofs[0].row, proofs)
 
 
 class _Samples(Mapping[str, SampleRecord]):

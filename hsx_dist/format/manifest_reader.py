@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
 
 from hsx_dist.format.compacted import read_compacted
-from hsx_dist.format.manifest import Manifest, Receipt
+from hsx_dist.format.manifest import Manifest
 from hsx_dist.format.receipt_log import LogReader
 from hsx_dist.format.runs import read_completion
 from hsx_dist.store import Store
-
-
-@dataclass(frozen=True, slots=True)
-class ManifestNews:
-    """What a run's store has and a ``ManifestReader`` does not know."""
-
-    manifest: Manifest
-    receipts: list[Receipt]
-    logs: LogReader
-    completed: int
-    complete: bool
 
 
 class ManifestReader:
@@ -31,15 +20,19 @@ class ManifestReader:
     """
 
     def __init__(self) -> None:
-        #: As of the last ``take``; the next one changes it. ``None`` before the first one, and after ``release``.
+        #: As of the last news that was taken. ``None`` before the first news, and after ``release``.
         self.manifest: Manifest | None = None
         #: Whether the newest attempt had ended and said so when it was last asked.
         self.complete = False
         self._logs = LogReader()
         self._completed = -1  # the last attempt that had ended and said so, 0: none
 
-    def fetch(self, store: Store) -> ManifestNews | None:
-        """What was stored since; ``None`` when nothing was. Changes nothing, so that it may fail.
+    def fetch(self, store: Store) -> Callable[[], None] | None:
+        """Read what was stored since.
+
+        Returns:
+            A function that adds what was read, to be called before the next ``fetch``; ``None`` when nothing is new.
+            Until that call nothing changes: reads may fail, and a caller needs its lock for the second step only.
 
         Raises:
             IntegrityError, FormatError: as ``load_manifest``.
@@ -58,15 +51,14 @@ class ManifestReader:
         if manifest is self.manifest and over == self.complete and not receipts:
             self._logs = logs  # of which some may be sealed now
             return None
-        return ManifestNews(manifest, receipts, logs, completed, over)
 
-    def take(self, news: ManifestNews | None) -> None:
-        """Add what ``fetch`` has just found."""
-        if news is not None:
-            self.manifest, self._logs = news.manifest, news.logs
-            self._completed, self.complete = news.completed, news.complete
-            for receipt in news.receipts:
-                self.manifest.add(receipt)
+        def take() -> None:
+            self.manifest, self._logs = manifest, logs
+            self._completed, self.complete = completed, over
+            for receipt in receipts:
+                manifest.add(receipt)
+
+        return take
 
     def release(self) -> None:
         """Free the memory of a complete run's manifest. It is read again only if another attempt follows."""

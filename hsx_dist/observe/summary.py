@@ -79,7 +79,7 @@ def print_summary(summary: RunSummary, manifest: Manifest, console: Console, com
     console.print(table)
     for key in islice(manifest.samples, 3):
         sample = manifest.samples[key]
-        where = ", ".join(f"{part} [{proof.slot}]" for part, proof in sample.segments)
+        where = ", ".join(f"{proof.part} [{proof.slot}]" for proof in sample.segments)
         console.print(f"  {key}: {sample.num_tokens} tokens in {where}", soft_wrap=True)
     for fates in (manifest.refused, manifest.failed):
         for fate in list(fates.values())[:5]:

@@ -31,9 +31,7 @@ class ColumnRows(NamedTuple):
 class SampleColumn:
     """The segments of one column, in token order. Nothing is fetched before it is asked for."""
 
-    def __init__(
-        self, key: str, segments: Sequence[tuple[str, SegmentProof]], open_part: Callable[[str], Part], url: str
-    ):
+    def __init__(self, key: str, segments: Sequence[SegmentProof], open_part: Callable[[str], Part], url: str):
         """``segments``: as ``SampleRecord.segments``; without a ``token_hash`` for an object without a receipt."""
         self.key = key
         self.segments = tuple(segments)
@@ -52,18 +50,18 @@ class SampleColumn:
     def part(self, i: int) -> tuple[Part, int]:
         """The part in which the ``i``-th segment lies, and its slot there; checked as ``info`` does."""
         self.info(i)
-        name, proof = self.segments[i]
-        return self._open(name), proof.slot
+        proof = self.segments[i]
+        return self._open(proof.part), proof.slot
 
     def info(self, i: int) -> SegmentInfo:
         """What the ``i``-th segment says. ``IntegrityError``: its part says other things than its receipt."""
         info = self._infos.get(i)
         if info is None:
-            part, proof = self.segments[i]
-            found = self._open(part).segments
+            proof = self.segments[i]
+            found = self._open(proof.part).segments
             if proof.slot >= len(found) or not agrees(found[proof.slot], proof):
                 raise IntegrityError(
-                    f"{self._url}/{part}: expected {proof.segment} at place {proof.slot}, as its receipt says, "
+                    f"{self._url}/{proof.part}: expected {proof.segment} at place {proof.slot}, as its receipt says, "
                     f"got {found[proof.slot].segment if proof.slot < len(found) else 'nothing'}"
                 )
             info = self._infos[i] = found[proof.slot]
@@ -102,7 +100,7 @@ class SampleColumn:
         first = self.first
         if layers is None and first.layer_ids:
             layers = first.layer_ids  # one order, should segments have several
-        spans = [proof.segment for _, proof in self.segments]
+        spans = [proof.segment for proof in self.segments]
         within = [i for i, s in enumerate(spans) if s.start < stop and start < s.stop]
         within = within or [0]  # no tokens: an empty array of the right shape
         ids, mask = [], None
@@ -133,7 +131,7 @@ class SampleColumn:
 
     def parts(self, segments: Iterable[int]) -> dict[str, Part]:
         """By name, those that hold these segments."""
-        return {name: self._open(name) for name in (self.segments[i][0] for i in segments)}
+        return {name: self._open(name) for name in (self.segments[i].part for i in segments)}
 
     def _ids(self, i: int) -> np.ndarray[Any, Any]:
         part, slot = self.part(i)
@@ -142,10 +140,10 @@ class SampleColumn:
         return ids
 
     def _check_ids(self, i: int, ids: np.ndarray[Any, Any]) -> None:
-        part, proof = self.segments[i]
+        proof = self.segments[i]
         if proof.token_hash and token_hash(ids) != proof.token_hash:
             raise IntegrityError(
-                f"{self._url}/{part}: expected token ids of hash {proof.token_hash} for {self.key!r}, as its "
+                f"{self._url}/{proof.part}: expected token ids of hash {proof.token_hash} for {self.key!r}, as its "
                 f"receipt says, got {token_hash(ids)}"
             )
 

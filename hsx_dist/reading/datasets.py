@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hsx_dist.errors import ConfigError, FormatError, NotFound, SampleConsumed
 from hsx_dist.format.json_objects import count, or_null, text
+from hsx_dist.format.manifest import SampleRecord
 from hsx_dist.logger import get_logger
 from hsx_dist.page import HIDDEN_STATES
-from hsx_dist.reading.follow import Arrival, Follower, has_position, position_check
+from hsx_dist.reading.follow import Follower, has_position, position_check
 from hsx_dist.reading.item_reader import ItemReader, Source
 from hsx_dist.reading.items import ItemSpec
 from hsx_dist.reading.order import EpochPosition, canonical_order, check_state, fingerprint, require_run, restore
@@ -273,31 +274,30 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         follower = self._follower = Follower(self.run.place, state=position, **(self._follow or {}))
         reader, empty = self._reader, self._reader.memory(self._prefetch)
 
-        def tasks(arrivals: Iterable[Arrival | None]) -> Iterator[tuple[Arrival | None, int]]:
-            for arrival in arrivals:
-                if arrival is None:
+        def tasks(arrivals: Iterable[SampleRecord | None]) -> Iterator[tuple[SampleRecord | None, int]]:
+            for r in arrivals:
+                if r is None:
                     yield None, 0
-                elif rank_of(arrival.record.key, shards) == shard:
-                    r = arrival.record
-                    yield arrival, reader.spec.nbytes(self.run, r.key, r.num_tokens, r.raw_bytes, r.stored_bytes)
+                elif rank_of(r.key, shards) == shard:
+                    yield r, reader.spec.nbytes(self.run, r.key, r.num_tokens, r.raw_bytes, r.stored_bytes)
 
-        def make(arrival: Arrival | None) -> dict[str, Any]:
-            assert arrival is not None, "read_ahead runs no pauses"
-            return reader.spec.make(self.run.sample_of(arrival.record), 0, empty)
+        def make(record: SampleRecord | None) -> dict[str, Any]:
+            assert record is not None, "read_ahead runs no pauses"
+            return reader.spec.make(self.run.sample_of(record), 0, empty)
 
         for arrivals in (follower, follower.computed_again()):
-            for arrival, future in read_ahead(make, tasks(arrivals), threads=self._threads, max_bytes=self._prefetch):
-                assert arrival is not None, "read_ahead yields no pauses"
+            for record, future in read_ahead(make, tasks(arrivals), threads=self._threads, max_bytes=self._prefetch):
+                assert record is not None, "read_ahead yields no pauses"
                 gone = isinstance(future.exception(), NotFound)
                 if gone and arrivals is not follower:
                     continue  # it was skipped before
-                item = self._outcome(arrival.record.key, future)
+                item = self._outcome(record.key, future)
                 if arrivals is not follower:
-                    follower.given(arrival)
+                    follower.given(record)
                 elif gone:
-                    follower.lost(arrival)
+                    follower.lost(record)
                 else:
-                    follower.done(arrival)
+                    follower.done(record)
                 if item is not None:
                     yield item
                     del item

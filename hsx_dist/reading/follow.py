@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from hsx_dist.errors import NotFound, RunStalled
@@ -24,15 +23,6 @@ _LOST = "lost"
 _PAGE = 1000
 #: Seconds between a driver's last sign of life and the manifest that it leaves, at most.
 _COMPLETING_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A sample that has become whole, and the receipt that made it so."""
-
-    record: SampleRecord
-    writer: _Writer
-    seq: int
 
 
 def has_position(store: Store, position: Mapping[str, Any]) -> bool:
@@ -93,13 +83,14 @@ class Follower:
         self._next: dict[_Writer, int] = {}
         self._sealed: set[_Writer] = set()
         self._manifest = Manifest()
-        self._seen: set[str] = set()
+        # By key of each sample that was yielded: the receipt that made it whole; ``None``: before a resume.
+        self._came: dict[str, tuple[_Writer, int] | None] = {}
         # Per writer: the first receipt that is not behind the consumer, and which of its samples are done.
         self._done: dict[_Writer, tuple[int, set[str]]] = {}
         for name, (seq, keys) in _writers(state or {}):
             attempt, _, writer = name.partition("/")
             self._done[int(attempt), writer] = (seq, set(keys))
-            self._seen.update(keys)
+            self._came.update(dict.fromkeys(keys))
         # Samples whose part was gone: key → as it was then, None after a resume.
         self._lost: dict[str, SampleRecord | None] = dict.fromkeys((state or {}).get(_LOST, ()))
         # The receipts that were read and are not behind the consumer, in the order in which they were read.
@@ -115,41 +106,44 @@ class Follower:
         found: dict[str, Any] = {f"{a}/{w}": [seq, sorted(keys)] for (a, w), (seq, keys) in self._done.items()}
         return found | ({_LOST: sorted(self._lost)} if self._lost else {})
 
-    def done(self, arrival: Arrival) -> None:
-        """The consumer has this sample: ``position`` moves behind it. To be told in the order of arrivals.
+    def done(self, record: SampleRecord) -> None:
+        """The consumer has this sample: ``position`` moves behind it. To be told in the order of iteration.
 
-        All receipts that were read before this one's are then behind the consumer. A sample in several segments came
-        with the last of its receipts: its key stays until that one is behind the consumer, and so are then the others.
+        All receipts that were read before the one that made it whole are then behind the consumer. A sample in several
+        segments came with the last of its receipts: its key stays until that one is behind the consumer, and so are
+        then the others.
         """
-        here = (arrival.writer, arrival.seq)
+        here = self._came[record.key]
+        assert here is not None, "a sample that was done before the resume is not yielded again"
         while self._open and self._open[0] != here:
             writer, seq = self._open.popleft()
             self._done[writer] = (seq + 1, set())
-        seq, keys = self._done.get(arrival.writer, (0, set()))
-        keys = keys if seq == arrival.seq else set()
-        keys.add(arrival.record.key)
-        self._done[arrival.writer] = (arrival.seq, keys)
-        self._lost.pop(arrival.record.key, None)
+        writer, number = here
+        seq, keys = self._done.get(writer, (0, set()))
+        keys = keys if seq == number else set()
+        keys.add(record.key)
+        self._done[writer] = (number, keys)
+        self._lost.pop(record.key, None)
 
-    def lost(self, arrival: Arrival) -> None:
+    def lost(self, record: SampleRecord) -> None:
         """As ``done``, of a sample whose part is gone: the consumer does not have it."""
-        self.done(arrival)
-        self._lost[arrival.record.key] = arrival.record
+        self.done(record)
+        self._lost[record.key] = record
 
-    def computed_again(self) -> Iterator[Arrival]:
+    def computed_again(self) -> Iterator[SampleRecord]:
         """To iterate after the run's end: lost samples that an attempt may have stored in other parts since. To be told
         ``given``, not ``done``."""
         for key, before in tuple(self._lost.items()):
             record = self._manifest.samples.get(key)
             if record is not None and (before is None or record.segments != before.segments):
-                yield Arrival(record, (0, ""), 0)
+                yield record
 
-    def given(self, arrival: Arrival) -> None:
+    def given(self, record: SampleRecord) -> None:
         """The consumer has this sample, which was lost."""
-        self._lost.pop(arrival.record.key, None)
+        self._lost.pop(record.key, None)
 
-    def __iter__(self) -> Iterator[Arrival | None]:
-        """Arrivals; ``None`` when there is nothing new, before a pause.
+    def __iter__(self) -> Iterator[SampleRecord | None]:
+        """Samples that have become whole; ``None`` when there is nothing new, before a pause.
 
         Raises:
             RunStalled: nobody is at work on the run, and it is not complete.
@@ -159,7 +153,7 @@ class Follower:
         with self._place.reading():
             yield from self._follow()
 
-    def _follow(self) -> Iterator[Arrival | None]:
+    def _follow(self) -> Iterator[SampleRecord | None]:
         yield from self._everything()
         discovered = self._clock()
         while True:
@@ -167,9 +161,9 @@ class Follower:
                 yield from self._everything()
                 return
             news = False
-            for arrival in self._ask():
+            for record in self._ask():
                 news = True
-                yield arrival
+                yield record
             if self._clock() - discovered >= self._discover or not self._next:
                 self._find_writers()
                 discovered = self._clock()
@@ -185,7 +179,7 @@ class Follower:
         completed, self._newest = self._newest, newest_attempt(self._store)
         return completed == self._newest
 
-    def _everything(self) -> Iterator[Arrival]:
+    def _everything(self) -> Iterator[SampleRecord]:
         """All receipts that are there and not known yet."""
         found = [r for r in scan_receipts(self._store) if r.seq >= self._next.get((r.attempt, r.writer), 1)]
         found.sort(key=lambda r: r.id)  # ``done`` counts on each writer's order
@@ -199,7 +193,7 @@ class Follower:
         for receipt in new:
             yield from self._take(receipt)
 
-    def _ask(self) -> Iterator[Arrival]:
+    def _ask(self) -> Iterator[SampleRecord]:
         for log in sorted(self._next.keys() - self._sealed):
             while log not in self._sealed:
                 try:
@@ -211,19 +205,19 @@ class Follower:
                 else:
                     yield from self._take(receipt)
 
-    def _take(self, receipt: Receipt) -> list[Arrival]:
+    def _take(self, receipt: Receipt) -> list[SampleRecord]:
         writer = (receipt.attempt, receipt.writer)
         self._next[writer] = max(self._next.get(writer, 1), receipt.seq + 1)
         self._manifest.add(receipt)
         if receipt.seq >= self._done.get(writer, (0,))[0]:
             self._open.append((writer, receipt.seq))
-        arrivals = []
+        here, arrived = (writer, receipt.seq), []
         for key in dict.fromkeys(receipt.table.keys()):
-            record = None if key in self._seen else self._manifest.samples.get(key)
+            record = None if key in self._came else self._manifest.samples.get(key)
             if record is not None:
-                self._seen.add(key)
-                arrivals.append(Arrival(record, writer, receipt.seq))
-        return arrivals
+                self._came[key] = here
+                arrived.append(record)
+        return arrived
 
     def _find_writers(self) -> None:
         """One listing for all writers, and another one for each that wrote a page of receipts, to skip the rest."""

@@ -90,9 +90,14 @@ class Index:
         assert receipt.part is not None, "receipts without a part prove no segments"
         sizes = int(self.raw_bytes[i]), int(self.stored_bytes[i])
         proof = SegmentProof(
-            Segment(key, 0, 0, total, total), slot, self._hash[i].decode(), *sizes, None if row < 0 else row
+            Segment(key, 0, 0, total, total),
+            slot,
+            self._hash[i].decode(),
+            *sizes,
+            None if row < 0 else row,
+            part=receipt.part,
         )
-        return SampleRecord(key, total, receipt.attempt, proof.row, ((receipt.part, proof),))
+        return SampleRecord(key, total, receipt.attempt, proof.row, (proof,))
 
     def parts_in_use(self) -> set[str]:
         """The names of all parts that samples lie in."""
@@ -113,7 +118,7 @@ class Index:
         """32 hex digits of all samples in order: keys, lengths, token ids."""
         hashes = self._hash.copy()
         for i in np.flatnonzero(self._slot < 0):
-            of = [f"{p.segment.start} {p.token_hash}" for _, p in self[i].segments if p.segment.column == 0]
+            of = [f"{p.segment.start} {p.token_hash}" for p in self[i].segments if p.segment.column == 0]
             # A whole sample counts as what it is, also where the run holds several copies.
             hashes[i] = of[0][2:] if len(of) == 1 else hashlib.blake2b(" ".join(of).encode(), digest_size=8).hexdigest()
         h = hashlib.blake2b("\0".join(self.keys).encode("utf-8", "surrogatepass"), digest_size=16)
@@ -135,10 +140,10 @@ class _Several:
         facts, numbers, hashes = array("q"), array("q"), bytearray()
         for record, first in manifest.several():
             self.keys.append(record.key)
-            for part, p in record.segments:
+            for p in record.segments:
                 s = p.segment
                 numbers.extend((s.index, s.start, s.stop, s.total, s.column, s.columns))
-                numbers.extend((p.slot, p.raw_bytes, p.stored_bytes, -1 if p.row is None else p.row, place_of[part]))
+                numbers.extend((p.slot, p.raw_bytes, p.stored_bytes, -1 if p.row is None else p.row, place_of[p.part]))
                 hashes += p.token_hash.encode().ljust(16, b"\0") + p.sample_hash.encode().ljust(16, b"\0")
             facts.extend((-1 if record.row is None else record.row, record.num_tokens, _total(record.raw_bytes)))
             facts.extend((_total(record.stored_bytes), ranks[first], len(record.segments)))
@@ -162,7 +167,7 @@ class _Several:
         found: _Array = np.logical_and.reduceat(there[self.parts], self._starts)
         return found
 
-    def segments(self, i: int, parts: Sequence[Receipt]) -> tuple[tuple[str, SegmentProof], ...]:
+    def segments(self, i: int, parts: Sequence[Receipt]) -> tuple[SegmentProof, ...]:
         """As ``SampleRecord.segments``."""
         key, span = self.keys[i], slice(int(self._starts[i]), int(self._ends[i]))
         found = []
@@ -170,8 +175,9 @@ class _Several:
             index, start, stop, total, column, columns, slot, raw, stored, number, part = row
             segment = Segment(key, index, start, stop, total, column=column, columns=columns)
             token_hash, sample_hash = (h.decode() for h in hashes)
-            proof = SegmentProof(segment, slot, token_hash, raw, stored, None if number < 0 else number, sample_hash)
-            found.append((parts[part].part or "", proof))
+            known = None if number < 0 else number
+            name = parts[part].part or ""
+            found.append(SegmentProof(segment, slot, token_hash, raw, stored, known, sample_hash, name))
         return tuple(found)
 
 

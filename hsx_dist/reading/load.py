@@ -230,7 +230,7 @@ def _sample_in_object(store: Store, name: str, key: str | None) -> Sample:
     found.sort(key=lambda item: item[1].id)
     if not _is_whole([segment for _, segment in found]):
         raise SampleNotFound(f"{where}: holds only a piece of {keys[0]!r}; load it from its run, by key")
-    segments = [(name, SegmentProof(segment, i, "", 0, 0)) for i, segment in found]
+    segments = [SegmentProof(segment, i, "", 0, 0, part=name) for i, segment in found]
     return Sample(keys[0] or PurePosixPath(name).stem, segments, lambda _: part, store.url)
 
 

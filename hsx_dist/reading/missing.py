@@ -98,7 +98,7 @@ def missing_parts(store: Store, manifest: Manifest, version: int) -> list[str]:
     lost = set(_not_stored(store, (part for part in absent if part not in removed)))
     keys = {key for part in lost for key in list(manifest.parts[part].table.keys())}
     for record in filter(None, map(manifest.samples.get, keys)):
-        if not lost.isdisjoint(part for part, _ in record.segments):
+        if not lost.isdisjoint(proof.part for proof in record.segments):
             lost.update(part for part in manifest.parts_of(record.key) if removed.get(part) is False)
     return sorted(lost)
 

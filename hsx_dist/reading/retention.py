@@ -105,7 +105,8 @@ class Retention:
 
     def _refresh(self) -> None:
         """Learn of receipts that came since; reading all of them for every new part would take longer and longer."""
-        self._reader.take(self._reader.fetch(self._store))
+        if (take := self._reader.fetch(self._store)) is not None:
+            take()
         self._manifest = self._reader.manifest or self._manifest
 
     def _mark_foreign(self) -> None:

@@ -147,10 +147,10 @@ class Run:
         self._require_process()
         with self._refreshing:
             with self.place.reading():
-                news = self._reader.fetch(self.store)
-            if news is not None:
+                take = self._reader.fetch(self.store)
+            if take is not None:
                 with self._lock:
-                    self._reader.take(news)
+                    take()
                     self._index = None
                     self.__dict__.pop("manifest", None)
 

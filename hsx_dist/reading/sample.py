@@ -35,18 +35,16 @@ class Sample:
     """One request's hidden states, or other points of the model, and its token ids. Nothing is fetched before it is
     asked for."""
 
-    def __init__(
-        self, key: str, segments: Sequence[tuple[str, SegmentProof]], open_part: Callable[[str], Part], url: str
-    ):
+    def __init__(self, key: str, segments: Sequence[SegmentProof], open_part: Callable[[str], Part], url: str):
         """``segments``: as ``SampleRecord.segments``; without a ``token_hash`` for an object without a receipt."""
         self.key = key
-        self.num_tokens = segments[-1][1].segment.stop
+        self.num_tokens = segments[-1].segment.stop
         self._segments = tuple(segments)
         self._open = open_part
         self._url = url.rstrip("/")
-        columns: dict[int, list[tuple[str, SegmentProof]]] = {}
-        for part, proof in segments:
-            columns.setdefault(proof.segment.column, []).append((part, proof))
+        columns: dict[int, list[SegmentProof]] = {}
+        for proof in segments:
+            columns.setdefault(proof.segment.column, []).append(proof)
         self._columns = [SampleColumn(key, columns[i], open_part, url) for i in sorted(columns)]
         self._points: dict[str, PointColumns] | None = None
 
@@ -56,7 +54,7 @@ class Sample:
     @property
     def uri(self) -> str:
         """The objects that it lies in, separated by blanks."""
-        return " ".join(f"{self._url}/{part}" for part in dict.fromkeys(part for part, _ in self._segments))
+        return " ".join(f"{self._url}/{part}" for part in dict.fromkeys(proof.part for proof in self._segments))
 
     @property
     def points(self) -> dict[str, StoredPoint]:
@@ -90,7 +88,7 @@ class Sample:
     @property
     def about(self) -> dict[str, Any]:
         """What the object says of where it comes from: model, revision, versions, …"""
-        return self._open(self._segments[0][0]).about
+        return self._open(self._segments[0].part).about
 
     @property
     def loss(self) -> dict[int, Loss]:

@@ -295,8 +295,8 @@ def _check_points(store: Store, manifest: Manifest, sound: set[str]) -> Iterator
         return Part.open(store, name, header_bytes=receipt.header_bytes, size=receipt.size)
 
     for record, _ in manifest.several():
-        parts = {part for part, _ in record.segments}
-        if record.segments[0][1].segment.columns > 1 and parts <= sound:
+        parts = {proof.part for proof in record.segments}
+        if record.segments[0].segment.columns > 1 and parts <= sound:
             try:
                 _ = Sample(record.key, record.segments, opened, store.url).points
             except NotFound:

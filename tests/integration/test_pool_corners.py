@@ -89,8 +89,8 @@ def test_requests_longer_than_everything_go_through(corner, tmp_path):
     assert manifest.samples.keys() == {f"k{k}" for k in lengths}
     for key, tokens in lengths.items():
         found = [
-            Part.open(store, name, header_bytes=manifest.parts[name].header_bytes).read(proof.slot)
-            for name, proof in manifest.samples[f"k{key}"].segments
+            Part.open(store, proof.part, header_bytes=manifest.parts[proof.part].header_bytes).read(proof.slot)
+            for proof in manifest.samples[f"k{key}"].segments
         ]
         np.testing.assert_array_equal(np.concatenate(found), states(key, tokens).transpose(1, 0, 2))
     ray.kill(actor)

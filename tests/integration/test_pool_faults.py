@@ -127,8 +127,8 @@ def check_whole(store: Store) -> None:
     assert manifest.samples.keys() == SAMPLES.keys()
     for key, record in manifest.samples.items():
         states = []
-        for name, proof in record.segments:
-            part = Part.open(store, name, header_bytes=manifest.parts[name].header_bytes)
+        for proof in record.segments:
+            part = Part.open(store, proof.part, header_bytes=manifest.parts[proof.part].header_bytes)
             states.append(part.read(proof.slot))
         np.testing.assert_array_equal(np.concatenate(states), SAMPLES[key].states, err_msg=key)
     assert verify_run(store).ok

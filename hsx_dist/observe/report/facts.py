@@ -110,7 +110,7 @@ def gather_facts(run: Run) -> RunFacts:
 
 def _gather(run: Run) -> RunFacts:
     store, samples = run.store, run.manifest.samples.values()
-    names = sorted({part for s in samples for part, _ in s.segments})
+    names = sorted({proof.part for s in samples for proof in s.segments})
     stored = stored_parts(store)
     gone = set(names) - stored
     lost = gone.intersection(missing_parts(store, run.manifest, run.version)) if gone else set()
@@ -129,7 +129,7 @@ def _gather(run: Run) -> RunFacts:
             "parts": len(names),
             "removed_parts": len(gone - lost),
             "lost_parts": len(lost),
-            "raw_bytes": sum(proof.raw_bytes for s in samples for _, proof in s.segments),
+            "raw_bytes": sum(s.raw_bytes for s in samples),
             "stored_bytes": sum(run.manifest.parts[name].size for name in names),
             "refused": len(run.refused),
             "failed": len(run.failed),

@@ -50,7 +50,7 @@ def test_a_sample_is_whole_with_the_last_segment_of_its_last_column(order: list[
             assert "k" not in manifest.samples
         manifest.add(receipt(n, proof(whole[i])))
     record = manifest.samples["k"]
-    assert [p.segment for _, p in record.segments] == whole
+    assert [p.segment for p in record.segments] == whole
     assert (record.num_tokens, record.raw_bytes) == (10, 50)
     assert manifest.conflicts == []
 
@@ -74,7 +74,7 @@ def test_tokens_count_once() -> None:
     assert dict(zip(index.keys, index.raw_bytes.tolist(), strict=True)) == {"k": 50, "one": 10}
     assert index.parts_in_use() == {r.part for r in receipts}
     assert not index.lie_in({receipts[0].part or ""})[index.place("k")]
-    assert [p.segment for _, p in index[index.place("k") or 0].segments] == segments()
+    assert [p.segment for p in index[index.place("k") or 0].segments] == segments()
 
 
 def test_the_digest_is_of_tokens_and_not_of_what_was_captured() -> None:
@@ -90,7 +90,7 @@ def test_columns_of_two_attempts_make_no_sample() -> None:
         manifest = Manifest([receipt(1, *others, attempt=2), receipt(1, proof(whole[last]), attempt=attempt)])
         assert list(manifest.samples) == [], (last, attempt)
         manifest.add(receipt(2, proof(whole[last]), attempt=2))
-        assert {part for part, _ in manifest.samples["k"].segments} == {part_name(2, "w", 1), part_name(2, "w", 2)}
+        assert {proof.part for proof in manifest.samples["k"].segments} == {part_name(2, "w", 1), part_name(2, "w", 2)}
 
 
 @pytest.mark.parametrize("changes", [{"total": 11}, {"columns": 4}, {"sample": "b" * 16}])
@@ -104,7 +104,7 @@ def test_columns_that_say_other_things_of_their_sample_are_never_joined(last: in
     assert list(manifest.samples) == []
     assert len(manifest.conflicts) > 0
     manifest.add(receipt(9, proof(segments()[last])))
-    assert [p.segment for _, p in manifest.samples["k"].segments] == segments()
+    assert [p.segment for p in manifest.samples["k"].segments] == segments()
 
 
 def test_a_column_twice_is_not_two_columns() -> None:
@@ -112,7 +112,7 @@ def test_a_column_twice_is_not_two_columns() -> None:
     manifest = Manifest([receipt(2, proof(whole[0])), receipt(1, proof(whole[0]))])
     assert list(manifest.samples) == []
     manifest.add(receipt(3, proof(whole[1])))
-    assert [part for part, _ in manifest.samples["k"].segments] == [part_name(1, "w", 1), part_name(1, "w", 3)]
+    assert [proof.part for proof in manifest.samples["k"].segments] == [part_name(1, "w", 1), part_name(1, "w", 3)]
     assert manifest.conflicts == []
 
 
@@ -125,7 +125,7 @@ def test_segments_that_contradict_each_other_are_not_joined() -> None:
         assert list(manifest.samples) == []
         assert len(manifest.conflicts) == 1
         manifest.add(receipt(1, proof(Segment("k", 0, 0, 10, 10, column=1, columns=3))))
-        assert [p.segment.num_tokens for _, p in manifest.samples["k"].segments] == [10, 10, 10]
+        assert [p.segment.num_tokens for p in manifest.samples["k"].segments] == [10, 10, 10]
 
 
 def test_a_lost_column_takes_its_sample_away() -> None:
@@ -146,7 +146,7 @@ def test_receipts_of_columns_survive_compaction() -> None:
     assert size == sum(len(r.to_json()) + 1 for r in receipts)
     again = [Receipt.from_json(line) for line in zstandard.ZstdDecompressor().stream_reader(packed).read().splitlines()]
     assert again == receipts
-    assert [p.segment for _, p in Manifest(again).samples["k"].segments] == segments()
+    assert [p.segment for p in Manifest(again).samples["k"].segments] == segments()
 
 
 def test_a_claim_of_many_columns_costs_nothing() -> None:

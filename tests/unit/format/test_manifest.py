@@ -59,7 +59,7 @@ def test_a_sample_exists_when_its_segments_cover_it() -> None:
     manifest.add(_receipt(1, 1, second, writer="v"))
     sample = manifest.samples["k"]
     assert (sample.num_tokens, sample.attempt, sample.row) == (10, 1, 0)
-    assert [(part, proof.segment, proof.slot) for part, proof in sample.segments] == [
+    assert [(proof.part, proof.segment, proof.slot) for proof in sample.segments] == [
         (part_name(1, "w", 2), first, 0),
         (part_name(1, "v", 1), second, 0),
         (part_name(1, "w", 1), third, 0),
@@ -79,8 +79,8 @@ def test_segments_of_two_tries_with_other_tokens_are_never_joined() -> None:
     manifest = Manifest([proof(1, "0"), proof(0, "1")])
     assert not manifest.samples
     manifest.add(proof(1, "1"))
-    assert {p.sample_hash for _, p in manifest.samples["k"].segments} == {"1" * 16}
-    assert [part for part, _ in manifest.samples["k"].segments] == [part_name(1, "w", 3), part_name(1, "w", 4)]
+    assert {p.sample_hash for p in manifest.samples["k"].segments} == {"1" * 16}
+    assert [proof.part for proof in manifest.samples["k"].segments] == [part_name(1, "w", 3), part_name(1, "w", 4)]
 
 
 def test_segments_of_two_attempts_make_no_sample() -> None:
@@ -91,7 +91,7 @@ def test_segments_of_two_attempts_make_no_sample() -> None:
 
 def test_the_highest_attempt_counts_then_the_lowest_part() -> None:
     receipts = [_receipt(1, 1, _whole("k")), _receipt(2, 2, _whole("k")), _receipt(2, 1, _whole("k"), writer="x")]
-    assert Manifest(receipts).samples["k"].segments[0][0] == part_name(2, "w", 2)
+    assert Manifest(receipts).samples["k"].segments[0].part == part_name(2, "w", 2)
     assert Manifest(receipts).samples["k"].attempt == 2
     assert Manifest(receipts).conflicts == []
 
@@ -103,7 +103,7 @@ def test_an_incomplete_newer_attempt_does_not_hide_an_older_sample() -> None:
 
 def test_other_tokens_in_the_same_attempt_are_a_conflict() -> None:
     manifest = Manifest([_receipt(1, 2, _whole("k"), tokens=7), _receipt(1, 1, _whole("k"))])
-    assert manifest.samples["k"].segments[0][0] == part_name(1, "w", 1)
+    assert manifest.samples["k"].segments[0].part == part_name(1, "w", 1)
     [told] = manifest.conflicts
     assert "'k'" in told
     assert part_name(1, "w", 1) in told
@@ -160,7 +160,7 @@ def test_a_lost_part_takes_its_segments_out_of_samples() -> None:
     assert (list(manifest.parts), manifest.stored_bytes, manifest.totals().parts) == ([part_name(1, "w", 2)], 99, 1)
     manifest.add(_receipt(1, 3, halves[0]))
     assert manifest.parts_of("k") == {part_name(1, "w", 2), part_name(1, "w", 3)}
-    assert [part for part, _ in manifest.samples["k"].segments] == [part_name(1, "w", 3), part_name(1, "w", 2)]
+    assert [proof.part for proof in manifest.samples["k"].segments] == [part_name(1, "w", 3), part_name(1, "w", 2)]
 
 
 def test_adding_again_changes_nothing() -> None:
@@ -210,7 +210,7 @@ def test_the_order_of_receipts_does_not_matter(data: st.DataObject) -> None:
         dict(other.refused),
     )
     for sample in one.samples.values():
-        bounds = [(p.segment.start, p.segment.stop) for _, p in sample.segments]
+        bounds = [(p.segment.start, p.segment.stop) for p in sample.segments]
         assert bounds[0][0] == 0
         assert bounds[-1][1] == sample.num_tokens
         assert all(a[1] == b[0] for a, b in pairwise(bounds))

@@ -31,7 +31,7 @@ def read_run(folder: Path) -> dict[str, tuple[int | None, list[tuple[Any, ...]]]
 def ours(folder: Path) -> dict[str, tuple[int | None, list[tuple[Any, ...]]]]:
     samples = load_manifest(open_place(open_store(str(folder))).store).samples
     return {
-        key: (s.row, [(part, p.slot, p.segment.start, p.segment.stop) for part, p in s.segments])
+        key: (s.row, [(p.part, p.slot, p.segment.start, p.segment.stop) for p in s.segments])
         for key, s in samples.items()
     }
 

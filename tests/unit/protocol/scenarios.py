@@ -121,7 +121,7 @@ def driving(model: str, keys: Sequence[str] = KEYS, *, refused: Sequence[str] = 
 
 def parts_of(run: Run, key: str) -> set[str]:
     """The parts that the sample of ``key`` lies in."""
-    return {part for part, _ in run.index[run.keys().index(key)].segments}
+    return {proof.part for proof in run.index[run.keys().index(key)].segments}
 
 
 def collecting(root: SteppedStore) -> None:

@@ -164,7 +164,7 @@ def a_consumer_does_not_look_again_at_the_end(m: pytest.MonkeyPatch) -> None:
 def a_consumer_looks_at_the_copies_that_count_alone(m: pytest.MonkeyPatch) -> None:
     def used_up(self: Any, part: str) -> bool:
         records = [self._manifest.samples[proof.segment.key] for proof in self._manifest.parts[part].segments]
-        return all(r.key in self._used or part not in dict(r.segments) for r in records)
+        return all(r.key in self._used or part not in {proof.part for proof in r.segments} for r in records)
 
     m.setattr(retention.Retention, "_used_up", used_up)
 

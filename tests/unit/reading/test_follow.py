@@ -51,7 +51,7 @@ def keys_of(follower: Follower) -> list[str]:
     found = []
     for arrival in follower:
         if arrival is not None:
-            found.append(arrival.record.key)
+            found.append(arrival.key)
             follower.done(arrival)
     return found
 
@@ -105,7 +105,7 @@ def test_a_follower_asks_for_the_next_receipt_instead_of_listing() -> None:
         writer.put([whole(SAMPLES[i])])
         arrival = next(source)
         assert arrival is not None
-        assert arrival.record.key == SAMPLES[i].key
+        assert arrival.key == SAMPLES[i].key
     assert not [a for a in listed if a and str(a[0]).startswith("manifest")]
 
 
@@ -654,7 +654,7 @@ def test_a_follower_gives_each_sample_once_wherever_it_is_resumed(seed: int) -> 
                 writers["u"].complete()
         elif ahead and step < 0.7:
             follower.done(ahead[0])
-            given.append(ahead.pop(0).record.key)
+            given.append(ahead.pop(0).key)
         else:
             try:
                 arrival = next(source)

@@ -310,7 +310,7 @@ def test_columns_that_are_swapped_in_a_part_are_found(one: int, other: int) -> N
     made, store = point_sample("a"), MemoryStore()
     segments = made.segments(0)
     run = run_of(*([s] for s in segments), store=store)
-    names = [part for part, _ in load_manifest(store).samples["a"].segments]
+    names = [proof.part for proof in load_manifest(store).samples["a"].segments]
     data = dict(store.objects)
     store.objects[names[one]], store.objects[names[other]] = data[names[other]], data[names[one]]
     run = Run(store)

@@ -60,13 +60,13 @@ def test_the_index_says_what_the_manifest_says(receipts: list[tuple], complete: 
     assert run.keys() == sorted(manifest.samples, key=lambda k: (manifest.samples[k].row, k))
     for i, key in enumerate(run.keys()):
         record, found = manifest.samples[key], run.index[i]
-        segments = tuple((part, replace(proof, sample_hash="")) for part, proof in record.segments)
-        kept = tuple((part, replace(proof, sample_hash="")) for part, proof in found.segments)
+        segments = tuple(replace(proof, sample_hash="") for proof in record.segments)
+        kept = tuple(replace(proof, sample_hash="") for proof in found.segments)
         assert (replace(found, segments=()), kept) == (replace(record, segments=()), segments)
     assert (run.refused, run.failed) == (dict(manifest.refused), dict(manifest.failed))
     parts = sorted(manifest.parts)
     stored = set(parts[::2])
-    inside = {key for key, record in manifest.samples.items() if {part for part, _ in record.segments} <= stored}
+    inside = {key for key, record in manifest.samples.items() if {proof.part for proof in record.segments} <= stored}
     assert {run.keys()[i] for i in np.flatnonzero(run.index.lie_in(stored))} == inside
     assert run.index.conflicts == manifest.conflicts
     assert pickle.loads(pickle.dumps(run.index)).keys == run.keys()

@@ -50,7 +50,7 @@ def store_missing(store: Store, attempt: int, part_bytes: int) -> list[Event]:
 def are_as_sent(store: Store) -> bool:
     manifest = load_manifest(store)
     for key, record in manifest.samples.items():
-        states = [Part.open(store, name).read(proof.slot) for name, proof in record.segments]
+        states = [Part.open(store, proof.part).read(proof.slot) for proof in record.segments]
         if not np.array_equal(np.concatenate(states), SAMPLES[key].states):
             return False
     return verify_run(store).ok

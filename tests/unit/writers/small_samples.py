@@ -39,8 +39,8 @@ def check_readable(store: Store, manifest: Manifest, key: str, n: int) -> None:
     record = manifest.samples[key]
     assert record.num_tokens == n
     states = []
-    for part_name, proof in record.segments:
-        part = Part.open(store, part_name, header_bytes=manifest.parts[part_name].header_bytes)
+    for proof in record.segments:
+        part = Part.open(store, proof.part, header_bytes=manifest.parts[proof.part].header_bytes)
         states.append(part.read(proof.slot))
     expected = np.concatenate([p.data[:, : p.num_tokens] for p in pages(key, n)], axis=1).transpose(1, 0, 2)
     np.testing.assert_array_equal(np.concatenate(states), expected)

@@ -48,11 +48,11 @@ def test_columns_of_a_sample_are_proven_each_by_itself(store):
     (receipt,) = events
     record = load_manifest(store).samples["k"]
     assert record.num_tokens == 100
-    found = [(p.segment.column, p.segment.start, p.segment.stop) for _, p in record.segments]
+    found = [(p.segment.column, p.segment.start, p.segment.stop) for p in record.segments]
     assert found == [(i, *span) for i in range(3) for span in ((0, 64), (64, 100))]
     part = Part.open(store, receipt.part)
     assert {info.segment.point for info in part.segments} == {"q", "topk_ids"}
-    for _, proof in record.segments:
+    for proof in record.segments:
         assert part.segments[proof.slot].segment.id == proof.segment.id
         # Ids that are all 0 are nothing to warn of.
         assert part.segments[proof.slot].segment.meta == {}
@@ -128,5 +128,5 @@ def test_bad_rows_of_a_column_are_flagged_in_its_own_segment(store):
         sink.add(replace(page, data=np.full_like(page.data, 0x7FC0)))
     sink.close()
     record = load_manifest(store).samples["k"]
-    found = [Part.open(store, part).segments[p.slot].segment.meta for part, p in record.segments]
+    found = [Part.open(store, p.part).segments[p.slot].segment.meta for p in record.segments]
     assert found == [{}, {"bad": {"nonfinite_rows": {"2": 40, "5": 40}}}, {}]
