@@ -40,8 +40,8 @@ Empty = Callable[[tuple[int, int, int], str], np.ndarray[Any, Any]]
 
 
 class Loaded(NamedTuple):
-    """``states``: carrier ``[n, L, H]``; ``token_ids``: int64, of the *whole* segment; ``attached``: what was asked for
-    and is there."""
+    """``states``: carrier ``[n, L, H]``; ``token_ids``: int64, from ``Part.load`` of the *whole* segment; ``attached``:
+    what was asked for and is there."""
 
     states: np.ndarray[Any, Any]
     token_ids: np.ndarray[Any, Any]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from hsx_dist.errors import FormatError, IntegrityError
 from hsx_dist.format.container import Part, SegmentInfo
-from hsx_dist.format.container_read import Empty, new_states
+from hsx_dist.format.container_read import Empty, Loaded, new_states
 from hsx_dist.format.expansion import check_expansion
 from hsx_dist.format.loss import Loss
 from hsx_dist.format.segments import SegmentProof
@@ -18,14 +18,6 @@ from hsx_dist.page import token_hash
 
 #: Name of the attached array that says which tokens count in training.
 LOSS_MASK = "loss_mask"
-
-
-class ColumnRows(NamedTuple):
-    """``states``: carrier ``[n, L, H]``; ``token_ids``: int64 ``[n]``; ``mask``: the attached loss mask, whole."""
-
-    states: np.ndarray[Any, Any]
-    token_ids: np.ndarray[Any, Any]
-    mask: np.ndarray[Any, Any] | None
 
 
 class SampleColumn:
@@ -92,10 +84,10 @@ class SampleColumn:
         masked: bool = False,
         empty: Empty | None = None,
         out: np.ndarray[Any, Any] | None = None,
-    ) -> ColumnRows:
-        """Tokens ``[start, stop)``; into ``out``, a carrier array ``[n, L, H]``, where it is given.
+    ) -> Loaded:
+        """Tokens ``[start, stop)``, with their ids; into ``out``, a carrier array ``[n, L, H]``, where it is given.
 
-        ``masked``: fetch the loss mask too, where the first segment is read and has one.
+        ``masked``: fetch the loss mask too, whole, where the first segment is read and has one.
         """
         first = self.first
         if layers is None and first.layer_ids:
@@ -103,7 +95,8 @@ class SampleColumn:
         spans = [proof.segment for proof in self.segments]
         within = [i for i, s in enumerate(spans) if s.start < stop and start < s.stop]
         within = within or [0]  # no tokens: an empty array of the right shape
-        ids, mask = [], None
+        ids: list[np.ndarray[Any, Any]] = []
+        small: dict[str, np.ndarray[Any, Any]] = {}
         if len(within) > 1 and out is None:
             num_layers = first.num_layers if layers is None else len(layers)
             self.check_size(within, (stop - start) * num_layers * first.row_bytes)
@@ -119,10 +112,10 @@ class SampleColumn:
                 attached=(LOSS_MASK,) if masked and i == 0 else (),
                 empty=empty,
             )
-            mask = attached.get(LOSS_MASK, mask)
+            small |= attached
             self._check_ids(i, own)
             ids.append(own[a - s.start : b - s.start])
-        return ColumnRows(states if out is None else out, np.concatenate(ids), mask)
+        return Loaded(states if out is None else out, np.concatenate(ids), small)
 
     def check_size(self, segments: Iterable[int], nbytes: int) -> None:
         """Refuse to allocate ``nbytes`` for states of which nothing is fetched yet: receipts may claim any number of
@@ -202,7 +195,7 @@ class PointColumns:
 
     def load(
         self, layers: Sequence[int] | None, start: int, stop: int, *, masked: bool = False, empty: Empty | None = None
-    ) -> ColumnRows:
+    ) -> Loaded:
         """As ``SampleColumn.load``, with whole rows: carrier ``[n, L, width]``.
 
         Raises:
@@ -214,13 +207,13 @@ class PointColumns:
         first = self.columns[0].first
         shape = (stop - start, len(layers), self.stored.width)
         out, at = (empty or new_states)(shape, first.dtype), 0
-        found = []
+        found: list[Loaded] = []
         for column in self.columns:
             width = column.first.hidden_size
             found.append(column.load(layers, start, stop, masked=masked, out=out[:, :, at : at + width]))
             at += width
         require_same_ids([rows.token_ids for rows in found], self.columns[0].key)
-        return ColumnRows(out, found[0].token_ids, next((r.mask for r in found if r.mask is not None), None))
+        return Loaded(out, found[0].token_ids, {k: v for rows in found for k, v in rows.attached.items()})
 
 
 def check_columns(points: Iterable[tuple[PointColumns, Sequence[int] | None]], tokens: int) -> None:

@@ -179,11 +179,12 @@ class Sample:
             self._require_layers(name, layers_of(layers, name))
         if sum(len(point.columns) for point in of.values()) > 1:
             check_columns([(point, layers_of(layers, name)) for name, point in of.items()], stop - start)
-        states, layer_ids, ids, mask = {}, {}, [], None
+        states, layer_ids, ids = {}, {}, []
+        attached: dict[str, np.ndarray[Any, Any]] = {}
         for name, point in of.items():
             wanted = layers_of(layers, name)
             rows = point.load(wanted, start, stop, masked=loss_mask, empty=empty)
-            mask = mask if rows.mask is None else rows.mask
+            attached |= rows.attached
             states[name] = unpacked(to_states(rows.states, point.stored.dtype, framework), point.stored)
             layer_ids[name] = to_ids(np.array(point.stored.layers if wanted is None else wanted, np.int64), framework)
             ids.append(rows.token_ids)
@@ -197,7 +198,7 @@ class Sample:
             "meta": self.meta,
         }
         if loss_mask:  # it lies with the first piece, also where only later ones are wanted
-            whole = self.loss_mask() if mask is None else self._mask({LOSS_MASK: mask})
+            whole = self._mask(attached) if LOSS_MASK in attached else self.loss_mask()
             if whole is not None:
                 found[LOSS_MASK] = to_ids(whole[start:stop], framework)
         return found
@@ -211,9 +212,7 @@ class Sample:
         part, slot = self._columns[0].part(0)
         return self._mask(part.attached(slot, (LOSS_MASK,))) if LOSS_MASK in part.attached_names(slot) else None
 
-    def _mask(self, attached: Mapping[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any] | None:
-        if LOSS_MASK not in attached:
-            return None
+    def _mask(self, attached: Mapping[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
         mask = attached[LOSS_MASK]
         if mask.shape != (self.num_tokens,):
             raise FormatError(f"{self.key}: expected a loss mask of {self.num_tokens} tokens, got shape {mask.shape}")
