@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
@@ -60,6 +60,16 @@ _ENGINE_MEANING = frozenset(
         "gguf_file",
     }
 )
+
+
+def _checked(check: Callable[[Any], object], *fields: str, mode: Literal["before", "after"] = "after") -> Any:
+    """A validator that raises what ``check`` raises, and changes no value."""
+
+    def validate(value: Any) -> Any:
+        check(value)
+        return value
+
+    return field_validator(*fields, mode=mode)(validate)
 
 
 class Settings(BaseModel):
@@ -151,11 +161,7 @@ class InputConfig(Settings):
         default_factory=dict, description="fsspec options for reading the input; never shown."
     )
 
-    @field_validator("path")
-    @classmethod
-    def _no_misplaced_credentials(cls, value: str) -> str:
-        check_place_of_credentials(value)
-        return value
+    _path = _checked(check_place_of_credentials, "path")
 
     @model_validator(mode="after")
     def _agree(self) -> InputConfig:
@@ -338,16 +344,12 @@ class ExtractConfig(Settings):
     )
     check_samples: int = Field(default=0, ge=0, description="Samples that are compared with transformers at the end.")
 
-    @field_validator("deadline", mode="before")
-    @classmethod
-    def _deadline(cls, value: object) -> object:
-        return check_deadline(value)
-
-    @field_validator("output", "model")
-    @classmethod
-    def _no_credentials(cls, value: str) -> str:
-        check_no_credentials(value)
-        return value
+    _deadline = field_validator("deadline", mode="before")(check_deadline)
+    _places = _checked(check_no_credentials, "output", "model")
+    _codec = _checked(check_codec, "codec", mode="before")
+    _select = _checked(check_select, "select")
+    _sampling_params = _checked(check_sampling_params, "sampling_params")
+    _chat_template_kwargs = _checked(check_chat_template_kwargs, "chat_template_kwargs")
 
     @field_validator("layers", mode="before")
     @classmethod
@@ -359,35 +361,11 @@ class ExtractConfig(Settings):
             )
         return list(items) if isinstance(value, tuple) else value
 
-    @field_validator("select")
-    @classmethod
-    def _select(cls, value: str) -> str:
-        check_select(value)
-        return value
-
-    @field_validator("codec", mode="before")
-    @classmethod
-    def _codec(cls, value: object) -> object:
-        check_codec(value)
-        return value
-
     @field_validator("engine_kwargs")
     @classmethod
     def _engine_kwargs(cls, value: dict[str, Any]) -> dict[str, Any]:
         check_engine_kwargs(value)
         check_no_credentials(str(value.get("tokenizer")))
-        return value
-
-    @field_validator("sampling_params")
-    @classmethod
-    def _sampling_params(cls, value: dict[str, Any]) -> dict[str, Any]:
-        check_sampling_params(value)
-        return value
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _chat_template_kwargs(cls, value: dict[str, Any]) -> dict[str, Any]:
-        check_chat_template_kwargs(value)
         return value
 
     @model_validator(mode="after")
