@@ -14,16 +14,19 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 from benchmarks.gpu import prefill
+from benchmarks.gpu.figures import COPIES, FIGURES, THROUGHPUT
 from benchmarks.provenance import ROOT
 from hsx_dist.jobs.kit import engine_states
-from hsx_dist.jobs.kit.outcomes import Check, Outcome, State, python, run_check, run_checks
+from hsx_dist.jobs.kit.outcomes import Check, Outcome, State, python, run_check
 from hsx_dist.jobs.kit.process import end_on_sigterm
-from hsx_dist.jobs.kit.report_page import COPIES, THROUGHPUT, about, write
+from hsx_dist.jobs.kit.report_page import about, write
 
 TESTS = "tests on the device"
 MINUTES = 20.0
@@ -76,6 +79,33 @@ def of_junit(group: str, xml: Path) -> list[Outcome]:
     return found
 
 
+def run_checks(
+    checks: Sequence[Check],
+    *,
+    seconds: float,
+    report: Callable[[list[Outcome]], None],
+    run: Callable[[Check], Outcome] = run_check,
+) -> list[Outcome]:
+    """Run the checks in order, for at most ``seconds``. ``report`` is called before the first check and after each,
+    with an outcome for every check: those without their turn yet, or without the time to end, are *not run*."""
+    end = time.monotonic() + seconds
+    outcomes = [
+        Outcome(c.group, c.name, "not run", c.cannot or "the program ended before this check began") for c in checks
+    ]
+    report(outcomes)
+    for i, check in enumerate(checks):
+        left = end - time.monotonic()
+        late = Outcome(check.group, check.name, "not run", f"the {seconds / 60:.0f} minutes were used up")
+        if left < min(check.limit_s, 60.0) and not check.cannot:
+            outcomes[i] = late
+        else:
+            outcomes[i] = run(replace(check, limit_s=min(check.limit_s, left)))
+            if outcomes[i].state == "timed out" and left < check.limit_s:
+                outcomes[i] = replace(late, seconds=outcomes[i].seconds)
+        report(outcomes)
+    return outcomes
+
+
 def run_kit(checks: Sequence[Check], results: Path, gpus: Sequence[str], seconds: float) -> list[Outcome]:
     """Run the checks, and write the page after each."""
     head = about(gpus)
@@ -91,7 +121,7 @@ def run_kit(checks: Sequence[Check], results: Path, gpus: Sequence[str], seconds
         return [one for o in outcomes for one in (single.get(o.name) if o.group == TESTS else None) or [o]]
 
     def report(outcomes: list[Outcome]) -> None:
-        write(results, head, spread(outcomes))
+        write(results, head, spread(outcomes), FIGURES)
 
     return spread(run_checks(checks, seconds=seconds, report=report, run=each))
 

@@ -9,8 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -94,33 +94,6 @@ def _judge(status: int | None, result: Path, log: Path, limit_s: float) -> tuple
     except (OSError, ValueError, KeyError, TypeError) as e:
         return "crashed", f"ended without a result ({type(e).__name__}); its log ends:\n{tail}", {}
     return state, message, figures
-
-
-def run_checks(
-    checks: Sequence[Check],
-    *,
-    seconds: float,
-    report: Callable[[list[Outcome]], None],
-    run: Callable[[Check], Outcome] = run_check,
-) -> list[Outcome]:
-    """Run the checks in order, for at most ``seconds``. ``report`` is called before the first check and after each,
-    with an outcome for every check: those without their turn yet, or without the time to end, are *not run*."""
-    end = time.monotonic() + seconds
-    outcomes = [
-        Outcome(c.group, c.name, "not run", c.cannot or "the program ended before this check began") for c in checks
-    ]
-    report(outcomes)
-    for i, check in enumerate(checks):
-        left = end - time.monotonic()
-        late = Outcome(check.group, check.name, "not run", f"the {seconds / 60:.0f} minutes were used up")
-        if left < min(check.limit_s, 60.0) and not check.cannot:
-            outcomes[i] = late
-        else:
-            outcomes[i] = run(replace(check, limit_s=min(check.limit_s, left)))
-            if outcomes[i].state == "timed out" and left < check.limit_s:
-                outcomes[i] = replace(late, seconds=outcomes[i].seconds)
-        report(outcomes)
-    return outcomes
 
 
 def python(*arguments: str) -> tuple[str, ...]:

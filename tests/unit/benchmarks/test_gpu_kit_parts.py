@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from benchmarks.gpu import copies, kit, prefill
+from benchmarks.gpu.figures import COPIES, THROUGHPUT
 from benchmarks.gpu.ways import Shape
 from hsx_dist.jobs.kit import engine_states
 from hsx_dist.jobs.kit.engine_states import Case
 from hsx_dist.jobs.kit.outcomes import RESULT, Check, Outcome
-from hsx_dist.jobs.kit.report_page import COPIES, THROUGHPUT
 from scripts import gpu
 
 

@@ -5,8 +5,9 @@ import re
 
 import pytest
 
+from benchmarks.gpu.figures import COPIES, FIGURES, THROUGHPUT
 from hsx_dist.jobs.kit.outcomes import Outcome
-from hsx_dist.jobs.kit.report_page import COPIES, THROUGHPUT, about, verdict, write
+from hsx_dist.jobs.kit.report_page import about, verdict, write
 
 PASSED = Outcome("states", "eager", "passed", "errors are small", 3.0)
 OTHERS = {
@@ -51,12 +52,14 @@ def test_figures_of_engines_that_did_not_run_are_not_made_up(tmp_path):
         Outcome(THROUGHPUT, "ours", "passed", "", 1.0, {"tokens_per_s": {"1": 500.0, "32": 9000.0}, **load}),
         Outcome(THROUGHPUT, "vLLM's own", "passed", "", 1.0, {"tokens_per_s": {"1": 250.0}, **load}),
     ]
-    html = write(tmp_path, about([]), outcomes).read_text()
+    html = write(tmp_path, about([]), outcomes, FIGURES).read_text()
     assert "9,000" in html
     assert "%</span>" not in html  # no ratio without what it is a ratio to
     assert re.search(r"vLLM&#x27;s own</td><td class=n>250</td><td class=n>not run</td>", html)
     base = Outcome(THROUGHPUT, "no extraction", "passed", "", 1.0, {"tokens_per_s": {"1": 1000.0}, **load})
-    assert "500<br><span class=ratio>50%</span>" in write(tmp_path, about([]), [base, *outcomes[1:]]).read_text()
+    assert (
+        "500<br><span class=ratio>50%</span>" in write(tmp_path, about([]), [base, *outcomes[1:]], FIGURES).read_text()
+    )
 
 
 def test_gpus_and_the_bandwidth_of_copies(tmp_path):
@@ -64,6 +67,6 @@ def test_gpus_and_the_bandwidth_of_copies(tmp_path):
         "model": "Llama", "tokens": 8192, "order": "TLH", "gb_per_s": {"ours": 50.0, "limit": 55.0}, "of_limit": 0.91
     }  # fmt: skip
     outcomes = [Outcome(COPIES, "side-stream copies", "passed", "", 9.0, {"results": [result]})]
-    html = write(tmp_path, about(["NVIDIA H200", "NVIDIA H200"]), outcomes).read_text()
+    html = write(tmp_path, about(["NVIDIA H200", "NVIDIA H200"]), outcomes, FIGURES).read_text()
     assert "NVIDIA H200 (2 of them)" in html
     assert "token-major</td><td class=n>50.0</td><td class=n>55.0</td><td class=n>0.91" in html
