@@ -39,7 +39,7 @@ from hsx_dist.format.names import (
     receipt_name,
 )
 from hsx_dist.format.place import RunFolder
-from hsx_dist.format.receipt_log import LogReader, list_logs, new_receipts, read_entry, seal_logs
+from hsx_dist.format.receipt_log import LogReader, list_logs, read_entry, seal_logs
 from hsx_dist.store import Store
 
 __all__ = [
@@ -61,7 +61,6 @@ __all__ = [
     "read_heartbeat",
     "refuse_version_1",
     "receipts_after",
-    "receipts_of",
     "require_conditional_puts",
     "scan_receipts",
     "seal_attempts",
@@ -271,15 +270,13 @@ def scan_receipts(store: Store) -> Iterator[Receipt]:
     return receipts_after(store, read_complete(store))
 
 
-def receipts_after(store: Store, complete: Mapping[str, Any] | None, *, over: bool = False) -> Iterator[Receipt]:
-    """``scan_receipts``, where the last completed attempt was read before. ``over``: no attempt follows it, so that no
-    later receipts are listed."""
+def receipts_after(store: Store, complete: Mapping[str, Any] | None) -> Iterator[Receipt]:
+    """``scan_receipts``, where the last completed attempt was read before."""
     after = 0
     if complete is not None:
         yield from read_compacted(store, complete)
         after = int(complete["attempt"])
-    if not over:
-        yield from LogReader(after).read(store)
+    yield from LogReader(after).read(store)
 
 
 def all_receipts(store: Store) -> Iterator[Receipt]:
@@ -289,11 +286,6 @@ def all_receipts(store: Store) -> Iterator[Receipt]:
     if complete is not None:
         yield from read_compacted(store, complete)
     yield from LogReader().read(store)
-
-
-def receipts_of(store: Store, attempt: int, *, known: Manifest) -> Iterator[Receipt]:
-    """The stored receipts of one attempt that are not in ``known``."""
-    return new_receipts(store, known.has_receipt, attempt)
 
 
 def check_receipts(store: Store) -> Iterator[tuple[str, str]]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from hsx_dist.format.manifest import Manifest, Receipt, RowFate
-from hsx_dist.format.receipt_log import ReceiptLog
-from hsx_dist.format.runs import DRIVER, receipts_of
+from hsx_dist.format.receipt_log import ReceiptLog, new_receipts
+from hsx_dist.format.runs import DRIVER
 from hsx_dist.store import Store
 
 #: A receipt of so many names stays far below the largest that is read.
@@ -87,5 +87,5 @@ class RowLedger:
 
     def read_new_receipts(self) -> None:
         """Add to the manifest what writers of this attempt have proven, and could not tell."""
-        for receipt in receipts_of(self.store, self._attempt, known=self._manifest):
+        for receipt in new_receipts(self.store, self._manifest.has_receipt, self._attempt):
             self._manifest.add(receipt)
