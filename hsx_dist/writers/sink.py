@@ -230,9 +230,8 @@ class PartSink:
         if self._opt.on_bad_rows == "fail":
             self._lose_sample(segment.segment, f"its states look wrong: {found} (on_bad_rows is 'fail')")
             return filling.nbytes
-        meta = {**segment.segment.meta, "bad": found}
-        info = replace(segment.info, segment=replace(segment.segment, meta=meta))
-        self._append(replace(segment, info=info), filling.arrival)
+        flagged = replace(segment.segment, meta={**segment.segment.meta, "bad": found})
+        self._append(replace(segment, info=replace(segment.info, segment=flagged)), filling.arrival)
         return attached
 
     def _place(self, segment: Segment) -> tuple[str, int, int, str]:
