@@ -13,9 +13,8 @@ import numpy as np
 from hsx_dist.errors import ConfigError, FormatError, IntegrityError
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.codecs import Codec, codec_for
-from hsx_dist.format.codecs.base import raw_array
+from hsx_dist.format.codecs.base import check_expansion, raw_array
 from hsx_dist.format.description import ATTACHMENT_DTYPE, MAX_HEADER_BYTES, SegmentInfo
-from hsx_dist.format.expansion import check_expansion
 from hsx_dist.format.header import parse_header
 from hsx_dist.format.loss import Loss
 from hsx_dist.page import CARRIER

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from hsx_dist.errors import FormatError, IntegrityError
+from hsx_dist.format.codecs.base import check_expansion
 from hsx_dist.format.container import Part, SegmentInfo
 from hsx_dist.format.container_read import Empty, Loaded, new_states
-from hsx_dist.format.expansion import check_expansion
 from hsx_dist.format.loss import Loss
 from hsx_dist.format.segments import SegmentProof
 from hsx_dist.page import token_hash

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
-from hsx_dist.errors import FormatError
+from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.page import CARRIER
 from hsx_dist.store.base import Buffer, as_bytes_view
+
+#: How many times larger than its stored bytes decoded states may be, where a user says so.
+EXPANSION_VARIABLE = "HSX_MAX_EXPANSION"
+#: Decoded bytes for one stored byte, unless the variable says another number.
+_EXPANSION = 64
+#: So much is decoded from however few bytes.
+_FREE_BYTES = 64 << 20
 
 
 @runtime_checkable
@@ -136,3 +145,24 @@ def scratch(name: str, nbytes: int) -> np.ndarray[Any, Any]:
         if nbytes <= _LARGEST_SCRATCH:
             kept[name] = found
     return found[:nbytes]
+
+
+def check_expansion(raw_bytes: int, stored_bytes: int) -> None:
+    """Refuse to allocate ``raw_bytes`` for what ``stored_bytes`` encode.
+
+    Codecs halve states, or take a fifth; a zstd frame can hold 32,768 times its length, where all values are equal.
+
+    Raises:
+        FormatError: it is more than ``HSX_MAX_EXPANSION`` (default: 64) times as much, and more than 64 MiB.
+        ConfigError: that variable is no number.
+    """
+    if raw_bytes <= _FREE_BYTES:
+        return
+    text = os.environ.get(EXPANSION_VARIABLE) or str(_EXPANSION)
+    if not re.fullmatch("[1-9][0-9]{0,5}", text):
+        raise ConfigError(f"{EXPANSION_VARIABLE}: expected a whole number from 1 to 999999, got {text!r}. Correct it")
+    if raw_bytes > _FREE_BYTES + int(text) * stored_bytes:
+        raise FormatError(
+            f"expected states of at most {text} times the {stored_bytes} bytes that encode them, got a claim of "
+            f"{raw_bytes} bytes. If you trust the object, set {EXPANSION_VARIABLE} to a larger number"
+        )

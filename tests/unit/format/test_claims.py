@@ -22,9 +22,9 @@ from hsx_dist.cli.tables import layers_text
 from hsx_dist.errors import FormatError, IntegrityError
 from hsx_dist.format import compacted
 from hsx_dist.format.checksum import crc32c, crc32c_hex
+from hsx_dist.format.codecs.base import EXPANSION_VARIABLE, check_expansion
 from hsx_dist.format.container import Part
 from hsx_dist.format.description import Description
-from hsx_dist.format.expansion import VARIABLE, check_expansion
 from hsx_dist.format.json_objects import MAX_JSON_BYTES, MAX_JSON_VALUES, dump_json, read_json
 from hsx_dist.format.manifest import Manifest
 from hsx_dist.format.names import LARGEST_NUMBER, parse_receipt_name, receipt_name
@@ -394,9 +394,9 @@ def test_deep_values_in_a_description_are_a_format_error() -> None:
 def test_frames_that_expand_too_much_need_a_word_of_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     check_expansion(64 << 20, 1)
     check_expansion((64 << 20) + 64_000, 1000)
-    with pytest.raises(FormatError, match=VARIABLE):
+    with pytest.raises(FormatError, match=EXPANSION_VARIABLE):
         check_expansion((64 << 20) + 64_001, 1000)
-    monkeypatch.setenv(VARIABLE, "32768")
+    monkeypatch.setenv(EXPANSION_VARIABLE, "32768")
     check_expansion((64 << 20) + 64_001, 1000)
 
 
