@@ -26,7 +26,7 @@ PATH = "/v1/hidden_states/{key:path}"
 _WITH_STATES = frozenset({"/v1/completions", "/v1/chat/completions"})
 #: These take ``kv_transfer_params`` too, and other forms of answers.
 _WITHOUT = frozenset(
-    {"/v1/chat/completions/batch", "/v1/responses", "/v1/messages", "/inference/v1/generate", "/v2/chat"}
+    {"/v1/chat/completions/batch", "/v1/responses", "/v1/messages", "/inference/v1/generate", "/cohere/v2/chat"}
 )
 _CONNECTOR = "HiddenStatesConnector"
 
