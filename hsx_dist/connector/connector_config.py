@@ -81,14 +81,18 @@ class ConnectorConfig(BaseModel):
         description="at most so many ranks, from 0, copy and ship; null: all that can (``one_node``)",
     )
     replica: str | None = Field(None, description="the job's replica whose engine this is, for its ranks' log lines")
-    ttl_seconds: float | None = Field(None, gt=0, description="objects may be removed by hsx gc after so long")
+    ttl_seconds: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="objects may be removed by hsx gc after so long"
+    )
     inline_bytes: int = Field(
         16 << 20,
         gt=0,
         description="limit of the states that one answer holds (``hsx_dist.serving``); all answers of a server process "
         "together hold at most 16 times as much",
     )
-    drain_seconds: float = Field(4.0, ge=0, description="how long shutdown waits for what was copied to be stored")
+    drain_seconds: float = Field(
+        4.0, ge=0, allow_inf_nan=False, description="how long shutdown waits for what was copied to be stored"
+    )
 
     @property
     def bare(self) -> bool:
