@@ -337,7 +337,7 @@ def test_taps_that_are_all_dead_are_seen():
     watch.step(saves=True)
     counts["q", 0] += torch.tensor([1, 8])
     with pytest.raises(
-        EngineError, match="expected 16 rows from each, got another number from q of layer 1.*Samples of the last 10 s"
+        EngineError, match=r"expected 16 rows from each, got another number from q of layer 1.*Samples of the last 10 s"
     ):
         watch.end()
 
