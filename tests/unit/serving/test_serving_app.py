@@ -691,6 +691,18 @@ def test_the_connectors_settings_are_found_or_the_server_does_not_start(tmp_path
         client(server).get("/health")
 
 
+@pytest.mark.parametrize("prefix", ["/", "/v1/", "/api/"])
+def test_a_path_prefix_that_disables_vllms_authentication_is_refused(tmp_path, prefix):
+    store_sample(tmp_path, random_sample("k"))
+    server = outer_server(tmp_path)
+    server.app.root_path = prefix
+    with pytest.raises(ConfigError, match="--root-path: expected a path without / at its end"):
+        TestClient(server.app).get("/v1/hidden_states/k")
+    server = outer_server(tmp_path)
+    server.app.root_path = prefix.rstrip("/")
+    assert TestClient(server.app).get(f"{server.app.root_path}/v1/hidden_states/k").status_code == 401
+
+
 def test_the_file_is_what_the_reader_loads(tmp_path):
     store_sample(tmp_path, random_sample("k"), codec="zstd")
     loaded = hsx_dist.load_hidden_states(str(tmp_path / "k.safetensors"), framework="torch")
