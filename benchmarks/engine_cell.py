@@ -105,11 +105,22 @@ def engine_arguments(spec: CellSpec) -> dict[str, Any]:
         if spec.sink == "null-sink":
             hsx |= {"transport": "inline", "address": "null-sink"}
         if spec.storage_options:
-            hsx["storage_options"] = spec.storage_options
+            hsx["storage_options"] = _by_environment(spec.storage_options)
         connector["kv_connector"] = "HiddenStatesConnector"
         connector["kv_connector_extra_config"] = {"hsx": hsx | (spec.hsx or {})}
     arguments["kv_transfer_config"] = connector
     return arguments
+
+
+def _by_environment(options: dict[str, Any]) -> dict[str, Any]:
+    """A server's connector takes credentials from the environment alone."""
+    found = dict(options)
+    for name in ("key", "secret"):
+        if name in found:
+            variable = f"HSX_BENCHMARK_{name.upper()}"
+            os.environ[variable] = found[name]
+            found[name] = f"${{env:{variable}}}"
+    return found
 
 
 class Cell:

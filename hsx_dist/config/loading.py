@@ -72,7 +72,12 @@ def parse_storage_options(options: Sequence[str]) -> dict[str, Any]:
     root: dict[str, Any] = {}
     for option in options:
         _override(root, option)
-    return {name: _with_env(value, (name,), set()) for name, value in root.items()}
+    return with_environment(root)
+
+
+def with_environment(options: Mapping[str, Any]) -> dict[str, Any]:
+    """``options`` with the value of each ``${env:NAME}``. ``ConfigError``: there is no such variable."""
+    return {name: _with_env(value, (name,), set()) for name, value in options.items()}
 
 
 class _StrictLoader(yaml.SafeLoader):

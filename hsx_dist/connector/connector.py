@@ -348,6 +348,11 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.shutdown()
         if self._worker is None or self._outlet is None:
             return
+        if self._taps is not None:
+            try:
+                self._taps.end()
+            except Exception:
+                log.exception("the taps failed at the engine's end")
         end = time.monotonic() + self._settings.drain_seconds
         left = self._worker.drain(self._settings.drain_seconds)
         self._worker.close()

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
-from hsx_dist.config.secrets import check_no_credentials
+from hsx_dist.config.loading import with_environment
+from hsx_dist.config.secrets import check_no_credentials, secret_paths
 from hsx_dist.errors import ConfigError
 from hsx_dist.logger import get_logger
 
@@ -50,7 +51,9 @@ class ConnectorConfig(BaseModel):
     #: Hexadecimal. A ``SecretStr``: vLLM logs its configuration.
     authkey: SecretStr | None = None
     output: str = Field(min_length=1)
-    storage_options: dict[str, Any] = Field(default_factory=dict, description="fsspec's, for ``output``")
+    storage_options: dict[str, Any] = Field(
+        default_factory=dict, repr=False, description="fsspec's, for ``output``; ``${env:NAME}`` is a variable's value"
+    )
     layout: Literal["part", "sample"] = "sample"
     codec: str | dict[str, Any] = "none"
     segment_bytes: int = Field(64 << 20, gt=0)
@@ -81,14 +84,18 @@ class ConnectorConfig(BaseModel):
         description="at most so many ranks, from 0, copy and ship; null: all that can (``one_node``)",
     )
     replica: str | None = Field(None, description="the job's replica whose engine this is, for its ranks' log lines")
-    ttl_seconds: float | None = Field(None, gt=0, description="objects may be removed by hsx gc after so long")
+    ttl_seconds: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="objects may be removed by hsx gc after so long"
+    )
     inline_bytes: int = Field(
         16 << 20,
         gt=0,
         description="limit of the states that one answer holds (``hsx_dist.serving``); all answers of a server process "
         "together hold at most 16 times as much",
     )
-    drain_seconds: float = Field(4.0, ge=0, description="how long shutdown waits for what was copied to be stored")
+    drain_seconds: float = Field(
+        4.0, ge=0, allow_inf_nan=False, description="how long shutdown waits for what was copied to be stored"
+    )
 
     @property
     def bare(self) -> bool:
@@ -142,6 +149,13 @@ def read_connector_config(extra: Mapping[str, Any]) -> ConnectorConfig:
             new = values.get(table[old], "inline, attach or spawn")
             raise ConfigError(f"expected hsx.transport, got hsx.{old}: {table[old]!r}. Set hsx.transport to {new}")
     table.setdefault("output", tempfile.gettempdir())  # where vLLM's own connector stores by default
+    if isinstance(options := table.get("storage_options"), Mapping):
+        for secret in secret_paths(options, ("hsx", "storage_options")):
+            raise ConfigError(
+                f"{'.'.join(secret)}: expected no credential, as vLLM logs its configuration and command lines are "
+                "visible, got one. Set it in the environment and write ${env:NAME}, or use a profile or role"
+            )
+        table["storage_options"] = with_environment(options)
     try:
         settings = ConnectorConfig.model_validate(table)
     except ValidationError as e:

@@ -22,7 +22,7 @@ from hsx_dist.connector.step import Expect, Save, Skip
 from hsx_dist.connector.token_selection import Chosen, choose
 from hsx_dist.format.identity import IDENTITY, identity_hash
 from hsx_dist.logger import get_logger
-from hsx_dist.page import HIDDEN_STATES, object_name
+from hsx_dist.page import HIDDEN_STATES, object_name, token_hash
 from hsx_dist.text import bounded
 
 if TYPE_CHECKING:
@@ -256,6 +256,9 @@ class SchedulerHalf:
                 row=options.row,
                 positions=chosen.positions,
                 columns=columns_of(points, self._points.values()),
+                # Two computations of a row may select the same tokens out of different texts. Their columns must not be
+                # joined.
+                sample_hash=token_hash(tokens) if chosen.mean_of or chosen.positions is not None else "",
                 meta=meta,
                 metadata=options.metadata,
                 id=options.id,

@@ -25,6 +25,8 @@ class Save:
     #: All of the sample's columns, and which of them (by number) this rank copies; None: all.
     columns: tuple[Column, ...] = ONE_COLUMN
     copied: tuple[int, ...] | None = None
+    #: ``Segment.sample_hash`` where not all tokens are stored; empty: that of the stored ones.
+    sample_hash: str = ""
     meta: dict[str, Any] = field(default_factory=dict)  # ``Segment.meta``
     metadata: str = ""  # ``Segment.metadata``
     #: What ``Expect`` and ``Skip`` call the request: ``RequestParams.id``; empty: the same as vLLM's.

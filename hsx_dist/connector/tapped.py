@@ -10,7 +10,7 @@ import torch
 
 from hsx_dist.connector.columns import CapturedPoint
 from hsx_dist.connector.connector_config import ConnectorConfig
-from hsx_dist.errors import ConfigError
+from hsx_dist.errors import ConfigError, EngineError
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.taps.points import POINTS, shard_of
 
@@ -62,8 +62,9 @@ def check_layout(points: Sequence[CapturedPoint], settings: ConnectorConfig) -> 
 class TapWatch:
     """Calls ``check`` before the first samples are copied, and every ``CHECK_S`` seconds from then on."""
 
-    def __init__(self, check: Callable[[], object], clock: Callable[[], float] = time.monotonic):
-        """``check``: raises if a tap is dead (``taps.install.Installed.check_alive``)."""
+    def __init__(self, check: Callable[[], int], clock: Callable[[], float] = time.monotonic):
+        """``check``: returns the rows that each tap has written, or raises if they differ
+        (``taps.install.Installed.check_alive``)."""
         self._check, self._clock = check, clock
         self._next: float | None = None
 
@@ -71,5 +72,22 @@ class TapWatch:
         """Called once a step. ``saves``: samples are about to be copied."""
         due = saves if self._next is None else self._clock() >= self._next
         if due:
-            self._check()
+            self._look()
             self._next = self._clock() + CHECK_S
+
+    def end(self) -> None:
+        """The last look. Raises ``EngineError``: samples since the look before may have other rows."""
+        if self._next is not None:
+            self._look()
+
+    def _look(self) -> None:
+        try:
+            if self._check() == 0:
+                raise EngineError(
+                    "taps: expected rows of each step, got none from any tap: a compiled graph without taps runs. Set "
+                    "VLLM_DISABLE_COMPILE_CACHE=1"
+                )
+        except EngineError as e:
+            if self._next is None:  # nothing was copied yet
+                raise
+            raise EngineError(f"{e}. Samples of the last {CHECK_S:g} s may have older rows: compute them again") from e

@@ -119,9 +119,8 @@ class WorkerHalf:
         go, and its failure is told."""
         numbers = save.copied if save.copied is not None else tuple(range(len(save.columns)))
         try:
-            # A mean has no token ids of its own: what tells two of them apart is over which it was taken.
-            ids = save.attached["request_token_ids"] if save.mean_of else save.token_ids
-            sample_hash, source = token_hash(ids), f"{save.id or save.request_id}:{uuid4().hex[:12]}"
+            sample_hash = save.sample_hash or token_hash(save.token_ids)
+            source = f"{save.id or save.request_id}:{uuid4().hex[:12]}"
             copies = [self._points[save.columns[n].point].planned(save, n, sample_hash, source) for n in numbers]
         except Exception as e:
             log.exception("hidden states of %s cannot be copied", save.key)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from typing import Any
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Send
 
-#: A client that takes nothing for so long is cut off: it holds memory that others wait for.
+from hsx_dist.logger import get_logger
+
+log = get_logger(__name__)
+
+#: A client that reads fewer than ``SEND_RATE`` bytes a second for so long is cut off: it holds memory that others wait
+#: for, and could hold it for ever with a byte now and then.
 SEND_SECONDS = 60.0
+SEND_RATE = 256 << 10
 
 
 async def read_body(receive: Receive) -> bytes:
@@ -36,11 +43,25 @@ def replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def timely(send: Send) -> Send:
-    """``send`` that raises ``TimeoutError`` where the client does not read: the server then cuts the connection."""
+    """``send`` that raises ``ClientDisconnect`` where the client reads too slowly. The server cuts the connection of a
+    request that returns before the end of its answer."""
+    left = SEND_SECONDS
 
     async def within(message: Message) -> None:
-        async with asyncio.timeout(SEND_SECONDS):
-            await send(message)
+        nonlocal left
+        before = time.monotonic()
+        try:
+            async with asyncio.timeout(left):
+                await send(message)
+        except TimeoutError:
+            log.warning(
+                "a client is cut off: it read less than %d bytes a second for %g s of an answer with hidden states",
+                SEND_RATE,
+                SEND_SECONDS,
+            )
+            raise ClientDisconnect from None
+        gained = len(message.get("body", b"")) / SEND_RATE
+        left = min(SEND_SECONDS, left + gained - (time.monotonic() - before))
 
     return within
 

@@ -52,7 +52,9 @@ class InlineStates:
                 await e.response()(scope, receive, send)
                 return
             if asked is None or self._source is None:
-                await self._app(scope, replayed(body, receive), send)
+                receive = replayed(body, receive)
+                del body  # vLLM keeps its own copy
+                await self._app(scope, receive, send)
                 return
             headers = MutableHeaders(raw=list(scope["headers"]))
             headers["content-length"] = str(len(asked.body))
@@ -101,6 +103,10 @@ class _Answer:
         """Send the held answer with its states, or the reason why it has none."""
         assert self.held is not None
         answer = json.loads(self.held)
+        if not isinstance(answer, dict):  # vLLM's answer to a client that hung up
+            await self._send(self._start)
+            await self._send({"type": "http.response.body", "body": bytes(self.held), "more_body": False})
+            return
         self.held.clear()
         try:
             _check_refused(answer.get("kv_transfer_params"))

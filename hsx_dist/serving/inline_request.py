@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,9 +80,8 @@ def read_inline_request(body: bytes) -> InlineRequest | None:
     _check(params)
     key = f"inline-{uuid.uuid4().hex}"
     found[PARAMS] = {**params, "hidden_states_key": key}
-    n = found.get("n")
-    choices = n if isinstance(n, int) and n > 0 else 1  # vLLM refuses others
-    return InlineRequest(json.dumps(found).encode(), key, _prompts(found.get("prompt")), choices, params)
+    prompts, choices = _prompts(found.get("prompt")), _choices(found.get("n"))
+    return InlineRequest(json.dumps(found).encode(), key, prompts, choices, params)
 
 
 def _check(params: Any) -> None:
@@ -113,7 +112,24 @@ def _check(params: Any) -> None:
         raise bad_request(reason, name if name == PARAMS else f"{PARAMS}.{name}")
 
 
+# Which choice has which key follows from both numbers. vLLM takes "2" and 2.0 for 2, and "12" for a token's id: what it
+# would read otherwise than these functions is refused, as the states of another choice would be answered.
+
+
+def _choices(n: Any) -> int:
+    """How many choices each prompt has."""
+    if n is not None and type(n) is not int:
+        raise bad_request(f"expected a whole number, got a {type(n).__name__}", "n")
+    return n if n is not None and n > 0 else 1  # vLLM refuses others
+
+
 def _prompts(prompt: Any) -> int:
     """How many prompts a completion has: texts or lists of token ids. A chat has no ``prompt``."""
-    several = isinstance(prompt, Sequence) and not isinstance(prompt, str) and prompt
-    return len(prompt) if several and isinstance(prompt[0], str | list) else 1
+    if not isinstance(prompt, list) or not prompt:
+        return 1
+    kinds = {type(item) for item in prompt}
+    if len(kinds) > 1 or not kinds <= {str, list, int}:
+        raise bad_request(
+            "expected a text, token ids, or a list of texts or of lists of token ids, got others", "prompt"
+        )
+    return 1 if kinds == {int} else len(prompt)

@@ -26,7 +26,7 @@ PATH = "/v1/hidden_states/{key:path}"
 _WITH_STATES = frozenset({"/v1/completions", "/v1/chat/completions"})
 #: These take ``kv_transfer_params`` too, and other forms of answers.
 _WITHOUT = frozenset(
-    {"/v1/chat/completions/batch", "/v1/responses", "/v1/messages", "/inference/v1/generate", "/v2/chat"}
+    {"/v1/chat/completions/batch", "/v1/responses", "/v1/messages", "/inference/v1/generate", "/cohere/v2/chat"}
 )
 _CONNECTOR = "HiddenStatesConnector"
 
@@ -56,8 +56,15 @@ def install(app: Any) -> None:
     """Add the routes to a Starlette application whose ``state.vllm_config`` is set.
 
     Raises:
-        ConfigError: the server has no connector that stores samples which this process can read.
+        ConfigError: the server has no connector that stores samples which this process can read, or a path prefix with
+            which vLLM's authentication guards no route.
     """
+    if app.root_path.endswith("/"):
+        # vLLM removes the prefix as text before it compares with /v1, and of "/v1" nothing is left that it guards.
+        raise ConfigError(
+            f"--root-path: expected a path without / at its end, got {app.root_path!r}, with which vLLM asks for no "
+            "API key. Remove the /"
+        )
     settings = connector_settings(getattr(app.state, "vllm_config", None))
     posts = [route for route in app.router.routes if "POST" in (getattr(route, "methods", None) or ())]
     if not any(route.path in _WITH_STATES for route in posts):

@@ -6,15 +6,16 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from starlette.requests import Request
-from starlette.types import Message, Receive, Scope, Send
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
 
 from hsx_dist.connector.request_params import MAX_KEY
 from hsx_dist.errors import HsxError
-from hsx_dist.serving.asgi_calls import read_body, timely, while_connected
+from hsx_dist.serving.asgi_calls import timely, while_connected
 from hsx_dist.serving.refusals import Refusal, bad_request, refusal_of
 from hsx_dist.serving.sample_source import SampleSource
 from hsx_dist.serving.states_file import Range, StatesFile
@@ -39,7 +40,6 @@ class SampleRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
-        await read_body(receive)
         try:
             key, wanted = _key(request), _range(request.query_params)
             wait, identity = _wait(request.query_params.get("wait")), _identity(request.query_params.get("identity"))
@@ -50,15 +50,15 @@ class SampleRoute:
 
         async def answer() -> None:
             try:
-                file = await self._source.find(key, wanted, wait=wait, identity=identity)
-                async with self._source.memory.hold(file.loading_bytes):
-                    await self._send_file(file, key, wanted, send if request.method == "GET" else _head_only(send))
+                async with self._source.held(key, wanted, wait=wait, identity=identity) as file:
+                    await self._send_file(file, key, wanted, send, head_only=request.method == "HEAD")
             except Refusal as e:
                 await e.response()(scope, receive, send)
 
-        await while_connected(receive, answer())
+        with suppress(ClientDisconnect):
+            await while_connected(receive, answer())
 
-    async def _send_file(self, file: StatesFile, key: str, wanted: Range, send: Send) -> None:
+    async def _send_file(self, file: StatesFile, key: str, wanted: Range, send: Send, *, head_only: bool) -> None:
         async def piece(i: int) -> bytes | memoryview:
             return await self._source.piece(file, i, lambda: self._source.look(key, wanted))
 
@@ -69,7 +69,7 @@ class SampleRoute:
         headers = [(b"content-type", b"application/octet-stream"), (b"content-length", b"%d" % file.size)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         within = timely(send)
-        for i in range(len(file)):
+        for i in range(0 if head_only else len(file)):
             # An error here cuts the connection: the client sees that the file is not whole.
             data = memoryview(loaded.pop() if i == 1 else await piece(i))
             # In slices: the server copies what the client has not read yet.
@@ -77,13 +77,6 @@ class SampleRoute:
                 await within({"type": "http.response.body", "body": data[at : at + _SLICE], "more_body": True})
             del data  # before the next piece is loaded
         await within({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _head_only(send: Send) -> Send:
-    async def without_data(message: Message) -> None:
-        await send({**message, "body": b""} if "body" in message else message)
-
-    return without_data
 
 
 def _key(request: Request) -> str:
@@ -106,23 +99,25 @@ def _check_names(request: Request) -> None:
 
 def _range(given: Mapping[str, str]) -> Range:
     return Range(
-        layers=None if "layers" not in given else tuple(map(_layer, _names(given["layers"], "layers"))),
+        layers=None if "layers" not in given else _layers(given["layers"]),
         tokens=None if "tokens" not in given else _tokens(given["tokens"]),
-        points=None if "points" not in given else tuple(dict.fromkeys(_names(given["points"], "points"))),
+        points=None if "points" not in given else tuple(_names(given["points"], "points")),
     )
 
 
 def _names(value: str, param: str) -> list[str]:
+    """The file of a name that is repeated would be larger than the sample by any factor."""
     names = value.split(",")
-    if not all(names) or len(names) > _MAX_LIST:
-        raise bad_request(f"expected 1 to {_MAX_LIST} values separated by commas, got {value[:80]!r}", param)
+    if not all(names) or len(names) > _MAX_LIST or len(set(names)) < len(names):
+        raise bad_request(f"expected 1 to {_MAX_LIST} values separated by commas, each once, got {value[:80]!r}", param)
     return names
 
 
-def _layer(value: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", value):
+def _layers(value: str) -> tuple[int, ...]:
+    names = _names(value, "layers")
+    if not all(re.fullmatch(r"0|[1-9][0-9]{0,8}", name) for name in names):  # 2 and 02 would be one layer twice
         raise bad_request(f"expected layer ids such as 2,15, got {value[:80]!r}", "layers")
-    return int(value)
+    return tuple(map(int, names))
 
 
 def _tokens(value: str) -> tuple[int | None, int | None]:

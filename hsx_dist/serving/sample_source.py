@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -18,6 +17,7 @@ from hsx_dist.serving.refusals import Refusal, refusal_of
 from hsx_dist.serving.states_file import Range, StatesFile
 from hsx_dist.store import Store, open_store
 from hsx_dist.text import printable
+from hsx_dist.writers.daemon import DaemonPool
 
 #: How many calls to the store are under way at once. They are not on the event loop's own threads, which vLLM uses: a
 #: store that hangs stops no request that asks for no states.
@@ -26,8 +26,9 @@ _THREADS = 8
 _RETRY_SECONDS = 5.0
 #: A call to a store that hangs longer fails.
 _STORE_SECONDS = 60.0
-#: Memory is counted in MiB.
-_UNIT = 1 << 20
+#: All requests that have waited for a second look for their samples so often together, in looks a second: requests that
+#: wait would take the threads, and the process's time, from those that do not.
+_LOOKS = 20.0
 
 T = TypeVar("T")
 
@@ -36,9 +37,14 @@ class MemoryLimit:
     """Bytes that all answers together hold, given in order of arrival."""
 
     def __init__(self, nbytes: int):
-        self._total = max(1, nbytes // _UNIT)
-        self._units = asyncio.Semaphore(self._total)
+        self._total = nbytes
+        self._held = 0
         self._turn = asyncio.Lock()
+        self._released = asyncio.Event()
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether ``hold`` would not wait."""
+        return not self._turn.locked() and self._held + min(self._total, nbytes) <= self._total
 
     @asynccontextmanager
     async def hold(self, nbytes: int) -> AsyncIterator[None]:
@@ -47,14 +53,15 @@ class MemoryLimit:
         Raises:
             Refusal: they did not come free for a minute.
         """
-        wanted, held = min(self._total, max(1, -(-nbytes // _UNIT))), 0
+        wanted, held = min(self._total, nbytes), 0
         try:
             try:
                 async with asyncio.timeout(_STORE_SECONDS), self._turn:
-                    # One at a time: two that each hold a part of what they need would wait for each other.
-                    for _ in range(wanted):
-                        await self._units.acquire()
-                        held += 1
+                    while self._held + wanted > self._total:
+                        self._released.clear()
+                        await self._released.wait()
+                    held = wanted
+                    self._held += held
             except TimeoutError:
                 raise Refusal(
                     503,
@@ -63,8 +70,8 @@ class MemoryLimit:
                 ) from None
             yield
         finally:
-            for _ in range(held):
-                self._units.release()
+            self._held -= held
+            self._released.set()
 
 
 class SampleSource:
@@ -74,8 +81,25 @@ class SampleSource:
         self.inline_bytes = settings.inline_bytes
         self.memory = MemoryLimit(16 * settings.inline_bytes)
         self._settings = settings
-        self._threads = ThreadPoolExecutor(_THREADS, "hsx-answer")
+        self._threads = DaemonPool(_THREADS, "hsx-answer")
+        self._waiting = 0  # requests whose sample is not there
         self._store: Store | None = None
+
+    @asynccontextmanager
+    async def held(
+        self, key: str, wanted: Range, *, wait: float, identity: Mapping[str, str] | None = None
+    ) -> AsyncIterator[StatesFile]:
+        """``find``, and hold the memory in which the file is loaded piece by piece.
+
+        A request that waits for memory holds none: it drops what it has read of the sample, and reads it again.
+        """
+        file: StatesFile | None = await self.find(key, wanted, wait=wait, identity=identity)
+        assert file is not None
+        nbytes = file.front_bytes + file.loading_bytes
+        if not self.memory.has_room(nbytes):
+            file = None
+        async with self.memory.hold(nbytes):
+            yield file or await self.find(key, wanted, wait=0, identity=identity)
 
     async def find(
         self, key: str, wanted: Range, *, wait: float, identity: Mapping[str, str] | None = None
@@ -86,17 +110,21 @@ class SampleSource:
             Refusal: it is not stored after ``wait`` seconds, will never be, has expired, or is not what is wanted.
         """
         end, pause = time.monotonic() + wait, FIRST_PAUSE
-        while True:
-            try:
-                return await self._call(lambda: self._look(key, wanted, identity))
-            except (*WORTH_WAITING, Unavailable) as e:
-                left = end - time.monotonic()
-                if left <= 0:
-                    raise self._refusal(e, key, wait) from e
-            except HsxError as e:
-                raise refusal_of(e, key) from e
-            await asyncio.sleep(min(pause, left))
-            pause = min(2 * pause, LONGEST_PAUSE)
+        self._waiting += 1
+        try:
+            while True:
+                try:
+                    return await self._call(lambda: self._look(key, wanted, identity))
+                except (*WORTH_WAITING, Unavailable) as e:
+                    left = end - time.monotonic()
+                    if left <= 0:
+                        raise self._refusal(e, key, wait) from e
+                except HsxError as e:
+                    raise refusal_of(e, key) from e
+                await asyncio.sleep(min(pause, left))
+                pause = min(2 * pause, max(LONGEST_PAUSE, self._waiting / _LOOKS))
+        finally:
+            self._waiting -= 1
 
     async def piece(self, file: StatesFile, i: int, again: Callable[[], StatesFile]) -> bytes | memoryview:
         """The ``i``-th piece of ``file``. ``again`` finds the sample anew where its object was replaced since: the
@@ -139,7 +167,7 @@ class SampleSource:
     async def _call(self, call: Callable[[], T]) -> T:
         try:
             async with asyncio.timeout(_STORE_SECONDS):
-                return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+                return await asyncio.wrap_future(self._threads.submit(call))
         except TimeoutError:
             raise Unavailable(f"expected the store to answer within {_STORE_SECONDS:.0f} s, got nothing") from None
 

@@ -47,6 +47,7 @@ class StatesFile:
 
     Attributes:
         size: bytes of the file.
+        front_bytes: of them, what this object holds: all but the states.
         loading_bytes: memory that one ``piece`` takes while it is loaded and sent.
     """
 
@@ -73,7 +74,8 @@ class StatesFile:
         self.has_mask = mask is not None
         self._front = self._build_front(small)
         row_bytes = sum(states.row_bytes for states in self._states)
-        self.size = len(self._front) + (self._stop - self._start) * row_bytes
+        self.front_bytes = len(self._front)
+        self.size = self.front_bytes + (self._stop - self._start) * row_bytes
         chunk = sample.chunk_tokens
         self._step = max(chunk, PIECE_BYTES // max(row_bytes, 1) // chunk * chunk)
         # A piece as it is stored, and decoded; the allocator keeps as much again (28 MB were measured for one of 8 MB).

@@ -104,8 +104,8 @@ def test_a_store_that_hangs_holds_the_engine_and_nothing_grows(tmp_path):
                         "segment_bytes": 4 << 20,
                         "page_bytes": 1 << 20,
                         "storage_options": {
-                            "key": "k",
-                            "secret": "s",
+                            "key": "${env:STORE_KEY}",
+                            "secret": "${env:STORE_SECRET}",
                             "client_kwargs": {"endpoint_url": store.url, "region_name": "us-east-1"},
                             "config_kwargs": {"read_timeout": 600, "retries": {"max_attempts": 0}},
                         },
@@ -118,7 +118,14 @@ def test_a_store_that_hangs_holds_the_engine_and_nothing_grows(tmp_path):
     argv += [word for pair in arguments.items() for word in pair if word is not None]
     url = f"http://127.0.0.1:{port}"
     with child(
-        argv, log=tmp_path / "log", env={"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_SERVER_DEV_MODE": "1"}
+        argv,
+        log=tmp_path / "log",
+        env={
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "STORE_KEY": "k",
+            "STORE_SECRET": "s",
+        },
     ) as server:
         server.wait_until(lambda: http_status(f"{url}/health") == 200, 240)
         import openai

@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "ray_arguments": {"config", "errors"},
     "ray": {"errors", "reading", "exporting", "ray_arguments"},
     "saelens": {"errors", "layers", "page", "reading"},
-    "serving": {"errors", "page", "connector", "reading", "store", "format", "logger", "text"},
+    "serving": {"errors", "page", "connector", "reading", "store", "format", "logger", "text", "writers"},
     "speculators": {"errors", "config", "page", "format", "reading", "store"},
     "observe": {"errors", "page", "config", "layers", "store", "format", "reading", "text"},
     "writers": {

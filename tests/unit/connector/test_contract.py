@@ -33,6 +33,30 @@ def test_a_credential_in_the_storage_path_is_refused() -> None:
     assert "hunter2" not in str(e.value)
 
 
+@pytest.mark.parametrize("options", [{"secret": "hunter2"}, {"client_kwargs": {"aws_session_token": "hunter2"}}])
+def test_a_literal_credential_is_refused_and_one_of_the_environment_is_not_shown(options, monkeypatch) -> None:
+    """vLLM logs this table, and a server's command line has it."""
+    with pytest.raises(ConfigError, match=r"hsx\.storage_options\..*expected no credential.*\$\{env:NAME\}") as e:
+        read_connector_config({"shared_storage_path": "s3://b/x", "hsx": {"storage_options": options}})
+    assert "hunter2" not in str(e.value)
+    monkeypatch.setenv("OUR_SECRET", "hunter2")
+    given = {"storage_options": {"secret": "${env:OUR_SECRET}", "anon": False}}
+    settings = read_connector_config({"shared_storage_path": "s3://b/x", "hsx": given})
+    assert settings.storage_options == {"secret": "hunter2", "anon": False}
+    assert "hunter2" not in repr(settings)
+    monkeypatch.delenv("OUR_SECRET")
+    with pytest.raises(ConfigError, match="'OUR_SECRET' to be set"):
+        read_connector_config({"shared_storage_path": "s3://b/x", "hsx": given})
+
+
+@pytest.mark.parametrize("name", ["ttl_seconds", "drain_seconds"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_time_that_no_clock_shows_is_refused(name, value) -> None:
+    """Accepted, it failed at each request's end, or at the engine's."""
+    with pytest.raises(ConfigError, match=name):
+        read_connector_config({"shared_storage_path": "x", "hsx": {name: value}})
+
+
 def spec(kind, block_size=16):
     return kind(block_size=block_size, num_kv_heads=1, head_size=8, dtype=torch.float32)
 

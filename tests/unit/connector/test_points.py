@@ -19,8 +19,10 @@ from hsx_dist.connector.ranks import Ranks, comparisons, ranks_of
 from hsx_dist.connector.step import Save, Step
 from hsx_dist.connector.tapped import CHECK_S, TapWatch, captured_points, check_layout
 from hsx_dist.connector.worker import WorkerHalf
-from hsx_dist.errors import ConfigError
+from hsx_dist.errors import ConfigError, EngineError
 from hsx_dist.taps.capture_config import additional_config
+from hsx_dist.taps.install import Installed
+from hsx_dist.taps.points import Plan
 from tests.unit.connector.test_request_params import read
 from tests.unit.connector.test_scheduler import half, meta, request
 from tests.unit.connector.test_worker import KeepingOutlet
@@ -307,7 +309,8 @@ def test_taps_and_vllms_extraction_exclude_each_other():
 
 def test_taps_are_checked_before_the_first_copies_and_then_by_the_clock():
     now, checks = [100.0], []
-    watch = TapWatch(lambda: checks.append(now[0]), lambda: now[0])
+    watch = TapWatch(lambda: checks.append(now[0]) or 7, lambda: now[0])
+    watch.end()  # no sample was copied
     watch.step(saves=False)
     assert checks == []
     watch.step(saves=True)
@@ -316,6 +319,27 @@ def test_taps_are_checked_before_the_first_copies_and_then_by_the_clock():
     now[0] += CHECK_S
     watch.step(saves=False)
     assert checks == [100.0, 100.0 + CHECK_S]
+    watch.end()
+    assert len(checks) == 3
+
+
+def test_taps_that_are_all_dead_are_seen():
+    """A cached graph of an engine without taps has none of them: their counts are equal, and their blocks hold the rows
+    of earlier requests."""
+    counts = {("q", layer): torch.zeros(2, dtype=torch.int64) for layer in (0, 1)}
+    installed = Installed(Plan({"q": (0, 1)}, {}), {}, counts, {})
+    watch = TapWatch(installed.check_alive)
+    watch.step(saves=False)
+    with pytest.raises(EngineError, match="expected rows of each step, got none from any tap"):
+        watch.step(saves=True)
+    for count in counts.values():
+        count += torch.tensor([1, 8])
+    watch.step(saves=True)
+    counts["q", 0] += torch.tensor([1, 8])
+    with pytest.raises(
+        EngineError, match=r"expected 16 rows from each, got another number from q of layer 1.*Samples of the last 10 s"
+    ):
+        watch.end()
 
 
 def test_an_object_of_one_sample_holds_hidden_states_alone():

@@ -109,6 +109,30 @@ def test_never_scheduled_is_told_and_holds_nothing():
     assert "0 of 20" in meta(scheduler).skipped[0].reason
 
 
+@pytest.mark.parametrize("tokens", ["last", "mean", [-2, None], "stride:3", "loss_mask"])
+def test_two_computations_of_a_row_are_told_apart_by_all_their_tokens(tokens):
+    """A row whose replica died is computed again, and may get another text. What is selected of both may be the same
+    tokens: a reader that joined their columns would mix two texts."""
+    hashes = set()
+    for text in ([5, 8, 8, 9], [6, 8, 8, 9], [5, 8, 8, 9]):
+        scheduler = half()
+        asked = {"hidden_states_tokens": tokens, "hidden_states_key": "k", "include_output_tokens": True}
+        if tokens == "loss_mask":
+            asked["hidden_states_loss_mask"] = [0] * 5 + [1]
+        r = request(6, 9, generated=0, **asked)
+        r.append_output_token_ids(text)
+        scheduler.new_request(r)
+        scheduler.request_finished(r, [0, 1])
+        (save,) = meta(scheduler).saves
+        hashes.add(save.sample_hash)
+    assert len(hashes) == 2
+    scheduler = half()
+    r = request(6, 9, generated=4, hidden_states_key="k", include_output_tokens=True)
+    scheduler.new_request(r)
+    scheduler.request_finished(r, [0, 1])
+    assert meta(scheduler).saves[0].sample_hash == ""  # its own tokens say it
+
+
 def test_output_tokens_end_before_the_last_which_was_never_an_input():
     scheduler = half()
     assert scheduler.request_finished(request(20, 24, generated=5, include_output_tokens=True), [1, 2])[0]

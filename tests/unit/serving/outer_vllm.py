@@ -68,6 +68,8 @@ class OuterServer:
         if asked.get("model") == "none":
             error = {"message": "no such model", "type": "NotFoundError", "param": "model", "code": 404}
             return JSONResponse({"error": error}, 404)
+        if asked.get("model") == "gone":
+            return JSONResponse(None)  # as vLLM answers a client that has hung up
         n, prompts = asked.get("n") or 1, asked.get("prompt", "")
         prompts = prompts if isinstance(prompts, list) else [prompts]
         key = asked.get("kv_transfer_params", {}).get("hidden_states_key")
@@ -88,8 +90,8 @@ class OuterServer:
                 marker = {"key": key, "error": self.fails, "until_stored": True}
                 (self.folder / marker_name(f"{key}.safetensors")).write_text(json.dumps(marker))
                 continue
-            sample = random_sample(key, self.tokens, layer_ids=self.layers, seed=i)
-            self.stored[key] = store_sample(self.folder, sample, attached=self.attached)
+            self.stored[key] = random_sample(key, self.tokens, layer_ids=self.layers, seed=i)
+            store_sample(self.folder, self.stored[key], attached=self.attached)
 
     async def _events(self, chat: bool, choices: int) -> Any:
         about = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import json
 import threading
 import time
@@ -14,13 +15,14 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from fastapi import FastAPI
 from safetensors import safe_open
 from starlette.testclient import TestClient
 
 import hsx_dist
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.markers import conflict_name, marker_name
-from hsx_dist.serving import asgi_calls, inline_answers, sample_source, states_file
+from hsx_dist.serving import asgi_calls, inline_answers, middleware, sample_route, sample_source, states_file
 from hsx_dist.serving.middleware import connector_settings
 from hsx_dist.serving.refusals import Refusal
 from hsx_dist.serving.sample_source import MemoryLimit
@@ -218,6 +220,9 @@ def test_an_object_that_is_stored_anew_while_it_streams_is_read_on(tmp_path, mon
         ("k?identity=%7B%7D", 400),
         ("k?other=1", 400),
         ("k?layers=2&layers=15", 400),
+        ("k?layers=2,15,2", 400),
+        ("k?layers=2,02", 400),
+        ("k?points=hidden_states,hidden_states", 400),
         ("..%2Fsecret", 404),
         ("%2E%2E/secret", 404),
         ("%2Fetc%2Fpasswd", 404),
@@ -332,6 +337,12 @@ def test_a_sample_that_fails_is_the_answers_error(tmp_path):
         ({"hidden_states_inline": "yes"}, "hidden_states_inline"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
+        ({"n": "2"}, "n"),
+        ({"n": 2.0}, "n"),
+        ({"n": True}, "n"),
+        ({"prompt": ["12", 3]}, "prompt"),
+        ({"prompt": [3, "12"]}, "prompt"),
+        ({"prompt": [1.0, 2.0]}, "prompt"),
         ({"kv_transfer_params": [1]}, "kv_transfer_params"),
         ({"kv_transfer_params": {"hidden_states_key": "k"}}, "kv_transfer_params.hidden_states_key"),
         ({"kv_transfer_params": {"hidden_states_path": "a/b"}}, "kv_transfer_params.hidden_states_path"),
@@ -390,6 +401,8 @@ def test_other_requests_and_refused_ones_pass_unchanged(tmp_path):
         assert server.seen == bodies
         answer = c.post("/v1/completions", json={**INLINE, "model": "none"})
         assert (answer.status_code, answer.json()["error"]["message"]) == (404, "no such model")
+        answer = c.post("/v1/completions", json={**INLINE, "model": "gone"})
+        assert (answer.status_code, answer.json()) == (200, None)
     with client(server, raise_server_exceptions=False) as c:  # vLLM refuses these
         for body in (
             b"\xff hidden_states_inline",
@@ -400,13 +413,15 @@ def test_other_requests_and_refused_ones_pass_unchanged(tmp_path):
             assert server.seen[-1] == body
 
 
-def call(server: Any, method: str, path: str, body: dict[str, Any] | None, receive: Any, send: Any) -> Any:
+def call(
+    server: Any, method: str, path: str, body: dict[str, Any] | None, receive: Any, send: Any, *, more: bool = False
+) -> Any:
     headers = [(name.lower().encode(), value.encode()) for name, value in WITH_KEY.items()]
     headers.append((b"content-type", b"application/json"))
     scope = {"type": "http", "http_version": "1.1", "asgi": {"version": "3.0", "spec_version": "2.3"}, "method": method,
              "path": path, "raw_path": path.encode(), "query_string": b"wait=300" if method == "GET" else b"",
              "root_path": "", "scheme": "http", "headers": headers, "client": None, "server": None}  # fmt: skip
-    first = [{"type": "http.request", "body": json.dumps(body).encode() if body else b"", "more_body": False}]
+    first = [{"type": "http.request", "body": json.dumps(body).encode() if body else b"", "more_body": more}]
 
     async def receive_first() -> Any:
         return first.pop() if first else await receive()
@@ -438,7 +453,9 @@ def test_a_client_that_hangs_up_ends_its_wait(tmp_path, method, path, body):
 @pytest.mark.parametrize(
     ("method", "path", "body"), [("GET", "/v1/hidden_states/k", None), ("POST", "/v1/completions", INLINE)]
 )
-def test_a_client_that_does_not_read_is_cut_off_and_releases_its_memory(tmp_path, monkeypatch, method, path, body):
+def test_a_client_that_does_not_read_is_cut_off_and_releases_its_memory(
+    tmp_path, monkeypatch, caplog, method, path, body
+):
     monkeypatch.setattr(asgi_calls, "SEND_SECONDS", 0.1)
     store_sample(tmp_path, random_sample("k"))
     limits: list[MemoryLimit] = []
@@ -461,13 +478,153 @@ def test_a_client_that_does_not_read_is_cut_off_and_releases_its_memory(tmp_path
             await asyncio.sleep(3600)
 
         for _ in range(2):
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(20):
-                    await call(server, method, path, body, receive, send)
+            async with asyncio.timeout(20):
+                await call(server, method, path, body, receive, send)
         async with asyncio.timeout(1), limits[0].hold(1):
             pass
 
     asyncio.run(run())
+    assert caplog.text.count("is cut off") == 2
+    assert "Traceback" not in caplog.text  # what a client can cause at will is one line
+
+
+def test_a_client_that_reads_too_slowly_is_cut_off(tmp_path, monkeypatch):
+    """A byte now and then would hold memory that others wait for."""
+    monkeypatch.setattr(asgi_calls, "SEND_SECONDS", 0.5)
+    monkeypatch.setattr(asgi_calls, "SEND_RATE", 1 << 20)
+    monkeypatch.setattr(sample_route, "_SLICE", 1 << 10)
+    store_sample(tmp_path, random_sample("k", 512, hidden_size=64))
+
+    async def read(pause: float) -> int:
+        sent = 0
+
+        async def send(message: Any) -> None:
+            nonlocal sent
+            await asyncio.sleep(pause)
+            sent += len(message.get("body", b""))
+
+        async def receive() -> Any:
+            await asyncio.sleep(3600)
+
+        async with asyncio.timeout(60):
+            await call(outer_server(tmp_path), "GET", "/v1/hidden_states/k", None, receive, send)
+        return sent
+
+    whole = asyncio.run(read(0))
+    assert asyncio.run(read(0.05)) < whole // 2
+
+
+def test_requests_that_wait_for_memory_hold_none(tmp_path):
+    store_sample(tmp_path, random_sample("k", 64))
+
+    async def run() -> None:
+        source = sample_source.SampleSource(connector_settings(outer_server(tmp_path).app.state.vllm_config))
+        taken: list[int] = []
+
+        async def answer() -> None:
+            async with source.held("k", states_file.Range(), wait=0) as file:
+                taken.append(file.size)
+
+        async with source.memory.hold(1 << 40):
+            waiting = [asyncio.create_task(answer()) for _ in range(24)]
+            async with asyncio.timeout(30):
+                while source._waiting or not source.memory._turn.locked():
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            gc.collect()
+            assert sum(isinstance(one, states_file.StatesFile) for one in gc.get_objects()) == 0
+        await asyncio.gather(*waiting)
+        assert len(taken) == 24
+
+    asyncio.run(run())
+
+
+def test_requests_that_wait_look_for_their_samples_at_a_bounded_rate(tmp_path, monkeypatch):
+    """They share the threads and the process with requests that do not wait."""
+    monkeypatch.setattr(sample_source, "LONGEST_PAUSE", 0.01)
+    looks = []
+    look = sample_source.SampleSource._look
+
+    def count(self: Any, *args: Any) -> Any:
+        looks.append(1)
+        return look(self, *args)
+
+    monkeypatch.setattr(sample_source.SampleSource, "_look", count)
+
+    async def run() -> None:
+        source = sample_source.SampleSource(connector_settings(outer_server(tmp_path).app.state.vllm_config))
+        waiting = [
+            asyncio.create_task(source.find(f"k{i}", states_file.Range(), wait=2, identity=None)) for i in range(50)
+        ]
+        found = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(isinstance(one, Refusal) and one.status == 404 for one in found)
+
+    asyncio.run(run())
+    # Each doubles its pause from 20 ms on: at most 8 looks, and one at the end.
+    assert len(looks) <= 50 * 9
+
+
+def test_a_head_reads_no_more_than_it_must_to_know_the_status(tmp_path, monkeypatch):
+    monkeypatch.setattr(states_file, "PIECE_BYTES", 1)
+    store_sample(tmp_path, random_sample("k", 640, hidden_size=64))
+    pieces: list[int] = []
+    read = states_file.StatesFile.piece
+
+    def piece(self: Any, i: int) -> Any:
+        pieces.append(i)
+        return read(self, i)
+
+    monkeypatch.setattr(states_file.StatesFile, "piece", piece)
+    with client(outer_server(tmp_path)) as c:
+        head = c.head("/v1/hidden_states/k")
+        assert pieces == [1]
+        assert head.headers["content-length"] == str(len(c.get("/v1/hidden_states/k").content))
+    assert len(pieces) > 3
+
+
+def test_the_body_of_a_get_is_not_kept(tmp_path):
+    store_sample(tmp_path, random_sample("k"))
+
+    async def run() -> list[Any]:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> Any:
+            await asyncio.sleep(0.001)
+            return {"type": "http.request", "body": b"x", "more_body": True}  # without end
+
+        async with asyncio.timeout(20):
+            await call(outer_server(tmp_path), "GET", "/v1/hidden_states/k", None, receive, send, more=True)
+        return sent
+
+    assert asyncio.run(run())[0]["status"] == 200
+
+
+def test_a_store_that_hangs_does_not_keep_the_process(tmp_path):
+    source = sample_source.SampleSource(connector_settings(outer_server(tmp_path).app.state.vllm_config))
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("hsx-answer")]
+    assert threads
+    assert all(thread.daemon for thread in threads)
+    del source
+
+
+def test_each_route_of_vllm_that_takes_our_parameters_is_known():
+    """Else it would ignore ``hidden_states_inline``, and the client would wait for states in vain."""
+    from vllm.entrypoints.generate.api_router import register_generate_api_routers
+    from vllm.entrypoints.scale_out.token_in_token_out import api_router as generate
+
+    app = FastAPI()
+    register_generate_api_routers(app)
+    app.include_router(generate.router)
+    taking = set()
+    for route in app.router.routes:
+        model = getattr(getattr(getattr(route, "body_field", None), "field_info", None), "annotation", None)
+        if "kv_transfer_params" in getattr(model, "model_fields", {}):
+            taking.add(route.path)
+    assert {"/v1/completions", "/v1/messages", "/inference/v1/generate"} <= taking
+    assert {path for path in taking if not path.endswith("render")} <= middleware._WITH_STATES | middleware._WITHOUT
 
 
 def test_memory_is_given_in_order_and_never_beyond_the_limit(monkeypatch):
@@ -532,6 +689,18 @@ def test_the_connectors_settings_are_found_or_the_server_does_not_start(tmp_path
         pass
     with pytest.raises(ConfigError, match="memory"):  # nor does a server without a lifespan answer without its routes
         client(server).get("/health")
+
+
+@pytest.mark.parametrize("prefix", ["/", "/v1/", "/api/"])
+def test_a_path_prefix_that_disables_vllms_authentication_is_refused(tmp_path, prefix):
+    store_sample(tmp_path, random_sample("k"))
+    server = outer_server(tmp_path)
+    server.app.root_path = prefix
+    with pytest.raises(ConfigError, match="--root-path: expected a path without / at its end"):
+        TestClient(server.app).get("/v1/hidden_states/k")
+    server = outer_server(tmp_path)
+    server.app.root_path = prefix.rstrip("/")
+    assert TestClient(server.app).get(f"{server.app.root_path}/v1/hidden_states/k").status_code == 401
 
 
 def test_the_file_is_what_the_reader_loads(tmp_path):
