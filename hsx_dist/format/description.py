@@ -107,6 +107,10 @@ class SegmentInfo:
     loss: tuple[Loss, ...] = field(default=(), repr=False)
     attached: Mapping[str, Attachment] = field(default_factory=dict, repr=False)
 
+    def __str__(self) -> str:
+        ids = ", ".join(map(str, self.layer_ids[:8])) + ("" if self.num_layers <= 8 else ", …")
+        return f"{self.segment}, {self.dtype} rows of {self.hidden_size} of layers {ids}"
+
     @property
     def num_chunks(self) -> int:
         return -(-self.segment.num_tokens // self.chunk_tokens)
