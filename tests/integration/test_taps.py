@@ -24,7 +24,7 @@ from hsx_dist.taps.capture_config import additional_config
 from hsx_dist.taps.points import POINTS
 from hsx_dist.transport.local_end import LocalEnd, register, unregister
 from hsx_dist.vllm_patches.model_loads import taps_of
-from tests.harness.hooked_model import HookedModel, tiny_model
+from tests.harness.hooked_model import HookedModel, tiny_model, worst_row
 from tests.integration.exact import prompts
 
 BLOCK, CHUNK, MAX_LEN = 32, 64, 256
@@ -194,12 +194,8 @@ class Tapped:
     def compare(self, token_ids: list[int], got: dict[tuple[str, int], torch.Tensor]) -> None:
         expected = self.hooked.rows(token_ids)
         for (point, layer), rows in got.items():
-            # The stream at layer k is resid_pre, and resid_final after the last one.
-            name = point if point != "hidden_states" else "resid_pre" if layer < 5 else "resid_final"
-            right = expected[name, layer % 5 if point == "hidden_states" else layer].double()
-            assert rows.shape == right.shape, (point, layer)
-            error = (rows.double() - right).norm(dim=1) / right.norm(dim=1).clamp_min(1e-30)
-            assert float(error.max()) < TOLERANCE, (point, layer, int(error.argmax()), float(error.max()))
+            error = worst_row(rows, expected[point, layer])
+            assert error < TOLERANCE, (point, layer, error)
 
 
 @pytest.fixture(scope="module", params=ENGINES, ids="-".join)
