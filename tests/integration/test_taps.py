@@ -269,9 +269,9 @@ def mutable(tapped: Tapped) -> Iterator[Tapped]:
 
 @pytest.mark.parametrize("point", ["resid_pre", "z", "mlp_out"])
 def test_a_layer_shifted_by_one_is_seen(mutable: Tapped, point: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    targets = [target for (name, _), target in mutable.taps.targets.items() if name == point]
-    for target in targets:
-        monkeypatch.setattr(target, "at", (target.at + 1) % len(targets))
+    numbers = [number for (name, _), number in mutable.taps.numbers.items() if name == point]
+    for number, other in zip(numbers, [int(n) for n in (*numbers[1:], numbers[0])], strict=True):
+        monkeypatch.setattr(number, "data", torch.tensor([other]))
     with pytest.raises(AssertionError, match=point):
         mutable.run(prompts(50 + len(point), 40))  # its own: a prefix hit would have the last test's rows
 
