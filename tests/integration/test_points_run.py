@@ -10,6 +10,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import hsx_dist
 from hsx_dist.config import ExtractConfig
@@ -25,8 +27,16 @@ from tests.harness.snippets import snippets
 from tests.integration.exact import prompts
 
 PAGE = Path(hsx_dist.__file__).parents[1] / "docs" / "capture.md"
-CAPTURE: dict[str, Any] = {"points": {"hidden_states": [0, -1], "q": [2], "topk_ids": [4], "mlp_out": "all"}}
-LAYERS = {"hidden_states": (0, 5), "q": (2,), "mlp_out": (0, 1, 2, 3, 4), "topk_ids": (4,)}
+CAPTURE: dict[str, Any] = {
+    "points": {"hidden_states": [0, -1], "q": [2], "k": [2], "v": [2], "z": [2], "topk_ids": [4], "mlp_out": "all"}
+}
+LAYERS = {
+    "hidden_states": (0, 5),
+    **dict.fromkeys("qkvz", (2,)),
+    "mlp_out": (0, 1, 2, 3, 4),
+    "topk_ids": (4,),
+}
+HEADS = {"q": (4, 32), "k": (2, 32), "v": (2, 32), "z": (4, 32)}
 
 
 def extract(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> hsx_dist.Run:
@@ -72,13 +82,26 @@ def check(folder: Path, rows: list[dict[str, Any]]) -> None:
         for point, layers in LAYERS.items():
             for layer in layers:
                 got, expected = sample.point(point, layer), right[point, layer]
-                assert got.shape[1:] == ((4, 32) if point == "q" else expected.shape[1:])
+                assert got.shape[1:] == HEADS.get(point, expected.shape[1:])
                 assert worst_row(got, expected) < 2e-5, (row["id"], point, layer)
         assert sample.load([0, 5], framework="torch")["hidden_states"].shape == (len(row["token_ids"]), 2, 64)
 
 
 def test_every_stored_row_is_the_models(folder: Path, rows: list[dict[str, Any]]) -> None:
     check(folder, rows)
+
+
+def test_z_is_the_attention_of_the_stored_queries_keys_and_values(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """In the order of heads, each with its own keys; the rotary embedding alone is transformers'."""
+    rotary, run = HookedModel(folder / "model").model.model.rotary_emb, hsx_dist.open_run(folder / "run")
+    for row in rows:
+        q, k, v, z = (run[row["id"]].point(name, 2).transpose(0, 1)[None] for name in "qkvz")
+        cos, sin = rotary(q, torch.arange(q.shape[2])[None])
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        scores = q @ k.repeat_interleave(2, 1).transpose(2, 3) / 32**0.5
+        weights = (scores + torch.full(scores.shape[2:], -torch.inf).triu(1)).softmax(-1)
+        right = weights @ v.repeat_interleave(2, 1)
+        assert worst_row(z[0].transpose(0, 1), right[0].transpose(0, 1).flatten(1)) < 2e-5
 
 
 def test_routes_are_exported_as_the_model_chose_them(folder: Path, rows: list[dict[str, Any]], tmp_path: Path) -> None:

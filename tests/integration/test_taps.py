@@ -6,6 +6,7 @@ the connector ships.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from hsx_dist.connector import plugin
 from hsx_dist.connector.flush import flush
@@ -162,23 +164,26 @@ class Tapped:
             for at, layer in enumerate(cache.layers)
         }
 
+    def sampling(self, new_tokens: int, asked: dict[str, Any]) -> Any:
+        """For a request of all points and its generated tokens, but for what ``asked`` says."""
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            max_tokens=new_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": {"include_output_tokens": True, "hidden_states_points": "all", **asked}},
+        )
+
     def run(self, wanted: list[list[int]], new_tokens: int = 1, *asked: dict[str, Any]) -> list[Any]:
         """Generate, and compare every row of every point. ``asked``: of each request, or of all. Returns vLLM's
         outputs."""
-        from vllm import SamplingParams
-
         self.read.clear()
         self.shipped.pages.clear()
-        all_points = {"include_output_tokens": True, "hidden_states_points": "all"}
-        given = [all_points | one for one in (asked if len(asked) == len(wanted) else [*asked, {}][:1] * len(wanted))]
+        given = asked if len(asked) == len(wanted) else [*asked, {}][:1] * len(wanted)
         sampling = [
-            SamplingParams(
-                max_tokens=new_tokens,
-                temperature=0.0,
-                ignore_eos=True,
-                detokenize=False,
-                extra_args={"kv_transfer_params": {"hidden_states_key": f"r{self.requests + i}", **one}},
-            )
+            self.sampling(new_tokens, {"hidden_states_key": f"r{self.requests + i}", **one})
             for i, one in enumerate(given)
         ]
         outputs = self.llm.generate([{"prompt_token_ids": p} for p in wanted], sampling, use_tqdm=False)
@@ -250,6 +255,27 @@ def test_requests_of_one_batch_choose_other_points(tapped: Tapped) -> None:
     assert not tapped.shipped.chosen(f"r{first + 4}")
 
 
+@pytest.mark.parametrize("steps", [1, 6])
+def test_an_aborted_request_has_all_points_of_what_was_computed_or_none(tapped: Tapped, steps: int) -> None:
+    """In the middle of its chunked prompt, and while it generates."""
+    tapped.read.clear()
+    tapped.shipped.pages.clear()
+    (prompt,), key = prompts(13 + steps, 150), f"aborted-{steps}"
+    engine = tapped.llm.llm_engine
+    engine.add_request(key, {"prompt_token_ids": prompt}, tapped.sampling(40, {"hidden_states_key": key}))
+    for _ in range(steps):
+        outputs = engine.step()
+    engine.abort_request([key])
+    flush(tapped.llm)
+    if steps == 1:
+        assert not tapped.shipped.pages
+        return
+    token_ids = [*prompt, *outputs[0].outputs[0].token_ids]
+    n = tapped.shipped.pages[0][0].segment.total
+    assert len(prompt) < n <= len(token_ids)
+    tapped.compare(token_ids[:n], tapped.shipped.rows(key, n))
+
+
 def test_every_point_is_captured(tapped: Tapped) -> None:
     plan = tapped.taps.plan
     assert plan.aliases == {"mlp_in": "ln2"}
@@ -289,10 +315,15 @@ def test_transposed_heads_are_seen(mutable: Tapped, monkeypatch: pytest.MonkeyPa
         mutable.run(prompts(6, 40))
 
 
-def test_a_dead_tap_is_seen_by_its_rows_and_by_its_counter(mutable: Tapped, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_tap_is_seen_by_its_rows_and_ends_the_running_engine(
+    mutable: Tapped, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = get_kv_transfer_group()._taps
+    monkeypatch.setattr(watch, "_next", math.inf)
     (module,) = mutable.llm.apply_model(lambda model: model.model.layers[0].self_attn.o_proj)
     monkeypatch.setattr(module, "_forward_hooks", type(module._forward_hooks)())
     with pytest.raises(AssertionError, match="'attn_out', 0"):
         mutable.run(prompts(7, 40))
+    monkeypatch.setattr(watch, "_next", 0.0)  # ten seconds later
     with pytest.raises(EngineError, match=r"got another number from attn_out of layer 0 \("):
-        mutable.taps.check_alive()
+        mutable.run(prompts(12, 40))

@@ -80,7 +80,7 @@ def test_this_vllm_has_the_settings_that_are_refused() -> None:
     found = VllmConfig()
     parallel = {f"{name}_parallel_size" for name in ("pipeline", "prefill_context", "decode_context", "data")}
     assert parallel | {"enable_dbo", "enable_eplb", "enable_hc_sp"} <= vars(found.parallel_config).keys()
-    assert {"use_mla", "is_hybrid", "is_moe", "runner_type"} <= {*dir(ModelConfig), *ModelConfig.__dataclass_fields__}
+    assert {"use_mla", "is_hybrid", "is_moe"} <= {*dir(ModelConfig)}
     # The other kinds of sequence parallelism: of experts, with data parallelism alone; and a pass that was removed.
     several = ParallelConfig(
         tensor_parallel_size=2, data_parallel_size=1, enable_expert_parallel=True, distributed_executor_backend="mp"
