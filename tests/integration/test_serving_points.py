@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shlex
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +17,12 @@ import pytest
 import safetensors.torch
 import torch
 
+import hsx_dist
 from hsx_dist.models.tiny import write_tiny_tokenizer
 from hsx_dist.taps.capture_config import additional_config
 from tests.harness.hooked_model import HookedModel, tiny_model, worst_row
-from tests.harness.vllm_server import API_KEY, Served, server
+from tests.harness.snippets import snippets
+from tests.harness.vllm_server import API_KEY, GUIDE, Served, server
 from tests.integration.exact import prompts
 
 CAPTURE = {
@@ -151,3 +154,13 @@ def test_answers_and_the_servers_route_have_points(served: Served, hooked: Hooke
         with pytest.raises(openai.BadRequestError, match="captured") as refused:
             complete(served, ids, inline=True, hidden_states_points=wrong)
         assert refused.value.param == "kv_transfer_params.hidden_states_points"
+
+
+def test_the_guides_snippets_say_how(served: Served) -> None:
+    found = {s.language: s.text for s in snippets(GUIDE) if "additional-config" in s.text or "row-18" in s.text}
+    table = json.loads(shlex.split(found["text"])[1])
+    assert table == additional_config(table["hsx_capture"]["capture"])
+    asking = found["python"].replace("MODEL", "tiny").replace("[15]", "[2]")
+    exec(compile(asking, GUIDE.name, "exec"), shown := {"client": served.client, "hsx_dist": hsx_dist})
+    assert shown["points"]["q"].shape[1:] == (1, 4, 32)
+    assert shown["points"]["mlp_out"].shape[1:] == (5, 64)
