@@ -11,6 +11,7 @@ from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.taps.capture_config import KEY, additional_config, capture_of, check_engine
+from hsx_dist.taps.install import tap_model
 
 
 def test_another_choice_has_another_key_in_the_compile_cache() -> None:
@@ -87,3 +88,10 @@ def test_this_vllm_has_the_settings_that_are_refused() -> None:
     )
     assert not several.use_sequence_parallel_moe
     assert not [name for name in vars(found.compilation_config.pass_config) if "sp" in name.split("_")]
+
+
+def test_a_model_is_tapped_once() -> None:
+    """A second set of hooks would count every row twice, on all taps alike."""
+    config = SimpleNamespace(additional_config=additional_config({"preset": "full"}))
+    assert tap_model(SimpleNamespace(hsx_taps="its taps"), config) == "its taps"  # type: ignore[arg-type]
+    assert tap_model(SimpleNamespace(), SimpleNamespace(additional_config={})) is None  # type: ignore[arg-type]
