@@ -20,6 +20,7 @@ from hsx_dist.errors import RunMismatch
 from hsx_dist.exporting import export_run
 from hsx_dist.jobs import doctor_points
 from hsx_dist.jobs.capture import CapturedRows
+from hsx_dist.jobs.check import load_points
 from hsx_dist.jobs.preflight import examine_model
 from hsx_dist.models.tiny import write_tiny_tokenizer
 from tests.harness.hooked_model import HookedModel, tiny_model, worst_row
@@ -147,6 +148,19 @@ def test_the_doctor_judges_each_point(
         d for d in doctor_points.measure_points(config, replace(model, rows=shifted), prompts) if d.state != "ok"
     )
     assert lacking.name == "point q"
+
+    def with_wrong_rows(sample: hsx_dist.Sample) -> Any:
+        ids, points = load_points(sample)
+        wrong = {name: points[name].rows.clone() for name in ("mlp_out", "z")}
+        wrong["mlp_out"][:, 1:] *= 1.5  # from layer 1 on
+        wrong["z"] *= 1.5  # of layer 2
+        return ids, {**points, **{name: replace(points[name], rows=rows) for name, rows in wrong.items()}}
+
+    monkeypatch.setattr(doctor_points, "load_points", with_wrong_rows)
+    judged = {d.name: d for d in doctor_points.measure_points(config, model, prompts)}
+    assert {name for name, d in judged.items() if d.state == "fail"} == {"point mlp_out", "point z"}
+    assert "layers [1, 2, 3, 4] differ; layer 1 is the first of all points" in judged["point mlp_out"].message
+    assert "first of all points" not in judged["point z"].message
 
 
 def test_the_page_reads_points(folder: Path) -> None:

@@ -146,9 +146,8 @@ def test_answers_and_the_servers_route_have_points(served: Served, hooked: Hooke
     plain = complete(served, ids, inline=True).choices[0]
     states = safetensors.torch.load(base64.b64decode(plain.hidden_states["safetensors"]))
     check(hooked, ids, {"hidden_states": states["hidden_states"]}, {"hidden_states": (0, 5)})
-    few = complete(served, ids, inline=True, hidden_states_points=points, hidden_states_tokens=[10, None, 20]).choices[
-        0
-    ]
+    asked = {"hidden_states_points": points, "hidden_states_tokens": [10, None, 20]}
+    few = complete(served, ids, inline=True, **asked).choices[0]
     rows = safetensors.torch.load(base64.b64decode(few.hidden_states["safetensors"]))
     assert rows["token_ids"].tolist() == ids[10::20]
     assert torch.allclose(rows["q"], found["q"][10::20], atol=1e-5)
