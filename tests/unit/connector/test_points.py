@@ -354,6 +354,22 @@ def test_a_servers_object_has_the_points_of_its_request(tmp_path):
     assert [info.segment.point for info in part.segments] == ["hidden_states"]
 
 
+def test_an_object_of_points_is_renewed_by_the_same_request_and_kept_from_others(tmp_path):
+    points, ends = {"hidden_states": ((1, 2), 8), "q": ((0, 3), 12)}, []
+    for ttl in (100, 1000):
+        server = SmallServer(tmp_path, points=points, ttl_seconds=ttl)
+        server.ask([5, 6, 7], key="k", points="all")
+        loaded = load_hidden_states(f"{tmp_path}/k.safetensors", points=["hidden_states", "q"], framework="numpy")
+        ends.append(loaded["meta"]["expires"])
+        server.close()
+    assert ends[1] - ends[0] > 800
+    server = SmallServer(tmp_path, points=points)
+    server.ask([5, 6, 7], key="k", points={"q": "all"})
+    server.close()
+    with pytest.raises(SampleFailed, match="used before|another sample"):
+        load_hidden_states(f"{tmp_path}/k.safetensors")
+
+
 def test_a_sample_of_several_points_that_is_lost_ends_once(tmp_path):
     outlet = outlet_on(tmp_path, on_bad_rows="fail")
     for at in range(3):  # the later columns arrive when the request is over
