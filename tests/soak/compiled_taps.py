@@ -94,9 +94,12 @@ def main() -> None:
             command = [sys.executable, "-m", "tests.soak.compiled_taps", "--start", name, which, json.dumps(points)]
             env = {**os.environ, "VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
             done = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True)
-            *said, counters = done.stdout.splitlines()
+            (said,) = (
+                line for line in done.stdout.splitlines() if line.startswith(f"{which}: ")
+            )  # vLLM logs there, too
+            (counters,) = (line for line in done.stdout.splitlines() if line.startswith('{"num_'))
             found[which] = json.loads(counters)
-            print(said[-1], {n: v for n, v in found[which].items() if "compile" in n or "aot" in n}, flush=True)
+            print(said, {n: v for n, v in found[which].items() if "compile" in n or "aot" in n}, flush=True)
         compiled = {which: counted.get("num_aot_compiles", 0) for which, counted in found.items()}
         loaded = {which: counted.get("num_aot_artifacts_loaded", 0) for which, counted in found.items()}
         if not (compiled["first"] and compiled["other"] and loaded["second"] and not compiled["second"]):
