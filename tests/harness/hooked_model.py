@@ -17,7 +17,7 @@ def tiny_model(kind: str, path: Path) -> Path:
     """Write a random model of 5 layers to ``path``: ``llama``, ``qwen3``, ``qwen3_moe`` or ``mixtral``."""
     import transformers
 
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": 512,
         "hidden_size": 64,
         "intermediate_size": 96,
