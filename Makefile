@@ -45,9 +45,11 @@ bench-full: $(READY)  ## all of every benchmark (hours); each writes its own tab
 pages: $(READY)  ## README's and the pages' commands and snippets, run in order as a reader would
 	$(BIN)/pytest tests/integration/test_documentation.py
 
-soak: $(READY)  ## hostile parts and claims, a million tokens of points, orders of events in runs, and an hour of writers killed at random (MINUTES=60)
+soak: $(READY)  ## hostile parts and claims, a million tokens of points, every point of every model, orders of events in runs, and an hour of writers killed at random (MINUTES=60)
 	$(BIN)/python -m tests.soak.run
 	$(BIN)/python -m tests.soak.points
+	$(BIN)/python -m tests.soak.compiled_taps
+	HSX_ALL_TAPS=1 $(BIN)/pytest -q tests/integration/test_taps.py
 	HSX_PREEMPTIONS=2 $(BIN)/pytest -q -n 2 --timeout 7200 tests/unit/protocol
 	HSX_SEEDS=100 $(BIN)/pytest -q -n 2 --timeout 7200 tests/unit/device
 	$(BIN)/python -m scripts.soak_pool --minutes $(or $(MINUTES),60) --tally benchmarks/results/soak-pool.json

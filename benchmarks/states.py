@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -31,12 +32,8 @@ def smollm2_states(dtype: str, tokens: int) -> np.ndarray[Any, Any]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     before_norm: list[Any] = []
     model.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
-    found, have, seen = [], 0, set()
-    for line in (ROOT / "configs" / "demo" / "prompts.jsonl").read_text().splitlines():
-        ids = tuple(_token_ids(json.loads(line), tokenizer))[:2048]
-        if ids in seen or not ids:  # what is there twice flatters every compressor
-            continue
-        seen.add(ids)
+    found, have = [], 0
+    for ids in distinct_prompts(tokenizer):
         before_norm.clear()
         with torch.inference_mode():
             streams = model(torch.tensor([ids]), output_hidden_states=True, use_cache=False).hidden_states
@@ -46,6 +43,16 @@ def smollm2_states(dtype: str, tokens: int) -> np.ndarray[Any, Any]:
         if have >= tokens:
             break
     return np.ascontiguousarray(np.concatenate(found, axis=1)[:, :tokens])
+
+
+def distinct_prompts(tokenizer: Any) -> Iterator[tuple[int, ...]]:
+    """Token ids of the demo's prompts, at most 2,048 of each. What is there twice would flatter every compressor."""
+    seen = set()
+    for line in (ROOT / "configs" / "demo" / "prompts.jsonl").read_text().splitlines():
+        ids = tuple(_token_ids(json.loads(line), tokenizer))[:2048]
+        if ids and ids not in seen:
+            seen.add(ids)
+            yield ids
 
 
 def _token_ids(row: dict[str, Any], tokenizer: Any) -> list[int]:

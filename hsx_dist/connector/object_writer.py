@@ -144,6 +144,8 @@ class StoreOutlet(Outlet):
 
     def admit(self, segment: Segment, /) -> bool:
         request_id = request_of(segment)
+        if segment.column:
+            return True  # claimed with column 0. The request may have ended since: a lost column costs it all others
         with self._state:
             if request_id not in self._claims:
                 nbytes = bytes_besides(segment)
@@ -155,7 +157,7 @@ class StoreOutlet(Outlet):
     def submit(self, *pages: Copied) -> None:
         with self._state:
             for ref, _ in pages:
-                if ref.start == 0:
+                if ref.start == 0 and ref.segment.column == 0:
                     name = ref.segment.name or object_name(ref.segment.key) + OBJECT
                     self._submitted[request_of(ref.segment)] = name
         super().submit(*pages)
@@ -312,7 +314,8 @@ def bytes_besides(segment: Segment) -> int:
     """Upper estimate of the bytes that a sample occupies in one process besides its states, until it is stored."""
     attached = sum(array.nbytes for array in segment.attached.values())
     # A str of other than ASCII characters takes up to four bytes for each.
-    return SAMPLE_BYTES + sys.getsizeof(segment.metadata) + 2 * len(str(segment.meta)) + attached + 8 * segment.total
+    columns = segment.columns * (SAMPLE_BYTES + 8 * segment.total)  # each has the token ids
+    return columns + sys.getsizeof(segment.metadata) + 2 * len(str(segment.meta)) + attached
 
 
 def request_of(segment: Segment) -> str:

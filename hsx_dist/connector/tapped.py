@@ -46,16 +46,21 @@ def captured_points(
 
 
 def check_layout(points: Sequence[CapturedPoint], settings: ConnectorConfig) -> None:
-    """Refuse points for which an object of one sample has no place.
+    """Refuse points of which one rank cannot store an object of a whole sample.
 
     Raises:
         ConfigError: with these points.
     """
-    others = [point.name for point in points if point.name != HIDDEN_STATES]
-    if others and settings.layout == "sample":
+    if settings.layout != "sample":
+        return
+    if settings.one_object:
+        bad, why = [p.name for p in points if p.shards > 1], "rows that one tensor-parallel rank has whole"
+    else:
+        bad, why = [p.name for p in points if p.name != HIDDEN_STATES], "hidden_states alone"
+    if bad:
         raise ConfigError(
-            f"capture: expected hidden_states alone with layout 'sample' (one object a sample, as a server stores "
-            f"them), got {', '.join(others)} too. Leave them out, or run a job with layout part"
+            f"capture: expected {why} with layout 'sample' (one object a sample), got {', '.join(bad)} too. Leave them "
+            "out, or run a job with layout part"
         )
 
 

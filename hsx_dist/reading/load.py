@@ -27,7 +27,7 @@ from hsx_dist.page import Segment
 from hsx_dist.reading.arrays import Framework
 from hsx_dist.reading.object_lock import shared_lock
 from hsx_dist.reading.run import Run
-from hsx_dist.reading.sample import Sample, Tokens
+from hsx_dist.reading.sample import Layers, Sample, Tokens
 from hsx_dist.store import Store, open_store
 from hsx_dist.text import bounded, printable
 
@@ -42,7 +42,7 @@ def load_hidden_states(
     path: str,
     key: str | None = None,
     *,
-    layers: Sequence[int] | None = None,
+    layers: Layers | None = None,
     tokens: Tokens | None = None,
     points: Sequence[str] | None = None,
     wait: float = 0,
@@ -56,7 +56,7 @@ def load_hidden_states(
         path: a run's path or URL, with ``key``; or one object (``….safetensors``, or any name where no ``key`` is
             given), ours or of vLLM's own connector, with ``key`` only if it holds several samples.
         key: the sample's key.
-        layers: vLLM's layer ids in the order wanted; ``None``: all, as stored.
+        layers: vLLM's layer ids in the order wanted; ``None``: all, as stored. With ``points`` as ``Sample.load``.
         tokens: a slice or ``(start, stop)``; negative numbers count from the end.
         points: names of other points of the model, as ``Sample.load`` takes them.
         wait: seconds to wait for the sample to appear, on a file system also for its lock (``PATH.lock``, which a
@@ -109,7 +109,7 @@ def load_object(
     name: str,
     key: str | None = None,
     *,
-    layers: Sequence[int] | None = None,
+    layers: Layers | None = None,
     tokens: Tokens | None = None,
     points: Sequence[str] | None = None,
     wait: float = 0,

@@ -19,7 +19,7 @@ from hsx_dist.serving.asgi_calls import read_body, replayed, timely, while_conne
 from hsx_dist.serving.inline_request import INLINE, InlineRequest, read_inline_request
 from hsx_dist.serving.refusals import Refusal, bad_request, refusal_of
 from hsx_dist.serving.sample_source import SampleSource
-from hsx_dist.serving.states_file import Range, StatesFile
+from hsx_dist.serving.states_file import StatesFile
 
 #: Seconds from vLLM's answer until its states are stored.
 _WAIT = 60.0
@@ -186,7 +186,7 @@ class _Answer:
     async def _find(self, index: int, end: float) -> StatesFile:
         key = self._asked.key_of(index)
         try:
-            file = await self._source.find(key, Range(), wait=max(0.0, end - time.monotonic()))
+            file = await self._source.find(key, self._asked.wanted, wait=max(0.0, end - time.monotonic()))
         except Refusal as e:
             if e.status != 404:
                 raise
@@ -215,7 +215,7 @@ class _Answer:
         key, data, at = self._asked.key_of(index), bytearray(file.size), 0
         for i in range(len(file)):
             try:
-                piece = await self._source.piece(file, i, lambda: self._source.look(key, Range()))
+                piece = await self._source.piece(file, i, lambda: self._source.look(key, self._asked.wanted))
             except HsxError as e:
                 raise refusal_of(e, key) from e
             data[at : at + len(piece)] = piece

@@ -11,7 +11,7 @@ from typing import Any
 from hsx_dist.connector.request_params import PARAMS, read_request_params
 from hsx_dist.page import HIDDEN_STATES, sample_key
 from hsx_dist.serving.refusals import bad_request
-from hsx_dist.serving.states_file import StatesFile
+from hsx_dist.serving.states_file import Range, StatesFile
 
 #: The member of a request's body that asks for its states.
 INLINE = "hidden_states_inline"
@@ -29,6 +29,11 @@ class InlineRequest:
     choices: int
     params: Mapping[str, Any]
 
+    @property
+    def wanted(self) -> Range:
+        """What the answer has of a stored sample: all points that the client named, else the default."""
+        return Range(points=None if self.params.get("hidden_states_points") is None else "all")
+
     def key_of(self, index: int) -> str:
         """The key of the choice with this ``index`` in vLLM's answer."""
         prompt, choice = divmod(index, self.choices)
@@ -38,20 +43,35 @@ class InlineRequest:
         """Raises:
         Refusal: the connector has refused a parameter, and stored other states than the client asked for.
         """
-        wanted = self.params.get("hidden_states_layers")
-        points = self.params.get("hidden_states_points")
-        if wanted is None and isinstance(points, Mapping) and points.get(HIDDEN_STATES) != "all":
-            wanted = points.get(HIDDEN_STATES)
-        if wanted is not None and list(file.layer_ids) != wanted:
+        layers = self.params.get("hidden_states_layers")
+        if layers is not None and list(file.layer_ids.get(HIDDEN_STATES, ())) != layers:
             raise bad_request(
-                f"expected some of the captured layers, each once, got others. Stored are {list(file.layer_ids)}",
+                "expected some of the captured layers of hidden_states, each once, got others. Stored are "
+                f"{_shown(file)}",
                 f"{PARAMS}.hidden_states_layers",
             )
+        points = self.params.get("hidden_states_points")
+        if points is not None and points != "all":
+            asked = {**points, **({} if layers is None else {HIDDEN_STATES: layers})} if _is_choice(points) else {}
+            stored = {name: list(ids) for name, ids in file.layer_ids.items()}
+            if {n: stored.get(n) if ids == "all" else ids for n, ids in asked.items()} != stored:
+                raise bad_request(
+                    f"expected some of the captured points and layers, got others. Stored are {_shown(file)}",
+                    f"{PARAMS}.hidden_states_points",
+                )
         if self.params.get("hidden_states_loss_mask") is not None and not file.has_mask:
             raise bad_request(
                 "expected as many entries as the prompt has tokens, got another number",
                 f"{PARAMS}.hidden_states_loss_mask",
             )
+
+
+def _is_choice(points: Any) -> bool:
+    return isinstance(points, Mapping) and all(isinstance(name, str) for name in points)
+
+
+def _shown(file: StatesFile) -> str:
+    return ", ".join(f"{name} {list(ids)}" for name, ids in file.layer_ids.items())
 
 
 def read_inline_request(body: bytes) -> InlineRequest | None:

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,11 +23,12 @@ PIECE_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """What is wanted of a sample: as the arguments of ``Sample.load``."""
+    """What is wanted of a sample: as the arguments of ``Sample.load``. ``points``: also ``all`` of the sample; ``None``
+    is ``all`` of a sample without hidden states."""
 
     layers: tuple[int, ...] | None = None
     tokens: tuple[int | None, int | None] | None = None
-    points: tuple[str, ...] | None = None
+    points: tuple[str, ...] | Literal["all"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class StatesFile:
     and ``NAME.layer_ids``. ``key`` and ``meta`` (``Sample.meta`` as JSON) are in the file's metadata.
 
     Attributes:
+        layer_ids: of each stored point.
         size: bytes of the file.
         front_bytes: of them, what this object holds: all but the states.
         loading_bytes: memory that one ``piece`` takes while it is loaded and sent.
@@ -64,12 +66,14 @@ class StatesFile:
         small = {"token_ids": sample.token_ids("numpy")[self._start : self._stop]}
         if (mask := sample.loss_mask()) is not None:
             small[LOSS_MASK] = mask[self._start : self._stop]
-        names = wanted.points or (HIDDEN_STATES,)
+        stored = sample.points
+        alone = wanted.points is None and HIDDEN_STATES in stored
+        names = (HIDDEN_STATES,) if alone else tuple(stored) if wanted.points in (None, "all") else wanted.points or ()
         self._states = [self._describe(name) for name in names]
         for name in names:
-            ids = wanted.layers or sample.points[name].layers
-            small["layer_ids" if wanted.points is None else f"{name}.layer_ids"] = np.array(ids, np.int64)
-        self.layer_ids = sample.layer_ids if HIDDEN_STATES in sample.points else ()
+            ids = wanted.layers or stored[name].layers
+            small["layer_ids" if alone else f"{name}.layer_ids"] = np.array(ids, np.int64)
+        self.layer_ids = {name: point.layers for name, point in stored.items()}
         self.meta = sample.meta
         self.has_mask = mask is not None
         self._front = self._build_front(small)

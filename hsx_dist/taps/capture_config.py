@@ -45,7 +45,8 @@ def check_engine(vllm_config: Any) -> None:
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
         _expect(name, 1, getattr(parallel, name, 1))
-    passes = vllm_config.compilation_config.pass_config
+    _expect("enable_hc_sp", False, bool(getattr(parallel, "enable_hc_sp", False)))
+    passes = vllm_config.compilation_config.pass_config  # 0.32 has no such pass
     _expect("compilation_config.pass_config.enable_sp", False, bool(getattr(passes, "enable_sp", False)))
     _expect("enable_dbo", False, bool(getattr(parallel, "enable_dbo", False)))
     _expect("enable_eplb", False, bool(getattr(parallel, "enable_eplb", False)))

@@ -16,12 +16,9 @@ from torch import nn
 from hsx_dist.errors import ConfigError, EngineError
 from hsx_dist.taps import operator
 from hsx_dist.taps.capture_config import capture_of, check_engine
-from hsx_dist.taps.point_cache import LayerTarget, PointCache
+from hsx_dist.taps.point_cache import PointCache
 from hsx_dist.taps.points import POINTS, Plan, plan_capture
 from hsx_dist.taps.structure import Read, Structure, find_structure, modules_of
-
-#: First layer number of the caches' names. vLLM sorts caches by the number, which must be unique.
-_FIRST = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +28,13 @@ class Installed:
     Attributes:
         caches: the cache of each point.
         counts: for each tap, ``(point, layer)``, its counter.
-        targets: for each tap, where its rows go. The operator's numbers hold for as long as these are held.
+        numbers: for each tap, the buffer that says to the operator where its rows go.
     """
 
     plan: Plan
     caches: dict[str, PointCache]
     counts: dict[tuple[str, int], torch.Tensor]
-    targets: dict[tuple[str, int], LayerTarget]
+    numbers: dict[tuple[str, int], torch.Tensor]
 
     def calls_and_rows(self) -> dict[tuple[str, int], tuple[int, int]]:
         """For each tap, how often it ran, and how many rows it wrote. Waits for the device."""
@@ -85,6 +82,8 @@ def tap_model(model: nn.Module, vllm_config: Any) -> Installed | None:
     capture = capture_of(vllm_config)
     if capture is None:
         return None
+    if (found := getattr(model, "hsx_taps", None)) is not None:
+        return found  # type: ignore[no-any-return]  # by another loader: a second set of hooks would count all rows twice
     check_engine(vllm_config)
     config = vllm_config.model_config
     ranks = vllm_config.parallel_config.tensor_parallel_size
@@ -104,15 +103,16 @@ def install(model: nn.Module, structure: Structure, plan: Plan, vllm_config: Any
     device = next(model.parameters()).device
     caches: dict[str, PointCache] = {}
     counts: dict[tuple[str, int], torch.Tensor] = {}
-    targets: dict[tuple[str, int], LayerTarget] = {}
+    numbers: dict[tuple[str, int], torch.Tensor] = {}
     for point, at, layer, read in modules_of(structure, plan.points):
         if point not in caches:
             dtype = _dtype(point, read, vllm_config.model_config.dtype)
-            name = f"hsx_taps.{_FIRST + len(caches)}"
+            name = operator.layer_name(len(caches))
             caches[point] = PointCache(vllm_config, name, point, plan.points[point], read.width, dtype, read.head)
-        target = targets[point, layer] = LayerTarget(caches[point], at)
-        counts[point, layer] = _tap(read, point, target, device)
-    installed = Installed(plan, caches, counts, targets)
+        # Points come one after the other: this one's cache is the last.
+        number = numbers[point, layer] = operator.number_of(len(caches) - 1, at)
+        counts[point, layer] = _tap(read, point, number, device)
+    installed = Installed(plan, caches, counts, numbers)
     for cache in caches.values():
         cache.taps = installed
     return installed
@@ -126,10 +126,9 @@ def _dtype(point: str, read: Read, model: torch.dtype) -> torch.dtype:
     return model
 
 
-def _tap(read: Read, point: str, target: LayerTarget, device: torch.device) -> torch.Tensor:
+def _tap(read: Read, point: str, number: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Put one tap on its module, and return its counter."""
     count = torch.zeros(2, dtype=torch.int64, device=device)
-    number = torch.tensor([operator.register(target)], dtype=torch.int64, device="cpu")
     module = read.module
     if read.source in ("ids", "weights"):
         _tap_router(module, 0 if read.source == "weights" else 1, count, number, read.width)

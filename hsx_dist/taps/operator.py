@@ -2,87 +2,33 @@
 
 The operator mutates its counter, a buffer that is an input of the compiled graph. The compiler therefore keeps the
 operator, also where nothing reads the tapped tensor later. The tap's number is in a buffer on the host, not in the
-graph: layers that are equal otherwise share one compiled graph.
+graph: layers that are equal otherwise share one compiled graph. The number names a cache of the engine whose step runs,
+as vLLM's forward context has it: this module has no state, and engines of one process share nothing.
 """
 
 from __future__ import annotations
 
-import itertools
-from typing import Any, Protocol
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
+from vllm.forward_context import get_forward_context
 
-#: Entries of a counter: calls of the operator, and rows that it wrote.
-CALLS, ROWS = 0, 1
+from hsx_dist.taps.scatter import CALLS, scatter
 
-
-class Target(Protocol):
-    """Where a tap's rows go."""
-
-    def rows(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The view ``[blocks, block_size, width]`` of the tap's layer, and the step's slots; None before there are
-        any."""
+#: First layer number of the caches' names. vLLM sorts caches by the number, which must be unique.
+_FIRST = 100_000
+#: More layers than any model has: what a tap's number is made of.
+_MAX_LAYERS = 1 << 20
 
 
-#: Targets by the taps' numbers, for the operator, which gets tensors and integers only. They are their models' own: a
-#: process may have one engine after the other, and each target has an engine's whole cache.
-_targets: WeakValueDictionary[int, Target] = WeakValueDictionary()
-_numbers = itertools.count()
+def layer_name(cache: int) -> str:
+    """vLLM's name of an engine's ``cache``-th cache of points."""
+    return f"hsx_taps.{_FIRST + cache}"
 
 
-def register(target: Target) -> int:
-    """The number of a tap that writes to ``target``, for as long as somebody else holds that."""
-    number = next(_numbers)
-    _targets[number] = target
-    return number
-
-
-def scatter(x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, count: torch.Tensor) -> None:
-    """Copy ``x[i]`` to the cache's slot ``slots[i]``.
-
-    Adds 1 to ``count[CALLS]``, and the number of copied rows to ``count[ROWS]``.
-
-    Args:
-        x: ``[n, width]``; the last axis is contiguous. It may have more rows than ``slots``: padding.
-        slots: ``[m]``, ``block * block_size + position``. Rows of slots below 0 are skipped.
-        cache: ``[blocks, block_size, width]``, any strides whose last is 1.
-        count: int64 ``[2]``, on the same device.
-
-    Raises:
-        TypeError: the cache cannot hold the values of ``x``.
-        ValueError: another width.
-    """
-    if x.shape[1] != cache.shape[2]:
-        raise ValueError(f"expected rows of {cache.shape[2]}, got {x.shape[1]}")
-    if x.dtype != cache.dtype and not _holds(cache.dtype, x.dtype):
-        raise TypeError(f"expected rows of {cache.dtype}, got {x.dtype}. The cache would round them")
-    n = min(len(x), len(slots))
-    if x.device.type == "cpu":
-        _scatter_cpu(x[:n], slots[:n], cache, count)
-    elif n:
-        from hsx_dist.taps.triton_scatter import scatter_triton
-
-        scatter_triton(x[:n], slots[:n], cache, count)
-
-
-def _scatter_cpu(x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, count: torch.Tensor) -> None:
-    # NumPy's operators on few numbers cost a fraction of torch's.
-    to, numbers = slots.numpy(), count.numpy()
-    written = to >= 0
-    if not written.all():
-        x, to = x[torch.from_numpy(written)], to[written]
-    block = cache.shape[1]
-    x = x if x.dtype == cache.dtype else x.to(cache.dtype)
-    cache[torch.from_numpy(to // block), torch.from_numpy(to % block)] = x
-    numbers[CALLS] += 1
-    numbers[ROWS] += len(to)
-
-
-def _holds(cache: torch.dtype, value: torch.dtype) -> bool:
-    if cache.is_floating_point:
-        return value.is_floating_point and torch.promote_types(cache, value) == cache
-    return not value.is_floating_point  # numbers of experts fit any integer
+def number_of(cache: int, at: int) -> torch.Tensor:
+    """The number of the tap of an engine's ``cache``-th cache, and of the ``at``-th layer in it."""
+    return torch.tensor([cache * _MAX_LAYERS + at], dtype=torch.int64, device="cpu")
 
 
 def tap(x: torch.Tensor, count: torch.Tensor, number: torch.Tensor, start: int, width: int) -> None:
@@ -91,14 +37,21 @@ def tap(x: torch.Tensor, count: torch.Tensor, number: torch.Tensor, start: int, 
     Args:
         x: ``[tokens, ...]``; the axes after the first make the row.
         count: int64 ``[2]``, on the device of ``x``: calls, and rows written.
-        number: int64 ``[1]`` on the host.
+        number: int64 ``[1]`` on the host, ``number_of``.
+
+    Raises:
+        RuntimeError: the step has several batches.
     """
-    cache, slots = _targets[int(number)].rows()
-    if cache is None or slots is None:  # the profiling run, before there is a cache
+    cache, at = divmod(int(number), _MAX_LAYERS)
+    name, context = layer_name(cache), get_forward_context()
+    if not isinstance(context.slot_mapping, dict):
+        raise RuntimeError(f"{name}: expected one batch a step, got {len(context.slot_mapping)} (DBO). Turn it off")
+    kv_cache, slots = context.no_compile_layers[name].kv_cache, context.slot_mapping.get(name)
+    if slots is None or kv_cache.numel() == 0:  # vLLM profiles its memory, before there is a cache
         count[CALLS] += 1
         return
     x = x.reshape(x.shape[0], -1)[:, start : start + width]
-    scatter(x if x.stride(1) == 1 else x.contiguous(), slots, cache, count)
+    scatter(x if x.stride(1) == 1 else x.contiguous(), slots, kv_cache[:, at], count)
 
 
 # ``torch.library.custom_op`` would add microseconds to each call.

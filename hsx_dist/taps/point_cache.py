@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.config import set_current_vllm_config
-from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.extract_hidden_states import (
     CacheOnlyAttentionBackend,
     CacheOnlyAttentionLayer,
@@ -62,23 +61,3 @@ class PointCache(CacheOnlyAttentionLayer):
         self.attn_backend = TapBackend
         self.point, self.layers, self.head = point, layers, head
         self.taps: Any = None  # the model's ``Installed``
-
-    def slots(self) -> torch.Tensor | None:
-        """The slots of this step's rows; None while vLLM profiles its memory."""
-        slots = get_forward_context().slot_mapping
-        if not isinstance(slots, dict):
-            raise RuntimeError(f"{self.layer_name}: expected one batch a step, got {len(slots)} (DBO). Turn it off")
-        return slots.get(self.layer_name)
-
-
-class LayerTarget:
-    """One layer of a point's cache, as the operator's target."""
-
-    def __init__(self, cache: PointCache, at: int):
-        self.cache, self.at = cache, at
-
-    def rows(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        kv_cache = self.cache.kv_cache
-        if kv_cache.numel() == 0:
-            return None, None
-        return kv_cache[:, self.at], self.cache.slots()

@@ -44,7 +44,7 @@ def _kernel(
 
 
 def scatter_triton(x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, count: torch.Tensor) -> None:
-    """``operator.scatter`` by one kernel: ``x`` and ``slots`` of equal length, above 0."""
+    """``scatter.scatter`` by one kernel: ``x`` and ``slots`` of equal length, above 0."""
     n, width = x.shape
     columns = min(_COLUMNS, triton.next_power_of_2(width))
     _kernel[(triton.cdiv(n, _ROWS), triton.cdiv(width, columns))](

@@ -17,7 +17,7 @@ def tiny_model(kind: str, path: Path) -> Path:
     """Write a random model of 5 layers to ``path``: ``llama``, ``qwen3``, ``qwen3_moe`` or ``mixtral``."""
     import transformers
 
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": 512,
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -95,7 +95,17 @@ class HookedModel:
 
     @torch.inference_mode()
     def rows(self, token_ids: Sequence[int]) -> dict[tuple[str, int], torch.Tensor]:
-        """``[tokens, width]`` of each point and layer."""
+        """``[tokens, width]`` of each point and layer; of ``hidden_states`` by the ids of the setting ``layers``."""
         self._rows.clear()
         self.model(torch.tensor([list(token_ids)]), use_cache=False)
-        return {key: value.reshape(len(token_ids), -1) for key, value in self._rows.items()}
+        found = {key: value.reshape(len(token_ids), -1) for key, value in self._rows.items()}
+        stream = {layer: rows for (point, layer), rows in found.items() if point == "resid_pre"}
+        stream[len(stream)] = found["resid_final", 0]
+        return found | {("hidden_states", layer): rows for layer, rows in stream.items()}
+
+
+def worst_row(got: Any, right: torch.Tensor) -> float:
+    """The largest distance of a row of ``got``, ``[tokens, ...]``, from that of ``right``, by that one's norm."""
+    got, right = torch.as_tensor(got).flatten(1).double(), right.double()
+    assert got.shape == right.shape
+    return float(((got - right).norm(dim=1) / right.norm(dim=1).clamp_min(1e-30)).max())

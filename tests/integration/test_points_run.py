@@ -10,6 +10,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import hsx_dist
 from hsx_dist.config import ExtractConfig
@@ -18,15 +20,24 @@ from hsx_dist.errors import RunMismatch
 from hsx_dist.exporting import export_run
 from hsx_dist.jobs import doctor_points
 from hsx_dist.jobs.capture import CapturedRows
+from hsx_dist.jobs.check import load_points
 from hsx_dist.jobs.preflight import examine_model
 from hsx_dist.models.tiny import write_tiny_tokenizer
-from tests.harness.hooked_model import HookedModel, tiny_model
+from tests.harness.hooked_model import HookedModel, tiny_model, worst_row
 from tests.harness.snippets import snippets
 from tests.integration.exact import prompts
 
 PAGE = Path(hsx_dist.__file__).parents[1] / "docs" / "capture.md"
-CAPTURE: dict[str, Any] = {"points": {"hidden_states": [0, -1], "q": [2], "topk_ids": [4], "mlp_out": "all"}}
-LAYERS = {"hidden_states": (0, 5), "q": (2,), "mlp_out": (0, 1, 2, 3, 4), "topk_ids": (4,)}
+CAPTURE: dict[str, Any] = {
+    "points": {"hidden_states": [0, -1], "q": [2], "k": [2], "v": [2], "z": [2], "topk_ids": [4], "mlp_out": "all"}
+}
+LAYERS = {
+    "hidden_states": (0, 5),
+    **dict.fromkeys("qkvz", (2,)),
+    "mlp_out": (0, 1, 2, 3, 4),
+    "topk_ids": (4,),
+}
+HEADS = {"q": (4, 32), "k": (2, 32), "v": (2, 32), "z": (4, 32)}
 
 
 def extract(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> hsx_dist.Run:
@@ -67,21 +78,31 @@ def check(folder: Path, rows: list[dict[str, Any]]) -> None:
     assert run.keys() == [row["id"] for row in rows]
     for row in rows:
         right = hooked.rows(row["token_ids"])
-        right["hidden_states", 0], right["hidden_states", 5] = right["resid_pre", 0], right["resid_final", 0]
         sample = run[row["id"]]
         assert {name: point.layers for name, point in sample.points.items()} == LAYERS
         for point, layers in LAYERS.items():
             for layer in layers:
-                expected = right[point, layer].double()
-                got = sample.point(point, layer)
-                assert got.shape[1:] == ((4, 32) if point == "q" else expected.shape[1:])
-                error = (got.reshape(expected.shape).double() - expected).norm(dim=1)
-                assert float((error / expected.norm(dim=1).clamp_min(1e-30)).max()) < 2e-5, (row["id"], point, layer)
+                got, expected = sample.point(point, layer), right[point, layer]
+                assert got.shape[1:] == HEADS.get(point, expected.shape[1:])
+                assert worst_row(got, expected) < 2e-5, (row["id"], point, layer)
         assert sample.load([0, 5], framework="torch")["hidden_states"].shape == (len(row["token_ids"]), 2, 64)
 
 
 def test_every_stored_row_is_the_models(folder: Path, rows: list[dict[str, Any]]) -> None:
     check(folder, rows)
+
+
+def test_z_is_the_attention_of_the_stored_queries_keys_and_values(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """In the order of heads, each with its own keys; the rotary embedding alone is transformers'."""
+    rotary, run = HookedModel(folder / "model").model.model.rotary_emb, hsx_dist.open_run(folder / "run")
+    for row in rows:
+        q, k, v, z = (run[row["id"]].point(name, 2).transpose(0, 1)[None] for name in "qkvz")
+        cos, sin = rotary(q, torch.arange(q.shape[2])[None])
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        scores = q @ k.repeat_interleave(2, 1).transpose(2, 3) / 32**0.5
+        weights = (scores + torch.full(scores.shape[2:], -torch.inf).triu(1)).softmax(-1)
+        right = weights @ v.repeat_interleave(2, 1)
+        assert worst_row(z[0].transpose(0, 1), right[0].transpose(0, 1).flatten(1)) < 2e-5
 
 
 def test_routes_are_exported_as_the_model_chose_them(folder: Path, rows: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -127,6 +148,19 @@ def test_the_doctor_judges_each_point(
         d for d in doctor_points.measure_points(config, replace(model, rows=shifted), prompts) if d.state != "ok"
     )
     assert lacking.name == "point q"
+
+    def with_wrong_rows(sample: hsx_dist.Sample) -> Any:
+        ids, points = load_points(sample)
+        wrong = {name: points[name].rows.clone() for name in ("mlp_out", "z")}
+        wrong["mlp_out"][:, 1:] *= 1.5  # from layer 1 on
+        wrong["z"] *= 1.5  # of layer 2
+        return ids, {**points, **{name: replace(points[name], rows=rows) for name, rows in wrong.items()}}
+
+    monkeypatch.setattr(doctor_points, "load_points", with_wrong_rows)
+    judged = {d.name: d for d in doctor_points.measure_points(config, model, prompts)}
+    assert {name for name, d in judged.items() if d.state == "fail"} == {"point mlp_out", "point z"}
+    assert "layers [1, 2, 3, 4] differ; layer 1 is the first of all points" in judged["point mlp_out"].message
+    assert "first of all points" not in judged["point z"].message
 
 
 def test_the_page_reads_points(folder: Path) -> None:

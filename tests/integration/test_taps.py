@@ -6,14 +6,15 @@ the connector ships.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from hsx_dist.connector import plugin
 from hsx_dist.connector.flush import flush
@@ -24,7 +25,7 @@ from hsx_dist.taps.capture_config import additional_config
 from hsx_dist.taps.points import POINTS
 from hsx_dist.transport.local_end import LocalEnd, register, unregister
 from hsx_dist.vllm_patches.model_loads import taps_of
-from tests.harness.hooked_model import HookedModel, tiny_model
+from tests.harness.hooked_model import HookedModel, tiny_model, worst_row
 from tests.integration.exact import prompts
 
 BLOCK, CHUNK, MAX_LEN = 32, 64, 256
@@ -33,10 +34,13 @@ TOLERANCE = 2e-5  # of the worst row; the engines' differences are below 5e-6
 
 #: All of them with HSX_ALL_TAPS=1. Every point is in one of the three: Qwen3-MoE has all that Qwen3 has.
 ENGINES = (
-    list(product(("llama", "qwen3", "qwen3_moe", "mixtral"), ("eager", "compiled")))
+    [(kind, mode) for mode in ("eager", "compiled") for kind in ("llama", "qwen3", "qwen3_moe", "mixtral")]
     if os.environ.get("HSX_ALL_TAPS")
-    else [("llama", "eager"), ("qwen3_moe", "compiled"), ("mixtral", "eager")]
+    else [("llama", "eager"), ("mixtral", "eager"), ("qwen3_moe", "compiled")]
 )
+#: Mutations are of these, which come first: a compiled engine would keep what it has traced.
+EAGER = [engine for engine in ENGINES if engine[1] == "eager"]
+mutates = pytest.mark.parametrize("tapped", EAGER, ids="-".join, indirect=True)
 
 
 def choice(kind: str) -> dict[str, Any]:
@@ -162,23 +166,26 @@ class Tapped:
             for at, layer in enumerate(cache.layers)
         }
 
+    def sampling(self, new_tokens: int, asked: dict[str, Any]) -> Any:
+        """For a request of all points and its generated tokens, but for what ``asked`` says."""
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            max_tokens=new_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": {"include_output_tokens": True, "hidden_states_points": "all", **asked}},
+        )
+
     def run(self, wanted: list[list[int]], new_tokens: int = 1, *asked: dict[str, Any]) -> list[Any]:
         """Generate, and compare every row of every point. ``asked``: of each request, or of all. Returns vLLM's
         outputs."""
-        from vllm import SamplingParams
-
         self.read.clear()
         self.shipped.pages.clear()
-        all_points = {"include_output_tokens": True, "hidden_states_points": "all"}
-        given = [all_points | one for one in (asked if len(asked) == len(wanted) else [*asked, {}][:1] * len(wanted))]
+        given = asked if len(asked) == len(wanted) else [*asked, {}][:1] * len(wanted)
         sampling = [
-            SamplingParams(
-                max_tokens=new_tokens,
-                temperature=0.0,
-                ignore_eos=True,
-                detokenize=False,
-                extra_args={"kv_transfer_params": {"hidden_states_key": f"r{self.requests + i}", **one}},
-            )
+            self.sampling(new_tokens, {"hidden_states_key": f"r{self.requests + i}", **one})
             for i, one in enumerate(given)
         ]
         outputs = self.llm.generate([{"prompt_token_ids": p} for p in wanted], sampling, use_tqdm=False)
@@ -194,12 +201,8 @@ class Tapped:
     def compare(self, token_ids: list[int], got: dict[tuple[str, int], torch.Tensor]) -> None:
         expected = self.hooked.rows(token_ids)
         for (point, layer), rows in got.items():
-            # The stream at layer k is resid_pre, and resid_final after the last one.
-            name = point if point != "hidden_states" else "resid_pre" if layer < 5 else "resid_final"
-            right = expected[name, layer % 5 if point == "hidden_states" else layer].double()
-            assert rows.shape == right.shape, (point, layer)
-            error = (rows.double() - right).norm(dim=1) / right.norm(dim=1).clamp_min(1e-30)
-            assert float(error.max()) < TOLERANCE, (point, layer, int(error.argmax()), float(error.max()))
+            error = worst_row(rows, expected[point, layer])
+            assert error < TOLERANCE, (point, layer, error)
 
 
 @pytest.fixture(scope="module", params=ENGINES, ids="-".join)
@@ -254,6 +257,27 @@ def test_requests_of_one_batch_choose_other_points(tapped: Tapped) -> None:
     assert not tapped.shipped.chosen(f"r{first + 4}")
 
 
+@pytest.mark.parametrize("steps", [1, 6])
+def test_an_aborted_request_has_all_points_of_what_was_computed_or_none(tapped: Tapped, steps: int) -> None:
+    """In the middle of its chunked prompt, and while it generates."""
+    tapped.read.clear()
+    tapped.shipped.pages.clear()
+    (prompt,), key = prompts(13 + steps, 150), f"aborted-{steps}"
+    engine = tapped.llm.llm_engine
+    engine.add_request(key, {"prompt_token_ids": prompt}, tapped.sampling(40, {"hidden_states_key": key}))
+    for _ in range(steps):
+        outputs = engine.step()
+    engine.abort_request([key])
+    flush(tapped.llm)
+    if steps == 1:
+        assert not tapped.shipped.pages
+        return
+    token_ids = [*prompt, *outputs[0].outputs[0].token_ids]
+    n = tapped.shipped.pages[0][0].segment.total
+    assert len(prompt) < n <= len(token_ids)
+    tapped.compare(token_ids[:n], tapped.shipped.rows(key, n))
+
+
 def test_every_point_is_captured(tapped: Tapped) -> None:
     plan = tapped.taps.plan
     assert plan.aliases == {"mlp_in": "ln2"}
@@ -263,23 +287,23 @@ def test_every_point_is_captured(tapped: Tapped) -> None:
 
 @pytest.fixture
 def mutable(tapped: Tapped) -> Iterator[Tapped]:
-    """The eager engine: a compiled one would keep what it has traced."""
-    if not tapped.llm.llm_engine.model_config.enforce_eager:
-        pytest.skip("mutations are tested in eager engines")
+    """Its counters are equal again after the test."""
     yield tapped
     for count in tapped.taps.counts.values():
         count.zero_()
 
 
+@mutates
 @pytest.mark.parametrize("point", ["resid_pre", "z", "mlp_out"])
 def test_a_layer_shifted_by_one_is_seen(mutable: Tapped, point: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    targets = [target for (name, _), target in mutable.taps.targets.items() if name == point]
-    for target in targets:
-        monkeypatch.setattr(target, "at", (target.at + 1) % len(targets))
+    numbers = [number for (name, _), number in mutable.taps.numbers.items() if name == point]
+    for number, other in zip(numbers, [int(n) for n in (*numbers[1:], numbers[0])], strict=True):
+        monkeypatch.setattr(number, "data", torch.tensor([other]))
     with pytest.raises(AssertionError, match=point):
         mutable.run(prompts(50 + len(point), 40))  # its own: a prefix hit would have the last test's rows
 
 
+@mutates
 def test_transposed_heads_are_seen(mutable: Tapped, monkeypatch: pytest.MonkeyPatch) -> None:
     scatter = operator.scatter
 
@@ -293,10 +317,16 @@ def test_transposed_heads_are_seen(mutable: Tapped, monkeypatch: pytest.MonkeyPa
         mutable.run(prompts(6, 40))
 
 
-def test_a_dead_tap_is_seen_by_its_rows_and_by_its_counter(mutable: Tapped, monkeypatch: pytest.MonkeyPatch) -> None:
+@mutates
+def test_a_dead_tap_is_seen_by_its_rows_and_ends_the_running_engine(
+    mutable: Tapped, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = get_kv_transfer_group()._taps
+    monkeypatch.setattr(watch, "_next", math.inf)
     (module,) = mutable.llm.apply_model(lambda model: model.model.layers[0].self_attn.o_proj)
     monkeypatch.setattr(module, "_forward_hooks", type(module._forward_hooks)())
     with pytest.raises(AssertionError, match="'attn_out', 0"):
         mutable.run(prompts(7, 40))
+    monkeypatch.setattr(watch, "_next", 0.0)  # ten seconds later
     with pytest.raises(EngineError, match=r"got another number from attn_out of layer 0 \("):
-        mutable.taps.check_alive()
+        mutable.run(prompts(12, 40))

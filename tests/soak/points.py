@@ -21,7 +21,7 @@ from hsx_dist.connector import plugin
 from hsx_dist.models.tiny import write_tiny_tokenizer
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import open_store
-from tests.harness.hooked_model import HookedModel, tiny_model
+from tests.harness.hooked_model import HookedModel, tiny_model, worst_row
 
 CAPTURE: dict[str, Any] = {"points": {"hidden_states": [0, -1], "q": [2], "mlp_out": [1, 3]}}
 LAYERS = {"q": [2], "mlp_out": [3, 1]}
@@ -39,8 +39,7 @@ def compare(item: dict[str, Any], hooked: HookedModel) -> None:
     right = hooked.rows(item["input_ids"].tolist())
     for name, layers in LAYERS.items():
         for at, layer in enumerate(layers):
-            got, expected = item[name][:, at].flatten(1).double(), right[name, layer].double()
-            error = ((got - expected).norm(dim=1) / expected.norm(dim=1)).max().item()
+            error = worst_row(item[name][:, at], right[name, layer])
             check(error < TOLERANCE, f"{item['key']}: {name} of layer {layer} differs by {error:.1e}")
 
 

@@ -38,15 +38,18 @@ def submit(
     meta=None,
     request="",
     ready=None,
+    **column,
 ) -> None:
-    """``states``: float32 ``[L, T, H]``, as one page."""
+    """``states``: float32 ``[L, T, H]``, as one page. ``column``: fields of its ``Segment``, of several columns."""
     n = states.shape[1]
-    outlet.expect(Expect(request or key, name or f"{key}.safetensors", 0, chosen))
-    outlet.prepared()  # as the worker half does before its step ends
+    if not column.get("column"):
+        outlet.expect(Expect(request or key, name or f"{key}.safetensors", 0, chosen))
+        outlet.prepared()  # as the worker half does before its step ends
     offset = outlet.ring.allocate(states.nbytes)
     assert offset is not None
     outlet.memory[offset : offset + states.nbytes] = states.reshape(-1).view(np.uint8)
-    segment = Segment(key, 0, 0, n, n, name=name, meta=meta or {}, source=f"{request or key}:0")
+    segment = Segment(key, 0, 0, n, n, name=name, meta=meta or {}, source=f"{request or key}:0", **column)
+    assert not column or outlet.admit(segment)
     ids = np.arange(n, dtype=np.int64) if ids is None else np.asarray(ids, np.int64)
     outlet.submit((Page(segment, 0, n, n, LAYERS, "float32", states.shape, "LTH", ids, offset=offset), ready))
 

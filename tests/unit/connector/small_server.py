@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from hsx_dist.connector.columns import CapturedPoint
 from hsx_dist.connector.connector_config import ConnectorConfig
-from hsx_dist.connector.point_copier import hidden_states_in
 from hsx_dist.connector.scheduler import SchedulerHalf
 from hsx_dist.connector.worker import WorkerHalf
 from tests.unit.connector.small_outlet import HIDDEN, LAYERS, outlet_on
@@ -21,18 +21,33 @@ BLOCK, BLOCKS = 4, 16
 
 
 class SmallServer:
-    """``store``: None for the folder ``path``. Two servers compute different states of the same prompt."""
+    """``store``: None for the folder ``path``. Two servers compute different states of the same prompt.
 
-    def __init__(self, path: Any, store: Any = None, *, markers: Any = None, about: Any = None, **settings: Any):
+    ``points``: what taps capture, name → layers and width; None for vLLM's extraction. ``caches``: by point.
+    """
+
+    def __init__(
+        self,
+        path: Any,
+        store: Any = None,
+        *,
+        markers: Any = None,
+        about: Any = None,
+        points: Mapping[str, tuple[tuple[int, ...], int]] | None = None,
+        **settings: Any,
+    ):
+        points = {"hidden_states": (LAYERS, HIDDEN)} if points is None else points
+        captured = [CapturedPoint(name, layers, width, "float32") for name, (layers, width) in points.items()]
+        self.caches = {p.name: torch.randn(BLOCKS, len(p.layers), BLOCK, p.width) for p in captured}
         self.outlet = outlet_on(path, store=store, markers=markers or store, locks=False, about=about, **settings)
         self.scheduler = SchedulerHalf(
             ConnectorConfig(output=str(path), allow_custom_save_path=True, **settings),
             block_size=BLOCK,
             tensor_parallel_size=1,
-            points=[CapturedPoint("hidden_states", LAYERS, HIDDEN, "float32")],
+            points=captured,
         )
         self._worker = WorkerHalf(
-            [hidden_states_in(torch.randn(BLOCKS, len(LAYERS), BLOCK, HIDDEN), LAYERS)],
+            [(point, self.caches[point.name]) for point in captured],
             self.outlet,
             page_bytes=1 << 16,
             segment_bytes=1 << 18,

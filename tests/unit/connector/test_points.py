@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -19,10 +20,15 @@ from hsx_dist.connector.ranks import Ranks, comparisons, ranks_of
 from hsx_dist.connector.step import Save, Step
 from hsx_dist.connector.tapped import CHECK_S, TapWatch, captured_points, check_layout
 from hsx_dist.connector.worker import WorkerHalf
-from hsx_dist.errors import ConfigError, EngineError
+from hsx_dist.errors import ConfigError, EngineError, SampleFailed
+from hsx_dist.format.container import Part
+from hsx_dist.reading.load import load_hidden_states
+from hsx_dist.store import open_store
 from hsx_dist.taps.capture_config import additional_config
 from hsx_dist.taps.install import Installed
 from hsx_dist.taps.points import Plan
+from tests.unit.connector.small_outlet import outlet_on, some, submit
+from tests.unit.connector.small_server import SmallServer
 from tests.unit.connector.test_request_params import read
 from tests.unit.connector.test_scheduler import half, meta, request
 from tests.unit.connector.test_worker import KeepingOutlet
@@ -342,9 +348,62 @@ def test_taps_that_are_all_dead_are_seen():
         watch.end()
 
 
-def test_an_object_of_one_sample_holds_hidden_states_alone():
-    server = ConnectorConfig(output="out")
-    check_layout([STATES], server)
-    with pytest.raises(ConfigError, match="got q, topk_ids too"):
-        check_layout(CAPTURED, server)
-    check_layout(CAPTURED, ConnectorConfig(output="out", layout="part", transport="attach", address="x"))
+def test_an_object_of_one_sample_holds_what_one_rank_has_whole():
+    server, of_a_job = ConnectorConfig(output="out"), ConnectorConfig(output="out", transport="attach", address="x")
+    check_layout(CAPTURED, server)
+    with pytest.raises(ConfigError, match=r"tensor-parallel rank has whole with layout 'sample' .*got q too"):
+        check_layout([replace(HEADS, shards=2), STATES], server)
+    check_layout([STATES], of_a_job)
+    with pytest.raises(ConfigError, match=r"hidden_states alone .*got q, topk_ids too"):
+        check_layout(CAPTURED, of_a_job)
+    check_layout(CAPTURED, of_a_job.model_copy(update={"layout": "part"}))
+
+
+def test_a_servers_object_has_the_points_of_its_request(tmp_path):
+    points = {"hidden_states": ((1, 2), 8), "q": ((0, 3), 12), "mlp_out": ((3,), 8)}
+    server = SmallServer(tmp_path, points=points)
+    server.ask([5, 6, 7, 8, 9], key="all", points="all")
+    server.ask([5, 6, 7, 8, 9], key="some", points={"q": [3], "mlp_out": "all"})
+    server.ask([5, 6, 7, 8, 9], key="states")
+    server.close()
+    asked = {"all": {name: layers for name, (layers, _) in points.items()}, "some": {"q": (3,), "mlp_out": (3,)}}
+    for key, layers in asked.items():
+        loaded = load_hidden_states(f"{tmp_path}/{key}.safetensors", points=list(layers), framework="numpy")
+        assert loaded["token_ids"].tolist() == [5, 6, 7, 8, 9]
+        for name, ids in layers.items():
+            cache = server.caches[name][:2, [points[name][0].index(i) for i in ids]]  # its blocks
+            right = cache.transpose(1, 2).reshape(8, len(ids), -1)[:5]
+            assert np.array_equal(loaded["points"][name], right.numpy())
+    part = Part.open(open_store(str(tmp_path)), "states.safetensors")
+    assert [info.segment.point for info in part.segments] == ["hidden_states"]
+
+
+def test_an_object_of_points_is_renewed_by_the_same_request_and_kept_from_others(tmp_path):
+    points, ends = {"hidden_states": ((1, 2), 8), "q": ((0, 3), 12)}, []
+    for ttl in (100, 1000):
+        server = SmallServer(tmp_path, points=points, ttl_seconds=ttl)
+        server.ask([5, 6, 7], key="k", points="all")
+        loaded = load_hidden_states(f"{tmp_path}/k.safetensors", points=["hidden_states", "q"], framework="numpy")
+        ends.append(loaded["meta"]["expires"])
+        server.close()
+    assert ends[1] - ends[0] > 800
+    server = SmallServer(tmp_path, points=points)
+    server.ask([5, 6, 7], key="k", points={"q": "all"})
+    server.close()
+    with pytest.raises(SampleFailed, match="another sample"):
+        load_hidden_states(f"{tmp_path}/k.safetensors")
+
+
+def test_a_sample_of_several_points_that_is_lost_ends_once(tmp_path):
+    outlet = outlet_on(tmp_path, on_bad_rows="fail")
+    for at in range(3):  # the later columns arrive when the request is over
+        submit(outlet, "k", some() * (np.nan if at == 0 else 1), column=at, columns=3, point=f"p{at}")
+        end = time.monotonic() + 30
+        while (outlet.pending and at == 0) or outlet.ring.used_bytes:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+    assert outlet.meter.sums()["failed", ""] == 1
+    assert outlet.ring.claimed_bytes == outlet.pending == 0
+    outlet.close(10)
+    with pytest.raises(SampleFailed, match="look wrong"):
+        load_hidden_states(f"{tmp_path}/k.safetensors")

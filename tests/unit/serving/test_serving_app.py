@@ -367,7 +367,9 @@ def test_what_an_answer_cannot_hold_is_refused_before_the_engine_computes(tmp_pa
     [
         ({"hidden_states_layers": [99]}, {}, "hidden_states_layers"),
         ({"hidden_states_layers": [15]}, {}, "hidden_states_layers"),
-        ({"hidden_states_points": {"hidden_states": [15]}}, {}, "hidden_states_layers"),
+        ({"hidden_states_points": {"hidden_states": [15]}}, {}, "hidden_states_points"),
+        ({"hidden_states_points": {"hidden_states": "all", "q": "all"}}, {}, "hidden_states_points"),
+        ({"hidden_states_points": "most"}, {}, "hidden_states_points"),
         ({"hidden_states_loss_mask": [1, 0]}, {}, "hidden_states_loss_mask"),
         ({"hidden_states_tokens": "last"}, {"refused": {"hidden_states_tokens": "why"}}, "hidden_states_tokens"),
     ],

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.taps.capture_config import KEY, additional_config, capture_of, check_engine
+from hsx_dist.taps.install import tap_model
 
 
 def test_another_choice_has_another_key_in_the_compile_cache() -> None:
@@ -53,6 +54,7 @@ def test_engines_that_fit() -> None:
         (lambda e: vars(e.parallel_config).update(pipeline_parallel_size=2), "pipeline_parallel_size: expected 1"),
         (lambda e: vars(e.parallel_config).update(decode_context_parallel_size=2), "decode_context_parallel_size"),
         (lambda e: vars(e.parallel_config).update(prefill_context_parallel_size=2), "prefill_context_parallel_size"),
+        (lambda e: vars(e.parallel_config).update(enable_hc_sp=True), "enable_hc_sp: expected False"),
         (lambda e: vars(e.parallel_config).update(enable_dbo=True), "enable_dbo: expected False"),
         (lambda e: vars(e.parallel_config).update(enable_eplb=True), "enable_eplb: expected False"),
         (lambda e: vars(e.compilation_config.pass_config).update(enable_sp=True), "enable_sp: expected False"),
@@ -72,3 +74,24 @@ def test_engines_that_are_refused(change: Callable[[Any], None], message: str) -
     change(one)
     with pytest.raises(ConfigError, match=message):
         check_engine(one)
+
+
+def test_this_vllm_has_the_settings_that_are_refused() -> None:
+    """Renamed by vLLM, they would be refused no longer."""
+    found = VllmConfig()
+    parallel = {f"{name}_parallel_size" for name in ("pipeline", "prefill_context", "decode_context", "data")}
+    assert parallel | {"enable_dbo", "enable_eplb", "enable_hc_sp"} <= vars(found.parallel_config).keys()
+    assert {"use_mla", "is_hybrid", "is_moe"} <= {*dir(ModelConfig)}
+    # The other kinds of sequence parallelism: of experts, with data parallelism alone; and a pass that was removed.
+    several = ParallelConfig(
+        tensor_parallel_size=2, data_parallel_size=1, enable_expert_parallel=True, distributed_executor_backend="mp"
+    )
+    assert not several.use_sequence_parallel_moe
+    assert not [name for name in vars(found.compilation_config.pass_config) if "sp" in name.split("_")]
+
+
+def test_a_model_is_tapped_once() -> None:
+    """A second set of hooks would count every row twice, on all taps alike."""
+    config = SimpleNamespace(additional_config=additional_config({"preset": "full"}))
+    assert tap_model(SimpleNamespace(hsx_taps="its taps"), config) == "its taps"  # type: ignore[arg-type]
+    assert tap_model(SimpleNamespace(), SimpleNamespace(additional_config={})) is None  # type: ignore[arg-type]

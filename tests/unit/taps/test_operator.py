@@ -5,96 +5,118 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import weakref
 from itertools import count
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from vllm.config import VllmConfig
+from vllm.forward_context import set_forward_context
 
 from hsx_dist.taps import operator
+from hsx_dist.taps.scatter import scatter
 from tests.harness.exact_model import ROOT
 
 BLOCK, WIDTH = 4, 6
+NUMBER = operator.number_of(0, 1)  # the second layer of an engine's first cache
 
 
 class Target:
+    """A cache of an engine, and its step."""
+
     def __init__(self, layers_first: bool = True, layers: int = 3):
         shape = (5, layers, BLOCK, WIDTH) if layers_first else (5, BLOCK, layers, WIDTH)
         self.cache = torch.full(shape, -1.0)
-        self.view = (self.cache if layers_first else self.cache.transpose(1, 2))[:, 1]
-        self.slots: torch.Tensor | None = torch.tensor([7, -1, 18, 0, -1])
-        self.ready = True
+        self.slots = {operator.layer_name(0): torch.tensor([7, -1, 18, 0, -1])}
+        self.config = VllmConfig()
+        self.kv_cache = self.cache if layers_first else self.cache.transpose(1, 2)
+        self.config.compilation_config.static_forward_context[operator.layer_name(0)] = self
 
-    def rows(self) -> Any:
-        return (self.view, self.slots) if self.ready else (None, None)
+    def step(self, **more: Any) -> Any:
+        return set_forward_context(None, self.config, slot_mapping=self.slots, **more)
 
-    def check(self, x: torch.Tensor) -> None:
+    def check(self, x: torch.Tensor, at: int = 1) -> None:
         expected = torch.full((5, BLOCK, WIDTH), -1.0)
         expected[1, 3], expected[4, 2], expected[0, 0] = x[0], x[2], x[3]
-        assert torch.equal(self.view, expected)
-        self.view.fill_(-1)
+        assert torch.equal(self.kv_cache[:, at], expected)
+        self.kv_cache[:, at].fill_(-1)
         assert bool((self.cache == -1).all())  # other layers are untouched
 
 
-def numbers(target: Target) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.zeros(2, dtype=torch.int64), torch.tensor([operator.register(target)])
+def counter() -> torch.Tensor:
+    return torch.zeros(2, dtype=torch.int64)
 
 
 @pytest.mark.parametrize("layers_first", [True, False])
 def test_rows_go_to_their_slots(layers_first: bool) -> None:
-    target = Target(layers_first)
-    counter, number = numbers(target)
+    target, count = Target(layers_first), counter()
     x = torch.randn(7, 10)  # padded: more rows than slots
-    operator.tap(x, counter, number, 3, WIDTH)
+    with target.step():
+        operator.tap(x, count, NUMBER, 3, WIDTH)
     target.check(x[:, 3:9])
-    assert counter.tolist() == [1, 3]
+    assert count.tolist() == [1, 3]
 
 
-def test_heads_make_one_row_and_there_may_be_no_cache_yet() -> None:
-    target = Target()
-    counter, number = numbers(target)
-    target.ready = False
+def test_heads_make_one_row_and_there_may_be_no_cache_or_no_slots_yet() -> None:
+    target, count = Target(), counter()
     x = torch.randn(5, 3, 2)
-    torch.ops.hsx_dist.tap(x, counter, number, 0, WIDTH)
-    assert counter.tolist() == [1, 0]
-    target.ready = True
-    torch.ops.hsx_dist.tap(x, counter, number, 0, WIDTH)
+    cache, target.kv_cache = target.kv_cache, torch.tensor([])
+    with target.step():
+        torch.ops.hsx_dist.tap(x, count, NUMBER, 0, WIDTH)
+    target.kv_cache = cache
+    with set_forward_context(None, target.config):
+        torch.ops.hsx_dist.tap(x, count, NUMBER, 0, WIDTH)
+    assert count.tolist() == [2, 0]
+    with target.step():
+        torch.ops.hsx_dist.tap(x, count, NUMBER, 0, WIDTH)
     target.check(x.reshape(5, WIDTH))
-    assert counter.tolist() == [2, 3]
+    assert count.tolist() == [3, 3]
 
 
-def test_values_are_not_rounded_and_rows_have_their_width() -> None:
-    x, slots, counter = torch.zeros(1, 2), torch.tensor([0]), torch.zeros(2, dtype=torch.int64)
+def test_values_are_not_rounded_and_each_token_has_a_row_of_its_width() -> None:
+    x, slots, count = torch.zeros(1, 2), torch.tensor([0]), counter()
     with pytest.raises(TypeError, match="bfloat16, got"):
-        operator.scatter(x, slots, torch.zeros(1, 1, 2, dtype=torch.bfloat16), counter)
+        scatter(x, slots, torch.zeros(1, 1, 2, dtype=torch.bfloat16), count)
     with pytest.raises(TypeError, match="int32, got"):
-        operator.scatter(x, slots, torch.zeros(1, 1, 2, dtype=torch.int32), counter)
+        scatter(x, slots, torch.zeros(1, 1, 2, dtype=torch.int32), count)
     with pytest.raises(ValueError, match="rows of 3, got 2"):
-        operator.scatter(x, slots, torch.zeros(1, 1, 3), counter)
-    operator.scatter(x.bfloat16(), slots, torch.ones(1, 1, 2), counter)
-    operator.scatter(x.long(), slots, torch.ones(1, 1, 2, dtype=torch.int32), counter)
+        scatter(x, slots, torch.zeros(1, 1, 3), count)
+    with pytest.raises(ValueError, match=r"each of 2 tokens, got 1: .*their own tokens"):  # sequence parallelism
+        scatter(x, torch.tensor([0, 1]), torch.zeros(1, 2, 2), count)
+    assert count.tolist() == [0, 0]
+    scatter(x.bfloat16(), slots, torch.ones(1, 1, 2), count)
+    scatter(x.long(), slots, torch.ones(1, 1, 2, dtype=torch.int32), count)
 
 
-def test_a_target_is_freed_with_its_model() -> None:
-    """Each has an engine's cache: a process that makes one engine after the other would keep them all."""
+def test_engines_of_one_process_share_nothing() -> None:
+    """Two models with equal numbers: each writes into its own engine's cache, in any order, also nested."""
+    one, two = Target(), Target()
+    x, y = torch.randn(5, WIDTH), torch.randn(5, WIDTH)
+    with one.step():
+        with two.step():
+            operator.tap(y, counter(), NUMBER, 0, WIDTH)
+        operator.tap(x, counter(), NUMBER, 0, WIDTH)
+    one.check(x)
+    two.check(y)
+
+
+def test_a_step_of_two_batches_is_refused() -> None:
     target = Target()
-    gone, number = weakref.ref(target), operator.register(target)
-    assert operator._targets[number] is target
-    del target
-    assert gone() is None
-    assert number not in operator._targets
+    with (
+        set_forward_context(None, target.config, slot_mapping=[target.slots] * 2),
+        pytest.raises(RuntimeError, match=r"one batch a step, got 2 \(DBO\)"),
+    ):
+        operator.tap(torch.zeros(5, WIDTH), counter(), NUMBER, 0, WIDTH)
 
 
 class Block(nn.Module):
     """A module with a tap on a tensor that nothing reads later."""
 
-    def __init__(self, target: Target):
+    def __init__(self, at: int):
         super().__init__()
-        counter, number = numbers(target)
-        self.register_buffer("hsx_count_p", counter, persistent=False)
-        self.register_buffer("hsx_number_p", number, persistent=False)
+        self.register_buffer("hsx_count_p", counter(), persistent=False)
+        self.register_buffer("hsx_number_p", operator.number_of(0, at), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         operator.put(self, "p", x * 2, 0, WIDTH)
@@ -103,8 +125,7 @@ class Block(nn.Module):
 
 @pytest.mark.slow
 def test_a_compiled_tap_is_kept_and_equal_layers_share_one_graph() -> None:
-    targets = [Target(), Target()]
-    layers = [Block(t) for t in targets]
+    target = Target()
     graphs = count()
     codes: list[str] = []
 
@@ -114,20 +135,21 @@ def test_a_compiled_tap_is_kept_and_equal_layers_share_one_graph() -> None:
         return torch._inductor.compile(graph, inputs)
 
     x = torch.randn(5, WIDTH)
-    for layer, target in zip(layers, targets, strict=True):
+    for at in range(2):
+        layer = Block(at)
         torch.compiler.reset()
         compiled = torch.compile(layer, backend=backend)
-        with torch.no_grad():
+        with torch.no_grad(), target.step():
             assert torch.equal(compiled(x), x + 1)
             assert torch.equal(compiled(x), x + 1)
-        target.check(x * 2)
+        target.check(x * 2, at)
         assert layer.hsx_count_p.tolist() == [2, 6]
     assert codes[0] == codes[1]  # no number of a layer is a constant of the graph
 
 
 _INTERPRETED = """
 import torch
-from hsx_dist.taps import operator
+from hsx_dist.taps.scatter import _scatter_cpu
 from hsx_dist.taps.triton_scatter import scatter_triton
 torch.manual_seed(0)
 for n, width, block, dtype in [(1, 1, 1, torch.float32), (9, 64, 4, torch.float32), (13, 1500, 8, torch.float32),
@@ -136,7 +158,7 @@ for n, width, block, dtype in [(1, 1, 1, torch.float32), (9, 64, 4, torch.float3
         slots = torch.randperm(12 * block)[:n] - 2
         x = torch.randint(-99, 99, (n, width + 7)).to(dtype)[:, 3:3 + width]
         caches = []
-        for scatter in (operator._scatter_cpu, scatter_triton):
+        for scatter in (_scatter_cpu, scatter_triton):
             cache = torch.zeros((12, block, 3, width) if token_major else (12, 3, block, width), dtype=dtype)
             view = (cache.transpose(1, 2) if token_major else cache)[:, 1]
             counter = torch.tensor([5, 7])

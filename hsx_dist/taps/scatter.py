@@ -1,0 +1,59 @@
+"""Copy rows to their slots in a paged cache. CUDA's kernel is in ``triton_scatter``."""
+
+from __future__ import annotations
+
+import torch
+
+#: Entries of a counter: calls of the operator, and rows that it wrote.
+CALLS, ROWS = 0, 1
+
+
+def scatter(x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, count: torch.Tensor) -> None:
+    """Copy ``x[i]`` to the cache's slot ``slots[i]``.
+
+    Adds 1 to ``count[CALLS]``, and the number of copied rows to ``count[ROWS]``.
+
+    Args:
+        x: ``[n, width]``; the last axis is contiguous. It may have more rows than ``slots``: padding.
+        slots: ``[m]``, ``block * block_size + position``. Rows of slots below 0 are skipped.
+        cache: ``[blocks, block_size, width]``, any strides whose last is 1.
+        count: int64 ``[2]``, on the same device.
+
+    Raises:
+        TypeError: the cache cannot hold the values of ``x``.
+        ValueError: another width, or fewer rows than slots.
+    """
+    if x.shape[1] != cache.shape[2]:
+        raise ValueError(f"expected rows of {cache.shape[2]}, got {x.shape[1]}")
+    if x.dtype != cache.dtype and not _holds(cache.dtype, x.dtype):
+        raise TypeError(f"expected rows of {cache.dtype}, got {x.dtype}. The cache would round them")
+    n = len(slots)
+    if len(x) < n:  # these would be the rows of other tokens, too
+        raise ValueError(
+            f"expected a row for each of {n} tokens, got {len(x)}: ranks have their own tokens. Use source: cache"
+        )
+    if x.device.type == "cpu":
+        _scatter_cpu(x[:n], slots, cache, count)
+    elif n:
+        from hsx_dist.taps.triton_scatter import scatter_triton
+
+        scatter_triton(x[:n], slots, cache, count)
+
+
+def _scatter_cpu(x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, count: torch.Tensor) -> None:
+    # NumPy's operators on few numbers cost a fraction of torch's.
+    to, numbers = slots.numpy(), count.numpy()
+    written = to >= 0
+    if not written.all():
+        x, to = x[torch.from_numpy(written)], to[written]
+    block = cache.shape[1]
+    x = x if x.dtype == cache.dtype else x.to(cache.dtype)
+    cache[torch.from_numpy(to // block), torch.from_numpy(to % block)] = x
+    numbers[CALLS] += 1
+    numbers[ROWS] += len(to)
+
+
+def _holds(cache: torch.dtype, value: torch.dtype) -> bool:
+    if cache.is_floating_point:
+        return value.is_floating_point and torch.promote_types(cache, value) == cache
+    return not value.is_floating_point  # numbers of experts fit any integer
