@@ -76,12 +76,9 @@ class LayerTarget:
 
     def __init__(self, cache: PointCache, at: int):
         self.cache, self.at = cache, at
-        self._view: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def rows(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         kv_cache = self.cache.kv_cache
-        if self._view is None or self._view[0] is not kv_cache:  # a view costs microseconds, vLLM binds the cache once
-            if kv_cache.numel() == 0:
-                return None, None
-            self._view = kv_cache, kv_cache[:, self.at]
-        return self._view[1], self.cache.slots()
+        if kv_cache.numel() == 0:
+            return None, None
+        return kv_cache[:, self.at], self.cache.slots()
