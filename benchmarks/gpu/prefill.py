@@ -1,10 +1,13 @@
-"""Tokens a second of prefill, one engine a process: without extraction, with vLLM's own connector, with ours.
+"""Tokens a second of prefill, one engine a process: without capture, by vLLM's extraction, by taps.
 
     python -m benchmarks.gpu.prefill SINK [--batches 1,2,4] [--seconds 5] [--small]
 
-Sinks: ``none``, ``vllm`` (its own connector, to disk), ``file`` (ours, to disk), ``discard`` (ours, to an S3 server
-that discards bytes). A batch of prompts is sent at once and awaited, again and again; then everything is stored. The
-model has the shape of Qwen3-4B and random weights: speed does not depend on them, and nothing is downloaded.
+Sinks: ``none``; ``null`` (vLLM's extraction into its cache alone), ``vllm`` (its own connector, to disk), ``file``
+(ours, to disk), ``discard`` (ours, to an S3 server that discards bytes); and, with the same states by taps,
+``taps-cache`` (into the cache alone), ``taps-sink`` (to host memory) and ``taps`` (to disk). Batches and prompts are
+those of DMI's comparison (``BATCHES``). A batch of prompts is sent at once and awaited, again and again; then
+everything is stored. The model has the shape of Qwen3-4B and random weights: speed does not depend on them, and nothing
+is downloaded.
 ``--small`` takes ``benchmarks.thin_model``, for a CPU.
 """
 
@@ -22,11 +25,15 @@ from typing import Any
 from benchmarks import thin_model
 from benchmarks.engine import target
 from benchmarks.engine_cell import Cell, CellSpec
-from benchmarks.engine_loads import KINDS
+from benchmarks.engine_loads import KINDS, TAPS
 from hsx_dist.jobs.kit.outcomes import claim
 
 SINKS = {
     "none": "no extraction",
+    "null": "vLLM's extraction alone",
+    "taps-cache": "taps alone",
+    "taps-sink": "taps, to host memory",
+    "taps": "taps, to disk",
     "vllm": "vLLM's own connector, to disk",
     "file": "ours, to disk",
     "discard": "ours, to an S3 server that discards",
@@ -74,6 +81,8 @@ def spec(sink: str, folder: Path, output: str, options: dict[str, Any] | None, m
         concurrency=most,
         seconds=0.0,
         sink=KINDS.get(sink, "store"),
+        source="taps" if sink in TAPS else "cache",
+        capture={"points": {"hidden_states": list(thin_model.CAPTURED if small else CAPTURED)}},
         output=output,
         storage_options=options,
         made_up_weights=not small,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.engine_cell import engine_arguments
 from benchmarks.gpu import copies, kit, prefill
 from benchmarks.gpu.ways import Shape
 from hsx_dist.jobs.kit import engine_states
@@ -133,6 +134,10 @@ def test_prefill_measures_every_batch(sink, result, monkeypatch):
     (cell,) = made
     assert (cell.spec.made_up_weights, cell.spec.compiled, cell.spec.concurrency) == (True, True, 4)
     assert (cell.spec.output.startswith("s3://"), bool(cell.spec.storage_options)) == (sink == "discard",) * 2
+    arguments = engine_arguments(cell.spec)
+    tapped = arguments.get("additional_config", {}).get("hsx_capture", {}).get("capture")
+    assert tapped == ({"points": {"hidden_states": list(prefill.CAPTURED)}} if sink.startswith("taps") else None)
+    assert ("speculative_config" in arguments) == (sink != "none" and not tapped)
     found = json.loads(result.read_text())
     assert found["state"] == "passed"
     assert set(found["figures"]["tokens_per_s"]) == {"1", "4"}
