@@ -136,7 +136,9 @@ def test_prefill_measures_every_batch(sink, result, monkeypatch):
     assert (cell.spec.output.startswith("s3://"), bool(cell.spec.storage_options)) == (sink == "discard",) * 2
     arguments = engine_arguments(cell.spec)
     tapped = arguments.get("additional_config", {}).get("hsx_capture", {}).get("capture")
-    assert tapped == ({"points": {"hidden_states": list(prefill.CAPTURED)}} if sink.startswith("taps") else None)
+    states = [*range(37)] if sink in prefill.ALL_STATES else list(prefill.CAPTURED)
+    assert list(cell.spec.layers) == states
+    assert tapped == ({"points": {"hidden_states": states}} if sink.startswith("taps") else None)
     assert ("speculative_config" in arguments) == (sink != "none" and not tapped)
     found = json.loads(result.read_text())
     assert found["state"] == "passed"
