@@ -36,7 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 STRANGERS = {"busy": "copy", "traffic": "traffic", "disk": "disk"}
 #: What of a sink ``engine_cell`` knows; the others store.
 KINDS: dict[str, Sink] = {
-    "none": "none", "null": "null", "vllm": "vllm", "taps-cache": "null",
+    "none": "none", "null": "null", "vllm": "vllm", **dict.fromkeys(("direct-cache", "taps-cache"), "null"),
     **dict.fromkeys(("null-sink", "direct-sink", "taps-sink", *STRANGERS), "null-sink"),
 }  # fmt: skip
 

@@ -118,8 +118,9 @@ def interval(values: Sequence[float]) -> list[float]:
 
 def is_meant(load: Load, sink: str, against: str) -> bool:
     """Whether goals are meant for it."""
-    if sink in TAPS:
-        # Two processes differ by more; and what all points of a model cost is told, not promised.
+    if sink == "taps-cache":  # requests that do not ask, where little is captured for what the model computes
+        return load.toggled is not None and not load.gpu_like and load.points in ("", "qkvz") and len(load.layers) < 5
+    if sink in TAPS:  # two processes differ by more than a goal; and what all points of a model cost is no promise
         return load.toggled is not None and load.points != "full"
     if sink in BOUND:
         # Of the others' states all that is made is less than the store takes, or not much more.

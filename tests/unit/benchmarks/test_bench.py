@@ -76,6 +76,22 @@ def test_each_window_of_a_toggled_load_has_a_switch_and_a_kind():
             assert load.toggled.modes[0] == "none"
 
 
+@pytest.mark.parametrize(
+    ("load", "sink", "meant"),
+    [
+        ("thin/5/prefill/host", "taps-sink", True),
+        ("thin/5/prefill/host", "taps-cache", False),  # five states are much for what it computes
+        ("smollm2/4/decode/host", "taps-cache", True),
+        ("smollm2/31/decode/host", "taps-cache", False),
+        ("smollm2/full/decode/host", "taps-sink", False),
+        ("thin/5/prefill/compiled", "taps-sink", False),  # two processes
+        ("thin/5/prefill/pinned", "null-sink", True),
+    ],
+)
+def test_for_which_loads_goals_are_meant(load, sink, meant):
+    assert engine_report.is_meant(engine_loads.LOADS[load], sink, "none") is meant
+
+
 def test_each_ratio_has_a_name_of_its_own():
     names = [what for what, *_ in engine_report.RATIOS]
     assert len(set(names)) == len(names)
