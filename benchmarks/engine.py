@@ -8,6 +8,10 @@ which the cells of a round take in turns, forwards and backwards; ratios are med
 Two processes that do the same differ by some percent as long as they live: several rounds of one window each, which
 are of new processes, say more than one round of several windows.
 
+Loads that end in ``host``, ``files`` or ``cache-files`` have one pinned engine, whose captures are switched on and off
+between windows a quarter as long (``benchmarks.engine_toggles``): with pages dropped in host memory, with files by
+taps, and with files by vLLM's extraction. Each such load has its own sinks.
+
 A pinned load has the engine on one core, and the writers, the store's server and this process on another; an unpinned
 one leaves all of it to the kernel. Files go to the folder for temporary ones (``TMPDIR``), which must be on a disk: 11
 GB for each cell, until its window ends. The engines of a round take some 2 GiB of memory each. For vLLM's CPU build: on
@@ -20,9 +24,11 @@ pages dropped once they are in host memory), ``file``, ``threads`` (the same wit
 (an S3 server that throws bytes away), ``split`` (the same with the lossless codec), ``zstd`` (with one that is
 more than the writers' core can do), ``slow`` (that server takes 60 MB in a second), ``seaweedfs``, and ``vllm`` (vLLM's
 own connector, writing files beside ours). ``direct-sink`` and ``direct`` are ``null-sink`` and ``file`` with
-``cache_writes: direct``. Beside a stranger on the writers' core, which has nothing to do with the engine, ``null-sink``
-is ``busy`` (the stranger copies memory half of the time), ``traffic`` (it sends 450 MB in a second to a discarding
-server of its own there) and ``disk`` (it writes as much to files): what those cost, whoever does them.
+``cache_writes: direct``, ``taps-sink`` and ``taps`` with ``source: taps``; ``direct-cache`` and ``taps-cache`` are
+their writes into the paged cache alone, which no request asks for. Beside a stranger on the writers' core, which has
+nothing to do with the engine, ``null-sink`` is ``busy`` (the stranger copies memory half of the time), ``traffic`` (it
+sends 450 MB in a second to a discarding server of its own there) and ``disk`` (it writes as much to files): what those
+cost, whoever does them.
 """
 
 from __future__ import annotations
@@ -34,10 +40,8 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -46,10 +50,10 @@ from typing import Any
 import psutil
 
 from benchmarks import thin_model
-from benchmarks.engine_cell import RING_BYTES, CellSpec, as_json, together
-from benchmarks.engine_loads import BOUND, KINDS, LOADS, SETTINGS, SINKS, SLOW_RATE, STRANGERS
+from benchmarks.engine_cell import RING_BYTES, CellSpec, Source, as_json, together
+from benchmarks.engine_loads import BOUND, KINDS, LOADS, SETTINGS, SINKS, SLOW_RATE, STRANGERS, TAPS, TOGGLED
 from benchmarks.engine_report import busy, line, ratios, table
-from benchmarks.processes import descendants
+from benchmarks.processes import Watch
 from benchmarks.provenance import ROOT, provenance
 from hsx_dist.jobs.kit.process import child, end_on_sigterm
 from hsx_dist.models.builtin import smollm2
@@ -73,15 +77,20 @@ SHORT: Choice = (
     ("thin/5/prefill/pinned", ("null-sink", "seaweedfs", "slow", "zstd"), 1, 1),
     ("thin/5/prefill/unpinned", ("null", "null-sink", "file", "vllm"), 1, 1),
     ("thin/5/decode/pinned", ("null", "null-sink", "file"), 1, 2),
+    ("thin/5/prefill/host", (), 1, 5),
+    ("thin/5/prefill/files", (), 1, 5),
 )
 #: The same in groups whose engines the memory of a machine of 24 GiB holds at once.
 FULL: Choice = (
-    ("*", ("none", "null", "null-sink", "file", "discard", "split", "vllm"), 3, 1),
+    ("*pinned", ("none", "null", "null-sink", "file", "discard", "split", "vllm"), 3, 1),
     # What others do is as much as the thin model makes.
     ("thin/5/prefill/*", ("null-sink", "traffic", "discard", "disk", "file"), 3, 1),
-    ("*", ("null-sink", "busy", "file", "threads"), 3, 1),
-    ("*", ("null", "null-sink", "direct-sink", "direct", "vllm"), 3, 1),
-    ("*", ("null-sink", "seaweedfs", "slow", "zstd"), 3, 1),
+    ("*pinned", ("null-sink", "busy", "file", "threads"), 3, 1),
+    ("*pinned", ("null", "null-sink", "direct-sink", "direct", "vllm"), 3, 1),
+    ("*/host", (), 3, 9),
+    ("*files", (), 3, 9),
+    ("*/compiled", ("none", "null", "taps-cache", "taps-sink", "taps"), 3, 1),
+    ("*pinned", ("null-sink", "seaweedfs", "slow", "zstd"), 3, 1),
 )
 
 
@@ -160,6 +169,8 @@ def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Choice:
     for name, given in (("--rounds", rounds), ("--windows", windows)):
         if given < 1:
             parser.error(f"{name}: expected at least 1, came {given}")
+    if args.sinks and any(LOADS[name].toggled for name in fnmatch.filter(LOADS, args.loads)):
+        parser.error(f"--sinks: expected none with loads that end in {', '.join(TOGGLED)}, which have their own")
     if not fnmatch.filter(LOADS, args.loads):
         parser.error(f"--loads: expected a pattern of {', '.join(LOADS)}, came {args.loads!r}")
     return ((args.loads, sinks, rounds, windows),)
@@ -202,20 +213,25 @@ def run_round(
 ) -> Iterator[dict[str, Any]]:
     """Start a cell for each sink, and let them measure in turns: what the machine's neighbours do to one of them in
     these seconds they do to the next one, too. Every other turn is backwards, so that none always comes first."""
+    toggled = LOADS[name].toggled
+    seconds *= 0.25 if toggled else 1  # two windows of one process are closer than two of two processes
     with ExitStack() as stack:
         cells = [
             # Where something is the limit, vLLM's cache must fill first.
             stack.enter_context(Running.started(name, sink, folder, seconds * (1 + (sink in BOUND)), profiles))
-            for sink in sinks
+            for sink in (sinks if toggled is None else ("toggled",))
         ]
         for cell in cells:
             cell.warm()
         os.sync()  # what warming up wrote is not the first window's to wait for
+        turns = [(cell, mode) for cell in cells for mode in (toggled.modes if toggled else (cell.sink,))]
         for i in range(windows):
-            for cell in cells if (turn + i) % 2 else cells[::-1]:
-                cell.measure()
+            for cell, mode in turns if (turn + i) % 2 else turns[::-1]:
+                cell.measure(mode)
         for cell in cells:
-            yield {"load": name, "sink": cell.sink, "round": turn, **cell.end()}
+            cell.end()
+        for cell, mode in turns:
+            yield {"load": name, "sink": mode, "round": turn, **cell.found(mode)}
 
 
 class Running:
@@ -228,13 +244,16 @@ class Running:
         self._parent = parent
         self._watch = watch
         self._log = log
-        self._windows: list[dict[str, Any]] = []
+        self._windows: dict[str, list[dict[str, Any]]] = {}
 
     @classmethod
     @contextmanager
     def started(cls, name: str, sink: str, folder: str, seconds: float, profiles: Path | None) -> Iterator[Running]:
         """Start what the cell needs. Others may be started meanwhile; then ask ``warm``."""
         load = LOADS[name]
+        toggled = load.toggled
+        kind = toggled.sink if toggled else KINDS.get(sink, "store")
+        source: Source = toggled.source if toggled else "taps" if sink in TAPS else "cache"
         cores = sorted(ALL_CORES)
         if load.pinned and len(cores) < 2:
             raise SystemExit(f"{name}: expected two cores, one for the engine and one for the writers, came {cores}")
@@ -242,7 +261,14 @@ class Running:
         # Servers inherit it; the cell frees itself of it.
         os.sched_setaffinity(0, {others} if others is not None else ALL_CORES)
         model = str(smollm2()) if load.model == "smollm2" else str(thin_model.thin_model(Path(folder) / "thin"))
-        with tempfile.TemporaryDirectory(dir=folder) as place, target(sink, Path(place)) as (output, options, server):
+        with (
+            tempfile.TemporaryDirectory(dir=folder) as place,
+            target(sink if toggled is None else "file" if kind == "store" else "", Path(place)) as (
+                output,
+                options,
+                server,
+            ),
+        ):
             prompt_tokens, output_tokens, concurrency = load.requests
             spec = CellSpec(
                 model=model,
@@ -253,7 +279,11 @@ class Running:
                 output_tokens=output_tokens,
                 concurrency=concurrency,
                 seconds=seconds,
-                sink=KINDS.get(sink, "store"),
+                sink=kind,
+                source=source,
+                capture=load.capture if source != "cache" else None,
+                modes=toggled.modes if toggled else (),
+                compiled=load.place == "compiled",
                 output=output,
                 storage_options=options,
                 codec="split" if sink == "split" else "none",
@@ -276,22 +306,26 @@ class Running:
         """Wait until it has warmed up."""
         self._hear()
 
-    def measure(self) -> None:
+    def measure(self, mode: str) -> None:
         """One window. It begins with nothing under way, and ends when all is on the disk."""
         with stranger(STRANGERS[self.sink]) if self.sink in STRANGERS else nullcontext():
-            self._parent.send(self._spec.seconds)
+            self._parent.send((self._spec.seconds, mode))
             with self._watch.looking():
-                self._windows.append(self._hear())
+                self._windows.setdefault(mode, []).append(self._hear())
         os.sync()  # files were removed, which the next cell's window is not to share with the disk
 
-    def end(self) -> dict[str, Any]:
-        """What all windows say, once the cell has found that it stored what it claims."""
+    def end(self) -> None:
+        """Wait until the cell has found that it stored what it claims."""
         self._parent.send(None)
         self._hear()
-        found = {**together(self._spec, self._windows), **self._watch.within(self._windows)}
+
+    def found(self, mode: str) -> dict[str, Any]:
+        """What all windows of a mode say."""
+        windows = self._windows[mode]
+        found = {**together(self._spec, windows), **self._watch.within(windows)}
         if self.sink == "slow":
             found["rate_share"] = found["durable_bytes_per_s"] / SLOW_RATE
-            if made := [bytes_per_s for w in self._windows if (bytes_per_s := self._made(w)) is not None]:
+            if made := [bytes_per_s for w in windows if (bytes_per_s := self._made(w)) is not None]:
                 found["answers_share"] = max(made) / SLOW_RATE
         if self.sink == "zstd":
             found["core_share"] = busy(found)
@@ -366,89 +400,7 @@ def target(sink: str, place: Path) -> Iterator[tuple[str, dict[str, Any] | None,
             yield f"{s3.url}/run", s3.storage_options, s3.process.process.pid
     else:
         (place / "out").mkdir()
-        yield str(place / "out") if sink in ("file", "threads", "direct", "vllm") else "", None, None
-
-
-def memory(pids: Sequence[int]) -> int:
-    """Bytes of host memory that these processes have for themselves, and of what they share, their ring, once; those
-    that have ended have none."""
-    own, shared = 0, [0]
-    for pid in pids:
-        try:
-            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        except OSError:
-            continue
-        found = dict(line.split(":", 1) for line in lines)
-        if "RssAnon" in found:  # a zombie has no such line
-            own += int(found["RssAnon"].split()[0]) << 10
-            shared.append(int(found["RssShmem"].split()[0]) << 10)
-    return own + max(shared)
-
-
-def growth(seen: Sequence[int]) -> int:
-    """The second half's peak over the first half's, of one window: what grows goes on growing."""
-    half = (len(seen) + 1) // 2
-    return max(seen[half:], default=seen[-1]) - max(seen[:half])
-
-
-#: Fewer looks at memory than this say nothing of growth.
-_LOOKS = 8
-
-
-class Watch:
-    """Host memory of a process and those that it started, and the CPU seconds of the server beside it, from outside and
-    while a window lasts."""
-
-    def __init__(self, pid: int, server: int | None):
-        self._pid = pid
-        self._server = server
-        self._seen: list[tuple[float, int, float]] = []  # (when, bytes, server's CPU seconds)
-
-    @contextmanager
-    def looking(self) -> Iterator[None]:
-        ended = threading.Event()
-        thread = threading.Thread(target=self._look, args=(ended,), daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
-
-    def _look(self, ended: threading.Event) -> None:
-        while True:
-            with suppress(psutil.Error):  # one that ended meanwhile; the next look has the others
-                pids = (self._pid, *descendants(self._pid))
-                self._seen.append((time.monotonic(), memory(pids), self._cpu()))
-            if ended.wait(0.25):
-                return
-
-    def _cpu(self) -> float:
-        if self._server is None:
-            return 0.0
-        times = [psutil.Process(pid).cpu_times() for pid in (self._server, *descendants(self._server))]
-        return sum(t.user + t.system for t in times)
-
-    def within(self, windows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Of these times alone, in order.
-
-        Raises:
-            RuntimeError: nothing was seen of one of them.
-        """
-        seen = [[s for s in self._seen if w["start"] <= s[0] <= w["durable"]] for w in windows]
-        # Under load alone: what drains afterwards would hide what grows.
-        # Nor before the cache is as full as it becomes: its memory is vLLM's, touched for the first time.
-        loaded = [[m for t, m, _ in self._seen if w["full"] <= t <= w["answered"]] for w in windows]
-        for i, w in enumerate(windows):
-            if len(loaded[i]) < _LOOKS:
-                loaded[i] = [m for t, m, _ in self._seen if w["start"] <= t <= w["answered"]]
-        if not all(seen) or not all(loaded):
-            raise RuntimeError(f"expected looks at memory within each of {len(windows)} windows, there were none")
-        return {
-            "memory_peak": max(m for window in seen for _, m, _ in window),
-            "memory_growth": max(map(growth, loaded)),
-            "server_cpu_s": round(sum(window[-1][2] - window[0][2] for window in seen), 2),
-        }
+        yield str(place / "out") if sink in ("file", "threads", "direct", "taps", "vllm") else "", None, None
 
 
 if __name__ == "__main__":

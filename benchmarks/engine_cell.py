@@ -15,22 +15,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import psutil
 
+from benchmarks.engine_toggles import Toggles
 from benchmarks.null_sender import NullSender
-from benchmarks.processes import descendants
+from benchmarks.processes import check_pinned, cpu_seconds, pin
 
 #: What the connector's ring has; a bare connector gives it half of ``in_flight_bytes``.
 RING_BYTES = 128 << 20
 
 Sink = Literal["none", "null", "null-sink", "store", "vllm"]
+Source = Literal["cache", "taps", "both"]
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,11 @@ class CellSpec:
     """What one process measures.
 
     ``seconds``: of one window. ``sink``: no extraction, a connector that does nothing, ours with a sender
-    that drops pages, ours storing at ``output``, or vLLM's own storing there. ``engine_core``, ``other_core``: where
-    the engine's thread and all others run; None leaves both to vLLM and the kernel. ``profile``: a file for
-    ``torch.profiler``'s table of the engine's operators.
+    that drops pages, ours storing at ``output``, or vLLM's own storing there. ``source``: what captures; with ``both``
+    ours ships the taps' points, and vLLM's extraction can be switched on beside them. ``capture``: the taps' setting.
+    ``modes``: of the windows of an engine that is toggled. ``engine_core``, ``other_core``: where the engine's thread
+    and all others run; None leaves both to vLLM and the kernel. ``profile``: a file for ``torch.profiler``'s table of
+    the engine's operators.
     """
 
     model: str
@@ -52,6 +54,9 @@ class CellSpec:
     concurrency: int
     seconds: float
     sink: Sink
+    source: Source = "cache"
+    capture: dict[str, Any] | None = None
+    modes: tuple[str, ...] = ()
     output: str = ""
     storage_options: dict[str, Any] | None = None
     codec: str = "none"
@@ -90,26 +95,38 @@ def engine_arguments(spec: CellSpec) -> dict[str, Any]:
     }
     if spec.sink == "none":
         return arguments
-    arguments["speculative_config"] = {
-        "method": "extract_hidden_states",
-        "num_speculative_tokens": 1,
-        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(spec.layers)}},
-    }
-    connector: dict[str, Any] = {"kv_role": "kv_producer"}
-    if spec.sink in ("null", "vllm"):
-        connector["kv_connector"] = "NullConnector" if spec.sink == "null" else "ReferenceConnector"
-        connector["kv_connector_module_path"] = "benchmarks.engine_connectors"
-        connector["kv_connector_extra_config"] = {"shared_storage_path": spec.output} if spec.output else {}
-    else:
-        hsx = {"output": spec.output or "nowhere", "codec": spec.codec, "in_flight_bytes": 2 * RING_BYTES}
-        if spec.sink == "null-sink":
-            hsx |= {"transport": "inline", "address": "null-sink"}
-        if spec.storage_options:
-            hsx["storage_options"] = _by_environment(spec.storage_options)
-        connector["kv_connector"] = "HiddenStatesConnector"
-        connector["kv_connector_extra_config"] = {"hsx": hsx | (spec.hsx or {})}
-    arguments["kv_transfer_config"] = connector
+    if spec.source != "taps":
+        arguments["speculative_config"] = {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(spec.layers)}},
+        }
+    if spec.source != "cache":
+        from hsx_dist.taps.capture_config import additional_config
+
+        assert spec.capture is not None
+        arguments["additional_config"] = additional_config(spec.capture)
+    arguments["kv_transfer_config"] = {"kv_role": "kv_producer"} | connector(spec)
     return arguments
+
+
+def connector(spec: CellSpec) -> dict[str, Any]:
+    """The connector and its settings, for ``kv_transfer_config``."""
+    if spec.sink in ("null", "vllm"):
+        return {
+            "kv_connector": "NullConnector" if spec.sink == "null" else "ReferenceConnector",
+            "kv_connector_module_path": "benchmarks.engine_connectors",
+            "kv_connector_extra_config": {"shared_storage_path": spec.output} if spec.output else {},
+        }
+    hsx = {"output": spec.output or "nowhere", "codec": spec.codec, "in_flight_bytes": 2 * RING_BYTES}
+    if spec.sink == "null-sink":
+        hsx |= {"transport": "inline", "address": "null-sink", "layout": "part"}
+    if spec.storage_options:
+        hsx["storage_options"] = _by_environment(spec.storage_options)
+    found: dict[str, Any] = {"kv_connector_extra_config": {"hsx": hsx | (spec.hsx or {})}}
+    if spec.source == "both":
+        return found | {"kv_connector": "BothConnector", "kv_connector_module_path": "benchmarks.engine_connectors"}
+    return found | {"kv_connector": "HiddenStatesConnector"}
 
 
 def _by_environment(options: dict[str, Any]) -> dict[str, Any]:
@@ -129,7 +146,7 @@ class Cell:
     def __init__(self, spec: CellSpec):
         self.spec = spec
         self._rng = np.random.default_rng(7)
-        self._sent = 0
+        self._sent = self._asked = 0
         self._due: dict[str, float] = {}  # when each request that has no answer yet was sent
         self.first: list[tuple[float, float]] = []  # (when, seconds) of first tokens
         self.held: list[tuple[float, int]] = []  # (when, requests whose blocks are held), by steps of a window
@@ -150,18 +167,30 @@ class Cell:
         self.llm = LLM(**engine_arguments(spec), **norms)
         self.engine = self.llm.llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
-        extra = {"kv_transfer_params": {"include_output_tokens": True}} if spec.output_tokens > 1 else None
-        self._params = SamplingParams(
-            max_tokens=spec.output_tokens, temperature=0.0, ignore_eos=True, detokenize=False, extra_args=extra
-        )
+        self.toggles = Toggles(self.engine) if spec.modes else None
+        self.asks = True
+        wish: dict[str, Any] = {"include_output_tokens": True} if spec.output_tokens > 1 else {}
+        if spec.source != "cache":
+            wish["hidden_states_points"] = "all"
+        self._params = {
+            asks: SamplingParams(
+                max_tokens=spec.output_tokens,
+                temperature=0.0,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args={"kv_transfer_params": params} if params else None,
+            )
+            for asks, params in ((True, wish), (False, {"hidden_states_save": False}))
+        }
 
     def send(self) -> None:
         """One more request, of random tokens."""
         request_id = str(self._sent)
         self._sent += 1
+        self._asked += self.asks
         ids = self._rng.integers(3, self.spec.vocab, self.spec.prompt_tokens).tolist()
         self._due[request_id] = time.monotonic()
-        self.engine.add_request(request_id, {"prompt_token_ids": ids}, self._params)
+        self.engine.add_request(request_id, {"prompt_token_ids": ids}, self._params[self.asks])
 
     def step(self) -> int:
         """One step of the engine; how many answers it ended."""
@@ -178,6 +207,11 @@ class Cell:
         self.held.append((now, held))
         self.ended += [now] * done
         return done
+
+    def switch(self, mode: str) -> None:
+        """Of an engine that is toggled."""
+        if self.toggles is not None:
+            self.asks = self.toggles.switch(mode)
 
     def load(self, seconds: float) -> None:
         """The closed loop, and the answers to what it sent."""
@@ -238,9 +272,9 @@ class Cell:
             stored = int(counted.get(("stored" if self.spec.sink == "store" else "samples", ""), 0))
         else:
             return
-        if stored != self._sent:
+        if stored != self._asked:
             raise RuntimeError(
-                f"expected {self._sent} samples, found {stored}: what was measured is not what it claims"
+                f"expected {self._asked} samples, found {stored}: what was measured is not what it claims"
             )
 
     def blocks_per_request(self) -> int:
@@ -248,73 +282,9 @@ class Cell:
         return -(-self.spec.sample_tokens // group.kv_cache_spec.block_size)
 
 
-def pin(engine: int, others: int) -> None:
-    """Keep this process's first thread on one core, and every other one, also those that come later and those of the
-    processes that it starts, on another."""
-    os.sched_setaffinity(os.getpid(), {engine})
-    while True:
-        # Those that are pinned already, too: one that was just starting another one gives itself its old cores back.
-        for process in (os.getpid(), *descendants(os.getpid())):
-            for task in tasks(process) - {os.getpid()}:
-                with suppress(ProcessLookupError):  # it has ended
-                    os.sched_setaffinity(task, {others})
-        time.sleep(0.5)
-
-
-def tasks(process: int) -> set[int]:
-    """Its threads' ids; none once it has ended."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return set(map(int, os.listdir(f"/proc/{process}/task")))  # noqa: PTH208 - every half second, beside the engine
-    return set()
-
-
-def strays(engine: int, others: int) -> set[int]:
-    """Threads of this process and of those that it started that may run elsewhere."""
-    found = set()
-    for process in (os.getpid(), *descendants(os.getpid())):
-        for task in tasks(process):
-            with suppress(ProcessLookupError):
-                if os.sched_getaffinity(task) != {engine if task == os.getpid() else others}:
-                    found.add(task)
-    return found
-
-
-def check_pinned(engine: int, others: int) -> None:
-    """At a window's end.
-
-    Raises:
-        RuntimeError: a thread runs elsewhere, so that the window is not what it claims.
-    """
-    if found := strays(engine, others):
-        time.sleep(1.5)  # those that just began are pinned by then
-        if found := found & strays(engine, others):
-            raise RuntimeError(f"expected threads on cores {engine} and {others} alone, {sorted(found)} are not")
-
-
-def cpu_seconds(compute: set[int]) -> dict[str, float]:
-    """CPU seconds of this process: the threads in ``compute``, each of Python's other ones by its name without its
-    number, and the rest, among it threads that have ended."""
-    names = {t.native_id: t.name.rstrip("-_0123456789") for t in threading.enumerate()}
-    of: dict[str, float] = {}
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            fields = (task / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        thread = int(task.name)
-        name = "engine" if thread in compute else names.get(thread, "rest")
-        of[name] = of.get(name, 0.0) + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    of["rest"] = time.process_time() - sum(v for k, v in of.items() if k != "rest")
-    for child in descendants(os.getpid()):
-        with suppress(psutil.Error):  # it has ended
-            times = psutil.Process(child).cpu_times()
-            of["writer process"] = of.get("writer process", 0.0) + times.user + times.system
-    return of
-
-
 def run(spec: CellSpec, parent: Connection) -> None:
-    """Build, warm up, and measure windows of so many seconds as they are asked for, until None is; the cell then checks
-    what it stored."""
+    """Build, warm up, and measure windows of so many seconds, each in its mode, as they are asked for, until None is;
+    the cell then checks what it stored."""
     # As many as the machine has: a parent that keeps to one core has given us that one alone.
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -341,11 +311,16 @@ def run(spec: CellSpec, parent: Connection) -> None:
         pins = threading.Thread(target=pin, args=(spec.engine_core, spec.other_core), daemon=True)
         pins.start()
         compute = {os.getpid()}
-    cell.load(2.0)
-    cell.flush()
+    for mode in spec.modes or ("",):
+        cell.switch(mode)
+        cell.load(2.0)
+        cell.flush()
+    cell.clear()
     profiled = profiler(spec.profile) if spec.profile else None
     parent.send("ready")
-    while (seconds := parent.recv()) is not None:
+    while (asked := parent.recv()) is not None:
+        seconds, mode = asked
+        cell.switch(mode)
         found = window(cell, seconds, compute)
         if spec.engine_core is not None and spec.other_core is not None:
             check_pinned(spec.engine_core, spec.other_core)
@@ -363,6 +338,7 @@ def window(cell: Cell, seconds: float, compute: set[int]) -> dict[str, Any]:
     cell.held.clear()
     cell.first.clear()
     cell.ended.clear()
+    captured = cell.toggles.captured() if cell.toggles is not None else (0, 0)
     before = cpu_seconds(compute)
     start = time.monotonic()
     cell.load(seconds)
@@ -371,6 +347,8 @@ def window(cell: Cell, seconds: float, compute: set[int]) -> dict[str, Any]:
     durable = time.monotonic()
     after = cpu_seconds(compute)
     os.sync()
+    if cell.toggles is not None:
+        cell.toggles.check(captured, len(cell.ended) * cell.spec.sample_tokens)
     most = max(held for _, held in cell.held)
     full = full_since([(when, held) for when, held in cell.held if when <= start + seconds], start)
     return {
@@ -379,6 +357,7 @@ def window(cell: Cell, seconds: float, compute: set[int]) -> dict[str, Any]:
         "durable": durable,
         "synced": time.monotonic(),
         "requests": len(cell.ended),
+        "asked": cell.asks,
         "full": full,
         "ended_since_full": sum(full < when <= start + seconds for when in cell.ended),
         # Requests sent at once wait for one another: the first round of them is not what a request sees, unless the
@@ -411,7 +390,7 @@ def together(spec: CellSpec, windows: Sequence[Mapping[str, Any]]) -> dict[str, 
     spent = {name: sum(w["cpu_s"].get(name, 0.0) for w in windows) for name in names}
     requests = sum(w["requests"] for w in windows)
     tokens = requests * spec.sample_tokens
-    stored = requests * spec.sample_bytes if spec.sink in ("store", "vllm") else 0
+    stored = requests * spec.sample_bytes if spec.sink in ("store", "vllm") and windows[0].get("asked", True) else 0
     return {
         "window_s": spec.seconds,
         "windows": len(windows),
@@ -463,7 +442,7 @@ def profiler(path: str) -> Callable[[], None]:
 
 def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text())
-    spec["layers"] = tuple(spec["layers"])
+    spec |= {name: tuple(spec[name]) for name in ("layers", "modes")}
     run(CellSpec(**spec), Connection(int(sys.argv[2])))
     sys.stdout.flush()
     # vLLM's threads have nothing to say any more, and some take seconds to end.

@@ -1,7 +1,9 @@
-"""What ours is measured against, for ``kv_connector_module_path``: a connector that does nothing, and vLLM's own."""
+"""What ours is measured against, for ``kv_connector_module_path``: a connector that does nothing, and vLLM's own; and
+ours in an engine that has both taps and vLLM's extraction."""
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,6 +12,7 @@ import vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 from vllm.platforms import current_platform
 
+from hsx_dist.connector.connector import HiddenStatesConnector
 from hsx_dist.vllm_patches.no_drafts import never_draft, uses_v1_runner
 
 
@@ -107,3 +110,16 @@ class ReferenceConnector(_Undrafted, example.ExampleHiddenStatesConnector):
     def pending(self) -> int:
         """Of either half: requests whose file is not written."""
         return len(self._pending_saves) + len(self._req_futures) + len(self._req_copy_events)
+
+
+class BothConnector(_Undrafted, HiddenStatesConnector):
+    """Ours, which ships what taps capture. It refuses an engine with a drafter as well, and so does not see that."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any):
+        seen = copy.copy(vllm_config)
+        seen.speculative_config = None
+        super().__init__(seen, *args, **kwargs)
+
+    def on_new_request(self, request: Any) -> None:
+        super().on_new_request(request)
+        HiddenStatesConnector.on_new_request(self, request)

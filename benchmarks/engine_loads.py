@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import thin_model
-from benchmarks.engine_cell import Sink
+from benchmarks.engine_cell import Sink, Source
 
 SINKS = (
     "none", "null", "null-sink", "busy", "traffic", "disk", "file", "threads", "discard", "split", "seaweedfs", "slow",
     "zstd",
-    "direct-sink", "direct", "vllm",
+    "direct-cache", "direct-sink", "direct", "taps-cache", "taps-sink", "taps", "vllm",
 )  # fmt: skip
 FILES = ("file", "direct")
 WRITTEN = ("file", "threads")
@@ -19,6 +19,7 @@ SERVED = ("discard", "split")
 #: With vLLM's own writes into its cache, and with ours.
 STORING = WRITTEN + SERVED
 DIRECT = ("direct-sink", "direct")
+TAPS = ("taps-cache", "taps-sink", "taps")
 #: The store, or the writers' core, is the limit.
 BOUND = ("slow", "zstd")
 #: Bytes that the server of ``slow`` takes in a second: a fifth of what the thin model makes.
@@ -35,25 +36,64 @@ SETTINGS: dict[str, dict[str, Any]] = {
 STRANGERS = {"busy": "copy", "traffic": "traffic", "disk": "disk"}
 #: What of a sink ``engine_cell`` knows; the others store.
 KINDS: dict[str, Sink] = {
-    "none": "none", "null": "null", "vllm": "vllm",
-    "null-sink": "null-sink", "direct-sink": "null-sink", **dict.fromkeys(STRANGERS, "null-sink"),
+    "none": "none", "null": "null", "vllm": "vllm", **dict.fromkeys(("direct-cache", "taps-cache"), "null"),
+    **dict.fromkeys(("null-sink", "direct-sink", "taps-sink", *STRANGERS), "null-sink"),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
+class Toggled:
+    """An engine whose captures are switched on and off between windows: where it ships, and what its windows are."""
+
+    source: Source
+    sink: Sink
+    modes: tuple[str, ...]
+
+
+#: By the last word of a load's name.
+TOGGLED = {
+    "host": Toggled("both", "null-sink", ("none", "null", "direct-cache", "taps-cache", "taps-sink")),
+    "files": Toggled("taps", "store", ("none", "taps")),
+    "cache-files": Toggled("cache", "store", ("none", "file")),
+}
+#: Points that vLLM's extraction does not have, beside which there is nothing of its own to measure.
+POINTS: dict[str, dict[str, Any]] = {
+    "qkvz": {"points": {name: [15] for name in ("q", "k", "v", "z")}},
+    "attention": {"preset": "attention"},
+    "full": {"preset": "full"},
+}
+
+
+@dataclass(frozen=True)
 class Load:
-    """A model, what is captured of it, and requests."""
+    """A model, what is captured of it (hidden states of ``layers``, or ``points``), requests, and where it runs."""
 
     model: str
     layers: tuple[int, ...]
     hidden: int
     vocab: int
     phase: str
-    pinned: bool
+    place: str
+    points: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.model}/{len(self.layers)}/{self.phase}/{'pinned' if self.pinned else 'unpinned'}"
+        return f"{self.model}/{self.points or len(self.layers)}/{self.phase}/{self.place}"
+
+    @property
+    def pinned(self) -> bool:
+        return self.place != "unpinned"
+
+    @property
+    def toggled(self) -> Toggled | None:
+        if self.points:
+            return Toggled("taps", "null-sink", ("none", "taps-cache", "taps-sink"))
+        return TOGGLED.get(self.place)
+
+    @property
+    def capture(self) -> dict[str, Any]:
+        """For taps."""
+        return POINTS[self.points] if self.points else {"points": {"hidden_states": list(self.layers)}}
 
     @property
     def gpu_like(self) -> bool:
@@ -69,11 +109,12 @@ class Load:
 
 LOADS = {
     load.name: load
-    for pinned in (True, False)
+    for place in ("pinned", "unpinned", "compiled", *TOGGLED)
     for phase in ("prefill", "decode")
     for load in (
-        Load("thin", thin_model.CAPTURED, thin_model.HIDDEN, thin_model.VOCAB, phase, pinned),
-        Load("smollm2", (2, 15, 27, 30), 576, 49152, phase, pinned),
-        Load("smollm2", tuple(range(31)), 576, 49152, phase, pinned),
+        Load("thin", thin_model.CAPTURED, thin_model.HIDDEN, thin_model.VOCAB, phase, place),
+        Load("smollm2", (2, 15, 27, 30), 576, 49152, phase, place),
+        Load("smollm2", tuple(range(31)), 576, 49152, phase, place),
+        *(Load("smollm2", (), 576, 49152, phase, place, points) for points in (POINTS if place == "host" else ())),
     )
 }

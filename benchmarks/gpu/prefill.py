@@ -1,10 +1,12 @@
-"""Tokens a second of prefill, one engine a process: without extraction, with vLLM's own connector, with ours.
+"""Tokens a second of prefill, one engine a process: without capture, by vLLM's extraction, by taps.
 
     python -m benchmarks.gpu.prefill SINK [--batches 1,2,4] [--seconds 5] [--small]
 
-Sinks: ``none``, ``vllm`` (its own connector, to disk), ``file`` (ours, to disk), ``discard`` (ours, to an S3 server
-that discards bytes). A batch of prompts is sent at once and awaited, again and again; then everything is stored. The
-model has the shape of Qwen3-4B and random weights: speed does not depend on them, and nothing is downloaded.
+Sinks: ``none``; ``vllm`` (vLLM's own connector, to disk), ``file`` and ``taps`` (ours, to disk, by extraction and
+by taps), ``discard`` (``file``, to an S3 server that discards bytes). As in DMI's comparison, with all states of the
+model and nothing stored: ``null`` (vLLM's extraction into its cache), ``taps-cache`` (the same by taps), ``taps-sink``
+(to host memory as well). A batch of prompts is sent at once and awaited, again and again; then everything is stored.
+The model has the shape of Qwen3-4B and random weights: speed does not depend on them, and nothing is downloaded.
 ``--small`` takes ``benchmarks.thin_model``, for a CPU.
 """
 
@@ -22,16 +24,22 @@ from typing import Any
 from benchmarks import thin_model
 from benchmarks.engine import target
 from benchmarks.engine_cell import Cell, CellSpec
-from benchmarks.engine_loads import KINDS
+from benchmarks.engine_loads import KINDS, TAPS
 from hsx_dist.jobs.kit.outcomes import claim
 
 SINKS = {
     "none": "no extraction",
     "vllm": "vLLM's own connector, to disk",
     "file": "ours, to disk",
+    "taps": "taps, to disk",
     "discard": "ours, to an S3 server that discards",
+    "null": "all states: vLLM's extraction alone",
+    "taps-cache": "all states: taps alone",
+    "taps-sink": "all states: taps, to host memory",
 }
-#: Of the published comparison of DMI: prefill of Qwen3-4B.
+#: Those with all states.
+ALL_STATES = ("null", "taps-cache", "taps-sink")
+#: Of the published comparison of DMI: prefill of Qwen3-4B (arXiv 2605.11093).
 BATCHES = (1, 2, 4, 8, 16, 32)
 PROMPT = 512
 CAPTURED = (2, 18, 33, 36)
@@ -64,9 +72,12 @@ def qwen3_4b_shape(path: Path) -> Path:
 
 def spec(sink: str, folder: Path, output: str, options: dict[str, Any] | None, most: int, *, small: bool) -> CellSpec:
     model = thin_model.thin_model(folder / "model") if small else qwen3_4b_shape(folder / "model")
+    layers = tuple(range(CAPTURED[-1] + 1)) if sink in ALL_STATES else CAPTURED
+    if small:
+        layers = thin_model.CAPTURED
     return CellSpec(
         model=str(model),
-        layers=thin_model.CAPTURED if small else CAPTURED,
+        layers=layers,
         hidden=thin_model.HIDDEN if small else HIDDEN,
         vocab=thin_model.VOCAB if small else VOCAB,
         prompt_tokens=PROMPT,
@@ -74,6 +85,8 @@ def spec(sink: str, folder: Path, output: str, options: dict[str, Any] | None, m
         concurrency=most,
         seconds=0.0,
         sink=KINDS.get(sink, "store"),
+        source="taps" if sink in TAPS else "cache",
+        capture={"points": {"hidden_states": list(layers)}},
         output=output,
         storage_options=options,
         made_up_weights=not small,

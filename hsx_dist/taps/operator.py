@@ -50,7 +50,10 @@ def tap(x: torch.Tensor, count: torch.Tensor, number: torch.Tensor, start: int, 
     if slots is None or kv_cache.numel() == 0:  # vLLM profiles its memory, before there is a cache
         count[CALLS] += 1
         return
-    x = x.reshape(x.shape[0], -1)[:, start : start + width]
+    if x.dim() != 2:
+        x = x.reshape(x.shape[0], -1)
+    if x.shape[1] != width:
+        x = x[:, start : start + width]
     scatter(x if x.stride(1) == 1 else x.contiguous(), slots, kv_cache[:, at], count)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 
 #: Entries of a counter: calls of the operator, and rows that it wrote.
 CALLS, ROWS = 0, 1
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def scatter(x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, count: torch.Tensor) -> None:
@@ -32,25 +36,33 @@ def scatter(x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, count: to
         raise ValueError(
             f"expected a row for each of {n} tokens, got {len(x)}: ranks have their own tokens. Use source: cache"
         )
+    if len(x) > n:
+        x = x[:n]
     if x.device.type == "cpu":
-        _scatter_cpu(x[:n], slots, cache, count)
+        _scatter_cpu(x, slots, cache, count)
     elif n:
         from hsx_dist.taps.triton_scatter import scatter_triton
 
-        scatter_triton(x[:n], slots, cache, count)
+        scatter_triton(x, slots, cache, count)
 
 
 def _scatter_cpu(x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, count: torch.Tensor) -> None:
-    # NumPy's operators on few numbers cost a fraction of torch's.
+    # NumPy's assignment copies whole rows: 2048 rows of 4 KiB take a quarter of the time of torch's index_put, and its
+    # operators on few numbers cost a fraction of torch's.
     to, numbers = slots.numpy(), count.numpy()
-    written = to >= 0
-    if not written.all():
-        x, to = x[torch.from_numpy(written)], to[written]
-    block = cache.shape[1]
-    x = x if x.dtype == cache.dtype else x.to(cache.dtype)
-    cache[torch.from_numpy(to // block), torch.from_numpy(to % block)] = x
+    rows = _bits(x if x.dtype == cache.dtype else x.to(cache.dtype))
+    if to.size and to.min() < 0:
+        written = to >= 0
+        rows, to = rows[written], to[written]
+    block, position = np.divmod(to, cache.shape[1])
+    _bits(cache)[block, position] = rows
     numbers[CALLS] += 1
     numbers[ROWS] += len(to)
+
+
+def _bits(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The memory of ``x`` as integers: NumPy has no bfloat16."""
+    return x.view(_INTEGERS[x.element_size()]).numpy()
 
 
 def _holds(cache: torch.dtype, value: torch.dtype) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench, engine, engine_cell, engine_report, processes
+from benchmarks import bench, engine, engine_cell, engine_loads, engine_report, engine_toggles, processes
 from benchmarks.goals import verdict
 from benchmarks.processes import descendants
 from benchmarks.provenance import ROOT
@@ -60,13 +60,45 @@ def test_goals_are_for_loads_that_they_were_made_for():
     }
 
 
+@pytest.mark.parametrize(
+    ("count", "ranks"), [(1, (0, 0)), (5, (0, 4)), (6, (0, 5)), (9, (1, 7)), (15, (3, 11)), (27, (7, 19))]
+)
+def test_the_interval_of_a_median(count, ranks):
+    """By the tables of the sign test."""
+    assert engine_report.interval([*range(count)][::-1]) == list(ranks)
+
+
+def test_each_window_of_a_toggled_load_has_a_switch_and_a_kind():
+    assert {"thin/5/prefill/host", "smollm2/full/decode/host", "thin/5/decode/cache-files"} <= engine_loads.LOADS.keys()
+    for name, load in engine_loads.LOADS.items():
+        if load.toggled is not None:
+            assert set(load.toggled.modes) <= engine_toggles.MODES.keys() & set(engine_loads.SINKS), name
+            assert load.toggled.modes[0] == "none"
+
+
+@pytest.mark.parametrize(
+    ("load", "sink", "meant"),
+    [
+        ("thin/5/prefill/host", "taps-sink", True),
+        ("thin/5/prefill/host", "taps-cache", False),  # five states are much for what it computes
+        ("smollm2/4/decode/host", "taps-cache", True),
+        ("smollm2/31/decode/host", "taps-cache", False),
+        ("smollm2/full/decode/host", "taps-sink", False),
+        ("thin/5/prefill/compiled", "taps-sink", False),  # two processes
+        ("thin/5/prefill/pinned", "null-sink", True),
+    ],
+)
+def test_for_which_loads_goals_are_meant(load, sink, meant):
+    assert engine_report.is_meant(engine_loads.LOADS[load], sink, "none") is meant
+
+
 def test_each_ratio_has_a_name_of_its_own():
     names = [what for what, *_ in engine_report.RATIOS]
     assert len(set(names)) == len(names)
 
 
 def test_what_is_seen_of_windows_is_of_them_alone():
-    watch = engine.Watch(os.getpid(), None)
+    watch = processes.Watch(os.getpid(), None)
     watch._seen = [(t, m, t / 2) for t, m in ((0, 9), (1, 5), (2, 6), (3, 99), (4, 7), (5, 8), (6, 50), (7, 60))]
     windows = [{"start": 1, "full": 1, "answered": 2, "durable": 2.5}]
     windows.append({"start": 4, "full": 4, "answered": 5, "durable": 6})
@@ -80,7 +112,7 @@ def test_what_is_seen_of_windows_is_of_them_alone():
 
 
 def test_a_process_that_ended_does_not_end_the_watch():
-    watch = engine.Watch(os.getpid(), None)
+    watch = processes.Watch(os.getpid(), None)
     zombie = subprocess.Popen(["true"])
     os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked how
     start = time.monotonic()
@@ -126,10 +158,10 @@ def test_what_the_table_of_an_engine_says():
         in text
     )
     assert "commit abc. A cell of a round: 2 windows of 20 s." in text
-    of_slow = "durable bytes a second ÷ its own | slow | 0.980 (0.980–0.980) | 2 | ≥ 0.95 | met |"
+    of_slow = "durable bytes a second ÷ its own | slow | 0.980 (0.980–0.980) |  | 2 | ≥ 0.95 | met |"
     assert f"| a store of 60 MB/s: {of_slow}" in text
-    assert "| time to first token ÷ null's, median | null-sink | 0.950 (0.900–1.000) | 2 | ≤ 1.03 | met |" in text
-    assert "| ours: null sink ÷ null, tokens/s | null-sink | 0.950 (0.900–1.000) | 2 | ≥ 0.97 | missed |" in text
+    assert "| time to first token ÷ null's, median | null-sink | 0.950 (0.900–1.000) |  | 2 | ≤ 1.03 | met |" in text
+    assert "| ours: null sink ÷ null, tokens/s | null-sink | 0.950 (0.900–1.000) |  | 2 | ≥ 0.97 | missed |" in text
 
 
 @pytest.mark.parametrize(
@@ -159,20 +191,20 @@ def test_engines_that_memory_does_not_hold_are_not_started(monkeypatch):
 def test_threads_that_run_elsewhere_are_found_and_pinned():
     script = """
 import os, sys, threading, time
-from benchmarks import engine_cell
+from benchmarks import processes
 engine, others = sorted(os.sched_getaffinity(0))[0], sorted(os.sched_getaffinity(0))[-1]
 waits = threading.Event()
 stray = threading.Thread(target=waits.wait)
 stray.start()
-assert stray.native_id in engine_cell.strays(engine, others)
-threading.Thread(target=engine_cell.pin, args=(engine, others), daemon=True).start()
+assert stray.native_id in processes.strays(engine, others)
+threading.Thread(target=processes.pin, args=(engine, others), daemon=True).start()
 end = time.monotonic() + 60
-while engine_cell.strays(engine, others):
+while processes.strays(engine, others):
     assert time.monotonic() < end
     time.sleep(0.05)
-engine_cell.check_pinned(engine, others)
+processes.check_pinned(engine, others)
 os.sched_setaffinity(stray.native_id, {engine, others})  # as one does that was starting another one
-while engine_cell.strays(engine, others):
+while processes.strays(engine, others):
     assert time.monotonic() < end
     time.sleep(0.05)
 waits.set()
@@ -250,6 +282,10 @@ def test_the_loads_and_sinks_that_a_choice_names_exist():
         (["--loads", "nope", "--results", "x"], "came 'nope'"),
         (["--loads", "thin*", "--results", "x", "--sinks", "file,file"], "each once"),
         (["--loads", "thin*", "--results", __file__], "expected a folder"),
+        (
+            ["--loads", "thin/5/*/host", "--results", "x", "--sinks", "none"],
+            "expected none with loads that end in",
+        ),
     ],
 )
 def test_the_engines_benchmark_refuses_what_it_would_not_do(argv, said, monkeypatch, capsys):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.engine_cell import engine_arguments
 from benchmarks.gpu import copies, kit, prefill
 from benchmarks.gpu.figures import COPIES, THROUGHPUT
 from benchmarks.gpu.ways import Shape
@@ -133,6 +134,12 @@ def test_prefill_measures_every_batch(sink, result, monkeypatch):
     (cell,) = made
     assert (cell.spec.made_up_weights, cell.spec.compiled, cell.spec.concurrency) == (True, True, 4)
     assert (cell.spec.output.startswith("s3://"), bool(cell.spec.storage_options)) == (sink == "discard",) * 2
+    arguments = engine_arguments(cell.spec)
+    tapped = arguments.get("additional_config", {}).get("hsx_capture", {}).get("capture")
+    states = [*range(37)] if sink in prefill.ALL_STATES else list(prefill.CAPTURED)
+    assert list(cell.spec.layers) == states
+    assert tapped == ({"points": {"hidden_states": states}} if sink.startswith("taps") else None)
+    assert ("speculative_config" in arguments) == (sink != "none" and not tapped)
     found = json.loads(result.read_text())
     assert found["state"] == "passed"
     assert set(found["figures"]["tokens_per_s"]) == {"1", "4"}

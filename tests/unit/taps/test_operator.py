@@ -58,6 +58,18 @@ def test_rows_go_to_their_slots(layers_first: bool) -> None:
     assert count.tolist() == [1, 3]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int8])
+def test_rows_of_every_size_of_number_keep_their_bits(dtype: torch.dtype) -> None:
+    cache, count = torch.zeros(4, 3, BLOCK, WIDTH, dtype=dtype), counter()
+    x = torch.randint(-99, 99, (6, WIDTH + 5)).to(dtype)[:, 2 : 2 + WIDTH]
+    slots = torch.tensor([13, 2, 3, 8, 0, 15])
+    scatter(x, slots, cache[:, 1], count)
+    assert torch.equal(cache[slots // BLOCK, 1, slots % BLOCK], x)
+    assert int((cache != 0).any(-1).sum()) == int((x != 0).any(-1).sum())
+    scatter(x[:0], slots[:0], cache[:, 1], count)  # an empty step
+    assert count.tolist() == [2, 6]
+
+
 def test_heads_make_one_row_and_there_may_be_no_cache_or_no_slots_yet() -> None:
     target, count = Target(), counter()
     x = torch.randn(5, 3, 2)
@@ -153,7 +165,7 @@ from hsx_dist.taps.scatter import _scatter_cpu
 from hsx_dist.taps.triton_scatter import scatter_triton
 torch.manual_seed(0)
 for n, width, block, dtype in [(1, 1, 1, torch.float32), (9, 64, 4, torch.float32), (13, 1500, 8, torch.float32),
-                               (6, 8, 4, torch.int32), (5, 33, 4, torch.float16)]:
+                               (6, 8, 4, torch.int32), (5, 33, 4, torch.float16), (7, 40, 4, torch.bfloat16)]:
     for token_major in (False, True):
         slots = torch.randperm(12 * block)[:n] - 2
         x = torch.randint(-99, 99, (n, width + 7)).to(dtype)[:, 3:3 + width]
