@@ -10,7 +10,7 @@ from typing import Any
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.exporting.base import Exporter, ExportOptions, need, num_layers_of
-from hsx_dist.exporting.weights import ModelEnd
+from hsx_dist.model_parts.model_end import ModelEnd
 from hsx_dist.reading.run import Run
 
 #: Samples whose rows are held at once, and then are a row group of the file.
@@ -58,27 +58,21 @@ class TopKExporter(Exporter):
                 writer.write_table(pa.Table.from_pylist(rows, schema))
 
     def _row(self, item: dict[str, Any]) -> dict[str, Any]:
+        import torch
+
         if not _is_unicode(item["key"]):
             raise ConfigError(
                 f"key {item['key'][:100]!a}: expected text that UTF-8 holds, for Parquet, got a lone surrogate. "
                 "Export to vllm, whose files' names escape it, or extract the sample with another key"
             )
-        ids, values = self._top(item["hidden_states"][:, 0])
+        ids, values = self._end.top_k(item["hidden_states"][:, 0], self._k)
         return {
             "key": item["key"],
             "input_ids": item["input_ids"].numpy(),
             "completion_mask": item["loss_mask"].long().numpy(),
-            "teacher_topk_ids": list(ids),
-            "teacher_topk_logprobs": list(values),
+            "teacher_topk_ids": list(ids.to(torch.int32).numpy()),
+            "teacher_topk_logprobs": list(values.numpy()),
         }
-
-    def _top(self, states: Any) -> tuple[Any, Any]:
-        import torch
-
-        with torch.inference_mode():
-            found = [part.topk(min(self._k, part.shape[1])) for part in self._end.logprobs(states)]
-        ids, values = (torch.cat([f.indices for f in found]), torch.cat([f.values for f in found]))
-        return ids.to(torch.int32).numpy(), values.numpy()
 
     def finish(self, run: Run, dest: Path) -> None:
         """Nothing more."""
