@@ -84,8 +84,8 @@ class LogitLens:
                 start += len(logits)
 
     def logits(self, sample: Sample, tokens: Tokens, *, point: str | None = None, layer: int | None = None) -> Any:
-        """All logits of a range of tokens: float32 ``[n, V]``, which the caller's memory must hold. Arguments and errors
-        as ``blocks``'."""
+        """All logits of a range of tokens: float32 ``[n, V]``, which must fit in memory. Arguments and errors as
+        ``blocks``'."""
         import torch
 
         found = [logits for _, logits in self.blocks(sample, point=point, layer=layer, tokens=tokens)]

@@ -20,7 +20,7 @@ _EMBED = (
     "language_model.model.embed_tokens.weight",
 )
 #: float32 logits that are held at once; with what is computed from them, twice as much.
-_LOGITS_BYTES = 128 << 20
+_LOGITS_BYTES = 64 << 20
 #: Of the head that are converted to another dtype at once.
 _HEAD_BYTES = 64 << 20
 

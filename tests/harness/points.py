@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,6 +61,33 @@ def point_sample(key: str, tokens: int = 37, *, hidden: bool = False, seed: int 
     )
     rows = {"q": np.concatenate([q[0].states, q[1].states], -1), "mlp_out": out.states, "topk_ids": ids}
     return PointSample(key, q[0].token_ids, rows | ({"hidden_states": states.states} if hidden else {}), same)
+
+
+def computed_sample(
+    key: str,
+    token_ids: Sequence[int],
+    rows: Mapping[tuple[str, int], Any],
+    layers: Mapping[str, Sequence[int]],
+    head: int | None = None,
+) -> PointSample:
+    """What a model computed, as float32 points.
+
+    Args:
+        rows: as ``HookedModel.rows``.
+        layers: of each point that is stored.
+        head: length of a head, of points that are made of heads.
+    """
+    ids = np.array(token_ids)
+    points = {
+        name: np.stack([np.asarray(rows[name, layer], np.float32) for layer in of], 1).view(np.uint32)
+        for name, of in layers.items()
+    }
+    facts = {name: {"head": head} if name in ("q", "k", "v", "q_norm", "k_norm", "z") else {} for name in layers}
+    columns = tuple(
+        (RandomSample(key, points[name], ids, tuple(of), "float32", 16), {"point": name, "column": i, **facts[name]})
+        for i, (name, of) in enumerate(layers.items())
+    )
+    return PointSample(key, ids, points, columns)
 
 
 def run_of(
