@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )
     from hsx_dist.format.codecs import register_codec
     from hsx_dist.jobs.extract import extract
+    from hsx_dist.model_parts.attention import AttentionPatterns
     from hsx_dist.model_parts.logit_lens import LogitLens
     from hsx_dist.page import object_name, sample_key
     from hsx_dist.reading import Run, Sample, load_hidden_states, open_run
@@ -61,6 +62,7 @@ _NAMES = {
     "hsx_dist.reading.order": ["merge_states"],
     "hsx_dist.reading.packed": ["PackedContexts"],
     "hsx_dist.reading.token_batches": ["TokenBatches"],
+    "hsx_dist.model_parts.attention": ["AttentionPatterns"],
     "hsx_dist.model_parts.logit_lens": ["LogitLens"],
     "hsx_dist.page": ["object_name", "sample_key"],
     "hsx_dist.config": ["ExtractConfig", "load_config"],
@@ -91,6 +93,7 @@ _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = [
     "AlreadyExists",
+    "AttentionPatterns",
     "ConfigError",
     "Denied",
     "EngineError",

@@ -49,7 +49,7 @@ class LogitLens:
 
     Raises:
         ConfigError: torch is not installed; the model cannot be loaded; its family's norm or logits are not known
-            (Export to a trainer's files instead).
+
         FormatError: a file of the model is damaged.
     """
 
@@ -129,7 +129,7 @@ class LogitLens:
 
     def _place(self, sample: Sample, point: str | None, layer: int | None) -> tuple[str, int]:
         """The point and layer to read."""
-        stored, last = sample.points, self._num_layers(sample)
+        stored, last = sample.points, self._end.files.num_layers_of(sample)
         if point is None and layer is None:
             point = next((name for name in (_NORMED, _LAST) if name in stored), HIDDEN_STATES)
         elif point is None:
@@ -145,16 +145,6 @@ class LogitLens:
         if layer is None:
             raise ConfigError(f"{self.model}: expected num_hidden_layers in its config.json, got none. Name the layer")
         return point, layer
-
-    def _num_layers(self, sample: Sample) -> int | None:
-        """The model's. ``ConfigError`` where the sample is of a model with another number."""
-        model, told = self._end.num_layers, sample.about.get("num_hidden_layers")
-        if isinstance(told, int) and model is not None and told != model:
-            raise ConfigError(
-                f"{sample.key}: expected a sample of {self.model}, which has {model} layers, got one of a model with "
-                f"{told}. Name the sample's model"
-            )
-        return model
 
 
 def _states(sample: Sample, point: str, layer: int, tokens: Tokens | None) -> Iterator[tuple[int, Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.json_objects import Check, or_null
 from hsx_dist.isa import avoid_broken_amx
+from hsx_dist.model_parts.checks import positive
 from hsx_dist.model_parts.end_rules import end_rule
 from hsx_dist.model_parts.model_files import ModelFiles
 from hsx_dist.reading.run import Run
@@ -25,22 +26,9 @@ _LOGITS_BYTES = 64 << 20
 _HEAD_BYTES = 64 << 20
 
 
-def positive(value: Any) -> str | None:
-    """A ``Check``. Within the bounds a float32 number divided or multiplied by the value is finite."""
-    fine = type(value) in (int, float) and 1e-30 <= value <= 1e30
-    return None if fine else "a number from 1e-30 to 1e30"
-
-
-def count(value: Any) -> str | None:
-    """A ``Check``."""
-    return None if type(value) is int and 0 < value < 1 << 31 else "a whole number above 0"
-
-
 _MEMBERS: dict[str, Check] = {
-    "rms_norm_eps": or_null(positive),
     "logits_scaling": or_null(positive),
     "final_logit_softcapping": or_null(positive),
-    "num_hidden_layers": or_null(count),
 }
 
 
@@ -60,10 +48,9 @@ class ModelEnd:
     """
 
     def __init__(self, run: Run | None, model: str | None = None):
-        self._files = ModelFiles(run, model, _MEMBERS)
-        self.model = self._files.model
-        config = self._files.config
-        self.num_layers: int | None = config.get("num_hidden_layers")
+        self.files = ModelFiles(run, model, _MEMBERS)
+        self.model = self.files.model
+        config = self.files.config
         self.eps = config.get("rms_norm_eps")
         if self.eps is None:
             raise ConfigError(f"{self.model}: expected a model with a final RMSNorm, its config has no rms_norm_eps")
@@ -81,7 +68,7 @@ class ModelEnd:
         import torch
 
         if self._norm is None:
-            weight = self._files.tensor(states.shape[-1:], *_NORM)
+            weight = self.files.tensor(states.shape[-1:], *_NORM)
             self._norm = {"cast": weight, "float": weight.float(), "plus_one": weight.float() + 1}[self._rule.norm]
         x = states.float()
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
@@ -114,7 +101,7 @@ class ModelEnd:
     def _loaded_head(self, width: int) -> Any:
         if self._head is None:
             avoid_broken_amx()
-            self._head = self._files.tensor((None, width), *_HEAD, *_EMBED)
+            self._head = self.files.tensor((None, width), *_HEAD, *_EMBED)
         return self._head
 
     def _scores(self, x: Any, head: Any) -> Any:

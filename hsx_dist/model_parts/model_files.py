@@ -13,8 +13,10 @@ from typing import Any
 
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.json_objects import Check, anything, check_members, object_of, or_null, parse_object, shown, text
+from hsx_dist.model_parts.checks import count, positive
 from hsx_dist.models.builtin import SMOLLM2, resolve_model
 from hsx_dist.reading.run import Run
+from hsx_dist.reading.sample import Sample
 
 #: An id of the Hugging Face hub, ``name`` or ``org/name``: no path and no URL.
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?")
@@ -22,6 +24,12 @@ _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,127}")
 _WEIGHTS = ".safetensors"
 #: Of ``config.json`` and of the weights' index, which has an entry for each of a mixture's experts.
 _JSON_BYTES, _JSON_VALUES = 64 << 20, 1_000_000
+_MEMBERS: dict[str, Check] = {
+    "model_type": text,
+    "text_config": or_null(object_of(anything)),
+    "num_hidden_layers": or_null(count),
+    "rms_norm_eps": or_null(positive),
+}
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -48,7 +56,7 @@ class ModelFiles:
         self._revision: str | None = None
         self._from_hub = False
         self.model, self._folder = self._named(model) if model or run is None else self._stored(run)
-        members = {"model_type": text, "text_config": or_null(object_of(anything)), **members}
+        members = {**_MEMBERS, **members}
         path = self._folder / "config.json"
         self.config = _read_json(path, members)
         self.config |= self.config.get("text_config") or {}
@@ -85,6 +93,20 @@ class ModelFiles:
                     f"run's states need it, got {found} {dtype}. Name the run's model (--model)"
                 )
             return f.get_tensor(name)
+
+    def num_layers_of(self, sample: Sample) -> int | None:
+        """The model's number of layers, if its configuration names it.
+
+        Raises:
+            ConfigError: the sample is of a model with another number.
+        """
+        model, told = self.config.get("num_hidden_layers"), sample.about.get("num_hidden_layers")
+        if isinstance(told, int) and model is not None and told != model:
+            raise ConfigError(
+                f"{sample.key}: expected a sample of {self.model}, which has {model} layers, got one of a model with "
+                f"{told}. Name the sample's model"
+            )
+        return model
 
     def _weight_files(self) -> dict[str, str]:
         """Tensor → file."""

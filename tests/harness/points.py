@@ -91,12 +91,19 @@ def computed_sample(
 
 
 def run_of(
-    *parts: Sequence[Stored], codec: str = "split", store: Store | None = None, layers: Sequence[int] = ()
+    *parts: Sequence[Stored],
+    codec: str = "split",
+    store: Store | None = None,
+    layers: Sequence[int] = (),
+    about: Mapping[str, Any] | None = None,
+    meaning: Mapping[str, Any] | None = None,
 ) -> Run:
     """A run of version 1, each part with these segments."""
     store = store or MemoryStore()
-    write_v1_run(store, {"meaning": {"layers": list(layers)} if layers else {}, "settings": {}})
-    writer = RunWriter(store, resolve_codec(codec))
+    write_v1_run(
+        store, {"meaning": {**({"layers": list(layers)} if layers else {}), **(meaning or {})}, "settings": {}}
+    )
+    writer = RunWriter(store, resolve_codec(codec), about=about)
     for part in parts:
         writer.put(part)
     return Run(store)
