@@ -89,7 +89,7 @@ class AttentionPatterns:
 
     def layers(self, sample: Sample) -> tuple[int, ...]:
         """The layers of the sample that have the points for a pattern."""
-        return tuple(sorted(set().union(*(stored_layers(sample, names) for names in self._pairs()))))
+        return stored_layers(sample, *self._pairs())
 
     def pattern(self, sample: Sample, layer: int, max_tokens: int = 128) -> np.ndarray[Any, Any]:
         """The attention of the sample's first ``max_tokens`` tokens: float32 ``[heads, n, n]``.
@@ -177,8 +177,11 @@ def require_own_configuration(run: Run) -> None:
         )
 
 
-def stored_layers(sample: Sample, names: tuple[str, str] = _PLAIN) -> set[int]:
-    """The layers of which a sample has both points."""
+def stored_layers(sample: Sample, *pairs: tuple[str, str]) -> tuple[int, ...]:
+    """The layers of which a sample has queries and keys: both points of one of the ``pairs``, by default any."""
     points = sample.points
-    first, second = (set(points[name].layers) if name in points else set() for name in names)
-    return first & second
+    found: set[int] = set()
+    for first, second in pairs or (_PLAIN, _NORMED):
+        if first in points and second in points:
+            found |= set(points[first].layers) & set(points[second].layers)
+    return tuple(sorted(found))

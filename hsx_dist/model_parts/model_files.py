@@ -140,10 +140,9 @@ class ModelFiles:
 
     def _stored(self, run: Run) -> tuple[str, Path]:
         """The name and folder of the run's model: the built-in one, or a repository of the hub."""
-        meaning = run.info.get("meaning")
-        meaning = meaning if isinstance(meaning, dict) else {}
-        if meaning.get("model") == SMOLLM2:
+        if is_builtin(run):
             return SMOLLM2, Path(resolve_model(SMOLLM2))
+        meaning = _meaning(run)
         name = _plain(run, "model", meaning.get("model"), _HUB_ID)
         revision = _plain(run, "revision", meaning.get("revision") or "main", _REVISION)
         if Path(name).exists():
@@ -167,6 +166,16 @@ class ModelFiles:
                 f"{self.model}: expected a folder with config.json, or a model of the Hugging Face hub; "
                 f"{type(e).__name__}: {e}"
             ) from e
+
+
+def is_builtin(run: Run) -> bool:
+    """Whether the run's model is the built-in one."""
+    return _meaning(run).get("model") == SMOLLM2
+
+
+def _meaning(run: Run) -> dict[str, Any]:
+    meaning = run.info.get("meaning")
+    return meaning if isinstance(meaning, dict) else {}
 
 
 def _plain(run: Run, what: str, value: Any, form: re.Pattern[str]) -> str:

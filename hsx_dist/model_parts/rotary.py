@@ -108,9 +108,9 @@ def _yarn(frequencies: np.ndarray[Any, Any], base: float, numbers: _Numbers) -> 
     divided = np.clip((np.arange(half) - first) / (last - first or 1e-3), 0, 1)
     attention = numbers.find("attention_factor")
     if attention is None:
-        scale, of_all = numbers.find("mscale"), numbers.find("mscale_all_dim")
-        both = scale and of_all
-        attention = _magnitude(factor, scale) / _magnitude(factor, of_all) if both else _magnitude(factor, 1.0)
+        attention = _magnitude(factor, 1.0)
+        if (scale := numbers.find("mscale")) and (of_all := numbers.find("mscale_all_dim")):
+            attention = _magnitude(factor, scale) / _magnitude(factor, of_all)
     return frequencies * (1 - divided + divided / factor), attention
 
 

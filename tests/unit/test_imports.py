@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "saelens": {"errors", "layers", "page", "reading"},
     "serving": {"errors", "page", "connector", "reading", "store", "format", "logger", "text"},
     "speculators": {"errors", "config", "page", "format", "reading", "store"},
-    "observe": {"errors", "page", "config", "layers", "store", "format", "reading", "text"},
+    "observe": {"errors", "model_parts", "page", "config", "layers", "store", "format", "reading", "text"},
     "writers": {
         *("errors", "page", "config", "layers", "store", "format"),
         *("observe", "memory", "logger", "text", "ray_arguments"),
