@@ -70,7 +70,7 @@ def computed_sample(
     layers: Mapping[str, Sequence[int]],
     head: int | None = None,
 ) -> PointSample:
-    """What a model computed, as float32 points.
+    """What a model computed, as points of float32 (of a router's choices int32).
 
     Args:
         rows: as ``HookedModel.rows``.
@@ -78,13 +78,14 @@ def computed_sample(
         head: length of a head, of points that are made of heads.
     """
     ids = np.array(token_ids)
+    dtypes = {name: "int32" if name == "topk_ids" else "float32" for name in layers}
     points = {
-        name: np.stack([np.asarray(rows[name, layer], np.float32) for layer in of], 1).view(np.uint32)
+        name: np.stack([np.asarray(rows[name, layer], dtypes[name]) for layer in of], 1).view(np.uint32)
         for name, of in layers.items()
     }
     facts = {name: {"head": head} if name in ("q", "k", "v", "q_norm", "k_norm", "z") else {} for name in layers}
     columns = tuple(
-        (RandomSample(key, points[name], ids, tuple(of), "float32", 16), {"point": name, "column": i, **facts[name]})
+        (RandomSample(key, points[name], ids, tuple(of), dtypes[name], 16), {"point": name, "column": i, **facts[name]})
         for i, (name, of) in enumerate(layers.items())
     )
     return PointSample(key, ids, points, columns)

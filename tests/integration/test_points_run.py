@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 import hsx_dist
 from hsx_dist.config import ExtractConfig
@@ -25,8 +26,10 @@ from tests.harness.snippets import snippets
 from tests.integration.exact import prompts
 
 PAGE = Path(hsx_dist.__file__).parents[1] / "docs" / "capture.md"
-CAPTURE: dict[str, Any] = {"points": {"hidden_states": [0, -1], "q": [2], "topk_ids": [4], "mlp_out": "all"}}
-LAYERS = {"hidden_states": (0, 5), "q": (2,), "mlp_out": (0, 1, 2, 3, 4), "topk_ids": (4,)}
+CAPTURE: dict[str, Any] = {
+    "points": {"hidden_states": [0, -1], "q": [2], "mlp_out": "all", "topk_ids": [1, 4], "topk_weights": [1, 4]}
+}
+LAYERS = {"hidden_states": (0, 5), "q": (2,), "mlp_out": (0, 1, 2, 3, 4), "topk_ids": (1, 4), "topk_weights": (1, 4)}
 
 
 def extract(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> hsx_dist.Run:
@@ -84,13 +87,26 @@ def test_every_stored_row_is_the_models(folder: Path, rows: list[dict[str, Any]]
     check(folder, rows)
 
 
-def test_routes_are_exported_as_the_model_chose_them(folder: Path, rows: list[dict[str, Any]], tmp_path: Path) -> None:
-    export_run(hsx_dist.open_run(folder / "run"), "routing", tmp_path)
-    table, hooked = pq.read_table(tmp_path / "data-000000.parquet"), HookedModel(folder / "model")
+def test_routes_are_the_routers_of_transformers(folder: Path, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    """As a reader has them, a data set, and the export."""
+    run, hooked = hsx_dist.open_run(folder / "run"), HookedModel(folder / "model")
+    export_run(run, "routing", tmp_path)
+    table = pq.read_table(tmp_path / "data-000000.parquet")
     assert table["key"].to_pylist() == [row["id"] for row in rows]
-    assert table.schema.metadata[b"layers"] == b"4"
-    for row, experts in zip(rows, table["routed_experts"].to_pylist(), strict=True):
-        assert [layers[0] for layers in experts] == hooked.rows(row["token_ids"])["topk_ids", 4].tolist()
+    assert table["input_ids"].to_pylist() == [row["token_ids"] for row in rows]
+    assert table.schema.metadata[b"layers"] == b"1,4"
+    items = {x["key"]: x for x in hsx_dist.HiddenStatesDataset(run, points=["topk_ids", "topk_weights"])}
+    for row, exported in zip(rows, table.to_pylist(), strict=True):
+        of = hooked.rows(row["token_ids"])
+        ids, weights = (torch.stack([of[name, k] for k in (1, 4)], 1) for name in ("topk_ids", "topk_weights"))
+        read = run[row["id"]].load(points=["topk_ids", "topk_weights"], framework="torch")["points"]
+        assert read["topk_ids"].dtype == torch.int32
+        assert torch.equal(read["topk_ids"].long(), ids)
+        torch.testing.assert_close(read["topk_weights"], weights, atol=1e-5, rtol=1e-5)
+        for name, states in read.items():
+            assert torch.equal(torch.as_tensor(items[row["id"]][name]), states)
+        assert exported["routed_experts"] == ids.tolist()
+        assert exported["routed_weights"] == read["topk_weights"].tolist()
 
 
 def test_the_jobs_own_check_compares_every_point(folder: Path) -> None:
@@ -134,7 +150,7 @@ def test_the_page_reads_points(folder: Path) -> None:
     (block,) = (s for s in snippets(PAGE) if s.language == "python")
     exec(compile(block.text, block.where, "exec"), names)
     tokens = names["sample"].num_tokens
-    assert names["loaded"]["points"]["topk_ids"].shape == (tokens, 1, 2)
+    assert names["loaded"]["points"]["topk_ids"].shape == (tokens, 2, 2)
     assert names["sample"].point("q", 2).shape == (tokens, 4, 32)
 
 
