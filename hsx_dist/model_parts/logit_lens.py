@@ -48,8 +48,7 @@ class LogitLens:
             folder or id. A run never names a folder.
 
     Raises:
-        ConfigError: torch is not installed; the model cannot be loaded; its family's norm or logits are not known
-
+        ConfigError: torch is not installed; the model cannot be loaded; its family's norm or logits are not known.
         FormatError: a file of the model is damaged.
     """
 

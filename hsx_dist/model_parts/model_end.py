@@ -24,8 +24,6 @@ _EMBED = (
 _LOGITS_BYTES = 64 << 20
 #: Of the head that are converted to another dtype at once.
 _HEAD_BYTES = 64 << 20
-
-
 _MEMBERS: dict[str, Check] = {
     "logits_scaling": or_null(positive),
     "final_logit_softcapping": or_null(positive),

@@ -76,6 +76,8 @@ def gather_attention(run: Run, keys: Sequence[str], model: str | None) -> Prompt
 
 def _drawn(about: PromptAttention, sample: Sample, patterns: AttentionPatterns) -> PromptAttention:
     layers = patterns.layers(sample)
+    if not layers:
+        raise ConfigError(f"{patterns.model}: expected the points q and k of a layer, got its normed ones alone")
     tokens = min(sample.num_tokens, TOKENS_DRAWN)
     return replace(
         about,
