@@ -79,6 +79,7 @@ def test_the_guide_on_routing_replay_reads_what_is_exported(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
 def test_the_guide_on_looking_inside_sees_the_answer_and_the_sentiment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,6 +118,6 @@ def test_the_guide_on_looking_inside_sees_the_answer_and_the_sentiment(
     assert 45 <= shares[1] <= 55
     attention = names["attention"]
     with torch.inference_mode():
-        ids = torch.tensor([names["sample"].token_ids("numpy")])
+        ids = names["sample"].token_ids("torch")[None]
         right = hooked.model(ids, output_attentions=True).attentions[15][0].numpy()
     np.testing.assert_allclose(attention, right, atol=1e-5)

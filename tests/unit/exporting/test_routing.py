@@ -18,6 +18,8 @@ from hsx_dist.reading import Run
 from tests.harness.hooked_model import HookedModel, tiny_model
 from tests.harness.points import computed_sample, run_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 IDS = [np.random.default_rng(i).integers(3, 500, n).tolist() for i, n in enumerate((1, 40, 17))]
 WEIGHTED = {"topk_ids": (0, 2, 4), "topk_weights": (0, 2, 4)}
 

@@ -21,6 +21,8 @@ from hsx_dist.testing.stores import MemoryStore
 from tests.harness.points import computed_sample, run_of
 from tests.unit.model_parts.test_model_end import SMALL
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 IDS = list(range(3, 43))
 QUERIES, KEYS, DIM = 6, 2, 16
 #: Bases and scalings of rotary positions with which a wrong one is seen within 40 tokens.

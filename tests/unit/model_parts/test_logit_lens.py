@@ -25,6 +25,8 @@ from tests.harness.points import computed_sample, run_of
 from tests.harness.runs import store_run
 from tests.unit.model_parts.test_model_end import tiny
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 N, H, V = 5, 64, 512
 IDS = np.random.default_rng(0).integers(3, V, 70).tolist()
 #: What a sample has, and from where the model's own logits come.
