@@ -257,9 +257,10 @@ def _attention(found: PromptAttention, decode: Decode | None, canvas: Canvas) ->
     note = (
         f"From the stored queries and keys, by the positions and the scale of {escape(found.model)}. Each row is a "
         "token, each column a token that it attends to. Colours are by the root of the weight. "
-        f"Of {found.num_tokens:,} tokens the first {len(ids)} are shown (at most {TOKENS_DRAWN}), of "
-        f"{len(found.stored)} stored layers {len(found.layers)} (at most {LAYERS_DRAWN}), of "
-        f"{found.layers[0].num_heads} heads {len(found.layers[0].heads)} (at most {HEADS_DRAWN})."
+        f"Shown are {_part(len(ids), found.num_tokens, 'tokens', 'the first ')}, "
+        f"{_part(len(found.layers), len(found.stored), 'stored layers')} and "
+        f"{_part(len(found.layers[0].heads), found.layers[0].num_heads, 'heads')} "
+        f"(at most {TOKENS_DRAWN}, {LAYERS_DRAWN} and {HEADS_DRAWN})."
     )
     maps = "".join(f"<h3>Layer {layer.layer}</h3>{canvas.attention(layer)}" for layer in found.layers)
     rows = "".join(
@@ -276,6 +277,10 @@ def _attention(found: PromptAttention, decode: Decode | None, canvas: Canvas) ->
         f"{begin}<p class=note>{note}</p>{maps}<h3>What the last of these tokens attends to, mean of all heads</h3>"
         f'<div class="tokens">{rows}</div></section>'
     )
+
+
+def _part(shown: int, of: int, what: str, which: str = "") -> str:
+    return f"all {of:,} {what}" if shown == of else f"{which}{shown:,} of {of:,} {what}"
 
 
 def _opacity(weight: float) -> float:
