@@ -17,6 +17,7 @@ from hsx_dist import Run, open_run
 from hsx_dist.cli import main
 from hsx_dist.config import load_config
 from hsx_dist.models.builtin import SMOLLM2, resolve_model
+from hsx_dist.observe.report.prompt_attention import gather_attention
 from hsx_dist.reading.statistics import compute_statistics, store_statistics
 from hsx_dist.store import open_store
 from hsx_dist.testing.samples import random_sample
@@ -121,3 +122,7 @@ def test_the_guide_on_looking_inside_sees_the_answer_and_the_sentiment(
         ids = names["sample"].token_ids("torch")[None]
         right = hooked.model(ids, output_attentions=True).attentions[15][0].numpy()
     np.testing.assert_allclose(attention, right, atol=1e-5)
+    drawn = gather_attention(names["run"], [names["sample"].key], None)  # of the built-in model without --model
+    assert drawn is not None
+    assert [layer.layer for layer in drawn.layers] == [0, 15]
+    np.testing.assert_array_equal(drawn.layers[1].patterns, attention)
