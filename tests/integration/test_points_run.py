@@ -150,7 +150,7 @@ def test_the_page_reads_points(folder: Path) -> None:
     (block,) = (s for s in snippets(PAGE) if s.language == "python")
     exec(compile(block.text, block.where, "exec"), names)
     tokens = names["sample"].num_tokens
-    assert names["loaded"]["points"]["topk_ids"].shape == (tokens, 2, 2)
+    assert names["loaded"]["points"]["topk_ids"].shape == (tokens, 1, 2)
     assert names["sample"].point("q", 2).shape == (tokens, 4, 32)
 
 
