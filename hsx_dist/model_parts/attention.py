@@ -10,7 +10,7 @@ import numpy as np
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.json_objects import Check, anything, object_of, or_null
-from hsx_dist.model_parts.checks import count, positive
+from hsx_dist.model_parts.config_numbers import count, positive
 from hsx_dist.model_parts.model_files import ModelFiles
 from hsx_dist.model_parts.rotary import rotate, rotation
 from hsx_dist.reading.column import StoredPoint

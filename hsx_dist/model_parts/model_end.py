@@ -8,7 +8,7 @@ from typing import Any
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.json_objects import Check, or_null
 from hsx_dist.isa import avoid_broken_amx
-from hsx_dist.model_parts.checks import positive
+from hsx_dist.model_parts.config_numbers import positive
 from hsx_dist.model_parts.end_rules import end_rule
 from hsx_dist.model_parts.model_files import ModelFiles
 from hsx_dist.reading.run import Run

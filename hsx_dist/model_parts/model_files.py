@@ -13,7 +13,7 @@ from typing import Any
 
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.json_objects import Check, anything, check_members, object_of, or_null, parse_object, shown, text
-from hsx_dist.model_parts.checks import count, positive
+from hsx_dist.model_parts.config_numbers import count, positive
 from hsx_dist.models.builtin import SMOLLM2, resolve_model
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Sample

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hsx_dist.errors import ConfigError
-from hsx_dist.model_parts.checks import positive
+from hsx_dist.model_parts.config_numbers import positive
 
 
 def rotation(model: str, config: Mapping[str, Any], dim: int, tokens: int, theta: float) -> np.ndarray[Any, Any]:
