@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     )
     from hsx_dist.format.codecs import register_codec
     from hsx_dist.jobs.extract import extract
+    from hsx_dist.model_parts.attention import AttentionPatterns
+    from hsx_dist.model_parts.logit_lens import LogitLens
     from hsx_dist.page import object_name, sample_key
     from hsx_dist.reading import Run, Sample, load_hidden_states, open_run
     from hsx_dist.reading.datasets import HiddenStatesDataset
@@ -60,6 +62,8 @@ _NAMES = {
     "hsx_dist.reading.order": ["merge_states"],
     "hsx_dist.reading.packed": ["PackedContexts"],
     "hsx_dist.reading.token_batches": ["TokenBatches"],
+    "hsx_dist.model_parts.attention": ["AttentionPatterns"],
+    "hsx_dist.model_parts.logit_lens": ["LogitLens"],
     "hsx_dist.page": ["object_name", "sample_key"],
     "hsx_dist.config": ["ExtractConfig", "load_config"],
     "hsx_dist.errors": [
@@ -89,6 +93,7 @@ _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = [
     "AlreadyExists",
+    "AttentionPatterns",
     "ConfigError",
     "Denied",
     "EngineError",
@@ -100,6 +105,7 @@ __all__ = [
     "HsxError",
     "InputError",
     "IntegrityError",
+    "LogitLens",
     "MixedDataset",
     "NotFound",
     "PackedContexts",

@@ -81,3 +81,14 @@ def ray_cluster(s3: S3Server) -> Iterator[RayHead]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with ray_head(num_cpus=2, env={**s3.env, "PATH": path}) as head:
         yield head
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch with one thread: those that share a core with another test's wait for each other in every product."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -366,12 +366,27 @@ def report(
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Samples that are read for norms and similarities.")] = 24,
     tokenizer: Tokenizer = None,
+    model: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            metavar="FOLDER_OR_ID",
+            help="Draw attention patterns from stored q and k: a folder with config.json, or a Hugging Face id.",
+        ),
+    ] = None,
     storage_option: StorageOptions = None,
 ) -> None:
     """Write one self-contained page about a run: what ran, where time went, sizes, norms, similarities."""
     from hsx_dist.cli.report import run_report
 
-    run_report(run, storage_option or (), output=output, keys=sample or (), samples=samples, tokenizer=tokenizer)
+    run_report(
+        run,
+        storage_option or (),
+        output=output,
+        keys=sample or (),
+        samples=samples,
+        tokenizer=tokenizer,
+        model=model,
+    )
 
 
 @app.command()

@@ -14,22 +14,30 @@ from hsx_dist.store import open_store
 
 
 def run_report(
-    path: str, options: Sequence[str], *, output: str, keys: Sequence[str], samples: int, tokenizer: str | None = None
+    path: str,
+    options: Sequence[str],
+    *,
+    output: str,
+    keys: Sequence[str],
+    samples: int,
+    tokenizer: str | None = None,
+    model: str | None = None,
 ) -> None:
     """Write the page about the run at ``path`` to the file ``output``, and print its place.
 
     Args:
         tokenizer: a folder or an id of the Hugging Face hub. Without it tokens are ids, but for the built-in model.
+        model: the same, whose ``config.json`` attention patterns are computed with.
     """
     from hsx_dist.jobs.decode import choose_decoder
 
     store = open_store(path, parse_storage_options(options))
     target = Path(output)
     if not target.parent.is_dir():
-        raise ConfigError(f"-o: expected a file in a folder that is there, came {output!r}; make {target.parent} first")
+        raise ConfigError(f"-o: expected a file in a folder that is there, got {output!r}. Make {target.parent} first")
     decode = choose_decoder(tokenizer, read_run(store))
     # One token at a time: half of a character makes one token unreadable, and not the whole text.
     each = None if decode is None else lambda ids: [decode([i]) for i in ids]
-    page = write_report(store, chosen=keys, samples=samples, decode=each)
+    page = write_report(store, chosen=keys, samples=samples, decode=each, model=model)
     target.write_text(page, encoding="utf-8")
     say(f"{target} ({target.stat().st_size / 1e6:.1f} MB)")

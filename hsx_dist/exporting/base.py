@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import importlib.util
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -85,16 +86,21 @@ class Exporter(Protocol):
         """What a person must know to use the files: layers, norm, mask; JSON types. Goes into ``export.json``."""
 
 
-def utf8_key(item: Mapping[str, Any]) -> str:
-    """The item's key, for a column of text. ``ConfigError`` where UTF-8 cannot hold it."""
-    key: str = item["key"]
-    try:
-        key.encode()
-    except UnicodeEncodeError:
+def check_parquet(name: str, options: ExportOptions) -> None:
+    """``ConfigError`` where Parquet files cannot be written as asked."""
+    if importlib.util.find_spec("pyarrow") is None:
+        raise ConfigError(f"{name}: expected pyarrow to be installed, got none. pip install pyarrow")
+    if options.samples_per_file < 1:
+        raise ConfigError(f"samples_per_file: expected at least 1, got {options.samples_per_file}")
+
+
+def parquet_key(key: str) -> str:
+    """The key. ``ConfigError`` where Parquet, whose texts are UTF-8, cannot hold it."""
+    if any("\ud800" <= c <= "\udfff" for c in key):
         raise ConfigError(
-            f"key {key[:100]!a}: expected text that UTF-8 holds, for Parquet, got a lone surrogate. Export to vllm, "
-            "whose files' names escape it, or extract the sample with another key"
-        ) from None
+            f"key {key[:100]!a}: expected text that UTF-8 holds, for Parquet, got a lone surrogate. "
+            "Export to vllm, whose files' names escape it, or extract the sample with another key"
+        )
     return key
 
 

@@ -7,7 +7,6 @@ and Inference Routers" (arXiv 2510.11370).
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hsx_dist.errors import ConfigError, FormatError
-from hsx_dist.exporting.base import Exporter, ExportOptions, utf8_key
+from hsx_dist.exporting.base import Exporter, ExportOptions, check_parquet, parquet_key
 from hsx_dist.reading.run import Run
 
 #: Samples whose rows are held at once, and then are a row group of the file.
@@ -31,8 +30,7 @@ class RoutingExporter(Exporter):
     points: tuple[str, ...] = (_IDS,)
 
     def __init__(self, run: Run, options: ExportOptions) -> None:
-        if importlib.util.find_spec("pyarrow") is None:
-            raise ConfigError("routing: expected pyarrow to be installed, got none. pip install pyarrow")
+        check_parquet("routing", options)
         stored = run.at(0).points if len(run) else {}
         if _IDS not in stored:
             raise ConfigError(
@@ -84,7 +82,7 @@ class RoutingExporter(Exporter):
                     name: np.concatenate([_values(row, name) for row in rows]) for name in ("input_ids", *self.points)
                 }
                 arrays = [
-                    pa.array([utf8_key(row) for row in rows], pa.string()),
+                    pa.array([parquet_key(row["key"]) for row in rows], pa.string()),
                     pa.ListArray.from_arrays(ends, pa.array(joined["input_ids"], pa.int64())),
                 ]
                 for point, of in columns.values():

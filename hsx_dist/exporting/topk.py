@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from hsx_dist.errors import ConfigError
-from hsx_dist.exporting.base import Exporter, ExportOptions, need, num_layers_of, utf8_key
-from hsx_dist.exporting.weights import ModelEnd
+from hsx_dist.exporting.base import Exporter, ExportOptions, check_parquet, need, num_layers_of, parquet_key
+from hsx_dist.model_parts.model_end import ModelEnd
 from hsx_dist.reading.run import Run
 
 #: Samples whose rows are held at once, and then are a row group of the file.
@@ -26,8 +25,9 @@ class TopKExporter(Exporter):
     """
 
     def __init__(self, run: Run, options: ExportOptions) -> None:
-        if importlib.util.find_spec("pyarrow") is None:
-            raise ConfigError("topk-logprobs: expected pyarrow to be installed; pip install pyarrow")
+        check_parquet("topk-logprobs", options)
+        if options.top_k < 1:
+            raise ConfigError(f"top_k: expected at least 1, got {options.top_k}")
         self.layers = need(run, (num_layers_of(run, options),), "topk-logprobs")
         self.per_file = options.samples_per_file
         self._k = options.top_k
@@ -56,22 +56,16 @@ class TopKExporter(Exporter):
                 writer.write_table(pa.Table.from_pylist(rows, schema))
 
     def _row(self, item: dict[str, Any]) -> dict[str, Any]:
-        ids, values = self._top(item["hidden_states"][:, 0])
-        return {
-            "key": utf8_key(item),
-            "input_ids": item["input_ids"].numpy(),
-            "completion_mask": item["loss_mask"].long().numpy(),
-            "teacher_topk_ids": list(ids),
-            "teacher_topk_logprobs": list(values),
-        }
-
-    def _top(self, states: Any) -> tuple[Any, Any]:
         import torch
 
-        with torch.inference_mode():
-            found = [part.topk(min(self._k, part.shape[1])) for part in self._end.logprobs(states)]
-        ids, values = (torch.cat([f.indices for f in found]), torch.cat([f.values for f in found]))
-        return ids.to(torch.int32).numpy(), values.numpy()
+        ids, values = self._end.top_k(item["hidden_states"][:, 0], self._k)
+        return {
+            "key": parquet_key(item["key"]),
+            "input_ids": item["input_ids"].numpy(),
+            "completion_mask": item["loss_mask"].long().numpy(),
+            "teacher_topk_ids": list(ids.to(torch.int32).numpy()),
+            "teacher_topk_logprobs": list(values.numpy()),
+        }
 
     def finish(self, run: Run, dest: Path) -> None:
         """Nothing more."""

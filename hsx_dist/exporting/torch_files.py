@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hsx_dist.exporting.base import Exporter, ExportOptions, after_layer, need
-from hsx_dist.exporting.weights import ModelEnd
+from hsx_dist.model_parts.model_end import ModelEnd
 from hsx_dist.reading.run import Run
 
 

@@ -173,7 +173,7 @@ class Sample:
             raise ConfigError(f"layers: expected a list of layer ids such as [15], came {layers!r}; put it into a list")
         if points is not None and (isinstance(points, str) or not points):
             raise ConfigError(f"points: expected a list of names such as ['q'], got {points!r}. Name at least one")
-        start, stop = self._span(tokens)
+        start, stop = self.span(tokens)
         names = [HIDDEN_STATES] if points is None else list(dict.fromkeys(points))
         of = {name: self._point(name) for name in names}
         for name in points or ():
@@ -242,12 +242,20 @@ class Sample:
         """States as their bits (unsigned integers of the dtype's width, ``[n, L, width]``), and token ids."""
         if point != HIDDEN_STATES:
             self._require_layers(point, layers)
-        rows = self._point(point).load(layers, *self._span(tokens))
+        rows = self._point(point).load(layers, *self.span(tokens))
         return rows.states, rows.token_ids
 
     def layer(self, layer_id: int, tokens: Tokens | None = None, framework: Framework = "auto") -> Any:
         """One layer: ``[n, H]``."""
         return self.load([layer_id], tokens, framework)["hidden_states"][:, 0]
+
+    def span(self, tokens: Tokens | None) -> tuple[int, int]:
+        """The range that ``tokens`` means: its first token, and the one behind its last. ``ConfigError``: no range."""
+        wanted = slice(None) if tokens is None else tokens if isinstance(tokens, slice) else slice(*tokens)
+        start, stop, step = wanted.indices(self.num_tokens)
+        if step != 1:
+            raise ConfigError(f"tokens: expected consecutive ones, got a step of {step}")
+        return start, max(start, stop)
 
     @property
     def _hidden(self) -> StoredPoint:
@@ -274,13 +282,6 @@ class Sample:
             what = "no hidden states" if name == HIDDEN_STATES else f"no point {name!r}"
             raise ConfigError(f"{self.key}: expected points among {stored}, got {what}. Load points=[…] of these")
         return found
-
-    def _span(self, tokens: Tokens | None) -> tuple[int, int]:
-        wanted = slice(None) if tokens is None else tokens if isinstance(tokens, slice) else slice(*tokens)
-        start, stop, step = wanted.indices(self.num_tokens)
-        if step != 1:
-            raise ConfigError(f"tokens: expected consecutive ones, got a step of {step}")
-        return start, max(start, stop)
 
 
 def layers_of(layers: Layers | None, point: str) -> Sequence[int] | None:

@@ -83,13 +83,15 @@ class HookedModel:
         module.register_forward_hook(hook, with_kwargs=True)
 
     def _route(self, layer: int, top_k: int) -> Callable[..., None]:
-        def hook(gate: Any, args: Any, _: Any) -> None:
-            states = args[0].reshape(-1, args[0].shape[-1])
-            logits = nn.functional.linear(states, gate.weight)
-            weights, ids = logits.softmax(-1).topk(top_k)
-            self._rows["router_logits", layer] = logits
-            self._rows["topk_ids", layer] = ids
-            self._rows["topk_weights", layer] = weights / weights.sum(-1, keepdim=True)
+        def hook(gate: Any, args: Any, out: Any) -> None:
+            if isinstance(out, tuple):  # the router of transformers 5
+                logits, weights, ids = out
+            else:
+                logits = out.reshape(-1, out.shape[-1])
+                weights, ids = logits.softmax(-1).topk(top_k)
+                weights = weights / weights.sum(-1, keepdim=True)
+            rows = {"router_logits": logits, "topk_ids": ids, "topk_weights": weights}
+            self._rows |= {(name, layer): x.clone() for name, x in rows.items()}
 
         return hook
 

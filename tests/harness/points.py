@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,13 +63,48 @@ def point_sample(key: str, tokens: int = 37, *, hidden: bool = False, seed: int 
     return PointSample(key, q[0].token_ids, rows | ({"hidden_states": states.states} if hidden else {}), same)
 
 
+def computed_sample(
+    key: str,
+    token_ids: Sequence[int],
+    rows: Mapping[tuple[str, int], Any],
+    layers: Mapping[str, Sequence[int]],
+    head: int | None = None,
+) -> PointSample:
+    """What a model computed, as points of float32 (of a router's choices int32).
+
+    Args:
+        rows: as ``HookedModel.rows``.
+        layers: of each point that is stored.
+        head: length of a head, of points that are made of heads.
+    """
+    ids = np.array(token_ids)
+    dtypes = {name: "int32" if name == "topk_ids" else "float32" for name in layers}
+    points = {
+        name: np.stack([np.asarray(rows[name, layer], dtypes[name]) for layer in of], 1).view(np.uint32)
+        for name, of in layers.items()
+    }
+    facts = {name: {"head": head} if name in ("q", "k", "v", "q_norm", "k_norm", "z") else {} for name in layers}
+    columns = tuple(
+        (RandomSample(key, points[name], ids, tuple(of), dtypes[name], 16), {"point": name, "column": i, **facts[name]})
+        for i, (name, of) in enumerate(layers.items())
+    )
+    return PointSample(key, ids, points, columns)
+
+
 def run_of(
-    *parts: Sequence[Stored], codec: str = "split", store: Store | None = None, layers: Sequence[int] = ()
+    *parts: Sequence[Stored],
+    codec: str = "split",
+    store: Store | None = None,
+    layers: Sequence[int] = (),
+    about: Mapping[str, Any] | None = None,
+    meaning: Mapping[str, Any] | None = None,
 ) -> Run:
     """A run of version 1, each part with these segments."""
     store = store or MemoryStore()
-    write_v1_run(store, {"meaning": {"layers": list(layers)} if layers else {}, "settings": {}})
-    writer = RunWriter(store, resolve_codec(codec))
+    write_v1_run(
+        store, {"meaning": {**({"layers": list(layers)} if layers else {}), **(meaning or {})}, "settings": {}}
+    )
+    writer = RunWriter(store, resolve_codec(codec), about=about)
     for part in parts:
         writer.put(part)
     return Run(store)

@@ -28,14 +28,13 @@ from tests.harness.snippets import snippets
 from tests.integration.exact import prompts
 
 PAGE = Path(hsx_dist.__file__).parents[1] / "docs" / "capture.md"
-CAPTURE: dict[str, Any] = {
-    "points": {"hidden_states": [0, -1], "q": [2], "k": [2], "v": [2], "z": [2], "topk_ids": [4], "mlp_out": "all"}
-}
+_POINTS: dict[str, Any] = {name: [2] for name in "qkvz"} | {name: [1, 4] for name in ("topk_ids", "topk_weights")}
+CAPTURE: dict[str, Any] = {"points": {"hidden_states": [0, -1], "mlp_out": "all"} | _POINTS}
 LAYERS = {
     "hidden_states": (0, 5),
     **dict.fromkeys("qkvz", (2,)),
     "mlp_out": (0, 1, 2, 3, 4),
-    "topk_ids": (4,),
+    **dict.fromkeys(("topk_ids", "topk_weights"), (1, 4)),
 }
 HEADS = {"q": (4, 32), "k": (2, 32), "v": (2, 32), "z": (4, 32)}
 
@@ -105,13 +104,26 @@ def test_z_is_the_attention_of_the_stored_queries_keys_and_values(folder: Path, 
         assert worst_row(z[0].transpose(0, 1), right[0].transpose(0, 1).flatten(1)) < 2e-5
 
 
-def test_routes_are_exported_as_the_model_chose_them(folder: Path, rows: list[dict[str, Any]], tmp_path: Path) -> None:
-    export_run(hsx_dist.open_run(folder / "run"), "routing", tmp_path)
-    table, hooked = pq.read_table(tmp_path / "data-000000.parquet"), HookedModel(folder / "model")
+def test_routes_are_the_routers_of_transformers(folder: Path, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    """As a reader has them, a data set, and the export."""
+    run, hooked = hsx_dist.open_run(folder / "run"), HookedModel(folder / "model")
+    export_run(run, "routing", tmp_path)
+    table = pq.read_table(tmp_path / "data-000000.parquet")
     assert table["key"].to_pylist() == [row["id"] for row in rows]
-    assert table.schema.metadata[b"layers"] == b"4"
-    for row, experts in zip(rows, table["routed_experts"].to_pylist(), strict=True):
-        assert [layers[0] for layers in experts] == hooked.rows(row["token_ids"])["topk_ids", 4].tolist()
+    assert table["input_ids"].to_pylist() == [row["token_ids"] for row in rows]
+    assert table.schema.metadata[b"layers"] == b"1,4"
+    items = {x["key"]: x for x in hsx_dist.HiddenStatesDataset(run, points=["topk_ids", "topk_weights"])}
+    for row, exported in zip(rows, table.to_pylist(), strict=True):
+        of = hooked.rows(row["token_ids"])
+        ids, weights = (torch.stack([of[name, k] for k in (1, 4)], 1) for name in ("topk_ids", "topk_weights"))
+        read = run[row["id"]].load(points=["topk_ids", "topk_weights"], framework="torch")["points"]
+        assert read["topk_ids"].dtype == torch.int32
+        assert torch.equal(read["topk_ids"].long(), ids)
+        torch.testing.assert_close(read["topk_weights"], weights, atol=1e-5, rtol=1e-5)
+        for name, states in read.items():
+            assert torch.equal(torch.as_tensor(items[row["id"]][name]), states)
+        assert exported["routed_experts"] == ids.tolist()
+        assert exported["routed_weights"] == read["topk_weights"].tolist()
 
 
 def test_the_jobs_own_check_compares_every_point(folder: Path) -> None:

@@ -19,7 +19,7 @@ PACKAGE = Path(hsx_dist.__file__).parent
 
 #: Which rooms of the house each room may look into; itself always.
 ALLOWED: dict[str, set[str]] = {
-    "__init__": {"config", "errors", "format", "jobs", "page", "reading"},
+    "__init__": {"config", "errors", "format", "jobs", "model_parts", "page", "reading"},
     "errors": set(),
     "text": set(),
     "logger": {"text"},
@@ -34,13 +34,14 @@ ALLOWED: dict[str, set[str]] = {
     "format": {"errors", "page", "config", "layers", "store", "logger"},
     "reading": {"errors", "memory", "page", "config", "store", "format", "logger", "text"},
     "models": {"errors"},
-    "exporting": {"errors", "isa", "models", "page", "config", "layers", "store", "format", "reading"},
+    "model_parts": {"errors", "isa", "models", "page", "format", "reading"},
+    "exporting": {"errors", "model_parts", "page", "config", "layers", "store", "format", "reading"},
     "ray_arguments": {"config", "errors"},
     "ray": {"errors", "reading", "exporting", "ray_arguments"},
     "saelens": {"errors", "layers", "page", "reading"},
     "serving": {"errors", "page", "connector", "reading", "store", "format", "logger", "text", "writers"},
     "speculators": {"errors", "config", "page", "format", "reading", "store"},
-    "observe": {"errors", "page", "config", "layers", "store", "format", "reading", "text"},
+    "observe": {"errors", "model_parts", "page", "config", "layers", "store", "format", "reading", "text"},
     "writers": {
         *("errors", "page", "config", "layers", "store", "format"),
         *("observe", "memory", "logger", "text", "ray_arguments"),
@@ -98,6 +99,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
         "jobs/",
         "reading/",
         "exporting/",
+        "model_parts/",
         "saelens.py",
         "speculators.py",
         "models/",
@@ -115,7 +117,7 @@ TORCH_DATA = {
     "reading/token_batches.py",
 }
 #: Rooms that load nothing heavy when they are imported.
-LIGHT = {"reading", "exporting", "cli", "models", "testing", "config", "store", "format"}
+LIGHT = {"reading", "exporting", "model_parts", "cli", "models", "testing", "config", "store", "format"}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

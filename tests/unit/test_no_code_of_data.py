@@ -24,7 +24,7 @@ USED_BY = {
     },
     "choose_decoder": {"jobs/decode.py", "cli/inspect.py", "cli/report.py"},
     "load_decoder": {"jobs/decode.py"},
-    "snapshot_download": {"exporting/weights.py"},
+    "snapshot_download": {"model_parts/model_files.py"},
     # These decode an Arrow schema, and with it the extension types that a library registered.
     "open_stream": {"inputs/arrow_files.py"},
     "ParquetFile": {"inputs/arrow_files.py"},

@@ -11,6 +11,13 @@ import numpy as np
 from hsx_dist.observe.report.facts import RunFacts, gather_facts
 from hsx_dist.observe.report.html import document, escape, table
 from hsx_dist.observe.report.plots import Canvas
+from hsx_dist.observe.report.prompt_attention import (
+    HEADS_DRAWN,
+    LAYERS_DRAWN,
+    TOKENS_DRAWN,
+    PromptAttention,
+    gather_attention,
+)
 from hsx_dist.observe.report.states import StateNumbers, TokenNorms, gather_states, spread
 from hsx_dist.observe.units import bytes_text
 from hsx_dist.reading import Run
@@ -33,6 +40,7 @@ def write_report(
     chosen: Sequence[str] = (),
     samples: int = 24,
     decode: Decode | None = None,
+    model: str | None = None,
 ) -> str:
     """The page about the run at ``store``, as HTML.
 
@@ -40,11 +48,13 @@ def write_report(
         chosen: keys of samples that are shown token by token; without any, a short, a middling and a long one.
         samples: how many samples are read for norms and similarities.
         decode: token ids to the text of each; without it tokens are shown as ids.
+        model: folder or id of the model whose configuration attention patterns are computed with; without it they are
+            drawn of the built-in model alone.
 
     Raises:
         RunError: there is no run, or it is being removed. SampleNotFound: a chosen key is none of its.
         SampleConsumed, NotFound: a chosen sample is not stored any more.
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib is not installed; ``model`` cannot be loaded.
         StoreError, FormatError: something cannot be read.
     """
     run = Run(store)
@@ -55,7 +65,9 @@ def write_report(
             run[key].token_ids("numpy")  # a sample that the caller names is not left out: raise if it is gone
         stored = select_stored(run)
         statistics = list(stored_statistics(run))
-        states = gather_states(run, spread(stored.keys(), samples), list(chosen) or _typical(stored))
+        shown = list(chosen) or _typical(stored)
+        states = gather_states(run, spread(stored.keys(), samples), shown)
+        attention = gather_attention(run, shown, model)
     sections = [
         _what_ran(facts),
         _time(facts, canvas),
@@ -64,6 +76,7 @@ def write_report(
         *(_states(states, canvas) if states is not None else []),
         _statistics(statistics),
         *([_samples(states, decode)] if states is not None and states.chosen else []),
+        *([_attention(attention, decode, canvas)] if attention is not None else []),
         _settings(facts),
     ]
     return document(facts.url, "\n".join(s for s in sections if s))
@@ -227,6 +240,51 @@ def _sample(states: StateNumbers, sample: TokenNorms, decode: Decode | None) -> 
         lines.append(f'<div class="layer">layer {states.layer_ids[k]}</div><div class="text">{spans}</div>')
     of = f", the first {len(ids)} of {sample.num_tokens:,}" if len(ids) < sample.num_tokens else f", {len(ids)} tokens"
     return f'<h3>{escape(sample.key)}{of}</h3><div class="tokens">{"".join(lines)}</div>'
+
+
+def _attention(found: PromptAttention, decode: Decode | None, canvas: Canvas) -> str:
+    begin = f'<section id="attention"><h2>Attention patterns</h2><h3>{escape(found.key)}</h3>'
+    if not found.layers:
+        why = (
+            f"Not drawn: {escape(found.missing)}"
+            if found.missing
+            else "Not drawn. The run has queries and keys. Patterns need the positions and the scale of their model, "
+            "which only you can name: <code>hsx report --model FOLDER_OR_ID</code>."
+        )
+        return f"{begin}<p class=note>{why}</p></section>"
+    ids = [int(i) for i in found.token_ids]
+    texts = decode(ids) if decode is not None else [f" {i}" for i in ids]
+    note = (
+        f"From the stored queries and keys, by the positions and the scale of {escape(found.model)}. Each row is a "
+        "token, each column a token that it attends to. Colours are by the root of the weight. "
+        f"Shown are {_part(len(ids), found.num_tokens, 'tokens', 'the first ')}, "
+        f"{_part(len(found.layers), len(found.stored), 'stored layers')} and "
+        f"{_part(len(found.layers[0].heads), found.layers[0].num_heads, 'heads')} "
+        f"(at most {TOKENS_DRAWN}, {LAYERS_DRAWN} and {HEADS_DRAWN})."
+    )
+    maps = "".join(f"<h3>Layer {layer.layer}</h3>{canvas.attention(layer)}" for layer in found.layers)
+    rows = "".join(
+        f'<div class="layer">layer {layer.layer}</div><div class="text">'
+        + "".join(
+            f'<span style="background:rgba(52,101,164,{0.8 * _opacity(weight):.2f})" title="token {i}: {weight:.3f}">'
+            f"{_token(text)}</span>"
+            for i, (text, weight) in enumerate(zip(texts, layer.last.tolist(), strict=True))
+        )
+        + "</div>"
+        for layer in found.layers
+    )
+    return (
+        f"{begin}<p class=note>{note}</p>{maps}<h3>What the last of these tokens attends to, mean of all heads</h3>"
+        f'<div class="tokens">{rows}</div></section>'
+    )
+
+
+def _part(shown: int, of: int, what: str, which: str = "") -> str:
+    return f"all {of:,} {what}" if shown == of else f"{which}{shown:,} of {of:,} {what}"
+
+
+def _opacity(weight: float) -> float:
+    return float(np.sqrt(np.clip(weight, 0, 1))) if np.isfinite(weight) else 0.0
 
 
 def _token(text: str) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.observe.report.facts import Attempt, LayerSize, Timeline
+from hsx_dist.observe.report.prompt_attention import LayerPatterns
 from hsx_dist.observe.report.states import MOST_LAYERS, StateNumbers, spread
 
 if TYPE_CHECKING:
@@ -262,6 +263,39 @@ class Canvas:
             figure.colorbar(image, ax=axes, fraction=0.046)
 
         return self._draw(fill, 4.8, 3.8, "Similarity between layers")
+
+    # -- which tokens heads attend to ------------------------------------------------------------------------------
+
+    def attention(self, found: LayerPatterns) -> str:
+        """A map for each head: a row for each token, and in it a column for each token that it attends to."""
+        columns = 8 if len(found.heads) > 12 else 6
+        rows = -(-len(found.heads) // columns)
+        n = found.patterns.shape[1]
+        future = ~np.tri(n, dtype=bool)
+
+        def fill(figure: Figure) -> None:
+            grid = figure.subplots(rows, columns, squeeze=False)
+            for axes in grid.flat[len(found.heads) :]:
+                axes.set_axis_off()
+            for axes, head, pattern in zip(grid.flat, found.heads, found.patterns, strict=False):
+                shown = np.sqrt(np.ma.masked_array(pattern, future))
+                image = axes.imshow(shown, cmap="Blues", vmin=0, vmax=1, interpolation="none")
+                axes.set_title(f"head {head}", fontsize=9, pad=3)
+                axes.grid(visible=False)
+                axes.set_xticks([])
+                axes.set_yticks([])
+            corner = grid[rows - 1, 0]
+            corner.set_xticks([0, n - 1])
+            corner.set_yticks([0, n - 1])
+            corner.tick_params(labelsize=8)
+            corner.set_xlabel("attended to", fontsize=8)
+            corner.set_ylabel("token", fontsize=8)
+            bar = figure.colorbar(image, ax=grid, fraction=0.02, pad=0.01)
+            ticks = (0, 0.05, 0.2, 0.5, 1)
+            bar.set_ticks([t**0.5 for t in ticks], labels=[f"{t:g}" for t in ticks])
+
+        height = 9.6 / columns * rows + 0.35
+        return self._draw(fill, 9.6, height, f"Attention patterns of layer {found.layer}")
 
 
 def _name_layers(axes: Axes, layers: Sequence[int | str], *, vertical: bool = False) -> None:

@@ -21,11 +21,11 @@ from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.exporting import Exporter, ExportOptions, SampleLeftOut, export_run, register_exporter
 from hsx_dist.exporting.export import EXPORTERS
 from hsx_dist.exporting.specforge import DFlashExporter
-from hsx_dist.exporting.weights import ModelEnd
 from hsx_dist.format.names import part_name
 from hsx_dist.format.place import open_place, start_run
 from hsx_dist.format.runs import load_manifest
 from hsx_dist.jobs.ledger import RowLedger
+from hsx_dist.model_parts.model_end import ModelEnd
 from hsx_dist.models.tiny import tiny_llama
 from hsx_dist.page import token_hash
 from hsx_dist.reading import Run
@@ -204,7 +204,7 @@ def test_teacher_logprobs_are_the_models_own(
     run: Run, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr("hsx_dist.exporting.weights.avoid_broken_amx", lambda: asked.append(True))
+    monkeypatch.setattr("hsx_dist.model_parts.model_end.avoid_broken_amx", lambda: asked.append(True))
     options = ExportOptions(top_k=7, samples_per_file=2, model=str(model[0]))
     assert export_run(run, "topk-logprobs", tmp_path, options).written == 3
     assert asked  # before the first product, which in bf16 may end the process
@@ -310,7 +310,8 @@ def test_a_run_of_the_hub_downloads_weights_and_no_code(
     export({**stored, "revision": "v1.0"}, "a")
     export({"model": "gpt2"}, "b")
     # Safetensors and JSON alone: neither a pickle nor a module of the repository comes onto the machine.
-    assert asked == [(name, at, ["*.json", "*.safetensors"]) for name, at in (("org/name", "v1.0"), ("gpt2", "main"))]
+    both = ("*.json", "*.safetensors")
+    assert asked == [(name, at, [of]) for name, at in (("org/name", "v1.0"), ("gpt2", "main")) for of in both]
     for i, revision in enumerate(("../../x", "/x", "-x", 5, "a\nb")):
         with pytest.raises((ConfigError, FormatError), match=r"revision"):
             export({**stored, "revision": revision}, f"c{i}")
@@ -318,7 +319,7 @@ def test_a_run_of_the_hub_downloads_weights_and_no_code(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"also a path here.*--model \./org/name"):
         export(stored, "d")
-    assert len(asked) == 2
+    assert len(asked) == 4
 
 
 def test_a_model_without_safetensors_is_refused_and_its_pickle_not_read(
@@ -396,8 +397,8 @@ def test_infinity_in_a_configuration_is_taken_and_logits_are_held_within_a_budge
     shutil.copytree(model[0], folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "time_step_limit": [0.0, float("inf")]}))
-    monkeypatch.setattr("hsx_dist.exporting.weights._LOGITS_BYTES", 3 * 512 * 4)
-    parts = list(ModelEnd(run, str(folder)).logprobs(torch.ones(8, H)))
+    monkeypatch.setattr("hsx_dist.model_parts.model_end._LOGITS_BYTES", 3 * 512 * 4)
+    parts = list(ModelEnd(run, str(folder)).logits(torch.ones(8, H)))
     assert [tuple(part.shape) for part in parts] == [(3, 512), (3, 512), (2, 512)]
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from hsx_dist.errors import NotFound, RunError, SampleConsumed, SampleNotFound
+from hsx_dist.errors import ConfigError, NotFound, RunError, SampleConsumed, SampleNotFound
 from hsx_dist.format.codecs import NoneCodec
 from hsx_dist.format.place import Place, open_place
 from hsx_dist.observe.report import write_report
 from hsx_dist.observe.report.document import escape
 from hsx_dist.observe.report.facts import gather_facts
 from hsx_dist.observe.report.plots import Canvas
+from hsx_dist.observe.report.prompt_attention import HEADS_DRAWN, TOKENS_DRAWN, drawn_layer, gather_attention
 from hsx_dist.observe.report.states import MOST_LAYERS, gather_states, spread
 from hsx_dist.reading import Run
 from hsx_dist.reading.missing import stored_parts
@@ -26,6 +30,8 @@ from hsx_dist.store import Store, open_store
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
 from tests.harness.browser import browser_page, chromium_program
+from tests.harness.hooked_model import HookedModel, tiny_model
+from tests.harness.points import computed_sample, run_of
 from tests.harness.runs import store_run, write_v1_run
 from tests.unit.observe.conftest import HOSTILE
 
@@ -218,6 +224,113 @@ def test_parts_that_are_removed_while_the_report_reads_them_are_left_out(monkeyp
     assert numbers.samples == 2
     assert [shown.key for shown in numbers.chosen] == ["k5"]
     assert gather_states(run, ["k0"], ["k1"]) is None
+
+
+#: Of the layers that are stored, those that are drawn.
+STORED, DRAWN = (0, 1, 2, 3, 4), (0, 1, 3, 4)
+
+
+@pytest.fixture(scope="module")
+def attended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Store, np.ndarray[Any, Any]]:
+    """A tiny model with 2 key heads for 4 query heads, a run of its queries and keys, and its attention of ``s-1``."""
+    model = tiny_model("llama", tmp_path_factory.mktemp("model"))
+    hooked = HookedModel(model)
+    ids = [np.random.default_rng(i).integers(3, 500, n).tolist() for i, n in enumerate((9, 60, 70))]
+    points = {"q": STORED, "k": STORED}
+    made = [computed_sample(f"s-{i}", of, hooked.rows(of), points, 32).segments(i) for i, of in enumerate(ids)]
+    store = open_store(str(tmp_path_factory.mktemp("attended") / "run"))
+    run_of(*made, store=store, meaning={"model": HOSTILE}, about={"num_hidden_layers": 5})
+    hooked = HookedModel(model)
+    with torch.inference_mode():
+        out = hooked.model(torch.tensor([ids[1]]), output_attentions=True)
+    return model, store, torch.stack(out.attentions)[:, 0].numpy()
+
+
+def test_attention_of_one_prompt_is_transformers(attended: tuple[Path, Store, np.ndarray[Any, Any]]) -> None:
+    model, store, right = attended
+    found = gather_attention(Run(store), ["s-1", "s-2"], str(model))
+    assert found is not None
+    assert (found.key, found.num_tokens, found.stored, found.missing) == ("s-1", 60, STORED, "")
+    assert [layer.layer for layer in found.layers] == list(DRAWN)
+    np.testing.assert_array_equal(found.token_ids, Run(store)["s-1"].token_ids("numpy")[:TOKENS_DRAWN])
+    for layer in found.layers:
+        assert (layer.heads, layer.num_heads) == ((0, 1, 2, 3), 4)
+        whole = right[layer.layer][:, :TOKENS_DRAWN, :TOKENS_DRAWN]
+        np.testing.assert_allclose(layer.patterns, whole, atol=1e-5)
+        np.testing.assert_allclose(layer.last, whole[:, -1].mean(0), atol=1e-5)
+
+
+def test_attention_is_drawn_by_the_viewers_model_alone(
+    attended: tuple[Path, Store, np.ndarray[Any, Any]], small_run: Store, tmp_path: Path
+) -> None:
+    model, store, right = attended
+    assert 'id="attention"' not in write_report(small_run, model=str(model))  # it has neither queries nor keys
+    page = write_report(store)
+    assert "which only you can name" in page
+    assert "Attention patterns of layer" not in page
+    page = write_report(store, chosen=["s-1"], model=str(model), decode=lambda ids: [f"<{i}>" for i in ids])
+    section = page.split('id="attention"')[1].split("</section>")[0]
+    assert re.findall('aria-label="(.*?)"', section) == [f"Attention patterns of layer {k}" for k in DRAWN]
+    assert (
+        "Shown are the first 48 of 60 tokens, 4 of 5 stored layers and all 4 heads (at most 48, 4 and 16)." in section
+    )
+    weights = re.findall(r'title="token \d+: ([\d.]+)">&lt;\d+&gt;<', section)
+    expected = right[list(DRAWN)][:, :, 47, :48].mean(1).reshape(-1)
+    assert weights == [f"{x:.3f}" for x in expected]
+    # Another model's heads: the page says so, and has all else.
+    other = tmp_path / "other"
+    other.mkdir()
+    config = json.loads((model / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"num_attention_heads": 8}))
+    page = write_report(store, model=str(other))
+    assert "Not drawn:" in page
+    assert "expected points of 8 query and 2 key heads" in page
+    (other / "config.json").write_text(json.dumps(config | {"model_type": "gemma2"}))
+    with pytest.raises(ConfigError, match="got model_type 'gemma2'"):
+        write_report(store, model=str(other))
+
+
+def test_of_many_heads_some_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[int, ...]] = []
+    monkeypatch.setattr("matplotlib.axes.Axes.imshow", _count_images(drawn))
+    patterns = np.tile(np.tri(5, dtype=np.float32), (64, 1, 1))
+    layer = drawn_layer(3, patterns)
+    assert layer.heads == tuple(spread(range(64), HEADS_DRAWN))
+    assert layer.num_heads == 64
+    Canvas().attention(layer)
+    assert drawn == [(5, 5)] * HEADS_DRAWN
+
+
+def _count_images(drawn: list[tuple[int, ...]]) -> Any:
+    from matplotlib.axes import Axes
+
+    theirs = Axes.imshow
+
+    def imshow(axes: Any, image: Any, *args: Any, **kwargs: Any) -> Any:
+        drawn.append(image.shape)
+        return theirs(axes, image, *args, **kwargs)
+
+    return imshow
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_a_browser_shows_attention(attended: tuple[Path, Store, np.ndarray[Any, Any]], tmp_path: Path) -> None:
+    model, store, _ = attended
+    path = tmp_path / "report.html"
+    path.write_text(write_report(store, model=str(model)), encoding="utf-8")
+    with browser_page() as (page, seen):
+        page.goto(path.as_uri())
+        maps = page.locator("#attention svg image")
+        assert maps.count() >= 4 * len(DRAWN)
+        for i in range(maps.count()):
+            box = maps.nth(i).bounding_box()
+            assert box is not None
+            assert min(box["width"], box["height"]) > 5
+        page.set_viewport_size({"width": 480, "height": 900})
+        assert page.evaluate("document.documentElement.scrollWidth") <= 480
+    assert seen.errors == []
+    assert seen.requests == [path.as_uri()]
 
 
 @pytest.mark.slow

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hsx_dist.errors import ConfigError
-from hsx_dist.exporting.model_ends import END_RULES, end_rule
-from hsx_dist.exporting.weights import ModelEnd
-from hsx_dist.reading import Run
+from hsx_dist.model_parts.end_rules import END_RULES, end_rule
+from hsx_dist.model_parts.model_end import ModelEnd
 
 #: Taken where a family's configuration has the member. No value is a default that would hide a wrong rule.
 SMALL: dict[str, Any] = {
@@ -92,9 +91,13 @@ def test_norm_and_log_probabilities_are_the_models_own(family: str, tmp_path: Pa
     with torch.inference_mode():
         logits = model(input_ids=torch.arange(3, 15)[None], use_cache=False).logits[0].float()
     model.save_pretrained(tmp_path)
-    end = ModelEnd(cast(Run, None), str(tmp_path))
-    got = torch.cat(list(end.logprobs(last[0][0])))
-    torch.testing.assert_close(got, torch.log_softmax(logits, -1), atol=1e-5, rtol=1e-5)
+    end = ModelEnd(None, str(tmp_path))
+    got = torch.cat(list(end.logits(last[0][0])))
+    torch.testing.assert_close(got, logits, atol=1e-5, rtol=1e-5)
+    ids, logprobs = end.top_k(last[0][0], 5)
+    right = torch.log_softmax(logits, -1)
+    torch.testing.assert_close(logprobs, right.topk(5).values, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(right.gather(1, ids), logprobs, atol=1e-5, rtol=1e-5)
     x = torch.randn(50, 32).bfloat16()
     with torch.inference_mode():
         assert torch.equal(end.norm(x), model.model.norm.bfloat16()(x))

@@ -1,0 +1,216 @@
+"""A model's folder or repository of the hub: ``config.json`` and single tensors. No pickle, and no code of the model.
+
+A stored run must not choose which of a reader's files are loaded: it names the built-in model, or an id of the hub.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hsx_dist.errors import ConfigError, FormatError
+from hsx_dist.format.json_objects import Check, anything, check_members, object_of, or_null, parse_object, shown, text
+from hsx_dist.model_parts.config_numbers import count, positive
+from hsx_dist.models.builtin import SMOLLM2, resolve_model
+from hsx_dist.reading.run import Run
+from hsx_dist.reading.sample import Sample
+
+#: An id of the Hugging Face hub, ``name`` or ``org/name``: no path and no URL.
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?")
+_REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,127}")
+_WEIGHTS = ".safetensors"
+#: Of ``config.json`` and of the weights' index, which has an entry for each of a mixture's experts.
+_JSON_BYTES, _JSON_VALUES = 64 << 20, 1_000_000
+_MEMBERS: dict[str, Check] = {
+    "model_type": text,
+    "text_config": or_null(object_of(anything)),
+    "num_hidden_layers": or_null(count),
+    "rms_norm_eps": or_null(positive),
+}
+_DTYPES = ("F64", "F32", "F16", "BF16")
+
+
+class ModelFiles:
+    """``config.json`` and the safetensors files of a model in Hugging Face's format.
+
+    Of a repository of the hub the JSON files are downloaded first, and of the weights the files that a tensor needs.
+
+    Attributes:
+        model: the name under which it was found.
+        config: the language model's configuration: ``text_config`` over the rest, where there is one.
+
+    Args:
+        run: its ``run.json`` names the model and the revision that are used without ``model``.
+        model: a folder or id instead of the run's.
+        members: checks of the configuration's members that the caller uses.
+
+    Raises:
+        ConfigError: the run's model is no id of the hub; there is no such model.
+        FormatError: its configuration is damaged.
+    """
+
+    def __init__(self, run: Run | None, model: str | None, members: Mapping[str, Check]) -> None:
+        self._revision: str | None = None
+        self._from_hub = False
+        self.model, self._folder = self._named(model) if model or run is None else self._stored(run)
+        members = {**_MEMBERS, **members}
+        path = self._folder / "config.json"
+        self.config = _read_json(path, members)
+        self.config |= self.config.get("text_config") or {}
+        check_members(self.config, members, str(path))
+        self._files: dict[str, str] | None = None
+
+    def tensor(self, shape: tuple[int | None, ...], *names: str) -> Any:
+        """The first of the named tensors that the model has, on the CPU, in the file's dtype.
+
+        Args:
+            shape: the shape that is expected; None for any number.
+
+        Raises:
+            ConfigError: the model has none of the names, or one of another shape, or quantised.
+            FormatError: its file is damaged.
+        """
+        if self._files is None:
+            self._files = self._weight_files()
+        name = next((name for name in names if name in self._files), None)
+        if name is None:
+            raise ConfigError(
+                f"{self.model}: expected one of the tensors {list(names)} in its safetensors files, "
+                "found none; name a folder that has them (--model)"
+            )
+        path = self._file(self._files[name])
+        with _opened(path) as f:
+            there = f.get_slice(name)
+            found, dtype = there.get_shape(), there.get_dtype()
+            fits = len(found) == len(shape) and all(n and m in (n, None) for n, m in zip(found, shape, strict=False))
+            if not fits or dtype not in _DTYPES:
+                wanted = ", ".join(str(n or "V") for n in shape)
+                raise ConfigError(
+                    f"{path}: expected {name} of shape [{wanted}] and a dtype of {', '.join(_DTYPES)}, as the "
+                    f"run's states need it, got {found} {dtype}. Name the run's model (--model)"
+                )
+            return f.get_tensor(name)
+
+    def num_layers_of(self, sample: Sample) -> int | None:
+        """The model's number of layers, if its configuration names it.
+
+        Raises:
+            ConfigError: the sample is of a model with another number.
+        """
+        model, told = self.config.get("num_hidden_layers"), sample.about.get("num_hidden_layers")
+        if isinstance(told, int) and model is not None and told != model:
+            raise ConfigError(
+                f"{sample.key}: expected a sample of {self.model}, which has {model} layers, got one of a model with "
+                f"{told}. Name the sample's model"
+            )
+        return model
+
+    def _weight_files(self) -> dict[str, str]:
+        """Tensor → file."""
+        index = self._folder / "model.safetensors.index.json"
+        if index.is_file():
+            found: dict[str, str] = _read_json(index, {"weight_map": object_of(text)}).get("weight_map", {})
+            if wrong := [name for name in found.values() if Path(name).name != name or not name.endswith(_WEIGHTS)]:
+                raise ConfigError(
+                    f"{index}: expected safetensors files next to it, got {shown(wrong[0])}. Use another model"
+                )
+            return found
+        if self._from_hub:
+            self._folder = self._download(f"*{_WEIGHTS}")
+        names: dict[str, str] = {}
+        for path in sorted(self._folder.glob(f"*{_WEIGHTS}")):
+            with _opened(path) as f:
+                names |= dict.fromkeys(f.keys(), path.name)
+        return names
+
+    def _file(self, name: str) -> Path:
+        if self._from_hub and not (self._folder / name).is_file():
+            return self._download(name) / name
+        return self._folder / name
+
+    def _named(self, model: str | None) -> tuple[str, Path]:
+        """The name and folder of the model that the caller named."""
+        if not model:
+            raise ConfigError("model: expected a folder or an id of the Hugging Face hub, got none. Name one")
+        path = Path(resolve_model(model)).expanduser()
+        return model, path if (path / "config.json").is_file() else self._hub(model, None)
+
+    def _stored(self, run: Run) -> tuple[str, Path]:
+        """The name and folder of the run's model: the built-in one, or a repository of the hub."""
+        if is_builtin(run):
+            return SMOLLM2, Path(resolve_model(SMOLLM2))
+        meaning = _meaning(run)
+        name = _plain(run, "model", meaning.get("model"), _HUB_ID)
+        revision = _plain(run, "revision", meaning.get("revision") or "main", _REVISION)
+        if Path(name).exists():
+            raise ConfigError(
+                f"{run.url}: expected an id of the Hugging Face hub as the run's model, got {name!r}, which is also a "
+                f"path here. Name the one that you want (--model ./{name})"
+            )
+        return name, self._hub(name, revision)
+
+    def _hub(self, model: str, revision: str | None) -> Path:
+        self.model, self._revision, self._from_hub = model, revision, True
+        return self._download("*.json")
+
+    def _download(self, pattern: str) -> Path:
+        try:
+            from huggingface_hub import snapshot_download
+
+            return Path(snapshot_download(self.model, revision=self._revision, allow_patterns=[pattern]))
+        except Exception as e:
+            raise ConfigError(
+                f"{self.model}: expected a folder with config.json, or a model of the Hugging Face hub; "
+                f"{type(e).__name__}: {e}"
+            ) from e
+
+
+def is_builtin(run: Run) -> bool:
+    """Whether the run's model is the built-in one."""
+    return _meaning(run).get("model") == SMOLLM2
+
+
+def _meaning(run: Run) -> dict[str, Any]:
+    meaning = run.info.get("meaning")
+    return meaning if isinstance(meaning, dict) else {}
+
+
+def _plain(run: Run, what: str, value: Any, form: re.Pattern[str]) -> str:
+    if not isinstance(value, str) or not form.fullmatch(value) or ".." in value:
+        raise ConfigError(
+            f"{run.url}: expected an id of the Hugging Face hub as the run's {what}, got {str(value)[:100]!r}. Name "
+            "the model's folder or id yourself (--model)"
+        )
+    return value
+
+
+def _read_json(path: Path, checks: Mapping[str, Check]) -> dict[str, Any]:
+    """The JSON object in the file, its members checked."""
+    try:
+        with path.open("rb") as f:
+            data = f.read(_JSON_BYTES + 1)
+    except OSError as e:
+        raise ConfigError(f"{path}: expected a file of the model, got {e.strerror}. Name another (--model)") from e
+    if len(data) > _JSON_BYTES:
+        raise FormatError(f"{path}: expected at most {_JSON_BYTES} bytes, got more. Name another model (--model)")
+    # transformers writes Infinity into some configurations.
+    found = parse_object(data, str(path), values=_JSON_VALUES, constants=True)
+    check_members(found, checks, str(path))
+    return found
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as f:
+            yield f
+    except (SafetensorError, OSError, UnicodeError) as e:
+        raise FormatError(
+            f"{str(path)!a}: expected a whole safetensors file with the tensors that its index names, got "
+            f"{type(e).__name__}: {str(e)[:200]!a}. Download the model again"
+        ) from e
