@@ -45,7 +45,7 @@ def shown(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     paths = {"model": str(tiny_model_path), "adapter": str(adapter), "merged": str(merged)}
     paths |= {"states": str(folder / "states"), "result": str(folder / "result.pt")}
     blocks = [s for s in snippets(GUIDE) if s.language == "python"]
-    program = as_program(blocks).replace("    MODEL,\\n", "    MODEL,\\n    enforce_eager=True,\\n    dtype='float32',\\n")
+    program = as_program(blocks).replace("    MODEL,\\n", "    MODEL,\\n    enforce_eager=True,\\n    dtype=\"float32\",\\n")
     head, _, body = program.partition("\nnames = {'__name__': '__main__'}\n")
     program = f"{head}\nnames = {{'__name__': '__main__'}}{_BEFORE.format(prompts=PROMPTS, **paths)}{body}"
     env = {**os.environ, "PYTHONPATH": str(Path.cwd())}
