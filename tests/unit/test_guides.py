@@ -74,10 +74,7 @@ def test_the_guide_on_sparse_autoencoders_gives_batches(tmp_path: Path) -> None:
     assert names["state"]["batches"] > 0
     assert names["packed"]["hidden_states"].shape == (4, 32, 24)
     expected = next(islice(names["batches"], 10, None))
-    resumed = next(islice(names["resumed"], 1))  # `next(iter(resumed))` in the guide has used up its state
-    names["resumed"].load_state_dict(names["state"])
-    resumed = next(iter(names["resumed"]))
-    assert resumed["hidden_states"].equal(expected["hidden_states"])
+    assert names["eleventh"]["hidden_states"].equal(expected["hidden_states"])
     norms = names["batch"]["hidden_states"].norm(dim=1)
     assert norms.mean().item() == pytest.approx(24**0.5, rel=0.1)
 
@@ -89,7 +86,7 @@ def labelled_run(url: str) -> None:
     writer = RunWriter(root, attached=lambda s: {"loss_mask": (np.arange(len(s.token_ids)) >= 4).astype(np.uint8)})
     rng = np.random.default_rng(0)
     stored = []
-    for i in range(80):
+    for i in range(160):
         tokens, positive, reward = 8 + i % 5, int(rng.integers(2)), float(rng.normal())
         states = rng.standard_normal((tokens, 2, 24)).astype(np.float32)
         states[-1, 1, 3] += 6 * positive - 3
@@ -114,7 +111,7 @@ def test_the_guide_on_probes_finds_the_layer_that_knows(tmp_path: Path, capsys: 
     found, control = names["found"], names["control"]
     assert found[15] > 0.9
     assert max(found[2], control[2], control[15]) < 0.8
-    assert "layer 15: 0.9" in (out := capsys.readouterr().out) or "layer 15: 1.0" in out
+    assert f"layer 15: {found[15]:.2f}, with" in capsys.readouterr().out
     assert np.mean(names["losses"][-5:]) < 0.2 * names["losses"][0]
 
 
