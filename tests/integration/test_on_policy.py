@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,18 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 GUIDE = Path(__file__).parents[2] / "docs/guides/on-policy.md"
 LAYERS = (2, 4)
 PROMPTS = [[7, 8, 9, 10, 11], list(range(20, 60))]
-_BEFORE = """
+#: The guide's engine compiles the model, and takes bfloat16: the first takes minutes, the second hides errors.
+_ENGINE = '    MODEL,\n    dtype="float32",\n    enforce_eager=True,\n'
+_GIVEN = """
 import torch
 from transformers import AutoModelForCausalLM
+
+MODEL, ADAPTER, STATES, PROMPTS, MIDDLE, LAST = {model!r}, {adapter!r}, {states!r}, {prompts!r}, 2, 4
 train_model = AutoModelForCausalLM.from_pretrained({merged!r}, dtype=torch.float32)
-names |= dict(train_model=train_model, MODEL={model!r}, ADAPTER={adapter!r}, STATES={states!r}, PROMPTS={prompts!r})
-names |= dict(MIDDLE=2, LAST=4)
 """
-_AFTER = """
-names["llm"].llm_engine.engine_core.shutdown()
-kept = ("answers", "rollout", "key", "losses", "found")
-torch.save({{name: names[name] for name in kept}}, {result!r})
+_KEPT = """
+llm.llm_engine.engine_core.shutdown()
+torch.save(dict(answers=answers, rollout=rollout, key=key, losses=losses, found=found), {result!r})
 """
 
 
@@ -44,15 +46,19 @@ def shown(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     adapter, merged = write_adapter(tiny_model_path, folder)
     paths = {"model": str(tiny_model_path), "adapter": str(adapter), "merged": str(merged)}
     paths |= {"states": str(folder / "states"), "result": str(folder / "result.pt")}
-    blocks = [s for s in snippets(GUIDE) if s.language == "python"]
-    program = as_program(blocks).replace("    MODEL,\\n", "    MODEL,\\n    enforce_eager=True,\\n    dtype=\"float32\",\\n")
-    head, _, body = program.partition("\nnames = {'__name__': '__main__'}\n")
-    program = f"{head}\nnames = {{'__name__': '__main__'}}{_BEFORE.format(prompts=PROMPTS, **paths)}{body}"
-    env = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    engine, *blocks = (s for s in snippets(GUIDE) if s.language == "python")
+    given, kept = (
+        replace(engine, text=text) for text in (_GIVEN.format(prompts=PROMPTS, **paths), _KEPT.format(**paths))
+    )
+    engine = replace(engine, text=engine.text.replace("    MODEL,\n", _ENGINE))
     done = subprocess.run(
-        [sys.executable, "-c", program + _AFTER.format(**paths)],
-        env=env, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", as_program([given, engine, *blocks, kept])],
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "nats a token from the teacher" in done.stdout
     return {**paths, **torch.load(paths["result"], weights_only=False)}
@@ -66,7 +72,8 @@ def test_the_students_states_are_those_of_its_adapter(shown: dict[str, Any]) -> 
     assert sample["token_ids"].tolist() == tokens
     Oracle(shown["merged"]).assert_equal(tokens, sample["hidden_states"], LAYERS)
     assert sample["loss_mask"].tolist() == [0] * len(prompt) + [1] * (len(answer) - 1)
-    assert (sample["meta"]["lora"], sample["meta"]["metadata"]) == ("student-3", {"step": 3})
+    meta = sample["meta"]
+    assert (meta["lora"], meta["metadata"], meta["prompt_tokens"]) == ("student-3", {"step": 3}, len(prompt))
 
 
 def test_the_loss_is_the_divergence_of_the_two_models(shown: dict[str, Any]) -> None:
