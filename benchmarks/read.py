@@ -250,7 +250,7 @@ def token_batches(path: str, narrow: Sequence[RandomSample], rounds: int) -> dic
         os.sched_setaffinity(0, cores)
     seconds["batches"] = used[1:]  # once the buffer is full; the first round warms
     return {
-        "what": "tokens/s on one core (CPU time), one layer from disk in mixed batches / the codec's decompression alone",
+        "what": "tokens/s on one core (CPU time), one layer in mixed batches from disk / the codec alone",
         "goal": ">= 0.8",
         "ratio": ratio(seconds, "codec", "batches"),
         "detail": {
