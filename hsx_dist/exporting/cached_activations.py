@@ -85,6 +85,7 @@ class SaeLensExporter(Exporter):
     def statement(self) -> dict[str, Any]:
         return {
             "hook_name": self._hook,
+            "layer": f"{self.layers[0]}; SAELens counts after a block, or before one (hook_resid_pre)",
             "context_size": self._context,
             "dtype": "float32",
             "left_out": "tokens behind the last whole context of each sample",

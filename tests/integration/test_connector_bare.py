@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -13,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import hsx_dist
 from hsx_dist.connector.flush import flush
 from hsx_dist.errors import SampleFailed
 from hsx_dist.isa import avoid_broken_amx
+from tests.harness.lora import write_adapter
 from tests.integration.inplace_norm import use_inplace_norm
 from tests.integration.oracle import Oracle
 
@@ -139,26 +137,6 @@ def test_each_request_of_a_batch_gets_what_it_asked_for(llm, oracle, output):
 
     strided = hsx_dist.load_hidden_states(str(output / "mine" / "six.safetensors"), framework="torch")
     assert strided["token_ids"].tolist() == prompts[5][::7]
-
-
-def write_adapter(model: Path, folder: Path) -> tuple[Path, Path]:
-    """A random LoRA adapter of ``model``, and the model that has it merged."""
-    merged, adapter = folder / "merged", folder / "adapter"
-    shutil.copytree(model, merged)
-    adapter.mkdir()
-    weights, low_rank = load_file(merged / "model.safetensors"), {}
-    generator = torch.Generator().manual_seed(3)
-    for name in [n for n in weights if n.endswith(("q_proj.weight", "v_proj.weight", "down_proj.weight"))]:
-        out, into = weights[name].shape
-        a, b = torch.randn(4, into, generator=generator) * 0.2, torch.randn(out, 4, generator=generator) * 0.2
-        weights[name] += 2 * b @ a
-        module = f"base_model.model.{name.removesuffix('.weight')}"
-        low_rank |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
-    save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
-    save_file(low_rank, adapter / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
-    (adapter / "adapter_config.json").write_text(json.dumps({**config, "bias": "none", "task_type": "CAUSAL_LM"}))
-    return adapter, merged
 
 
 def test_an_adapters_states_are_those_of_the_model_with_it_merged(llm, oracle, tiny_model_path, tmp_path):

@@ -10,22 +10,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dictionary_learning.dictionary import AutoEncoder
 from sae_lens import StandardTrainingSAE, StandardTrainingSAEConfig
 from sae_lens.config import LoggingConfig, SAETrainerConfig
 from sae_lens.saes.sae import SAEMetadata
 from sae_lens.training.activations_store import ActivationsStore
-from sae_lens.training.multi_sae_trainer import MultiSAETrainer
 from sae_lens.training.sae_trainer import SAETrainer
 
-from hsx_dist import HiddenStatesDataset, TokenBatches, open_run
+from hsx_dist import HiddenStatesDataset, open_run
 from hsx_dist.exporting import ExportOptions, export_run
 from hsx_dist.reading.run import Run
-from hsx_dist.reading.statistics import compute_statistics
+from hsx_dist.reading.statistics import compute_statistics, store_statistics
 from hsx_dist.saelens import data_provider, sae_config
 from hsx_dist.store import open_store
 from hsx_dist.testing.samples import RandomSample
 from tests.harness.runs import store_run
+from tests.harness.snippets import snippets
 
+GUIDE = Path(__file__).parents[2] / "docs/guides/sparse-autoencoders.md"
 HOOK, OTHER = "blocks.14.hook_resid_post", "blocks.0.hook_resid_pre"  # layers 15 and 0
 WIDTH, DIRECTIONS = 24, 6
 
@@ -39,15 +41,18 @@ def sparse_states(i: int, tokens: int) -> np.ndarray[Any, Any]:
     return np.stack([states, -states], 1).astype(np.float32)
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    path = tmp_path_factory.mktemp("sae") / "run"
+def stored(path: Path, layers: tuple[int, int]) -> Run:
     samples = []
     for i in range(20):
         states, ids = sparse_states(i, 50 + i).view(np.uint32), np.arange(50 + i) + 100 * i
-        samples.append(RandomSample(f"s{i:02d}", states, ids, (0, 15), "float32", 64))
+        samples.append(RandomSample(f"s{i:02d}", states, ids, layers, "float32", 64))
     store_run(open_store(str(path)), samples, per_part=5)
     return open_run(str(path))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return stored(tmp_path_factory.mktemp("sae") / "run", (0, 15))
 
 
 def trainer_config(steps: int) -> SAETrainerConfig:
@@ -89,16 +94,10 @@ def test_saetrainer_learns_from_the_provider_and_estimates_the_runs_factor(run: 
     assert before > 0.5
 
 
-def test_multisaetrainer_takes_hooks_by_name(run: Run) -> None:
+def test_several_hooks_have_the_states_of_the_same_tokens(run: Run) -> None:
     batch = next(data_provider(run, [HOOK, OTHER], 64))
     assert {name: tuple(x.shape) for name, x in batch.items()} == {HOOK: (64, WIDTH), OTHER: (64, WIDTH)}
     assert torch.equal(batch[HOOK], -batch[OTHER])
-    saes = {name: autoencoder(run, name) for name in (HOOK, OTHER)}
-    x = torch.cat([b[OTHER] for b in islice(data_provider(run, [HOOK, OTHER], 64), 8)])
-    before = unexplained(saes[OTHER], x)
-    names = {name: name for name in saes}
-    MultiSAETrainer(trainer_config(300), saes, names, data_provider(run, [HOOK, OTHER], 64)).fit()
-    assert unexplained(saes[OTHER], x) < 0.3 * before
 
 
 def test_saelens_store_reads_the_export(run: Run, tmp_path: Path) -> None:
@@ -124,25 +123,29 @@ def test_saelens_store_reads_the_export(run: Run, tmp_path: Path) -> None:
     assert torch.equal(tokens.long(), torch.cat(ids)[:64])
 
 
-def test_dictionary_learning_trains_on_token_batches(run: Run) -> None:
-    from dictionary_learning.dictionary import AutoEncoder
-    from dictionary_learning.trainers import StandardTrainer
-    from dictionary_learning.training import trainSAE
-
-    data = HiddenStatesDataset(run, layers=[15], shuffle=True, repeat=True)
-    batches = (b["hidden_states"] for b in TokenBatches(data, 64, buffer_tokens=512))
-    kept: list[Any] = []
-
-    class Kept(StandardTrainer):
-        def __init__(self, **options: Any):
-            super().__init__(**options)
-            kept.append(self)
-
-    config = {
-        "trainer": Kept, "dict_class": AutoEncoder, "activation_dim": WIDTH, "dict_size": 48, "lr": 1e-2,
-        "l1_penalty": 1e-3, "steps": 300, "warmup_steps": 10, "resample_steps": None, "layer": 15, "lm_name": "tiny",
-        "device": "cpu", "seed": 0, "sparsity_warmup_steps": None,
+def test_the_guides_blocks_train_with_both_packages(tmp_path: Path) -> None:
+    """From its first block to its last, as a reader would."""
+    run = stored(tmp_path / "run", (5, 15))
+    store_statistics(run, compute_statistics(run, [15], skip_first=1))
+    blocks = [s for s in snippets(GUIDE) if s.language == "python"]
+    assert [s.run_by for s in blocks if s.run_by] == ["tests/trainers/test_sae_trainers.py"] * 3
+    torch.manual_seed(0)
+    names: dict[str, Any] = {
+        "RUN": run.url, "LAYER": 15, "DEEPER": 5, "HIDDEN": WIDTH, "FEATURES": 48, "STEPS": 100,
+        "FOLDER": str(tmp_path / "dictionary"), "__name__": "guide",
     }  # fmt: skip
-    trainSAE(batches, [config], steps=300, device="cpu", autocast_dtype=torch.float32)
-    x = torch.cat(list(islice(batches, 8)))
-    assert unexplained(kept[0].ae, x) < 0.1
+    for block in blocks:
+        exec(compile(block.text, block.where, "exec"), names)
+
+    def states(layer: int) -> torch.Tensor:
+        data = HiddenStatesDataset(run, layers=[layer], tokens=slice(1, None))
+        return torch.cat([item["hidden_states"][:, 0] for item in data])
+
+    saes = names["saes"]
+    assert set(saes) == {"blocks.14.hook_resid_post", "blocks.4.hook_resid_post"}
+    assert unexplained(names["sae"], states(15)) < 0.3
+    assert unexplained(saes["blocks.14.hook_resid_post"], states(15)) < 0.3
+    assert unexplained(saes["blocks.4.hook_resid_post"], states(5)) < 0.3
+    trained = AutoEncoder.from_pretrained(tmp_path / "dictionary/trainer_0/ae.pt")
+    factor = compute_statistics(run, [15], skip_first=1).layers[15].norm_factor
+    assert unexplained(trained, states(15) * factor) < 0.3

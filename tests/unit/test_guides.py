@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +20,38 @@ from tokenizers import Tokenizer
 from hsx_dist import Run, open_run
 from hsx_dist.cli import main
 from hsx_dist.config import load_config
+from hsx_dist.format.place import start_run
 from hsx_dist.models.builtin import SMOLLM2, resolve_model
 from hsx_dist.observe.report.prompt_attention import gather_attention
-from hsx_dist.reading.statistics import compute_statistics, store_statistics
+from hsx_dist.reading.statistics import read_statistics
 from hsx_dist.store import open_store
-from hsx_dist.testing.samples import random_sample
+from hsx_dist.testing.samples import RandomSample, random_sample
+from tests.harness.activations import HIDDEN, SAMPLES, compute, store, write_model
 from tests.harness.hooked_model import HookedModel
 from tests.harness.points import computed_sample, point_sample, run_of
-from tests.harness.runs import store_run
-from tests.harness.snippets import snippets
+from tests.harness.runs import RunWriter, store_run
+from tests.harness.snippets import Snippet, snippets
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 GUIDE = GUIDES / "training.md"
+
+
+def run_python(blocks: Sequence[Snippet], names: dict[str, Any]) -> list[Snippet]:
+    """Run the Python blocks in order with these ``names``; returns them."""
+    python = [block for block in blocks if block.language == "python"]
+    names["__name__"] = "guide"
+    for block in python:
+        exec(compile(block.text, block.where, "exec"), names)
+    return python
+
+
+def run_commands(block: Snippet, variables: Mapping[str, str]) -> None:
+    """Run each line, a command of ``hsx``, in this process."""
+    for line in block.text.splitlines():
+        program, *words = shlex.split(line)
+        assert program == "hsx"
+        with pytest.raises(SystemExit, match="0"):
+            main([variables.get(word, word) for word in words])
 
 
 @pytest.mark.slow
@@ -44,15 +68,71 @@ def test_the_guide_goes_from_a_run_to_a_training_loop(tmp_path: Path, monkeypatc
 def test_the_guide_on_sparse_autoencoders_gives_batches(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     store_run(open_store(url), [random_sample(f"s{i}", 60 + i, seed=i, odd=False) for i in range(10)])
-    store_statistics(open_run(url), compute_statistics(open_run(url), [15], skip_first=1))
-    names = {"RUN": url, "LAYER": 15, "__name__": "guide"}
-    blocks = [s for s in snippets(GUIDES / "sparse-autoencoders.md") if s.language == "python"]
-    assert len(blocks) == 3
-    for block in blocks:
-        exec(compile(block.text, block.where, "exec"), names)
-    assert names["batch"]["hidden_states"].shape == (256, 24)  # type: ignore[index]
-    assert names["state"]["batches"] > 0  # type: ignore[index]
-    assert names["packed"]["hidden_states"].shape == (4, 32, 24)  # type: ignore[index]
+    blocks = [s for s in snippets(GUIDES / "sparse-autoencoders.md") if s.run_by is None]
+    assert [s.language for s in blocks if s.language != "python"] == ["sh"]
+    run_commands(blocks[0], {"$RUN": url})
+    assert read_statistics(open_run(url), [15]).layers[15].skip_first == 1
+    names: dict[str, Any] = {"RUN": url, "LAYER": 15}
+    python = run_python(blocks, names)
+    assert len(python) == 4
+    assert names["batch"]["hidden_states"].shape == (256, 24)
+    assert names["state"]["batches"] > 0
+    assert names["packed"]["hidden_states"].shape == (4, 32, 24)
+    expected = next(islice(names["batches"], 10, None))
+    assert names["eleventh"]["hidden_states"].equal(expected["hidden_states"])
+    norms = names["batch"]["hidden_states"].norm(dim=1)
+    assert norms.mean().item() == pytest.approx(24**0.5, rel=0.1)
+
+
+def labelled_run(url: str) -> None:
+    """Layer 15 holds the label of a sample's last token in one channel, and the reward of each token in another."""
+    root = open_store(url)
+    start_run(root, {"meaning": {"model": "tiny", "layers": [2, 15]}, "settings": {}})
+    writer = RunWriter(root, attached=lambda s: {"loss_mask": (np.arange(len(s.token_ids)) >= 4).astype(np.uint8)})
+    rng = np.random.default_rng(0)
+    stored = []
+    for i in range(160):
+        tokens, positive, reward = 8 + i % 5, int(rng.integers(2)), float(rng.normal())
+        states = rng.standard_normal((tokens, 2, 24)).astype(np.float32)
+        states[-1, 1, 3] += 6 * positive - 3
+        states[:, 1, 5] = 2 * reward
+        sample = RandomSample(f"r{i}", states.view(np.uint32), np.arange(tokens), (2, 15), "float32", 16)
+        meta = {"metadata": {"positive": positive, "reward": reward}}
+        stored.append((sample, replace(sample.segments()[0], meta=meta), i))
+    writer.put(stored)
+    writer.complete()
+
+
+def test_the_guide_on_probes_finds_the_layer_that_knows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = str(tmp_path / "run")
+    labelled_run(url)
+    blocks = snippets(GUIDES / "probes.md")
+    config = load_config(None, (), output="/x", model="m", **yaml.safe_load(blocks[0].text))
+    assert (config.select, config.input.metadata) == ("last", ["positive"])
+    torch.manual_seed(0)
+    labels = {sample.key: np.zeros(sample.num_tokens) for sample in open_run(url)}
+    names: dict[str, Any] = {"RUN": url, "LAYER": 15, "HIDDEN": 24, "token_labels": labels}
+    assert len(run_python(blocks, names)) == 3
+    found, control = names["found"], names["control"]
+    assert found[15] > 0.9
+    assert max(found[2], control[2], control[15]) < 0.8
+    assert f"layer 15: {found[15]:.2f}, with" in capsys.readouterr().out
+    assert np.mean(names["losses"][-5:]) < 0.2 * names["losses"][0]
+
+
+def test_the_guide_on_other_tools_writes_each_trainers_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = write_model(tmp_path / "target")
+    url = str(tmp_path / "run")
+    store(compute(target), Path(url))
+    monkeypatch.chdir(tmp_path)
+    commands, python = snippets(GUIDES / "other-tools.md")
+    run_commands(commands, {"$RUN": url, "$MODEL": str(target)})
+    for name, files in (("modelopt", "*.pt"), ("specforge", "**/*.ckpt"), ("speculators", "**/hs_*.safetensors")):
+        assert len(list((tmp_path / "trainers" / name).glob(files))) == SAMPLES, name
+        assert (tmp_path / "trainers" / name / "export.json").is_file()
+    names: dict[str, Any] = {"RUN": url, "LAYER": 5}
+    run_python([python], names)
+    assert names["batch"]["hidden_states"].shape == (8, HIDDEN)
 
 
 def test_the_guide_on_routing_replay_reads_what_is_exported(tmp_path: Path) -> None:
