@@ -26,7 +26,7 @@ def run_report(
     store = open_store(path, parse_storage_options(options))
     target = Path(output)
     if not target.parent.is_dir():
-        raise ConfigError(f"-o: expected a file in a folder that is there, came {output!r}; make {target.parent} first")
+        raise ConfigError(f"-o: expected a file in a folder that is there, got {output!r}; make {target.parent} first")
     decode = choose_decoder(tokenizer, read_run(store))
     # One token at a time: half of a character makes one token unreadable, and not the whole text.
     each = None if decode is None else lambda ids: [decode([i]) for i in ids]

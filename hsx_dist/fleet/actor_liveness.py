@@ -1,9 +1,9 @@
 """Actors that cannot be reached.
 
 Ray fails calls one second after their connection broke (``ActorUnavailableError``). Ray declares a node and its actors
-dead when the node misses its health checks. With Ray's defaults (``ray_config_def.h``: 5 misses, one check every 3 s
-with a limit of 10 s) this takes 15 s if connections are refused, and up to 65 s if nothing answers. Before that,
-nothing says whether an actor died, or why.
+dead when the node misses its health checks. Ray's defaults (``ray_config_def.h``) are 5 misses, and one check every 3 s
+with a limit of 10 s. So this takes 15 s if connections are refused, and up to 65 s if nothing answers. Before that, it
+is unknown whether an actor died, and why.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The driver's interface to a fleet: replicas that run tasks, and writers that report what is durable."""
+"""The driver's interface to a fleet: replicas that run tasks, and writers that report durable parts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Fleet(Protocol):
     """Replicas and writers of one attempt. A replica's number is never used again."""
 
     def start(self) -> None:
-        """Start replicas in the background. ``ReplicaReady`` reports each one that is up."""
+        """Start replicas in the background. ``ReplicaReady`` reports each replica that is up."""
         ...
 
     def submit(self, replica: int, task: Task) -> None: ...

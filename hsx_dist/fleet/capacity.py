@@ -53,8 +53,8 @@ def affordable_abroad(
 ) -> int:
     """Default limit of unacknowledged bytes that one sender has at other nodes' writers.
 
-    They occupy the sender's node's object store: a quarter of it is for all senders that fit on a node, and half of it
-    for the credits of the node's writers."""
+    They occupy the object store of the sender's node. A quarter of that store is for all senders that fit on a node,
+    and half for the credits of the node's writers."""
     resources = [n["Resources"] for n in nodes]
     smallest = min(int(have.get("object_store_memory", 0)) for have in resources)
     most = config.max_replicas

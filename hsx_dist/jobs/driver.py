@@ -34,7 +34,7 @@ from hsx_dist.writers.events import Counted, Lost
 
 log = get_logger(__name__)
 
-#: Tasks of a replica: one that runs, and one that is ready when the first ends.
+#: Tasks of a replica: the running one, and the next one, so that the engine does not wait.
 TASKS_A_REPLICA = 2
 #: Seconds without a ready engine between two messages about it.
 WAITING_S = 120.0
@@ -319,7 +319,7 @@ class Driver:
             if proof.segment.key in self._manifest.samples:
                 self._under_way -= self._shipped.pop(proof.segment.key, None) is not None
         if len(self._manifest.parts) > parts:
-            # A sample counts when all of its segments have receipts, in whatever order these arrive.
+            # A sample counts when all of its segments have receipts, in any order.
             rows = len(self._manifest.samples) - samples
             self._progress.stored(rows=rows, raw_bytes=receipt.raw_bytes, stored_bytes=receipt.size)
 

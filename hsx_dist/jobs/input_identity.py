@@ -1,7 +1,7 @@
 """The identity of a run's input, so that a resume with another input is refused.
 
-It is made of the first rows. Paths are not part of it: data moves between machines, and each submitted job has another
-working folder. The number of rows is not part of it either.
+It consists of the first rows. It has no paths: data moves between machines, and each submitted job has another working
+folder. It has no number of rows, as a run may be extended.
 """
 
 from __future__ import annotations

