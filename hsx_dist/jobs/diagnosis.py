@@ -24,7 +24,7 @@ MIN_SHM_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The result of one check. ``message``: the finding; if it is not ok, also what was expected and what to do."""
+    """The result of one check. ``message``: the finding; if it is not ok, also the expected value and what to do."""
 
     name: str
     state: State
