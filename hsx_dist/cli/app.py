@@ -59,7 +59,7 @@ def common(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Extract hidden states of language models, and look at what is stored."""
+    """Extract hidden states of language models, and inspect, verify and export stored runs."""
 
 
 @app.command()
@@ -173,7 +173,7 @@ def show(
     storage_option: StorageOptions = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a run is, or one sample of it: shape, layers, norms, and where it lies."""
+    """Show a run, or one sample: shape, layers, norms, and its place in the store."""
     from hsx_dist.cli.inspect import print_run, print_sample
 
     if key is None:
@@ -194,7 +194,7 @@ def cat(
     ] = None,
     storage_option: StorageOptions = None,
 ) -> None:
-    """Write one sample, or some layers and tokens of it, to a file."""
+    """Write one sample, or some of its layers and tokens, to a file."""
     from hsx_dist.cli.cat import run_cat
 
     run_cat(run, key, out, storage_option or (), layers=layers, tokens=tokens, points=points)
@@ -250,7 +250,8 @@ def status(
     storage_option: StorageOptions = None,
     as_json: AsJson = False,
 ) -> None:
-    """Account for every row of a run, and say whether anybody works on it; exit status 1 when somebody should look."""
+    """Count the outcomes of all rows of a run, and show whether a driver is running. Exit status 1 if a user must
+    act."""
     from hsx_dist.cli.status import print_status
 
     raise typer.Exit(print_status(run, storage_option or (), as_json=as_json))
@@ -303,7 +304,7 @@ def drain(
     node: Annotated[Optional[str], typer.Option(help="Id or IP address of another node than this one.")] = None,  # noqa: UP045
     wait: Annotated[bool, typer.Option("--wait", help="Return only then, as a Kubernetes preStop hook must.")] = False,
 ) -> None:
-    """Tell Ray that this node is about to go: a run stores what it has here, and works elsewhere."""
+    """Report to Ray that this node will stop: a run stores its pages here, and continues on other nodes."""
     import time
 
     from hsx_dist.fleet.drain import drain_node
@@ -322,8 +323,8 @@ def gc(
     storage_option: StorageOptions = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove parts that no receipt names from a run that nobody works on; or, where a server stores, what has lived its
-    time (ttl_seconds). A dry run by default."""
+    """Remove parts without a receipt from a run without a running driver, or a server's expired objects (ttl_seconds).
+    A dry run by default."""
     from hsx_dist.cli.gc import run_gc
 
     run_gc(path, storage_option or (), delete=delete, watch=watch, as_json=as_json)
@@ -336,7 +337,7 @@ def rm(
     watch: Watch = 45.0,
     storage_option: StorageOptions = None,
 ) -> None:
-    """Remove a run that nobody works on, and nothing else that lies there."""
+    """Remove a run without a running driver. Other objects at the same place stay."""
     from hsx_dist.cli.gc import run_rm
 
     run_rm(run, storage_option or (), yes=yes, watch=watch)

@@ -20,7 +20,7 @@ from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading import Sample, open_run
 from hsx_dist.reading.column import LOSS_MASK, unpacked
 
-_TAKEN = RESERVED_NAMES | {"file", "allow_pickle"}  # numpy.savez takes arrays as arguments beside its own
+_TAKEN = RESERVED_NAMES | {"file", "allow_pickle"}  # names of numpy.savez's other arguments
 
 
 def run_cat(
@@ -40,9 +40,9 @@ def run_cat(
     """
     suffix = Path(out).suffix
     if suffix not in (".npz", ".npy", ".safetensors"):
-        raise ConfigError(f"-o: expected a name that ends in .npz, .npy or .safetensors, came {out!r}")
+        raise ConfigError(f"-o: expected a name that ends in .npz, .npy or .safetensors, got {out!r}")
     if not Path(out).absolute().parent.is_dir():
-        raise ConfigError(f"-o: expected a file in a folder that exists, came {out!r}; make {Path(out).parent} first")
+        raise ConfigError(f"-o: expected a file in a folder that exists, got {out!r}; make {Path(out).parent} first")
     names = [HIDDEN_STATES] if points is None else list(dict.fromkeys(points.split(",")))
     if suffix == ".npy" and len(names) > 1:
         raise ConfigError(f"-o: expected .npz or .safetensors for {len(names)} points, got {out!r}. Name another file")
@@ -76,7 +76,7 @@ def run_cat(
 
 
 def _attached(sample: Sample, span: slice | None, taken: Collection[str]) -> dict[str, np.ndarray[Any, Any]]:
-    """What is attached to the sample. A part may hold any names: those that are ``taken`` get a prefix."""
+    """The sample's attached arrays. A part may contain any names: those in ``taken`` get a prefix."""
     attached = {f"attached.{name}" if name in taken else name: x for name, x in sample.attached().items()}
     if LOSS_MASK in attached:  # of each token; what else is attached may mean anything, and stays whole
         if attached[LOSS_MASK].shape != (sample.num_tokens,):
@@ -97,7 +97,7 @@ def _tokens(text: str | None) -> slice | None:
             raise ValueError
         return slice(int(first) if first else None, int(second) if second else None)
     except ValueError:
-        raise ConfigError(f"--tokens: expected START:STOP, such as 0:128 or -10:, came {text!r}") from None
+        raise ConfigError(f"--tokens: expected START:STOP, such as 0:128 or -10:, got {text!r}") from None
 
 
 def _safetensors(tensors: Mapping[str, np.ndarray[Any, Any]], dtypes: Mapping[str, str]) -> bytes:

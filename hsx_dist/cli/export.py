@@ -25,7 +25,9 @@ def run_export(
 ) -> None:
     """Export the run at ``path``; ``shard`` is ``I/N``; ``ray``: as tasks of the cluster that this process is in."""
     if ray and shard is not None:
-        raise ConfigError("--shard, --ray: expected one of them: with --ray the work is divided among Ray's tasks")
+        raise ConfigError(
+            "--shard, --ray: expected at most one, got both. With --ray, leave --shard out: Ray divides the work"
+        )
     refuse_on_command_line({"RUN": path, "DEST": dest}, ())
     storage_options = parse_storage_options(options)
     if ray:
@@ -55,7 +57,7 @@ def _shard(text: str | None) -> tuple[int, int]:
     try:
         return int(first), int(second)
     except ValueError:
-        raise ConfigError(f"--shard: expected I/N, such as 0/8, came {text!r}") from None
+        raise ConfigError(f"--shard: expected I/N, such as 0/8, got {text!r}") from None
 
 
 def parse_layers(text: str | None) -> tuple[int, ...] | None:
@@ -63,4 +65,4 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
     try:
         return None if text is None else tuple(int(k) for k in text.split(","))
     except ValueError:
-        raise ConfigError(f"--layers: expected layer ids with commas, such as 2,15,27, came {text!r}") from None
+        raise ConfigError(f"--layers: expected layer ids with commas, such as 2,15,27, got {text!r}") from None

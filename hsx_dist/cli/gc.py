@@ -1,4 +1,4 @@
-"""``hsx gc`` and ``hsx rm``: what nobody needs any more, and whole runs."""
+"""``hsx gc`` and ``hsx rm``: remove garbage, expired objects, and whole runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LONGEST_PUT_S = 86_400.0
 
 
 def run_gc(path: str, options: Sequence[str], *, delete: bool, watch: float, as_json: bool) -> None:
-    """Garbage of a run, or what has expired of a server's: list it, and remove it if ``delete``."""
+    """List a run's garbage or a server's expired objects, and remove them if ``delete``."""
     store = open_store(path, parse_storage_options(options))
     place = find_place(store)
     if place is not None:
@@ -47,7 +47,7 @@ def _gc_served(store: Store, path: str, *, delete: bool, as_json: bool) -> None:
             log.warning("gc skips a folder that it may not read: folder=%s", folder)
 
     if next(readable(store, skipped), None) is None and not unreadable:
-        raise NotFound(f"{path}: expected a run, or where a server stores, and nothing is stored there; check the path")
+        raise NotFound(f"{path}: expected a run, or where a server stores, got an empty place; check the path")
     if delete:
         require_conditional_deletes(store)
     names, busy, denied = _collect_expired(store, skipped, delete=delete, as_json=as_json)

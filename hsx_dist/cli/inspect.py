@@ -63,7 +63,7 @@ def print_samples(path: str, options: Sequence[str], *, limit: int, as_json: boo
 
 
 def print_run(path: str, options: Sequence[str], *, as_json: bool) -> None:
-    """What the run at ``path`` was asked for, and what is there."""
+    """Print the settings of the run at ``path``, and its contents."""
     run = open_run(path, storage_options=parse_storage_options(options))
     totals = _totals(run)
     refused, failed = list(run.refused.values()), list(run.failed.values())
@@ -101,7 +101,8 @@ def print_run(path: str, options: Sequence[str], *, as_json: bool) -> None:
 
 
 def print_sample(path: str, key: str, options: Sequence[str], *, as_json: bool, tokenizer: str | None = None) -> None:
-    """One sample: shape, dtype, where it lies, and the norms of each layer. Reads all of it, some layers at a time."""
+    """Print one sample: shape, dtype, place in the store, and norms of each layer. Reads all states, some layers at a
+    time."""
     from hsx_dist.jobs.decode import choose_decoder
 
     run = open_run(path, storage_options=parse_storage_options(options))
@@ -175,7 +176,7 @@ def _layer_norms(sample: Sample, name: str) -> list[dict[str, Any]]:
     """Per layer of a point: Euclidean norms of its rows, of all tokens."""
     norms = []
     point = sample.points[name]
-    # Not one by one: a part of a single sample lies token by token, and is read as a whole for each load.
+    # Several layers at once: an object of one sample is stored token by token, so that each load reads all layers.
     at_once = max(_BYTES_AT_ONCE // max(sample.num_tokens * point.width * 4, 1), 1)
     for layer, states in (
         (layer, loaded[:, k].reshape(-1, point.width))
@@ -227,7 +228,7 @@ def _text(decode: Decode, sample: Sample) -> str:
 
 
 def _captured(run: Run) -> Iterator[tuple[str, str]]:
-    """The layers of a run, or the points of its first stored sample, which the run need not tell."""
+    """The layers of a run, or the points of its first stored sample, as ``run.json`` may not name them."""
     points: dict[str, StoredPoint] = {}
     if not run.layer_ids:
         points = next(read_stored(islice(run, 1), lambda sample: sample.points), {})

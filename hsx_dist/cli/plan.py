@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 #: Reasons for refused rows that are shown.
 _REASONS = 5
-#: Tokens a second of one replica, where nobody says how many.
+#: Assumed tokens a second of one replica, without ``--tokens-per-second``.
 GUESSED = 10_000.0
 
 
@@ -35,7 +35,7 @@ def run_plan(
     from hsx_dist.jobs.plan import make_plan
 
     if config is None and not overrides:
-        raise ConfigError("expected --config FILE, or settings such as model=… input.path=…, came neither; give them")
+        raise ConfigError("expected --config FILE, or settings such as model=… input.path=…, got neither; give them")
     settings = resolve_paths(load_config(config, overrides), Path.cwd())
     plan = make_plan(
         settings,

@@ -26,7 +26,7 @@ def run_verify(
     resume: str | None = None,
     as_json: bool,
 ) -> int:
-    """Verify the run at ``path`` and print what was found, bad parts as soon as they are; returns the exit status."""
+    """Verify the run at ``path``. Prints bad parts as soon as they are found. Returns the exit status."""
     store = open_store(path, parse_storage_options(options))
     return verify_store(store, path, workers=workers, sample=sample, seed=seed, resume=resume, as_json=as_json)
 

@@ -1,4 +1,4 @@
-"""Checks of settings against one another, each with what was expected, what came, and what to do."""
+"""Checks of settings against each other. Each error names the expected value, the given value, and what to do."""
 
 from __future__ import annotations
 
@@ -47,23 +47,23 @@ def check_codec(value: object) -> None:
     choices = ", ".join(known)
     if not isinstance(name, str):
         came = "a mapping without name" if isinstance(value, Mapping) else repr(value)
-        raise ValueError(f"expected a codec's name ({choices}) or a mapping with name, came {came}; set one")
+        raise ValueError(f"expected a codec's name ({choices}) or a mapping with name, got {came}; set one")
     if name not in known:
         raise ValueError(
-            f"expected one of the codecs {choices}, came {name!r}{nearest(name, known)}; choose one of them"
+            f"expected one of the codecs {choices}, got {name!r}{nearest(name, known)}; choose one of them"
         )
 
 
 def check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
     """Refuse what the extraction itself sets, and what it cannot work with."""
     lines = [
-        f"engine_kwargs.{name}: expected it to be absent, came a value; {why}. Remove it"
+        f"engine_kwargs.{name}: expected it to be absent, got a value; {why}. Remove it"
         for name, why in _REFUSED_ENGINE_KWARGS.items()
         if name in kwargs
     ]
     if str(kwargs.get("pipeline_parallel_size", 1)) != "1":
         lines.append(
-            f"engine_kwargs.pipeline_parallel_size: expected 1, came {kwargs['pipeline_parallel_size']!r}; vLLM's "
+            f"engine_kwargs.pipeline_parallel_size: expected 1, got {kwargs['pipeline_parallel_size']!r}; vLLM's "
             "extract_hidden_states has no pipeline parallelism. Use tensor_parallel_size"
         )
     for name, accepted in (("runner", ("auto", "generate")), ("convert", ("auto", "none"))):
@@ -75,7 +75,7 @@ def check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
     additional = kwargs.get("additional_config")
     if isinstance(additional, Mapping) and "hsx_capture" in additional:
         lines.append(
-            "engine_kwargs.additional_config.hsx_capture: expected it to be absent, came a value; the extraction sets "
+            "engine_kwargs.additional_config.hsx_capture: expected it to be absent, got a value; the extraction sets "
             "it. Use the settings source and capture"
         )
     if lines:
@@ -85,7 +85,7 @@ def check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
 def check_sampling_params(params: Mapping[str, Any]) -> None:
     """Refuse what would break the one-to-one of rows and samples."""
     lines = [
-        f"sampling_params.{name}: expected it to be absent, came a value; {why}. Remove it"
+        f"sampling_params.{name}: expected it to be absent, got a value; {why}. Remove it"
         for name, why in _REFUSED_SAMPLING_PARAMS.items()
         if name in params
     ]
@@ -93,10 +93,10 @@ def check_sampling_params(params: Mapping[str, Any]) -> None:
     if isinstance(extra, Mapping) and "kv_transfer_params" in extra:
         why = _REFUSED_SAMPLING_PARAMS["kv_transfer_params"]
         lines.append(
-            f"sampling_params.extra_args.kv_transfer_params: expected it to be absent, came a value; {why}. Remove it"
+            f"sampling_params.extra_args.kv_transfer_params: expected it to be absent, got a value; {why}. Remove it"
         )
     lines += [
-        f"sampling_params.{name}: expected 1, came {params[name]!r}; one row makes one sample. Repeat the row under "
+        f"sampling_params.{name}: expected 1, got {params[name]!r}; one row makes one sample. Repeat the row under "
         "other ids to get several answers"
         for name in ("n", "best_of")
         if str(params.get(name) or 1) != "1"
@@ -108,7 +108,7 @@ def check_sampling_params(params: Mapping[str, Any]) -> None:
 def check_chat_template_kwargs(kwargs: Mapping[str, Any]) -> None:
     """Refuse what would make the chat template's result something else than one list of token ids."""
     lines = [
-        f"chat_template_kwargs.{name}: expected it to be absent, came a value; the extraction asks "
+        f"chat_template_kwargs.{name}: expected it to be absent, got a value; the extraction asks "
         "for plain token ids. Remove it"
         for name in sorted(_REFUSED_CHAT_KWARGS.intersection(kwargs))
     ]
@@ -117,10 +117,10 @@ def check_chat_template_kwargs(kwargs: Mapping[str, Any]) -> None:
 
 
 def check_select(value: str) -> None:
-    """Refuse what is no selection of tokens."""
+    """Raise ``ValueError`` if ``value`` is no selection of tokens."""
     if value in ("all", "last", "loss_mask", "mean") or re.fullmatch(r"stride:[1-9]\d{0,8}", value):
         return
-    raise ValueError(f"expected all, last, loss_mask, mean or stride:N, came {value!r}; choose one of them")
+    raise ValueError(f"expected all, last, loss_mask, mean or stride:N, got {value!r}; choose one of them")
 
 
 def check_input(config: InputConfig) -> None:
@@ -128,15 +128,15 @@ def check_input(config: InputConfig) -> None:
     lines = []
     if config.shard_index >= config.num_shards:
         lines.append(
-            f"shard_index: expected a number below num_shards ({config.num_shards}), came {config.shard_index}; the "
+            f"shard_index: expected a number below num_shards ({config.num_shards}), got {config.shard_index}; the "
             "first shard is 0"
         )
     fields = {n: getattr(config, n) for n in ("text", "messages", "tools", "token_ids", "loss_mask", "id")}
     given = [value for value in fields.values() if value is not None]
     if twice := sorted({v for v in given if given.count(v) > 1}):
-        lines.append(f"expected a field for each purpose, came {', '.join(twice)} for several; name others")
+        lines.append(f"expected a field for each purpose, got {', '.join(twice)} for several; name others")
     if own := sorted(set(config.metadata) & set(given) - {config.tools}):
-        lines.append(f"metadata: expected further fields, came {', '.join(own)}, which is stored anyway; remove it")
+        lines.append(f"metadata: expected further fields, got {', '.join(own)}, which is stored anyway; remove it")
     if lines:
         raise ValueError("\n".join(lines))
 
@@ -153,7 +153,7 @@ def check_deadline(value: object) -> object:
     if when is None or when.tzinfo is None:
         raise ValueError(
             f"expected seconds from the start (more than 0), or an ISO 8601 time with its zone such as "
-            f"2026-01-31T18:00:00+00:00, came {value!r}; correct it"
+            f"2026-01-31T18:00:00+00:00, got {value!r}; correct it"
         )
     return when
 
@@ -165,15 +165,15 @@ def check_capture(config: ExtractConfig) -> None:
     lines = []
     if config.source != "taps":
         lines.append(
-            f"capture: expected source taps, came source {config.source}; vLLM's extraction has hidden states alone. "
+            f"capture: expected source taps, got source {config.source}; vLLM's extraction has hidden states alone. "
             "Set source: taps, or use layers"
         )
     if set(config.capture) not in ({"points"}, {"preset"}):
         came = ", ".join(sorted(map(str, config.capture))) or "nothing"
-        lines.append(f"capture: expected either points or preset, came {came}; set one of them")
+        lines.append(f"capture: expected either points or preset, got {came}; set one of them")
     if "layers" in config.model_fields_set:
         lines.append(
-            "layers: expected it to be absent with capture, came a value; name hidden_states among capture.points. "
+            "layers: expected it to be absent with capture, got a value; name hidden_states among capture.points. "
             "Remove one of them"
         )
     if lines:
@@ -191,18 +191,18 @@ def check_sizes(config: ExtractConfig) -> None:
     )  # fmt: skip
     lines = [
         f"{name}: expected at least {'twice ' if times == 2 else ''}{other} ({_size(least * times)}), "
-        f"came {_size(value)}; {why}. Raise {name} or lower {other}"
+        f"got {_size(value)}; {why}. Raise {name} or lower {other}"
         for name, value, least, other, times, why in rules
         if value < least * times
     ]
     if config.max_replicas < config.min_replicas:
         lines.append(
-            f"max_replicas: expected at least min_replicas ({config.min_replicas}), came {config.max_replicas}; raise "
+            f"max_replicas: expected at least min_replicas ({config.min_replicas}), got {config.max_replicas}; raise "
             "max_replicas or lower min_replicas"
         )
     if config.check_samples and config.select != "all":
         lines.append(
-            f"check_samples: expected 0 with select={config.select}, came {config.check_samples}; transformers needs "
+            f"check_samples: expected 0 with select={config.select}, got {config.check_samples}; transformers needs "
             "the whole row to compute the same. Use select=all for a few rows, or hsx doctor --engine"
         )
     if lines:

@@ -22,10 +22,11 @@ _ENV = re.compile(r"\$\{env:([^}]*)\}")
 
 
 def load_config(path: str | None, overrides: Sequence[str] = (), **direct: Any) -> ExtractConfig:
-    """The settings of one extraction: ``path`` (YAML), then ``direct`` values, then ``overrides``, the later one wins.
+    """The settings of one extraction: ``path`` (YAML), then ``direct`` values, then ``overrides``. The last value wins.
 
-    Raises ConfigError, with a line per problem, for a file that cannot be read, an unknown or contradictory setting,
-    an environment variable that is not set, or a credential given as an override.
+    Raises:
+        ConfigError: one line for each problem: an unreadable file, an unknown or contradictory setting, an environment
+            variable that is not set, a credential as an override.
     """
     settings = read_yaml(path) if path is not None else {}
     for name, value in direct.items():
@@ -47,13 +48,13 @@ def read_yaml(path: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as e:
         why = e.strerror if isinstance(e, OSError) and e.strerror else type(e).__name__
         shown = public_url(path)
-        raise ConfigError(f"expected a readable YAML file at {shown}, came: {why}; check the path") from None
+        raise ConfigError(f"expected a readable YAML file at {shown}, got: {why}; check the path") from None
     value = _parse(text, f"{path}")
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
         raise ConfigError(
-            f"{path}: expected a mapping of settings, came a {type(value).__name__}; write `key: value` lines"
+            f"{path}: expected a mapping of settings, got a {type(value).__name__}; write `key: value` lines"
         )
     return value
 
@@ -62,7 +63,7 @@ def refuse_on_command_line(value: object, path: tuple[str, ...]) -> None:
     """Raise ConfigError where the setting ``path``, given as an argument of a command, holds a literal credential."""
     for secret in secret_paths(value, path):
         raise ConfigError(
-            f"{'.'.join(secret)}: expected no credential on a command line (job lists show it), came one; set it in "
+            f"{'.'.join(secret)}: expected no credential on a command line (job lists show it), got one; set it in "
             f"the environment, and write {'.'.join(secret)}='${{env:NAME}}', or put `${{env:NAME}}` into the YAML file"
         )
 
@@ -103,7 +104,7 @@ def _parse(text: str, where: str) -> Any:
         mark = getattr(e, "problem_mark", None)
         at = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(
-            f"{where}:{at} expected YAML, came: {getattr(e, 'problem', None) or 'other text'}; correct it"
+            f"{where}:{at} expected YAML, got: {getattr(e, 'problem', None) or 'other text'}; correct it"
         ) from None
 
 
@@ -113,7 +114,7 @@ def _override(settings: dict[str, Any], override: str) -> None:
     if not equals or not _NAME.fullmatch(name.strip()):
         # Not shown unless it is a name: the text may be a credential.
         came = repr(name.strip()) if equals and len(name) <= 40 and "://" not in name else "another text"
-        raise ConfigError(f"expected an override as key.sub=value, came {came}; write e.g. engine_kwargs.dtype=float32")
+        raise ConfigError(f"expected an override as key.sub=value, got {came}; write e.g. engine_kwargs.dtype=float32")
     value = text if is_env_reference(text) else _parse(text, name)
     refuse_on_command_line(value, path)
     here = settings
@@ -123,8 +124,8 @@ def _override(settings: dict[str, Any], override: str) -> None:
             inner = here[part] = {}
         elif not isinstance(inner, dict):
             raise ConfigError(
-                f"{name}: expected {'.'.join(path[: i + 1])} to be a mapping, came a {type(inner).__name__}; "
-                "give the whole of it"
+                f"{name}: expected {'.'.join(path[: i + 1])} to be a mapping, got a {type(inner).__name__}; "
+                "give the whole mapping"
             )
         here = inner
     here[path[-1]] = value
@@ -137,7 +138,7 @@ def _merged(old: Any, new: Any) -> Any:
 
 
 def _with_env(value: Any, path: tuple[str, ...], found: set[str]) -> Any:
-    """``value`` with every ``${env:NAME}`` replaced; what was put in is added to ``found``."""
+    """``value`` with every ``${env:NAME}`` replaced. The inserted values are added to ``found``."""
     if isinstance(value, Mapping):
         return {k: _with_env(v, (*path, str(k)), found) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -149,7 +150,7 @@ def _with_env(value: Any, path: tuple[str, ...], found: set[str]) -> Any:
         name = m.group(1).strip()
         if name not in os.environ:
             raise ConfigError(
-                f"{'.'.join(path)}: expected the environment variable {name!r} to be set, came nothing; export it "
+                f"{'.'.join(path)}: expected the environment variable {name!r} to be set, got nothing; export it "
                 "where the driver runs, or remove the reference"
             )
         found.add(os.environ[name])
@@ -157,5 +158,5 @@ def _with_env(value: Any, path: tuple[str, ...], found: set[str]) -> Any:
 
     out = _ENV.sub(replace, value)
     if "${env:" in _ENV.sub("", value):
-        raise ConfigError(f"{'.'.join(path)}: expected ${{env:NAME}}, came one without its closing brace; close it")
+        raise ConfigError(f"{'.'.join(path)}: expected ${{env:NAME}}, got one without its closing brace; close it")
     return out

@@ -169,8 +169,8 @@ class InputConfig(Settings):
         return self
 
     def meaning(self) -> dict[str, Any]:
-        """What determines what a row's sample is, and which key it has. How many rows are taken is no part of it: a
-        run may be made larger. What has its default is left out, but for what always stood there."""
+        """The settings that determine a row's key and sample. Limits on the number of rows are left out, as a run may
+        be extended. Settings with their default are left out, except those that every run has stored."""
         meaning: dict[str, Any] = {name: getattr(self, name) for name in ("text", "messages", "token_ids", "id")}
         for name in ("tools", "loss_mask", "loss_roles", "metadata", "max_length"):
             if (value := getattr(self, name)) != type(self).model_fields[name].get_default(call_default_factory=True):
@@ -357,7 +357,7 @@ class ExtractConfig(Settings):
         items = value if isinstance(value, (list, tuple)) else [value]
         if not items or not all(isinstance(i, (int, str)) and not isinstance(i, bool) for i in items):
             raise ValueError(
-                f"expected layer ids such as [2, 15, last], or all, or eagle3, came {value!r}; correct the list"
+                f"expected layer ids such as [2, 15, last], or all, or eagle3, got {value!r}; correct the list"
             )
         return list(items) if isinstance(value, tuple) else value
 

@@ -13,8 +13,8 @@ from hsx_dist.errors import ConfigError
 def resolve_paths(config: ExtractConfig, base: Path) -> ExtractConfig:
     """``config`` with its relative local paths (output, input, model, tokenizer) made absolute against ``base``.
 
-    URLs, ``builtin:`` models and Hugging Face ids stay as they are; an id is taken for a folder only where
-    ``base`` has such a folder, or when it begins like a path.
+    URLs, ``builtin:`` models and Hugging Face ids stay as they are. An id counts as a folder only if ``base`` has a
+    folder of that name, or if it starts like a path.
     """
     base = base.absolute()
     changes: dict[str, Any] = {
@@ -35,14 +35,15 @@ def is_local(path: str) -> bool:
 
 
 def refuse_in_job(name: str, path: str) -> None:
-    """A relative local path of a submitted job lies in the job's copy of the working folder, and is lost with it.
+    """Refuse a relative local path in a submitted job: it would be in the job's copy of the working folder, and be
+    lost.
 
     Raises:
-        ConfigError: ``path`` (of the setting or argument ``name``) is one, and this is a Ray job.
+        ConfigError: ``path`` (of the setting or argument ``name``) is relative and local, and this is a Ray job.
     """
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and is_local(path) and not Path(path).is_absolute():
         raise ConfigError(
-            f"{name}: expected an absolute path or a URL in a submitted job, came {path!r}, which would lie "
+            f"{name}: expected an absolute path or a URL in a submitted job, got {path!r}, which would be "
             f"in the job's private copy of the folder; give $PWD/{path}, or an object store's URL"
         )
 

@@ -36,9 +36,9 @@ def _lines(problem: Any, model: type[BaseModel], hidden: Collection[str]) -> Ite
     if kind == "extra_forbidden":
         known = _fields_at(model, loc[:-1])
         hint = nearest(loc[-1], known) or f"; known here: {', '.join(known)}"
-        yield f"{field}: expected a known setting, came an unknown name{hint}"
+        yield f"{field}: expected a known setting, got an unknown name{hint}"
     elif kind == "missing":
-        yield f"{field}: expected a value, came nothing; set it"
+        yield f"{field}: expected a value, got nothing; set it"
     elif kind == "value_error":
         for line in str(problem["ctx"]["error"]).splitlines():
             # A check of several fields names each of them itself.
@@ -55,7 +55,7 @@ def _lines(problem: Any, model: type[BaseModel], hidden: Collection[str]) -> Ite
         todo = (
             "put it in quotes" if kind == "string_type" and isinstance(problem["input"], (int, float)) else "correct it"
         )
-        yield f"{field}: expected {expected}, came {came}; {todo}"
+        yield f"{field}: expected {expected}, got {came}; {todo}"
 
 
 def _came(value: object, loc: tuple[str, ...], hidden: Collection[str]) -> str:

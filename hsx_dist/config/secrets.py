@@ -138,8 +138,8 @@ def check_url(url: str) -> None:
 def check_endpoint(endpoint: str, source: str) -> None:
     """Raise ConfigError unless ``endpoint`` is ``http[s]://HOST[:PORT]``, with or without a path.
 
-    Clients of S3 and GCS send no user and password of it, and may log it. A query may be a signature. The error does
-    not show it. ``source``: its setting.
+    Clients of S3 and GCS ignore a user and password in an endpoint, and may log them. A query may be a signature. The
+    error does not show the endpoint. ``source``: name of the setting.
     """
     check_url(endpoint)
     if not _is_endpoint(endpoint) or "@" in endpoint:
@@ -224,7 +224,7 @@ _NAME_AND_HOST = frozenset(
     {"abfs", "abfss", "az", "adl", "wasb", "wasbs", "oci", "hf", "sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "root"}
 )
 _BUCKET = re.compile(r"[^:@]*|arn:aws[a-z-]*:s3[a-z-]*:[a-z0-9-]*:\d{12}:(accesspoint(:[a-z0-9.-]+)?|outpost)")
-#: ``github://ORG:REPOSITORY@REF``, as fsspec spells it; tokens have prefixes of their own.
+#: ``github://ORG:REPOSITORY@REF``, as fsspec spells it. GitHub's tokens have known prefixes.
 _REPOSITORY = re.compile(r"(?!.*(gh[a-z]_|github_pat_))[\w.-]+:[\w.-]+@[\w.-]+")
 _HOST = re.compile(r"([^:@]*|\[[0-9A-Fa-f:.%]+\])(:(?P<port>\d{0,5}))?")
 

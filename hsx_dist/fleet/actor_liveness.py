@@ -1,9 +1,9 @@
-"""Actors out of reach.
+"""Actors that cannot be reached.
 
-Ray fails the calls of a connection a second after it broke (``ActorUnavailableError``). That a node is dead, and its
-actors with it, Ray knows when the node has missed its health checks: by its defaults (``ray_config_def.h``: 5 misses, a
-check every 3 s that waits up to 10 s) some 15 s later where connections are refused, up to 65 s where nothing answers.
-Whether an actor died, and of what, is not known before.
+Ray fails calls one second after their connection broke (``ActorUnavailableError``). Ray declares a node and its actors
+dead when the node misses its health checks. Ray's defaults (``ray_config_def.h``) are 5 misses, and one check every 3 s
+with a limit of 10 s. So this takes 15 s if connections are refused, and up to 65 s if nothing answers. Before that, it
+is unknown whether an actor died, and why.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from hsx_dist.logger import get_logger
 
 log = get_logger(__name__)
 
-#: How long Ray may take to know: then whoever cannot be reached is given up.
+#: Longest time that Ray needs to detect a death. Actors that are unreachable for longer are treated as dead.
 KNOWN_AFTER_S = 90.0
-#: How often whoever waits for as long as it takes looks whether that is still wanted.
+#: Seconds between two checks of ``hurry`` in waits without a time limit.
 LOOK_EVERY_S = 0.2
 
 
 class Inquiry:
-    """Asks actors for a sign of life until they give one, or Ray knows that they are dead."""
+    """Polls unreachable actors until they answer, or Ray reports that they are dead."""
 
     def __init__(self) -> None:
-        self._asked: dict[Any, Hashable] = {}  # ref of a call → whose
-        self._actors: dict[Hashable, tuple[Any, float]] = {}  # whose → actor, and since when
+        self._asked: dict[Any, Hashable] = {}  # ref of a call → name
+        self._actors: dict[Hashable, tuple[Any, float]] = {}  # name → actor, time of the first call
 
     def __contains__(self, name: Hashable) -> bool:
         return name in self._actors
 
     @property
     def refs(self) -> list[Any]:
-        """What to wait for."""
+        """Refs of the open calls."""
         return list(self._asked)
 
     def begin(self, name: Hashable, actor: Any) -> None:
@@ -49,15 +49,15 @@ class Inquiry:
         self._actors.pop(name, None)
 
     def overdue(self) -> list[Any]:
-        """Who was asked for too long, whether or not the last call has come back; each is told once."""
+        """Names of actors that were unreachable for too long, each returned once. Their last calls may be open."""
         late = [name for name, (_, since) in self._actors.items() if time.monotonic() - since >= KNOWN_AFTER_S]
         for name in late:
             del self._actors[name]
         return late
 
     def heard(self, ref: Any) -> tuple[Any, RayError | None] | None:
-        """Of one of ``refs`` that is there: who it is, and what it died of (None: it lives). None while that is not
-        known, and when nobody wants to know."""
+        """The name and cause of death (None: it is alive) for a completed ref. None if the fate is still unknown, or if
+        the actor was forgotten."""
         name = self._asked.pop(ref)
         if name not in self._actors:
             return None
@@ -65,7 +65,7 @@ class Inquiry:
         try:
             ray.get(ref)
         except ActorUnavailableError:
-            self._ask(name)  # not at once: Ray takes a second or two for such an answer
+            self._ask(name)  # no busy loop: Ray takes one or two seconds for such an answer
             return None
         except RayError as e:
             died = e
@@ -77,14 +77,15 @@ class Inquiry:
 
 
 def flushing(actors: Iterable[Any]) -> dict[Any, Any]:
-    """Calls of their ``flush``: ref → actor."""
+    """Call ``flush`` of each actor. Returns ref → actor."""
     return {actor.flush.remote(): actor for actor in actors}
 
 
 def wait_for_all(
     refs: Collection[Any], timeout: float | None, hurry: Callable[[], bool] | None = None
 ) -> tuple[list[Any], list[Any]]:
-    """``ray.wait`` for all of them: (there, not yet). Ends after ``timeout`` seconds, or when ``hurry`` says so."""
+    """``ray.wait`` for all refs: (completed, open). Returns after ``timeout`` seconds, or when ``hurry`` returns
+    true."""
     if not refs:
         return [], []
     if timeout is not None or hurry is None:
@@ -98,7 +99,7 @@ def wait_for_all(
 def failures(
     calls: Mapping[Any, Any], timeout: float | None, hurry: Callable[[], bool] | None = None
 ) -> dict[Any, RayError]:
-    """Wait (``wait_for_all``) for ``calls`` (ref → actor); the actors whose calls failed by then, and why."""
+    """Wait (``wait_for_all``) for ``calls`` (ref → actor). Returns the actors whose calls failed, and their errors."""
     done, late = wait_for_all(calls, timeout, hurry)
     failed: dict[Any, RayError] = {}
     for ref in done:
@@ -115,11 +116,11 @@ def failures(
 def flush_until_known(
     actors: Iterable[Any], given_up: Collection[Any] = (), hurry: Callable[[], bool] | None = None
 ) -> dict[Any, RayError]:
-    """Flush ``actors``; those that could not be, and why.
+    """Flush ``actors``. Returns the actors that could not be flushed, and their errors.
 
-    Who is out of reach is flushed again until it says that it is, or it is known what became of it: it may live, and
-    be about to store what it has. Those in ``given_up`` are asked once. Where ``hurry`` says so, nobody is waited for,
-    and of those that are out of reach nothing is told.
+    An unreachable actor is flushed again until it answers or Ray reports its death: it may be alive, and may still
+    store its pages. Actors in ``given_up`` are called once. When ``hurry`` returns true the wait ends, and unreachable
+    actors are not returned.
     """
     end = time.monotonic() + KNOWN_AFTER_S
     failed: dict[Any, RayError] = {}

@@ -1,4 +1,4 @@
-"""What the driver works with: replicas to give tasks to, and writers that tell what is durable."""
+"""The driver's interface to a fleet: replicas that run tasks, and writers that report durable parts."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ class ReplicaReady:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLeaving:
-    """The replica's node drains: it goes on with the tasks it has, and gets no more."""
+    """The replica's node drains. It finishes its tasks and gets no new ones."""
 
     replica: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaUnreached:
-    """The replica cannot be reached, and will be told as dead once it is known of what, if it is: it gets no more
-    tasks."""
+    """The replica cannot be reached and gets no new tasks. If it is dead, ``ReplicaDied`` follows with the cause."""
 
     replica: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDied:
-    """The replica is gone (or never came up), and with it whatever of its tasks has no receipt. ``fatal``: the engine
-    refused to start, and so would the next one. ``blameless``: it went with its node, or its connection broke."""
+    """The replica is dead, or did not start. Rows of its tasks without a receipt are lost.
+
+    ``fatal``: the engine refused to start, and another one would too. ``blameless``: its node died, or its connection
+    broke."""
 
     replica: int
     reason: str
@@ -43,7 +44,7 @@ class ReplicaDied:
 
 @dataclass(frozen=True, slots=True)
 class NodeGone:
-    """A node with writers is gone, and with it what they had not stored."""
+    """A node with writers died. Pages that these had not stored are lost."""
 
     node: str
 
@@ -65,23 +66,24 @@ FleetEvent = (
 
 
 class Fleet(Protocol):
-    """Replicas and writers of one attempt. Replicas have numbers that are never used again."""
+    """Replicas and writers of one attempt. A replica's number is never used again."""
 
     def start(self) -> None:
-        """Begin to start replicas; each is announced by ``ReplicaReady``."""
+        """Start replicas in the background. ``ReplicaReady`` reports each replica that is up."""
         ...
 
     def submit(self, replica: int, task: Task) -> None: ...
 
     def poll(self, timeout: float) -> list[FleetEvent]:
-        """What happened since the last call; waits up to ``timeout`` seconds for something."""
+        """Events since the last call. Waits up to ``timeout`` seconds for the first one."""
         ...
 
     def flush(self, timeout: float | None = None, *, hurry: Callable[[], bool] | None = None) -> list[FleetEvent]:
-        """Make durable all that replicas have shipped; what happened by then. After ``timeout`` seconds, or when
-        ``hurry`` says so, the call returns before everything is durable, and reports nothing of the rest."""
+        """Block until everything that replicas have shipped is durable. Returns the events until then.
+
+        After ``timeout`` seconds, or when ``hurry`` returns true, it returns early, without events of the rest."""
         ...
 
     def close(self, *, quickly: bool = False) -> None:
-        """End everything. ``quickly``: kill engines instead of letting them end themselves."""
+        """End all replicas and writers. ``quickly``: kill engines instead of shutting them down."""
         ...

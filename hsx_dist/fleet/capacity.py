@@ -1,4 +1,4 @@
-"""Whether a cluster has room for what a configuration asks of it, and whether all its nodes can reach the output."""
+"""Checks of a cluster against a configuration: resources for the fleet, and an output that all nodes can reach."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ log = get_logger(__name__)
 
 
 def check_output(output: str, nodes: int) -> None:
-    """Raises ConfigError for an output on a node's own disk when there are several nodes."""
+    """Raise ``ConfigError`` for an output on a local disk if the cluster has several nodes."""
     local = "://" not in output or output.startswith(("file://", "local://", "memory://"))
     if local and nodes > 1:
         raise ConfigError(
-            f"output: expected a place that all {nodes} nodes share, came {output!r}, which each node would take for a "
-            "disk of its own; use an object store's URL (s3://…, gs://…), or set store.shared=true if it is a shared "
-            "file system"
+            f"output: expected a place that all {nodes} nodes share, got {output!r}, which is a local disk on each "
+            "node; use an object store's URL (s3://…, gs://…), or set store.shared=true if it is a shared file system"
         )
 
 
 def affordable_credit(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> int:
-    """Bytes of credit of one writer: as configured, or what keeps all of a node's below half of its object store, which
-    spills to disk when it is full rather than say so.
+    """Bytes of credit of one writer: as configured, but at most the writers' share of half the node's object store. A
+    full object store spills to disk without an error.
 
     Raises:
-        ConfigError: that half has no room for two pages a writer.
+        ConfigError: that half does not hold two pages for each writer.
     """
     wanted = int(config.writers.credit_bytes)
     smallest = min(int(n["Resources"].get("object_store_memory", 0)) for n in nodes)
@@ -38,7 +37,7 @@ def affordable_credit(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]])
     if most < 2 * int(config.page_bytes):
         raise ConfigError(
             f"writers: expected an object store that holds four pages ({4 * int(config.page_bytes)} bytes) for each of "
-            f"{config.writers.per_node} writers on every node, came one of {smallest} bytes; start Ray with a larger "
+            f"{config.writers.per_node} writers on every node, got one of {smallest} bytes; start Ray with a larger "
             "--object-store-memory, or lower page_bytes or writers.per_node"
         )
     if most < wanted:
@@ -52,8 +51,10 @@ def affordable_credit(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]])
 def affordable_abroad(
     config: ExtractConfig, spec: EngineSpec, placement: Placement, nodes: Sequence[Mapping[str, Any]]
 ) -> int:
-    """Bytes that one sender may have at other nodes' writers: they lie in its own node's object store as well, of which
-    a quarter is for all senders that fit on a node. The credits of that node's writers have a half."""
+    """Default limit of unacknowledged bytes that one sender has at other nodes' writers.
+
+    They occupy the object store of the sender's node. A quarter of that store is for all senders that fit on a node,
+    and half for the credits of the node's writers."""
     resources = [n["Resources"] for n in nodes]
     smallest = min(int(have.get("object_store_memory", 0)) for have in resources)
     most = config.max_replicas
@@ -64,25 +65,25 @@ def affordable_abroad(
 
 
 def fitting(node: Mapping[str, float], wanted: Mapping[str, float]) -> int:
-    """How many replicas, of which each takes ``wanted`` (not empty), a node of these resources holds."""
+    """Number of replicas that fit on a node with these resources, if each takes ``wanted`` (not empty)."""
     return min(int(node.get(name, 0) / amount + 1e-9) for name, amount in wanted.items())
 
 
 def fits_writers(node: Mapping[str, float], cpus: float) -> bool:
-    """Whether writers are made on a node. A head that gives its CPUs to nobody (``--num-cpus=0``) gets none."""
+    """Whether writers are started on a node. A head node with ``--num-cpus=0`` gets none."""
     return node.get("CPU", 0) >= cpus
 
 
 def check_capacity(config: ExtractConfig, placement: Placement, nodes: Sequence[Mapping[str, float]]) -> None:
-    """Raises ConfigError when the nodes (their Ray resources) have no room for ``min_replicas``, with their writers.
+    """Raise ``ConfigError`` if ``nodes`` (their Ray resources) cannot hold ``min_replicas`` and the writers.
 
-    Ray would let the replicas wait for ever, and say so to nobody who looks at the job.
+    Without this check the replicas wait in Ray for ever, and the job's log does not show it.
     """
     wanted = placement.total
     writers = config.writers.per_node * config.writers.num_cpus
     if not any(fits_writers(node, writers) for node in nodes):
         raise ConfigError(
-            f"writers: expected a node with {writers:g} CPUs for its writers, came nodes with "
+            f"writers: expected a node with {writers:g} CPUs for its writers, got nodes with "
             f"{[node.get('CPU', 0) for node in nodes]}; lower writers.per_node or writers.num_cpus"
         )
     if placement.spans_nodes:
@@ -99,8 +100,8 @@ def check_capacity(config: ExtractConfig, placement: Placement, nodes: Sequence[
         )
         raise ConfigError(
             f"min_replicas: expected room for {config.min_replicas} replicas of "
-            f"{', '.join(f'{amount:g} {name}' for name, amount in sorted(wanted.items()))} each, beside writers of "
-            f"{writers:g} CPUs on each node, came nodes with {have}: room for {room}; lower replica.num_cpus, "
+            f"{', '.join(f'{amount:g} {name}' for name, amount in sorted(wanted.items()))} each, and for writers of "
+            f"{writers:g} CPUs on each node, got nodes with {have}: room for {room}; lower replica.num_cpus, "
             "writers.num_cpus or min_replicas, or add nodes"
         )
 
@@ -108,13 +109,13 @@ def check_capacity(config: ExtractConfig, placement: Placement, nodes: Sequence[
 def check_total_capacity(
     config: ExtractConfig, wanted: Mapping[str, float], nodes: Sequence[Mapping[str, float]], writers: float
 ) -> None:
-    """``check_capacity`` for replicas that span nodes: the sums have to do, as Ray packs the rest."""
+    """``check_capacity`` for replicas that span nodes. Only the sums are checked, as Ray places the bundles."""
     have = {name: sum(node.get(name, 0) for node in nodes) for name in wanted}
     have["CPU"] = have.get("CPU", 0) - writers * sum(fits_writers(node, writers) for node in nodes)
     short = [name for name, amount in wanted.items() if have[name] + 1e-9 < amount * config.min_replicas]
     if short:
         raise ConfigError(
             f"min_replicas: expected room for {config.min_replicas} replicas that span nodes, "
-            f"{', '.join(f'{amount:g} {name}' for name, amount in sorted(wanted.items()))} each, came a cluster that "
-            f"has too little of {', '.join(sorted(short))}; lower min_replicas or tensor_parallel_size, or add nodes"
+            f"{', '.join(f'{amount:g} {name}' for name, amount in sorted(wanted.items()))} each, got a cluster with "
+            f"too little of {', '.join(sorted(short))}; lower min_replicas or tensor_parallel_size, or add nodes"
         )

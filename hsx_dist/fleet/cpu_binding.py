@@ -1,4 +1,4 @@
-"""Which cores a CPU engine binds to: two engines on one machine bind to the same ones by default."""
+"""The cores that a CPU engine binds to. By default two engines on one machine bind to the same cores."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ log = get_logger(__name__)
 
 
 class CoreClaim:
-    """Cores of this machine that no other claim of ours holds; given up when the process ends, however it ends."""
+    """Cores of this machine that no other process of this package claims. The claim ends with the process."""
 
     def __init__(self, count: int):
-        """Claim up to ``count`` of the cores that this process may run on; ``cores`` says which. None where the folder
-        of the claims cannot be used, which is logged: any user can make a folder of that name."""
+        """Claim up to ``count`` of the cores that this process may run on, and list them in ``cores``. Claims none, and
+        logs why, if the folder of the claims cannot be used: any user can create a folder of that name."""
         self.cores: list[int] = []
         self._files: list[int] = []
         try:
@@ -58,8 +58,9 @@ def _warn(why: str) -> None:
 
 
 def omp_binding(cores: list[int], ranks: int, wanted: int) -> str:
-    """``VLLM_CPU_OMP_THREADS_BIND`` for an engine of ``ranks`` workers: a list of cores a rank, ``|`` between ranks;
-    ``nobind`` when fewer than ``wanted`` cores are free: the kernel's choice is better than two engines on one core."""
+    """``VLLM_CPU_OMP_THREADS_BIND`` for an engine of ``ranks`` workers: a list of cores for each rank, joined by ``|``.
+
+    ``nobind`` if fewer than ``wanted`` cores are free: the kernel's choice is better than two engines on one core."""
     if len(cores) < max(wanted, ranks):
         log.warning("%d free cores of %d wanted: the engine's threads are not bound", len(cores), max(wanted, ranks))
         return "nobind"
@@ -68,7 +69,7 @@ def omp_binding(cores: list[int], ranks: int, wanted: int) -> str:
 
 
 def prepare_cpu(ranks: int, num_cpus: float) -> CoreClaim | None:
-    """On a machine without an accelerator: bind the engine to cores of its own."""
+    """Bind the engine to unclaimed cores, on a machine without an accelerator."""
     import torch
 
     if torch.cuda.is_available() or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:

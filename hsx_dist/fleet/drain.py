@@ -1,4 +1,4 @@
-"""Telling Ray that a node is about to go, so that a run there stores what it has and works elsewhere."""
+"""Report to Ray that a node will be shut down, so that a run stores its pages there and continues on other nodes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from hsx_dist.errors import ConfigError
 
 
 def drain_node(seconds: float, *, address: str | None = None, node: str | None = None) -> str:
-    """Mark a node as draining; its machine is expected to be gone ``seconds`` from now. Returns the node's id.
+    """Mark a node as draining. Its machine is expected to stop in ``seconds``. Returns the node's id.
 
     Args:
-        seconds: until the machine goes.
-        address: the cluster's, ``HOST:PORT``; by default ``RAY_ADDRESS``, or the cluster of this machine's Ray.
-        node: the node's id or IP address; by default this machine's.
+        seconds: time until the machine stops.
+        address: the cluster's address, ``HOST:PORT``. Default: ``RAY_ADDRESS``, else the cluster of this machine.
+        node: the node's id or IP address. Default: this machine's node.
 
     Raises:
-        ConfigError: there is no such cluster or node, or Ray does not let it drain.
+        ConfigError: there is no such cluster or node, or Ray refuses to drain it.
     """
     import ray
     from ray._private.services import canonicalize_bootstrap_address
@@ -26,7 +26,9 @@ def drain_node(seconds: float, *, address: str | None = None, node: str | None =
 
     found = canonicalize_bootstrap_address(address or os.environ.get("RAY_ADDRESS"))
     if found is None:
-        raise ConfigError("expected a Ray cluster to be running here, found none; give its address, or set RAY_ADDRESS")
+        raise ConfigError(
+            "expected a running Ray cluster on this machine, got none; give its address, or set RAY_ADDRESS"
+        )
     gcs = GcsClient(address=found)
     wanted = node or ray.util.get_node_ip_address()
     alive = {
@@ -37,12 +39,12 @@ def drain_node(seconds: float, *, address: str | None = None, node: str | None =
     ids = [node_id for node_id, ip in alive.items() if wanted in (node_id, ip)]
     if len(ids) != 1:
         raise ConfigError(
-            f"expected one living node at {wanted}, found {len(ids)} in a cluster of {len(alive)}; give a node's id "
+            f"expected one living node at {wanted}, got {len(ids)} in a cluster of {len(alive)}; give a node's id "
             "(ray list nodes)"
         )
     deadline = time.time_ns() // 10**6 + int(seconds * 1000)
     reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-    accepted, why = gcs.drain_node(ids[0], reason, "its machine is about to go (hsx drain)", deadline)
+    accepted, why = gcs.drain_node(ids[0], reason, "its machine will stop (hsx drain)", deadline)
     if not accepted:
-        raise ConfigError(f"expected Ray to let node {ids[0]} drain, it did not: {why}")
+        raise ConfigError(f"expected Ray to drain node {ids[0]}, got a refusal: {why}")
     return ids[0]

@@ -70,7 +70,7 @@ class LocalFleet:
 
 
 def drain_queue(get: Callable[..., FleetEvent], timeout: float) -> list[FleetEvent]:
-    """Everything in a queue, after waiting up to ``timeout`` seconds for the first of it."""
+    """All items of a queue. Waits up to ``timeout`` seconds for the first one."""
     events: list[FleetEvent] = []
     try:
         events.append(get(timeout=timeout) if timeout > 0 else get(block=False))

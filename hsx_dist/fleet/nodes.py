@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster: which live, which were told to go."""
+"""The nodes of a Ray cluster: alive, or draining."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """A look at the cluster. ``resources``: of the nodes that live and are to stay; ``draining``: ids of those that
-    live and were told to go (a spot machine's notice, an autoscaler, ``ray drain-node``)."""
+    """A snapshot of the cluster.
+
+    ``resources``: of the nodes that are alive and do not drain. ``draining``: ids of nodes that are alive and drain (a
+    spot machine's notice, an autoscaler, ``ray drain-node``)."""
 
     resources: dict[str, dict[str, Any]] = field(default_factory=dict)
     draining: frozenset[str] = frozenset()
@@ -20,7 +22,7 @@ class Nodes:
 
 def look() -> Nodes:
     import ray  # here: the state machines use Nodes, and need no Ray
-    from ray._private.state import state  # Ray has no public call for it; Serve and Train ask the same table
+    from ray._private.state import state  # Ray has no public call for it; Serve and Train read the same table
 
     draining = frozenset(str(node) for node in state.get_draining_nodes())
     alive = {n["NodeID"]: dict(n["Resources"]) for n in ray.nodes() if n["Alive"]}

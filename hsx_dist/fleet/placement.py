@@ -1,4 +1,4 @@
-"""Where a replica's processes lie: on one node while they fit there, on several when they must."""
+"""Placement of a replica's processes: on one node if they fit, else on several."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Resources = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A Ray placement group for one replica: its actor takes the first of ``bundles``.
+    """A Ray placement group for one replica. Its actor takes the first of ``bundles``.
 
-    One bundle with all the GPUs where vLLM starts the ranks itself, as children of the actor; one bundle a rank, of one
-    GPU each, where Ray starts them (vLLM's Ray executor wants it so, and puts rank 0 beside the actor).
+    If vLLM starts the ranks as children of the actor: one bundle with all GPUs. If vLLM's Ray executor starts them: one
+    bundle with one GPU for each rank, as it requires, and rank 0 is on the actor's node.
     """
 
     bundles: tuple[Resources, ...]
     strategy: Literal["STRICT_PACK", "PACK"]
-    #: GPUs of the actor itself; with the Ray executor its ranks take them.
+    #: GPUs of the actor. 0 with the Ray executor, as the ranks take them.
     actor_gpus: float
 
     @property
     def total(self) -> Resources:
-        """Resources of all bundles together; nothing that is 0."""
+        """Sum of all bundles' resources, without zeros."""
         names = {name for bundle in self.bundles for name in bundle}
         sums = {name: sum(bundle.get(name, 0.0) for bundle in self.bundles) for name in sorted(names)}
         return {name: amount for name, amount in sums.items() if amount}
@@ -39,8 +39,9 @@ class Placement:
 
 
 def place(replica: ReplicaConfig, spec: EngineSpec, nodes: Sequence[Mapping[str, float]]) -> Placement:
-    """The placement of replicas of ``spec`` on nodes with these Ray resources (those of an autoscaler's future nodes
-    cannot be known: what fits nowhere today spans nodes).
+    """The placement of replicas of ``spec`` on nodes with these Ray resources.
+
+    An autoscaler's future nodes are unknown: a replica that fits on no present node spans nodes.
 
     Raises:
         ConfigError: ranks must span nodes, and there are no GPUs: vLLM's Ray executor does not run on CPUs.
@@ -54,8 +55,8 @@ def place(replica: ReplicaConfig, spec: EngineSpec, nodes: Sequence[Mapping[str,
     if chosen == "ray" or (gpus > 1 and spec.ranks > 1 and chosen is None and not fits):
         if not gpus:
             raise ConfigError(
-                "engine_kwargs.distributed_executor_backend: expected GPUs for 'ray', came a cluster without; vLLM's "
-                "Ray executor does not run on CPUs. Remove it: a replica's ranks then start on one node"
+                "engine_kwargs.distributed_executor_backend: expected GPUs for 'ray', got a cluster without GPUs; "
+                "vLLM's Ray executor does not run on CPUs. Remove the setting: a replica's ranks then start on one node"
             )
         bundles = ({**base, "GPU": 1.0}, *({"GPU": 1.0} for _ in range(spec.ranks - 1)))
         return Placement(bundles, "STRICT_PACK" if fits else "PACK", actor_gpus=0.0)
@@ -63,10 +64,10 @@ def place(replica: ReplicaConfig, spec: EngineSpec, nodes: Sequence[Mapping[str,
 
 
 def placed_spec(spec: EngineSpec, placement: Placement) -> EngineSpec:
-    """What the engine is told of its placement: the Ray executor where its ranks lie in bundles of their own, else
-    children of the actor (left alone, vLLM takes Ray's whenever it finds itself in a placement group).
+    """Engine arguments for this placement: the Ray executor if each rank has a bundle, else children of the actor. By
+    default vLLM uses Ray's executor in every placement group.
 
-    With Ray's, pages leave by a socket on the actor's node, so that only rank 0 ships, which vLLM puts there.
+    With Ray's executor only rank 0 ships, as vLLM places it on the actor's node, where the socket for pages is.
     """
     kwargs: dict[str, Any] = dict(spec.engine_kwargs)
     if len(placement.bundles) > 1:

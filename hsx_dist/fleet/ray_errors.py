@@ -1,4 +1,4 @@
-"""What Ray's errors say of ours."""
+"""Causes of failures, from Ray's errors."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from hsx_dist.errors import HsxError
 
 
 def went_with_its_node(error: RayError) -> bool:
-    """Whether an actor's death is its node's, by what Ray says of it."""
+    """Whether an actor died with its node, according to Ray's error."""
     return bool(getattr(error, "preempted", False)) or "node has died" in str(error) or "node was drained" in str(error)
 
 
 def reason_of(error: RayError) -> str:
-    """A line that says why an actor or its task failed: our own error where one of ours is the cause."""
+    """One line with the cause of a failed actor or task: an error of this package if it is the cause, else Ray's."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, HsxError):
         return str(cause)

@@ -1,4 +1,4 @@
-"""The fleet on a Ray cluster: one actor a replica, writers on every node, all made by the driver."""
+"""The fleet on a Ray cluster: one actor for each replica, and writers on every node. The driver owns all of them."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ from hsx_dist.writers.ray_pool import PoolWriterSpec, start_writer
 
 log = get_logger(__name__)
 
-#: How often the cluster is asked which nodes it has.
+#: Seconds between two snapshots of the cluster's nodes.
 NODES_EVERY_S = 5.0
-#: How long engines may take to end by themselves before they are killed: everything of theirs is stored by then.
+#: Seconds for engines to shut down before they are killed. All their pages are stored by then.
 CLOSE_S = 30.0
 
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """How many actors of which size. ``replicas``: at most so many; those for which there is no room wait for it, and
-    an autoscaler sees them wait."""
+    """Number and size of the actors. ``replicas``: the most that are started. Those without free resources wait, so
+    that an autoscaler adds nodes."""
 
     replicas: int
     placement: Placement
@@ -62,15 +62,15 @@ class ClusterShape:
 
 #: A replica's actor and its placement group.
 _Actor = tuple[Any, Any]
-#: What handles the answer of a call, given its ref.
+#: Handler of a call's answer; takes the ref.
 _Handler = Callable[[Any], list[FleetEvent]]
 
 
 class RayFleet:
-    """Replicas and writers as actors of this driver: they end with it.
+    """Replicas and writers as actors of this driver. They end with the driver.
 
-    The states of both are in ``replicas`` and ``writers``, whose transitions need no Ray; this class makes Ray's calls.
-    Only the driver's thread uses it.
+    ``replicas`` and ``writers`` hold their states, whose transitions need no Ray. This class makes Ray's calls. Only
+    the driver's thread uses it.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class RayFleet:
         max_failures: int = 3,
         nodes: Callable[[], Nodes] = look,
     ):
-        """``writer(name)`` gives a writer's spec. ``name`` is the actors' namespace, and prefixes their names, as Ray's
-        dashboard lists them. A replica that dies is started again, up to ``max_failures`` times in a row."""
+        """``writer(name)`` returns a writer's spec. ``name``: namespace of the actors, and prefix of their names on
+        Ray's dashboard. ``max_failures``: restarts of replicas in a row."""
         self._spec = spec
         self._writer = writer
         self._shape = shape
@@ -101,11 +101,11 @@ class RayFleet:
         self._numbers = 0
         self._ever_ready = False
         self._actors: dict[int, _Actor] = {}
-        #: Calls of replicas: ref → whose, and what handles the answer.
+        #: Open calls of replicas: ref → number of the replica, handler of the answer.
         self._calls: dict[Any, tuple[int, _Handler]] = {}
         self._listening: dict[Any, Any] = {}  # ref of a writer's events() → the writer
         self._flushing: dict[Any, Any] = {}  # writers whose node drains → ref of the last flush()
-        self._inquiry = Inquiry()  # replicas out of reach: what they died of decides what becomes of their rows
+        self._inquiry = Inquiry()  # unreachable replicas: the cause of death decides what happens to their rows
 
     def actor(self, number: int) -> Any:
         """The handle of a replica."""
@@ -114,8 +114,8 @@ class RayFleet:
     def start(self) -> None:
         self._here = str(ray.get_runtime_context().get_node_id())
         self._nodes, self._looked = self._look(), time.monotonic()
-        # Before any replica, which could take their CPUs. Another job may have them already: then a writer waits, and
-        # nothing is sent to it, nor waits for it, before it lives.
+        # Before any replica, which could take their CPUs. If another job has these, a writer waits in Ray: no pages are
+        # sent to it, and no call waits for it, until it has answered.
         self._start_writers()
         for _ in range(self._shape.replicas):
             self._start_replica()
@@ -123,7 +123,7 @@ class RayFleet:
     # -- nodes ---------------------------------------------------------------------------------------------------
 
     def _watch_nodes(self) -> list[FleetEvent]:
-        """Start writers on nodes that came; forget those of nodes that went, and tell the replicas."""
+        """Start writers on new nodes, forget the writers of dead nodes, and send the new list to the replicas."""
         self._nodes, self._looked = self._look(), time.monotonic()
         self._start_writers()
         listed = self.writers.listed
@@ -132,12 +132,12 @@ class RayFleet:
             self._tell_replicas()
         for number, replica in list(self.replicas.items()):
             if replica.node and not self._nodes.is_alive(replica.node):
-                events += self._lost(number, "its node is gone", with_node=True)
+                events += self._lost(number, "its node is dead", with_node=True)
         draining = self.writers.of(WriterState.DRAINING)
         self._flushing = {actor: ref for actor, ref in self._flushing.items() if actor in draining}
         for actor in draining:
-            # Again and again until the node is gone, as pages may have been under way; one call at a time, as a store
-            # that is slow would have them fill the writer's threads, and nothing would be heard of it.
+            # Repeated until the node is gone, as pages may be under way. One call at a time: with a slow store several
+            # calls would fill the writer's threads, and block its other answers.
             last = self._flushing.get(actor)
             if last is None or ray.wait([last], timeout=0)[0]:
                 self._flushing[actor] = actor.flush.remote()
@@ -146,7 +146,7 @@ class RayFleet:
         return events + self._take_leave()
 
     def _take_leave(self) -> list[FleetEvent]:
-        """Replicas of nodes that drain get no more tasks, and others are started in their place."""
+        """Give replicas on draining nodes no more tasks, and start others in their place."""
         events: list[FleetEvent] = []
         if self._here in self._nodes.draining and not self._told_draining:
             self._told_draining = True
@@ -164,7 +164,7 @@ class RayFleet:
     # -- actors --------------------------------------------------------------------------------------------------
 
     def _start_writers(self) -> None:
-        """Start a writer on each node that has none. Replicas get it once it has answered."""
+        """Start writers on each node that has none. Replicas get a writer's handle after its first answer."""
         for order, node in self.writers.new_nodes(self._nodes):
             for slot in range(self._shape.writers_per_node):
                 name = f"n{order}w{slot}"
@@ -206,7 +206,7 @@ class RayFleet:
             ray.util.remove_placement_group(group)
 
     def _apply(self, number: int, happened: ReplicaInput) -> list[FleetEvent]:
-        """One transition of a replica, if it is not gone, and what follows from it."""
+        """Apply one transition of a replica, and its actions. Does nothing for a replica that is gone."""
         if number not in self.replicas:
             return []
         state, actions = after(self.replicas[number], happened, max_failures=self._max_failures)
@@ -227,7 +227,7 @@ class RayFleet:
     # -- calls and their answers ---------------------------------------------------------------------------------
 
     def submit(self, replica: int, task: Task) -> None:
-        # The name under which Ray's dashboard lists the call.
+        # The call's name on Ray's dashboard.
         name = f"replica {replica}: task {task.number}, {len(task.rows)} rows from {task.rows[0].row}"
         ref = self.actor(replica).run.options(name=name).remote(task)
         self._calls[ref] = (replica, partial(self._task_done, replica))
@@ -237,14 +237,14 @@ class RayFleet:
         events: list[FleetEvent] = []
         if time.monotonic() - self._looked > NODES_EVERY_S:
             events += self._watch_nodes()
-        # The calls of a replica out of reach have failed, and its fate is asked for.
+        # Calls of an unreachable replica have failed. ``_inquiry`` polls its fate.
         calls = [ref for ref, (number, _) in self._calls.items() if number not in self._inquiry]
         refs = [*calls, *self._listening, *self._inquiry.refs]
         done, _ = ray.wait(refs, num_returns=1, timeout=0 if events else timeout) if refs else ([], [])
-        if done:  # and whatever else is there by now, at no further wait
+        if done:  # also the calls that have completed since, without a further wait
             done, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
         for number in self._inquiry.overdue():
-            late = RayError(f"it was out of reach for {KNOWN_AFTER_S:g} s")
+            late = RayError(f"it was unreachable for {KNOWN_AFTER_S:g} s")
             events += self._died(number, late, cut_off=True)
         for ref in done:
             if ref in self._listening:
@@ -259,10 +259,10 @@ class RayFleet:
         self._listening[actor.events.remote(2.0)] = actor
 
     def _heard(self, ref: Any) -> list[FleetEvent]:
-        """The answer of a writer."""
+        """Take a writer's answer."""
         actor = self._listening.pop(ref, None)
         if actor is None:
-            return []  # its node went while others were heard
+            return []  # its node died while other answers were read
         events: list[FleetEvent] = []
         try:
             events += ray.get(ref)
@@ -272,8 +272,8 @@ class RayFleet:
                 self._tell_replicas()
             events += self._announce()
         except RayError as e:
-            # Ray restarts it while its node lives; what it held has no receipt and will be run again.
-            what = "is out of reach" if isinstance(e, ActorUnavailableError) else "died"
+            # Ray restarts it while its node is alive. Samples that it held have no receipt, and are computed again.
+            what = "is unreachable" if isinstance(e, ActorUnavailableError) else "died"
             log.warning("a writer %s: %s", what, type(e).__name__)
             events += self._watch_nodes()
         if self.writers.state(actor) is not WriterState.GONE:
@@ -290,7 +290,7 @@ class RayFleet:
         return [*self._apply(number, Started(node)), *self._announce()]
 
     def _announce(self) -> list[FleetEvent]:
-        """Replicas that are up are given tasks once there is a writer for what they compute."""
+        """Let replicas that are up take tasks once one writer is up."""
         if not self.writers.listed:
             return []
         return [event for number in list(self.replicas) for event in self._apply(number, WritersReady())]
@@ -303,11 +303,11 @@ class RayFleet:
         return self._apply(number, TaskAnswered(result))
 
     def _failed(self, number: int, error: RayError) -> list[FleetEvent]:
-        """A call of a replica failed: it is dead, or out of reach."""
+        """Handle a failed call of a replica: it is dead, or unreachable."""
         if not isinstance(error, ActorUnavailableError):
             return self._died(number, error)
         if number not in self._inquiry:
-            log.warning("replica %d is out of reach: %s", number, reason_of(error), extra={"replica": number})
+            log.warning("replica %d is unreachable: %s", number, reason_of(error), extra={"replica": number})
             self._inquiry.begin(number, self.actor(number))
         return self._apply(number, CallFailed())
 
@@ -317,14 +317,15 @@ class RayFleet:
             return []
         number, error = known
         if error is None:
-            # Its calls are lost, and it may still be at them: another one is given their rows, and this one is ended.
-            return self._died(number, RayError("its connection broke, and what it answered is lost"), cut_off=True)
+            # Its answers are lost, and it may still run the tasks: another replica gets the rows, and this one is
+            # killed.
+            return self._died(number, RayError("its connection broke, and its answers are lost"), cut_off=True)
         return self._died(number, error)
 
     def _died(self, number: int, error: RayError, *, cut_off: bool = False) -> list[FleetEvent]:
-        """``cut_off``: it may be alive."""
+        """Handle a replica's death. ``cut_off``: it may be alive."""
         events = self._watch_nodes()
-        if number in self.replicas:  # else it went with its node, or that drains and it was let go just now
+        if number in self.replicas:  # else it was ended with its node, dead or draining
             node = self.replicas[number].node
             with_node = went_with_its_node(error) or (node != "" and node not in self._nodes.resources)
             events += self._lost(number, reason_of(error), with_node=with_node, cut_off=cut_off)
@@ -344,8 +345,8 @@ class RayFleet:
             events += self._flush_whatever_it_takes(hurry)
         else:
             self._flush_by(end)
-        # What the flush stored is told by the call that listens now, or by the next one. Where time is short, those
-        # that have nothing to tell are not waited for.
+        # Receipts of the flush arrive with the open call of ``events``, or with the next one. In a hurry, writers
+        # without events are not waited for.
         for _ in range(2 if end is None else 1):
             refs = self._answering()
             patience = None if end is None else min(end - time.monotonic(), 1.0)
@@ -354,12 +355,12 @@ class RayFleet:
         return events
 
     def _answering(self) -> dict[Any, Any]:
-        """Ref → writer, of the writers that were heard: the others may wait for their CPUs."""
+        """Ref → writer, for the writers that have answered once. The others may wait for their CPUs."""
         starting = self.writers.of(WriterState.STARTING)
         return {ref: actor for ref, actor in self._listening.items() if actor not in starting}
 
     def _flush_by(self, end: float) -> None:
-        # What writers hold is stored at once, beside what replicas still have to hand over.
+        # Writers store their pages while replicas ship the rest.
         early = flushing(self.writers.present)
         failures(flushing(self._started_replicas()), end - time.monotonic())
         failures(early, end - time.monotonic())
@@ -377,7 +378,7 @@ class RayFleet:
                 self.writers.apply(actor, WriterInput.UNREACHED)
         if hurry is not None and hurry():
             return events
-        # Whether a node is gone decides whether what was there counts as a try of its rows.
+        # A death with its node does not count as a try of the rows.
         return events + self._watch_nodes()
 
     def _started_replicas(self) -> dict[Any, int]:

@@ -1,4 +1,4 @@
-"""One replica: a real vLLM engine, stepped by a thread, fed with tasks, shipping through a sender. No Ray in here."""
+"""One replica: a vLLM engine that a thread steps. It takes tasks, and ships pages through a sender. No Ray here."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from hsx_dist.writers.base import CALL_BYTES, Sender
 
 log = get_logger(__name__)
 
-#: How long the loop sleeps when a step had nothing to compute (the ring is full, or the last copies are under way).
+#: Seconds that the loop sleeps if a step computed nothing (the ring is full, or the last copies are under way).
 IDLE_S = 0.001
-#: Characters of a refusal that are kept.
+#: Longest refusal, in characters. Longer ones are cut.
 _MAX_REASON = 2000
 
 
@@ -41,26 +41,26 @@ class _Running:
     task: Task
     result: TaskResult
     future: Future[TaskResult]
-    open: set[str]  # keys that are neither shipped nor refused nor skipped
-    #: By key, of each column that was told of: why it is not stored, or None.
+    open: set[str]  # keys that are not shipped, refused or skipped yet
+    #: By key: for each reported column the reason why it is not stored, or None.
     columns: dict[str, dict[int, str | None]] = field(default_factory=dict)
 
 
 class Replica:
-    """Runs tasks on one engine. ``make_sender`` gives a sender for every worker rank.
+    """Runs tasks on one engine. ``make_sender`` returns a sender for a worker rank.
 
-    The engine lives in this process (one rank), or in child processes (several; with vLLM's Ray executor in actors of
-    its own); either way nothing is reported as shipped before the writers have been handed all of it.
+    The engine runs in this process (one rank), in child processes (several ranks), or in actors of vLLM's Ray executor.
+    A key is reported as shipped after the writers have got all of its pages.
     """
 
     def __init__(
         self, spec: EngineSpec, make_sender: Callable[[], Sender], meter: Meter | None = None, *, name: str = "0"
     ):
-        """Starts the engine; returns when it can work. ``meter``: counts what the engine and its ring do. ``name``:
-        what its ranks' log lines call the replica.
+        """Start the engine, and block until it is ready. ``meter``: counts for engine and ring. ``name``: the replica's
+        name in log lines of its ranks.
 
         Raises:
-            EngineError: vLLM refused to start; the message carries its reason.
+            EngineError: vLLM did not start. The message has vLLM's reason.
         """
         self._spec = spec
         self._name = name
@@ -72,12 +72,12 @@ class Replica:
         self._shipped: queue.SimpleQueue[Shipped] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._running: dict[str, _Running] = {}  # by key
-        self._unanswered: dict[int, _Running] = {}  # every task whose future is open, by its number
+        self._unanswered: dict[int, _Running] = {}  # tasks with an open future, by number
         self._lock = threading.Lock()  # between ``submit`` and the end of the loop
         backend = spec.engine_kwargs.get("distributed_executor_backend", "uni")
         self._in_process = spec.ranks == 1 and backend == "uni"
-        # vLLM's Ray executor starts its ranks from the actor, whose placement group they share; from a child of it,
-        # they would be another job's.
+        # vLLM's Ray executor must start its ranks from the actor, to share its placement group. Started from a child
+        # process, they would belong to another job.
         self._core_here = self._in_process or backend == "ray"
         self._end_here: LocalEnd | None = None
         self._server: PageServer | None = None
@@ -85,7 +85,7 @@ class Replica:
         self._failure: BaseException | None = None
         self._ready = threading.Event()
         self._requests = 0
-        # Made here, before the engine pins its thread: whatever an engine's thread starts inherits its cores.
+        # Before the engine pins its thread: threads and processes inherit the cores of the thread that starts them.
         self._transport, self._address = self._open_transport()
         self._thread = threading.Thread(target=self._loop, name="hsx-engine", daemon=True)
         self._thread.start()
@@ -97,10 +97,10 @@ class Replica:
             self._close_transport()
             raise EngineError(f"vLLM did not start: {self._failure}") from self._failure
 
-    # -- what the owner calls ------------------------------------------------------------------------------------
+    # -- called by the owner -------------------------------------------------------------------------------------
 
     def submit(self, task: Task) -> Future[TaskResult]:
-        """Queue a task behind those that run. The future fails with ``EngineError`` if the engine dies."""
+        """Queue a task. The future raises ``EngineError`` if the engine dies."""
         running = _Running(task, TaskResult(task.number), Future(), set())
         with self._lock:
             if self._failure is None:
@@ -112,7 +112,7 @@ class Replica:
         return running.future
 
     def flush(self) -> None:
-        """Wait until the writers have taken every page shipped so far."""
+        """Block until the writers have taken all shipped pages."""
         for sender in list(self._senders):
             sender.flush()
 
@@ -120,11 +120,11 @@ class Replica:
         """End the engine and the shipping threads. Tasks still running fail."""
         self._inbox.put(None)
         self._wake.set()
-        # vLLM's client waits for ever for the answer of processes that were killed: that thread is left to itself.
+        # vLLM's client blocks for ever on processes that were killed. Its thread is not waited for.
         self._thread.join(timeout=None if self._failure is None else 10)
         self._close_transport()
 
-    # -- where pages go ------------------------------------------------------------------------------------------
+    # -- transport -----------------------------------------------------------------------------------------------
 
     def _open_transport(self) -> tuple[str, str]:
         if self._in_process:
@@ -161,7 +161,7 @@ class Replica:
         self._wake.set()
 
     def _on_processes_ended(self) -> None:
-        # Told from the shipping thread: the engine's own may be waiting for an answer of the dead.
+        # On the shipping thread: the engine's thread may block on an answer of the dead processes.
         self._end(EngineError("its processes ended"))
         self._wake.set()
 
@@ -172,7 +172,7 @@ class Replica:
             with engine_environment(self._core_here):
                 self._start()
         except BaseException as e:
-            log.info("the engine did not start", exc_info=True)  # whoever made the replica tells it
+            log.info("the engine did not start", exc_info=True)  # the constructor raises it
             self._failure = e
             self._ready.set()
             return
@@ -195,21 +195,21 @@ class Replica:
         from vllm import LLM
         from vllm.exceptions import VLLMValidationError
 
-        #: What vLLM raises when a request is wrong, and the engine is not.
+        #: vLLM's errors for a bad request; the engine goes on.
         self._refusals = (VLLMValidationError,)
         spec = self._spec
         try:
             self._sampling_params({})
         except (TypeError, ValueError, VLLMValidationError) as e:
-            raise EngineError(f"sampling_params: expected what vLLM's SamplingParams take, came {e}") from e
+            raise EngineError(f"sampling_params: expected arguments of vLLM's SamplingParams, got {e}") from e
         key = self._server.key if self._server is not None else None
         llm = LLM(**engine_arguments(spec, self._transport, self._address, self._name, authkey=key))
         self._engine = llm.llm_engine
         if self._core_here and not self._in_process:
-            # vLLM names them itself, by an id of its own that it takes from nobody.
+            # vLLM names these actors, with a random id that cannot be set.
             log.info("its ranks' actors are vllm_Worker_%s_TP0, …", self._engine.vllm_config.instance_id)
         tokenizer = load_tokenizer(spec.model, revision=spec.revision, engine_kwargs=spec.engine_kwargs)
-        # The engine's own limit counts: its rules for it are not all in the model's configuration.
+        # The engine's limit: the model's configuration alone does not determine it.
         longest = min(spec.max_tokens, llm.model_config.max_model_len - 1)
         self._encoder = RowEncoder(
             tokenizer, longest, spec.chat_template_kwargs, vocab_size=spec.vocab_size, rules=spec.rules
@@ -222,7 +222,7 @@ class Replica:
             except queue.Empty:
                 if self._running:
                     return True
-                self._wait("idle_seconds")  # nothing runs: sleep until somebody calls
+                self._wait("idle_seconds")  # nothing runs: sleep until the next call
                 continue
             if running is None:
                 return False
@@ -238,7 +238,7 @@ class Replica:
                 fate: Literal["refused", "failed"] = "refused"
                 if isinstance(e, TooLong) and self._spec.rules.too_long == "fail":
                     fate = "failed"
-                reason = str(e)[:_MAX_REASON]  # receipts keep it, and vLLM's may quote the request
+                reason = str(e)[:_MAX_REASON]  # stored in receipts, and vLLM's may quote the whole request
                 running.result.refused.append(RowFate(row.key, row.row, fate, reason, running.task.tries, row.content))
                 continue
             running.open.add(row.key)
@@ -268,7 +268,7 @@ class Replica:
     def _sampling_params(self, kv_transfer_params: dict[str, Any], key: str = "") -> Any:
         from vllm import SamplingParams
 
-        # One token is sampled, as vLLM cannot sample none; the user's own parameters come over these.
+        # One token is sampled, as vLLM cannot sample none. The user's parameters override these.
         params = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, **self._spec.sampling_params}
         if self._spec.seed and self._spec.rules.include_output_tokens:
             params["seed"] = row_seed(self._spec.seed, key)
@@ -277,7 +277,7 @@ class Replica:
 
     def _step(self) -> None:
         if self._engine.has_unfinished_requests() or (self._core_here and self._running):
-            # In this process nothing else steps: after the last answer the last requests' copies are still to come.
+            # Only this loop steps an engine in this process, and the copies of the last requests need further steps.
             outputs = self._engine.step()
             if outputs or self._engine.has_unfinished_requests():
                 return
@@ -303,7 +303,7 @@ class Replica:
             columns = running.columns.setdefault(shipped.key, {})
             columns[shipped.column] = shipped.reason
             if len(columns) < shipped.columns:
-                continue  # ranks ship their own
+                continue  # other ranks ship the other columns
             del self._running[shipped.key], running.columns[shipped.key]
             running.open.discard(shipped.key)
             reason = next((why for why in columns.values() if why is not None), None)
@@ -322,7 +322,7 @@ class Replica:
         return EngineError(f"the engine died: {self._failure}")
 
     def _end(self, why: BaseException) -> None:
-        """No task is answered any more: those that wait get the reason, and so do those that come later."""
+        """Fail all open tasks, and every later one, with the reason."""
         with self._lock:
             self._failure = self._failure or why
             unanswered, self._unanswered = self._unanswered, {}
@@ -331,7 +331,7 @@ class Replica:
 
 
 def row_seed(run: str, key: str) -> int:
-    """The seed of a row's sampling, 0 to 2^63 - 1: the same whenever, wherever and beside whatever the row is run."""
+    """The seed of a row's sampling, 0 to 2^63 - 1. It depends on the run's seed and the row's key only."""
     digest = hashlib.blake2b(f"{run}\0{key}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
 
@@ -339,8 +339,9 @@ def row_seed(run: str, key: str) -> int:
 def engine_arguments(
     spec: EngineSpec, transport: str, address: str, replica: str = "0", *, authkey: bytes | None = None
 ) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM``: the user's untouched, and those that the extraction sets. ``authkey``: with which the
-    ranks prove to the process at ``address`` that they are its engine's; log lines of vLLM do not show it."""
+    """Arguments of ``vllm.LLM``: the user's, unchanged, and those of the extraction.
+
+    ``authkey``: key for the socket at ``address``. vLLM's log lines do not show it."""
     arguments: dict[str, Any] = {"disable_log_stats": True, **spec.engine_kwargs}
     if spec.revision is not None:
         arguments["revision"] = spec.revision
@@ -389,11 +390,10 @@ def _captures(spec: EngineSpec) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def engine_environment(in_process: bool) -> Iterator[None]:
-    """vLLM reads where its core runs, and a CPU engine's cache size, from the environment, when the engine is made and
-    at no other time."""
+    """Set the variables that vLLM reads when an engine is made: the core's process, and the size of a CPU cache."""
     changes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1"}
     if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
-        # Left alone, a CPU engine takes nearly all of the machine's memory; the variable means nothing to a GPU's.
+        # By default a CPU engine takes nearly all of the machine's memory. A GPU engine ignores the variable.
         gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
         changes["VLLM_CPU_KVCACHE_SPACE"] = str(max(gib // 16, 1))
     before = {name: os.environ.get(name) for name in changes}

@@ -39,7 +39,7 @@ class ReplicaActor:
     ):
         os.environ.update(environment)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        # Ranks that vLLM starts as processes are then `hsx replica 0::Worker_TP1` to ps, top and py-spy.
+        # In ps, top and py-spy the ranks' processes are then named `hsx replica 0::Worker_TP1`.
         os.environ.setdefault("VLLM_PROCESS_NAME_PREFIX", f"hsx replica {tags['replica']}")
         self._claim = prepare_cpu(spec.ranks, num_cpus)
         from hsx_dist.fleet.replica import Replica
@@ -56,7 +56,7 @@ class ReplicaActor:
         log.info("the engine is ready after %.1f s, ranks: %d", time.monotonic() - before, spec.ranks)
 
     def __repr__(self) -> str:
-        # What Ray's log lines and its dashboard call this process.
+        # The process's name in Ray's log lines and dashboard.
         return f"hsx replica {self._tags['replica']}"
 
     def _sender(self) -> RaySender:
@@ -66,7 +66,7 @@ class ReplicaActor:
         return self._senders[-1]
 
     def ready(self) -> str:
-        """The node's id, once the engine is up."""
+        """Block until the engine is up. Returns the node's id."""
         return str(ray.get_runtime_context().get_node_id())
 
     def run(self, task: Task) -> TaskResult:
@@ -76,7 +76,7 @@ class ReplicaActor:
         self._replica.flush()
 
     def set_writers(self, writers: list[tuple[str, Any]]) -> None:
-        """The pool has changed: nodes came, or went."""
+        """Replace the list of writers, after nodes joined or died."""
         self._writers = writers
         for sender in self._senders:
             sender.update(writers)
@@ -86,7 +86,7 @@ class ReplicaActor:
         self._export.close()
 
     def _on_lost(self, lost: Lost) -> None:
-        # The driver learns it from the receipts that are missing; this line is for whoever reads the actor's log.
+        # For readers of the actor's log only. The driver sees it by the missing receipts.
         log.warning("pages of %d segments were not taken by their writer: %s", len(lost.segments), lost.reason)
 
 
@@ -102,14 +102,14 @@ def start_replica(
     name: str,
     namespace: str,
 ) -> tuple[Any, Any]:
-    """A replica's actor and its placement group (None where it asks for nothing that Ray reserves)."""
+    """Start a replica's actor. Returns it and its placement group (None if it reserves no resources)."""
     group, scheduling = None, {}
-    if placement.total:  # Ray makes no group of nothing
+    if placement.total:  # Ray refuses an empty group
         group = ray.util.placement_group(list(placement.bundles), strategy=placement.strategy, name=name)
         scheduling["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
             group,
             placement_group_bundle_index=0,
-            # The ranks of vLLM's Ray executor belong into the group as well.
+            # The ranks of vLLM's Ray executor must be in the group too.
             placement_group_capture_child_tasks=len(placement.bundles) > 1,
         )
     actor = (
@@ -126,7 +126,7 @@ def start_replica(
         .remote(
             sendable(spec),
             writers,
-            # As an argument, not as a runtime_env: that one is shown on Ray's dashboard.
+            # An argument, not a runtime_env, which Ray's dashboard shows.
             {**credential_environment(), **environment},
             num_cpus,
             {"run": spec.output, "replica": str(number)},

@@ -1,6 +1,6 @@
-"""The state machine of a replica as the driver sees it; no Ray.
+"""The state machine of a replica, from the driver's side. No Ray.
 
-``after`` is pure. It returns the next state, the fleet's actions and the driver's events.
+``after`` is a pure function. It returns the next state, the fleet's actions and the driver's events.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from hsx_dist.fleet.tasks import Task, TaskResult
 
 class ReplicaPhase(Enum):
     STARTING = auto()
-    WAITING = auto()  #: the engine is up, and no writer is: what it computes would have no place
+    WAITING = auto()  #: the engine is up, but no writer is: its pages could not be stored
     READY = auto()
-    LEAVING = auto()  #: its node drains: it ends the tasks that it has
-    UNREACHABLE = auto()  #: its calls fail, and Ray does not know yet whether it is dead
+    LEAVING = auto()  #: its node drains: it finishes its tasks
+    UNREACHABLE = auto()  #: its calls fail, and Ray has not reported yet whether it is dead
     GONE = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """One replica. ``failures``: starts and deaths of its kind in a row. ``node``: empty until the engine is up.
-    ``replaced``: another one was started, because its node drains."""
+    """One replica. ``failures``: consecutive deaths before it. ``node``: empty until the engine is up. ``replaced``:
+    another one was started, because its node drains."""
 
     number: int
     failures: int = 0
@@ -34,7 +34,7 @@ class ReplicaState:
     replaced: bool = False
 
 
-# -- what happens --------------------------------------------------------------------------------------------------
+# -- inputs --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class WritersReady:
-    """There is a writer."""
+    """A writer is up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,13 @@ class TaskAnswered:
 
 @dataclass(frozen=True, slots=True)
 class CallFailed:
-    """A call failed, and Ray does not know whether the replica is dead."""
+    """A call failed, and Ray has not reported whether the replica is dead."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLost:
-    """The replica is dead, or given up (``cut_off``: it may live). ``with_node``: it died with its node. ``hopeless``:
-    no replica of this run was ever up. ``last``: it is the only one."""
+    """The replica is dead, or treated as dead (``cut_off``: it may be alive). ``with_node``: it died with its node.
+    ``hopeless``: no replica of this run was ever up. ``last``: it is the only one."""
 
     reason: str
     with_node: bool = False
@@ -84,29 +84,29 @@ class ReplicaLost:
 ReplicaInput = Started | WritersReady | NodeDrains | TaskGiven | TaskAnswered | CallFailed | ReplicaLost
 
 
-# -- what to do ----------------------------------------------------------------------------------------------------
+# -- actions -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class StartReplica:
-    """Start another one; ``failures`` of its kind so far."""
+    """Start another replica. ``failures``: consecutive deaths before it."""
 
     failures: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class EndReplica:
-    """Kill the actor. ``flush``: after it has shipped what it has."""
+    """Kill the actor. ``flush``: after it has shipped its pages."""
 
     flush: bool
 
 
-#: An event is handed to the driver.
+#: An event goes to the driver.
 Action = StartReplica | EndReplica | FleetEvent
 
 
 def after(state: ReplicaState, happened: ReplicaInput, *, max_failures: int) -> tuple[ReplicaState, list[Action]]:
-    """The next state, and what is to be done. ``max_failures``: after so many in a row no other one is started."""
+    """The next state, and the actions. ``max_failures``: after this many consecutive deaths none is started."""
     phase, number = state.phase, state.number
     if phase is ReplicaPhase.GONE:
         return state, []
@@ -116,7 +116,7 @@ def after(state: ReplicaState, happened: ReplicaInput, *, max_failures: int) -> 
         case WritersReady() if phase is ReplicaPhase.WAITING:
             return replace(state, phase=ReplicaPhase.READY), [ReplicaReady(number)]
         case NodeDrains() if phase is not ReplicaPhase.STARTING and not state.replaced:
-            if phase is not ReplicaPhase.UNREACHABLE:  # else it keeps its tasks until its fate is known
+            if phase is not ReplicaPhase.UNREACHABLE:  # else it keeps its tasks until Ray reports its fate
                 phase = ReplicaPhase.LEAVING
             left, done = _ended_if_idle(replace(state, phase=phase, replaced=True))
             return left, [ReplicaLeaving(number), StartReplica(), *done]
@@ -141,9 +141,9 @@ def _ended_if_idle(state: ReplicaState) -> tuple[ReplicaState, list[Action]]:
 
 
 def _lost(state: ReplicaState, lost: ReplicaLost, max_failures: int) -> list[Action]:
-    """One report a death: its tasks are forgotten with it."""
+    """Report a death once; the replica's tasks are dropped with it."""
     blameless = lost.with_node or lost.cut_off
-    # A row that is alone with its engine is to blame, and not the engine.
+    # If a task is alone on its engine, its row is the cause, and not the engine.
     alone = any(task.alone for task in state.tasks) and not lost.cut_off
     failures = state.failures + (not lost.with_node and not alone)
     hopeless = lost.hopeless and not state.node and not blameless

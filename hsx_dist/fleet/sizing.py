@@ -1,4 +1,4 @@
-"""From a configuration to the fleet on a Ray cluster, sized by what the cluster has."""
+"""The fleet on a Ray cluster, from a configuration and the cluster's resources."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hsx_dist.writers.sink import SinkOptions
 def ray_fleet(
     config: ExtractConfig, spec: EngineSpec, options: Callable[[str], SinkOptions], *, name: str, folder: str
 ) -> RayFleet:
-    """The fleet that a configuration asks for, on the cluster that this driver is connected to; its writers store below
+    """The fleet of a configuration, on the cluster to which this driver is connected. Its writers store below
     ``folder`` of the output.
 
     Raises:
-        ConfigError: the output is a disk of one node's own, or no node can ever hold a replica.
+        ConfigError: the output is one node's local disk, or no node can hold a replica.
     """
     nodes = [n for n in ray.nodes() if n["Alive"]]
     resources = [n["Resources"] for n in nodes]

@@ -1,4 +1,4 @@
-"""What driver and replicas say to each other."""
+"""Messages between driver and replicas."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hsx_dist.writers.base import ABROAD_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Rows for one replica: the unit of work that is handed out, and again when its replica dies.
+    """Rows for one replica: the unit of work. If the replica dies, another one gets the rows.
 
-    ``tries``: how often its rows were tried before. ``alone``: one row, on its last try; its replica is given nothing
-    beside it, so that whatever happens is its doing.
+    ``tries``: earlier tries of its rows. ``alone``: one row, on its last try. Its replica gets no other task, so that a
+    crash is caused by this row.
     """
 
     number: int
@@ -29,23 +29,23 @@ class Task:
 
 @dataclass(slots=True)
 class TaskResult:
-    """What became of a task's rows: each is in exactly one of ``shipped``, ``refused``, ``skipped``.
+    """Outcomes of a task's rows: each is in exactly one of ``shipped``, ``refused``, ``skipped``.
 
-    ``shipped`` says only that the writers were handed everything; a receipt says that it is stored.
+    ``shipped`` means that the writers got all pages. Only a receipt proves that they are stored.
     """
 
     number: int
     shipped: list[str] = field(default_factory=list)
     refused: list[RowFate] = field(default_factory=list)
-    skipped: list[tuple[str, str]] = field(default_factory=list)  # (key, reason): worth another try
+    skipped: list[tuple[str, str]] = field(default_factory=list)  # (key, reason): the driver tries them again
     tokens: int = 0
-    #: What the replica has counted since its last answer.
+    #: The replica's counters.
     numbers: Mapping[Series, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What a replica needs to start its engine, and to ship what comes out of it."""
+    """Settings with which a replica starts its engine and ships its pages."""
 
     model: str
     revision: str | None
@@ -54,24 +54,24 @@ class EngineSpec:
     sampling_params: Mapping[str, Any]
     chat_template_kwargs: Mapping[str, Any]
     vocab_size: int
-    max_tokens: int  # the longest prompt that the engine takes
+    max_tokens: int  # of the longest prompt
     output: str
     codec: str | Mapping[str, Any]
     layout: str
     segment_bytes: int
     page_bytes: int
     in_flight_bytes: int
-    #: What taps capture (``taps.points.plan_capture``); None: ``layers``, by vLLM's extraction.
+    #: Points for the taps (``taps.points.plan_capture``). None: ``layers``, by vLLM's extraction.
     capture: Mapping[str, Any] | None = None
-    #: Ranks that ship, from 0; None: all of them, in turn.
+    #: Number of ranks that ship, from rank 0. None: all ranks, in turn.
     owners: int | None = None
-    #: What each of them may have at other nodes' writers at once.
+    #: Limit of unacknowledged bytes that one of them has at other nodes' writers.
     abroad_bytes: int = ABROAD_BYTES
     rules: RowRules = field(default_factory=RowRules)
-    #: What seeds are made of, with a row's key: the same for every attempt of a run. Empty: vLLM's own choice.
+    #: With a row's key the seed of its sampling; the same in every attempt of a run. Empty: vLLM's choice.
     seed: str = ""
 
     @property
     def ranks(self) -> int:
-        """Worker ranks of one engine, each with a ring of its own."""
+        """Number of worker ranks of one engine. Each has a ring."""
         return int(self.engine_kwargs.get("tensor_parallel_size", 1))

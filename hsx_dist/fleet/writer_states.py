@@ -1,4 +1,4 @@
-"""The states of writers as the driver sees them; no Ray.
+"""The state machine of writers, from the driver's side. No Ray.
 
 ``AFTER`` is the state machine of one writer. ``WriterPool`` applies it to all writers of a run, and decides which nodes
 get writers.
@@ -16,18 +16,18 @@ from hsx_dist.fleet.nodes import Nodes
 
 
 class WriterState(Enum):
-    STARTING = auto()  #: not heard yet: on a full node it may wait for its CPUs for ever, so nothing is sent to it
+    STARTING = auto()  #: no answer yet: on a full node it may wait for CPUs for ever, so no pages are sent to it
     READY = auto()
-    DRAINING = auto()  #: its node drains: it stores what it has, and gets no more
-    UNREACHABLE = auto()  #: a flush gave up: it stays listed, and the next flush asks it once
+    DRAINING = auto()  #: its node drains: it stores its pages, and gets no new ones
+    UNREACHABLE = auto()  #: a flush timed out: it stays listed, and the next flush calls it once
     GONE = auto()
 
 
 class WriterInput(Enum):
     HEARD = auto()  #: it answered
-    UNREACHED = auto()  #: a flush could not reach it for as long as Ray may take to know of a death
+    UNREACHED = auto()  #: a flush could not reach it for the time that Ray needs to detect a death
     DRAINS = auto()  #: its node drains
-    LEFT = auto()  #: its node is dead, or is no node for writers
+    LEFT = auto()  #: its node is dead, or gets no writers any more
 
 
 #: (state, input) → state. A pair that is not here changes nothing.
@@ -52,25 +52,25 @@ PRESENT = {*LISTED, WriterState.DRAINING}
 
 @dataclass(slots=True)
 class PoolWriter:
-    """A writer: its node, its state."""
+    """A writer's node and state."""
 
     node: str
     state: WriterState = WriterState.STARTING
 
 
 class WriterPool:
-    """All writers of a run, by their handles."""
+    """All writers of a run, by handle."""
 
     def __init__(self, cpus: float):
-        """``cpus``: what a node must have for its writers."""
+        """``cpus``: CPUs that a node needs for its writers."""
         self._cpus = cpus
         self._writers: dict[Any, PoolWriter] = {}
-        #: Every node that ever had writers. A node that comes back has another id.
+        #: All nodes that ever had writers. A node that joins again has another id.
         self._served: list[str] = []
 
     @property
     def listed(self) -> list[tuple[str, Any]]:
-        """(node, handle) of each writer that pages are sent to."""
+        """(node, handle) of each writer to which pages are sent."""
         return [(writer.node, handle) for handle, writer in self._writers.items() if writer.state in LISTED]
 
     @property
@@ -83,7 +83,7 @@ class WriterPool:
         return list(self._writers)
 
     def of(self, state: WriterState) -> dict[Any, str]:
-        """Handle → node, of the writers in a state."""
+        """Handle → node of the writers in a state."""
         return {handle: writer.node for handle, writer in self._writers.items() if writer.state is state}
 
     def state(self, handle: Hashable) -> WriterState:
@@ -94,20 +94,20 @@ class WriterPool:
         self._writers[handle] = PoolWriter(node)
 
     def new_nodes(self, nodes: Nodes) -> list[tuple[int, str]]:
-        """(number, node) of each node that is to get its writers now."""
+        """(number, node) of each node that needs writers now."""
         new = sorted(node for node in nodes.resources if self._is_for_writers(node, nodes) and node not in self._served)
         self._served += new
         return [(self._served.index(node), node) for node in new]
 
     def apply(self, handle: Hashable, happened: WriterInput) -> None:
-        """One transition of one writer. A writer that is gone is forgotten."""
+        """Apply one transition of a writer. A writer that is gone is forgotten."""
         if (writer := self._writers.get(handle)) is not None:
             writer.state = AFTER.get((writer.state, happened), writer.state)
             if writer.state is WriterState.GONE:
                 del self._writers[handle]
 
     def follow(self, nodes: Nodes) -> list[str]:
-        """Apply a look at the cluster; the dead nodes whose writers held pages."""
+        """Apply a snapshot of the cluster. Returns the dead nodes whose writers held pages."""
         dead = {w.node for w in self._writers.values() if w.state in PRESENT and not nodes.is_alive(w.node)}
         for handle, writer in list(self._writers.items()):
             if writer.node in nodes.draining:

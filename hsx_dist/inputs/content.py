@@ -1,4 +1,4 @@
-"""What a row's fields may hold: checks that answer with what is wrong, and forms that mean the same made one."""
+"""Checks of a row's fields, which return the problem, and normalisation of equivalent forms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHAREGPT = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "
 def as_messages(value: Any, name: str, most: int) -> Any:
     """Messages in the form of chat templates: a list of mappings with ``role`` and ``content``.
 
-    A JSON text, as tables often hold, is read; ShareGPT's ``from`` and ``value`` are renamed; members that are null are
+    A JSON text, as tables often contain, is parsed. ShareGPT's ``from`` and ``value`` are renamed. Null members are
     left out, as a table has every member in every row. A value that is no list is returned unchanged.
 
     Args:
@@ -58,7 +58,7 @@ def as_tools(value: Any, name: str, most: int) -> list[Any] | None:
     """
     found = _parsed(value, name, most) if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
-        raise InputError(f"{name}: expected a list of tools (objects), came {kind_of(found)}")
+        raise InputError(f"{name}: expected a list of tools (objects), got {kind_of(found)}")
     return [_without_null(tool) for tool in chat_value(found, name)] or None
 
 
@@ -81,10 +81,10 @@ def mask_of(value: Any, name: str) -> list[int]:
         InputError: it is no list of 0 and 1 (or false and true), or has no 1.
     """
     if not isinstance(value, list) or not value:
-        raise InputError(f"{name}: expected a list of 0 and 1, came {kind_of(value)}")
+        raise InputError(f"{name}: expected a list of 0 and 1, got {kind_of(value)}")
     for i, item in enumerate(value):
         if type(item) not in (int, bool) or item not in (0, 1):
-            raise InputError(f"{name}: expected 0 or 1, came {shown(item)} at position {i}")
+            raise InputError(f"{name}: expected 0 or 1, got {shown(item)} at position {i}")
     return [int(item) for item in value]
 
 
@@ -99,41 +99,41 @@ def json_metadata(values: dict[str, Any]) -> dict[str, Any]:
     size = len(json.dumps(found))
     if size > MAX_METADATA_BYTES:
         raise InputError(
-            f"metadata: expected at most {MAX_METADATA_BYTES} bytes as JSON, came {size}; name fewer or smaller columns"
+            f"metadata: expected at most {MAX_METADATA_BYTES} bytes as JSON, got {size}; name fewer or smaller columns"
         )
     return found
 
 
 def _text_problem(value: Any) -> str | None:
     if not isinstance(value, str):
-        return f"expected a string, came {kind_of(value)}"
+        return f"expected a string, got {kind_of(value)}"
     if not value.strip():
-        return "expected text, came an empty string"
-    return None if is_unicode(value) else "expected valid Unicode, came half of a surrogate pair"
+        return "expected text, got an empty string"
+    return None if is_unicode(value) else "expected valid Unicode, got half of a surrogate pair"
 
 
 def _messages_problem(value: Any) -> str | None:
     if not isinstance(value, list) or not value:
-        return f"expected a list of messages, came {kind_of(value)}"
+        return f"expected a list of messages, got {kind_of(value)}"
     for i, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            return f"expected objects with a role, came {kind_of(message)} without it as message {i}"
+            return f"expected objects with a role, got {kind_of(message)} without it as message {i}"
         content = message.get("content")
         if content is not None and not isinstance(content, (str, list)):
-            return f"expected the content of message {i} to be a string or a list, came {kind_of(content)}"
+            return f"expected the content of message {i} to be a string or a list, got {kind_of(content)}"
     return None
 
 
 def _token_ids_problem(value: Any) -> str | None:
     if not isinstance(value, list) or not value:
-        return f"expected a list of token ids, came {kind_of(value)}"
+        return f"expected a list of token ids, got {kind_of(value)}"
     for i, token in enumerate(value):
         if type(token) is not int or not 0 <= token <= _MAX_TOKEN_ID:
-            return f"expected token ids (integers from 0), came {shown(token)} at position {i}"
+            return f"expected token ids (integers from 0), got {shown(token)} at position {i}"
     return None
 
 
-#: Kind of content → what is wrong with a value of it, or None.
+#: Kind of content → a check that returns a value's problem, or None.
 CONTENT_CHECKS: dict[str, Callable[[Any], str | None]] = {
     "text": _text_problem,
     "messages": _messages_problem,

@@ -69,7 +69,7 @@ class DecompressedFile(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill ``buffer``, or a part of it; 0 at the end."""
+        """Fill ``buffer``, or its beginning. Returns the number of bytes, 0 at the end."""
         target = memoryview(buffer).cast("B")
         while True:
             data = b""

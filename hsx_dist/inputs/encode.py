@@ -30,7 +30,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class RowRules:
-    """What is made of a row: the fields of ``InputConfig`` and ``ExtractConfig`` of these names."""
+    """Settings of the encoding: fields of ``InputConfig`` and ``ExtractConfig`` with these names."""
 
     loss_roles: tuple[str, ...] | None = None
     max_length: int | None = None
@@ -75,7 +75,7 @@ def load_tokenizer(model: str, *, revision: str | None = None, engine_kwargs: Ma
         # transformers raises OSError, ValueError, KeyError, … for one thing: it is not there or not readable.
         why = public_url((str(e).splitlines() or [""])[0])[:200]  # it may name the hub's URL
         raise ConfigError(
-            f"model: expected a model with a tokenizer at {source!r}, came {type(e).__name__}: {why}; check the "
+            f"model: expected a model with a tokenizer at {source!r}, got {type(e).__name__}: {why}; check the "
             "name, the revision and the access to it"
         ) from e
 
@@ -87,7 +87,7 @@ class RowEncoder:
     the ids of ``token_ids`` rows (default: the tokenizer's size).
 
     Raises:
-        ConfigError: a loss mask is to be derived, and the tokenizer does not tell which characters a token stands for.
+        ConfigError: a loss mask must be derived, and the tokenizer does not map tokens to characters.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class RowEncoder:
         self._special = frozenset(getattr(tokenizer, "all_special_ids", ()))
         if rules.loss_roles and not getattr(tokenizer, "is_fast", False):
             raise ConfigError(
-                "input.loss_roles: expected a fast tokenizer, which tells where its tokens lie in a text, came "
+                "input.loss_roles: expected a fast tokenizer, which maps tokens to characters, got "
                 f"{type(tokenizer).__name__}; give each row a loss_mask, or use another tokenizer_mode"
             )
 
@@ -115,8 +115,8 @@ class RowEncoder:
         """The row's token ids and loss mask.
 
         Raises:
-            InputError: it has none, or unknown ones; the reason is told.
-            TooLong: it has more than are taken, and is not to be cut.
+            InputError: it has no tokens, or unknown ones. The message has the reason.
+            TooLong: it has more tokens than allowed, and must not be cut.
         """
         mask: Sequence[int] | None = None
         if row.token_ids is not None:
@@ -126,13 +126,13 @@ class RowEncoder:
         else:
             ids = self._text(row.text or "")
         if not ids:
-            raise InputError("expected at least one token, came none after tokenising; remove the row")
+            raise InputError("expected at least one token, got none after tokenising; remove the row")
         mask = self._mask(row, ids, mask)
         self._check_length(ids)
         ids, mask = ids[: self._limit], None if mask is None else mask[: self._limit]
         if mask is not None and not any(mask) and not self.rules.include_output_tokens:
             raise InputError(
-                f"expected a loss mask with a 1 in it, came {len(ids)} zeros; nothing would be learned from this row"
+                f"expected a loss mask with a 1 in it, got {len(ids)} zeros; nothing would be learned from this row"
             )
         return Encoded(ids, None if mask is None else bytes(mask))
 
@@ -143,7 +143,7 @@ class RowEncoder:
     def _check_length(self, ids: list[int]) -> None:
         if len(ids) > self._limit and self.rules.too_long != "truncate":
             raise TooLong(
-                f"expected at most {self._limit} tokens, came {len(ids)}; shorten the row, set input.too_long="
+                f"expected at most {self._limit} tokens, got {len(ids)}; shorten the row, set input.too_long="
                 "truncate, or extract it with a larger input.max_length or engine_kwargs.max_model_len into another run"
             )
 
@@ -152,16 +152,16 @@ class RowEncoder:
         if row.loss_mask is not None:
             if len(row.loss_mask) != len(ids):
                 raise InputError(
-                    f"loss_mask: expected {len(ids)} entries, one for each token, came {len(row.loss_mask)}; derive it "
+                    f"loss_mask: expected {len(ids)} entries, one for each token, got {len(row.loss_mask)}; derive it "
                     "with the model's own tokenizer"
                 )
             return row.loss_mask
         if derived is not None or not (rules.loss_roles or rules.select == "loss_mask"):
             return derived
         if rules.include_output_tokens:
-            return bytes(len(ids))  # what is generated counts, and nothing before it
+            return bytes(len(ids))  # only generated tokens count
         raise InputError(
-            "expected a loss mask, or messages from which input.loss_roles derives one, came neither; add a loss_mask "
+            "expected a loss mask, or messages from which input.loss_roles derives one, got neither; add a loss_mask "
             "to the row, or remove the row"
         )
 
@@ -170,7 +170,7 @@ class RowEncoder:
             # verbose=False: the tokenizer would warn of each text longer than its own idea of the limit.
             return _ints(self.tokenizer(text, verbose=False)["input_ids"])
         except Exception as e:
-            raise InputError(f"expected text that the tokenizer takes, came {_told(e)}; correct the row") from e
+            raise InputError(f"expected text that the tokenizer takes, got {_told(e)}; correct the row") from e
 
     def _chat(self, row: Row) -> tuple[list[int], bytes | None]:
         messages = row.messages or []
@@ -185,12 +185,12 @@ class RowEncoder:
             raise
         except Exception as e:
             raise InputError(
-                f"expected messages that the model's chat template takes, came {_told(e)}; correct the row, or "
+                f"expected messages that the model's chat template takes, got {_told(e)}; correct the row, or "
                 "chat_template_kwargs"
             ) from e
 
     def _chat_options(self, row: Row) -> dict[str, Any]:
-        """Arguments for the template. A chat whose answer is to be generated ends with the answer's header."""
+        """Arguments for the template. If the answer will be generated, the chat ends with the answer's header."""
         options = dict(self.chat_template_kwargs)
         asks = bool(row.messages) and (row.messages or [])[-1].get("role") != "assistant"
         options.setdefault("add_generation_prompt", self.rules.include_output_tokens and asks)
@@ -225,7 +225,7 @@ class RowEncoder:
         for i, token in enumerate(ids):
             if not 0 <= token < self.vocab_size:
                 raise InputError(
-                    f"expected token ids below {self.vocab_size}, the model's vocabulary, came {token} at position "
+                    f"expected token ids below {self.vocab_size}, the model's vocabulary, got {token} at position "
                     f"{i}; tokenise with this model's tokenizer"
                 )
         return list(ids)

@@ -16,7 +16,7 @@ _BUFFER = 1 << 20
 
 
 def read_lines(file: IO[bytes], most: int, stored: int | None) -> Iterator[tuple[int, bytes | None]]:
-    """Numbered lines; ``None`` for one that is too long. Empty lines at the end of the file are no rows.
+    """Numbered lines; ``None`` for a line that is too long. Empty lines at the end of the file are no rows.
 
     A line that is far too long, very many empty lines, and more lines and bytes than ``stored`` ones should hold, are
     errors: compressed, they cost their author nothing.

@@ -1,9 +1,9 @@
 """Which tokens of a chat the wanted roles say, found by rendering its beginnings with the model's own template.
 
-Few chat templates mark what an assistant says, so that transformers' ``return_assistant_tokens_mask`` gives nothing for
-them. But any template can be asked how the conversation reads before a message, with the header that the model is
-given to answer, and after it. Where a beginning reads another way than within the whole (Qwen3 drops the thoughts of
-earlier turns), the message's end is where the whole stops to agree with the end of that beginning.
+Few chat templates mark the assistant's text, so that transformers' ``return_assistant_tokens_mask`` gives nothing for
+the others. But every template can render the conversation before a message, with the header of the answer, and after
+the message. A beginning may be rendered differently than within the whole (Qwen3 drops the thoughts of earlier turns).
+Then the message ends where the whole stops to agree with the end of that beginning.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def spans_of_roles(
         if not whole.startswith(before):
             raise InputError(
                 f"loss_roles: expected a chat template that renders the messages before message {i} as it renders them "
-                "within the whole, came another text; give the row a loss_mask of its own"
+                "within the whole, got another text; give the row a loss_mask"
             )
         start = len(before)
         if message["role"] == "assistant" and i:
@@ -44,8 +44,8 @@ def spans_of_roles(
         length = _agreement(render(messages[: i + 1], False), whole, start)
         if not length:
             raise InputError(
-                f"loss_roles: expected to find message {i} in the rendered chat, came a template that renders it "
-                "another way there; give the row a loss_mask of its own"
+                f"loss_roles: expected to find message {i} in the rendered chat, got a template that renders it "
+                "differently there; give the row a loss_mask"
             )
         found.append((start, start + length))
     return found

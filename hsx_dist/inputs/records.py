@@ -1,8 +1,8 @@
 """What an input holds, as batches of numbered records: lines, or the columns that are asked for.
 
-Held at once: of lines, a batch and a read buffer; of Parquet, the pages and dictionaries of a row group's asked columns
-that are being decoded, and a batch of rows; of Arrow, one record batch as its writer made it (in a saved data set
-usually a thousand rows).
+Memory in use: for lines, a batch and a read buffer. For Parquet, a batch of rows, and the pages and dictionaries of the
+row group's requested columns. For Arrow, one record batch as it was written (in a saved data set usually a thousand
+rows).
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def read_batches(found: Input, columns: Sequence[str], needed: Sequence[str]) ->
     """Everything in the input's sources, in their order.
 
     Args:
-        columns: what is read of a columnar file, as far as it has them.
-        needed: of which it must have one.
+        columns: the columns to read from a columnar file, if it has them.
+        needed: the file must have one of these.
 
     Raises:
         FormatError: a file is broken; Unavailable: the store failed; both with the number of the last row read.

@@ -32,8 +32,8 @@ def chat_value(value: Any, name: str) -> Any:
 
 
 def metadata_value(value: Any, name: str, most: int) -> Any:
-    """A metadata column as JSON values: dates and times in ISO 8601, durations in seconds, decimals and integers of
-    more than 64 bits as text, numbers that are not finite as null. ``most``: values at most.
+    """A metadata column as JSON values. Dates and times are in ISO 8601, durations in seconds. Decimals, and integers
+    of more than 64 bits, are text. Numbers that are not finite are null. ``most``: limit of the number of values.
 
     Raises:
         InputError: as ``chat_value``.
@@ -99,12 +99,12 @@ _EXACT = (str, int, float, bool, type(None))
 def _checked(value: Any, name: str) -> Any:
     if isinstance(value, str):
         if not is_unicode(value):
-            raise InputError(f"{name}: expected valid Unicode, came half of a surrogate pair")
+            raise InputError(f"{name}: expected valid Unicode, got half of a surrogate pair")
     elif isinstance(value, int):
         if value.bit_length() > _MAX_INT_BITS:
             raise InputError(f"{name}: expected integers of at most {_MAX_INT_BITS} bits, got {shown(value)}")
     elif value is not None and not isinstance(value, float):
-        raise InputError(f"{name}: expected what JSON can hold, came {kind_of(value)}; leave it out of the row")
+        raise InputError(f"{name}: expected what JSON can hold, got {kind_of(value)}; leave it out of the row")
     if type(value) in _EXACT:
         return value
     # A subclass, such as NumPy's: what carries the row to an engine in another process knows only Python's own.

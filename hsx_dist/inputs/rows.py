@@ -29,8 +29,8 @@ _FREE_REFUSED, _REFUSED_A_ROW = 1_000_000, 10
 class Row:
     """One usable input row: its key, its number in the input (from 0), and exactly one of text, messages, token_ids.
 
-    ``tools``: what the chat template is told of; ``loss_mask``: 0 or 1 for each token; ``metadata``: the asked columns,
-    as JSON values.
+    ``tools``: for the chat template. ``loss_mask``: 0 or 1 for each token. ``metadata``: the requested columns, as JSON
+    values.
     """
 
     key: str
@@ -57,8 +57,8 @@ class Row:
 def read_rows(config: InputConfig) -> Iterator[Row | RowFate]:
     """The rows of ``config.path`` in their order; the first file is opened before this returns.
 
-    Raises ConfigError when there is no such file or bucket, or no access to it; while iterating, Unavailable when the
-    store fails and FormatError when a file is broken, each with the number of the row that was not reached.
+    Raises ``ConfigError`` if there is no such file or bucket, or no access. While iterating, raises ``Unavailable`` if
+    the store fails, and ``FormatError`` if a file is broken; both name the number of the first row that was not read.
     """
     needed = (config.text, config.messages, config.token_ids)
     own = (config.id, config.tools, config.loss_mask, *config.metadata)
@@ -160,8 +160,8 @@ class _Choice:
 
 
 class _RowCheck:
-    """Judges rows one after another; remembers a hash of each key to find those that come twice: about 100 bytes a row,
-    and nothing where ``id`` is null, as places do not repeat."""
+    """Checks rows one after another. It keeps a hash of each key to find duplicates: about 100 bytes a row, and none if
+    ``id`` is null, as the keys are then row numbers."""
 
     def __init__(self, config: InputConfig, stems: Sequence[str]) -> None:
         """``stems``: the labels of all sources of the input."""
@@ -199,7 +199,7 @@ class _RowCheck:
         if isinstance(record, Unreadable):
             return self._refused(row, number, record.reason)
         if not isinstance(record, dict):
-            return self._refused(row, number, f"expected a JSON object, came {kind_of(record)}")
+            return self._refused(row, number, f"expected a JSON object, got {kind_of(record)}")
         key = None
         try:
             key = self._key(number, record)
@@ -236,14 +236,14 @@ class _RowCheck:
         if value is None:
             name, value = "the key of a row without an id", self._default_key(number)
         if isinstance(value, bool) or not isinstance(value, (str, int)):
-            raise InputError(f"{name}: expected a string or an integer, came {kind_of(value)}")
+            raise InputError(f"{name}: expected a string or an integer, got {kind_of(value)}")
         if isinstance(value, int) and value.bit_length() > _MAX_KEY:
             raise InputError(f"{name}: expected an integer of at most {_MAX_KEY} bits, got {shown(value)}")
         key = str(value)
         if not key or len(key) > _MAX_KEY:
-            raise InputError(f"{name}: expected 1 to {_MAX_KEY} characters, came {len(key)}")
+            raise InputError(f"{name}: expected 1 to {_MAX_KEY} characters, got {len(key)}")
         if not is_unicode(key):
-            raise InputError(f"{name}: expected valid Unicode, came half of a surrogate pair")
+            raise InputError(f"{name}: expected valid Unicode, got half of a surrogate pair")
         stem, _, digits = key.rpartition("#")
         if "#" in key and stem in self._places and len(digits) >= 8 and digits.isascii() and digits.isdecimal():
             # A refused row without an id has such a key. A sample with it would hide that row's refusal.
@@ -257,7 +257,7 @@ class _RowCheck:
         given = {kind: name for kind, name in names.items() if record.get(name) is not None}
         if len(given) != 1:
             came = " and ".join(given.values()) if given else "none of them"
-            raise InputError(f"expected exactly one of the fields {', '.join(names.values())}, came {came}")
+            raise InputError(f"expected exactly one of the fields {', '.join(names.values())}, got {came}")
         kind, name = next(iter(given.items()))
         most = int(c.max_row_bytes)
         value = as_messages(record[name], name, most) if kind == "messages" else record[name]

@@ -54,7 +54,7 @@ class InputSource:
 
 @dataclass(frozen=True)
 class Input:
-    """The input's sources in their order, and the file system on which they lie. ``shown``: its path, for messages."""
+    """The input's sources in order, and their file system. ``shown``: the input's path, for messages."""
 
     sources: tuple[InputSource, ...]
     shown: str
@@ -116,7 +116,7 @@ def find_input(config: InputConfig) -> Input:
         ConfigError: there are none, or they cannot be reached.
     """
     if not config.path:
-        raise ConfigError("input.path: expected a file, a folder or a glob, a local path or URL, came nothing; set it")
+        raise ConfigError("input.path: expected a file, a folder or a glob, a local path or URL, got nothing; set it")
     shown = public_url(config.path)
     return _told(lambda: _find(config, shown), shown)
 
@@ -147,19 +147,19 @@ def _find(config: InputConfig, shown: str) -> Input:
             sources = _of_folder(config, fs, path)
         elif config.format == "dataset":
             raise ConfigError(
-                f"input.path: expected the folder of a saved data set, came the file {shown}; name its folder, or "
+                f"input.path: expected the folder of a saved data set, got the file {shown}; name its folder, or "
                 "another input.format"
             )
         else:
             sources = [InputSource(stem(path), (path,), _format(path, config.format) or "jsonl")]
     if not sources:
         raise ConfigError(
-            f"input.path: expected files of rows at {shown}, came none; name them (jsonl, txt, parquet, arrow; or "
+            f"input.path: expected files of rows at {shown}, got none; name them (jsonl, txt, parquet, arrow; or "
             "set input.format)"
         )
     if twice := sorted(label for label, count in Counter(s.label for s in sources).items() if count > 1):
         raise ConfigError(
-            f"input.path: expected files of different names, came several {twice[0]!r} at {shown}, whose rows would "
+            f"input.path: expected files of different names, got several {twice[0]!r} at {shown}, whose rows would "
             "have the same keys; name one kind of them (a glob such as *.jsonl)"
         )
     return Input(tuple(sources), shown, fs, config)
@@ -180,16 +180,14 @@ def _of_folder(config: InputConfig, fs: Any, folder: str) -> list[InputSource]:
         if fs.exists(f"{folder}/{_SPLITS}"):
             splits = _once(_json(fs, f"{folder}/{_SPLITS}")["splits"], folder)
             if config.split is not None and config.split not in splits:
-                raise ConfigError(
-                    f"input.split: expected one of {', '.join(splits)}, came {config.split!r}; correct it"
-                )
+                raise ConfigError(f"input.split: expected one of {', '.join(splits)}, got {config.split!r}; correct it")
             wanted = splits if config.split is None else [config.split]
             return [_saved(fs, _within(fs, folder, split), split) for split in wanted]
         if fs.exists(f"{folder}/{_STATE}"):
             return [_saved(fs, folder, posixpath.basename(folder.rstrip("/")))]
         if config.format == "dataset":
             raise ConfigError(
-                f"input.path: expected the folder of a saved data set, with {_STATE} or {_SPLITS}, came one without at "
+                f"input.path: expected the folder of a saved data set, with {_STATE} or {_SPLITS}, got one without at "
                 f"{public_url(config.path)}; save it with save_to_disk, or set another input.format"
             )
     return _of_many(config, fs, {p: i["type"] for p, i in fs.find(folder, detail=True).items()}, folder)
@@ -201,7 +199,7 @@ def _of_many(config: InputConfig, fs: Any, found: dict[str, str], base: str) -> 
         # A page of links may sign them: keys are made of names.
         name = public_url(path).removeprefix(public_url(base)).strip("/")
         if any(part.startswith((".", "_")) for part in name.split("/")):
-            continue  # what other programs leave beside their data: _SUCCESS, .crc, .ipynb_checkpoints
+            continue  # files that other programs add: _SUCCESS, .crc, .ipynb_checkpoints
         if kind == "directory":
             if config.format in ("auto", "dataset") and fs.exists(f"{path}/{_STATE}"):
                 sources.append(_saved(fs, path, name))
@@ -294,22 +292,22 @@ def _json(fs: Any, path: str) -> dict[str, Any]:
             raise ValueError(f"more than {_LARGEST_LIST} bytes")
         found = json.loads(data)
     except (ValueError, RecursionError) as e:
-        raise ConfigError(f"input.path: expected JSON in {public_url(path)}, came {e}; save the data set again") from e
+        raise ConfigError(f"input.path: expected JSON in {public_url(path)}, got {e}; save the data set again") from e
     if not isinstance(found, dict) or not isinstance(found.get("splits", found.get("_data_files")), list):
         raise ConfigError(
-            f"input.path: expected a list of splits or files in {public_url(path)}, came none; save the data set again"
+            f"input.path: expected a list of splits or files in {public_url(path)}, got none; save the data set again"
         )
     return found
 
 
 def _format(path: str, asked: str) -> Format | None:
-    """The format of a file; None for one that is not meant."""
+    """The format of a file. None for a file that is not part of the input."""
     known = _FORMATS.get(_suffix(path))
     if asked == "auto":
         return known
     if asked == "dataset":
         return None
-    # What says of itself to be something else is left; any name will do for what says nothing.
+    # A file whose name ends with another format's suffix is left out. A file without a known suffix is read.
     return asked if known in (None, asked) or (known in _LINES and asked in _LINES) else None  # type: ignore[return-value]
 
 
@@ -329,7 +327,7 @@ def stem(path: str) -> str:
 
 
 def _told(do: Callable[[], _T], shown: str) -> _T:
-    """What ``do`` gives; whatever a back end raises becomes a ConfigError, without its text."""
+    """The result of ``do``. Every error of a back end becomes a ``ConfigError`` without the error's text."""
     try:
         return do()
     except (ConfigError, MemoryError):
@@ -340,10 +338,10 @@ def _told(do: Callable[[], _T], shown: str) -> _T:
         came, todo = "a refusal", "check the credentials (environment, profile, or input.storage_options)"
     except ImportError as e:
         came, todo = f"no support for its scheme ({e.name or 'a package'} is missing)", "install the extra s3 or gcs"
-    except Exception as e:  # noqa: BLE001 (whatever a back end raises: it is told before anything starts, and without its text)
+    except Exception as e:  # noqa: BLE001 (all errors of back ends: raised before anything starts, without their text)
         known = isinstance(e, OSError) and e.strerror
         came, todo = (
             (str(known) if known else type(e).__name__),
             "check the URL, the endpoint and input.storage_options",
         )
-    raise ConfigError(f"input.path: expected a readable input at {shown}, came {came}; {todo}")
+    raise ConfigError(f"input.path: expected a readable input at {shown}, got {came}; {todo}")

@@ -1,7 +1,7 @@
 """Rows of Parquet and Arrow files: the columns that are asked for, as batches of Python values.
 
-Sizes, counts and offsets in such a file are claims that Arrow believes. A wrong one may end the process, so these files
-are read in a process of their own (``reader``), whose memory is limited.
+Arrow does not check sizes, counts and offsets in such a file. A wrong value may end the process, so these files are
+read in a child process (``reader``) with limited memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hsx_dist.inputs.arrow_files import open_arrow, open_parquet, with_uuids_as_
 from hsx_dist.inputs.decompress import FREE_ROWS, MOST_ROWS
 from hsx_dist.inputs.row_cost import cost_of_columns
 
-#: Rows of a batch. Its bytes have limits of their own.
+#: Rows of a batch. Its bytes have other limits.
 BATCH_ROWS = 256
 #: Decoded bytes of a Parquet file's batch, estimated from its row groups' sizes.
 _DECODED_BYTES = 64 << 20
@@ -73,7 +73,7 @@ def require_pyarrow() -> None:
         import pyarrow  # noqa: F401
     except ImportError:
         raise ConfigError(
-            "input.format: expected pyarrow to be installed, which reads Parquet and Arrow, found nothing; install "
+            "input.format: expected the package pyarrow, which reads Parquet and Arrow, got none; install "
             "hsx-dist[parquet]"
         ) from None
 
@@ -184,15 +184,15 @@ def _arrow(file: StoreFile, columns: Sequence[str], needed: Sequence[str], shown
 def _chosen(there: Sequence[str], columns: Sequence[str], needed: Sequence[str], shown: str) -> list[str]:
     if not set(needed) & set(there):
         raise ConfigError(
-            f"input: expected one of the columns {', '.join(needed)} in {shown}, came {', '.join(there)[:400]}; name "
+            f"input: expected one of the columns {', '.join(needed)} in {shown}, got {', '.join(there)[:400]}; name "
             "yours with input.text, input.messages or input.token_ids"
         )
     return [name for name in dict.fromkeys(columns) if name in there]
 
 
 def _records(batch: Any) -> list[Any]:
-    """The rows of a record batch as mappings; ``Unreadable`` for a row that has no Python values (a date after the
-    year 9999, a text that is not UTF-8, nanoseconds, a deeply nested type)."""
+    """The rows of a record batch as mappings. ``Unreadable`` for a row without Python values: a date after the year
+    9999, a text that is not UTF-8, nanoseconds, a deeply nested type."""
     try:
         found: list[Any] = batch.to_pylist()
         return found

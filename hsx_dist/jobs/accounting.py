@@ -1,4 +1,4 @@
-"""Which rows of the input the receipts account for."""
+"""Input rows that receipts account for."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def count_rows(rows: Rows, manifest: Manifest, *, retry_poison: bool = False) ->
 
 
 def accounted(row: Row | RowFate, manifest: Manifest, *, retry_poison: bool = False) -> bool:
-    """A refused row stays refused while its content is the same: so are the settings that refused it. So does one that
-    killed its engine, unless ``retry_poison``. One that failed otherwise gets another chance."""
+    """Whether a row's outcome is final. A refused row stays refused while its content is the same, as the settings are.
+    A poison row stays poison, unless ``retry_poison``. A failed row is tried again."""
     if isinstance(row, RowFate):
         return row.key in manifest.refused
     if row.key in manifest.samples:
@@ -37,7 +37,8 @@ def accounted(row: Row | RowFate, manifest: Manifest, *, retry_poison: bool = Fa
 
 
 def remaining(rows: Rows, manifest: Manifest, *, retry_poison: bool = False) -> Iterator[Row | RowFate]:
-    """What is still to be done. A row that can be read now comes after the withdrawal of what was said of it before."""
+    """Rows that are still to be computed. Before a row that was refused earlier and is readable now, the withdrawal of
+    its earlier outcome is yielded."""
     for row in rows():
         if accounted(row, manifest, retry_poison=retry_poison):
             continue
@@ -49,11 +50,11 @@ def remaining(rows: Rows, manifest: Manifest, *, retry_poison: bool = False) -> 
 
 @contextmanager
 def telling_what_is_missing(rows: Rows, manifest: Manifest, console: Console) -> Iterator[None]:
-    """When the attempt ends by an error: which rows no receipt accounts for, as far as this driver knows."""
+    """If the attempt ends with an error, log the rows without a receipt that this driver knows."""
     try:
         yield
     except Fenced:
-        raise  # they are the newer driver's affair
+        raise  # the newer driver computes these rows
     except HsxError as e:
         first: list[str] = []
         missing = 0
@@ -63,8 +64,8 @@ def telling_what_is_missing(rows: Rows, manifest: Manifest, console: Console) ->
                 first.append(row.key)
         some = ", ".join(first) + (", …" if missing > 5 else "")
         console.print(
-            f"ended by {type(e).__name__}: {missing} rows are not proven ({some}); what has a receipt stays, and "
-            "the same command goes on from there",
+            f"ended by {type(e).__name__}: {missing} rows are not stored ({some}); samples with a receipt stay, and "
+            "the same command continues from there",
             soft_wrap=True,
         )
         raise

@@ -32,10 +32,10 @@ from hsx_dist.store import Store
 def open_or_start_run(
     config: ExtractConfig, root: Store, meaning: dict[str, Any], rows: Rows = lambda: iter(())
 ) -> tuple[Place, Manifest]:
-    """The run at the output and its manifest; starts a run where there is none.
+    """Open the run at the output, or start one. Returns the run and its manifest.
 
     Raises:
-        RunMismatch: the run's samples have another meaning, or ``resume`` forbids what would be done.
+        RunMismatch: the run's samples have another meaning, or ``resume`` forbids to start or to continue a run.
         RunError: objects of an unfinished removal are left at the output.
     """
     place = find_place(root)
@@ -47,7 +47,7 @@ def open_or_start_run(
         try:
             return start_run(root, about), Manifest()
         except RunError:
-            # Another driver was quicker (a job that was submitted twice): this one goes on with that one's run.
+            # Another driver started the run first (a job that was submitted twice): this one continues that run.
             place = find_place(root)
             if place is None or config.resume == "never":
                 raise
@@ -67,11 +67,13 @@ def open_or_start_run(
 
 
 def take_over(config: ExtractConfig, place: Place, console: Console) -> tuple[int, RowLedger, Manifest]:
-    """Take the run's next attempt, stop the writers of all earlier ones, and learn what they have proven: the attempt,
-    its ledger and the manifest. What receipts prove and the store has lost is declared lost.
+    """Take the run's next attempt, seal the receipt logs of all earlier writers, and read the manifest.
+
+    Returns the attempt, its ledger and the manifest. Parts with a receipt that are missing in the store are recorded as
+    lost.
 
     Raises:
-        ConfigError: the store cannot tell two drivers apart.
+        ConfigError: the store has no conditional writes, so that two drivers could own the run.
         RunError: the run was removed meanwhile.
         StoreError, FormatError: as ``load_manifest``.
     """
@@ -98,12 +100,12 @@ def take_over(config: ExtractConfig, place: Place, console: Console) -> tuple[in
 
 
 def complete(ledger: RowLedger, attempt: int, manifest: Manifest, rows: int) -> None:
-    """Mark the run as complete. All ``rows`` are accounted for by the receipts that ``manifest`` knows; what a writer
-    that was given up has proven beyond that is added.
+    """Mark the run as complete. The receipts in ``manifest`` account for all ``rows``. Later receipts of writers that
+    were treated as dead are added.
 
     Raises:
         Fenced: a newer attempt was taken.
-        StoreError: the store's.
+        StoreError: the store failed.
     """
     close_attempt(ledger.store, attempt)
     ledger.read_new_receipts()
@@ -111,17 +113,17 @@ def complete(ledger: RowLedger, attempt: int, manifest: Manifest, rows: int) -> 
 
 
 def require_not_removed(place: Place) -> None:
-    """Raises ``RunError`` when the run was removed."""
+    """Raise ``RunError`` if the run was removed."""
     if place.removed():
         raise RunError(
             f"{place.root.url}: expected the run that this driver works on, got the mark of its removal: its samples "
-            "are lost. Start the extraction again, at a place that no other process removes"
+            "are lost. Start the extraction again, at an output that no other process removes"
         )
 
 
 @contextmanager
 def unless_removed(place: Place) -> Iterator[None]:
-    """Raises ``RunError`` when the run was removed meanwhile, also in the place of errors that a removal may cause."""
+    """Raise ``RunError`` if the run was removed meanwhile, also instead of errors that the removal may have caused."""
     try:
         yield
     except (NotFound, FormatError):

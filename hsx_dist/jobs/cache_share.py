@@ -1,4 +1,4 @@
-"""What the hidden states take of vLLM's cache, read from a model's configuration."""
+"""The share of vLLM's cache that captured states take, from a model's configuration."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ _KINDS = ("layer_types", "layers_block_type", "block_types", "attn_type_list")
 
 @dataclass(frozen=True, slots=True)
 class CacheShare:
-    """Bytes of cache a token takes on one rank: ``states`` (of hidden states every rank holds all, of queries its own),
-    ``kv`` (its share of keys and values). ``kinds``: of the model's layers, where it has several."""
+    """Bytes of cache that one token takes on one rank.
+
+    ``states``: of captured points (all of the hidden states, but only the rank's own heads of queries). ``kv``: of the
+    rank's keys and values. ``kinds``: the kinds of the model's layers, if it has several."""
 
     states: int
     kv: int
@@ -20,12 +22,12 @@ class CacheShare:
 
     @property
     def share(self) -> float:
-        """The part of the cache that the hidden states take, of tokens that are held whole."""
+        """Fraction of the cache for states, if all layers hold a token completely."""
         return self.states / max(self.states + self.kv, 1)
 
     @property
     def warning(self) -> str | None:
-        """What may go wrong with a hybrid."""
+        """A warning for hybrid models, else None."""
         if len(self.kinds) < 2:
             return None
         return (
@@ -36,11 +38,10 @@ class CacheShare:
 
 
 def cache_share(text: Any, *, states: int, tensor_parallel: int = 1, itemsize: int = 2) -> CacheShare:
-    """Of a Hugging Face text configuration.
+    """The share for a Hugging Face text configuration.
 
-    ``states``: bytes of a token's rows on one rank; ``itemsize``: of one element of the key/value cache. Layers
-    with windows are counted as if they held all tokens; layers without attention are not told apart: a lower bound of
-    the share.
+    ``states``: bytes of a token's rows on one rank. ``itemsize``: bytes of one element of the key/value cache. The
+    result is a lower bound: layers with windows count as if they held all tokens, and so do layers without attention.
     """
     layers = int(text.num_hidden_layers)
     rank = getattr(text, "kv_lora_rank", None)
@@ -57,7 +58,7 @@ def cache_share(text: Any, *, states: int, tensor_parallel: int = 1, itemsize: i
 
 
 def layer_kinds(text: Any) -> tuple[str, ...]:
-    """The kinds of layers that a configuration names, sorted; a single one where it names none."""
+    """The kinds of layers that a configuration names, sorted. One kind if it names none."""
     for name in _KINDS:
         kinds = getattr(text, name, None)
         if isinstance(kinds, (list, tuple)) and kinds:

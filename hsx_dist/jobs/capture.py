@@ -1,4 +1,4 @@
-"""What a run captures, from its settings and its model's configuration, before an engine is started."""
+"""The points that a run captures, from its settings and its model's configuration, before an engine starts."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class CapturedRows:
 
 
 def captured_rows(config: ExtractConfig, text: Any, dtype: str) -> dict[str, CapturedRows]:
-    """What ``config`` captures of a model, by point.
+    """The captured layers of each point, for ``config`` and a model.
 
-    A preset is what transformers' model of this configuration has. The engine may have less: the router's choice where
-    its kernel hides it, ``mlp_post`` where ``down_proj`` is quantised.
+    A preset selects the points of transformers' model of this configuration. The engine may have fewer: no router
+    points if its kernel routes inside, no ``mlp_post`` if ``down_proj`` is quantised.
 
     Args:
         text: the Hugging Face configuration of the decoder.
         dtype: of the states.
 
     Raises:
-        ConfigError: a point, layer or preset that there is not; layout sample with other points than hidden states.
+        ConfigError: an unknown point, layer or preset; layout ``sample`` with other points than hidden states.
     """
     if config.capture is None:
         points = {HIDDEN_STATES: resolve_layers(config.layers, text.num_hidden_layers)}
@@ -52,9 +52,9 @@ def captured_rows(config: ExtractConfig, text: Any, dtype: str) -> dict[str, Cap
 
 
 def capture_of_run(config: ExtractConfig, rows: Mapping[str, CapturedRows]) -> dict[str, Any] | None:
-    """The ``capture`` of an engine with taps; None for vLLM's own extraction.
+    """The ``capture`` of an engine with taps. None for vLLM's extraction.
 
-    Layers are written as numbers, so that two ways to say the same are one run; a preset stays its name.
+    Layers become numbers, so that two spellings of the same choice are one run. A preset keeps its name.
     """
     if config.source == "cache":
         return None
@@ -66,7 +66,7 @@ def capture_of_run(config: ExtractConfig, rows: Mapping[str, CapturedRows]) -> d
 
 
 def _possible(text: Any) -> dict[str, set[int]]:
-    """For each point, the layers of the model that have it."""
+    """For each point, the model's layers that have it."""
     layers = set(range(text.num_hidden_layers))
     possible = {name: layers if p.per_layer else {0} for name, p in POINTS.items()}
     modules = layer_modules(text)
@@ -115,13 +115,14 @@ def mean_bytes(rows: Mapping[str, CapturedRows], itemsize: int) -> int:
 
 
 def rank_bytes(rows: Mapping[str, CapturedRows], ranks: int, kv_heads: int) -> int:
-    """Bytes of one token in the cache of one tensor-parallel rank. Ranks beyond ``kv_heads`` have the same heads."""
+    """Bytes of one token in the cache of one tensor-parallel rank. If there are more ranks than ``kv_heads``, several
+    ranks hold the same heads."""
     shards = {name: min(ranks, kv_heads) if POINTS[name].width == "kv" else ranks for name in rows}
     return sum(len(r.layers) * r.row_bytes // (shards[name] if POINTS[name].sharded else 1) for name, r in rows.items())
 
 
 def column_bytes(rows: Mapping[str, CapturedRows], ranks: int) -> int:
-    """Raw bytes of one token in the largest column: a page and a segment are of one column. A sharded point is
+    """Raw bytes of one token in the largest column: a page and a segment belong to one column. A sharded point is
     divided among the ``ranks``."""
     return max(
         math.ceil(len(r.layers) * r.row_bytes / (ranks if POINTS[name].sharded else 1)) for name, r in rows.items()

@@ -1,4 +1,4 @@
-"""Stored samples against transformers on the same token ids: the proof that each point's rows and layers are right."""
+"""Comparison of stored samples with transformers on the same token ids, for each point and layer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Of one point of a sample: its layers, and its rows ``[T, L, width]`` in the dtype in which they are stored."""
+    """One point of a sample: its layers, and its rows ``[T, L, width]`` in the stored dtype."""
 
     layers: Sequence[int]
     rows: torch.Tensor
@@ -57,11 +57,11 @@ class LayerError:
     point: str = HIDDEN_STATES
 
     def limit(self, dtype: str) -> tuple[str, float]:
-        """Which figure is judged, and its limit. ``dtype``: in which the model computed, whatever the point's own is.
+        """The figure that is compared, and its limit. ``dtype``: in which the model computed; the point's may differ.
 
-        In bf16 two right implementations differ by some percent (the order of sums differs, and the norm's scale is
-        large where states are small); in float32 every row must agree. Experts whose logits are nearly equal are chosen
-        by rounding.
+        In bf16 two correct implementations differ by some percent: the order of sums differs, and the norm's scale is
+        large where states are small. In float32 every row must agree. Rounding decides between experts with nearly
+        equal logits.
         """
         if self.point == "topk_ids":
             return "norm", 0.05 if dtype == "float32" else 0.35
@@ -75,13 +75,13 @@ class LayerError:
 
 
 def check_run(config: ExtractConfig, place: Place, model: Model, attempt: int, console: Console) -> bool | None:
-    """Compare ``check_samples`` samples, spread over the run, with transformers; prints a table, stores ``check.json``.
+    """Compare ``check_samples`` samples, spread over the run, with transformers. Prints a table, stores ``check.json``.
 
-    A run that passed in this attempt is not computed again. ``None``: consumers have removed all samples after use.
+    A comparison that this attempt already passed is not repeated. Returns None if consumers have removed all samples.
     """
     store = place.store
     before: dict[str, Any] = {}
-    with suppress(NotFound, FormatError):  # what is damaged is stored anew
+    with suppress(NotFound, FormatError):  # a damaged result is replaced
         found = read_json(store, CHECK)
         check_members(found, {"wanted": count, "samples": count}, CHECK)
         before = found
@@ -128,9 +128,9 @@ def check_run(config: ExtractConfig, place: Place, model: Model, attempt: int, c
 def compare(
     samples: Iterable[Stored], model: str, *, dtype: str, num_layers: int, config: ExtractConfig
 ) -> list[LayerError]:
-    """Errors by layer id: transformers computes the same token ids in ``dtype``, one sample at a time.
+    """Errors by layer id. transformers computes the same token ids in ``dtype``, one sample at a time.
 
-    Layer N is compared after the final norm, as transformers gives its last hidden state only so.
+    Layer N is compared after the final norm, as transformers returns its last hidden state only after it.
     """
     avoid_broken_amx()
     import torch
@@ -153,7 +153,7 @@ def compare(
 
 
 def load_points(sample: Sample) -> Stored:
-    """All that is stored of a sample, with rows of heads as they were computed: ``[T, L, width]``."""
+    """All points of a stored sample. Rows of heads are flat, as they were computed: ``[T, L, width]``."""
     found = {
         name: Rows(
             point.layers, sample.load(framework="torch", points=[name], loss_mask=False)["points"][name].flatten(2)
@@ -164,9 +164,9 @@ def load_points(sample: Sample) -> Stored:
 
 
 def layer_errors(stored: Iterable[Stored], reference: Any, num_layers: int) -> list[LayerError]:
-    """Errors by point and layer against ``reference``, a transformers model on the host. Needs inference mode.
+    """Errors by point and layer against ``reference``, a transformers model on the host. Call it in inference mode.
 
-    A point whose module is not found in ``reference`` is left out.
+    A point is left out if ``reference`` has no module for it.
     """
     norm = final_norm(reference)
     sums: dict[tuple[str, int], list[float]] = {}
@@ -219,8 +219,8 @@ def _difference(point: str, ours: torch.Tensor, theirs: torch.Tensor) -> tuple[t
 
 
 def final_norm(model: Any) -> Any | None:
-    """The module that a decoder applies after its last layer, by the names that transformers' models give it; None
-    where it has another (then layer N is not compared)."""
+    """The norm after a decoder's last layer, by its usual names in transformers. None if it has another name; layer N
+    is not compared then."""
     inner = getattr(model, "language_model", model)
     for name in ("norm", "final_layernorm", "ln_f", "final_layer_norm"):
         if (module := getattr(inner, name, None)) is not None:

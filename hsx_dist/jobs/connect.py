@@ -1,4 +1,4 @@
-"""Into the Ray cluster that this process belongs to."""
+"""Connect to the Ray cluster of this process."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hsx_dist.errors import ConfigError
 
 
 def connect_ray(run: str = "") -> None:
-    """Join the cluster of ``RAY_ADDRESS`` (in a submitted job: its own), or start one of this machine alone.
+    """Connect to the cluster at ``RAY_ADDRESS`` (in a submitted job: the job's cluster), or start a local one.
 
-    The job's metadata on Ray's dashboard say which ``run`` it makes, if any.
+    The job's metadata on Ray's dashboard name the ``run``, if any.
     """
     import ray
 
@@ -28,6 +28,6 @@ def connect_ray(run: str = "") -> None:
         )
     except ConnectionError as e:
         raise ConfigError(
-            f"RAY_ADDRESS: expected a Ray cluster at {public_url(address or 'local')!r}, came: "
+            f"RAY_ADDRESS: expected a Ray cluster at {public_url(address or 'local')!r}, got: "
             f"{public_url(str(e))}; start one, or unset it"
         ) from e

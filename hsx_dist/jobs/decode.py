@@ -52,7 +52,7 @@ def load_decoder(source: str) -> Decode:
         from tokenizers import Tokenizer
     except ImportError:
         raise ConfigError(
-            "--tokenizer: expected the package tokenizers, found none. Install it, or leave the option out"
+            "--tokenizer: expected the package tokenizers, got none. Install it, or leave the option out"
         ) from None
     try:
         folder = Path(source).expanduser()

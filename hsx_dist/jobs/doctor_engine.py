@@ -1,7 +1,7 @@
-"""The engine's own word: final norm and head, applied to the stored states, must give vLLM's prompt log-probabilities.
+"""Check of an engine: final norm and head, applied to the stored states, must give vLLM's prompt log-probabilities.
 
-That proves states, rows, layers' end and order at once, on the real model with the real arguments, and needs no second
-copy of it: the norm and the head are those in the engine.
+This checks states, rows and order at once, on the configured model with the configured arguments. It needs no second
+copy of the model: the norm and the head are those in the engine.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Agreement:
 
 
 def check_engine(config: ExtractConfig) -> Iterator[Diagnosis]:
-    """Start the engine, here or where a replica would run, and judge what it says of eight prompts."""
+    """Start the engine, here or on a node that can hold a replica, and check its states of eight prompts."""
     try:
         found = _on_cluster(config) if config.pool == "ray" else diagnose(config)
     except HsxError as e:
@@ -119,7 +119,7 @@ def _on_cluster(config: ExtractConfig) -> list[Diagnosis]:
     try:
         return ray.get(task.remote(sendable(config), dict(config.replica.env)))  # type: ignore[no-any-return]
     except RayError as e:
-        raise EngineError(f"expected the engine to run in a Ray task, came: {reason_of(e)}") from e
+        raise EngineError(f"expected an engine that runs in a Ray task, got: {reason_of(e)}") from e
 
 
 def _diagnose_there(config: ExtractConfig, environment: dict[str, str]) -> list[Diagnosis]:
@@ -145,7 +145,7 @@ def measure(config: ExtractConfig, model: preflight.Model, prompts: Sequence[lis
     in_process = ranks == 1 and config.engine_kwargs.get("distributed_executor_backend", "uni") == "uni"
     layers = sorted({*model.layers, model.num_layers})
     with tempfile.TemporaryDirectory(prefix="hsx-doctor-") as folder, engine_environment(in_process):
-        # The function that is run inside the workers is pickled to them; this engine serves nobody else.
+        # vLLM pickles the function that runs in its workers. This engine takes no other requests.
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         llm = _start(config, model, layers, folder, in_process)
         try:
@@ -215,7 +215,7 @@ def _load(llm: Any, path: str, load: Any, layer: int, in_process: bool, seconds:
             return states
         except NotFound as e:
             if time.monotonic() > end:
-                raise EngineError(f"expected the states within {seconds:.0f} s, came none") from e
+                raise EngineError(f"expected the states within {seconds:.0f} s, got none") from e
             if in_process:
                 llm.llm_engine.step()
             time.sleep(0.01)
@@ -235,7 +235,7 @@ def compare(llm: Any, prompts: Sequence[list[int]], states: Sequence[torch.Tenso
     try:
         ours = llm.apply_model(partial(logprobs_of, states=right + wrong, tokens=[*tokens, *tokens]))[0]
     except Exception as e:
-        raise EngineError(f"expected to apply the model's final norm and head to its states, came: {e}") from e
+        raise EngineError(f"expected to apply the model's final norm and head to its states, got: {e}") from e
     both = [t for _ in range(2) for t in theirs]
     differences = [[abs(a - b) for a, b in zip(o, t, strict=True)] for o, t in zip(ours, both, strict=True)]
     good = [d for row in differences[: len(prompts)] for d in row]
@@ -278,4 +278,4 @@ def vllm_final_norm(model: Any) -> Any:
         for name in ("norm", "final_layernorm", "ln_f", "final_layer_norm"):
             if (module := getattr(inner, name, None)) is not None:
                 return module
-    raise ConfigError(f"expected a final norm under a known name in {type(model).__name__}, found none")
+    raise ConfigError(f"expected a final norm under a known name in {type(model).__name__}, got none")

@@ -54,7 +54,7 @@ def check_budgets(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> 
         where = "spanning nodes, by Ray's executor" if placement.spans_nodes else "each on one node"
         yield Diagnosis("room", "ok", f"for {config.min_replicas} replicas, {where}, and their writers")
     except ConfigError as e:
-        # What is not there may still come, where the run is told to wait for it.
+        # With ``wait_seconds``, an autoscaler may still add the missing nodes.
         yield Diagnosis("room", "warn" if config.wait_seconds else "fail", str(e))
     try:
         credit, wanted = affordable_credit(config, nodes), int(config.writers.credit_bytes)
@@ -78,7 +78,7 @@ def ask_nodes(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> Iter
 
     asked = {}
     for node in nodes:
-        # Zero CPUs: it runs beside whatever has them all. Credentials go as an argument, which Ray shows nowhere.
+        # No CPUs: it also runs on a node without free CPUs. Credentials are an argument, which Ray never shows.
         task = ray.remote(examine_node).options(
             num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         )
@@ -92,11 +92,11 @@ def ask_nodes(config: ExtractConfig, nodes: Sequence[Mapping[str, Any]]) -> Iter
             yield name, ray.get(ref, timeout=NODE_SECONDS)
         except GetTimeoutError:
             ray.cancel(ref, force=True)
-            message = f"expected an answer within {NODE_SECONDS:.0f} s, came none; look at the node's Ray logs"
+            message = f"expected an answer within {NODE_SECONDS:.0f} s, got none; look at the node's Ray logs"
             yield name, [Diagnosis("probe", "fail", message)]
         except RayError as e:
             message = (
-                f"expected to run a task there, came: {reason_of(e)}; install hsx-dist with the driver's versions on "
+                f"expected to run a task there, got: {reason_of(e)}; install hsx-dist with the driver's versions on "
                 "every node, or submit the job with a runtime environment that does"
             )
             yield name, [Diagnosis("probe", "fail", message)]

@@ -1,4 +1,4 @@
-"""The driver: rows to replicas, receipts to certainty. It knows no Ray; a fleet does."""
+"""The driver: sends rows to replicas until receipts prove all of them. No Ray here; the fleet has it."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from hsx_dist.writers.events import Counted, Lost
 
 log = get_logger(__name__)
 
-#: Tasks handed to a replica: one that runs, one that is there when the first drains.
+#: Tasks of a replica: the running one, and the next one, so that the engine does not wait.
 TASKS_A_REPLICA = 2
-#: After so many seconds without any engine the driver says so, again and again.
+#: Seconds without a ready engine between two messages about it.
 WAITING_S = 120.0
 
 
 class Driver:
     """Runs rows through a fleet until each is stored, refused or failed, or a limit is reached.
 
-    What is done is what receipts prove; what replicas answer only says when to look. A row whose task or pages were
-    lost is run again, up to ``max_tries`` times in all (the last time alone), and then counts as failed. A row whose
-    engine dies while it is alone with it is set aside as ``poison``. What a node takes with it counts for neither.
+    Only a receipt proves that a row is done; a replica's answer only says that its pages were shipped. A row whose task
+    or pages were lost is tried again, up to ``max_tries`` times in all, the last time alone. Then it counts as failed.
+    A row whose engine dies while no other row is in it counts as ``poison``. A node's death is no try.
 
-    Holds the rows that are with replicas or writers, never those that are done.
+    Holds only the rows that are with replicas or writers.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class Driver:
         stop_seconds: float = 25.0,
         wait_seconds: float = 0.0,
     ):
-        """``token_bytes``: raw bytes of a token's states, to know how much a row takes before any is stored.
-        ``stop_seconds``: for what is computed to be stored, once the run is to stop. ``wait_seconds``: for the first
-        replica (0: no limit of the driver's own)."""
+        """``token_bytes``: raw bytes of a token's states, an estimate of a row's size until some are stored.
+        ``stop_seconds``: limit for storing computed rows after a stop. ``wait_seconds``: limit for the first replica
+        (0: none)."""
         self._fleet = fleet
         self._manifest = manifest
         self._ledger = ledger
@@ -75,15 +75,15 @@ class Driver:
         self._max_tries = max_tries
         self._limits = limits or Limits()
         self._token_bytes = token_bytes
-        self._answered = 0  # rows that came back from replicas
+        self._answered = 0  # rows that replicas answered
         self._stop_seconds = stop_seconds
         self._wait_seconds = wait_seconds
-        self._ready: dict[int, list[Task]] = {}  # replica → its tasks, as far as they have not come back
-        self._leaving: set[int] = set()  # replicas that get no more tasks: their nodes drain, or they are out of reach
+        self._ready: dict[int, list[Task]] = {}  # replica → its open tasks
+        self._leaving: set[int] = set()  # replicas that get no more tasks: unreachable, or on draining nodes
         self._again: deque[Task] = deque()
         self._alone: deque[Task] = deque()
-        self._shipped: dict[str, tuple[Row, int]] = {}  # key → row and tries: handed to writers, not proven yet
-        self._excused = False  # whether what is not proven may have gone with a node, or a connection
+        self._shipped: dict[str, tuple[Row, int]] = {}  # key → row, tries: writers have it, no receipt yet
+        self._excused = False  # whether a node or a connection may have lost rows without a receipt
         self._under_way = 0
         self._numbers = 0
         self._exhausted = False
@@ -100,13 +100,12 @@ class Driver:
         self.ended = ""
 
     def stop(self, why: str = "signal") -> None:
-        """Hand out no more rows; ``run`` then stores what is computed and returns. Safe in a signal handler."""
+        """Hand out no more rows. ``run`` stores the computed rows and returns. Safe in a signal handler."""
         self.ended = self.ended or why
         self._stop.set()
 
     def fence(self, why: str) -> None:
-        """Another process took the run over or removed it: ``run`` raises ``Fenced(why)`` at its next turn. Safe from
-        any thread."""
+        """Let ``run`` raise ``Fenced(why)``: another process took the run over or removed it. Safe from any thread."""
         self._why_fenced = why
         self._fenced.set()
 
@@ -116,17 +115,19 @@ class Driver:
 
     @property
     def counts(self) -> dict[str, int]:
-        """For people to see: ready replicas and rows under way."""
+        """Ready replicas and rows under way, for display."""
         return {"replicas": len(self._ready), "under_way": self._under_way}
 
     def run(self, rows: Iterator[Row | RowFate]) -> None:
-        """Raises:
-        EngineError: no replica is left and none can be started.
-        Fenced: a newer attempt took the run over.
-        StoreError: the store refuses (credentials, bucket): nothing more can be stored.
+        """Run all rows.
+
+        Raises:
+            EngineError: no replica is left and none can be started.
+            Fenced: a newer attempt took the run over.
+            StoreError: the store refuses all puts (credentials, bucket).
         """
         if ended := self._verdict().ended:
-            self.ended = ended  # a limit that earlier attempts have reached: no engine is needed to say so
+            self.ended = ended  # earlier attempts reached the limit: no engine is started
             return
         self._started = self._since = time.monotonic()
         self._fleet.start()
@@ -137,9 +138,9 @@ class Driver:
             if self._limits.past_deadline():
                 self.stop("deadline")
             if self._stop.is_set():
-                # Little time may be left: what is shipped is made durable, what is still computed is left to a resume.
+                # Little time may be left: shipped rows are stored, and rows in engines are left to a resume.
                 self._handle_all(self._fleet.flush(self._stop_seconds))
-                self._is_complete()  # there may have been nothing left but to store it
+                self._is_complete()  # the flush may have stored the last rows
                 break
             verdict = self._hand_out(rows)
             self._tell_pause(verdict)
@@ -159,7 +160,7 @@ class Driver:
     # -- handing out ---------------------------------------------------------------------------------------------
 
     def _hand_out(self, rows: Iterator[Row | RowFate]) -> Verdict:
-        """Tasks to whichever replica has room, as far as the limits go."""
+        """Submit tasks to replicas with capacity, within the limits."""
         while True:
             verdict = self._verdict()
             replica = self._free_replica()
@@ -172,13 +173,13 @@ class Driver:
 
     def _verdict(self) -> Verdict:
         rows, nbytes = len(self._manifest.samples), self._manifest.stored_bytes
-        # Until something is stored, its raw size is the best guess, and more than it will take.
+        # Until some rows are stored, the raw size is the estimate. It is an upper limit.
         raw = self._token_bytes * self._progress.tokens / max(self._answered, 1)
         return self._limits.verdict(rows, nbytes, self._under_way, nbytes / rows if rows else raw)
 
     def _free_replica(self) -> int | None:
         staying = self._ready.keys() - self._leaving
-        # Rows that want an engine for themselves get one before the others are all done: the first, once it is idle.
+        # Rows that run alone do not wait for all others: they get the first replica as soon as it is idle.
         reserved = min(staying, default=None) if self._alone else None
         free = [
             r
@@ -190,7 +191,7 @@ class Driver:
         return min(free, key=lambda r: (len(self._ready[r]), r), default=None)
 
     def _next_task(self, rows: Iterator[Row | RowFate], replica: int, verdict: Verdict) -> Task | None:
-        """The next task for a replica; None when it can have none now."""
+        """The next task for a replica. None if it gets none now."""
         if self._alone and not self._ready[replica]:
             return self._alone.popleft()
         if self._again:
@@ -216,25 +217,25 @@ class Driver:
         return not any(self._ready.values()) and not self._again and not self._alone
 
     def _is_complete(self) -> bool:
-        """Whether nothing is left to do, or a limit is reached; then ``ended`` says which, whatever a signal said
-        meanwhile: there was nothing left to stop."""
+        """Whether all rows are done, or a limit is reached. Sets ``ended``, and overrides a stop signal that had
+        nothing left to stop."""
         ended = "" if self._exhausted else self._verdict().ended
         if not self._is_idle() or self._shipped or not (self._exhausted or ended):
             return False
         self.ended = ended
         return True
 
-    # -- telling -------------------------------------------------------------------------------------------------
+    # -- progress and markers ------------------------------------------------------------------------------------
 
     def _tell_pause(self, verdict: Verdict) -> None:
         self._progress.paused = verdict.paused
         if verdict.paused and not self._paused:
             self._progress.say(f"paused by {verdict.paused}")
         if verdict.paused and self._is_idle() and self._shipped:
-            # Consumers can only delete what they were shown.
+            # Consumers can only delete samples that are readable.
             self._flush()
         if self._paused and not verdict.paused:
-            self._progress.say("there is room again: going on")
+            self._progress.say("data/ is below its limit again: continuing")
         self._paused = verdict.paused
 
     def _say_what_is_waited_for(self) -> None:
@@ -243,13 +244,13 @@ class Driver:
         now = time.monotonic()
         if 0 < self._wait_seconds < now - self._started and not self._numbers:
             raise EngineError(
-                f"expected a node with room for a replica within wait_seconds ({self._wait_seconds:g}), none was "
-                "ready; look at the autoscaler's log, ask for less, or wait longer"
+                f"expected a ready replica within wait_seconds ({self._wait_seconds:g}), got none; look at the "
+                "autoscaler's log, ask for fewer resources, or raise wait_seconds"
             )
         if now - self._since >= WAITING_S:
             self._since += WAITING_S
             self._progress.say(
-                "no engine is ready yet: they load, or wait for room on the cluster (see Ray's dashboard)"
+                "no engine is ready yet: they load, or wait for the cluster's resources (see Ray's dashboard)"
             )
 
     def _give_up(self, fate: RowFate) -> None:
@@ -261,7 +262,7 @@ class Driver:
         about = {"key": fate.key, "row": fate.row}
         log.info("row %s (%s) %s: %s", fate.row, fate.key, fate.fate, fate.reason, extra=about)
 
-    # -- what happened -------------------------------------------------------------------------------------------
+    # -- events of the fleet -------------------------------------------------------------------------------------
 
     def _handle_all(self, events: list[FleetEvent]) -> None:
         for event in events:
@@ -277,7 +278,7 @@ class Driver:
                     self._progress.say(f"replica {replica} gets no more rows: its node drains")
                 case ReplicaUnreached(replica):
                     self._leaving.add(replica)
-                    self._progress.say(f"replica {replica} is out of reach, and gets no more rows")
+                    self._progress.say(f"replica {replica} is unreachable, and gets no more rows")
                 case ReplicaDied():
                     self._lost_replica(event)
                 case NodeGone():
@@ -301,7 +302,7 @@ class Driver:
             self._under_way -= 1
             self._give_up(fate)
         for key in result.shipped:
-            if key in self._manifest.samples:  # its receipt was quicker than its replica's answer
+            if key in self._manifest.samples:  # the receipt arrived before the replica's answer
                 self._under_way -= 1
             else:
                 self._shipped[key] = (rows[key], task.tries)
@@ -318,7 +319,7 @@ class Driver:
             if proof.segment.key in self._manifest.samples:
                 self._under_way -= self._shipped.pop(proof.segment.key, None) is not None
         if len(self._manifest.parts) > parts:
-            # A sample counts when the last of its segments is proven, which need not be the one that ends it.
+            # A sample counts when all of its segments have receipts, in any order.
             rows = len(self._manifest.samples) - samples
             self._progress.stored(rows=rows, raw_bytes=receipt.raw_bytes, stored_bytes=receipt.size)
 
@@ -328,14 +329,14 @@ class Driver:
         if lost.fatal:
             raise StoreError(f"parts can no longer be stored: {lost.reason}")
         self._progress.meter.add("lost_segments", len(lost.segments))
-        # Rows that were shipped are found by their missing receipts when the writers are flushed.
+        # After a flush of the writers, shipped rows without a receipt are queued again.
         log.warning("%d segments were not stored and are run again: %s", len(lost.segments), lost.reason)
 
     def _lost_replica(self, event: ReplicaDied) -> None:
         tasks = self._ready.pop(event.replica, [])
         self._leaving.discard(event.replica)
         self._progress.meter.add("replica_deaths")
-        self._excused |= event.blameless  # what it had shipped may not have reached a writer
+        self._excused |= event.blameless  # its last pages may not have reached a writer
         for task in tasks:
             self._given.pop(task.number, None)
         if event.fatal and not self._ready:
@@ -349,28 +350,28 @@ class Driver:
             rows = tuple(r for r in task.rows if r.key not in self._manifest.samples)
             self._under_way -= len(task.rows) - len(rows)
             if event.blameless:
-                # A machine that was taken away says nothing about its rows.
+                # The death of a machine does not blame the rows.
                 self._queue(rows, task.tries, alone=task.alone)
             elif task.alone:
                 reason = f"its engine died with this row alone in it: {event.reason}"
                 self._end_rows(rows, "poison", reason, task.tries + 1)
             else:
-                # Whatever max_tries is: none of many rows is blamed before it was alone.
+                # For every max_tries: a row counts as poison only after its engine died with this row alone.
                 self._queue(rows, task.tries + 1)
 
     def _is_to_end(self) -> bool:
         return self._stop.is_set() or self._fenced.is_set() or self._limits.past_deadline()
 
     def _flush(self) -> None:
-        """All that is shipped is proven, or queued again; neither where the run is to end meanwhile, and may have no
-        time to wait for a store, or for what becomes of a node."""
+        """Block until all shipped rows have receipts, or are queued again. Returns early if the run is to end, as there
+        may be no time to wait for a store or for news of a node."""
         self._handle_all(self._fleet.flush(hurry=self._is_to_end))
         if not self._is_to_end():
             self._try_unproven_again()
 
     def _try_unproven_again(self) -> None:
-        """After a flush everything shipped is proven, or was lost with its writer; a writer that died may have proven
-        more than it could tell, so the store is asked before anything is computed again."""
+        """After a flush each shipped row has a receipt, or was lost with its writer. A writer that died may have stored
+        receipts without reporting them, so that the manifest is read again before a row is queued again."""
         if self._shipped:
             self._ledger.read_new_receipts()
         shipped, self._shipped = self._shipped, {}
@@ -391,9 +392,9 @@ class Driver:
             self._queue(rows, tries + 1)
 
     def _queue(self, rows: tuple[Row, ...], tries: int, *, alone: bool = False) -> None:
-        """Hand out again rows that were tried ``tries`` times."""
+        """Queue rows again that were tried ``tries`` times."""
         if alone or (tries and tries >= self._max_tries - 1):
-            # The last try is each row's own: one that kills its engine takes no other with it.
+            # In its last try a row is alone: if it kills its engine, no other row is lost.
             self._alone.extend(self._task((row,), tries, alone=True) for row in rows)
         else:
             rest = iter(rows)

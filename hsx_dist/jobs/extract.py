@@ -65,14 +65,14 @@ def extract(
 
     Args:
         prompts: texts, lists of token ids, lists of chat messages, or mappings like the rows of a JSONL file. They
-            are gone through more than once: a generator is read into a list.
+            are iterated more than once: a generator is read into a list.
         model: Hugging Face id, a model folder, or ``builtin:smollm2-135m-instruct``.
-        output: folder or URL of the run. If the run is there already, only what is missing is computed.
-        layers: ids, ``"last"``, ``"all"`` or ``"eagle3"``. None: all, or what ``capture`` says.
+        output: folder or URL of the run. If the run exists, only missing samples are computed.
+        layers: ids, ``"last"``, ``"all"`` or ``"eagle3"``. None: all, or as in ``capture``.
         settings: further fields of ``ExtractConfig``, e.g. ``engine_kwargs={"max_model_len": 2048}``.
 
     Raises:
-        ConfigError: a setting is wrong; nothing was started.
+        ConfigError: a setting is wrong. Nothing was started.
         RunMismatch: the run at ``output`` was made with settings of another meaning.
         EngineError: vLLM did not start, or died.
     """
@@ -90,15 +90,15 @@ def extract(
 
 
 def run_extract(config: ExtractConfig) -> RunSummary:
-    """An extraction from its configuration; prints progress and a summary."""
+    """Run an extraction from its configuration. Prints progress and a summary."""
     refuse_in_job("output", config.output)
     config = resolve_paths(config, Path.cwd())
-    read_rows(config.input)  # opens the input: a wrong path is told before anything is started
+    read_rows(config.input)  # opens the input: a wrong path raises before anything is started
     return run_extraction(config, lambda: read_rows(config.input), Console())
 
 
 def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSummary:
-    """The extraction proper: preflight, attempt, fleet, driver, manifest, check."""
+    """Preflight, attempt, fleet, driver, manifest, check."""
     resolve_codec(config.codec)
     if config.pool == "ray":
         connect_ray(public_url(config.output))
@@ -127,7 +127,7 @@ def run_extraction(config: ExtractConfig, rows: Rows, console: Console) -> RunSu
     manifest, computed = account_for(config, place, manifest, rows, console, compute)
     ended, progress = computed or ("", None)
     if ended:
-        told = f"stopped: {ended}; what has a receipt stays, and the same command goes on from there"
+        told = f"stopped: {ended}; samples with a receipt stay, and the same command continues from there"
         console.print(told, soft_wrap=True)
         return RunSummary.of(root.url, manifest, stopped=ended)
     return finish(config, place, manifest, model, console, computed=progress)
@@ -141,10 +141,10 @@ def account_for(
     console: Console,
     compute: Callable[[int, RowLedger, Manifest, int, int], T],
 ) -> tuple[Manifest, T | None]:
-    """Have all ``rows`` accounted for; returns the manifest, and what ``compute`` did where it was called.
+    """Compute the rows that have no receipt. Returns the manifest, and the result of ``compute`` if it was called.
 
-    ``compute(attempt, ledger, manifest, rows, rows that are left)`` is called where rows are left, and completes the
-    run once none is.
+    ``compute(attempt, ledger, manifest, rows, number of open rows)`` is called if rows are open. It completes the run
+    once none is open.
 
     Raises:
         RunError: the run was removed meanwhile, also if nothing was to be done.
@@ -162,7 +162,7 @@ def account_for(
             console.print(told, soft_wrap=True)
             if todo:
                 computed = compute(attempt, ledger, manifest, total, todo)
-            else:  # its driver died, or a limit ended it, when all that was missing was to say so
+            else:  # an earlier driver ended after the last row, before it marked the run as complete
                 complete(ledger, attempt, manifest, total)
     return manifest, computed
 
@@ -180,7 +180,7 @@ def _compute(
     total: int,
     todo: int,
 ) -> tuple[str, Progress]:
-    """Why the driver ended before the last row (empty: it did not), and its progress."""
+    """Run the driver. Returns why it ended before the last row (empty: it did not), and its progress."""
     spec = engine_spec(config, model, seed=run_seed(place.info, config.sampling_params))
     about = preflight.about(config, model, versions)
     state = "failed"
@@ -200,7 +200,7 @@ def _compute(
             progress=lambda: {**progress.snapshot(), **driver.counts},
             on_over=driver.fence,
         )
-        # The last heartbeat says that no process of this attempt writes any more: it follows the fleet's end.
+        # After the fleet's end: the last heartbeat states that no process of this attempt writes any more.
         stack.callback(lambda: heartbeat.stop(state))
         stack.callback(lambda: fleet.close(quickly=state != "finished"))
         stack.enter_context(stop_on_signals(driver))
@@ -303,7 +303,7 @@ def make_fleet(config: ExtractConfig, place: Place, spec: EngineSpec, about: dic
 
 @contextmanager
 def stop_on_signals(driver: Driver) -> Iterator[None]:
-    """SIGTERM and the first SIGINT end the run in good order. (Only in the main thread: no other may take signals.)"""
+    """Let SIGTERM and the first SIGINT stop the run in order. Only in the main thread, as Python allows no other."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -311,7 +311,7 @@ def stop_on_signals(driver: Driver) -> Iterator[None]:
 
     def stop(number: int, _: object) -> None:
         driver.stop()
-        signal.signal(number, before[number])  # the second one is taken at its word
+        signal.signal(number, before[number])  # the second signal ends the process
 
     for number in before:
         signal.signal(number, stop)
@@ -331,7 +331,7 @@ def finish(
     *,
     computed: Progress | None,
 ) -> RunSummary:
-    """Print what the run holds, and compare samples with transformers where that is asked for."""
+    """Print a summary of the run, and compare samples with transformers if configured."""
     summary = RunSummary.of(place.root.url, manifest)
     print_summary(summary, manifest, console, computed)
     if config.check_samples and summary.samples:

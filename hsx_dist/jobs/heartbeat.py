@@ -1,4 +1,4 @@
-"""The driver's sign of life, and its look-out for a newer driver."""
+"""The driver's heartbeat, and its check for a newer attempt."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from hsx_dist.logger import get_logger
 
 log = get_logger(__name__)
 
-#: Readers look for `OBSERVE_SECONDS` (`reading.liveness`): three beats.
+#: Readers observe a heartbeat for `OBSERVE_SECONDS` (`reading.liveness`): three beats.
 HEARTBEAT_S = 5.0
-#: How long the last value may take. A store that is down would hold up whoever stops, by all retries of a put.
+#: Seconds to store the last value. With a store that is down, all retries of a put would delay the driver's end.
 LAST_S = 10.0
 
 
 class Heartbeat:
-    """Changes the attempt's heartbeat every few seconds, on a thread; whoever sees it stand still may take over.
+    """Increments the attempt's heartbeat every few seconds, on a thread. If it stops, another driver may take over.
 
-    ``progress()`` gives what each beat tells beside its value (JSON types). ``on_over(why)`` is called, on that thread,
-    when a newer attempt was taken or the run was removed: the holder of this attempt must stop.
+    ``progress()`` returns further values of each beat (JSON types). ``on_over(why)`` is called on that thread when a
+    newer attempt was taken or the run was removed: this attempt's driver must stop.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Heartbeat:
         self._end = threading.Event()
         self._last = ""
         self._removed = False
-        self._beat("running")  # the first at once: a new attempt is not taken for a silent one
+        self._beat("running")  # the first at once: else a new attempt looks dead
         self._thread = threading.Thread(target=self._loop, name="hsx-heartbeat", daemon=True)
         self._thread.start()
 
@@ -53,12 +53,12 @@ class Heartbeat:
         over = ""
         while not self._end.wait(self._every):
             if over:
-                continue  # no process asks for a sign of this attempt
+                continue  # no process reads the heartbeat of this attempt
             self._beat("running")
             try:
                 over = "" if self._end.is_set() else self._why_over()
             except HsxError:
-                continue  # asked again soon, and before each receipt
+                continue  # checked again soon, and before each receipt
             if over:
                 self._on_over(over)
         if not self._removed:
@@ -66,7 +66,7 @@ class Heartbeat:
 
     def _why_over(self) -> str:
         if is_fenced(self._store, self._attempt):
-            return "another driver took a newer attempt of this run: it goes on, and this one stops"
+            return "another driver took a newer attempt of this run: it continues, and this one stops"
         self._removed = self._place.removed()
         return "the run was removed: what this driver stored is lost" if self._removed else ""
 
@@ -78,8 +78,8 @@ class Heartbeat:
             log.warning("heartbeat %d was not stored: %s", self._value, e)
 
     def stop(self, state: str) -> None:
-        """Last value: ``finished``, ``failed``, ``fenced``, or ``stopped`` and why. Where the store does not take it in
-        time, it is left to the thread, and to the process's end."""
+        """Store the last value: ``finished``, ``failed``, ``fenced``, or ``stopped`` and why. Returns after a time
+        limit; the thread goes on trying until the process ends."""
         self._last = state
         self._end.set()
         self._thread.join(LAST_S)

@@ -1,7 +1,7 @@
-"""What a run remembers of its input, so that a resume with another one is refused.
+"""The identity of a run's input, so that a resume with another input is refused.
 
-Where the input lies is no part of it: data moves between machines, and a submitted job's own files lie in another
-folder each time. Nor is how many rows are taken. What its first rows are, is.
+It consists of the first rows. It has no paths: data moves between machines, and each submitted job has another working
+folder. It has no number of rows, as a run may be extended.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from hsx_dist.errors import RunMismatch
 from hsx_dist.format.manifest import Manifest, RowFate
 from hsx_dist.inputs.rows import Row
 
-#: How many rows are remembered, in ``run.json``.
+#: Number of first rows in ``run.json``.
 FIRST_ROWS = 16
 
 Rows = Callable[[], Iterator[Row | RowFate]]
 
 
 def first_rows(rows: Rows) -> dict[str, str]:
-    """Key → hash of the content, of the first usable rows."""
+    """Key → content hash of the first usable rows."""
     return {row.key: row.content for row in islice((r for r in rows() if isinstance(r, Row)), FIRST_ROWS)}
 
 
 def check_same_input(url: str, run: Mapping[str, Any], manifest: Manifest, rows: Rows) -> None:
-    """Hold the input against what the run at ``url`` (its ``run.json``) began with. Only rows that are stored count:
-    one that was refused may be corrected. Reads on until all of them have come.
+    """Compare the input with the first rows in ``run.json`` of the run at ``url``. Only stored rows count, as a refused
+    row may be corrected. Reads the input until all of them are found.
 
     Raises:
-        RunMismatch: a stored row has another content now, or none of them is there.
+        RunMismatch: a stored row has other content now, or none of them is in the input.
     """
     known = {k: c for k, c in dict(run.get("first_rows") or {}).items() if k in manifest.samples}
     wanted = dict(known)
@@ -51,7 +51,7 @@ def check_same_input(url: str, run: Mapping[str, Any], manifest: Manifest, rows:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> list[tuple[str, Any, Any]]:
-    """Settings that are not the same in both: name (``input.text``), and the value of each; None stands for none."""
+    """Settings that differ: name (``input.text``) and both values. None: not set."""
     found: list[tuple[str, Any, Any]] = []
     for name in sorted({*before, *now}):
         had, has = before.get(name), now.get(name)
@@ -63,6 +63,6 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], within: str =
 
 
 def run_seed(run: Mapping[str, Any], sampling_params: Mapping[str, Any]) -> str:
-    """What the seeds of a run's rows are made of: the seed that the user gave, else the run's own identity."""
+    """The seed from which the rows' seeds are derived: the user's, else the run's id."""
     given = sampling_params.get("seed")
     return f"seed {given}" if given is not None else str(run.get("id") or run.get("created") or "")

@@ -1,4 +1,4 @@
-"""The driver's own receipts: rows that end without a sample, and why."""
+"""The driver's receipts: rows that end without a sample, and why."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hsx_dist.format.receipt_log import ReceiptLog, new_receipts
 from hsx_dist.format.runs import DRIVER
 from hsx_dist.store import Store
 
-#: A receipt of so many names stays far below the largest that is read.
+#: Names in one receipt. It stays far below the largest receipt that readers accept.
 _PARTS_A_RECEIPT = 10_000
 
 
 class RowLedger:
-    """Collects the fates of rows and stores them, a batch to a receipt."""
+    """Collects outcomes of rows and stores them in batches, each as one receipt."""
 
-    #: Seconds after which what was added is stored, be it ever so little: ``hsx status`` reads the store.
+    #: Seconds after which a small batch is stored, for ``hsx status``, which reads the store.
     OLDEST_S = 15.0
 
     def __init__(self, store: Store, attempt: int, manifest: Manifest, *, batch: int = 1000):
@@ -31,7 +31,8 @@ class RowLedger:
         self._since = 0.0
 
     def add(self, fate: RowFate) -> None:
-        """Note a row's fate; it is stored with others soon (``poison`` at once: finding it out again costs engines)."""
+        """Add a row's outcome. It is stored in the next batch; ``poison`` at once, as finding it again costs
+        engines."""
         if not self._rows:
             self._since = time.monotonic()
         self._rows.append(fate)
@@ -39,12 +40,12 @@ class RowLedger:
             self.flush()
 
     def flush_old(self) -> None:
-        """Store what has waited long enough."""
+        """Store a batch that is old enough."""
         if self._rows and time.monotonic() - self._since >= self.OLDEST_S:
             self.flush()
 
     def flush(self) -> None:
-        """Store what was added since the last flush.
+        """Store all outcomes since the last flush.
 
         Raises:
             Fenced: a newer attempt owns the run.
@@ -55,8 +56,8 @@ class RowLedger:
         self._rows.clear()
 
     def declare_lost(self, parts: Sequence[str]) -> None:
-        """Store that ``parts`` are gone though receipts name them: their samples count as missing from now on, also
-        where the rows end without a sample.
+        """Record that ``parts`` are missing although receipts name them. Their samples count as missing from now on,
+        even if the rows end without a sample.
 
         Raises:
             Fenced: a newer attempt owns the run.
@@ -86,6 +87,6 @@ class RowLedger:
         )
 
     def read_new_receipts(self) -> None:
-        """Add to the manifest what writers of this attempt have proven, and could not tell."""
+        """Add receipts to the manifest that writers of this attempt stored and did not report."""
         for receipt in new_receipts(self.store, self._manifest.has_receipt, self._attempt):
             self._manifest.add(receipt)

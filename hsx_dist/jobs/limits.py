@@ -1,4 +1,4 @@
-"""Where a run ends before its rows do, and where it pauses."""
+"""Limits that end or pause a run before its last row."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hsx_dist.store import Store
 
 log = get_logger(__name__)
 
-#: How often what the store holds is listed, where a run pauses by it.
+#: Seconds between two listings of ``data/``, for a run with ``max_stored_bytes``.
 LIST_EVERY_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What may be handed out now: at most ``room`` new rows (``None``: any number).
+    """How many rows may be handed out now: at most ``room`` new ones (``None``: any number).
 
-    ``ended``: why no row will be handed out any more. ``paused``: why none is for now.
+    ``ended``: why no more rows will be handed out. ``paused``: why none is handed out at present.
     """
 
     room: int | None = None
@@ -32,7 +32,7 @@ class Verdict:
 
 
 class Limits:
-    """The limits of one attempt. Without arguments there are none."""
+    """The limits of one attempt. Without arguments: no limits."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Limits:
         max_held_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """``seconds`` from now to the deadline. ``held()``: bytes that the store holds, against ``max_held_bytes``."""
+        """``seconds``: from now to the deadline. ``held()`` returns the stored bytes, for ``max_held_bytes``."""
         self._max_rows = max_rows
         self._max_bytes = max_bytes
         self._clock = clock
@@ -56,8 +56,8 @@ class Limits:
         return self._end is not None and self._clock() >= self._end
 
     def verdict(self, rows: int, nbytes: int, under_way: int, row_bytes: float) -> Verdict:
-        """``rows`` are stored, in parts of ``nbytes``; ``under_way`` rows, of about ``row_bytes`` each, are computed or
-        not proven yet. They count as if they were stored: what was handed out cannot be taken back."""
+        """Check the limits. ``rows`` are stored, in parts of ``nbytes``. ``under_way`` rows of about ``row_bytes`` each
+        have no receipt yet; they count as stored, because handed out rows are not taken back."""
         coming = row_bytes * under_way
         if self._max_bytes is not None:
             if nbytes >= self._max_bytes:
@@ -72,22 +72,22 @@ class Limits:
         if self._held is not None and self._max_held is not None:
             held = self._held()
             if held + coming >= self._max_held:
-                return Verdict(0, paused=f"max_stored_bytes: data/ holds {held} bytes; waiting for room")
+                return Verdict(0, paused=f"max_stored_bytes: data/ holds {held} bytes; waiting for deletions")
         return Verdict(room)
 
 
 class HeldBytes:
-    """Bytes below ``data/``, listed by a thread every few seconds; what is proven in between is added to it."""
+    """Bytes below ``data/``. A thread lists them every few seconds; receipts in between are added."""
 
     def __init__(self, store: Store, proven: Callable[[], int], *, every: float = LIST_EVERY_S):
-        """``proven()``: bytes of all parts that were ever proven, which only grows."""
+        """``proven()`` returns the bytes of all parts that ever had a receipt; it only grows."""
         self._store = store
         self._proven = proven
         self._listed = 0
         self._proven_then = 0
         self._end = threading.Event()
         self._every = every
-        self._list()  # an error here is the caller's: a limit that cannot be kept is not accepted
+        self._list()  # raises to the caller: without listing, the limit cannot be held
         self._thread = threading.Thread(target=self._loop, name="hsx-held-bytes", daemon=True)
         self._thread.start()
 
@@ -104,15 +104,15 @@ class HeldBytes:
             try:
                 self._list()
             except StoreError as e:
-                log.warning("data/ was not listed, and is taken to hold what it held: %s", e)
+                log.warning("data/ was not listed, its last size is used: %s", e)
 
     def close(self) -> None:
         self._end.set()
-        self._thread.join(1.0)  # not for as long as a listing may take: nobody needs it any more
+        self._thread.join(1.0)  # a listing may take long, and its result is not needed
 
 
 def seconds_left(config: ExtractConfig) -> float | None:
-    """From now to the configured deadline; ``None`` without one."""
+    """Seconds from now to the configured deadline. ``None`` without one."""
     if isinstance(config.deadline, datetime):
         return (config.deadline - datetime.now(UTC)).total_seconds()
     return config.deadline

@@ -190,7 +190,7 @@ def _measure(config: ExtractConfig, model: Model, rows: Iterator[Row | RowFate],
         try:
             encoded = encoder.encode(row)
         except InputError as e:
-            measured.refused[str(e).split(", came", 1)[0]] += 1
+            measured.refused[str(e).split(", got", 1)[0]] += 1
             measured.lengths.append(_RowLength())
             continue
         computed = min(len(encoded.token_ids) + _longest_answer(config) - 1, model.max_tokens)
@@ -255,7 +255,7 @@ def _sample(rows: Iterator[Row | RowFate], size: int) -> tuple[int, int, list[Ro
 
 
 def _beside(row: Row, encoded: Encoded, kept: int, model: Model, config: ExtractConfig) -> float:
-    """Bytes that a sample takes beside its states: token ids, what is attached, and its share of headers."""
+    """Bytes of a sample without its states: token ids, attached arrays, and its share of headers."""
     ids = 8 * kept * len(model.rows) + (kept if encoded.loss_mask is not None else 0)  # each point has the ids
     if config.select == "mean":
         ids += 4 * len(encoded.token_ids)

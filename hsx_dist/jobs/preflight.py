@@ -1,4 +1,4 @@
-"""What is checked before any engine starts: model, layers, versions, store. Each failure says what to do."""
+"""Checks before any engine starts: model, layers, versions, store."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ LOWEST = {"vllm": "{}.{}".format(*VLLM_OLDEST), "ray": "2.55"}
 
 @dataclass(frozen=True)
 class Model:
-    """What the preflight learned about the model."""
+    """Facts about the model, from its configuration."""
 
     path: str
-    rows: Mapping[str, CapturedRows]  # what is captured, by point
+    rows: Mapping[str, CapturedRows]  # captured layers, by point
     num_layers: int
     hidden_size: int
     vocab_size: int
@@ -65,7 +65,7 @@ class Model:
 
 
 def installed(package: str) -> str:
-    """The version of vLLM or Ray that is installed here ("vllm" may be the CPU build of it).
+    """The installed version of vLLM or Ray. For "vllm" also of vLLM's CPU build.
 
     Raises:
         ConfigError: it is not installed.
@@ -75,7 +75,7 @@ def installed(package: str) -> str:
             return version(name)
         except PackageNotFoundError:
             continue
-    raise ConfigError(f"expected {package} to be installed, found nothing; install hsx-dist[{package}]")
+    raise ConfigError(f"expected the package {package}, got none; install hsx-dist[{package}]")
 
 
 def check_versions(packages: tuple[str, ...]) -> dict[str, str]:
@@ -92,7 +92,7 @@ def check_versions(packages: tuple[str, ...]) -> dict[str, str]:
         low, below = TESTED[package]
         if have < Version(LOWEST[package]):
             raise ConfigError(
-                f"expected {package} >= {LOWEST[package]}, found {have}; upgrade it (tested: {low} up to {below})"
+                f"expected {package} >= {LOWEST[package]}, got {have}; upgrade it (tested: {low} up to {below})"
             )
         if not Version(low) <= have < Version(below):
             log.warning("%s %s is outside of the tested range (%s up to %s)", package, have, low, below)
@@ -130,12 +130,12 @@ def examine_model(config: ExtractConfig) -> Model:
     layers = max(len(r.layers) for r in rows.values())
     if config.layout == "part" and block > config.segment_bytes:
         raise ConfigError(
-            f"segment_bytes: expected at least one cache block of {layers} layers ({block} bytes), came "
+            f"segment_bytes: expected at least one cache block of {layers} layers ({block} bytes), got "
             f"{int(config.segment_bytes)}; raise segment_bytes, part_bytes and in_flight_bytes, or capture fewer layers"
         )
     if block > config.in_flight_bytes:
         raise ConfigError(
-            f"in_flight_bytes: expected at least one cache block of {layers} layers ({block} bytes), came "
+            f"in_flight_bytes: expected at least one cache block of {layers} layers ({block} bytes), got "
             f"{int(config.in_flight_bytes)}; raise it"
         )
     return model
@@ -154,7 +154,7 @@ def load_text_config(config: ExtractConfig, path: str) -> Any:
         hf = AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=trust)
     except (OSError, ValueError) as e:
         raise ConfigError(
-            f"model: expected a Hugging Face id or a folder with a config.json, came {config.model!r}: "
+            f"model: expected a Hugging Face id or a folder with a config.json, got {config.model!r}: "
             f"{public_url(str(e).splitlines()[0])} Check the name, the access to the hub, or give a folder"
         ) from None
     return hf.get_text_config()
@@ -181,19 +181,19 @@ def whole_number(config: ExtractConfig, name: str, default: int) -> int:
     if value in (None, -1, "-1", "auto"):
         return default
     if isinstance(value, bool) or not isinstance(value, (int, str)) or not str(value).isdecimal() or int(value) < 1:
-        raise ConfigError(f"engine_kwargs.{name}: expected a whole number from 1 on, came {value!r}; correct it")
+        raise ConfigError(f"engine_kwargs.{name}: expected a whole number from 1 on, got {value!r}; correct it")
     return int(value)
 
 
 def captured_note(model: Model) -> str:
-    """What is captured, in words."""
+    """The captured points and layers, for display."""
     if model.rows.keys() == {HIDDEN_STATES}:
         return f"layers {list(model.layers)} of 0…{model.num_layers}"
     return "points " + ", ".join(f"{name} {_ranges(rows.layers)}" for name, rows in model.rows.items())
 
 
 def _ranges(layers: tuple[int, ...]) -> str:
-    """``[0-29]`` of thirty layers in a row, ``[2, 15-17]``."""
+    """``[0-29]`` for thirty consecutive layers, ``[2, 15-17]``."""
     found: list[list[int]] = []
     for layer in layers:
         if found and layer == found[-1][1] + 1:
@@ -204,18 +204,18 @@ def _ranges(layers: tuple[int, ...]) -> str:
 
 
 def partial_note(select: str) -> str:
-    """What a run that keeps some tokens alone is not good for."""
+    """A warning for runs that store a part of each row's tokens."""
     return (
-        f"select={select} keeps a part of each row's tokens. A draft model's trainer (EAGLE and its kin) attends to "
-        "the states of the whole context: it needs select=all, and takes the loss mask to choose what to learn from"
+        f"select={select} keeps a part of each row's tokens. A trainer of draft models (EAGLE and similar) attends to "
+        "the states of the whole context: it needs select=all, and selects tokens with the loss mask"
     )
 
 
 def open_output(config: ExtractConfig) -> Store:
-    """The output's store, proven by writing, reading and deleting a small object.
+    """Open the output's store, and check it by writing, reading and deleting a small object.
 
     Raises:
-        ConfigError: the store cannot be reached, or does not let us write; the message has the store's reason.
+        ConfigError: the store cannot be reached, or refuses to write. The message has the store's reason.
     """
     try:
         patient = config.store.retry_seconds
@@ -224,7 +224,7 @@ def open_output(config: ExtractConfig) -> Store:
         name = f"probe-{uuid.uuid4().hex}"
         store.put(name, [b"hsx"])
         if store.get(name) != b"hsx":
-            raise StoreError(f"{store.url}: what was written was not what was read")
+            raise StoreError(f"{store.url}: expected the bytes that were written, got others")
         store.delete(name)
         return open_store(config.output, **where, retry_seconds=patient)
     except StoreError as e:
@@ -232,8 +232,8 @@ def open_output(config: ExtractConfig) -> Store:
 
 
 def about(config: ExtractConfig, model: Model, versions: dict[str, str]) -> dict[str, Any]:
-    """What every part says of where it comes from. Layer id k is the stream that enters layer k; layer N is the last
-    output, before the final norm."""
+    """The origin that every part states. Layer id k is the stream that enters layer k; layer N is the last output,
+    before the final norm."""
     return {
         "model": public_url(config.model),
         "revision": config.revision,

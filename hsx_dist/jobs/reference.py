@@ -1,11 +1,11 @@
-"""Points of transformers' models: which layers have them, and their rows, which stored rows are compared with."""
+"""Points of transformers' models: the layers that have them, and their rows, for comparison with stored rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-#: For each point of a layer the module and what of it: its input, or an item of its output.
+#: For each point of a layer: the module, and its input or the index of its output.
 _OF_LAYER: Mapping[str, tuple[str, str | int]] = {
     "resid_pre": ("input_layernorm", "input"),
     "ln1": ("input_layernorm", 0),

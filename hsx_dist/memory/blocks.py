@@ -20,19 +20,19 @@ _GRAIN = 16 << 10
 class BlockPool:
     """Hands out arrays, and takes their memory back when nothing refers to them any more. Safe between threads.
 
-    A part's buffers are some hundred KiB each, live for seconds, and are freed together: the C library maps and unmaps
-    them one by one, and page faults take a fifth of a writer's time; told to keep what is freed (``mallopt``), it keeps
-    half as much again in holes between them (benchmarks/NOTES.md). Here what is kept is bounded: blocks in use and
-    free ones together stay within ``limit`` bytes, unless those in use alone are more.
+    A part's buffers have some hundred KiB each, live for seconds, and are freed together. The C library maps and unmaps
+    each of them, and page faults take a fifth of a writer's time. If it keeps freed memory (``mallopt``), fragmentation
+    adds half as much again (benchmarks/NOTES.md). This pool is bounded: used and free blocks together stay within
+    ``limit`` bytes, unless the used blocks alone exceed it.
     """
 
     def __init__(self, limit: int):
         self._limit = limit
         self._lock = threading.Lock()
-        self._free: list[tuple[int, int, mmap.mmap]] = []  # sorted by size; the second tells equal ones apart
+        self._free: list[tuple[int, int, mmap.mmap]] = []  # sorted by size; the second number makes entries unique
         self._total = 0  # of blocks in use and free ones
         self._serial = 0
-        # Finalizers run wherever a last reference goes, also within a call of ours that holds the lock.
+        # A finalizer runs where the last reference is dropped, which may be a call of this class that holds the lock.
         self._returned: deque[mmap.mmap] = deque()
 
     def take(self, nbytes: int) -> np.ndarray[Any, Any]:

@@ -17,14 +17,14 @@ _HUGE = 2 << 20
 
 
 def advise(address: int, nbytes: int) -> bool:
-    """Ask for huge pages under the whole ones of ``nbytes`` at ``address``; whether the system takes the advice. What
-    was touched before keeps its small pages."""
+    """Advise huge pages for ``nbytes`` at ``address``. Returns whether the system accepts the advice. Memory that was
+    touched before keeps its small pages."""
     return madvise.advise(address, nbytes, "MADV_HUGEPAGE", grain=_HUGE)
 
 
 def zeroed(nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """Memory of zeros, uint8 ``[nbytes]``, all of it touched."""
-    # Private: shared memory has huge pages of its own, which are off by default.
+    """Zeroed memory, uint8 ``[nbytes]``. All pages are touched."""
+    # Private: the setting for huge pages of shared memory is separate, and off by default.
     mapped = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = np.frombuffer(mapped, np.uint8)[:nbytes]
     advise(memory.ctypes.data, nbytes)

@@ -12,7 +12,8 @@ _LINUX = {"MADV_POPULATE_READ": 22}
 
 
 def advise(address: int, nbytes: int, advice: str, *, grain: int = mmap.PAGESIZE) -> bool:
-    """Advise on the ``grain``-sized pages that lie wholly within ``nbytes`` at ``address``; whether it was taken.
+    """Advise on the ``grain``-sized pages that are completely within ``nbytes`` at ``address``. Returns whether the
+    system accepted it.
 
     ``advice``: a name as in ``madvise(2)``, such as ``MADV_HUGEPAGE``; a system may lack it.
     """

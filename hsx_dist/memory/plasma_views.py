@@ -1,4 +1,4 @@
-"""What a writer has mapped of Ray's object store counts as its resident memory until it lets go of it."""
+"""Mapped objects of Ray's object store: they count as a writer's resident memory until it releases the pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from hsx_dist.memory.madvise import advise
 
-#: Smaller arrays are let go of together: all that a call brings lies in one place.
+#: Smaller arrays are released together: all arrays of a call are next to each other.
 LEAST_BYTES = 128 << 10
 
 
@@ -34,8 +34,8 @@ class PlasmaViews:
         return self._is_shared_array(data) and advise(data.ctypes.data, data.nbytes, "MADV_DONTNEED")
 
     def let_go_between(self, arrays: Sequence[np.ndarray[Any, Any]]) -> bool:
-        """``let_go`` of all that lies between the first and the last of ``arrays``. They came with one call, and so lie
-        in one object of Ray's store, with nothing of others between them."""
+        """``let_go`` for everything between the first and the last of ``arrays``. They are arguments of one call, so
+        they are in one object of Ray's store, and no other object is between them."""
         starts = [data.ctypes.data for data in arrays]
         stops = [start + data.nbytes for start, data in zip(starts, arrays, strict=True)]
         if not starts or max(stops) - min(starts) < LEAST_BYTES or not self._shares(min(starts), max(stops)):
@@ -48,7 +48,7 @@ class PlasmaViews:
         return self._shares(data.ctypes.data, data.ctypes.data + data.nbytes)
 
     def _shares(self, start: int, stop: int) -> bool:
-        """Whether all of it lies in one mapping that is shared."""
+        """Whether the whole range is in one shared mapping."""
         if not self._is_within(start, stop):
             self._shared = shared_mappings()
         return self._is_within(start, stop)

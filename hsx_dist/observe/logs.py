@@ -1,7 +1,7 @@
 """Log lines that programs can read too: ``time level logger message key=value …``, or JSON with ``HSX_LOG=json``.
 
-What a line is about goes into ``extra``: ``log.warning("…", extra={"key": key})``. Messages say it in words as well,
-for inside vLLM, which configures logging itself, nobody shows ``extra``.
+The subject of a line is in ``extra``: ``log.warning("…", extra={"key": key})``. Messages contain it too, because vLLM's
+logging configuration does not show ``extra``.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ class NotSoOften(logging.Filter):
                     record.suppressed = f" (and {count - OFTEN} more like it were left out)"
                 since, count = now, 0
             self._seen[kind] = since, count + 1
-            if len(self._seen) > 1000:  # texts that somebody put together beforehand are all different
+            if len(self._seen) > 1000:  # texts that were formatted by the caller are all different
                 self._seen = {k: v for k, v in self._seen.items() if now - v[0] < WINDOW_S}
         return count < OFTEN
 
 
 def shown_elsewhere(record: logging.LogRecord) -> bool:
-    """Whether the library whose line it is has a handler of its own: it would stand there twice."""
+    """Whether the record's library has a handler: the line would be logged twice."""
     name = record.name
     while name:
         if any(not isinstance(h, logging.NullHandler) for h in logging.getLogger(name).handlers):
@@ -85,7 +85,7 @@ def shown_elsewhere(record: logging.LogRecord) -> bool:
 
 
 def configure_logging(level: int, **context: str) -> None:
-    """Let this process log to standard error; where somebody has configured logging already, nothing is changed."""
+    """Let this process log to standard error. Does nothing if logging is configured already."""
     handler = logging.StreamHandler()
     handler.setFormatter(Structured(context, as_json=os.environ.get("HSX_LOG") == "json"))
     handler.addFilter(lambda record: not shown_elsewhere(record))

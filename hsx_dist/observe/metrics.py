@@ -1,8 +1,8 @@
-"""What is counted, in one table, and the meter that counts it. Plain Python: who exports the numbers is not known here.
+"""The table of all metrics, and the meter that counts them. Plain Python; exporters are elsewhere.
 
-Everything that adds up is a counter, so that sums are exact and rates can be taken over any interval (Ray makes the
-sum of a histogram from the middles of its buckets). A job's actors export to Ray as ``ray_hsx_NAME`` (counters gain
-``_total``), with the tags ``run``, ``node``, and ``replica`` or ``writer``; a server to vLLM's ``/metrics`` as
+All sums are counters, so that they are exact and have a rate over any interval. (Ray computes the sum of a histogram
+from the middles of its buckets.) A job's actors export to Ray as ``ray_hsx_NAME``; counters get the suffix ``_total``,
+and the tags are ``run``, ``node``, and ``replica`` or ``writer``. A server exports to vLLM's ``/metrics`` as
 ``vllm:hidden_states_NAME``.
 """
 
@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-#: A counter's or a gauge's name, and the value of its own tag ("" where it has none).
+#: The name of a counter or gauge, and the value of its tag ("" without a tag).
 Series = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One number. ``tag``: a label of its own beside those of where it is counted. ``served``: a server has it too."""
+    """One metric. ``tag``: an additional label. ``served``: a server exports it too."""
 
     name: str
     kind: Literal["counter", "gauge"]
@@ -123,7 +123,7 @@ BY_NAME: Mapping[str, Metric] = {m.name: m for m in METRICS}
 class Meter:
     """Counts in one process; thread-safe, and cheap enough for every page.
 
-    Sums only grow; whoever exports them looks with ``Increments`` and so takes nothing away from anybody else.
+    Sums only grow. Several exporters can read them, each with an ``Increments``.
     """
 
     def __init__(self) -> None:
@@ -149,11 +149,11 @@ class Meter:
                 self.add("put_seconds_bucket", 1, label)
 
     def retried(self, error: Exception) -> None:
-        """A call to the store failed and is repeated; told apart by the type of what went wrong below."""
+        """Count a retry of a store's call, by the type of the error's cause."""
         self.add("store_retries", 1, type(error.__cause__ or error).__name__)
 
     def watch(self, name: str, read: Callable[[], float]) -> None:
-        """Let a gauge be what ``read`` returns whenever somebody looks; several of one name add up."""
+        """Add a gauge whose value is ``read()`` at the time of the export. Several of one name add up."""
         assert BY_NAME[name].kind == "gauge", name
         with self._lock:
             self._gauges.setdefault(name, []).append(read)
@@ -183,7 +183,7 @@ class Meter:
         with self._lock:
             watched = [(name, list(reads)) for name, reads in self._gauges.items()]
             merged = [dict(g) for g in self._elsewhere.values()]
-        # Without the lock: what is read may take locks of its own, under which others count.
+        # Without the lock: ``read`` may take other locks, and threads that hold these count here.
         found: dict[Series, float] = {(name, ""): sum(read() for read in reads) for name, reads in watched}
         for gauges in merged:
             for series, value in gauges.items():
@@ -192,7 +192,7 @@ class Meter:
 
 
 class Increments:
-    """One reader of a meter: what was added since it last looked. For one thread."""
+    """One reader of a meter: the increments since its last call. For one thread."""
 
     def __init__(self, meter: Meter):
         self._meter = meter

@@ -1,7 +1,7 @@
 """What the dashboard and the alerts ask, as tables of questions; ``dashboard`` makes files of them.
 
-A panel or an alert is an expression in PromQL over ``ray_hsx_*`` and a few of Ray's own metrics. Those of Ray's names
-that stand here are the ones that Ray's own dashboard uses.
+A panel or an alert is an expression in PromQL over ``ray_hsx_*`` and a few of Ray's metrics, which Ray's dashboard uses
+too.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Alert:
 
 
 def rate(name: str, by: str = "run", *, match: str = "") -> str:
-    """Increase a second of a counter, summed over what is not in ``by``."""
+    """Increase a second of a counter, summed over all labels that are not in ``by``."""
     of = _OF if not match else _OF[:-1] + f",{match}}}"
     return f"sum by ({by}) (rate(ray_hsx_{name}_total{of}[{_RATE}]))"
 

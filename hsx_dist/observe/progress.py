@@ -24,10 +24,10 @@ WINDOW_S = 30.0
 
 
 class Progress:
-    """Counts rows, tokens and bytes, and shows them. ``total`` rows, or None while nobody knows."""
+    """Counts rows, tokens and bytes, and shows them. ``total``: number of rows, or None while it is unknown."""
 
     def __init__(self, total: int | None, done: int = 0, console: Console | None = None, meter: Meter | None = None):
-        """``done`` rows were stored by earlier attempts. ``meter`` counts the rows by fate, for whoever exports it."""
+        """``done``: rows that earlier attempts stored. ``meter``: counts the rows by outcome, for exporters."""
         self.console = console or Console()
         self.meter = meter or Meter()
         self.rows = done
@@ -84,7 +84,7 @@ class Progress:
         self.tokens += tokens
 
     def counted(self, numbers: Mapping[Series, float]) -> None:
-        """A replica or a writer told what it has counted since it last did."""
+        """Add the increments that a replica or a writer reported."""
         for (name, _), value in numbers.items():
             self._spent[name] = self._spent.get(name, 0) + value
 
@@ -128,7 +128,7 @@ class Progress:
 
     @property
     def left(self) -> int | None:
-        """Rows that have none yet; None while nobody knows how many there are."""
+        """Rows without an outcome. None while the number of rows is unknown."""
         return None if self._total is None else max(self._total - self.done, 0)
 
     @property

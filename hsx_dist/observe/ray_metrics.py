@@ -1,4 +1,4 @@
-"""From a meter to Ray: every few seconds what was added goes to ``ray.util.metrics``, which Prometheus scrapes."""
+"""Export of a meter to Ray: every few seconds the increments go to ``ray.util.metrics``, which Prometheus scrapes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RayExport:
             self.push()
 
     def push(self) -> None:
-        """Hand what was added since the last time to Ray."""
+        """Export the increments since the last call to Ray."""
         with self._lock:
             for (name, label), value in self._increments.take().items():
                 metric = self._metrics.get(name)

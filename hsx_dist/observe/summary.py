@@ -12,7 +12,7 @@ from hsx_dist.observe.console import Console
 from hsx_dist.observe.progress import Progress
 from hsx_dist.observe.units import bytes_text
 
-#: How a run ended by one of its own limits begins to say so.
+#: Prefixes of the reasons with which a limit ends a run.
 _LIMITS = ("max_rows", "max_bytes", "deadline")
 
 
@@ -34,7 +34,7 @@ class RunSummary:
 
     @classmethod
     def of(cls, url: str, manifest: Manifest, *, stopped: str = "") -> RunSummary:
-        """Totals over the samples that a reader sees and the parts in which they lie."""
+        """Totals over the readable samples and their parts."""
         totals = manifest.totals()
         return cls(
             url=url,
@@ -58,14 +58,14 @@ class RunSummary:
     def exit_status(self) -> int:
         """0 when every row is stored or refused for a reason (not all of them), or a limit that was set ended the run,
         and the comparison (if any) passed."""
-        nothing = self.refused and not self.samples  # of all rows none could be used: hardly what was meant
+        nothing = self.refused and not self.samples  # no row was usable: the configuration is probably wrong
         stopped = self.stopped and not self.stopped.startswith(_LIMITS)
         bad = self.failed or self.conflicts or stopped or self.check_passed is False or nothing
         return 1 if bad else 0
 
 
 def print_summary(summary: RunSummary, manifest: Manifest, console: Console, computed: Progress | None) -> None:
-    """A table, three samples with where they lie, and what was refused or failed."""
+    """A table, three samples with their places in the store, and the refused and failed rows."""
     table = Table(title=f"run {summary.url}", title_justify="left", show_header=False)
     table.add_row("rows", f"{summary.samples:,} stored, {summary.refused:,} refused, {summary.failed:,} failed")
     table.add_row("tokens", f"{summary.tokens:,}")

@@ -1,4 +1,4 @@
-"""How a run stands, told from its store alone: the newest attempt's heartbeat, which carries its progress."""
+"""The progress of a run, from its store alone: the newest attempt's heartbeat has it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Standing:
 
     @property
     def total(self) -> int | None:
-        """Input rows, as far as anybody has counted them."""
+        """Number of input rows, if it is known."""
         found = self.progress.get("rows")
         return int(found) if isinstance(found, int) else None
 
@@ -58,7 +58,7 @@ class Standing:
         return max(self.total - self.done, 0) / self.rows_per_second
 
     def line(self) -> str:
-        """All of it in one line."""
+        """The progress in one line."""
         age = f" (last heartbeat {duration(self.age)} ago)" if self.age is not None and self.stale else ""
         parts = [
             self.state + age,

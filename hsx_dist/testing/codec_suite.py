@@ -164,7 +164,7 @@ class CodecSuite:
 
     @every_dtype
     def test_changed_bytes_end_in_a_format_error_or_in_numbers(self, codec: Codec, dtype: str) -> None:
-        """Never in another error: a checksum that an attacker computed anew tells nothing."""
+        """Damage raises no other error, even with a checksum that an attacker computed again."""
         data = encoded(codec, _layer(12, 16, dtype), dtype)
         rng = np.random.default_rng(0)
         for _ in range(400):

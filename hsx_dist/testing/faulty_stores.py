@@ -60,7 +60,7 @@ class WrappedStore:
         return f"{type(self).__name__}({self._inner!r})"
 
     def _call(self, verb: Verb, name: str, call: Callable[[], T], nbytes: int) -> T:  # noqa: ARG002
-        """``nbytes``: of what is put."""
+        """``nbytes``: size of the object that is put."""
         return call()
 
     def put(self, name: str, buffers: Sequence[Buffer]) -> None:
@@ -177,7 +177,7 @@ class HangingStore(_Striking):
 
 
 class LyingStore(_Striking):
-    """Says that it stored what it did not store (puts), or that it deleted what is still there."""
+    """Reports success of puts that stored nothing, or of deletions that removed nothing."""
 
     def __init__(self, inner: Store, strike: Strike | None = None):
         super().__init__(inner, strike or Strike(PUTS))
@@ -189,8 +189,8 @@ class LyingStore(_Striking):
 class TearingStore(WrappedStore):
     """Puts store the first ``keep`` bytes alone; then they fail with ``Unavailable``, or with ``silent`` do not.
 
-    No object store does that by itself (puts are whole or not at all); a folder on a file system that lost power, or a
-    proxy that gives up, may.
+    An object store alone never does that, as its puts are atomic. A file system after a loss of power, or a proxy that
+    times out, may.
     """
 
     def __init__(self, inner: Store, keep: int, strike: Strike | None = None, *, silent: bool = False):

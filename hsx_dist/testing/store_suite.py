@@ -195,7 +195,7 @@ class StoreSuite:
         with pytest.raises(ValueError, match="ten"):
             store.get_ranges("ten", [bad])
 
-    # -- what is not there ---------------------------------------------------------------------------------------
+    # -- missing objects -----------------------------------------------------------------------------------------
 
     def test_missing_objects_are_told_by_name(self, store: Store) -> None:
         store.put("there/it/is", [b"x"])

@@ -1,4 +1,4 @@
-"""Stores for tests: objects in this process's memory, with a record of what was asked."""
+"""Stores for tests: objects in this process's memory, and a record of all calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MemoryStore:
         data = data if isinstance(data, bytes) else b"".join(map(as_bytes_view, data))
         with self._lock:
             if self.objects.setdefault(check_name(name), data) is not data:
-                raise AlreadyExists(f"{self.url}/{name}: expected no such object, there is one")
+                raise AlreadyExists(f"{self.url}/{name}: expected no such object, got one")
 
     def get(self, name: str, most: int | None = None) -> bytes:
         content = self._content(name)[:most]

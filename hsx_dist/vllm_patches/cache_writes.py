@@ -7,7 +7,7 @@ What vLLM does: ``ExtractHiddenStatesProposer.propose`` stacks the captured laye
 scatters the buffer into the cache. It does not compare the number of captured layers with the number requested. If the
 model captures one layer instead of two, the copy broadcasts it to both.
 
-What is changed, for engines whose connector called ``watch``:
+The patch, for engines whose connector called ``watch``:
 
 - ``propose`` raises if the model captured another number of layers than requested.
 - With ``cache_writes: direct`` it writes the rows of each layer into the cache with one copy instead of three. The
@@ -43,8 +43,9 @@ def write_rows(cache: torch.Tensor, slots: torch.Tensor, layers: Sequence[torch.
 
     Args:
         cache: ``[blocks, layers, block_size, hidden]``, in either memory order, see ``flat_rows``.
-        slots: ``[n]`` on the cache's device, ``block_id * block_size + position in the block``; what is below 0 is
-            padding and goes into block 0, which belongs to no request.
+        slots: ``[n]`` on the cache's device, ``block_id * block_size + position in the block``. Values below 0 are
+        padding
+            and go into block 0, which belongs to no request.
         layers: a tensor ``[n, hidden]`` of the cache's dtype for every layer.
     """
     hidden, block = cache.shape[3], cache.shape[2]
@@ -64,7 +65,7 @@ def flat_rows(cache: torch.Tensor) -> torch.Tensor:
     """
     hidden = cache.shape[3]
     if cache.stride(3) != 1 or any(stride % hidden for stride in cache.stride()[:3]):
-        raise ValueError(f"expected strides that are multiples of the rows' length {hidden}, came {cache.stride()}")
+        raise ValueError(f"expected strides that are multiples of the rows' length {hidden}, got {cache.stride()}")
     last = sum((n - 1) * s for n, s in zip(cache.shape[:3], cache.stride()[:3], strict=True))
     return cache.as_strided((last // hidden + 1, hidden), (hidden, 1))
 
@@ -152,7 +153,7 @@ def _patch(proposer: Any) -> bool:
         if watched.cache is None:
             return theirs(self, *args, **kwargs)
         write_rows(watched.cache, given["common_attn_metadata"].slot_mapping[: len(layers[0])], layers)
-        return given["sampled_token_ids"][:, :1]  # as vLLM's: the "draft" is what was just sampled
+        return given["sampled_token_ids"][:, :1]  # as vLLM's: the "draft" is the token that was just sampled
 
     propose.hsx = True  # type: ignore[attr-defined]
     proposer.propose = propose

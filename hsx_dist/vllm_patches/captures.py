@@ -3,11 +3,11 @@
 Versions: vLLM 0.31, 0.32 and 0.33; both runners. Upstream: no issue is open.
 
 What vLLM does: ``EagleModelMixin._maybe_add_hidden_state`` captures layer 0 as the tensor itself, since there is no
-residual to add. The first layer's fused norm then adds to that tensor where its kernel works in place, as on GPUs with
+residual to add. The first layer's fused norm then adds to that tensor if its kernel works in place, as on GPUs with
 ``enforce_eager``. The cache would hold a later stream. A compiled norm owns its inputs too, and may use their memory
-again. All other layers are sums with memory of their own.
+again. All other layers are sums in separate memory.
 
-What is changed, in every engine of a process that loads our plugin:
+The patch, in every engine of a process that loads this package's plugin:
 
 - ``EagleModelMixin._maybe_add_hidden_state`` captures a copy.
 - ``EagleModelMixin.__new__`` records the model, so that ``check_layer_zero`` finds it. Some models set their layers
@@ -83,12 +83,12 @@ def check_layer_zero(layer_ids: Sequence[int], layers: Iterable[Any], model: str
 
     Args:
         layer_ids: the layer ids that the engine captures.
-        layers: the engine's attention layers. They tell its model from those of other engines in this process.
+        layers: the engine's attention layers. They identify its model among those of other engines in this process.
         model: the model's name, for the error.
 
     Raises:
-        ConfigError: layer 0 is captured, and this model was built without the patch, captures in code of its own, or
-            was compiled without the patch.
+        ConfigError: layer 0 is captured, and this model was built or compiled without the patch, or captures with
+            other code.
     """
     if 0 not in layer_ids:
         return
@@ -105,7 +105,7 @@ def check_layer_zero(layer_ids: Sequence[int], layers: Iterable[Any], model: str
         if own := _own_capture(type(one)):
             raise ConfigError(
                 f"layer 0 of {model}: expected {type(one).__name__} to capture through vLLM's EagleModelMixin, got "
-                f"code of its own in {own}, whose captured tensor the model may change. Capture layers from 1 on"
+                f"other code in {own}, whose captured tensor the model may change. Capture layers from 1 on"
             )
         if not _compiled_with_copy(one):
             raise ConfigError(

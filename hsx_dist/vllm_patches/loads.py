@@ -6,7 +6,7 @@ What vLLM does: ``MultiConnector`` lets the first connector that offers tokens l
 computed, and their blocks enter the prefix cache. Nothing says whether the cache of hidden states was restored too, by
 which layers, or from which weights. Rows that were never written would be stored as states.
 
-What is changed: while the scheduler asks the connectors for tokens, the request's ``skip_reading_prefix_cache`` is
+The patch: while the scheduler asks the connectors for tokens, the request's ``skip_reading_prefix_cache`` is
 set. The scheduler reads it after the answer, and loads nothing, as for a request with prompt log-probabilities. Local
 prefix hits were looked up before, and are kept. The flag is reset when the request has its blocks, or when the step is
 scheduled.

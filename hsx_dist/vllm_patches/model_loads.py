@@ -6,7 +6,7 @@ What vLLM does: the model runners load a model through ``BaseModelLoader.load_mo
 memory, and compile it there. Nothing calls a plugin in between. Hooks that are installed later are not compiled, and
 cache-only layers that are registered later get no cache.
 
-What is changed: ``load_model`` calls ``tap`` with the engine's own model, not with a drafter. Without a choice of
+The patch: ``load_model`` calls ``tap`` with the engine's own model, not with a drafter. Without a choice of
 points in ``additional_config``, ``tap`` does nothing.
 
 How a change of vLLM is noticed: ``install`` does not find the method, and logs a warning. A loader with its own

@@ -8,7 +8,7 @@ tokens, and the V1 runner accepts the draft where it must not: with asynchronous
 token, and the rejection sampler of the CPU build neither follows the model's distribution nor the request's seed.
 The V2 runner verifies correctly, and keeps its drafts.
 
-What is changed: a request's class gets an attribute ``spec_token_ids`` that is always empty, so the scheduler never
+The patch: a request's class gets an attribute ``spec_token_ids`` that is always empty, so the scheduler never
 schedules a draft. States are cached all the same: the drafter runs on every scheduled token.
 
 How a change of vLLM is noticed: the first request does not have the attribute. A warning is logged, and drafts are

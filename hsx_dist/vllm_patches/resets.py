@@ -6,7 +6,7 @@ What vLLM does: it resets nothing while a connector holds blocks, and a connecto
 A plain reset returns False, and prefixes keep the states of replaced weights. A reset with
 ``reset_running_requests=True`` raises. ``LLM.sleep(1)`` makes such a reset too.
 
-What is changed: ``EngineCore.reset_prefix_cache`` first takes steps without tokens until no block is held.
+The patch: ``EngineCore.reset_prefix_cache`` first takes steps without tokens until no block is held.
 
 How a change of vLLM is noticed: without the method, or without the scheduler's pause, the start logs a warning, and
 resets are vLLM's. The tests reset real engines.

@@ -217,7 +217,7 @@ def test_what_only_the_engine_refuses_costs_that_row_alone_and_is_run_once_corre
 
 
 def test_wrong_sampling_parameters_are_told_before_the_engine_is_loaded(tiny_model_path, tmp_path):
-    with pytest.raises(EngineError, match=r"sampling_params: expected what vLLM's SamplingParams take.*temperature"):
+    with pytest.raises(EngineError, match=r"sampling_params: expected arguments of vLLM's SamplingParams.*temperature"):
         hsx_dist.extract(
             ["a"], model=str(tiny_model_path), output=tmp_path / "run", sampling_params={"temperature": -1}
         )

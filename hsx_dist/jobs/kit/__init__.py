@@ -1,1 +1,1 @@
-"""Checks of an engine and its device, each in a process of its own, and one page about what they found."""
+"""Checks of an engine and its device, each in a separate process, and one page of results."""

@@ -40,7 +40,7 @@ STEP_TOKENS = 128
 GREEDY_SLACK = 0.5
 #: Seconds that a case may take: on a GPU, and on a CPU, which other programs may slow down.
 LIMIT_S, LIMIT_CPU_S = 240.0, 800.0
-#: Blocks of the cache where requests are to be preempted: two whole ones fit, not four.
+#: Cache blocks of a case with preemption: two requests fit, four do not.
 FEW_BLOCKS = 17
 
 
@@ -69,7 +69,7 @@ class Case:
 
 
 def cases(gpus: int) -> list[Case]:
-    """Everything that is to be proven on a machine with so many GPUs."""
+    """All cases of a machine with ``gpus`` GPUs."""
     found = [
         Case(v2=v2, compiled=compiled, asynchronous=asynchronous)
         for v2 in (False, True)

@@ -37,7 +37,7 @@ def _left_out(planned: Check) -> Check:
 
 
 def shown(outcome: Outcome) -> Diagnosis:
-    """As a line of the doctor. An engine that did not run is a warning: nothing is known of it."""
+    """An outcome as a line of ``hsx doctor``. An engine that did not run is a warning."""
     state: State = "ok" if outcome.state == "passed" else "fail" if outcome.bad else "warn"
     said = outcome.message if state == "ok" else f"{outcome.state}: {outcome.message}"
     return Diagnosis(outcome.name, state, said)

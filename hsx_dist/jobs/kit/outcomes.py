@@ -71,7 +71,7 @@ def run_check(check: Check) -> Outcome:
             try:
                 status = running.process.wait(check.limit_s)
             except subprocess.TimeoutExpired:
-                # Workers in process groups of their own too.
+                # Also the workers, which have other process groups.
                 running.terminate(0)
                 status = None
         seconds = time.monotonic() - began

@@ -19,7 +19,7 @@ class StartFailed(RuntimeError):
 
 @dataclass
 class Child:
-    """A running child process, the leader of its own process group."""
+    """A running child process. It leads a process group."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -35,13 +35,13 @@ class Child:
         self.process.wait()
 
     def terminate(self, patience: float) -> None:
-        """Ask the process to end; after ``patience`` seconds at most it is gone, with all that it started."""
+        """Send SIGTERM, then after ``patience`` seconds SIGKILL, also to all processes that it started."""
         started = _descendants(self.pid)
         self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(patience)
         self.kill()
-        for pid, born in started.items():  # those in groups of their own; the birth tells a process id used again
+        for pid, born in started.items():  # in other process groups; the time of birth detects a reused process id
             if _stat(pid)[1] == born:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -62,9 +62,9 @@ class Child:
 def child(
     argv: Sequence[str], *, log: Path, env: Mapping[str, str | None] | None = None, pass_fds: Collection[int] = ()
 ) -> Iterator[Child]:
-    """Run ``argv`` in a process group of its own, both outputs into ``log``; its group is gone at the end.
+    """Run ``argv`` in a new process group, with both outputs in ``log``. At the end the whole group is killed.
 
-    ``env`` goes over this process's environment; None takes a variable away. ``pass_fds``: as ``subprocess.Popen``'s.
+    ``env``: changes to this process's environment; None removes a variable. ``pass_fds``: as in ``subprocess.Popen``.
     """
     variables = {**os.environ, **(env or {})}
     with log.open("ab") as out:

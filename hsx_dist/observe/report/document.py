@@ -327,6 +327,6 @@ def _engine(facts: RunFacts) -> str:
 
 
 def _software(facts: RunFacts) -> str:
-    """Versions, as the newest part that was looked at tells them."""
+    """Versions of packages, from the newest part that was read."""
     names = ("hsx", "vllm", "ray")
     return ", ".join(f"{'hsx_dist' if n == 'hsx' else n} {facts.about[n]}" for n in names if n in facts.about)

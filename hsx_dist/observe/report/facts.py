@@ -192,7 +192,7 @@ def _time(text: str) -> float | None:
 
 
 def _reasons(fates: Mapping[str, RowFate]) -> list[tuple[str, int]]:
-    """Rows by reason; numbers and quoted words, which differ from row to row, are left out of it."""
+    """Rows by reason. Numbers and quoted words are removed, as they differ from row to row."""
     return Counter(_kind(fate.reason) for fate in fates.values()).most_common()
 
 

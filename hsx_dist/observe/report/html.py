@@ -8,7 +8,7 @@ from typing import Any
 
 from hsx_dist.text import printable
 
-# Whatever a sample's text or a setting holds, the browser may load and run nothing.
+# The browser must load and run nothing, for any text of a sample or a setting.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _CSS = """
 :root { color-scheme: light; }

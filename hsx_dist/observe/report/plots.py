@@ -99,7 +99,7 @@ class Canvas:
                 (left, timeline.tokens, "tokens a second", BLUE, 1.0),
                 (right, timeline.raw_bytes, "MB a second, before encoding", ORANGE, 1e6),
             ):
-                # A part's tokens came evenly since the receipt before, as far as anybody knows.
+                # The tokens of a part are spread evenly over the time since the receipt before.
                 stored = np.interp(bins, [0.0, *timeline.seconds], [0.0, *np.cumsum(values / by)])
                 rates = np.diff(stored) / np.diff(bins)
                 axes.stairs(rates, bins / scale, fill=True, color=color, alpha=0.35)
@@ -159,7 +159,7 @@ class Canvas:
 
         return self._draw(fill, 9.6, 1.9, "Where time went")
 
-    # -- what is stored ------------------------------------------------------------------------------------------
+    # -- stored states -------------------------------------------------------------------------------------------
 
     def layer_sizes(self, sizes: Sequence[LayerSize]) -> str:
         """Stored bytes of each layer, as a share of its raw ones; of very many layers some, evenly spread."""

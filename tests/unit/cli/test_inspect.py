@@ -62,7 +62,7 @@ def run(tmp_path: Path) -> str:
     write_v1_run(store, {"meaning": meaning, "settings": {"codec": "split"}, "created": "2026-01-01T00:00:00+00:00"})
     attempt = take_attempt(store, {})
     write_samples(store, attempt)
-    rows = (RowFate("row:00000003", 3, "refused", "text: expected text, came an empty string", 0),)
+    rows = (RowFate("row:00000003", 3, "refused", "text: expected text, got an empty string", 0),)
     receipt = Receipt(attempt, "driver", 1, None, 0, "00000000", 0, 0, (), rows, "2026-01-01T00:00:00+00:00")
     store.put_if_absent(receipt_name(attempt, "driver", 1), receipt.to_json())
     write_complete(store, attempt, load_manifest(store), {"rows": 4})

@@ -100,7 +100,7 @@ def test_select_is_one_of_few_words(value: str) -> None:
 
 def test_what_is_compared_must_be_whole() -> None:
     assert make(select="all", check_samples=3).check_samples == 3
-    with pytest.raises(ConfigError, match="check_samples: expected 0 with select=mean, came 3"):
+    with pytest.raises(ConfigError, match="check_samples: expected 0 with select=mean, got 3"):
         make(select="mean", check_samples=3)
 
 

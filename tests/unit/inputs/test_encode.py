@@ -53,12 +53,12 @@ def test_ready_token_ids_are_taken_as_they_are(tokenizer: Any) -> None:
 def test_too_long_says_length_and_limit(tokenizer: Any) -> None:
     assert len(RowEncoder(tokenizer, 4).encode(Row("k", 0, text="a b c")).token_ids) == 4
     for row in (Row("k", 0, text="a b c a"), Row("k", 0, token_ids=[3] * 5)):
-        with pytest.raises(InputError, match="expected at most 4 tokens, came 5"):
+        with pytest.raises(InputError, match="expected at most 4 tokens, got 5"):
             RowEncoder(tokenizer, 4).encode(row)
 
 
 def test_token_ids_out_of_the_vocabulary(tokenizer: Any) -> None:
-    with pytest.raises(InputError, match=r"below 6, .*, came 6 at position 1"):
+    with pytest.raises(InputError, match=r"below 6, .*, got 6 at position 1"):
         RowEncoder(tokenizer, 10).encode(Row("k", 0, token_ids=[5, 6]))
     assert RowEncoder(tokenizer, 10, vocab_size=8).encode(Row("k", 0, token_ids=[6])).token_ids == [6]
 
@@ -71,7 +71,7 @@ def test_nothing_left_after_tokenising(tokenizer: Any) -> None:
 
 
 def test_a_template_that_refuses(tokenizer: Any) -> None:
-    with pytest.raises(InputError, match="chat template takes, came TemplateError: no tools here"):
+    with pytest.raises(InputError, match="chat template takes, got TemplateError: no tools here"):
         RowEncoder(tokenizer, 10).encode(Row("k", 0, messages=[{"role": "tool", "content": "a"}]))
 
 
@@ -95,10 +95,10 @@ def test_too_long_rows_are_cut_or_told_apart(tokenizer: Any) -> None:
     row = Row("k", 0, token_ids=[3, 4, 5, 3, 4], loss_mask=[0, 1, 0, 1, 1])
     cut = RowEncoder(tokenizer, 10, rules=RowRules(max_length=3, too_long="truncate")).encode(row)
     assert (cut.token_ids, cut.loss_mask) == ([3, 4, 5], b"\0\1\0")
-    with pytest.raises(TooLong, match="at most 3 tokens, came 5"):
+    with pytest.raises(TooLong, match="at most 3 tokens, got 5"):
         RowEncoder(tokenizer, 10, rules=RowRules(max_length=3)).encode(row)
     assert len(RowEncoder(tokenizer, 4, rules=RowRules(max_length=9, too_long="truncate")).encode(row).token_ids) == 4
-    with pytest.raises(InputError, match="came 1 zeros"):  # what it would teach is cut off
+    with pytest.raises(InputError, match="got 1 zeros"):  # what it would teach is cut off
         RowEncoder(tokenizer, 10, rules=RowRules(max_length=1, too_long="truncate")).encode(row)
 
 

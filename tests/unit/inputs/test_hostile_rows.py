@@ -119,11 +119,11 @@ def test_a_deep_value_in_a_line_and_in_a_json_text(tmp_path: Path, field: str) -
         ({"extra": {1: "a", "1": "b"}}, "'1' twice"),
         ({"extra": {(1, 2): "a"}}, "to be strings"),
         ({"extra": {None: "a"}}, "to be strings"),
-        ({"extra": b"bytes"}, "JSON can hold, came bytes"),
-        ({"extra": object()}, "JSON can hold, came object"),
+        ({"extra": b"bytes"}, "JSON can hold, got bytes"),
+        ({"extra": object()}, "JSON can hold, got object"),
         ({"messages": [{"role": "\ud800", "content": "x"}]}, "Unicode"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "\udfff"}]}]}, "Unicode"),
-        ({"messages": [{"role": "user", "content": [{"bytes": b"x"}]}]}, "came bytes"),
+        ({"messages": [{"role": "user", "content": [{"bytes": b"x"}]}]}, "got bytes"),
         ({"messages": [{"role": "user", "content": "x", 10**5000: 1}]}, "bits"),
         ({"messages": [{"role": "user", "content": "x", "n": 10**5000}]}, "bits"),
         ({"tools": [{"name": "\ud800"}]}, "Unicode"),
@@ -131,10 +131,10 @@ def test_a_deep_value_in_a_line_and_in_a_json_text(tmp_path: Path, field: str) -
         ({"id": 10**5000}, "id: expected an integer of at most 1024 bits"),
         ({"id": "x" * (1 << 20)}, "1 to 1024 characters"),
         ({"messages": None, "token_ids": [10**5000]}, "an integer of 16610 bits at position 0"),
-        ({"messages": None, "token_ids": [1, deep(900)]}, "came a list at position 1"),
-        ({"messages": None, "token_ids": [float("nan")]}, "came 'nan' at position 0"),
+        ({"messages": None, "token_ids": [1, deep(900)]}, "got a list at position 1"),
+        ({"messages": None, "token_ids": [float("nan")]}, "got 'nan' at position 0"),
         ({"loss_mask": [10**5000]}, "an integer of 16610 bits at position 0"),
-        ({"loss_mask": [1, deep(900)]}, "came a list at position 1"),
+        ({"loss_mask": [1, deep(900)]}, "got a list at position 1"),
     ],
 )
 def test_refused_with_a_reason(changes: dict[str, Any], reason: str) -> None:
@@ -148,7 +148,7 @@ def test_refused_with_a_reason(changes: dict[str, Any], reason: str) -> None:
 def test_bytes_are_no_token_ids() -> None:
     first, _ = rows_of(b"abc")
     assert isinstance(first, RowFate)
-    assert "came bytes" in first.reason
+    assert "got bytes" in first.reason
 
 
 def test_what_a_template_and_a_hash_made_of_a_chat_stays() -> None:
@@ -197,7 +197,7 @@ def test_rows_of_a_table_that_python_cannot_hold(tmp_path: Path) -> None:
         assert "cannot be read" in fate.reason
     (binary, *_) = read_rows(config.model_copy(update={"metadata": ["more"]}))
     assert isinstance(binary, RowFate)
-    assert "came bytes" in binary.reason
+    assert "got bytes" in binary.reason
 
 
 def test_a_file_whose_name_is_no_unicode(tmp_path: Path) -> None:

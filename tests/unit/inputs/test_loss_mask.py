@@ -119,7 +119,7 @@ def test_a_header_at_the_end_is_not_said(tokenizer: Any) -> None:
 
 def test_nobody_of_the_roles_speaks(tokenizer: Any) -> None:
     tokenizer.chat_template = CHATML
-    with pytest.raises(InputError, match=r"expected a loss mask with a 1 in it, came \d+ zeros"):
+    with pytest.raises(InputError, match=r"expected a loss mask with a 1 in it, got \d+ zeros"):
         RowEncoder(tokenizer, 500, rules=RowRules(loss_roles=("assistant",))).encode(Row("k", 0, messages=CHAT[:1]))
 
 
@@ -130,10 +130,10 @@ def test_a_template_that_reads_otherwise_within_the_whole_is_refused(tokenizer: 
 
 def test_a_row_without_messages_and_without_a_mask_is_refused(tokenizer: Any) -> None:
     encoder = RowEncoder(tokenizer, 500, rules=RowRules(loss_roles=("assistant",)))
-    with pytest.raises(InputError, match="came neither"):
+    with pytest.raises(InputError, match="got neither"):
         encoder.encode(Row("k", 0, text="text"))
     assert encoder.encode(Row("k", 0, token_ids=[5, 6], loss_mask=[0, 1])).loss_mask == b"\0\1"
-    with pytest.raises(InputError, match="expected 2 entries, one for each token, came 3"):
+    with pytest.raises(InputError, match="expected 2 entries, one for each token, got 3"):
         encoder.encode(Row("k", 0, token_ids=[5, 6], loss_mask=[0, 1, 1]))
     assert RowEncoder(tokenizer, 500).encode(Row("k", 0, text="text")).loss_mask is None
 

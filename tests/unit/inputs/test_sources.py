@@ -78,7 +78,7 @@ def test_a_glob(tmp_path: Path) -> None:
         lines(tmp_path / "deep" / f"{name}.jsonl", name)
     assert keys(tmp_path / "deep" / "train-*.jsonl") == ["train-0:00000000", "train-1:00000000"]
     assert keys(tmp_path / "**" / "*-0.jsonl") == ["deep/test-0:00000000", "deep/train-0:00000000"]
-    with pytest.raises(ConfigError, match="came none"):
+    with pytest.raises(ConfigError, match="got none"):
         read(tmp_path / "*.parquet")
 
 
@@ -153,7 +153,7 @@ def test_a_saved_data_set_and_its_splits(tmp_path: Path) -> None:
     (both / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     assert keys(both) == ["train:00000000", "test:00000000"]
     assert keys(both, split="test") == ["test:00000000"]
-    with pytest.raises(ConfigError, match="expected one of train, test, came 'dev'"):
+    with pytest.raises(ConfigError, match="expected one of train, test, got 'dev'"):
         read(both, split="dev")
     with pytest.raises(ConfigError, match="expected the folder of a saved data set"):
         read(tmp_path / "one" / "state.json", format="dataset")
@@ -254,11 +254,11 @@ def test_limit_reads_no_further(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        ({"text": "x", "loss_mask": [0, 2]}, "loss_mask: expected 0 or 1, came '2' at position 1"),
-        ({"text": "x", "loss_mask": [0, 1.0]}, "came '1.0' at position 1"),
-        ({"text": "x", "loss_mask": "01"}, "expected a list of 0 and 1, came a string"),
+        ({"text": "x", "loss_mask": [0, 2]}, "loss_mask: expected 0 or 1, got '2' at position 1"),
+        ({"text": "x", "loss_mask": [0, 1.0]}, "got '1.0' at position 1"),
+        ({"text": "x", "loss_mask": "01"}, "expected a list of 0 and 1, got a string"),
         ({"messages": MESSAGES, "tools": "f"}, "tools: expected a list of tools"),
-        ({"text": "x", "more": {"deep": b"bytes"}}, "more: expected what JSON can hold, came bytes"),
+        ({"text": "x", "more": {"deep": b"bytes"}}, "more: expected what JSON can hold, got bytes"),
         ({"text": "x", "more": "y" * 70_000}, "metadata: expected at most 65536 bytes"),
         ({"text": "x", "more": "\ud800"}, "more: expected valid Unicode"),
     ],
@@ -286,7 +286,7 @@ def test_sharegpt_and_json_texts_are_chats() -> None:
     ("settings", "words"),
     [
         ({"num_shards": 2, "shard_index": 2}, "shard_index: expected a number below num_shards"),
-        ({"text": "x", "messages": "x"}, "came x for several"),
+        ({"text": "x", "messages": "x"}, "got x for several"),
         ({"metadata": ["id"]}, "which is stored anyway"),
         ({"sample": 0}, "sample"),
         ({"too_long": "drop"}, "too_long"),

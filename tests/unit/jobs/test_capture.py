@@ -89,7 +89,7 @@ def test_two_ways_to_say_the_same_are_one_run_and_presets_keep_their_name() -> N
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"capture": {"points": {"q": [1]}}}, "expected source taps, came source cache"),
+        ({"capture": {"points": {"q": [1]}}}, "expected source taps, got source cache"),
         ({"capture": {"points": {"q": [1]}, "preset": "full"}, "source": "taps"}, "either points or preset"),
         ({"capture": {"points": {"q": [1]}}, "source": "taps", "layers": [1]}, "layers: expected it to be absent"),
         ({"engine_kwargs": {"additional_config": {KEY: {}}}}, "the extraction sets it"),

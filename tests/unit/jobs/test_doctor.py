@@ -45,8 +45,8 @@ def test_versions_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         "torch": "fail",
         "safetensors": "fail",
     }
-    assert f"expected >= {doctor.preflight.LOWEST['vllm']}, found 0.12.1" in found["vllm"].message
-    assert "expected >=0.8 for hsx-dist, found 0.7.0" in found["safetensors"].message
+    assert f"expected >= {doctor.preflight.LOWEST['vllm']}, got 0.12.1" in found["vllm"].message
+    assert "expected >=0.8 for hsx-dist, got 0.7.0" in found["safetensors"].message
     assert check_required("hsx-nothing-of-that-name", ("vllm",)).state == "fail"
 
 

@@ -41,8 +41,8 @@ def small_run(tmp_path: Path) -> Store:
     for receipt in received:
         progress.stored(rows=len(receipt.segments), raw_bytes=receipt.raw_bytes, stored_bytes=receipt.size)
     fates = (
-        RowFate("bad-1", 9, "refused", "expected a text, came nothing in row 9", 0),
-        RowFate("bad-2", 10, "refused", "expected a text, came nothing in row 10", 0),
+        RowFate("bad-1", 9, "refused", "expected a text, got nothing in row 9", 0),
+        RowFate("bad-2", 10, "refused", "expected a text, got nothing in row 10", 0),
         RowFate("bad-3", 11, "failed", f"its engine died: {HOSTILE}", 3),
     )
     for fate in fates:

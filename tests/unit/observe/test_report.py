@@ -43,7 +43,7 @@ def test_facts_are_those_of_the_receipts_and_headers(small_run: Store):
     facts = gather_facts(run)
     assert facts.counts["samples"] == 9
     assert facts.counts["tokens"] == int(facts.timeline.tokens.sum()) == sum(5 + 9 * i for i in range(9))
-    assert facts.refused == [("expected a text, came nothing in row …", 2)]
+    assert facts.refused == [("expected a text, got nothing in row …", 2)]
     assert [n for _, n in facts.failed] == [1]
     assert [s.layer for s in facts.layer_sizes] == [2, 15, 30]
     assert sum(s.raw for s in facts.layer_sizes) == facts.counts["raw_bytes"]
