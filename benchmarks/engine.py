@@ -151,7 +151,7 @@ def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Choice:
     if (args.choice is None) == (args.loads is None):
         parser.error("expected either --choice or --loads")
     if args.seconds < 1:
-        parser.error(f"--seconds: expected at least 1, came {args.seconds:g}")
+        parser.error(f"--seconds: expected at least 1, got {args.seconds:g}")
     if args.results is None and (args.profile or (args.loads and not args.add)):
         parser.error("--loads, --profile: expected with --results FOLDER, or benchmarks/results would lose a choice's")
     if args.choice:
@@ -163,16 +163,16 @@ def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Choice:
     rounds = 1 if args.rounds is None else args.rounds
     windows = 3 if args.windows is None else args.windows
     if unknown := set(sinks) - set(SINKS):
-        parser.error(f"--sinks: expected some of {', '.join(SINKS)}, came {', '.join(sorted(unknown))}")
+        parser.error(f"--sinks: expected some of {', '.join(SINKS)}, got {', '.join(sorted(unknown))}")
     if len(set(sinks)) < len(sinks):
-        parser.error(f"--sinks: expected each once, came {','.join(sinks)}")
+        parser.error(f"--sinks: expected each once, got {','.join(sinks)}")
     for name, given in (("--rounds", rounds), ("--windows", windows)):
         if given < 1:
-            parser.error(f"{name}: expected at least 1, came {given}")
+            parser.error(f"{name}: expected at least 1, got {given}")
     if args.sinks and any(LOADS[name].toggled for name in fnmatch.filter(LOADS, args.loads)):
         parser.error(f"--sinks: expected none with loads that end in {', '.join(TOGGLED)}, which have their own")
     if not fnmatch.filter(LOADS, args.loads):
-        parser.error(f"--loads: expected a pattern of {', '.join(LOADS)}, came {args.loads!r}")
+        parser.error(f"--loads: expected a pattern of {', '.join(LOADS)}, got {args.loads!r}")
     return ((args.loads, sinks, rounds, windows),)
 
 
@@ -256,7 +256,7 @@ class Running:
         source: Source = toggled.source if toggled else "taps" if sink in TAPS else "cache"
         cores = sorted(ALL_CORES)
         if load.pinned and len(cores) < 2:
-            raise SystemExit(f"{name}: expected two cores, one for the engine and one for the writers, came {cores}")
+            raise SystemExit(f"{name}: expected two cores, one for the engine and one for the writers, got {cores}")
         engine, others = (cores[0], cores[-1]) if load.pinned else (None, None)
         # Servers inherit it; the cell frees itself of it.
         os.sched_setaffinity(0, {others} if others is not None else ALL_CORES)

@@ -13,7 +13,7 @@ def is_met(goal: str, measured: float) -> bool | None:
         return None
     sign, _, number = goal.partition(" ")
     if sign not in ("≥", "≤"):
-        raise ValueError(f"expected a goal such as '≥ 0.97', or none, came {goal!r}")
+        raise ValueError(f"expected a goal such as '≥ 0.97', or none, got {goal!r}")
     return measured >= float(number) if sign == "≥" else measured <= float(number)
 
 

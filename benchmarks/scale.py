@@ -57,7 +57,7 @@ def rows(n: int) -> Iterator[Row | RowFate]:
     """``n`` rows; one in two hundred is refused."""
     for i in range(n):
         if i % 200 == 199:
-            yield RowFate(f"rows#{i:08d}", i, "refused", "expected text, came an empty string", 0)
+            yield RowFate(f"rows#{i:08d}", i, "refused", "expected text, got an empty string", 0)
         else:
             yield Row(f"conversation-{i:09d}", i, text=TEXT)
 

@@ -44,7 +44,7 @@ def resolve_layers(spec: Sequence[int | str] | str | int, num_layers: int) -> tu
     twice = sorted(i for i, n in Counter(ids).items() if n > 1)
     if twice:
         raise ConfigError(
-            f"layers: expected every layer once, came {_shown(spec)}, in which {_shown(twice)} stands more than once "
+            f"layers: expected every layer once, got {_shown(spec)}, in which {_shown(twice)} stands more than once "
             f"(the ids are 0 … {num_layers}, and -1 or last is {num_layers}); name each layer once"
         )
     return tuple(sorted(ids))
@@ -55,7 +55,7 @@ def _eagle3(num_layers: int) -> tuple[int, ...]:
     if num_layers < 7 or len(set(ids)) < len(ids):
         raise ConfigError(
             f"layers: expected a model of at least 7 layers for eagle3 (layers 2, N/2, N-3 and N), "
-            f"came one of {num_layers}; give the ids (0 … {num_layers}) yourself"
+            f"got one of {num_layers}; give the ids (0 … {num_layers}) yourself"
         )
     return tuple(sorted(ids))
 
@@ -69,7 +69,7 @@ def _items(spec: Sequence[int | str] | str | int) -> list[int | str]:
         items = [part.strip().lower() if isinstance(part, str) else part for part in spec]
     if not items or "" in items:
         raise ConfigError(
-            f"layers: expected layer ids, such as 2,15,last, came {_shown(spec)}; name at least one, no empty ones"
+            f"layers: expected layer ids, such as 2,15,last, got {_shown(spec)}; name at least one, no empty ones"
         )
     return items
 
@@ -83,12 +83,12 @@ def _layer_id(item: int | str, num_layers: int) -> int:
         alone = f"; {item} stands alone, not in a list" if item in ("all", "eagle3") else ""
         raise ConfigError(
             f"layers: expected ids 0 … {num_layers}, negative ones from the end, or last, "
-            f"came {item!r}{alone}; correct it"
+            f"got {item!r}{alone}; correct it"
         ) from None
     if not -num_layers - 1 <= layer <= num_layers:
         raise ConfigError(
             f"layers: expected ids 0 … {num_layers} (the model has {num_layers} layers; {num_layers} is the last one's "
-            f"output), or -1 … {-num_layers - 1} from the end, came {layer}; correct it"
+            f"output), or -1 … {-num_layers - 1} from the end, got {layer}; correct it"
         )
     return layer if layer >= 0 else num_layers + 1 + layer
 

@@ -212,7 +212,7 @@ class HsxBackend(HiddenStatesBackend):  # type: ignore[misc]
     def build_kv_transfer_config(args: argparse.Namespace) -> dict[str, Any]:
         """For ``vllm serve``: hsx_dist's connector."""
         if not args.hsx_storage_path:
-            raise ConfigError("--hsx-storage-path: expected a folder or URL, came none")
+            raise ConfigError("--hsx-storage-path: expected a folder or URL, got none")
         return {
             "kv_connector": "HiddenStatesConnector",
             "kv_role": "kv_producer",

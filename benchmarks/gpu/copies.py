@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     args = parser.parse_args()
     if args.rounds < 1:
-        parser.error(f"--rounds: expected at least 1, came {args.rounds}")
+        parser.error(f"--rounds: expected at least 1, got {args.rounds}")
     report: dict[str, Any] = {"about": provenance("torch"), "rounds": args.rounds, "device": None, "results": []}
     report["about"]["versions"]["torch"] = torch.__version__  # a build from source has no package's version
     if torch.cuda.is_available():

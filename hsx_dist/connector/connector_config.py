@@ -172,12 +172,12 @@ def read_connector_config(extra: Mapping[str, Any]) -> ConnectorConfig:
     if settings.bare and settings.layout == "part":
         raise ConfigError(
             "hsx.layout: expected 'sample' where the connector stores by itself (parts need a run, whose driver proves "
-            "them), came 'part'; leave it out, or run a job"
+            "them), got 'part'; leave it out, or run a job"
         )
     # Where every sample is an object of its own there are no segments.
     if settings.layout == "part" and settings.in_flight_bytes < 2 * settings.segment_bytes:
         raise ConfigError(
-            f"in_flight_bytes must hold two segments: expected at least {2 * settings.segment_bytes}, came "
+            f"in_flight_bytes must hold two segments: expected at least {2 * settings.segment_bytes}, got "
             f"{settings.in_flight_bytes}; raise in_flight_bytes or lower segment_bytes"
         )
     return settings

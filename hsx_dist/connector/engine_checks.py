@@ -98,7 +98,7 @@ def warn_of_short_limits(settings: ConnectorConfig, vllm_config: VllmConfig) -> 
     if drafter is not None and drafter < longest:
         # vLLM then writes no states for a whole batch, whenever its longest sequence exceeds the drafter's limit.
         raise ConfigError(
-            f"expected a drafter that takes sequences as long as the model's ({longest} tokens), came {drafter}: "
+            f"expected a drafter that takes sequences as long as the model's ({longest} tokens), got {drafter}: "
             "states of longer ones would be missing; do not set speculative_config's max_model_len, or lower the "
             "model's"
         )

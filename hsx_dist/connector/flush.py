@@ -70,6 +70,6 @@ def _ask(llm: Any) -> int:
         return sum(llm.collective_rpc("hidden_states_pending"))
     except Exception as e:
         raise EngineError(
-            f"expected workers that can be asked what is pending, came {type(e).__name__}: {e}; start the engine with "
+            f"expected workers that can be asked what is pending, got {type(e).__name__}: {e}; start the engine with "
             'worker_extension_cls="hsx_dist.connector.flush.HiddenStatesWorkerExtension"'
         ) from e

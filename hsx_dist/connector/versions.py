@@ -62,7 +62,7 @@ def check_version(version: str) -> None:
     release = minor_release(version)
     if release is not None and release < OLDEST:
         raise ConfigError(
-            f"HiddenStatesConnector: expected vLLM {OLDEST[0]}.{OLDEST[1]} or newer (tested: {first} to {last}), came "
+            f"HiddenStatesConnector: expected vLLM {OLDEST[0]}.{OLDEST[1]} or newer (tested: {first} to {last}), got "
             f"{version}: its scheduler does not ask a connector whether blocks are about to come free, and preempts or "
             f"stands still while the store is slow. Install vLLM {last}"
         )
@@ -96,6 +96,6 @@ def layers_first(cache: torch.Tensor, num_layers: int, block_size: int, version:
         return cache.transpose(1, 2)
     raise ConfigError(
         f"hidden-state cache: expected [blocks, {num_layers}, {block_size}, hidden] or [blocks, {block_size}, "
-        f"{num_layers}, hidden], came {tuple(cache.shape)} from vLLM {version}, which lays it out in a way that this "
+        f"{num_layers}, hidden], got {tuple(cache.shape)} from vLLM {version}, which lays it out in a way that this "
         "version does not know. Install a vLLM that was tested: {}.{} to {}.{}".format(*TESTED[0], *TESTED[1])
     )

@@ -97,7 +97,7 @@ def export_run(
         FormatError, StoreError: as reading does; OSError: as writing does.
     """
     if not 0 <= shard < shards:
-        raise ConfigError(f"shard: expected 0 … {shards - 1}, came {shard}")
+        raise ConfigError(f"shard: expected 0 … {shards - 1}, got {shard}")
     run = run.snapshot()  # files are named by position
     folder = Path(dest)
     options = options or ExportOptions()
@@ -137,7 +137,7 @@ def exporter_of(name: str) -> type[Exporter]:
                     f"{type(e).__name__}: {e}; mend or update that package"
                 ) from e
     if found is None:
-        raise ConfigError(f"exporter: expected one of {', '.join(sorted(EXPORTERS))}, came {name!r}")
+        raise ConfigError(f"exporter: expected one of {', '.join(sorted(EXPORTERS))}, got {name!r}")
     if not isinstance(found, str):
         return found
     module, _, attribute = found.partition(":")

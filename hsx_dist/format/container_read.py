@@ -374,7 +374,7 @@ def _span(tokens: Any) -> tuple[int, int]:
     try:
         start, stop = map(index, tokens)
     except (TypeError, ValueError) as e:
-        raise ConfigError(f"tokens: expected (start, stop), two whole numbers, came {tokens!r}") from e
+        raise ConfigError(f"tokens: expected (start, stop), two whole numbers, got {tokens!r}") from e
     return start, stop
 
 
@@ -382,7 +382,7 @@ def _positions(info: SegmentInfo, layers: Sequence[int] | None) -> list[int]:
     if layers is None:
         return list(range(info.num_layers))
     if not isinstance(layers, Iterable) or isinstance(layers, str | bytes):
-        raise ConfigError(f"layers: expected a sequence of layer ids, came {layers!r}; pass [{layers!r}]")
+        raise ConfigError(f"layers: expected a sequence of layer ids, got {layers!r}; pass [{layers!r}]")
     layers = list(layers)
     positions = {layer: k for k, layer in enumerate(info.layer_ids)}
     unknown = [layer for layer in layers if layer not in positions]

@@ -109,7 +109,7 @@ def _number(n: int, digits: int) -> str:
 def _writer(name: str) -> str:
     if not WRITER.fullmatch(name):
         raise ValueError(
-            f"expected a writer's name of at most 128 letters, digits, '_', '-', '.', came {name!r}; "
+            f"expected a writer's name of at most 128 letters, digits, '_', '-', '.', got {name!r}; "
             "object_name makes one"
         )
     return name

@@ -141,7 +141,7 @@ def _open(data: bytes, where: str) -> _Json:
     """The body, its checksum verified before anything of it is believed."""
     if not (data.startswith(_BEFORE_CRC) and data[_HEADER - len(_AFTER_CRC) : _HEADER] == _AFTER_CRC):
         raise FormatError(
-            f"{where}: expected a receipt, which begins with {_BEFORE_CRC.decode()!r}, came {data[:24]!r}; it was not "
+            f"{where}: expected a receipt, which begins with {_BEFORE_CRC.decode()!r}, got {data[:24]!r}; it was not "
             "written by hsx_dist, or is damaged"
         )
     text, told = data[_HEADER:-1], data[len(_BEFORE_CRC) : len(_BEFORE_CRC) + 8]
@@ -195,9 +195,9 @@ def _receipt(b: _Json) -> Receipt:
     if not WRITER.fullmatch(receipt.writer):
         raise ValueError(f"writer: expected a writer's name, got {receipt.writer[:80]!r}")
     if not _HEX8.fullmatch(receipt.crc32c):
-        raise ValueError(f"crc32c: expected 8 hex digits, came {receipt.crc32c!r}")
+        raise ValueError(f"crc32c: expected 8 hex digits, got {receipt.crc32c!r}")
     if receipt.header_bytes > receipt.size:
-        raise ValueError(f"header_bytes: expected at most size ({receipt.size}), came {receipt.header_bytes}")
+        raise ValueError(f"header_bytes: expected at most size ({receipt.size}), got {receipt.header_bytes}")
     return receipt
 
 
@@ -228,7 +228,7 @@ def _segments(rows: Any, width: int) -> SegmentTable:
     numbers = np.array([index, start, stop, total, raw, stored, row, *of], dtype=np.int64).T
     bad = ~((numbers[:, 1] < numbers[:, 2]) & (numbers[:, 2] <= numbers[:, 3]))
     if bad.any():
-        raise ValueError(f"segments: expected start < stop <= total, came {numbers[bad][0, 1:4].tolist()}")
+        raise ValueError(f"segments: expected start < stop <= total, got {numbers[bad][0, 1:4].tolist()}")
     return SegmentTable(key, numbers, list(zip(token_hash, sample_hash, strict=True)))
 
 

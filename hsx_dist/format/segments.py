@@ -112,7 +112,7 @@ class SegmentTable(Sequence[SegmentProof]):
         if slot < 0:
             slot += len(self)
         if not 0 <= slot < len(self):
-            raise IndexError(f"expected a slot below {len(self)}, came {slot}")
+            raise IndexError(f"expected a slot below {len(self)}, got {slot}")
         return self.proof(slot)
 
     def proof(self, slot: int, part: str = "") -> SegmentProof:

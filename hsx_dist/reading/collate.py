@@ -97,11 +97,11 @@ def pack(items: Sequence[Item], *, ids: str = "input_ids", length: int | None = 
 
 def _same(items: Sequence[Item]) -> Sequence[Item]:
     if not items:
-        raise ConfigError("items: expected at least one to make a batch of, came none")
+        raise ConfigError("items: expected at least one to make a batch of, got none")
     names = set(items[0])
     for item in items:
         if set(item) != names:
-            raise ConfigError(f"items: expected the same names in all, came {sorted(names)} and {sorted(item)}")
+            raise ConfigError(f"items: expected the same names in all, got {sorted(names)} and {sorted(item)}")
     return items
 
 
@@ -117,7 +117,7 @@ def _once_or_list(items: Sequence[Item], name: str) -> Any:
         return values
     if any(v.tolist() != values[0].tolist() for v in values):
         raise ConfigError(
-            f"layer_ids: expected the same layers in all items, came {[v.tolist() for v in values[:4]]}; name the "
+            f"layer_ids: expected the same layers in all items, got {[v.tolist() for v in values[:4]]}; name the "
             "layers when the data set is made"
         )
     return values[0]

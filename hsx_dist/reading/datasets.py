@@ -59,7 +59,7 @@ _LOGGED = 10
 def _require_positive(**counts: int) -> None:
     for name, value in counts.items():
         if value < 1:
-            raise ConfigError(f"{name}: expected at least 1, came {value}")
+            raise ConfigError(f"{name}: expected at least 1, got {value}")
 
 
 def require_tokens(dataset: HiddenStatesDataset, idle: int) -> None:
@@ -76,7 +76,7 @@ def _require_followable(source: Source, shuffle: bool, repeat: bool) -> None:
             "follow: expected no shuffle and no repeat: samples come in the order in which they are proven"
         )
     if isinstance(source, Selection):
-        raise ConfigError("follow: expected a run, came a selection of what it has now; what comes is not selected")
+        raise ConfigError("follow: expected a run, got a selection of what it has now; what comes is not selected")
 
 
 class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
@@ -143,7 +143,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
             *(layers, tokens, max_tokens, crop, loss_mask, dict(rename or {}), framework, seed, points),
         )
         if on_error not in ("raise", "skip"):
-            raise ConfigError(f"on_error: expected 'raise' or 'skip', came {on_error!r}")
+            raise ConfigError(f"on_error: expected 'raise' or 'skip', got {on_error!r}")
         _require_positive(shuffle_buffer=shuffle_buffer, prefetch_bytes=prefetch_bytes, threads=threads)
         if follow:
             _require_followable(source, shuffle, repeat)
@@ -273,7 +273,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         resume, self._resume = self._resume, None
         if resume is not None and (resume["shards"], resume["shard"]) != (shards, shard):
             raise ConfigError(
-                f"state: expected the state of shard {shard} of {shards}, came that of shard {resume['shard']} of "
+                f"state: expected the state of shard {shard} of {shards}, got that of shard {resume['shard']} of "
                 f"{resume['shards']}; a run that is followed goes on with the same ranks and workers"
             )
         position = None

@@ -48,17 +48,17 @@ class ItemSpec:
             object.__setattr__(self, "points", tuple(self.points))
         if self.layers is not None:
             if isinstance(self.layers, (int, str)):
-                raise ConfigError(f"layers: expected a list of layer ids such as [15], came {self.layers!r}")
+                raise ConfigError(f"layers: expected a list of layer ids such as [15], got {self.layers!r}")
             if not isinstance(self.layers, Mapping):
                 object.__setattr__(self, "layers", tuple(self.layers))
             elif unknown := sorted(set(self.layers) - set(self.points or (HIDDEN_STATES,))):
                 raise ConfigError(f"layers: expected layers of the points that are asked for, got those of {unknown}")
         if self.crop not in ("start", "end", "random"):
-            raise ConfigError(f"crop: expected 'start', 'end' or 'random', came {self.crop!r}")
+            raise ConfigError(f"crop: expected 'start', 'end' or 'random', got {self.crop!r}")
         if self.max_tokens is not None and self.max_tokens < 1:
-            raise ConfigError(f"max_tokens: expected at least 1, came {self.max_tokens}")
+            raise ConfigError(f"max_tokens: expected at least 1, got {self.max_tokens}")
         if self.loss_mask not in ("ones", "raise", "off"):
-            raise ConfigError(f"loss_mask: expected 'ones', 'raise' or 'off', came {self.loss_mask!r}")
+            raise ConfigError(f"loss_mask: expected 'ones', 'raise' or 'off', got {self.loss_mask!r}")
         resolve_framework(self.framework)
         names = [name for name in self._names if name != LOSS_MASK or self.loss_mask != "off"]
         final = [new for name in dict.fromkeys((*names, *self.rename)) if (new := self.rename.get(name, name))]

@@ -36,12 +36,12 @@ class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
         stop: Literal["first", "all"] = "first",
     ):
         if not datasets:
-            raise ConfigError("datasets: expected at least one, came none")
+            raise ConfigError("datasets: expected at least one, got none")
         given = [float(len(d)) for d in datasets] if weights is None else list(weights)
         if len(given) != len(datasets) or any(not w > 0 for w in given):
-            raise ConfigError(f"weights: expected {len(datasets)} positive numbers, came {given}")
+            raise ConfigError(f"weights: expected {len(datasets)} positive numbers, got {given}")
         if stop not in ("first", "all"):
-            raise ConfigError(f"stop: expected 'first' or 'all', came {stop!r}")
+            raise ConfigError(f"stop: expected 'first' or 'all', got {stop!r}")
         self._datasets, self._weights, self._stop = list(datasets), given, stop
         self._taken: list[float] = [0] * len(given)
         self._resumed = False
@@ -75,11 +75,11 @@ class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iteration goes on where ``state`` was taken. ``ConfigError``: it is no state of such a mixture."""
         if not isinstance(state, Mapping) or state.get("format") != MIXED:
-            raise ConfigError(f"state: expected what state_dict of a MixedDataset gave, came {str(state)[:80]}")
+            raise ConfigError(f"state: expected what state_dict of a MixedDataset gave, got {str(state)[:80]}")
         check_state(state, MIXED_MEMBERS, required=tuple(MIXED_MEMBERS))
         sizes = len(state["taken"]), len(state["datasets"])
         if sizes != (len(self._datasets),) * 2 or min(state["taken"]) < 0:
-            raise ConfigError(f"state: expected {len(self._datasets)} data sets, came {len(state['datasets'])}")
+            raise ConfigError(f"state: expected {len(self._datasets)} data sets, got {len(state['datasets'])}")
         for dataset, own in zip(self._datasets, state["datasets"], strict=True):
             dataset.load_state_dict(own)
         self._taken, self._resumed = list(state["taken"]), True

@@ -152,7 +152,7 @@ def restore(state: Mapping[str, Any], expected: Mapping[str, str], shards: int, 
         raise ConfigError(f"state: expected what state_dict of a HiddenStatesDataset gave, got {str(state)[:80]}")
     if state.get("samples") != expected["samples"]:
         raise ConfigError(
-            "state: expected one of the same samples, seed and shuffle, came one of others; open the data set as it "
+            "state: expected one of the same samples, seed and shuffle, got one of others; open the data set as it "
             "was when the state was taken"
         )
     if state.get("order", expected["order"]) != expected["order"]:  # earlier versions did not store it
@@ -171,7 +171,7 @@ def restore(state: Mapping[str, Any], expected: Mapping[str, str], shards: int, 
     if state["taken"] == 0:
         return EpochPosition(state["epoch"], shards, shard, 0, history)
     raise ConfigError(
-        f"state: expected the state of shard {shard} of {shards} (ranks times workers), came that of shard "
+        f"state: expected the state of shard {shard} of {shards} (ranks times workers), got that of shard "
         f"{state['shard']} of {state['shards']}; to go on with another number, give load_state_dict what "
         "hsx_dist.merge_states makes of the states of all shards"
     )
@@ -200,7 +200,7 @@ def merge_states(states: Any) -> dict[str, Any]:
     for state in found:
         check_state(state, _MEMBERS, required=("epoch", "history", "shards", "shard", "taken"))
         if state["shards"] is None:
-            raise ConfigError("states: expected states of shards, came one that is merged already; use it as it is")
+            raise ConfigError("states: expected states of shards, got one that is merged already; use it as it is")
         by_shard[state["shard"]] = state
     first = found[0]
     for name in ("run", "samples", "order", "shards", "history"):

@@ -55,7 +55,7 @@ class Retention:
         if bad or consumer not in self._consumers:
             raise ConfigError(
                 f"consumers: expected names of letters, digits, '_', '-', and {consumer!r} among them, "
-                f"came {sorted(self._consumers)}"
+                f"got {sorted(self._consumers)}"
             )
         self._rank, self._world = rank, world_size
         self._reader, self._manifest = ManifestReader(), Manifest()
@@ -78,7 +78,7 @@ class Retention:
             if record is None or rank_of(key, self._world) != self._rank:
                 raise RunError(
                     f"{self._store.url}: expected a sample of rank {self._rank} of {self._world} to acknowledge, "
-                    f"came {key!r}, which {'is not in the run' if record is None else 'another rank reads'}"
+                    f"got {key!r}, which {'is not in the run' if record is None else 'another rank reads'}"
                 )
             self._used.add(key)
             parts |= self._manifest.parts_of(key)

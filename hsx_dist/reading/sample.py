@@ -170,7 +170,7 @@ class Sample:
             FormatError: stored bytes are not what they must be; ``IntegrityError``: they changed.
         """
         if isinstance(layers, (int, str)):
-            raise ConfigError(f"layers: expected a list of layer ids such as [15], came {layers!r}; put it into a list")
+            raise ConfigError(f"layers: expected a list of layer ids such as [15], got {layers!r}; put it into a list")
         if points is not None and (isinstance(points, str) or not points):
             raise ConfigError(f"points: expected a list of names such as ['q'], got {points!r}. Name at least one")
         start, stop = self.span(tokens)

@@ -116,7 +116,7 @@ def select(
 
 def _places_of(run: Run, index: Index, keys: Iterable[str]) -> list[int]:
     if isinstance(keys, str):
-        raise ConfigError(f"keys: expected a list of keys, came {keys!r}; put it into a list")
+        raise ConfigError(f"keys: expected a list of keys, got {keys!r}; put it into a list")
     found = []
     for key in keys:
         place = index.place(key)
@@ -129,13 +129,13 @@ def _places_of(run: Run, index: Index, keys: Iterable[str]) -> list[int]:
 
 def _side(split: str) -> bool:
     if split not in ("train", "val"):
-        raise ConfigError(f"split: expected 'train' or 'val', came {split!r}")
+        raise ConfigError(f"split: expected 'train' or 'val', got {split!r}")
     return split == "val"
 
 
 def _is_val(keys: Sequence[str], fraction: float) -> np.ndarray[Any, Any]:
     if not 0 <= fraction <= 1:
-        raise ConfigError(f"val_fraction: expected a number from 0 to 1, came {fraction}")
+        raise ConfigError(f"val_fraction: expected a number from 0 to 1, got {fraction}")
     threshold = int(fraction * 2**64)
     return np.array([key_hash(key, b"split") < threshold for key in keys], bool)
 

@@ -92,7 +92,7 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
     ):
         if batch_tokens < 1 or buffer_tokens < 1:
             raise ConfigError(
-                f"batch_tokens, buffer_tokens: expected at least 1, came {batch_tokens} and {buffer_tokens}"
+                f"batch_tokens, buffer_tokens: expected at least 1, got {batch_tokens} and {buffer_tokens}"
             )
         if not 0 <= keep < 1:
             raise ConfigError(f"keep: expected a fraction from 0 to less than 1, got {keep}. 0.5 is usual")

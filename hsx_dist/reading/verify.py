@@ -95,9 +95,9 @@ def verify_run(
         ConfigError: an argument that cannot be.
     """
     if not 0 < sample <= 1:
-        raise ConfigError(f"sample: expected a share of more than 0 and at most 1, such as 0.1, came {sample:g}")
+        raise ConfigError(f"sample: expected a share of more than 0 and at most 1, such as 0.1, got {sample:g}")
     if workers < 1:
-        raise ConfigError(f"workers: expected at least 1, came {workers}")
+        raise ConfigError(f"workers: expected at least 1, got {workers}")
     known = _SoundParts(resume)
     report = VerifyReport()
     try:

@@ -222,7 +222,7 @@ class FsspecStore:
             raise ConfigError(f"{self._url}: the package for {self._scheme}:// is missing ({e}); {what}") from e
         except ValueError as e:
             raise ConfigError(
-                f"{self._url}: expected a scheme that fsspec knows, such as file, s3, gs or memory, came "
+                f"{self._url}: expected a scheme that fsspec knows, such as file, s3, gs or memory, got "
                 f"{self._scheme!r}; correct the url"
             ) from e
         try:

@@ -69,5 +69,5 @@ def mapping(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """The option ``name``, whose value is a mapping; empty without it. ``ConfigError`` when it is something else."""
     value = options.get(name) or {}
     if not isinstance(value, Mapping):
-        raise ConfigError(f"storage_options do not fit: {name}: expected a mapping, came {type(value).__name__}")
+        raise ConfigError(f"storage_options do not fit: {name}: expected a mapping, got {type(value).__name__}")
     return value

@@ -120,7 +120,7 @@ def _azure(bucket: str, options: Mapping[str, Any]) -> Connection:
     config = {theirs: options.get(name) or os.environ.get(env) for name, env, theirs in _AZURE}
     config = {name: value for name, value in config.items() if value}
     if "account_name" not in config:
-        raise ConfigError("storage_options.account_name: expected the Azure storage account, came none; set it")
+        raise ConfigError("storage_options.account_name: expected the Azure storage account, got none; set it")
     if not ({"account_key", "sas_token", "client_secret"} & set(config)):
         raise NotTranslated("without an account key, SAS token or client secret adlfs looks further than obstore does")
 

@@ -43,11 +43,11 @@ def open_store(
             ``backend`` is obstore, and an option has no counterpart there.
     """
     if not url:
-        raise ConfigError("expected the url of a store or the path of a folder, came an empty one; set it")
+        raise ConfigError("expected the url of a store or the path of a folder, got an empty one; set it")
     check_no_credentials(url)
     check_endpoints(storage_options or {})
     if retry_seconds < 0:
-        raise ConfigError(f"retry_seconds: expected 0 or more, came {retry_seconds}; set 0 for no repetition")
+        raise ConfigError(f"retry_seconds: expected 0 or more, got {retry_seconds}; set 0 for no repetition")
     return RetryStore(_open(url, storage_options, backend), RetryPolicy(seconds=retry_seconds), on_retry=on_retry)
 
 
@@ -74,10 +74,10 @@ def _open(url: str, options: Mapping[str, Any] | None, backend: Backend) -> Stor
     scheme, separator, rest = url.partition("://")
     if not separator or scheme in _LOCAL:
         if separator and not rest.startswith("/"):
-            raise ConfigError(f"{url}: expected file:///absolute/path, came a relative one; add the leading slash")
+            raise ConfigError(f"{url}: expected file:///absolute/path, got a relative one; add the leading slash")
         return LocalStore(rest if separator else url)
     if scheme != "memory" and not rest.strip("/"):
-        raise ConfigError(f"{url}: expected a bucket behind {scheme}://, came none; add it")
+        raise ConfigError(f"{url}: expected a bucket behind {scheme}://, got none; add it")
     if backend == "obstore" or (backend == "auto" and scheme in _FAST):
         fast = _open_obstore(url, options, must=backend == "obstore")
         if fast is not None:
@@ -98,7 +98,7 @@ def _open_obstore(url: str, options: Mapping[str, Any] | None, *, must: bool) ->
     except NotTranslated as e:
         if must:
             raise ConfigError(
-                f"store.backend: expected options that obstore can be given, came one that it cannot: {e}; take fsspec "
+                f"store.backend: expected options that obstore can be given, got one that it cannot: {e}; take fsspec "
                 "or auto"
             ) from e
         log.warning("%s is reached by fsspec, the slower way: %s", public_url(url), e)

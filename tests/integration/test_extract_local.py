@@ -210,7 +210,7 @@ def test_what_only_the_engine_refuses_costs_that_row_alone_and_is_run_once_corre
 
     first = run(rows)
     assert sorted(first.keys()) == ["r0", "r2"]
-    assert "at most 127 tokens, came 200" in first.refused["r1"].reason
+    assert "at most 127 tokens, got 200" in first.refused["r1"].reason
     second = run([*rows[:1], {"id": "r1", "token_ids": [5] * 100}, *rows[2:]])
     assert sorted(second.keys()) == ["r0", "r1", "r2"]
     assert not second.refused

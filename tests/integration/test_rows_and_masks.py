@@ -209,7 +209,7 @@ def test_generated_tokens_are_selected_by_their_mask(model, tmp_path):
         sampling_params={"max_tokens": 5, "ignore_eos": True},
         input={"max_length": 8, "too_long": "fail"},
     )
-    assert "at most 8 tokens, came 9" in run.failed["long"].reason
+    assert "at most 8 tokens, got 9" in run.failed["long"].reason
     data = run["a"].load(framework="numpy")
     assert data["token_ids"].tolist() == next_tokens(7, 4)
     whole = expected_states([5, 6, 7, *next_tokens(7, 4)], CAPTURED, run["a"].hidden_size)

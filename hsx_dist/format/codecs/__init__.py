@@ -52,13 +52,13 @@ def register_codec(codec: _C) -> _C:
     missing += [name for name in ("name", "lossy") if not hasattr(codec, name)]
     if missing or not isinstance(codec, type):
         lacks = f"; it lacks {', '.join(missing)}" if missing else ""
-        raise ConfigError(f"expected a class that is a hsx_dist.format.codecs.Codec, came {codec!r}{lacks}")
+        raise ConfigError(f"expected a class that is a hsx_dist.format.codecs.Codec, got {codec!r}{lacks}")
     if not isinstance(codec.name, str) or not _NAME.fullmatch(codec.name):
         raise ConfigError(
             f"expected a name of lower-case letters, digits, '.', '_', '-', got {codec.name!r}: rename it"
         )
     if type(codec.lossy) is not bool:
-        raise ConfigError(f"codec {codec.name!r}: expected lossy to be True or False, came {codec.lossy!r}")
+        raise ConfigError(f"codec {codec.name!r}: expected lossy to be True or False, got {codec.lossy!r}")
     if CODECS.setdefault(codec.name, codec) is not codec:
         raise ConfigError(f"codec {codec.name!r}: expected a name of its own, {CODECS[codec.name]} has it: rename it")
     CODEC_NAMES.add(codec.name)

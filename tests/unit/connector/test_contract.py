@@ -111,7 +111,7 @@ def engine(*, drafter=256, longest=256, shutdown_timeout=0):
 def test_a_drafter_that_would_skip_states_of_long_sequences_is_refused():
     settings = read_connector_config({"shared_storage_path": "x"})
     warn_of_short_limits(settings, engine())
-    with pytest.raises(ConfigError, match=r"256 tokens\), came 128"):
+    with pytest.raises(ConfigError, match=r"256 tokens\), got 128"):
         warn_of_short_limits(settings, engine(drafter=128))
 
 

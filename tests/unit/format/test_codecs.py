@@ -120,7 +120,7 @@ def test_registering(inverted: Codec) -> None:
     with pytest.raises(ConfigError, match="lower-case"):
         register_codec(Other)
     Other.name, Other.lossy = "other", "no"
-    with pytest.raises(ConfigError, match="lossy to be True or False, came 'no'"):
+    with pytest.raises(ConfigError, match="lossy to be True or False, got 'no'"):
         register_codec(Other)
 
     class Half:

@@ -24,7 +24,7 @@ def store(tmp_path):
     take_attempt(store, {})
     ledger = RowLedger(store, 1, Manifest())
     for i in range(30):
-        ledger.add(RowFate(f"r{i}", i, "refused", f"expected at most 255 tokens, came {1000 + i}", 0))
+        ledger.add(RowFate(f"r{i}", i, "refused", f"expected at most 255 tokens, got {1000 + i}", 0))
     ledger.add(RowFate("f", 40, "failed", "no writer", 3))
     ledger.add(RowFate("p", 41, "poison", "its engine died", 3))
     ledger.flush()
@@ -37,7 +37,7 @@ def test_every_row_is_accounted_for_while_a_driver_lives(store, capsys, monkeypa
     status = run_status(store, sleep=lambda _: beat(store, 1, 2, "running", told))
     assert status.state == "running"
     assert status.rows == {"total": 100, "stored": 0, "refused": 30, "failed": 1, "poison": 1, "open": 68}
-    assert status.reasons["refused"] == {"expected at most ### tokens, came ####": 30}
+    assert status.reasons["refused"] == {"expected at most ### tokens, got ####": 30}
     assert status.progress["replicas"] == 2
     assert not status.ok
     monkeypatch.setattr("hsx_dist.cli.status.run_status", lambda _: status)
