@@ -114,6 +114,12 @@ class Segment:
     #: Length of a head, where the point's rows are made of heads; 0: they are not.
     head: int = 0
 
+    def __str__(self) -> str:
+        """For messages: ``repr`` has all of ``meta``, which may be megabytes of a stored object."""
+        of = f" of column {self.column} of {self.columns} ({self.point}, shard {self.shard} of {self.shards})"
+        column = of if self.of_points else ""
+        return f"segment {self.index}{column} of {self.key[:80]!a}, tokens [{self.start}, {self.stop}) of {self.total}"
+
     @property
     def num_tokens(self) -> int:
         return self.stop - self.start

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -38,6 +38,11 @@ class ExportOptions:
     samples_per_file: int = 1000
     with_last: bool = False
     context: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("top_k", "samples_per_file", "context"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}. Correct it")
 
 
 class SampleLeftOut(Exception):
@@ -78,6 +83,19 @@ class Exporter(Protocol):
 
     def statement(self) -> dict[str, Any]:
         """What a person must know to use the files: layers, norm, mask; JSON types. Goes into ``export.json``."""
+
+
+def utf8_key(item: Mapping[str, Any]) -> str:
+    """The item's key, for a column of text. ``ConfigError`` where UTF-8 cannot hold it."""
+    key: str = item["key"]
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"key {key[:100]!a}: expected text that UTF-8 holds, for Parquet, got a lone surrogate. Export to vllm, "
+            "whose files' names escape it, or extract the sample with another key"
+        ) from None
+    return key
 
 
 def num_layers_of(run: Run, options: ExportOptions) -> int:

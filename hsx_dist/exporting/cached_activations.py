@@ -32,8 +32,6 @@ class SaeLensExporter(Exporter):
     def __init__(self, run: Run, options: ExportOptions) -> None:
         if importlib.util.find_spec("datasets") is None:
             raise ConfigError("saelens: expected Hugging Face datasets to be installed, got none. pip install sae-lens")
-        if options.context < 1:
-            raise ConfigError(f"context: expected at least 1 token, got {options.context}. Use SAELens' size")
         layers = tuple(options.aux_layers or stored_layers(run))
         if len(layers) != 1:
             raise ConfigError(f"saelens: expected one layer, got {list(layers)}. Name one (--layers)")

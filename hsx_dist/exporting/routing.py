@@ -8,15 +8,15 @@ and Inference Routers" (arXiv 2510.11370).
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hsx_dist.errors import ConfigError
-from hsx_dist.exporting.base import Exporter, ExportOptions
+from hsx_dist.errors import ConfigError, FormatError
+from hsx_dist.exporting.base import Exporter, ExportOptions, utf8_key
 from hsx_dist.reading.run import Run
 
 #: Samples whose rows are held at once, and then are a row group of the file.
@@ -42,6 +42,11 @@ class RoutingExporter(Exporter):
         layers = stored[_IDS].layers
         self.layers = tuple(options.aux_layers or layers)
         weighted = _WEIGHTS in stored and set(self.layers) <= set(stored[_WEIGHTS].layers)
+        if weighted and stored[_WEIGHTS].width != stored[_IDS].width:
+            raise FormatError(
+                f"{run.url}: expected a weight for each of {stored[_IDS].width} experts, got {stored[_WEIGHTS].width}. "
+                "The run was not made by hsx_dist"
+            )
         self.points = (_IDS, _WEIGHTS) if weighted else (_IDS,)
         if missing := sorted(set(self.layers) - set(layers)):
             raise ConfigError(
@@ -76,10 +81,10 @@ class RoutingExporter(Exporter):
             while rows := list(islice(items, _ROW_GROUP)):
                 ends = pa.array(np.cumsum([0, *(len(row["input_ids"]) for row in rows)]), pa.int32())
                 joined = {
-                    name: np.concatenate([row[name].numpy() for row in rows]) for name in ("input_ids", *self.points)
+                    name: np.concatenate([_values(row, name) for row in rows]) for name in ("input_ids", *self.points)
                 }
                 arrays = [
-                    pa.array([row["key"] for row in rows], pa.string()),
+                    pa.array([utf8_key(row) for row in rows], pa.string()),
                     pa.ListArray.from_arrays(ends, pa.array(joined["input_ids"], pa.int64())),
                 ]
                 for point, of in columns.values():
@@ -100,3 +105,11 @@ class RoutingExporter(Exporter):
             "routed_weights": "as the router gives them" if _WEIGHTS in self.points else "not stored",
             "loss_mask": "none",
         }
+
+
+def _values(row: Mapping[str, Any], name: str) -> np.ndarray[Any, Any]:
+    """An array of an item; weights, of any float dtype, as float32. ``FormatError``: experts are no int32."""
+    x = row[name]
+    if x.is_floating_point() == (name != _WEIGHTS):
+        raise FormatError(f"{row['key'][:80]!a}: expected {name} in the router's dtype, got {x.dtype}. It is damaged")
+    return (x.float() if name == _WEIGHTS else x).numpy()  # type: ignore[no-any-return]

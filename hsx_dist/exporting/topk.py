@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hsx_dist.errors import ConfigError
-from hsx_dist.exporting.base import Exporter, ExportOptions, need, num_layers_of
+from hsx_dist.exporting.base import Exporter, ExportOptions, need, num_layers_of, utf8_key
 from hsx_dist.exporting.weights import ModelEnd
 from hsx_dist.reading.run import Run
 
@@ -28,8 +28,6 @@ class TopKExporter(Exporter):
     def __init__(self, run: Run, options: ExportOptions) -> None:
         if importlib.util.find_spec("pyarrow") is None:
             raise ConfigError("topk-logprobs: expected pyarrow to be installed; pip install pyarrow")
-        if options.top_k < 1 or options.samples_per_file < 1:
-            raise ConfigError("top_k and samples_per_file: expected at least 1")
         self.layers = need(run, (num_layers_of(run, options),), "topk-logprobs")
         self.per_file = options.samples_per_file
         self._k = options.top_k
@@ -58,14 +56,9 @@ class TopKExporter(Exporter):
                 writer.write_table(pa.Table.from_pylist(rows, schema))
 
     def _row(self, item: dict[str, Any]) -> dict[str, Any]:
-        if not _is_unicode(item["key"]):
-            raise ConfigError(
-                f"key {item['key'][:100]!a}: expected text that UTF-8 holds, for Parquet, got a lone surrogate. "
-                "Export to vllm, whose files' names escape it, or extract the sample with another key"
-            )
         ids, values = self._top(item["hidden_states"][:, 0])
         return {
-            "key": item["key"],
+            "key": utf8_key(item),
             "input_ids": item["input_ids"].numpy(),
             "completion_mask": item["loss_mask"].long().numpy(),
             "teacher_topk_ids": list(ids),
@@ -89,7 +82,3 @@ class TopKExporter(Exporter):
             f"each position, by layer {self.layers[0]}, the final norm and lm_head of {self._end.model}",
             "loss_mask": "completion_mask, int64 0/1",
         }
-
-
-def _is_unicode(text: str) -> bool:
-    return all(not "\ud800" <= c <= "\udfff" for c in text)

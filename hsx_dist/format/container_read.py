@@ -152,6 +152,11 @@ class Part:
         """What is attached to the sample whose first segment this is; known from the header."""
         return frozenset(self._record(i).attached)
 
+    def attached_shape(self, i: int, name: str) -> tuple[int, ...] | None:
+        """The shape of what is attached under this name; known from the header. ``None``: there is nothing."""
+        found = self._record(i).attached.get(name)
+        return None if found is None else found.shape
+
     def attached(self, i: int, names: Collection[str] | None = None) -> dict[str, np.ndarray[Any, Any]]:
         """The small arrays that a user attached to the sample whose first segment this is, by name; ``names``: only
         these, as far as they are there."""

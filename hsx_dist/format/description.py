@@ -82,6 +82,10 @@ class SegmentInfo:
     chunk_tokens: int
     num_layers: int
 
+    def __str__(self) -> str:
+        ids = ", ".join(map(str, self.layer_ids[:8])) + ("" if self.num_layers <= 8 else ", …")
+        return f"{self.segment}, {self.dtype} rows of {self.hidden_size} of layers {ids}"
+
     @property
     def num_chunks(self) -> int:
         return -(-self.segment.num_tokens // self.chunk_tokens)

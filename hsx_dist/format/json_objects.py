@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hsx_dist.errors import AlreadyExists, FormatError, NotFound
+from hsx_dist.errors import AlreadyExists, FormatError, IntegrityError, NotFound
+from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.store.base import Store
 
 #: The largest JSON object that is read or written, receipts apart. Parsed, JSON takes up to 25 times its size.
@@ -18,6 +19,8 @@ MAX_JSON_VALUES = 250_000
 MAX_NUMBER = 2**62
 #: Deeper JSON is refused: what writes it out again, or pickles it, recurses.
 MAX_DEPTH = 200
+#: The member with the checksum of the others. Objects of earlier versions have none.
+_CRC = "crc32c"
 
 #: What a member must be: says what was expected where the value is something else, else None.
 Check = Callable[[Any], str | None]
@@ -94,8 +97,9 @@ def read_json(store: Store, name: str) -> dict[str, Any]:
     Raises:
         NotFound: there is no such object.
         FormatError: it is no JSON object, larger than ``MAX_JSON_BYTES``, or has more than ``MAX_JSON_VALUES``.
+        IntegrityError: it has a checksum, which does not match.
     """
-    return parse_object(get_small(store, name, MAX_JSON_BYTES), f"{store.url}/{name}")
+    return _checked(get_small(store, name, MAX_JSON_BYTES), f"{store.url}/{name}")
 
 
 def find_json(store: Store, name: str, checks: Mapping[str, Check]) -> dict[str, Any] | None:
@@ -110,15 +114,30 @@ def find_json(store: Store, name: str, checks: Mapping[str, Check]) -> dict[str,
 
 
 def dump_json(value: Mapping[str, Any]) -> bytes:
-    """The object as it is stored. ``FormatError`` when it is one that ``read_json`` refuses."""
+    """The object as it is stored, with its checksum. ``FormatError`` when it is one that ``read_json`` refuses."""
     try:
-        body = json.dumps(value, indent=1, allow_nan=False).encode() + b"\n"
+        body = _text_of({**value, _CRC: crc32c_hex(crc32c(_text_of(value)))})
     except (ValueError, TypeError, RecursionError) as e:
         raise FormatError(f"settings: expected values that JSON can hold, got others: {e}. Change them") from e
     if len(body) > MAX_JSON_BYTES:
         raise FormatError(f"expected at most {MAX_JSON_BYTES} bytes of settings, got {len(body)}. Shorten them")
-    parse_object(body, "settings")
+    _checked(body, "settings")
     return body
+
+
+def _text_of(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, indent=1, allow_nan=False).encode() + b"\n"
+
+
+def _checked(data: bytes, where: str) -> dict[str, Any]:
+    """The object in ``data`` without its checksum."""
+    found = parse_object(data, where)
+    told = found.pop(_CRC, None)
+    if told is not None and told != (crc := crc32c_hex(crc32c(_text_of(found)))):
+        raise IntegrityError(
+            f"{where}: expected crc32c {shown(told)}, got {crc}: the object changed. Restore it, or write it again"
+        )
+    return found
 
 
 def put_own(store: Store, name: str, body: bytes) -> bool:

@@ -158,6 +158,7 @@ def start_run(root: Store, info: Mapping[str, Any]) -> Place:
     found, number, _ = _look(root)
     body = dump_json({"format": "hsx-run/2", "id": secrets.token_hex(8), **info})
     stored = parse_json(body, floats=True)
+    del stored["crc32c"]  # as every reader has it
     check_members(stored, RUN_MEMBERS, f"{root.url}/{_pointer(number)}")
     if found is not None or not put_own(root, _pointer(number), body):
         raise RunError(

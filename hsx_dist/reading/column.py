@@ -14,7 +14,7 @@ from hsx_dist.format.container_read import Empty, new_states
 from hsx_dist.format.expansion import check_expansion
 from hsx_dist.format.loss import Loss
 from hsx_dist.format.segments import SegmentProof
-from hsx_dist.page import token_hash
+from hsx_dist.page import Segment, token_hash
 
 #: Name of the attached array that says which tokens count in training.
 LOSS_MASK = "loss_mask"
@@ -156,9 +156,15 @@ def agrees(info: SegmentInfo, proof: SegmentProof) -> bool:
     return said == proven
 
 
+def is_mean(segment: Segment) -> bool:
+    """Whether the sample is the mean over a request's tokens. Its receipt has the hash of the request's ids."""
+    tokens = segment.meta.get("tokens")
+    return isinstance(tokens, dict) and "mean" in tokens
+
+
 def _is_of_one_column(info: SegmentInfo, first: SegmentInfo) -> bool:
     one, other = (
-        (x.segment.point, x.segment.shard, x.segment.shards, x.segment.head, x.dtype, x.hidden_size)
+        (x.segment.point, x.segment.shard, x.segment.shards, x.segment.head, x.dtype, x.hidden_size, set(x.layer_ids))
         for x in (info, first)
     )
     return one == other

@@ -61,6 +61,14 @@ def _require_positive(**counts: int) -> None:
             raise ConfigError(f"{name}: expected at least 1, came {value}")
 
 
+def require_tokens(dataset: HiddenStatesDataset, idle: int) -> None:
+    """``ConfigError`` instead of reading a data set that repeats for ever: ``idle`` items in a row gave no token."""
+    if not dataset.follows and idle > len(dataset):
+        raise ConfigError(
+            "tokens, only_loss, exclude_ids: expected some tokens, got none of a whole epoch. Change them"
+        )
+
+
 def _require_followable(source: Source, shuffle: bool, repeat: bool) -> None:
     if shuffle or repeat:
         raise ConfigError(

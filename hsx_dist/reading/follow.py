@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hsx_dist.errors import NotFound, RunStalled
+from hsx_dist.errors import FormatError, NotFound, RunStalled
 from hsx_dist.format.json_objects import count, list_of, text
 from hsx_dist.format.manifest import Manifest, Receipt, SampleRecord
 from hsx_dist.format.names import attempt_name, parse_receipt_name, receipt_name
@@ -41,7 +41,7 @@ def has_position(store: Store, position: Mapping[str, Any]) -> bool:
         attempt, _, writer = name.partition("/")
         try:
             store.head(receipt_name(int(attempt), writer, seq if keys else seq - 1))
-        except NotFound:
+        except (NotFound, ValueError, FormatError):  # or no receipt has such a name
             return False
     return True
 

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from hsx_dist.errors import ConfigError
-from hsx_dist.format.json_objects import anything, list_of, number
 from hsx_dist.reading.datasets import HiddenStatesDataset
-from hsx_dist.reading.order import MIXED, check_state
+from hsx_dist.reading.order import MIXED, MIXED_MEMBERS, check_state
 
 if importlib.util.find_spec("torch") is not None:
     from torch.utils.data import IterableDataset
@@ -77,7 +76,7 @@ class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
         """The next iteration goes on where ``state`` was taken. ``ConfigError``: it is no state of such a mixture."""
         if not isinstance(state, Mapping) or state.get("format") != MIXED:
             raise ConfigError(f"state: expected what state_dict of a MixedDataset gave, came {str(state)[:80]}")
-        check_state(state, {"taken": list_of(number), "datasets": list_of(anything)}, required=("taken", "datasets"))
+        check_state(state, MIXED_MEMBERS, required=tuple(MIXED_MEMBERS))
         sizes = len(state["taken"]), len(state["datasets"])
         if sizes != (len(self._datasets),) * 2 or min(state["taken"]) < 0:
             raise ConfigError(f"state: expected {len(self._datasets)} data sets, came {len(state['datasets'])}")

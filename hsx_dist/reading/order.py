@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from hsx_dist.errors import ConfigError, FormatError, RunMismatch
-from hsx_dist.format.json_objects import Check, check_members, count, list_of, or_null, text
+from hsx_dist.format.json_objects import Check, anything, check_members, count, list_of, number, or_null, text
 from hsx_dist.format.place import Place
 
 _VERSION = "hsx-dataset/1"
@@ -35,6 +36,10 @@ _MEMBERS = {
     "history": list_of(_dealt),
     "run": or_null(text),
 }
+
+
+#: Members of the state of a ``MixedDataset``.
+MIXED_MEMBERS = {"taken": list_of(number), "datasets": list_of(anything)}
 
 
 def canonical_order(groups: _Array, *, shuffle: bool, buffer: int, seed: int, epoch: int) -> _Array:
@@ -184,6 +189,8 @@ def merge_states(states: Any) -> dict[str, Any]:
         ConfigError: a shard is missing, or they are not of one epoch of the same data set.
     """
     mixed = _find(states, MIXED)
+    for state in mixed:
+        check_state(state, MIXED_MEMBERS, required=tuple(MIXED_MEMBERS))
     if mixed:
         return _merge_mixed(mixed)
     found = _find(states, _VERSION)
@@ -191,6 +198,7 @@ def merge_states(states: Any) -> dict[str, Any]:
         raise ConfigError("states: expected the states of a HiddenStatesDataset, found none in what was given")
     by_shard: dict[int, Mapping[str, Any]] = {}
     for state in found:
+        check_state(state, _MEMBERS, required=("epoch", "history", "shards", "shard", "taken"))
         if state["shards"] is None:
             raise ConfigError("states: expected states of shards, came one that is merged already; use it as it is")
         by_shard[state["shard"]] = state
@@ -198,9 +206,9 @@ def merge_states(states: Any) -> dict[str, Any]:
     for name in ("run", "samples", "order", "shards", "history"):
         if any(state.get(name) != first.get(name) for state in found):
             raise ConfigError(f"states: expected shards of one data set, they differ in {name!r}")
-    missing = sorted(set(range(first["shards"])) - set(by_shard))
+    missing = list(islice((i for i in range(first["shards"]) if i not in by_shard), 8))
     if missing:
-        raise ConfigError(f"states: expected those of all {first['shards']} shards, missing {missing[:8]}")
+        raise ConfigError(f"states: expected those of all {first['shards']} shards, missing {missing}")
     epochs = {state["epoch"] for state in found}
     if len(epochs) > 1:
         raise ConfigError(f"states: expected shards in one epoch, they are in {sorted(epochs)}")
@@ -209,15 +217,15 @@ def merge_states(states: Any) -> dict[str, Any]:
 
 
 def _merge_mixed(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    count = len(states[0]["datasets"])
-    if any(len(state["datasets"]) != count for state in states):
+    size = len(states[0]["datasets"])
+    if any(len(state[name]) != size for state in states for name in MIXED_MEMBERS):
         raise ConfigError("states: expected mixtures of the same data sets, they differ in their number")
     # What counts is how the numbers taken compare with one another, which the mean keeps.
-    taken = [sum(state["taken"][i] for state in states) / len(states) for i in range(count)]
+    taken = [sum(state["taken"][i] for state in states) / len(states) for i in range(size)]
     return {
         "format": MIXED,
         "taken": taken,
-        "datasets": [merge_states([state["datasets"][i] for state in states]) for i in range(count)],
+        "datasets": [merge_states([state["datasets"][i] for state in states]) for i in range(size)],
     }
 
 

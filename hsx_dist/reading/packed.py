@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 
 from hsx_dist.errors import ConfigError
+from hsx_dist.format.json_objects import count, text
 from hsx_dist.reading.arrays import to_ids
-from hsx_dist.reading.datasets import HiddenStatesDataset
+from hsx_dist.reading.datasets import HiddenStatesDataset, require_tokens
+from hsx_dist.reading.mixer import digest
+from hsx_dist.reading.order import check_state
 from hsx_dist.reading.sample import LOSS_MASK
 
 if importlib.util.find_spec("torch") is not None:
@@ -56,20 +59,22 @@ class PackedContexts(IterableDataset):  # type: ignore[misc, valid-type]
         else:
             self._dataset.load_state_dict(resume["dataset"])
         before = dict(resume["dataset"])  # the position before the item that is being packed
-        begun, given = resume.get("key"), resume.get("tokens", 0)
+        begun, given = resume.get("document"), resume.get("tokens", 0)
         size = self._shape[0] * self._shape[1]
-        batch, filled, documents = None, 0, 0
+        batch, filled, documents, idle = None, 0, 0, 0
         for item in self._dataset:
-            arrays = self._arrays(item)
+            arrays, document = self._arrays(item), digest(item["input_ids"])
+            idle = 0 if len(item["input_ids"]) else idle + 1
+            require_tokens(self._dataset, idle)
             # A sample that was begun and is skipped this time: the tokens that were given are not this one's.
-            at, given = given if item.get("key") == begun else 0, 0
+            at, given = given if document == begun else 0, 0
             while at < len(item["input_ids"]):
                 batch = self._empty(arrays) if batch is None else batch
                 n = min(len(item["input_ids"]) - at, size - filled)
                 self._fill(batch, filled, arrays, at, n, documents)
                 filled, at, documents = filled + n, at + n, documents + 1
                 if filled == size:
-                    self._state = {"dataset": before, "key": item.get("key"), "tokens": at}
+                    self._state = {"dataset": before, "document": document, "tokens": at}
                     yield self._shaped(batch, self._shape[0])
                     batch, filled, documents = None, 0, 0
             before = self._dataset.state_dict()
@@ -125,7 +130,12 @@ class PackedContexts(IterableDataset):  # type: ignore[misc, valid-type]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iteration goes on where ``state``, ours or ``merge_states``'s, was taken. Another shape of batches
-        goes on at the same token."""
+        goes on at the same token.
+
+        Raises:
+            ConfigError, RunMismatch: as ``HiddenStatesDataset.load_state_dict``; or a member is damaged.
+        """
+        check_state(state, {"document": text, "tokens": count})
         if "dataset" not in state:
             state = {"dataset": state}
         self._dataset.load_state_dict(state["dataset"])

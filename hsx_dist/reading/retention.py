@@ -14,12 +14,13 @@ from contextlib import suppress
 from typing import Any
 
 from hsx_dist.errors import AlreadyExists, ConfigError, RunError
+from hsx_dist.format.json_objects import list_of, or_null, text
 from hsx_dist.format.manifest import Manifest
 from hsx_dist.format.manifest_reader import ManifestReader
 from hsx_dist.format.place import Place
 from hsx_dist.format.runs import all_receipts, is_complete
 from hsx_dist.reading.missing import covers_every_copy, mark_of, marks_folder, removal_mark
-from hsx_dist.reading.order import require_run
+from hsx_dist.reading.order import check_state, require_run
 from hsx_dist.reading.select import key_hash
 from hsx_dist.store import ObjectInfo
 
@@ -92,7 +93,9 @@ class Retention:
         return {"run": self._place.id, "used": open_}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken. ``RunMismatch``: it was taken from another run."""
+        """Go on where ``state_dict`` was taken. ``RunMismatch``: it was taken from another run. ``ConfigError``: it is
+        damaged."""
+        check_state(state, {"run": or_null(text), "used": list_of(text)}, required=("used",))
         require_run(state, self._place, lambda: self._has(state["used"]))
         self._used.update(state["used"])
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from hsx_dist.errors import ConfigError, FormatError
+from hsx_dist.errors import ConfigError, FormatError, IntegrityError
 from hsx_dist.format.container import Part
 from hsx_dist.format.container_read import Empty
 from hsx_dist.format.loss import Loss
 from hsx_dist.format.segments import SegmentProof
-from hsx_dist.page import HIDDEN_STATES, Segment
+from hsx_dist.page import HIDDEN_STATES, Segment, token_hash
 from hsx_dist.reading.arrays import Framework, to_ids, to_states
 from hsx_dist.reading.column import (
     LOSS_MASK,
@@ -20,6 +20,7 @@ from hsx_dist.reading.column import (
     SampleColumn,
     StoredPoint,
     check_columns,
+    is_mean,
     points_of,
     require_same_ids,
     unpacked,
@@ -213,13 +214,30 @@ class Sample:
         part, slot = self._columns[0].part(0)
         return self._mask(part.attached(slot, (LOSS_MASK,))) if LOSS_MASK in part.attached_names(slot) else None
 
+    def check(self) -> None:
+        """Read the token ids of all columns: do its segments make one sample?
+
+        Raises:
+            FormatError: segments of a column differ in point, layers, dtype or width.
+            IntegrityError: a shard is missing; columns have other token ids; these are not the ones of the receipts.
+        """
+        _ = self.points
+        first = self._columns[0].token_ids()
+        for column in self._columns[1:]:
+            require_same_ids([first, column.token_ids()], self.key)
+        told, found = {proof.sample_hash for _, proof in self._segments} - {""}, token_hash(first)
+        if not told <= {found} and not is_mean(self._columns[0].first.segment):
+            raise IntegrityError(
+                f"{self.key[:80]!a}: expected token ids of hash {min(told)}, as receipts say of the sample, got {found}"
+            )
+
     def _mask(self, attached: Mapping[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any] | None:
         if LOSS_MASK not in attached:
             return None
         mask = attached[LOSS_MASK]
         if mask.shape != (self.num_tokens,):
             raise FormatError(f"{self.key}: expected a loss mask of {self.num_tokens} tokens, got shape {mask.shape}")
-        return mask.astype(np.int64)
+        return (mask != 0).astype(np.int64)
 
     def load_carrier(
         self, layers: Sequence[int] | None = None, tokens: Tokens | None = None, point: str = HIDDEN_STATES

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from hsx_dist.errors import ConfigError, FormatError
-from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.json_objects import count, dump_json, find_json, number, text
 from hsx_dist.format.markers import OBJECTS_OF_A_RUN
 from hsx_dist.format.names import statistics_name
@@ -33,7 +32,7 @@ _ARRAYS = ("mean", "variance", "absmax")
 _NUMBERS = ("mean_norm", "rms_norm", "max_norm")
 _COUNTS = ("layer", "tokens", "samples", "non_finite", "skip_first", "hidden_size")
 _CHECKS = {
-    **dict.fromkeys(("run", "point", "crc32c", *_ARRAYS), text),
+    **dict.fromkeys(("run", "point", *_ARRAYS), text),
     **dict.fromkeys(_NUMBERS, number),
     **dict.fromkeys(_COUNTS, count),
 }
@@ -202,7 +201,7 @@ def store_statistics(run: Run, statistics: RunStatistics) -> None:
             arrays = {name: base64.b64encode(getattr(own, name).astype("<f8").tobytes()).decode() for name in _ARRAYS}
             numbers = {name: getattr(own, name) for name in (*_COUNTS[:-1], *_NUMBERS)}
             body = {"run": run.id, "point": own.point, **numbers, "hidden_size": len(own.mean), **arrays}
-            run.store.put(statistics_name(own.layer, own.point), [dump_json({**body, "crc32c": _checksum(body)})])
+            run.store.put(statistics_name(own.layer, own.point), [dump_json(body)])
 
 
 def read_statistics(run: Run, layers: Sequence[int] | None = None, *, point: str = HIDDEN_STATES) -> RunStatistics:
@@ -257,8 +256,6 @@ def _read(store: Store, name: str, run_id: str | None = None) -> LayerStatistics
     body, where = find_json(store, name, _CHECKS), f"{store.url}/{name}"
     if body is None or (run_id is not None and body.get("run") != run_id):
         return None
-    if "crc32c" in body and body["crc32c"] != (found := _checksum(body)):  # earlier versions stored none
-        raise FormatError(f"{where}: expected crc32c {body['crc32c'][:8]}, got {found}. Run `hsx stats` again")
     point, _, layer = name.removeprefix("statistics/").removesuffix(".json").rpartition("-")
     point = point or HIDDEN_STATES
     told = body.get("point", point), body.get("layer")
@@ -268,10 +265,6 @@ def _read(store: Store, name: str, run_id: str | None = None) -> LayerStatistics
             f"{told[1]}. Run `hsx stats` again"
         )
     return _parse(body, point, where)
-
-
-def _checksum(body: Mapping[str, Any]) -> str:
-    return crc32c_hex(crc32c(dump_json({name: value for name, value in body.items() if name != "crc32c"})))
 
 
 def _parse(body: Mapping[str, Any], point: str, where: str) -> LayerStatistics:

@@ -13,7 +13,7 @@ import numpy as np
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.json_objects import count, list_of, number, text
-from hsx_dist.reading.datasets import HiddenStatesDataset
+from hsx_dist.reading.datasets import HiddenStatesDataset, require_tokens
 from hsx_dist.reading.mixer import (
     MOST_SHARES,
     Block,
@@ -186,10 +186,7 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
             rows = self._wanted(item)
             tokens = len(rows["input_ids"])
             idle = 0 if tokens else idle + 1
-            if not self._dataset.follows and idle > len(self._dataset):
-                raise ConfigError(
-                    "only_loss, exclude_ids: expected some tokens, got none of a whole epoch. Change them"
-                )
+            require_tokens(self._dataset, idle)
             sample = digest(rows["input_ids"])
             if skip_rows and first not in ("", sample):  # that sample was skipped this time: these are another's rows
                 begin["rows"] = skip_rows = 0

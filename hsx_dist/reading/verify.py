@@ -16,10 +16,10 @@ from hsx_dist.errors import ConfigError, FormatError, HsxError, NotFound
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.container import Part, SegmentInfo
 from hsx_dist.format.manifest import Manifest, Receipt, SegmentProof
-from hsx_dist.format.place import Place, open_place
+from hsx_dist.format.place import Place, leftovers, open_place
 from hsx_dist.format.runs import check_receipts, count, load_manifest, read_complete
 from hsx_dist.page import FLOATS, token_hash
-from hsx_dist.reading.column import agrees
+from hsx_dist.reading.column import LOSS_MASK, agrees, is_mean
 from hsx_dist.reading.missing import is_removed, missing_parts
 from hsx_dist.reading.order import is_of_run
 from hsx_dist.reading.sample import Sample
@@ -142,13 +142,23 @@ def _check_run(
                 on_part(name, found)
     report.samples = len(manifest.samples)
     sound = set(names) - {problem.part for problem in report.problems}
-    report.problems.extend(_check_points(store, manifest, sound))
+    report.problems.extend(_check_samples(store, manifest, sound))
     try:
         report.problems.extend(Problem(name, message) for name, message in check_receipts(store))
     except FormatError as e:
         report.problems.append(Problem("", str(e)))
     report.problems.extend(Problem("", message) for message in _check_counts(store, manifest))
     report.problems.extend(Problem(name, message) for name, message in damaged_statistics(store))
+    removed = leftovers(place.root, removed_only=True)
+    report.problems.extend(
+        Problem(
+            "",
+            f"expected objects of this run alone, got others in {folder or 'manifest/, data/'} that no description and "
+            "no removal names: run.json was deleted or changed. Restore it",
+        )
+        for folder in leftovers(place.root)
+        if folder not in removed
+    )
 
 
 class _SoundParts:
@@ -262,6 +272,13 @@ def _check_segment(part: Part, proof: SegmentProof) -> Iterator[str]:
     got = token_hash(part.token_ids(proof.slot))
     if got != proof.token_hash:
         yield f"{proof.segment.key!r}: expected token ids of hash {proof.token_hash}, got {got}"
+    s = proof.segment
+    is_whole = s.columns == 1 and s.num_tokens == s.total and not is_mean(info.segment)
+    if is_whole and proof.sample_hash not in ("", got):
+        yield f"{s.key!r}: expected token ids of hash {proof.sample_hash}, as the receipt says of the sample, got {got}"
+    mask = part.attached_shape(proof.slot, LOSS_MASK)
+    if mask not in (None, (s.total,)):
+        yield f"{s.key!r}: expected a loss mask of {s.total} tokens, got shape {mask}"
     raw = info.segment.num_tokens * info.num_layers * info.row_bytes
     if raw != proof.raw_bytes:
         yield f"{proof.segment.key!r}: expected {proof.raw_bytes} raw bytes, as its receipt says, got {raw}"
@@ -285,9 +302,9 @@ def _count_values(part: Part, i: int, info: SegmentInfo, report: VerifyReport) -
     report.all_zero += info.num_layers - len(not_zero)
 
 
-def _check_points(store: Store, manifest: Manifest, sound: set[str]) -> Iterator[Problem]:
-    """Samples in ``sound`` parts whose columns are no whole points. Receipts do not name points: no check of one part
-    against its receipt finds that."""
+def _check_samples(store: Store, manifest: Manifest, sound: set[str]) -> Iterator[Problem]:
+    """Samples in ``sound`` parts whose segments do not make one sample. Receipts do not name points and layers: no
+    check of one part against its receipt finds that."""
 
     @lru_cache(maxsize=8)
     def opened(name: str) -> Part:
@@ -296,9 +313,9 @@ def _check_points(store: Store, manifest: Manifest, sound: set[str]) -> Iterator
 
     for record, _ in manifest.several():
         parts = {part for part, _ in record.segments}
-        if record.segments[0][1].segment.columns > 1 and parts <= sound:
+        if len(record.segments) > 1 and parts <= sound:
             try:
-                _ = Sample(record.key, record.segments, opened, store.url).points
+                Sample(record.key, record.segments, opened, store.url).check()
             except NotFound:
                 continue  # consumed
             except HsxError as e:

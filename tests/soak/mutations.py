@@ -145,9 +145,10 @@ def _parsed(data: bytes) -> tuple[dict[str, Any], dict[str, Any], bytes]:
     return header, json.loads(header["__metadata__"]["hsx"]), data[8 + n :]
 
 
-def _assembled(header: dict[str, Any], text: str, content: bytes) -> bytes:
+def _assembled(header: dict[str, Any], metadata: dict[str, str], text: str, content: bytes) -> bytes:
+    """``metadata``: as it was, of which the version stays."""
     crc = crc32c_hex(crc32c(text.encode("utf-8", "surrogatepass")))
-    header["__metadata__"] = {"format": "hsx/1", "hsx": text, "hsx_crc32c": crc}
+    header["__metadata__"] = metadata | {"hsx": text, "hsx_crc32c": crc}
     body = json.dumps(header).encode()
     return struct.pack("<Q", len(body)) + body + content
 
@@ -187,15 +188,16 @@ def _description_lies(data: bytes, rng: random.Random) -> Mutated:
             data_bytes = Description.from_json(text).data_bytes
             fitted = (content + bytes(min(max(0, data_bytes - len(content)), 1 << 20)))[:data_bytes]
             return made + fitted, True
-    return _assembled(header, text, content), True
+    return _assembled(header, header["__metadata__"], text, content), True
 
 
 def _table_lies(data: bytes, rng: random.Random) -> Mutated:
     (n,) = struct.unpack_from("<Q", data)
     header, content = json.loads(data[8 : 8 + n]), data[8 + n :]
-    text = header.get("__metadata__", {}).get("hsx")
-    if text is not None:
-        del header["__metadata__"]
+    metadata = header.pop("__metadata__", {})
+    text = metadata.get("hsx")
+    if text is None and metadata:
+        header["__metadata__"] = metadata
     for _ in range(rng.choice([1, 1, 2])):
         _tampered(header, rng)
         if not header:
@@ -203,7 +205,7 @@ def _table_lies(data: bytes, rng: random.Random) -> Mutated:
     if text is None:
         body = json.dumps(header).encode()
         return struct.pack("<Q", len(body)) + body + content, True
-    return _assembled(header, text, content), True
+    return _assembled(header, metadata, text, content), True
 
 
 def _json_lies(data: bytes, rng: random.Random) -> Mutated:
@@ -221,7 +223,7 @@ def _json_lies(data: bytes, rng: random.Random) -> Mutated:
             "[" * 100_000,
         ]
     )
-    made = bytearray(_assembled(header, text, content))
+    made = bytearray(_assembled(header, header["__metadata__"], text, content))
     if rng.random() < 0.3:
         made[8 + rng.randrange(100)] = rng.choice([0x80, 0xC0, 0xFF, 0xFE])
     return bytes(made), True

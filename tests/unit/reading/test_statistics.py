@@ -137,7 +137,7 @@ def test_verify_names_damaged_ones_and_no_others(tmp_path: Path, version: int) -
     run.store.put(statistics_name(15), [json.dumps({**body, "absmax": body["absmax"][:-12]}).encode()])
     problems = verify_run(run.place.root).problems
     assert [problem.part for problem in problems] == [statistics_name(2), statistics_name(15)]
-    assert "Run `hsx stats` again" in problems[1].message
+    assert "write it again" in problems[1].message
 
 
 def test_runs_of_version_1_that_lost_their_description_are_told_with_their_statistics(tmp_path: Path) -> None:

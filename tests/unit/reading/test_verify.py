@@ -1,0 +1,167 @@
+"""What ``hsx verify`` calls sound, every reader can read; what a flipped bit changes, it names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hsx_dist.errors import FormatError, IntegrityError
+from hsx_dist.format import container_write
+from hsx_dist.format.names import complete_name
+from hsx_dist.format.place import start_run
+from hsx_dist.format.runs import read_complete
+from hsx_dist.page import Segment, token_hash
+from hsx_dist.reading import Run
+from hsx_dist.reading.verify import verify_run
+from hsx_dist.testing.samples import RandomSample, random_sample
+from hsx_dist.testing.stores import MemoryStore
+from tests.harness.runs import RunWriter, Stored, store_run
+
+IDS = np.arange(20)
+
+
+def sample(**facts: Any) -> RandomSample:
+    made = random_sample("a", 20, **{"layer_ids": (3,), "hidden_size": 8, "odd": False, **facts})
+    return replace(made, token_ids=IDS)
+
+
+SAMPLE = sample()
+WHOLE = replace(SAMPLE.segments()[0], sample_hash=token_hash(IDS))
+FIRST, SECOND = (replace(s, sample_hash=token_hash(IDS)) for s in SAMPLE.segments(8))
+OTHER = replace(SAMPLE, token_ids=IDS[::-1].copy())
+
+
+def of(segment: Segment, column: int, point: str, shards: int = 1, shard: int = 0) -> Segment:
+    return replace(segment, column=column, columns=2, point=point, shard=shard, shards=shards)
+
+
+BROKEN: dict[str, list[list[Stored]]] = {
+    "dtype": [[(SAMPLE, FIRST, 0)], [(sample(dtype="float16"), SECOND, 0)]],
+    "width": [[(SAMPLE, FIRST, 0)], [(sample(hidden_size=16), SECOND, 0)]],
+    "layers": [[(SAMPLE, FIRST, 0)], [(sample(layer_ids=(4,)), SECOND, 0)]],
+    "a layer is missing": [[(sample(layer_ids=(3, 4)), FIRST, 0)], [(SAMPLE, SECOND, 0)]],
+    "point": [
+        [(SAMPLE, of(FIRST, 0, "q"), 0), (SAMPLE, of(FIRST, 1, "k"), 0)],
+        [(SAMPLE, of(SECOND, 0, "q"), 0), (SAMPLE, of(SECOND, 1, "v"), 0)],
+    ],
+    "shards swapped": [
+        [(SAMPLE, of(FIRST, 0, "q", 2, 0), 0), (SAMPLE, of(FIRST, 1, "q", 2, 1), 0)],
+        [(SAMPLE, of(SECOND, 0, "q", 2, 1), 0), (SAMPLE, of(SECOND, 1, "q", 2, 0), 0)],
+    ],
+    "ids of a shard": [[(SAMPLE, of(WHOLE, 0, "q", 2, 0), 0), (OTHER, of(WHOLE, 1, "q", 2, 1), 0)]],
+}
+#: What no reader of one point, or of one segment, can notice.
+ONLY_VERIFY: dict[str, list[list[Stored]]] = {
+    "ids of a point": [[(SAMPLE, of(WHOLE, 0, "q"), 0), (OTHER, of(WHOLE, 1, "k"), 0)]],
+    "hash of the sample": [[(SAMPLE, replace(WHOLE, sample_hash="0" * 16), 0)]],
+    "hash of segments": [[(SAMPLE, replace(s, sample_hash="0" * 16), 0) for s in (FIRST, SECOND)]],
+}
+
+
+def run_of(parts: Sequence[Sequence[Stored]], attached: Any = None) -> Run:
+    store = MemoryStore()
+    start_run(store, {"meaning": {}, "settings": {}})
+    writer = RunWriter(store, attached=attached)
+    for part in parts:
+        writer.put(part)
+    writer.complete()
+    return Run(store)
+
+
+@pytest.mark.parametrize("parts", [*BROKEN.values(), *ONLY_VERIFY.values()], ids=[*BROKEN, *ONLY_VERIFY])
+def test_segments_that_are_not_one_sample_are_named(parts: list[list[Stored]]) -> None:
+    run = run_of(parts)
+    assert run.keys() == ["a"]
+    [problem] = verify_run(run.place.root).problems
+    assert problem.part.startswith("data/")
+    assert "'a'" in problem.message or "a:" in problem.message
+
+
+@pytest.mark.parametrize("parts", BROKEN.values(), ids=BROKEN)
+def test_no_reader_gets_numbers_of_them(parts: list[list[Stored]]) -> None:
+    sample = run_of(parts)["a"]
+    columns = parts[0][0][1].columns
+    with pytest.raises(FormatError) as e:
+        [sample.load(points=[name]) for name in (["q", "k"] if columns > 1 else ["hidden_states"])]
+    assert len(str(e.value)) < 600
+
+
+def test_messages_do_not_repeat_the_metadata_of_a_hostile_part() -> None:
+    long = replace(SECOND, meta={"metadata": {"x": "y" * 1_000_000}})
+    run = run_of([[(SAMPLE, FIRST, 0)], [(sample(dtype="float16"), long, 0)]])
+    with pytest.raises(FormatError, match=r"expected segments of segment 0 of 'a', tokens \[0, 8\) of 20") as e:
+        run["a"].load()
+    assert len(str(e.value)) < 600
+
+
+@pytest.mark.parametrize("shape", [(7,), (20, 2), ()])
+def test_a_loss_mask_of_another_shape_is_named(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(container_write, "_check_attached", lambda _, attached: dict(attached or {}))
+    run = run_of([[(SAMPLE, WHOLE, 0)]], attached={"loss_mask": np.ones(shape, np.uint8)})
+    with pytest.raises(FormatError, match="expected a loss mask of 20 tokens"):
+        run["a"].load()
+    [problem] = verify_run(run.place.root).problems
+    assert "expected a loss mask of 20 tokens" in problem.message
+
+
+def test_a_loss_mask_is_0_or_1_whatever_numbers_are_attached() -> None:
+    weights = np.where(IDS % 2, 0.5, 0.0)
+    weights[4] = np.nan
+    loaded = run_of([[(SAMPLE, WHOLE, 0)]], attached={"loss_mask": weights})["a"].load(framework="numpy")
+    assert loaded["loss_mask"].tolist() == [int(i % 2 == 1 or i == 4) for i in IDS]
+
+
+def test_a_mean_has_the_hash_of_the_requests_ids() -> None:
+    mean = replace(SAMPLE, token_ids=np.array([-1]), states=SAMPLE.states[:1], dtype="bfloat16")
+    segment = replace(mean.segments()[0], sample_hash=token_hash(IDS), meta={"tokens": {"mean": True, "of": 20}})
+    assert verify_run(run_of([[(mean, segment, 0)]]).place.root).ok
+
+
+@pytest.mark.parametrize("name", ["run.json", "complete"])
+def test_no_flipped_bit_of_a_description_goes_unnoticed(name: str) -> None:
+    store = MemoryStore()
+    place = store_run(store, [sample()]).place
+    name = name if name == "run.json" else f"{place.folder}/{complete_name(1)}"
+    before, objects = read(store), dict(store.objects)
+    for bit in range(8 * len(objects[name])):
+        damaged = bytearray(objects[name])
+        damaged[bit // 8] ^= 1 << bit % 8
+        store.objects = {**objects, name: bytes(damaged)}
+        try:
+            found = read(store)
+        except FormatError:
+            continue
+        # Where the checksum's own name changed, nothing else did.
+        assert all({**now, **then} == now for now, then in zip(found, before, strict=True)), damaged
+    store.objects = {**objects, name: objects[name].replace(b"hsx", b"hsy", 1)}
+    assert not verify_run(store).ok
+
+
+def read(store: MemoryStore) -> list[dict[str, Any]]:
+    run = Run(store)
+    return [{"keys": run.keys(), "complete": run.complete}, run.info, read_complete(run.store) or {}]
+
+
+def test_a_description_without_a_checksum_is_read_and_a_changed_id_is_named() -> None:
+    store = MemoryStore()
+    place = store_run(store, [sample()]).place
+    lines = store.objects["run.json"].decode().splitlines()
+    plain = "\n".join(line for line in lines if "crc32c" not in line).replace("},\n}", "}\n}")
+    store.objects["run.json"] = plain.encode()
+    assert verify_run(store).ok
+    assert Run(store).keys() == ["a"]
+    store.objects["run.json"] = plain.replace(place.id, "0" * 16).encode()
+    [problem] = verify_run(store).problems
+    assert f"got others in run-{place.id}/" in problem.message
+
+
+def test_a_checksum_that_does_not_match_is_a_typed_error() -> None:
+    store = MemoryStore()
+    store_run(store, [sample()])
+    store.objects["run.json"] = store.objects["run.json"].replace(b"tiny", b"tine")
+    with pytest.raises(IntegrityError, match=r"run\.json: expected crc32c .*: the object changed\. Restore it"):
+        Run(store)
