@@ -58,6 +58,8 @@ class PackedContexts(IterableDataset):  # type: ignore[misc, valid-type]
             resume = {"dataset": self._dataset.start_state()}
         else:
             self._dataset.load_state_dict(resume["dataset"])
+            # A merged state is of no shard: from here on it is this one's, and can be merged again.
+            resume = {**resume, "dataset": self._dataset.state_dict()}
         before = dict(resume["dataset"])  # the position before the item that is being packed
         begun, given = resume.get("document"), resume.get("tokens", 0)
         size = self._shape[0] * self._shape[1]

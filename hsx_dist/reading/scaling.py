@@ -81,6 +81,11 @@ def _line(
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """(shift, factor), float32, that broadcast over ``[B, H]``, or ``[B, L, H]`` of several layers."""
     layers = dataset.layers_of(point)
+    if not layers:
+        raise ConfigError(
+            f"scaling: expected the layers of {point}, got a run whose run.json does not have them. Name them: "
+            "HiddenStatesDataset(…, layers=[…])"
+        )
     found = read_statistics(dataset.run, layers, point=point)
     option = "" if point == HIDDEN_STATES else f" --points {point}"
     if missing := sorted(set(layers) - set(found.layers)):

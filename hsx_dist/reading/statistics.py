@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hsx_dist.errors import ConfigError, FormatError
-from hsx_dist.format.json_objects import count, dump_json, find_json, number, text
+from hsx_dist.format.json_objects import MAX_JSON_BYTES, count, dump_json, find_json, number, text
 from hsx_dist.format.markers import OBJECTS_OF_A_RUN
 from hsx_dist.format.names import statistics_name
 from hsx_dist.page import HIDDEN_STATES
@@ -26,8 +26,8 @@ from hsx_dist.store import Store
 _Array = np.ndarray[Any, Any]
 #: Values that are widened to float64 at once: 512 rows of a hidden size of 4096.
 _VALUES = 1 << 21
-#: Each channel takes a hundred bytes here, and two where it is stored; a row of logits has 300,000.
-_MOST_CHANNELS = 1 << 20
+#: The arrays of a layer are three float64 in base64 for each channel: with more the object could not be stored.
+_MOST_CHANNELS = (MAX_JSON_BYTES - 4096) // 32
 _ARRAYS = ("mean", "variance", "absmax")
 _NUMBERS = ("mean_norm", "rms_norm", "max_norm")
 _COUNTS = ("layer", "tokens", "samples", "non_finite", "skip_first", "hidden_size")
@@ -135,13 +135,15 @@ def compute_statistics(
 
     Raises:
         ConfigError: a layer or the point is not in the run, the point is ids, or no token is left.
-        FormatError, NotFound: a part is damaged or missing, or rows have more than 2**20 elements.
+        FormatError, NotFound: a part is damaged or missing, or rows have more than 130,944 elements.
     """
     from hsx_dist.reading.datasets import HiddenStatesDataset  # loads torch, which reading statistics does not need
 
     if skip_first < 0 or (max_tokens is not None and max_tokens < 1):
         raise ConfigError(f"max_tokens, skip_first: expected at least 1 and 0, got {max_tokens} and {skip_first}")
-    ids = run.layers_of(point) if layers is None else tuple(layers)
+    ids = _layers_of(run, point) if layers is None else tuple(layers)
+    if not ids:
+        raise ConfigError(f"{run.url}: expected layers of {point}, got none. Name those that are stored (--layers)")
     data = HiddenStatesDataset(
         run,
         points=None if point == HIDDEN_STATES else [point],
@@ -174,6 +176,11 @@ def compute_statistics(
     return RunStatistics(
         {layer: m.done(layer, samples, skip_first, point) for layer, m in zip(ids, moments, strict=True)}
     )
+
+
+def _layers_of(run: Run, point: str) -> tuple[int, ...]:
+    """The layers of ``point``; where ``run.json`` does not tell those of hidden states, the first sample's."""
+    return run.layers_of(point) or (run.at(0).layer_ids if len(run) else ())
 
 
 def _rows_of(item: Mapping[str, Any], point: str, run: Run) -> _Array:
@@ -213,7 +220,7 @@ def read_statistics(run: Run, layers: Sequence[int] | None = None, *, point: str
         FormatError: an object is damaged.
     """
     found = {}
-    for layer in run.layers_of(point) if layers is None else layers:
+    for layer in _layers_of(run, point) if layers is None else layers:
         own = _read(run.store, statistics_name(layer, point), run.id)
         if own is not None:
             found[layer] = own

@@ -114,6 +114,8 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
             resume = {"dataset": self._dataset.start_state()}
         else:
             self._dataset.load_state_dict(resume["dataset"])
+            # A merged state is of no shard: from here on it is this one's, and can be merged again.
+            resume = {**resume, "dataset": self._dataset.state_dict()}
         try:
             yield from self._rounds(resume)
         except _Changed:

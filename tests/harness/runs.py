@@ -109,6 +109,13 @@ def store_run(
     return writer
 
 
+def unsealed(data: bytes) -> dict[str, Any]:
+    """One of a run's JSON objects without its checksum: to be changed and stored again by a forger."""
+    found: dict[str, Any] = json.loads(data)
+    found.pop("crc32c", None)
+    return found
+
+
 def write_v1_run(store: Store, info: Mapping[str, Any]) -> None:
     """Store the description of a run of version 1, whose objects lie next to it."""
     store.put(RUN, [json.dumps({"format": "hsx-run/1", **info}).encode()])

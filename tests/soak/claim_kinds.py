@@ -162,7 +162,7 @@ def _claims(value: Any, rng: random.Random) -> Any:
 def members(rng: random.Random, folder: Path) -> list[Read]:
     store = run_at(folder, complete=rng.random() < 0.5)
     name = rng.choice([n for n in _OBJECTS if (folder / n).exists()])
-    found = _claims(json.loads((folder / name).read_text()), rng)
+    found = _claims(testing_runs.unsealed((folder / name).read_bytes()), rng)
     store.put(name, [json.dumps(found).encode()])
     return readers_of(store)
 
@@ -228,7 +228,7 @@ def receipts(rng: random.Random, folder: Path) -> list[Read]:
 
 def compacted(rng: random.Random, folder: Path) -> list[Read]:
     store = run_at(folder)
-    complete = json.loads((folder / "attempts/0001.complete.json").read_text())
+    complete = testing_runs.unsealed((folder / "attempts/0001.complete.json").read_bytes())
     about = complete["manifest"]
     line = (folder / "manifest" / "0001" / "w" / "000001.json").read_bytes()
     size = 1 << rng.randrange(10, 31)

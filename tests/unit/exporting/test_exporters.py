@@ -27,6 +27,7 @@ from hsx_dist.format.place import open_place, start_run
 from hsx_dist.format.runs import load_manifest
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.models.tiny import tiny_llama
+from hsx_dist.page import token_hash
 from hsx_dist.reading import Run
 from hsx_dist.reading.garbage import remove_run
 from hsx_dist.store import open_store
@@ -590,3 +591,58 @@ def test_samples_of_another_width_or_other_ids_are_refused(tmp_path: Path, model
     expected = {"width": "'x': expected rows of 64 elements .*, got 1", "ids": "'x': expected token ids from 0"}[what]
     with pytest.raises(FormatError, match=expected):
         export_run(open_run(str(tmp_path / "run")), to, tmp_path / "out", options)
+
+
+def routed(folder: Path, key: str = "a", *, ids: str = "int32", weights: str = "float32", width: int = 2) -> Run:
+    """A run of experts and weights, of these dtypes, ``width`` weights a token and layer."""
+    store = open_store(str(folder / "run"))
+    start_run(store, {"meaning": {}, "settings": {}})
+    made = [
+        random_sample(key, 6, layer_ids=(3,), hidden_size=n, dtype="float32" if of == "int32" else of, odd=False)
+        for n, of in ((2, ids), (width, weights))
+    ]
+    if ids == "int32":
+        made[0] = replace(made[0], states=made[0].states % 64, dtype=ids)
+    tokens = made[0].token_ids
+    facts = [{"point": point, "column": i} for i, point in enumerate(("topk_ids", "topk_weights"))]
+    RunWriter(store).put(
+        [
+            (replace(s, token_ids=tokens), replace(s.segments()[0], columns=2, sample_hash=token_hash(tokens), **f), 0)
+            for s, f in zip(made, facts, strict=True)
+        ]
+    )
+    return open_run(store.url)
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "float16", "float32"])
+def test_routing_writes_weights_of_any_float_dtype(tmp_path: Path, weights: str) -> None:
+    import pyarrow.parquet as pq
+
+    run = routed(tmp_path, weights=weights)
+    export_run(run, "routing", tmp_path / "out")
+    table = pq.read_table(tmp_path / "out" / "data-000000.parquet").to_pydict()
+    points = run["a"].load(points=["topk_ids", "topk_weights"], framework="numpy")["points"]
+    assert np.array_equal(table["routed_experts"][0], points["topk_ids"])
+    assert np.array_equal(np.array(table["routed_weights"][0], np.float32), points["topk_weights"].astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("facts", "error", "expected"),
+    [
+        ({"width": 4}, FormatError, "expected a weight for each of 2 experts, got 4"),
+        ({"width": 1}, FormatError, "expected a weight for each of 2 experts, got 1"),
+        ({"ids": "float32"}, FormatError, "expected topk_ids in the router's dtype, got torch.float32"),
+        ({"key": "k\ud800"}, ConfigError, "expected text that UTF-8 holds"),
+    ],
+)
+def test_routing_refuses_what_is_no_routers(
+    tmp_path: Path, facts: dict[str, Any], error: type[Exception], expected: str
+) -> None:
+    with pytest.raises(error, match=expected):
+        export_run(routed(tmp_path, **facts), "routing", tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["top_k", "samples_per_file", "context"])
+def test_no_exporter_takes_counts_of_nothing(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: expected at least 1, got 0"):
+        ExportOptions(**{name: 0})

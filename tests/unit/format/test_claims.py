@@ -44,7 +44,7 @@ from hsx_dist.store.local import LocalStore
 from hsx_dist.testing.samples import random_sample
 from hsx_dist.testing.stores import MemoryStore
 from tests.harness import runs as testing_runs
-from tests.harness.runs import RunWriter
+from tests.harness.runs import RunWriter, unsealed
 from tests.soak.claim_kinds import KINDS, sealed
 from tests.soak.claims import run_limited
 
@@ -147,7 +147,7 @@ def test_a_mark_of_a_rank_that_there_is_not_does_not_count() -> None:
 
 
 def _forge(store: MemoryStore, data: bytes, raw_size: int, receipts: int = 1) -> None:
-    complete = json.loads(store.objects["attempts/0001.complete.json"])
+    complete = unsealed(store.objects["attempts/0001.complete.json"])
     about = complete["manifest"]
     about |= {"size": len(data), "crc32c": crc32c_hex(crc32c(data)), "raw_size": raw_size, "receipts": receipts}
     store.put(about["name"], [data])
@@ -270,7 +270,7 @@ def _read_all(store: MemoryStore) -> None:
 )
 def test_members_of_other_types_are_format_errors(name: str, change: dict[str, Any]) -> None:
     store = small_run()
-    known = json.loads(store.objects.get(name, b"{}"))
+    known = unsealed(store.objects.get(name, b"{}"))
     store.put(name, [json.dumps(known | change).encode()])
     with pytest.raises(FormatError, match=name):
         _read_all(store)

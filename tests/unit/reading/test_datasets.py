@@ -537,3 +537,16 @@ def test_token_batches_lose_no_other_tokens_where_a_sample_of_the_buffer_is_skip
     back = batches()
     back.load_state_dict(again)
     assert every == {t for batch in [*seen, *tokens(back)] for t in batch}
+
+
+@pytest.mark.parametrize(
+    "change", [{"shards": 2**60}, {"shards": "x"}, {"taken": "x"}, {"history": 5}, {"epoch": None}]
+)
+def test_damaged_states_are_not_merged(url: str, change: dict[str, Any]) -> None:
+    state = HiddenStatesDataset(url, rank=0, world_size=1).state_dict()
+    with pytest.raises(ConfigError, match=r"^state"):
+        merge_states([{**state, **change}])
+    mixed = MixedDataset([HiddenStatesDataset(url, rank=0, world_size=1)]).state_dict()
+    for damaged in ({"taken": "x"}, {"taken": []}, {"datasets": 3}, {"datasets": [{**state, **change}]}):
+        with pytest.raises(ConfigError, match=r"^state"):
+            merge_states([{**mixed, **damaged}])

@@ -31,7 +31,7 @@ from hsx_dist.format.place import Place, open_place, start_run
 from hsx_dist.format.runs import beat, load_manifest, take_attempt
 from hsx_dist.jobs.ledger import RowLedger
 from hsx_dist.page import Segment
-from hsx_dist.reading.follow import Follower
+from hsx_dist.reading.follow import Follower, has_position
 from hsx_dist.reading.garbage import remove_run
 from hsx_dist.reading.retention import Retention, rank_of
 from hsx_dist.reading.run import Run
@@ -721,3 +721,19 @@ def test_following_takes_time_in_proportion_to_the_receipts() -> None:
 
     check_linear(one_sample_in_many_parts, 256)
     check_linear(many_samples_in_one_part, 2048)
+
+
+@pytest.mark.parametrize("state", [None, {}, {"used": 3}, {"used": "s01"}, {"used": [3]}])
+def test_a_damaged_state_of_retention_is_a_typed_error(state: Any) -> None:
+    store = MemoryStore()
+    run = Run(store_run(store, SAMPLES[:2]).place.root)
+    state = {"run": run.id, **state} if state else state
+    with pytest.raises(ConfigError, match=r"^state: "):
+        Retention(run.place).load_state_dict(state)
+
+
+@pytest.mark.parametrize("position", [{"0/w": [1, []]}, {"1/w": [0, []]}, {"1/a b": [2, ["s00"]]}, {"1/w/x": [2, []]}])
+def test_a_position_that_names_no_receipt_is_not_of_the_run(position: dict[str, Any]) -> None:
+    store = MemoryStore()
+    store_run(store, SAMPLES[:2], version=1)
+    assert not has_position(store, position)

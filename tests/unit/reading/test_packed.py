@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from hsx_dist import HiddenStatesDataset, PackedContexts, merge_states
+from hsx_dist import HiddenStatesDataset, PackedContexts, TokenBatches, merge_states
 from hsx_dist.errors import ConfigError
 from hsx_dist.store import open_store
 from hsx_dist.testing.samples import random_sample
@@ -132,3 +132,42 @@ def test_a_sample_that_was_begun_and_is_gone_takes_no_tokens_of_the_next(tmp_pat
 def test_wrong_sizes_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="context_tokens: expected at least 1"):
         packed(url, 1, 0)
+
+
+@pytest.mark.parametrize(
+    "change", [{"tokens": -2}, {"tokens": "4"}, {"tokens": 1.5}, {"document": 3}, {"dataset": None}, {"dataset": 5}]
+)
+def test_a_damaged_state_is_a_typed_error(url: str, change: dict[str, Any]) -> None:
+    data = packed(url, 1, 8)
+    list(islice(data, 2))
+    with pytest.raises(ConfigError, match=r"state: (.*: )?expected"):
+        packed(url, 1, 8).load_state_dict({**data.state_dict(), **change})
+    with pytest.raises(ConfigError, match="state: expected"):
+        packed(url, 1, 8).load_state_dict([])  # type: ignore[arg-type]
+
+
+def test_a_repeating_data_set_without_tokens_ends_with_an_error(url: str) -> None:
+    with pytest.raises(ConfigError, match="expected some tokens, got none of a whole epoch"):
+        next(iter(PackedContexts(HiddenStatesDataset(url, layers=[15], tokens=slice(70, None), repeat=True), 1, 8)))
+
+
+@pytest.mark.parametrize("kind", ["packed", "mixed tokens"])
+def test_a_merged_state_can_be_merged_again_after_the_first_batch(url: str, kind: str) -> None:
+    def ranks(world: int) -> list[Any]:
+        data = [
+            HiddenStatesDataset(url, layers=[15], framework="numpy", rank=r, world_size=world) for r in range(world)
+        ]
+        return [PackedContexts(d, 1, 4) if kind == "packed" else TokenBatches(d, 4, buffer_tokens=8) for d in data]
+
+    seen: set[int] = set()
+    state: Any = None
+    for world in (2, 3, 2, 1):
+        states = []
+        for rank in ranks(world):
+            if state is not None:
+                rank.load_state_dict(state)
+            for batch in islice(rank, None if world == 1 else 1):
+                seen |= set(batch["input_ids"].reshape(-1).tolist())
+            states.append(json.loads(json.dumps(rank.state_dict())))
+        state = merge_states(states)
+    assert seen == set(range(TOTAL))

@@ -36,7 +36,7 @@ from hsx_dist.reading import Run, load_hidden_states, open_run, verify_run
 from hsx_dist.store import Store, open_store
 from hsx_dist.testing.samples import RandomSample, random_sample
 from hsx_dist.testing.stores import MemoryStore
-from tests.harness.runs import RunWriter, whole, write_v1_run
+from tests.harness.runs import RunWriter, unsealed, whole, write_v1_run
 
 LONG = random_sample("long", 100, seed=1)
 SHORT = random_sample("short/é", 5, seed=2)
@@ -381,7 +381,7 @@ def test_verify_names_what_is_missing_or_another(store: Store) -> None:
     assert problem.part == first
     store.put(first, [whole_part])
     assert verify_run(store).ok
-    complete = json.loads(store.get("attempts/0001.complete.json"))
+    complete = unsealed(store.get("attempts/0001.complete.json"))
     complete["counts"]["samples"] = 4
     store.put("attempts/0001.complete.json", [json.dumps(complete).encode()])
     (problem,) = verify_run(store).problems

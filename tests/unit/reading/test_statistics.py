@@ -15,12 +15,12 @@ from hsx_dist.cli.app import app
 from hsx_dist.errors import ConfigError, FormatError, RunError
 from hsx_dist.format.names import statistics_name
 from hsx_dist.reading.garbage import remove_run
-from hsx_dist.reading.run import Run
+from hsx_dist.reading.run import Run, open_run
 from hsx_dist.reading.statistics import _Moments, compute_statistics, read_statistics, store_statistics
 from hsx_dist.reading.verify import verify_run
 from hsx_dist.store import open_store
 from hsx_dist.testing.samples import random_sample
-from tests.harness.runs import store_run
+from tests.harness.runs import store_run, unsealed
 
 SAMPLES = [random_sample(f"s{i:02d}", 5 + 7 * i, seed=i, odd=False) for i in range(12)]
 TOKENS = sum(len(s.token_ids) for s in SAMPLES)
@@ -86,7 +86,7 @@ def test_they_are_the_runs_own_and_are_removed_with_it(tmp_path: Path, version: 
     store_statistics(run, compute_statistics(run, [15]))
     name = statistics_name(15)
     assert [info.name for info in run.store.list("statistics/")] == [name]
-    body = json.loads(run.store.get(name))
+    body = unsealed(run.store.get(name))
     run.store.put(name, [json.dumps({**body, "mean": body["mean"][:-12]}).encode()])
     with pytest.raises(FormatError, match="Run `hsx stats` again"):
         read_statistics(run)
@@ -132,12 +132,12 @@ def test_verify_names_damaged_ones_and_no_others(tmp_path: Path, version: int) -
     store_statistics(run, compute_statistics(run, [2, 15, 30]))
     run.store.put("statistics/notes.json", [b"another program's"])
     assert verify_run(run.place.root).problems == []
-    body = json.loads(run.store.get(statistics_name(15)))
+    body = unsealed(run.store.get(statistics_name(15)))
     run.store.put(statistics_name(2), [b"{"])
     run.store.put(statistics_name(15), [json.dumps({**body, "absmax": body["absmax"][:-12]}).encode()])
     problems = verify_run(run.place.root).problems
     assert [problem.part for problem in problems] == [statistics_name(2), statistics_name(15)]
-    assert "write it again" in problems[1].message
+    assert "Run `hsx stats` again" in problems[1].message
 
 
 def test_runs_of_version_1_that_lost_their_description_are_told_with_their_statistics(tmp_path: Path) -> None:
@@ -195,3 +195,23 @@ def test_statistics_of_another_width_scale_nothing(tmp_path: Path) -> None:
     batches = TokenBatches(HiddenStatesDataset(run, layers=[2]), 4, scaling="standard")
     with pytest.raises(FormatError, match=r"channels, got those of 8\. Run `hsx stats` again"):
         next(iter(batches))
+
+
+def test_of_a_run_that_does_not_tell_its_layers_they_are_the_first_samples(tmp_path: Path) -> None:
+    from hsx_dist import HiddenStatesDataset, TokenBatches
+
+    store = open_store(str(tmp_path / "run"))
+    store_run(store, [random_sample("a", 9, layer_ids=(2, 15), hidden_size=16, odd=False)], info={"meaning": {}})
+    run = open_run(store.url)
+    store_statistics(run, compute_statistics(run))
+    assert list(read_statistics(run).layers) == [2, 15]
+    with pytest.raises(ConfigError, match=r"scaling: expected the layers of hidden_states, .* Name them"):
+        TokenBatches(HiddenStatesDataset(run), 4, scaling="norm")
+    assert next(iter(TokenBatches(HiddenStatesDataset(run, layers=[15]), 4, scaling="norm")))["hidden_states"].shape[1]
+
+
+def test_rows_whose_statistics_could_not_be_stored_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "run"))
+    store_run(store, [random_sample("a", 1, layer_ids=(2,), hidden_size=131_072, odd=False)])
+    with pytest.raises(FormatError, match="expected rows of 1 to 130944 elements"):
+        compute_statistics(open_run(store.url))
