@@ -45,7 +45,7 @@ def test_an_unknown_version_gets_a_warning_that_names_the_tested_range(version):
 
 @pytest.mark.parametrize("version", ["0.29.0", "0.11.2", "0.28.1+cu129"])
 def test_a_version_known_to_be_bad_is_refused(version):
-    with pytest.raises(ConfigError, match=r"expected vLLM 0\.30 or newer.*came .*Install") as refusal:
+    with pytest.raises(ConfigError, match=r"expected vLLM 0\.30 or newer.*got .*Install") as refusal:
         check_version(version)
     assert version in str(refusal.value)
 
@@ -87,7 +87,7 @@ def test_where_layers_and_tokens_are_as_many_the_version_decides():
 
 @pytest.mark.parametrize("shape", [(5, 3, 4), (5, 3, 5, 8), (5, 12, 8, 1), (2, 5, 3, 4, 8)])
 def test_any_other_shape_is_refused_with_what_was_expected_and_came(shape):
-    with pytest.raises(ConfigError, match=r"expected \[blocks, 3, 4, hidden\].*came \(.*0\.32\.7"):
+    with pytest.raises(ConfigError, match=r"expected \[blocks, 3, 4, hidden\].*got \(.*0\.32\.7"):
         layers_first(torch.zeros(shape), 3, 4, "0.32.7")
 
 

@@ -173,7 +173,7 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(tables, "_chosen", lambda *a: [seen.add(c) or c for c in chosen(*a)])
     read(saved(tmp_path / "d", table("a")))
     assert seen == {"text"}
-    with pytest.raises(ConfigError, match=r"expected one of the columns text, chat, token_ids .* came body"):
+    with pytest.raises(ConfigError, match=r"expected one of the columns text, chat, token_ids .* got body"):
         read(saved(tmp_path / "e", pa.table({"body": ["x"]})), messages="chat")
 
 
