@@ -64,8 +64,8 @@ docs: $(READY)  ## the documentation's site in docs/_build/html; warnings are er
 screenshots: $(READY)  ## the pictures of docs/guides/watching.md, with Debian's Chromium
 	$(BIN)/python -m scripts.screenshots
 
-tables: $(READY)  ## what is generated and kept: the metrics' table in docs/operations.md, dashboards/
-	$(BIN)/python scripts/tables.py
+tables: $(READY)  ## generated and kept: metrics in docs/operations.md, dashboards/, figures and chart in README
+	$(BIN)/python -m scripts.tables
 
 lock: $(READY)  ## requirements/dev.lock from dev.in and overrides.txt
 	cd requirements && ../$(BIN)/uv pip compile dev.in --override overrides.txt $(addprefix --find-links ,$(PIP_FIND_LINKS)) \
