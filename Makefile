@@ -22,7 +22,7 @@ demo: $(READY)  ## extract hidden states of SmolLM2 into runs/demo on a local Ra
 demo-s3: $(READY)  ## the same into an S3 server that it starts and ends
 	$(BIN)/python -m scripts.demo --s3
 
-check: $(READY)  ## lint, format, types, quick unit tests: about two minutes
+check: $(READY)  ## lint, format, types, language, quick unit tests: about two minutes
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
