@@ -36,8 +36,9 @@ test: $(READY)  ## all tests, with real vLLM, Ray, S3 and GCS servers
 trainers: $(READY)  ## SAELens, dictionary_learning, ModelOpt and SpecForge, in an environment of their own, train on what we read and write
 	$(BIN)/python -m scripts.trainers
 
-bench: $(READY)  ## every benchmark, a short choice of each: benchmarks/results/bench.md
+bench: $(READY)  ## every benchmark, a short choice of each: benchmarks/results/bench.md, and README's figures
 	$(BIN)/python -m benchmarks.bench
+	$(BIN)/python -m scripts.tables
 
 bench-full: $(READY)  ## all of every benchmark (hours); each writes its own table too
 	$(BIN)/python -m benchmarks.bench --full
