@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import io
 import re
 import sys
@@ -140,13 +141,16 @@ def source_texts(source: str) -> Iterator[Text]:
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0] if node.body else None
-            if ast.get_docstring(node) and isinstance(first, ast.Expr):
-                yield from docstring_texts(ast.get_docstring(node) or "", first.lineno)
+            for statement in node.body:  # a field's docstring follows the field
+                match statement:
+                    case ast.Expr(value=ast.Constant(value=str(text))):
+                        yield from docstring_texts(inspect.cleandoc(text), statement.lineno)
         elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             yield from (Text(node.lineno, "message", m) for m in messages(node.exc))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _LOGS:
             yield from (Text(node.lineno, "message", m) for m in messages(node))
+        elif isinstance(node, ast.keyword) and node.arg in ("help", "description"):
+            yield Text(node.value.lineno, "docstring", uncoded(rendered(node.value)))
     yield from comment_texts(source)
 
 
