@@ -22,7 +22,7 @@ demo: $(READY)  ## extract hidden states of SmolLM2 into runs/demo on a local Ra
 demo-s3: $(READY)  ## the same into an S3 server that it starts and ends
 	$(BIN)/python -m scripts.demo --s3
 
-check: $(READY)  ## lint, format, types, quick unit tests: about two minutes
+check: $(READY)  ## lint, format, types, language, quick unit tests: about two minutes
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
@@ -36,8 +36,9 @@ test: $(READY)  ## all tests, with real vLLM, Ray, S3 and GCS servers
 trainers: $(READY)  ## SAELens, dictionary_learning, ModelOpt and SpecForge, in an environment of their own, train on what we read and write
 	$(BIN)/python -m scripts.trainers
 
-bench: $(READY)  ## every benchmark, a short choice of each: benchmarks/results/bench.md
+bench: $(READY)  ## every benchmark, a short choice of each: benchmarks/results/bench.md, and README's figures
 	$(BIN)/python -m benchmarks.bench
+	$(BIN)/python -m scripts.tables
 
 bench-full: $(READY)  ## all of every benchmark (hours); each writes its own table too
 	$(BIN)/python -m benchmarks.bench --full
@@ -66,8 +67,8 @@ docs: $(READY)  ## the documentation's site in docs/_build/html; warnings are er
 screenshots: $(READY)  ## the pictures of docs/guides/watching.md, with Debian's Chromium
 	$(BIN)/python -m scripts.screenshots
 
-tables: $(READY)  ## what is generated and kept: the metrics' table in docs/operations.md, dashboards/
-	$(BIN)/python scripts/tables.py
+tables: $(READY)  ## generated and kept: metrics in docs/operations.md, dashboards/, figures and chart in README
+	$(BIN)/python -m scripts.tables
 
 lock: $(READY)  ## requirements/dev.lock from dev.in and overrides.txt
 	cd requirements && ../$(BIN)/uv pip compile dev.in --override overrides.txt $(addprefix --find-links ,$(PIP_FIND_LINKS)) \

@@ -59,7 +59,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("tasks_open", "gauge", "driver", "Tasks that replicas have and have not answered.", "", False),
     Metric("oldest_task_seconds", "gauge", "driver", "Age of the oldest of those tasks.", "", False),
     Metric("lost_segments", "counter", "driver", "Segments that a writer took and could not store.", "", False),
-    Metric("receipt_timestamp_seconds", "gauge", "driver", "When the last receipt came, in Unix time.", "", False),
+    Metric("receipt_timestamp_seconds", "gauge", "driver", "Time of the last receipt, in Unix seconds.", "", False),
     Metric("samples", "counter", "replica", "Samples whose states were all handed to the writers."),
     Metric(
         "skipped",

@@ -118,7 +118,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         ),
     ),
     (
-        "Who waits for whom?",
+        "Waiting by stage",
         (
             Panel(
                 "Is the store slowing the engines?",

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import hsx_dist
+from benchmarks import charts
 from hsx_dist.config import load_config
 from tests.harness.snippets import Snippet, as_program, snippets
 
@@ -123,3 +124,15 @@ def test_blocks_run_in_order_in_one_namespace_and_a_failure_tells_where(tmp_path
     assert (tmp_path / "y").read_text() == "1\n"
     assert done.returncode == 1
     assert f'File "{page}", line 21' in done.stderr
+
+
+def test_the_figures_and_the_chart_of_the_readme_are_those_of_the_last_bench():
+    bench = charts.read_bench(ROOT / "benchmarks" / "results" / "bench.json")
+    assert charts.table(bench) in (ROOT / "README.md").read_text(), "run `make tables`"
+    assert charts.chart(bench) == (ROOT / "docs" / "img" / "benchmark.svg").read_text(), "run `make tables`"
+
+
+def test_the_readme_is_three_screens_and_its_first_has_the_two_commands():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150
+    assert {"make demo", "make test"} <= {line.split("  ")[0] for line in lines[:60]}

@@ -1,0 +1,74 @@
+"""The language of pages, docstrings and messages: the repository is clean, and each rule finds its violation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts.language import ROOT, check, files, not_rewritten, words
+
+LONG = " ".join(["word"] * 31)
+
+
+def test_pages_are_clean_and_so_is_each_source_that_is_not_on_the_list():
+    listed = not_rewritten()
+    findings = [str(f) for path in files() if path not in listed for f in check(path)]
+    assert not findings, "\n".join(findings)
+
+
+def test_the_list_holds_only_sources_that_have_findings():
+    clean = [p.relative_to(ROOT).as_posix() for p in sorted(not_rewritten()) if not p.exists() or not check(p)]
+    assert not clean, f"remove them with `python -m scripts.language --write`: {clean}"
+    assert all(p.is_relative_to(ROOT / "hsx_dist") for p in not_rewritten())
+
+
+@pytest.mark.parametrize(
+    ("text", "rules"),
+    [
+        ("The store, whoever uses it, blocks.", ["banned 'whoever'"]),
+        ("A block has what is stored.", ["banned 'what is'"]),
+        ("What is a block?", []),
+        (f"{LONG}.", ["expected at most 30 words, got 31"]),
+        (f"{LONG[:-5]}. And `some code of thirty words` more.", []),
+        (f"| a | b |\n|---|---|\n| {LONG} | nobody |", ["banned 'nobody'", "expected at most 30 words, got 31"]),
+        ("```text\nnobody\n```\n\nUse `nobody`.", []),
+        ("First, e.g. this. vLLM blocks, nobody waits.", ["banned 'nobody'"]),
+    ],
+)
+def test_pages(text: str, rules: list[str], tmp_path: Path):
+    assert found(tmp_path / "page.md", text) == rules
+
+
+@pytest.mark.parametrize(
+    ("text", "rules"),
+    [
+        ('"""Who is told."""', ["banned 'told'"]),
+        (f'def f():\n    """{LONG}."""', ["expected at most 30 words, got 31"]),
+        (f'def f():\n    """Do.\n\n    Args:\n        a: {LONG}.\n    """', ["expected at most 30 words, got 32"]),
+        (f'"""Do.\n\nThen:\n\n    {LONG} nobody\n"""', []),
+        ('class A:\n    x: int\n    """Who is told."""', ["banned 'told'"]),
+        ('Option(help="Who is told.")', ["banned 'told'"]),
+        ("x = 1  # nobody", ["banned 'nobody'"]),
+        ("x = 'nobody'", []),
+        (
+            'raise ValueError(f"x: expected 1, came {x}")',
+            ["banned 'came'", "expected 'expected X, got Y' in a message"],
+        ),
+        ('raise ValueError("x: expected 1" f", got {x}. Set it.")', []),
+        ('raise ValueError(f"x must be 1: {x}")', ["expected 'expected X, got Y' in a message"]),
+        ('logger.warning("nobody reads %s", x)', ["banned 'nobody'"]),
+        ('"""It came."""', []),
+    ],
+)
+def test_sources(text: str, rules: list[str], tmp_path: Path):
+    assert found(tmp_path / "source.py", text) == rules
+
+
+def found(path: Path, text: str) -> list[str]:
+    path.write_text(text)
+    return [f.rule.partition(" (")[0].removesuffix(" that compares") for f in check(path)]
+
+
+def test_words_are_counted_without_signs():
+    assert words("a ÷ b – c: 3 %") == 4
