@@ -149,16 +149,19 @@ def _check_run(
         report.problems.append(Problem("", str(e)))
     report.problems.extend(Problem("", message) for message in _check_counts(store, manifest))
     report.problems.extend(Problem(name, message) for name, message in damaged_statistics(store))
+    if not manifest.receipts:
+        report.problems.extend(Problem("", message) for message in _objects_of_no_run(place))
+
+
+def _objects_of_no_run(place: Place) -> Iterator[str]:
+    """A description whose id changed is that of an empty run; earlier versions stored no checksum with it."""
     removed = leftovers(place.root, removed_only=True)
-    report.problems.extend(
-        Problem(
-            "",
-            f"expected objects of this run alone, got others in {folder or 'manifest/, data/'} that no description and "
-            "no removal names: run.json was deleted or changed. Restore it",
-        )
-        for folder in leftovers(place.root)
-        if folder not in removed
-    )
+    for folder in leftovers(place.root):
+        if folder not in removed:
+            yield (
+                f"expected the run's objects in {place.folder or 'manifest/, data/'}, got none, and others in "
+                f"{folder or 'manifest/, data/'}, which nothing names: run.json was deleted or changed. Restore it"
+            )
 
 
 class _SoundParts:
