@@ -41,6 +41,8 @@ class Toggles:
                 return propose(*args, **kwargs)
 
             drafter.propose = counted
+        for layer in self._config.compilation_config.static_forward_context.values():
+            layer.kv_cache.fill_(0)  # memory that is touched for the first time would cost the window that does it
         self.taps = getattr(self._model, "hsx_taps", None)
         tables = [t for m in self._model.modules() for t in (m._forward_hooks, m._forward_pre_hooks)]
         found = [(t, {k: h for k, h in t.items() if h.__module__ == "hsx_dist.taps.install"}) for t in tables]
