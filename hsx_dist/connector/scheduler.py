@@ -234,13 +234,8 @@ class SchedulerHalf:
         points = options.points
         if chosen.mean_of and not (points := self._with_a_mean(points, refused)):
             return self._skip(known, request, refused["hidden_states_points"], refused=refused)
-        meta |= chosen.meta
-        if self._settings.ttl_seconds is not None:
-            meta["expires"] = round(time.time() + self._settings.ttl_seconds)
-        meta |= inputs_of(request)
         computed = identity_hash(tokens)
-        if self._settings.one_object:
-            meta[IDENTITY] = {"request": known.request or request_hash(request, options), "tokens": computed}
+        meta |= chosen.meta | self._facts(known, request, computed)
         if (claim := known.claim) is not None and (claim.tokens or computed) != computed:
             refused["hidden_states_key"] = used_before(options.key)  # the same prompt with other generated tokens
             return self._skip(known, request, refused["hidden_states_key"], refused=refused, conflict=True)
@@ -269,6 +264,15 @@ class SchedulerHalf:
         )
         self._held.add(request.request_id)
         return True, self._answer(options, chosen, points, meta, refused)
+
+    def _facts(self, known: _KnownRequest, request: Request, computed: str) -> dict[str, Any]:
+        """The sample's expiry, inputs other than tokens, and identity, for its ``meta``."""
+        ttl = self._settings.ttl_seconds
+        facts: dict[str, Any] = {} if ttl is None else {"expires": round(time.time() + ttl)}
+        facts |= inputs_of(request)
+        if self._settings.one_object:
+            facts[IDENTITY] = {"request": known.request or request_hash(request, known.options), "tokens": computed}
+        return facts
 
     def _skip(
         self,
