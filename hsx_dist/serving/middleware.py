@@ -59,7 +59,7 @@ def install(app: Any) -> None:
         ConfigError: the server has no connector that stores samples which this process can read, or a path prefix with
             which vLLM's authentication guards no route.
     """
-    if app.root_path.endswith("/"):
+    if (app.root_path or "").endswith("/"):  # None without --root-path
         # vLLM removes the prefix as text before it compares with /v1, and of "/v1" nothing is left that it guards.
         raise ConfigError(
             f"--root-path: expected a path without / at its end, got {app.root_path!r}, with which vLLM asks for no "

@@ -703,6 +703,8 @@ def test_a_path_prefix_that_disables_vllms_authentication_is_refused(tmp_path, p
     server = outer_server(tmp_path)
     server.app.root_path = prefix.rstrip("/")
     assert TestClient(server.app).get(f"{server.app.root_path}/v1/hidden_states/k").status_code == 401
+    server.app.root_path = None  # as vLLM sets it without --root-path
+    assert TestClient(server.app).get("/v1/hidden_states/k").status_code == 401
 
 
 def test_the_file_is_what_the_reader_loads(tmp_path):
