@@ -128,7 +128,7 @@ def test_what_one_attempt_completed_under_the_name_of_another_is_refused() -> No
     store.put("attempts/0002.json", [store.objects["attempts/0001.json"]])
     store.put("attempts/0002.complete.json", [store.objects["attempts/0001.complete.json"]])
     for read in (read_complete, newest_and_complete, lambda s: read_complete(s, 2), load_manifest):
-        with pytest.raises(FormatError, match=r"expected what attempt 2 stored, got attempt 1's"):
+        with pytest.raises(FormatError, match=r"expected the object of attempt 2, got that of attempt 1"):
             read(store)
     assert (read_complete(store, 1) or {})["attempt"] == 1
 

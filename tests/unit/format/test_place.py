@@ -78,7 +78,7 @@ def test_after_a_removal_the_next_run_has_a_name_and_a_folder_of_its_own(root: L
     bury(first)
     assert first.removed()
     assert find_place(root) is None
-    with pytest.raises(RunError, match="the mark of one that was removed"):
+    with pytest.raises(RunError, match="the tombstone of a run removed at"):
         open_place(root)
     second = start_run(root, {"n": 2})
     assert second.pointer == "run.0002.json"
