@@ -79,7 +79,7 @@ class Part:
     ) -> Part:
         """Read and check the header.
 
-        ``header_bytes`` and ``size``: from a receipt. With both, one request; without either, one more for each.
+        ``header_bytes`` and ``size``: from a receipt. With both, one request; each omitted argument costs one more.
         ``front_bytes``: bytes of data to fetch in the same request and keep. All token ids are at the front.
 
         Raises:

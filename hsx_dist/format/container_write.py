@@ -317,7 +317,7 @@ def _check_attached(segment: Segment, attached: Mapping[str, np.ndarray[Any, Any
     for name, value in attached.items():
         if name in RESERVED_NAMES:
             raise ValueError(
-                f"{_where(segment)}: expected an attached array with a name other than "
+                f"{_where(segment)}: expected an array to attach with another name than "
                 f"{', '.join(sorted(RESERVED_NAMES))}, got {name!r}. Rename the array"
             )
         array = np.array(value, order="C")

@@ -87,7 +87,7 @@ def parse_header(body: bytes, data_bytes: int) -> tuple[Description, Mapping[str
         )
     description = Description.from_json(text, len(entries))
     if description.format != version:
-        raise FormatError(f"expected format {description.format!r}, as the description says, got {version!r}")
+        raise FormatError(f"expected format {description.format!r}, as in the description, got {version!r}")
     _check_table(entries, description.tensors)
     if data_bytes != description.data_bytes:
         raise FormatError(f"expected {description.data_bytes} bytes of data, got {data_bytes}: cut short or extended")
@@ -106,7 +106,7 @@ def _check_table(entries: Mapping[str, Any], expected: Mapping[str, Tensor]) -> 
         name = min([*wrong, *(entries.keys() - expected.keys())])
         wanted = _entry(expected[name]) if name in expected else "none"
         raise FormatError(
-            f"tensor {name[:80]!r}: expected {wanted} as the description says, got {str(entries.get(name))[:160]}"
+            f"tensor {name[:80]!r}: expected {wanted}, as in the description, got {str(entries.get(name))[:160]}"
         )
 
 

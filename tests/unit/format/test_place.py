@@ -27,7 +27,7 @@ def names(store: Store) -> list[str]:
 
 
 def test_a_run_is_started_once_and_everything_of_it_lies_in_its_folder(root: LocalStore) -> None:
-    with pytest.raises(RunError, match=r"expected run\.json there"):
+    with pytest.raises(RunError, match=r"expected run\.json, got no such object"):
         open_place(root)
     place = start_run(root, {"settings": {"layers": [1]}})
     assert place.info == {"format": "hsx-run/2", "id": place.info["id"], "settings": {"layers": [1]}}
