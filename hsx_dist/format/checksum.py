@@ -1,4 +1,4 @@
-"""CRC-32C (Castagnoli, the one of iSCSI, S3 and GCS) of buffers, without copying them."""
+"""CRC-32C (Castagnoli, as in iSCSI, S3 and GCS) of buffers, without copying them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hsx_dist.store.base import Buffer, as_bytes_view
 
 
 def crc32c(data: Buffer, value: int = 0) -> int:
-    """CRC-32C of the bytes of ``data``, an int in ``[0, 2**32)``; ``value`` is the crc of what came before it.
+    """CRC-32C of the bytes of ``data``, an int in ``[0, 2**32)``; ``value`` is the crc of the preceding bytes.
 
-    ``data`` may be any C-contiguous buffer of any item type and shape; its bytes are taken in memory order.
+    ``data`` may be any C-contiguous buffer of any item type and shape; its bytes are read in memory order.
     Raises ``ValueError`` when ``data`` is not contiguous.
     """
     if isinstance(data, bytes):
@@ -22,15 +22,16 @@ def crc32c(data: Buffer, value: int = 0) -> int:
 
 
 def crc32c_join(value: int, following: int, nbytes: int) -> int:
-    """CRC-32C of what has crc ``value`` and, behind it, ``nbytes`` bytes that have crc ``following`` of their own.
+    """CRC-32C of two concatenated byte strings: the first has crc ``value``; the second has crc ``following`` and
+    ``nbytes`` bytes.
 
-    None of the bytes is read. The method is that of zlib's ``crc32_combine`` (Mark Adler): to append ``n`` zero bytes
-    is to multiply with x^(8n) modulo the polynomial.
+    The bytes are not read. The method is that of zlib's ``crc32_combine`` (Mark Adler): appending ``n`` zero bytes is a
+    multiplication by x^(8n) modulo the polynomial.
     """
     return _product(_zeros(nbytes), value) ^ following
 
 
-_POLYNOMIAL = 0x82F63B78  # bits reversed, as all of these numbers: the highest bit is x^0
+_POLYNOMIAL = 0x82F63B78  # bits reversed, like all numbers here: the highest bit is x^0
 
 
 def _product(a: int, b: int) -> int:

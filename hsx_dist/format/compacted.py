@@ -1,4 +1,4 @@
-"""The compacted manifest: all receipts of a complete run in one compressed object, one a line."""
+"""The compacted manifest: all receipts of a complete run in one compressed object, one per line."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hsx_dist.store import Store
 
 #: The largest compacted manifest that is read.
 MAX_COMPACTED_BYTES = 4 << 30
-#: zstd's window for the levels up to 19. A frame claims its window, and libzstd allocates it.
+#: zstd's window for the levels up to 19. A frame names its window size, and libzstd allocates it.
 _MAX_WINDOW = 8 << 20
-#: Bytes of lines, and of one line, that are taken as they come, and so many more for each compressed byte. A file that
-#: claims more must be backed by the single receipts: compressed bytes can stand for 32,000 times as many.
+#: Bytes of all lines, and of one line, that are read without a check, and additional bytes for each compressed byte.
+#: Above that, the single receipts must prove the size: compressed bytes can expand 32,000 times.
 _FREE_BYTES, _EXPANSION = 4 << 20, 32
 _OWN = (rb'"attempt":([0-9]{1,9}),', rb'"writer":"([A-Za-z0-9._-]{1,128})",', rb'"seq":([0-9]{1,9}),')
 _INSTEAD = "Restore it, or remove the attempt's .complete.json so that the single receipts are read"
 
 
 def pack_receipts(receipts: Sequence[Receipt]) -> tuple[bytes, int]:
-    """One line a receipt, compressed; and the lines' size. A line at a time: all of them may be gigabytes."""
+    """The receipts as compressed lines, and the lines' size. Compresses each line alone: all may have gigabytes."""
     compressor = zstandard.ZstdCompressor(level=3).compressobj()
     packed, size = [], 0
     for receipt in receipts:
@@ -43,7 +43,7 @@ def read_compacted(store: Store, complete: Mapping[str, Any]) -> Iterator[Receip
 
     Raises:
         IntegrityError: the object is missing or damaged.
-        FormatError: it is no compacted manifest, or claims more than the single receipts hold.
+        FormatError: it is not a compacted manifest, or claims more bytes than the single receipts have.
     """
     about = complete["manifest"]
     where = f"{store.url}/{about['name']}"
@@ -75,11 +75,11 @@ def read_compacted(store: Store, complete: Mapping[str, Any]) -> Iterator[Receip
                     break
                 yield Receipt.from_json(line.rstrip(b"\n"), f"{where}, line {number}")
     except zstandard.ZstdError as e:
-        raise FormatError(f"{where}: expected a zstandard frame: {e}") from e
+        raise FormatError(f"{where}: expected a zstandard frame, got an error from zstd: {e}") from e
     if (size, number) != (about["raw_size"], about["receipts"]):
         raise FormatError(
-            f"{where}: expected {about['receipts']} receipts of {about['raw_size']} bytes in all, got others. "
-            f"{_INSTEAD}"
+            f"{where}: expected {about['receipts']} receipts of {about['raw_size']} bytes in all, got at least "
+            f"{number} of {size} bytes. {_INSTEAD}"
         )
 
 
@@ -92,17 +92,17 @@ def _require_single_receipts(store: Store, attempt: int, raw_size: int, where: s
     if stored < raw_size:
         raise FormatError(
             f"{where}: expected lines of at most {stored} bytes, the size of the single receipts, got a claim of "
-            f"{raw_size}. {_INSTEAD}"
+            f"{raw_size} bytes. {_INSTEAD}"
         )
 
 
 def _size_of_receipt(store: Store, begin: bytes, where: str) -> int:
-    """The size of the single receipt that a line begins as."""
+    """The size of the single receipt with the attempt, writer and number at the beginning of the line."""
     found = [re.search(pattern, begin[:4096]) for pattern in _OWN]
     attempt, writer, seq = (m[1].decode() if m is not None else "0" for m in found)
     try:
         return store.head(receipt_name(int(attempt), writer, int(seq))).size
     except (NotFound, ValueError) as e:
         raise FormatError(
-            f"{where}: expected a single receipt behind a line of more than {_FREE_BYTES} bytes, got none. {_INSTEAD}"
+            f"{where}: expected a single receipt for a line of more than {_FREE_BYTES} bytes, got none. {_INSTEAD}"
         ) from e

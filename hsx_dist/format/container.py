@@ -15,16 +15,15 @@ __all__ = ["EncodedPart", "EncodedSegment", "Part", "SegmentEncoder", "SegmentIn
 
 
 def with_expires(data: bytes, part: Part, expires: float | None) -> list[Buffer] | None:
-    """A stored object of one sample with another ``expires`` in its ``meta`` (None: without); every other byte of its
-    description and its data is the same.
+    """A stored object of one sample with another ``expires`` in its ``meta`` (None: without). All else is unchanged.
 
     Args:
         data: the whole object.
-        part: the same object, as it was opened.
+        part: the same object, opened.
         expires: seconds since the epoch.
 
     Returns:
-        The object's buffers; None where ``data`` is not the object that was opened: it was replaced in between.
+        The object's buffers; None when ``data`` is not the object that was opened, because it was replaced since.
     """
     if len(data) != part.size:
         return None

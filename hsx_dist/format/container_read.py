@@ -1,4 +1,4 @@
-"""Reading parts: one header tells every place; only the chunks asked for are fetched, checked and decoded."""
+"""Reading parts. The header has the position of every chunk; only requested chunks are fetched, checked and decoded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hsx_dist.store.base import ObjectInfo
 
 
 class PartSource(Protocol):
-    """What reading needs of a ``Store``."""
+    """The subset of ``Store`` that reading needs."""
 
     @property
     def url(self) -> str: ...
@@ -32,7 +32,7 @@ class PartSource(Protocol):
     def head(self, name: str) -> ObjectInfo: ...
 
 
-#: How often an object is opened anew whose size changes meanwhile.
+#: Attempts to open an object whose size changes between the requests.
 _MOST_LOOKS = 10
 #: Memory for states: shape and dtype → a carrier array, its content arbitrary.
 Empty = Callable[[tuple[int, int, int], str], np.ndarray[Any, Any]]
@@ -40,7 +40,7 @@ Empty = Callable[[tuple[int, int, int], str], np.ndarray[Any, Any]]
 
 class Loaded(NamedTuple):
     """``states``: carrier ``[n, L, H]``; ``token_ids``: int64, from ``Part.load`` of the *whole* segment; ``attached``:
-    what was asked for and is there."""
+    the requested arrays that exist, by name."""
 
     states: np.ndarray[Any, Any]
     token_ids: np.ndarray[Any, Any]
@@ -50,16 +50,17 @@ class Loaded(NamedTuple):
 class Part:
     """One stored part, open for reading; immutable, and safe to share between threads.
 
-    Also opens a file that vLLM itself wrote (``hidden_states``, ``token_ids``, no metadata): one segment without key,
-    layer ids and checksums.
+    Also opens a file that vLLM wrote (``hidden_states``, ``token_ids``, no metadata): one segment without key, layer
+    ids and checksums.
     """
 
     def __init__(self, store: PartSource, name: str, body: bytes, size: int, front: bytes = b""):
-        """``body``: the header without its length. ``size``: the object's. ``front``: the first bytes of its data."""
+        """``body``: the header without its length field. ``size``: the object's size in bytes. ``front``: the first
+        bytes of its data."""
         self.name = name
-        #: Of the object in bytes.
+        #: Size of the object in bytes.
         self.size = size
-        #: Length field, JSON and padding.
+        #: Bytes of length field, JSON and padding.
         self.header_bytes = 8 + len(body)
         self.description, self._tensors = parse_header(body, size - self.header_bytes)
         self._store = store
@@ -78,22 +79,21 @@ class Part:
     ) -> Part:
         """Read and check the header.
 
-        ``header_bytes`` and ``size`` as a receipt has them: one request then; one more without ``header_bytes``, and
-        one without ``size``. ``front_bytes``: so much of the data, at whose front all token ids lie, is fetched in the
-        same request and kept.
+        ``header_bytes`` and ``size``: from a receipt. With both, one request; each omitted argument costs one more.
+        ``front_bytes``: bytes of data to fetch in the same request and keep. All token ids are at the front.
 
         Raises:
-            NotFound, StoreError: the store's.
-            FormatError: this is no part, or it is cut short; ``UnknownCodec`` when its codec is not registered.
+            NotFound, StoreError: raised by the store.
+            FormatError: the object is not a part, or is truncated; ``UnknownCodec`` when its codec is not registered.
             IntegrityError: its description changed after it was written.
         """
-        with _told(f"{store.url.rstrip('/')}/{name}"):
+        with _located(f"{store.url.rstrip('/')}/{name}"):
             for _ in range(_MOST_LOOKS if size is None else 0):
                 found = store.head(name).size
                 try:
                     return cls._open(store, name, header_bytes, found, front_bytes)
                 except FormatError:
-                    # A server may have replaced the object between two requests.
+                    # If a server replaced the object between two requests, open it again.
                     if store.head(name).size == found:
                         raise
             return cls._open(store, name, header_bytes, store.head(name).size if size is None else size, front_bytes)
@@ -107,10 +107,10 @@ class Part:
         if length - 8 > MAX_HEADER_BYTES or length > size:
             raise FormatError(
                 f"expected a header of at most {MAX_HEADER_BYTES} bytes within the object ({size} bytes), "
-                f"it claims {length - 8}: not a safetensors file?"
+                f"got a claim of {length - 8} bytes. Check that this is a safetensors file"
             )
         if header_bytes is not None and length != header_bytes:
-            raise FormatError(f"expected a header of {header_bytes} bytes, the object says {length}")
+            raise FormatError(f"expected a header of {header_bytes} bytes, got {length}")
         body = _ranges(store, name, [(8, length)])[0] if header_bytes is None else data[8:length]
         return cls(store, name, bytes(body), size, bytes(data[length:]))
 
@@ -120,7 +120,7 @@ class Part:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What the run knew when it wrote the part: model, revision, versions, …"""
+        """The run's description when it wrote the part: model, revision, versions, …"""
         return dict(self.description.about)
 
     @property
@@ -128,40 +128,40 @@ class Part:
         return self.description.segments
 
     def check_size(self) -> None:
-        """Ask the store for the object's size: ``size`` may be a receipt's claim. ``FormatError`` if they differ."""
+        """Compare ``size``, which may be a receipt's claim, with the store's. ``FormatError`` if they differ."""
         found = self._store.head(self.name).size
         if found != self.size:
             raise FormatError(f"{self._where}: expected {self.size} bytes, got {found}")
 
     def layer_bytes(self, i: int) -> dict[int, int]:
-        """Layer id → stored bytes of the states of segment ``i``; empty for a file that does not tell its layers."""
+        """Layer id → stored bytes of the states of segment ``i``; empty for a file without layer ids."""
         info = self._info(i)
         return {layer: info.layer_bytes(k) for k, layer in enumerate(info.layer_ids)}
 
     def loss(self, i: int) -> dict[int, Loss]:
-        """Layer id → what a lossy codec lost in segment ``i``, as measured when it was written; empty otherwise."""
+        """Layer id → a lossy codec's loss in segment ``i``, measured when it was written; empty for other codecs."""
         info = self._info(i)
         return dict(zip(info.layer_ids, info.loss, strict=False))
 
     def attached_names(self, i: int) -> frozenset[str]:
-        """What is attached to the sample whose first segment this is; known from the header."""
+        """Names of the arrays attached to the sample whose first segment is ``i``. Makes no request."""
         return frozenset(self._info(i).attached)
 
     def attached_shape(self, i: int, name: str) -> tuple[int, ...] | None:
-        """The shape of what is attached under this name; known from the header. ``None``: there is nothing."""
+        """The shape of the array attached under this name; ``None`` when there is none. Makes no request."""
         found = self._info(i).attached.get(name)
         return None if found is None else found.shape
 
     def attached(self, i: int, names: Collection[str] | None = None) -> dict[str, np.ndarray[Any, Any]]:
-        """The small arrays that a user attached to the sample whose first segment this is, by name; ``names``: only
-        these, as far as they are there."""
+        """The small arrays that a user attached to the sample whose first segment is ``i``, by name. ``names``: only
+        these; a name without an array is ignored."""
         wanted = [name for name in self._info(i).attached if names is None or name in names]
-        with _told(self._where):
+        with _located(self._where):
             return self._attached(i, wanted, self._fetch([self._attached_range(i, name) for name in wanted]))
 
     def token_ids(self, i: int) -> np.ndarray[Any, Any]:
         """Token ids of segment ``i``: int64 ``[n]``."""
-        with _told(self._where):
+        with _located(self._where):
             return self._token_ids(i, self._fetch([self._token_range(i)])[0])
 
     def read(
@@ -174,15 +174,15 @@ class Part:
     ) -> np.ndarray[Any, Any]:
         """States of segment ``i``: the dtype's carrier, ``[n, len(layers), H]``; ``out`` if given, else a new array.
 
-        ``layers``: vLLM's layer ids, in the order wanted; ``None``: all, as stored. ``tokens``: ``(start, stop)``
-        counted from the segment's start.
+        ``layers``: vLLM's layer ids, in the order of the result; ``None``: all, in stored order. ``tokens``:
+        ``(start, stop)`` counted from the segment's start.
 
         Raises:
-            ConfigError: there is no such layer or token.
-            FormatError: the data is cut short or is no encoding of that shape.
-            IntegrityError: a checksum fails.
+            ConfigError: the segment has no such layer or token.
+            FormatError: the data is truncated or is not an encoding of that shape.
+            IntegrityError: a checksum does not match.
         """
-        with _told(self._where):
+        with _located(self._where):
             return self._read(i, layers, tokens, out, [])[0]
 
     def load(
@@ -195,20 +195,21 @@ class Part:
         attached: Collection[str] = (),
         empty: Empty | None = None,
     ) -> Loaded:
-        """``read``, the token ids, and of what is ``attached`` that of these names: fetched together.
+        """``read``, the token ids, and the attached arrays with names in ``attached``, fetched in one call.
 
-        ``empty``: where the memory for the states comes from, without ``out``.
+        ``empty``: allocates the memory for the states when ``out`` is not given.
         """
         names = [name for name in self._info(i).attached if name in attached]
         extra = [self._token_range(i), *(self._attached_range(i, name) for name in names)]
-        with _told(self._where):
+        with _located(self._where):
             states, (ids, *views) = self._read(i, layers, tokens, out, extra, empty)
             return Loaded(states, self._token_ids(i, ids), self._attached(i, names, views))
 
     def scan(self, i: int) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
-        """Every chunk of segment ``i``, checked and decoded: position of the layer, states ``[rows, H]`` (carrier)."""
+        """Yield every chunk of segment ``i``, checked and decoded: position of the layer, states ``[rows, H]``
+        (carrier)."""
         info = self.segments[i]
-        with _told(self._where):
+        with _located(self._where):
             if self.description.schema == "vllm":
                 for c in range(info.num_chunks):
                     rows = self._rows(i, c, self._fetch([self._row_range(i, c, c + 1)])[0])
@@ -255,13 +256,13 @@ class Part:
         return start, start + sum(sizes[first:last])
 
     def _fetch(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """Of the data; what came with the header is at hand."""
+        """Byte ranges of the data. Those within ``front``, which was fetched with the header, need no request."""
         front, shift = self._front, self.header_bytes
         far = [(shift + a, shift + b) for a, b in ranges if b > front.nbytes]
         fetched = iter(_ranges(self._store, self.name, far) if far else ())
         return [front[a:b] if b <= front.nbytes else next(fetched) for a, b in ranges]
 
-    # -- what came -------------------------------------------------------------------------------------------------
+    # -- fetched bytes ---------------------------------------------------------------------------------------------
 
     def _read(
         self,
@@ -285,7 +286,7 @@ class Part:
         views = self._fetch([*extra, *wanted])
         extras, views = views[: len(extra)], views[len(extra) :]
         shape = (stop - start, len(picks), info.hidden_size)
-        if out is None:  # only now: what was fetched has shown that the segment is there
+        if out is None:  # allocate after the fetch, which has shown that the object holds the segment's bytes
             nbytes = shape[0] * shape[1] * info.row_bytes
             check_expansion(nbytes, sum(view.nbytes for view in views))
             out = (empty or new_states)(shape, info.dtype)
@@ -310,7 +311,8 @@ class Part:
         out: np.ndarray[Any, Any],
         start: int,
     ) -> None:
-        """Decode ``chunks`` of a layer, which are ``view``, into ``out`` ``[n, H]``: tokens from ``start`` on."""
+        """Decode ``chunks`` of a layer from their stored bytes, ``view``, into ``out`` ``[n, H]``: tokens from
+        ``start`` on."""
         info = self._info(i)
         sizes = info.chunk_sizes(k)
         begin, stop = 0, start + len(out)
@@ -330,7 +332,7 @@ class Part:
         assert info.crcs is not None, "only a file in schema vllm has no checksums"
         place = f"segment {i}, layer {info.layer_ids[k]}, tokens {info.chunk_span(c)}"
         _check(crc32c(data), info.crcs[k][c], place)
-        with _told(place):
+        with _located(place):
             codec_for(self.codec, info.dtype).decode(data, out, info.dtype)
 
     def _rows(self, i: int, c: int, view: memoryview) -> np.ndarray[Any, Any]:
@@ -356,15 +358,17 @@ class Part:
 
 
 def new_states(shape: tuple[int, int, int], dtype: str) -> np.ndarray[Any, Any]:
-    """An empty carrier array. ``FormatError`` when it is larger than this machine can hold."""
+    """An uninitialised carrier array. ``FormatError`` when this machine cannot allocate it."""
     try:
         return np.empty(shape, CARRIER[dtype])
     except (MemoryError, ValueError) as e:
-        raise FormatError(f"claims {shape[0]} tokens of {shape[1]} layers: more than this machine can hold") from e
+        raise FormatError(
+            f"expected states that fit this machine's memory, got a claim of {shape[0]} tokens of {shape[1]} layers"
+        ) from e
 
 
 def _empty_chunk(info: SegmentInfo, chunk: int, data: memoryview) -> np.ndarray[Any, Any]:
-    """``[rows, H]`` for one layer of a chunk that ``data`` encodes."""
+    """Memory ``[rows, H]`` for one layer of a chunk; ``data``: its encoding."""
     a, b = info.chunk_span(chunk)
     check_expansion((b - a) * info.row_bytes, data.nbytes)
     return new_states((b - a, 1, info.hidden_size), info.dtype)[:, 0]
@@ -382,18 +386,18 @@ def _positions(info: SegmentInfo, layers: Sequence[int] | None) -> list[int]:
     if layers is None:
         return list(range(info.num_layers))
     if not isinstance(layers, Iterable) or isinstance(layers, str | bytes):
-        raise ConfigError(f"layers: expected a sequence of layer ids, got {layers!r}; pass [{layers!r}]")
+        raise ConfigError(f"layers: expected a sequence of layer ids, got {layers!r}. Pass [{layers!r}]")
     layers = list(layers)
     positions = {layer: k for k, layer in enumerate(info.layer_ids)}
     unknown = [layer for layer in layers if layer not in positions]
     if unknown:
-        stored = ", ".join(map(str, info.layer_ids)) or "(it does not say: read it with layers=None)"
+        stored = ", ".join(map(str, info.layer_ids)) or "layers without ids. Read them with layers=None"
         raise ConfigError(f"layers: {unknown} are not stored; stored are {stored}")
     return [positions[layer] for layer in layers]
 
 
 def _place(out: np.ndarray[Any, Any], x: np.ndarray[Any, Any], span: tuple[int, int], start: int, stop: int) -> None:
-    """Copy the rows of a chunk (tokens ``span``) that lie in ``[start, stop)`` to their place in ``out``."""
+    """Copy the rows of a chunk (tokens ``span``) within ``[start, stop)`` to their place in ``out``."""
     a, b = max(span[0], start), min(span[1], stop)
     out[a - start : b - start] = x[a - span[0] : b - span[0]]
 
@@ -408,7 +412,7 @@ def _check(crc: int, expected: int, what: str) -> None:
 def _ranges(store: PartSource, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
     try:
         views = store.get_ranges(name, ranges)
-    except ValueError as e:  # the store's word for a range past the end
+    except ValueError as e:  # the store raises it for a range past the object's end
         raise FormatError(f"cut short: {e}") from e
     for (start, stop), view in zip(ranges, views, strict=True):
         if view.nbytes != stop - start:
@@ -417,8 +421,8 @@ def _ranges(store: PartSource, name: str, ranges: Sequence[tuple[int, int]]) -> 
 
 
 @contextmanager
-def _told(where: str) -> Iterator[None]:
-    """Format errors say where."""
+def _located(where: str) -> Iterator[None]:
+    """Prefix format errors with ``where``."""
     try:
         yield
     except FormatError as e:

@@ -1,4 +1,4 @@
-"""Pages → encoded segments → one part, as a list of buffers that goes out without ever being joined."""
+"""Pages → encoded segments → one part: a list of buffers that is uploaded without concatenation."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class EncodedSegment:
     """A whole segment, encoded.
 
     ``info``: as a part describes it, with codec ``none`` in the layout of ``chunks``. ``token_ids``: int64 ``[n]``.
-    ``chunks``: what the codec made, uint8, ``[layer][chunk]``. ``attached``: name → the user's own small array.
-    ``plain``: the values, token-major, as vLLM's schema has them: ``chunks`` is ``[1][chunk]``, each ``[n, L, H]``.
+    ``chunks``: the codec's output, uint8, ``[layer][chunk]``. ``attached``: name → the user's small array.
+    ``plain``: values in token-major order, as in vLLM's schema: ``chunks`` is ``[1][chunk]``, each ``[n, L, H]``.
     """
 
     info: SegmentInfo
@@ -56,7 +56,7 @@ class EncodedSegment:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes that the segment adds to a part's data: chunks, token ids, and what is attached."""
+        """Bytes that the segment adds to a part's data: chunks, token ids and attached arrays."""
         small = self.token_ids.nbytes + sum(a.nbytes for a in self.attached.values())
         return small + sum(chunk.nbytes for layer in self.chunks for chunk in layer)
 
@@ -67,13 +67,13 @@ class EncodedSegment:
 
     @cached_property
     def header_nbytes(self) -> int:
-        """No fewer than the bytes that the segment adds to a part's header (which safetensors limits to 100 MB)."""
+        """Upper bound of the bytes that the segment adds to a part's header, which safetensors limits to 100 MB."""
         layers, chunks = self.info.num_layers, self.info.num_chunks
         key = 14 * len(self.segment.key)  # one character beyond the BMP: two escapes, escaped again
         attached = sum(240 + 2 * len(name) + 44 * a.ndim for name, a in self.attached.items())
         if meta := stored_meta(self.segment):
-            # Its quotes and escapes are escaped again. As strict as the description: what cannot be stored costs its
-            # segment here, and would cost the whole part there.
+            # Its quotes and escapes are escaped again. ``allow_nan=False``, as in the description: a value that cannot
+            # be stored fails its segment here; in ``build_part`` it would fail the whole part.
             key += 2 * len(json.dumps(meta, sort_keys=True, allow_nan=False)) + 8
         return 640 + key + attached + layers * (24 + 120 + 48) + layers * chunks * 24
 
@@ -89,9 +89,9 @@ class _Chunk:
 class SegmentEncoder:
     """Collects and encodes the pages of *one* segment, in any order, from several threads at once.
 
-    After ``add`` has returned nothing refers to the page's buffer any more. ``allocate(n)`` gives the memory for
-    encoded bytes, uint8 ``[n]``: that of a ``BlockPool`` where many parts are made. ``alone``: the segment will be an
-    object of its own; a whole sample is then laid out as vLLM's schema wants it at once, and never copied again.
+    After ``add`` returns, nothing refers to the page's buffer. ``allocate(n)`` returns memory for encoded bytes, uint8
+    ``[n]``; a process that builds many parts passes a ``BlockPool``'s. ``alone``: the segment will be the only one of
+    its object. ``add`` then lays out a whole sample as vLLM's schema requires, which saves a copy later.
     """
 
     def __init__(self, codec: Codec, allocate: Allocate = allocate, *, alone: bool = False):
@@ -104,17 +104,18 @@ class SegmentEncoder:
         self._done: dict[int, _Chunk] = {}
 
     def add(self, page: Page, look: Callable[[int, np.ndarray[Any, Any]], None] = lambda *_: None) -> int:
-        """Encode one page; how many bytes that made, token ids included: all pages' sum is the segment's ``nbytes``.
+        """Encode one page. Returns the encoded bytes, token ids included; the sum over all pages is the segment's
+        ``nbytes`` without attached arrays.
 
-        ``look`` is shown a layer's position and rows of it, until it has seen every row of each.
+        Calls ``look`` with a layer's position and some of its rows, until it has got every row of every layer.
 
         Raises:
-            ValueError: the page is no page of this segment, does not begin and end where a chunk does, or came before.
+            ValueError: the page is of another segment, does not begin and end where a chunk does, or was added before.
         """
         with self._lock:
             info = _check_page(page, self._info)
             if page.chunk in self._taken:
-                raise ValueError(f"{_where(info.segment)}: page {page.chunk} came twice")
+                raise ValueError(f"{_where(info.segment)}: expected each page once, got page {page.chunk} twice")
             self._info = info
             self._taken.add(page.chunk)
         codec = codec_for(self._codec, page.dtype)
@@ -159,18 +160,18 @@ class SegmentEncoder:
 
     @property
     def complete(self) -> bool:
-        """Whether every page has been added and encoded."""
+        """Whether all pages are added and encoded."""
         with self._lock:
             return self._info is not None and len(self._done) == self._info.num_chunks
 
     def finish(self, attached: Mapping[str, np.ndarray[Any, Any]] | None = None) -> EncodedSegment:
-        """The segment.
+        """Return the segment.
 
-        ``attached``: small arrays of the user's that belong to the sample (a loss mask, a label), by name; they go with
-        its first segment. Default: what its pages carry.
+        ``attached``: the user's small arrays for the sample (a loss mask, a label), by name, stored with its first
+        segment. Default: the arrays that its pages carry.
 
         Raises:
-            ValueError: pages are missing; something is attached that cannot be stored, or not to the first segment.
+            ValueError: pages are missing; an attached array cannot be stored or is not for the first segment.
         """
         with self._lock:
             info = self._info
@@ -200,25 +201,26 @@ class SegmentEncoder:
 
 @dataclass(frozen=True, eq=False)
 class EncodedPart:
-    """One object, ready to be put. ``buffers``: the header first; their concatenation has ``size`` bytes."""
+    """One object, ready to upload. ``buffers``: the header first; their concatenation has ``size`` bytes."""
 
     header: bytes
     buffers: list[Buffer]
     size: int
-    #: Of the whole object, eight hex digits.
+    #: CRC-32C of the whole object, eight hex digits.
     crc32c: str
-    #: Length of ``header``: length field, JSON and padding.
+    #: Bytes of ``header``: length field, JSON and padding.
     header_bytes: int
     raw_bytes: int
 
 
 def build_part(segments: Sequence[EncodedSegment], codec: Codec, about: Mapping[str, Any]) -> EncodedPart:
-    """One part of ``segments``, which ``codec`` encoded; the data is referred to, not copied.
+    """Build one part from ``segments``, which ``codec`` encoded. The part refers to their data without a copy.
 
-    A whole sample alone, with codec ``none``, becomes vLLM's own schema (its layers are transposed, a chunk at a time).
-    ``about`` (JSON types) is what the run knows: model, revision, versions, …
-    Raises ``ValueError`` when there are no segments, one comes twice, another codec made
-    them, or the header grows too large.
+    A whole sample alone, with codec ``none``, is stored in vLLM's schema: its layers are transposed, one chunk at a
+    time. ``about`` (JSON types) describes the run: model, revision, versions, …
+
+    Raises:
+        ValueError: no segments; a segment is given twice; another codec encoded them; or the header is too large.
     """
     if not segments:
         raise ValueError("expected at least one segment, got none")
@@ -227,7 +229,7 @@ def build_part(segments: Sequence[EncodedSegment], codec: Codec, about: Mapping[
     if any(s.codec != codec for s in segments):
         raise ValueError(f"expected segments that {codec} encoded, got {sorted({str(s.codec) for s in segments})}")
     if len(segments) > 1 and any(s.plain for s in segments):
-        raise ValueError("expected segments that were not laid out to be objects of their own, got some that were")
+        raise ValueError("expected segments in the layout for several to a part, got one encoded with alone=True")
     if len(segments) == 1 and _is_a_vllm_sample(segments[0].segment) and isinstance(codec, NoneCodec):
         description, data = _vllm_schema(segments[0], codec, about)
     else:
@@ -237,20 +239,23 @@ def build_part(segments: Sequence[EncodedSegment], codec: Codec, about: Mapping[
     size = len(header) + description.data_bytes
     actual = sum(_nbytes(b) for b in buffers)
     if actual != size:
-        raise ValueError(f"expected {size} bytes, got {actual}: {codec} made chunks of a wrong size")
+        raise ValueError(f"expected {size} bytes, got {actual}: {codec} encoded chunks of a wrong size")
     crc = crc32c_hex(_crc32c_of([(header, None), *data]))
     return EncodedPart(header, buffers, size, crc, len(header), sum(s.raw_nbytes for s in segments))
 
 
-#: Of what is going to be stored: a buffer and, where it is known, its crc32c.
+#: A buffer to store, and its crc32c if known.
 _Piece = tuple[Buffer, int | None]
-#: Reading fewer bytes than this costs less than joining their crc to another.
+#: Computing the crc of fewer bytes than this costs less than joining a known crc to another.
 _WORTH_JOINING = 512 << 10
 
 
 def _crc32c_of(pieces: Iterable[_Piece]) -> int:
-    """Of the whole, by what is known of its pieces: chunks are read once, when they are encoded, and what happens to
-    them afterwards does not go into the crc that a reader compares with."""
+    """CRC-32C of the concatenated pieces, from the known crcs of large pieces.
+
+    Chunks are thus read only once, when they are encoded. A later corruption in memory does not enter the crc, so that
+    a reader detects it.
+    """
     value = 0
     for buffer, known in pieces:
         if known is not None and (nbytes := _nbytes(buffer)) >= _WORTH_JOINING:
@@ -261,12 +266,12 @@ def _crc32c_of(pieces: Iterable[_Piece]) -> int:
 
 
 def _is_a_vllm_sample(s: Segment) -> bool:
-    """Whether the schema of vLLM can hold it: one whole sample's hidden states."""
+    """Whether vLLM's schema can hold the segment: one whole sample's hidden states."""
     return not s.of_points and s.index == 0 and s.start == 0 and s.stop == s.total
 
 
 def _checked(s: EncodedSegment) -> Iterator[tuple[Sequence[np.ndarray[Any, Any]], tuple[int, ...]]]:
-    """Its chunks and their crc32c, a layer after the other."""
+    """The segment's chunks and their crc32c, layer by layer."""
     assert s.info.crcs is not None, "an encoder takes the crc32c of each chunk"
     return zip(s.chunks, s.info.crcs, strict=True)
 
@@ -295,7 +300,7 @@ def _vllm_schema(s: EncodedSegment, codec: Codec, about: Mapping[str, Any]) -> t
 
 
 def _transposed(s: EncodedSegment) -> tuple[Sequence[np.ndarray[Any, Any]], tuple[int, ...]]:
-    """Token-major chunks, and their crc32c: a copy."""
+    """A copy of the chunks in token-major order, and their crc32c."""
     carrier, width = CARRIER[s.info.dtype], s.info.hidden_size
     layers = ([layer[c].view(carrier).reshape(-1, width) for layer in s.chunks] for c in range(s.info.num_chunks))
     states = [flat(np.stack(chunk, axis=1)) for chunk in layers]
@@ -303,7 +308,7 @@ def _transposed(s: EncodedSegment) -> tuple[Sequence[np.ndarray[Any, Any]], tupl
 
 
 def _check_attached(segment: Segment, attached: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
-    """Little-endian, contiguous copies of what is attached."""
+    """Check the attached arrays. Returns little-endian, contiguous copies."""
     if attached and (segment.index or segment.column):
         raise ValueError(
             f"{_where(segment)}: expected attached arrays with segment 0 alone, of column 0, got {sorted(attached)}"
@@ -312,8 +317,8 @@ def _check_attached(segment: Segment, attached: Mapping[str, np.ndarray[Any, Any
     for name, value in attached.items():
         if name in RESERVED_NAMES:
             raise ValueError(
-                f"{_where(segment)}: expected other names to attach than {', '.join(sorted(RESERVED_NAMES))}, got "
-                f"{name!r}. Rename the array"
+                f"{_where(segment)}: expected an array to attach with another name than "
+                f"{', '.join(sorted(RESERVED_NAMES))}, got {name!r}. Rename the array"
             )
         array = np.array(value, order="C")
         little = array.dtype.newbyteorder("<")
@@ -336,11 +341,11 @@ def _check_attached(segment: Segment, attached: Mapping[str, np.ndarray[Any, Any
 
 
 def _check_page(page: Page, known: SegmentInfo | None) -> SegmentInfo:
-    """What the page says of its segment, if it agrees with what is ``known`` and with itself."""
+    """Check a page for consistency, and against ``known``, the segment of the pages before it. Returns its segment."""
     s, n = page.segment, page.num_tokens
     info = SegmentInfo(s, tuple(page.layer_ids), page.dtype, page.hidden_size, page.chunk_tokens, len(page.layer_ids))
     if known is not None and info != known:
-        raise ValueError(f"{_where(known.segment)}: a page of something else came: expected {known}, got {info}")
+        raise ValueError(f"{_where(known.segment)}: expected a page of {known}, got a page of {info}")
     if known is None:
         if not 0 <= s.start < s.stop <= s.total or s.index < 0 or page.chunk_tokens < 1 or page.hidden_size < 1:
             raise ValueError(f"expected a segment of at least one token within its sample, got {info}")

@@ -1,19 +1,19 @@
-"""Which of a key's segments make its sample. Adding a segment costs the same, however many were added before."""
+"""Which of a key's segments form its sample. Adding a segment takes constant time, however many were added before."""
 
 from __future__ import annotations
 
 from hsx_dist.format.segments import SegmentProof
 
-#: What all segments of a sample share: its number of tokens, of columns, and the hash of the ids.
+#: Shared by all segments of a sample: its number of tokens, its number of columns, and the hash of the ids.
 _Identity = tuple[int, int, str]
 
 
-#: A place in a manifest, and the proof there.
+#: A place in a manifest, and the proof at that place.
 _Proven = tuple[int, SegmentProof]
 
 
 class Copies:
-    """The segments of one key. ``added``: for the caller, how many of its list were added."""
+    """The segments of one key. ``added``: for the caller's use, how many segments of its list were added."""
 
     def __init__(self) -> None:
         self.added = 0
@@ -22,7 +22,7 @@ class Copies:
         self._disputed: set[int] = set()
 
     def add(self, place: int, attempt: int, proof: SegmentProof) -> None:
-        """Take into account the segment that an attempt proves at ``place``."""
+        """Add the segment that an attempt proves at ``place``."""
         found = self._attempts.setdefault(attempt, _Attempt())
         found.add(place, proof)
         (self._whole.add if found.whole else self._whole.discard)(attempt)
@@ -30,11 +30,11 @@ class Copies:
             self._disputed.add(attempt)
 
     def sample(self) -> list[int]:
-        """The places of the segments of the highest attempt that proves the whole sample; empty when there is none."""
+        """The places of the segments of the highest attempt that proves the whole sample; empty without one."""
         return self._attempts[max(self._whole)].sample() if self._whole else []
 
     def disputed(self) -> set[int]:
-        """The attempts that stored the key with different tokens, none older than the one that ``sample`` is of."""
+        """The attempts that stored the key with different tokens, except those older than the attempt of ``sample``."""
         if not self._whole:
             return self._disputed
         used = max(self._whole)
@@ -42,12 +42,12 @@ class Copies:
 
 
 class _Attempt:
-    """The segments of one key that one attempt proves. Only those that agree in their identity are joined."""
+    """The segments of one key that one attempt proves. Only segments with equal identity form a sample."""
 
     def __init__(self) -> None:
-        #: By identity, column, index and start: the segment of the lowest part name.
+        #: By identity, column, index and start: the segment with the lowest part name.
         self._chosen: dict[tuple[_Identity, int, int, int], _Proven] = {}
-        #: By identity and column: how many segments follow one another from the first token on, and where they end.
+        #: By identity and column: the number of consecutive segments from the first token on, and their end.
         self._ends: dict[tuple[_Identity, int], tuple[int, int]] = {}
         #: By identity: the columns whose segments cover all tokens.
         self._covered: dict[_Identity, set[int]] = {}
@@ -85,13 +85,14 @@ class _Attempt:
     def _is_covered(self, identity: _Identity, column: int) -> bool:
         if not self._mixed:
             return self._ends[identity, column][1] == identity[0]
-        # Where the whole sample's hash is not known, segments whose tokens differ must not be joined either.
+        # The whole sample's hash may be unknown (empty), so segments with different tokens can have equal identities.
+        # In a mixed attempt only a single segment that covers the column counts.
         first = self._chosen.get((identity, column, 0, 0))
         return first is not None and first[1].segment.stop == identity[0]
 
     def sample(self) -> list[int]:
-        """The places of the segments of a whole sample, a column after the other; of several the one whose first part
-        has the lowest name."""
+        """The places of a whole sample's segments, column by column. Of several samples, the one with the lowest name
+        of the first segment's part is chosen."""
         identity = min(sorted(self.whole), key=lambda known: self._chosen[known, 0, 0, 0][1].part)
         return [place for column in range(identity[1]) for place in self._column(identity, column)]
 

@@ -1,7 +1,7 @@
-"""What a part says of itself, and the safetensors table that follows from it.
+"""A part's description, and the safetensors table computed from it.
 
 The table is never trusted: writer and reader compute it from the description with the same code, and the reader
-compares. A description is covered by a crc of its own, so that a flipped bit in it cannot pass for another shape.
+compares. A separate crc covers the description, so that a flipped bit cannot result in another valid shape.
 """
 
 from __future__ import annotations
@@ -24,48 +24,49 @@ from hsx_dist.format.json_objects import check_depth, number, parse_json, shown
 from hsx_dist.format.loss import Loss
 from hsx_dist.page import CARRIER, FLOATS, HIDDEN_STATES, Segment
 
-#: Version of the layout. What an old reader would misread gets a new number; new keys in the description do not.
+#: Version of the layout. A change that an old reader would misread gets a new number; a new key in the description
+#: does not.
 FORMAT = "hsx/1"
-#: Of a part in which a segment is not all of its sample's columns, or of another point than the hidden states.
+#: Version of a part with a segment of several columns, or of another point than the hidden states.
 FORMAT_OF_POINTS = "hsx/2"
-#: The limit of the safetensors library, header length field not counted.
+#: The limit of the safetensors library, without the header's length field.
 MAX_HEADER_BYTES = 100_000_000
-#: Raw bytes of one chunk of one layer: what a reader must hold to decode it.
+#: Raw bytes of one chunk of one layer: a reader allocates them to decode it.
 MAX_CHUNK_BYTES = 256 << 20
-#: A header is an untrusted claim. Products of these two with a value's bytes fit 64 bits.
+#: Limits for untrusted headers. The product of these two and a value's bytes fits 64 bits.
 MAX_HIDDEN_SIZE = 1 << 20
 MAX_TOKENS = 1 << 40
 MAX_COLUMNS = 1 << 16
 
-#: Our dtype names → those of safetensors.
+#: Our dtype names → safetensors' names.
 TENSOR_DTYPE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "int32": "I32"}
-#: What users may attach to a sample: names of safetensors → numpy's.
+#: Dtypes of attached arrays: safetensors' names → numpy's names.
 ATTACHMENT_DTYPE = {
     "BOOL": "bool", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "F16": "<f2",
     "U32": "<u4", "I32": "<i4", "F32": "<f4", "U64": "<u8", "I64": "<i8", "F64": "<f8",
 }  # fmt: skip
 ATTACHMENT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-#: What readers call a sample's own parts. Nothing else is attached under these names.
+#: Names that readers use for a sample's fields. An attached array must not have one.
 RESERVED_NAMES = frozenset({"hidden_states", "token_ids", "layer_ids", "input_ids", "key", "meta"})
-#: Of one attached array. A loss mask takes one byte a token.
+#: Limit of one attached array. A loss mask takes one byte per token.
 MAX_ATTACHED_BYTES = 64 << 20
 _POINT = re.compile(r"[a-z][a-z0-9_]{0,63}")
-#: Written into every part, for whoever finds one alone.
+#: Written into every part, so that a part without its run explains itself.
 LAYER_MEANING = (
     "layer id k is the residual stream that enters decoder layer k: 0 the embeddings, N (the model's number of "
     "layers) the last layer's output before the final norm"
 )
 _LAYER_MEANING_OF_POINTS = f"of hidden_states, {LAYER_MEANING}; of another point, layer id k is decoder layer k"
 _WIDTH = {**{k: np.dtype(v).itemsize for k, v in ATTACHMENT_DTYPE.items()}, "BF16": 2}
-#: What the segments of a part usually have in common, and is then written once.
+#: Members that the segments of a part usually have in common. If so, they are written once.
 _SHARED = ("dtype", "hidden_size", "layer_ids", "chunk_tokens", "index", "start")
-#: What a segment says besides in a part of points.
+#: Additional members of a segment in a part with ``FORMAT_OF_POINTS``.
 _OF_POINTS = ("point", "column", "columns", "shard", "shards", "head")
 _DTYPE_OF_TENSOR = {TENSOR_DTYPE[dtype]: dtype for dtype in FLOATS}
-#: A chunk of a file without a description: such a file has no checksums, so this only sets how much is held at once.
+#: Chunk size for a file without a description. Such a file has no checksums, so this only limits the memory in use.
 _PLAIN_CHUNK_BYTES = 1 << 20
 
-#: ``segments``: a tensor for each segment and layer. ``vllm``: one sample as ``hidden_states`` and ``token_ids``.
+#: ``segments``: one tensor per segment and layer. ``vllm``: one sample as ``hidden_states`` and ``token_ids``.
 Schema = Literal["segments", "vllm"]
 #: (safetensors dtype, shape, (begin, end) within the data section)
 Tensor = tuple[str, tuple[int, ...], tuple[int, int]]
@@ -73,7 +74,7 @@ Tensor = tuple[str, tuple[int, ...], tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """A small tensor of the user's that is stored with a sample. ``dtype``: safetensors' name."""
+    """A user's small tensor that is stored with a sample. ``dtype``: safetensors' name."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -86,13 +87,14 @@ class Attachment:
 
 @dataclass(frozen=True, slots=True)
 class SegmentInfo:
-    """One segment of a part, as the part describes it: its shape, and what finds and checks its chunks.
+    """One segment of a part, as the part describes it: its shape, and the sizes and checksums of its chunks.
 
-    ``layer_ids`` are vLLM's, in stored order; empty in a file that does not tell them.
-    ``sizes``: stored bytes of every chunk, ``[layer][chunk]``; empty with codec ``none``, where shapes tell them.
+    ``layer_ids`` are vLLM's, in stored order; empty in a file that does not name them.
+    ``sizes``: stored bytes of every chunk, ``[layer][chunk]``; empty with codec ``none``, where they follow from the
+    shape.
     ``crcs``: crc32c of every chunk, ``[layer][chunk]``; in schema ``vllm`` of all layers at once, ``[0][chunk]``.
-    ``None``, as ``token_crc``, in a file of vLLM's own, which has no checksums, and while a segment is encoded.
-    ``loss``: of every layer, with a lossy codec. ``attached``: name → the user's tensor.
+    ``crcs`` and ``token_crc`` are ``None`` in a file that vLLM wrote, and while a segment is encoded.
+    ``loss``: per layer, with a lossy codec. ``attached``: name → the user's tensor.
     """
 
     segment: Segment
@@ -133,13 +135,13 @@ class SegmentInfo:
 
     def layer_bytes(self, layer: int) -> int:
         """Stored bytes of the ``layer``-th stored layer."""
-        # Without sizes no chunk is counted: a short header of schema ``vllm`` claims layers times chunks of them.
+        # Without sizes, do not add up the chunks: a short header of schema ``vllm`` may claim billions of them.
         return sum(self.sizes[layer]) if self.sizes else self.segment.num_tokens * self.row_bytes
 
 
 @dataclass(frozen=True)
 class Description:
-    """Everything that a part says of itself; its JSON is in the safetensors metadata under ``hsx``."""
+    """A part's description. Its JSON is in the safetensors metadata under ``hsx``."""
 
     codec: Codec
     about: Mapping[str, Any]
@@ -148,14 +150,14 @@ class Description:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Name → dtype, shape and place of every tensor, in the order in which they lie, without holes."""
-        # The widest type first: every tensor is then aligned for its dtype, as views in torch need it.
+        """Name → dtype, shape and place of every tensor, in stored order, without gaps."""
+        # The widest type first, so that every tensor is aligned for its dtype. Views in torch require it.
         entries = sorted(self._entries(), key=lambda e: -_WIDTH[e[1]])
         ends = accumulate(e[3] for e in entries)
         return {name: (d, shape, (end - size, end)) for (name, d, shape, size), end in zip(entries, ends, strict=True)}
 
     def _entries(self) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
-        """Name, dtype, shape and bytes of every tensor, a segment after the other."""
+        """Name, dtype, shape and bytes of every tensor, segment by segment."""
         plain, vllm = isinstance(self.codec, NoneCodec), self.schema == "vllm"
         for i, info in enumerate(self.segments):
             prefix = "" if vllm else f"{i}."
@@ -180,7 +182,7 @@ class Description:
 
     @property
     def format(self) -> str:
-        """The oldest version that can hold it."""
+        """The oldest version that can describe this part."""
         return FORMAT_OF_POINTS if self.of_points else FORMAT
 
     @property
@@ -189,7 +191,7 @@ class Description:
         return max(end for _, _, (_, end) in self.tensors.values())
 
     def to_json(self) -> str:
-        """Compact, sorted, pure ASCII: equal descriptions are equal strings."""
+        """Compact, sorted JSON in ASCII. Equal descriptions result in equal strings."""
         rows = [_row(info, of_points=self.of_points) for info in self.segments]
         shared = (*_SHARED, *_OF_POINTS) if self.of_points else _SHARED
         common = {k: rows[0][k] for k in shared if all(r[k] == rows[0][k] for r in rows)}
@@ -205,9 +207,10 @@ class Description:
 
     @classmethod
     def from_json(cls, text: str, num_tensors: int | None = None) -> Description:
-        """Read and check every number. ``FormatError`` (``UnknownCodec`` for its codec) says what is wrong.
+        """Parse a description and check every number. Raises ``FormatError``; ``UnknownCodec`` for an unknown codec.
 
-        ``num_tensors``: of the header's table. A description of more is refused before an object is made for each.
+        ``num_tensors``: tensors in the header's table. A description with more is refused before it allocates an object
+        for each.
         """
         body = _typed(parse_json(text, floats=True), dict, "the description")
         about = _get(body, "about", dict)
@@ -221,7 +224,7 @@ class Description:
         if not items or (schema == "vllm" and len(items) != 1):
             raise FormatError(f"segments: expected {'one' if schema == 'vllm' else 'at least one'}, got {len(items)}")
         infos = []
-        # What is in ``common`` stands in the text once, and counts for every segment: a few KiB could mean many GiB.
+        # Members of ``common`` are in the text once but apply to every segment: a few KiB could expand to many GiB.
         left = len(text)
         tensors = 0
         for i, item in enumerate(items):
@@ -232,13 +235,13 @@ class Description:
                 left -= sum(_numbers(record.get(name), left) for name in _REPEATED)
                 if left < 0:
                     raise FormatError(
-                        f"expected all segments together to have at most {len(text)} members and numbers, as the "
-                        "description has bytes; got more"
+                        f"expected all segments together to have at most {len(text)} members and numbers, one for each "
+                        "byte of the description, got more"
                     )
                 each = [record.get(name) for name in ("attached", "layer_ids")]
                 tensors += 1 + sum(len(names) for names in each if isinstance(names, list | dict))
                 if schema == "segments" and num_tensors is not None and tensors > num_tensors:
-                    raise FormatError(f"expected the {num_tensors} tensors of the header, got more")
+                    raise FormatError(f"expected {num_tensors} tensors, as in the header, got more")
                 infos.append(_info(record, codec, schema))
             except FormatError as e:
                 raise type(e)(f"segment {i}: {e}") from e
@@ -249,7 +252,7 @@ class Description:
 
 
 def plain_description(tensors: Mapping[str, Any]) -> Description:
-    """A description for a file of vLLM's own, without metadata: ``hidden_states [T, L, H]`` and ``token_ids [T]``."""
+    """A description for a file that vLLM wrote, without metadata: ``hidden_states [T, L, H]``, ``token_ids [T]``."""
     try:
         name, shape, _ = tensors["hidden_states"]
         n, num_layers, hidden_size = shape
@@ -296,7 +299,7 @@ def _row(info: SegmentInfo, *, of_points: bool) -> dict[str, Any]:
 
 
 def stored_meta(s: Segment) -> dict[str, Any]:
-    """What a part says of a segment's sample beyond its states."""
+    """The stored ``meta`` of a segment's sample; the client's metadata is its member ``metadata``."""
     return {**s.meta, "metadata": json.loads(s.metadata)} if s.metadata else dict(s.meta)
 
 
@@ -309,7 +312,7 @@ _REPEATED = ("layer_ids", "sizes", "crcs", "loss", "attached")
 
 
 def _numbers(table: Any, most: int) -> int:
-    """How many entries a table or list has, and its rows have; more than ``most`` are not looked at."""
+    """The number of entries of a table or list and of its rows. The rows of one with more than ``most`` are skipped."""
     if not isinstance(table, list | dict):
         return 0
     return len(table) + (sum(len(x) for x in table if isinstance(x, list)) if len(table) <= most else 0)
@@ -334,12 +337,17 @@ def _info(d: dict[str, Any], codec: Codec, schema: str) -> SegmentInfo:
     chunk_tokens = _int(d, "chunk_tokens", 1, MAX_TOKENS)
     info = SegmentInfo(segment, layer_ids, dtype, hidden_size, chunk_tokens, len(layer_ids))
     if min(chunk_tokens, segment.num_tokens) * info.row_bytes > MAX_CHUNK_BYTES:
-        raise FormatError(f"chunk_tokens: {chunk_tokens} tokens of {info.row_bytes} bytes exceed {MAX_CHUNK_BYTES}")
+        raise FormatError(
+            f"chunk_tokens: expected chunks of at most {MAX_CHUNK_BYTES} bytes a layer, got {chunk_tokens} tokens of "
+            f"{info.row_bytes} bytes"
+        )
     plain = isinstance(codec, NoneCodec)
     if wrong := column_error(info):
         raise FormatError(wrong)
     if schema == "vllm" and (not plain or segment.num_tokens != total or segment.of_points):
-        raise FormatError("schema vllm: expected a whole sample of hidden states, not encoded")
+        raise FormatError(
+            "schema vllm: expected a whole sample of hidden states with codec none, got another segment or codec"
+        )
     sizes = () if plain else _table(d, "sizes", (len(layer_ids), info.num_chunks), MAX_CHUNK_BYTES * 2)
     crcs = _table(d, "crcs", (len(layer_ids) if schema == "segments" else 1, info.num_chunks), 0xFFFFFFFF)
     loss = _losses(_get(d, "loss", list), len(layer_ids)) if "loss" in d else ()
@@ -349,21 +357,21 @@ def _info(d: dict[str, Any], codec: Codec, schema: str) -> SegmentInfo:
 
 
 def _column(d: Mapping[str, Any]) -> dict[str, Any]:
-    """Which column of its sample a segment is of; nothing of hidden states alone. All of it, or none."""
+    """The fields of a segment's column. Empty when the description has none of them; it has all or none."""
     if d.keys().isdisjoint(_OF_POINTS):
         return {}
     return {"point": _get(d, "point", str)} | {name: _int(d, name, 0, MAX_HIDDEN_SIZE) for name in _OF_POINTS[1:]}
 
 
 def column_error(info: SegmentInfo) -> str | None:
-    """What cannot be in what a segment says of its column; ``None`` when all of it can be."""
+    """An error message if a segment's column is invalid, else ``None``."""
     s = info.segment
     if not _POINT.fullmatch(s.point):
         return f"point: expected a name of at most 64 lower-case letters, digits and '_', got {s.point[:80]!r}"
     if not 0 <= s.column < s.columns <= MAX_COLUMNS:
         return f"column: expected one from 0 of at most {MAX_COLUMNS} columns, got {s.column} of {s.columns}"
     if not 0 <= s.shard < s.shards <= s.columns:
-        return f"shard: expected one from 0 of at most {s.columns} shards, a column each, got {s.shard} of {s.shards}"
+        return f"shard: expected one from 0 of at most {s.columns} shards, one a column, got {s.shard} of {s.shards}"
     if s.head < 0 or (s.head and info.hidden_size % s.head):
         return f"head: expected 0 or a divisor of hidden_size {info.hidden_size}, got {s.head}"
     if s.point == HIDDEN_STATES and (s.head or info.dtype not in FLOATS):
@@ -403,7 +411,7 @@ def _table(d: Mapping[str, Any], name: str, shape: tuple[int, int], most: int) -
 
 
 def _ints(values: list[Any], least: int, most: int, name: str) -> tuple[int, ...]:
-    # Millions of chunks: the loop that finds the wrong one runs only when there is one.
+    # There may be millions of chunks, so the loop that finds a wrong value runs only when there is one.
     if values and not (set(map(type, values)) == {int} and least <= min(values) and max(values) <= most):
         for value in values:
             _bounded(name, value, least, most)

@@ -1,4 +1,4 @@
-"""The safetensors header of a part: built from a description, and read back only if it follows from one."""
+"""The safetensors header of a part: built from a description, and refused by readers unless it matches one."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hsx_dist.format.description import (
 )
 from hsx_dist.format.json_objects import parse_json, shown
 
-#: The largest tensor begins at a multiple of it: memory and disks have pages, and data can go to a disk as it lies.
+#: The largest tensor begins at a multiple of this, so that mapped memory and direct disk I/O need no copy to align it.
 _PAGE_BYTES = 4096
-#: Of less data than this, a page is too large a share.
+#: Parts with less data are not aligned to a page, as the padding would be too large a share.
 _WORTH_A_PAGE = 1 << 20
 
 
 def build_header(description: Description) -> bytes:
-    """Length field, JSON and padding. ``ValueError`` when that is more than safetensors allows."""
+    """Length field, JSON and padding. ``ValueError`` when the header is larger than safetensors allows."""
     text = description.to_json()
     entries: dict[str, Any] = {
         "__metadata__": {"format": description.format, "hsx": text, "hsx_crc32c": crc32c_hex(crc32c(text.encode()))}
@@ -36,14 +36,14 @@ def build_header(description: Description) -> bytes:
     body += b" " * _padding(8 + len(body), description)
     if len(body) > MAX_HEADER_BYTES:
         raise ValueError(
-            f"the header of {len(description.segments)} segments takes {len(body)} bytes, safetensors allows "
-            f"{MAX_HEADER_BYTES}: put fewer segments into a part"
+            f"expected a header of at most {MAX_HEADER_BYTES} bytes, the limit of safetensors, got {len(body)} for "
+            f"{len(description.segments)} segments. Put fewer segments into a part"
         )
     return struct.pack("<Q", len(body)) + body
 
 
 def _padding(nbytes: int, description: Description) -> int:
-    """Blanks behind so many bytes: every tensor is aligned for its type, and the largest of many bytes for a disk."""
+    """Number of blanks after ``nbytes`` of header. They align every tensor for its type, and a large one to a page."""
     if description.data_bytes >= _WORTH_A_PAGE:
         begin, _ = max((place for _, _, place in description.tensors.values()), key=lambda place: place[1] - place[0])
         if begin % 8 == 0:
@@ -52,19 +52,22 @@ def _padding(nbytes: int, description: Description) -> int:
 
 
 def parse_header(body: bytes, data_bytes: int) -> tuple[Description, Mapping[str, Tensor]]:
-    """The header in ``body`` (JSON, padded) of an object that has ``data_bytes`` after it: the description, and by name
-    dtype, shape and place within the data of each tensor.
+    """Parse the header in ``body`` (JSON, padded) of an object with ``data_bytes`` after it.
 
-    Raises ``FormatError`` when the table is not the one that follows from the description, or the data is not as long
-    as it says; ``IntegrityError`` when the description's checksum fails.
+    Returns:
+        The description, and by name the dtype, shape and place within the data of each tensor.
+
+    Raises:
+        FormatError: the table or the data's length differs from the description's.
+        IntegrityError: the description's checksum does not match.
     """
     entries = parse_json(body, floats=False)
     if not isinstance(entries, dict):
-        raise FormatError("expected a JSON object as header")
+        raise FormatError(f"expected a JSON object as header, got {shown(entries)}")
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict):
-        raise FormatError("expected a JSON object as __metadata__")
-    # Nothing more lenient: a part whose metadata is damaged must not pass for a file that never had checksums.
+        raise FormatError(f"expected a JSON object as __metadata__, got {shown(metadata)}")
+    # Accept no other metadata: a part with damaged metadata must not be read as a file without checksums.
     if not metadata or (metadata.keys() == {"format"} and metadata["format"] in ("pt", "np")):
         table = {name: _tensor(name, entry) for name, entry in entries.items()}
         description = plain_description(table)
@@ -73,21 +76,21 @@ def parse_header(body: bytes, data_bytes: int) -> tuple[Description, Mapping[str
     version = metadata.get("format")
     if version not in (FORMAT, FORMAT_OF_POINTS):
         expected = f"{FORMAT!r} or {FORMAT_OF_POINTS!r}"
-        raise FormatError(f"expected format {expected}, got {shown(version)}: use a newer hsx_dist")
+        raise FormatError(f"expected format {expected}, got {shown(version)}. Use a newer hsx_dist")
     text = metadata.get("hsx")
     if not isinstance(text, str):
         raise FormatError("expected a description under 'hsx' in __metadata__, got none")
     crc = crc32c_hex(crc32c(text.encode("utf-8", "surrogatepass")))
     if metadata.get("hsx_crc32c") != crc:
         raise IntegrityError(
-            f"the description has crc32c {crc}, written was {shown(metadata.get('hsx_crc32c'))}: it changed"
+            f"description: expected crc32c {shown(metadata.get('hsx_crc32c'))}, got {crc}: the description changed"
         )
     description = Description.from_json(text, len(entries))
     if description.format != version:
-        raise FormatError(f"expected format {description.format!r}, as the description says, got {version!r}")
+        raise FormatError(f"expected format {description.format!r}, as in the description, got {version!r}")
     _check_table(entries, description.tensors)
     if data_bytes != description.data_bytes:
-        raise FormatError(f"expected {description.data_bytes} bytes of data, the object has {data_bytes}: cut short?")
+        raise FormatError(f"expected {description.data_bytes} bytes of data, got {data_bytes}: cut short or extended")
     return description, description.tensors
 
 
@@ -97,13 +100,13 @@ def _entry(tensor: Tensor) -> dict[str, Any]:
 
 
 def _check_table(entries: Mapping[str, Any], expected: Mapping[str, Tensor]) -> None:
-    """The table must be the one that follows: nothing in it is trusted, and nothing is left to another reader."""
+    """Require the table that the description results in. Another reader might trust a table with other entries."""
     wrong = [name for name, tensor in expected.items() if entries.get(name) != _entry(tensor)]
     if wrong or len(entries) != len(expected):
         name = min([*wrong, *(entries.keys() - expected.keys())])
         wanted = _entry(expected[name]) if name in expected else "none"
         raise FormatError(
-            f"tensor {name[:80]!r}: expected {wanted} as the description says, got {str(entries.get(name))[:160]}"
+            f"tensor {name[:80]!r}: expected {wanted}, as in the description, got {str(entries.get(name))[:160]}"
         )
 
 
@@ -124,8 +127,8 @@ def _check_plain(description: Description, table: Mapping[str, Tensor], data_byt
     for name, (_, _, (begin, end)) in sorted(table.items(), key=lambda item: item[1][2]):
         if begin != last:
             raise FormatError(
-                f"tensor {name[:80]!r}: expected to begin at {last}, where the one before ends, got {begin}"
+                f"tensor {name[:80]!r}: expected to begin at {last}, the end of the tensor before, got {begin}"
             )
         last = end
     if last != data_bytes:
-        raise FormatError(f"expected {last} bytes of data, the object has {data_bytes}: cut short?")
+        raise FormatError(f"expected {last} bytes of data, got {data_bytes}: cut short or extended")

@@ -1,18 +1,19 @@
-"""What makes two requests of one key the same sample. The scheduler, the writers and the markers use this definition.
+"""When two requests with one key are the same sample. The scheduler, the writers and the markers use this definition.
 
 Two requests are the same sample if all of these are equal:
 
 - the model, its revision and the norm;
-- the request: the ids of its prompt, the LoRA adapter (name and path), the images (identifiers and places), the cache
-  salt, the layers, the selection, the loss mask, the metadata, and whether generated tokens are included
-  (``identity["request"]``, known when the request is queued);
-- the ids of all tokens that were computed, stored or not (``identity["tokens"]``);
-- what the object holds: layers, dtype, hidden size, token ids, attached arrays and every member of ``meta``, but for
-  those in ``OF_ONE_COMPUTATION``; and the codec, where one of the two is lossy.
+- the request, ``identity["request"]``, known when the request is queued. It covers the ids of its prompt, the LoRA
+  adapter (name and path), the images (identifiers and places) and the cache salt. It also covers the layers, the
+  selection, the loss mask, the metadata, and whether generated tokens are included;
+- the ids of all computed tokens, stored or not (``identity["tokens"]``);
+- the object's layers, dtype, hidden size, token ids and attached arrays;
+- every member of the object's ``meta`` that is not in ``OF_ONE_COMPUTATION``;
+- the codec, if one of the two is lossy.
 
-A reader compares ``meta["identity"]`` with the answer's (``load_hidden_states(identity=)``): the key alone does not say
-which of two requests a sample is of. The states may differ in their last bits, as batches do. The hashes are 128 bits
-of SHA-256: no client can find another request with the hash of a given one.
+A reader compares ``meta["identity"]`` with the response's (``load_hidden_states(identity=)``), as two requests can have
+the same key. The states may differ in their last bits, because batches differ. The hashes are 128 bits of SHA-256: no
+client can find another request with the hash of a given request.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _OF_THE_MODEL = ("model", "revision", "norm")
 
 
 def identity_hash(*parts: Any) -> str:
-    """128 bits of the SHA-256 of arrays and JSON values in this order, as 32 hex digits."""
+    """The first 128 bits of the SHA-256 of arrays and JSON values, in this order, as 32 hex digits."""
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, np.ndarray):
@@ -49,7 +50,7 @@ def identity_hash(*parts: Any) -> str:
 
 
 def same_sample(part: Part, segments: Sequence[EncodedSegment], about: Mapping[str, Any]) -> bool:
-    """Whether a stored part is the sample of ``about`` whose columns ``segments`` are, a whole one each, in order."""
+    """Whether a stored part is the same sample as ``segments``, one whole segment per column, of the run ``about``."""
     if len(part.segments) != len(segments) or not _same_model(part, about):
         return False
     return all(_same_column(part, i, segment) for i, segment in enumerate(segments))
@@ -60,8 +61,8 @@ def _same_column(part: Part, i: int, segment: EncodedSegment) -> bool:
     stored, ours = stored_meta(there.segment), stored_meta(here.segment)
     if IDENTITY not in stored:
         if "tokens" in stored:
-            return False  # the object does not say which tokens were not selected
-        ours.pop(IDENTITY, None)  # an earlier version's: it holds all tokens
+            return False  # the object has only the selected tokens, and no hash of all
+        ours.pop(IDENTITY, None)  # an earlier version wrote the object: it holds all tokens
     codecs = (part.codec, segment.codec)
     return (
         there.segment == here.segment
@@ -76,8 +77,8 @@ def _same_column(part: Part, i: int, segment: EncodedSegment) -> bool:
 
 
 def is_of_another(part: Part, request: str, about: Mapping[str, Any]) -> bool | None:
-    """Whether a stored part is no sample of the request with that hash. Nothing was stored of the request, so its
-    tokens are not compared. None: unknown, as a part of an earlier version does not name its request."""
+    """Whether a stored part is of another request than that with this hash. Does not compare tokens, as the request has
+    none stored. None: unknown, as a part of an earlier version does not name its request."""
     if not _same_model(part, about):
         return True
     identity = part.segments[0].segment.meta.get(IDENTITY)
@@ -95,7 +96,7 @@ def _lasting(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _canonical(value: Any) -> str:
-    """JSON text that tells 1, 1.0 and true apart, which Python's comparison does not."""
+    """JSON text, which differs for 1, 1.0 and true; in Python they are equal."""
     return json.dumps(value, separators=(",", ":"), sort_keys=True)
 
 

@@ -1,4 +1,4 @@
-"""JSON from stores: bounded in size, checked in type, with errors that name the object."""
+"""JSON objects in stores: limited in size, with checked types and errors that name the object."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from hsx_dist.errors import AlreadyExists, FormatError, IntegrityError, NotFound
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.store.base import Store
 
-#: The largest JSON object that is read or written, receipts apart. Parsed, JSON takes up to 25 times its size.
+#: The largest JSON object that is read or written, except receipts. Parsed, JSON takes up to 25 times its size.
 MAX_JSON_BYTES = 4 << 20
-#: The most values in such an object, counted by the characters that separate them. Values cost far more than texts.
+#: The most values in such an object, counted by their separators. A value takes far more memory than its text.
 MAX_JSON_VALUES = 250_000
-#: Larger numbers do not fit the arrays and floats in which numbers are added up.
+#: Larger numbers do not fit the int64 arrays and floats in which they are summed.
 MAX_NUMBER = 2**62
-#: Deeper JSON is refused: what writes it out again, or pickles it, recurses.
+#: Deeper JSON is refused: json and pickle recurse when they write it again, and fail.
 MAX_DEPTH = 200
 #: The member with the checksum of the others. Objects of earlier versions have none.
 _CRC = "crc32c"
 
-#: What a member must be: says what was expected where the value is something else, else None.
+#: Check of a member's value: returns a description of valid values if the value is invalid, else None.
 Check = Callable[[Any], str | None]
 
 
 def parse_json(text: str | bytes, *, floats: bool, constants: bool = False) -> Any:
-    """JSON without duplicate names or NaN; ``floats=False`` refuses fractions too, ``constants=True`` takes NaN and
-    infinity. ``FormatError`` otherwise."""
+    """Parse JSON without duplicate names or NaN, else raise ``FormatError``. ``floats=False`` also refuses fractions;
+    ``constants=True`` accepts NaN and infinity."""
 
     def refuse(token: str) -> Any:
         raise FormatError(f"expected JSON with whole numbers, got {token[:40]}")
@@ -42,7 +42,7 @@ def parse_json(text: str | bytes, *, floats: bool, constants: bool = False) -> A
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         d = dict(pairs)
         if len(d) != len(pairs):
-            raise FormatError("expected JSON without duplicate names")
+            raise FormatError(f"expected JSON without duplicate names, got {len(d)} names for {len(pairs)} members")
         return d
 
     try:
@@ -53,7 +53,7 @@ def parse_json(text: str | bytes, *, floats: bool, constants: bool = False) -> A
     except FormatError:
         raise
     except (ValueError, RecursionError) as e:  # ValueError: also for a number of thousands of digits
-        raise FormatError(f"expected JSON: {e}") from e
+        raise FormatError(f"expected JSON, got an error from the parser: {e}") from e
 
 
 def check_depth(value: Any, what: str) -> None:
@@ -67,20 +67,20 @@ def check_depth(value: Any, what: str) -> None:
 
 
 def shown(value: Any) -> str:
-    """A JSON value for an error message: short, whatever it is."""
+    """A JSON value for an error message, shortened to 80 characters."""
     if isinstance(value, dict | list):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     return repr(value)[:80] if isinstance(value, str) else str(value)[:80]
 
 
 def get_small(store: Store, name: str, most: int, size: int | None = None) -> bytes:
-    """The object ``name``, if it has at most ``most`` bytes; of a larger one no more than that is fetched. One request.
+    """Fetch the object ``name`` if it has at most ``most`` bytes. One request; fetches at most one byte more.
 
-    ``size``: of the object, where a listing gave it. A larger object is then not asked for.
+    ``size``: the object's size from a listing. If it exceeds ``most``, no request is made.
 
     Raises:
-        NotFound: there is no such object.
-        FormatError: the object is larger.
+        NotFound: the object does not exist.
+        FormatError: the object has more than ``most`` or ``size`` bytes.
     """
     limit = most if size is None else size
     if limit <= most:
@@ -95,16 +95,16 @@ def read_json(store: Store, name: str) -> dict[str, Any]:
     """The JSON object stored under ``name``.
 
     Raises:
-        NotFound: there is no such object.
-        FormatError: it is no JSON object, larger than ``MAX_JSON_BYTES``, or has more than ``MAX_JSON_VALUES``.
-        IntegrityError: it has a checksum, which does not match.
+        NotFound: the object does not exist.
+        FormatError: it is not a JSON object, has more than ``MAX_JSON_BYTES``, or more than ``MAX_JSON_VALUES`` values.
+        IntegrityError: it has a checksum that does not match.
     """
     return _checked(get_small(store, name, MAX_JSON_BYTES), f"{store.url}/{name}")
 
 
 def find_json(store: Store, name: str, checks: Mapping[str, Check]) -> dict[str, Any] | None:
-    """The JSON object stored under ``name``, its members checked; ``None`` when there is none. ``FormatError`` as
-    ``read_json``, or when a member is not what ``checks`` says."""
+    """The JSON object stored under ``name``, its members checked; ``None`` when it does not exist. Raises like
+    ``read_json``, and ``FormatError`` when a member fails its check."""
     try:
         found = read_json(store, name)
     except NotFound:
@@ -114,7 +114,7 @@ def find_json(store: Store, name: str, checks: Mapping[str, Check]) -> dict[str,
 
 
 def dump_json(value: Mapping[str, Any]) -> bytes:
-    """The object as it is stored, with its checksum. ``FormatError`` when it is one that ``read_json`` refuses."""
+    """The stored form of the object, with its checksum. ``FormatError`` when ``read_json`` would refuse it."""
     try:
         body = _text_of({**value, _CRC: crc32c_hex(crc32c(_text_of(value)))})
     except (ValueError, TypeError, RecursionError) as e:
@@ -132,16 +132,16 @@ def _text_of(value: Mapping[str, Any]) -> bytes:
 def _checked(data: bytes, where: str) -> dict[str, Any]:
     """The object in ``data`` without its checksum."""
     found = parse_object(data, where)
-    told = found.pop(_CRC, None)
-    if told is not None and told != (crc := crc32c_hex(crc32c(_text_of(found)))):
+    expected = found.pop(_CRC, None)
+    if expected is not None and expected != (crc := crc32c_hex(crc32c(_text_of(found)))):
         raise IntegrityError(
-            f"{where}: expected crc32c {shown(told)}, got {crc}: the object changed. Restore it, or write it again"
+            f"{where}: expected crc32c {shown(expected)}, got {crc}: the object changed. Restore it, or write it again"
         )
     return found
 
 
 def put_own(store: Store, name: str, body: bytes) -> bool:
-    """Create an object; whether it is ours, also when the answer to an earlier try was lost."""
+    """Create an object. Returns whether it has our content, also when the response to an earlier try was lost."""
     try:
         store.put_if_absent(name, body)
     except AlreadyExists:
@@ -150,10 +150,10 @@ def put_own(store: Store, name: str, body: bytes) -> bool:
 
 
 def parse_object(data: bytes, where: str, *, values: int = MAX_JSON_VALUES, constants: bool = False) -> dict[str, Any]:
-    """The JSON object in ``data``, with at most ``values`` values; ``constants``: as ``parse_json``.
+    """The JSON object in ``data``, with at most ``values`` values; ``constants``: as in ``parse_json``.
 
     Raises:
-        FormatError: it is no JSON object, or has more values or levels.
+        FormatError: it is not a JSON object, or has more values or levels.
     """
     count = sum(map(data.count, (b",", b"[", b"{")))
     if count > values:
@@ -169,7 +169,7 @@ def parse_object(data: bytes, where: str, *, values: int = MAX_JSON_VALUES, cons
 
 
 def check_members(found: Mapping[str, Any], checks: Mapping[str, Check], where: str) -> None:
-    """``FormatError`` for a member of ``found`` that is not what ``checks`` says. Missing members are fine."""
+    """Raise ``FormatError`` for a member of ``found`` that fails its check. Missing members are valid."""
     for name, check in checks.items():
         expected = check(found[name]) if name in found else None
         if expected is not None:
@@ -197,7 +197,7 @@ def or_null(check: Check) -> Check:
 
 
 def list_of(check: Check) -> Check:
-    """A list, of which every value passes ``check``."""
+    """A list whose values all pass ``check``."""
 
     def checked(value: Any) -> str | None:
         if isinstance(value, list | tuple):
@@ -209,7 +209,7 @@ def list_of(check: Check) -> Check:
 
 
 def object_of(check: Check) -> Check:
-    """A JSON object, of which every value passes ``check``."""
+    """A JSON object whose values all pass ``check``."""
 
     def checked(value: Any) -> str | None:
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Where keys are, in two arrays: 16 bytes a key, where a dictionary takes 200 and more."""
+"""An index from keys to places in two arrays: 16 bytes per key, where a dictionary takes at least 200."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-#: Keys that a dictionary holds before they go into the arrays: so many, or this share of what is there.
+#: The dictionary of recent keys is merged into the arrays when it has ``_RECENT`` keys and 1/``_SHARE`` of the arrays'.
 _RECENT, _SHARE = 1 << 15, 16
 
 
 class KeyIndex:
     """Numbers (``places``, int64) by key; each key is added once.
 
-    Two keys may share a hash: ``key_at(place)`` says whose a place is. Most keys lie in arrays sorted by hash, the
-    last few in a dictionary, so that adding costs a sort now and then.
+    Two keys may share a hash, so ``key_at(place)`` returns the key of a place. Most keys are in arrays sorted by hash.
+    The most recent ones are in a dictionary, so that the arrays are not sorted for every key.
     """
 
     def __init__(self, key_at: Callable[[int], str]):
@@ -34,8 +34,8 @@ class KeyIndex:
         self._sort_many()
 
     def add_new(self, keys: Sequence[str], first: int) -> bool:
-        """Add ``keys`` with the places from ``first`` on. False, and nothing is added, where one of them may be there,
-        or is named twice."""
+        """Add ``keys`` with the places from ``first`` on. Returns False and adds nothing when a key is given twice, or
+        may be in the index (its hash is)."""
         if len(set(keys)) < len(keys) or not self._recent.keys().isdisjoint(keys):
             return False
         hashes, n = self._hashes, len(self._hashes)
@@ -52,7 +52,7 @@ class KeyIndex:
             self._sort()
 
     def find(self, key: str) -> int | None:
-        """The key's place; ``None`` when it was not added."""
+        """The key's place; ``None`` when the key was not added."""
         place = self._recent.get(key)
         if place is not None or not self._hashes:
             return place
@@ -76,5 +76,5 @@ class KeyIndex:
 
 
 def _view(array: np.ndarray[Any, np.dtype[np.int64]]) -> memoryview[int]:
-    """The same numbers as a memoryview, whose items are Python's: ``bisect`` is four times as fast on it."""
+    """The array as a memoryview, whose items are Python integers: ``bisect`` on it is 4 times as fast."""
     return memoryview(array)  # type: ignore[arg-type]  # numpy's stubs do not say that arrays are buffers

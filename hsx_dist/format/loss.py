@@ -1,4 +1,4 @@
-"""What a lossy codec lost: measured on what was stored, when it is stored, whatever the codec is."""
+"""The loss of a lossy codec, measured on the stored bytes when they are written. Independent of the codec."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hsx_dist.format.codecs.values import to_float32
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Relative errors of one layer, by Euclidean norms; elements that were not finite before do not count.
+    """Relative errors of one layer, in Euclidean norms. Elements that are not finite in the original do not count.
 
-    ``rms``: of all its tokens together, ``|decoded - original| / |original|``. ``worst_token``: of the worst one.
-    ``inf`` where something was made of nothing, or finite elements came back infinite or NaN.
+    ``rms``: ``|decoded - original| / |original|`` over all tokens. ``worst_token``: the same for the worst token.
+    ``inf`` when zeros were decoded to other values, or finite elements to infinity or NaN.
     """
 
     rms: float
@@ -25,7 +25,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Squares:
-    """Sums over the tokens of one chunk of one layer: of squared errors, of squares, and the worst token's ratio."""
+    """For one chunk of one layer: the sum of squared errors, the sum of squares, and the worst token's ratio."""
 
     error: float
     original: float
@@ -45,7 +45,7 @@ def measure(original: np.ndarray[Any, Any], decoded: np.ndarray[Any, Any], dtype
 
 
 def combine(chunks: Sequence[Squares]) -> Loss:
-    """The loss of a layer of a segment, from its chunks in order; to four digits, so that it is the same everywhere."""
+    """The loss of a segment's layer, from its chunks in order. Rounded to 4 digits, to be equal on all machines."""
     error, original = sum(c.error for c in chunks), sum(c.original for c in chunks)
     rms = _ratios(np.array([error]), np.array([original]))[0]
     rms, worst = (float(f"{np.sqrt(x):.4g}") for x in (rms, max(c.worst for c in chunks)))

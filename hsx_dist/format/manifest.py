@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class SampleRecord:
-    """A sample that is proven whole: ``segments`` are by column, then in token order. Those of each column cover all
+    """A sample that is proven whole: ``segments`` are sorted by column, then by token. Those of each column cover all
     tokens."""
 
     key: str
@@ -39,18 +39,18 @@ class SampleRecord:
 
     @property
     def raw_bytes(self) -> int:
-        """Of its states, before encoding."""
+        """Bytes of the sample's states before encoding."""
         return sum(proof.raw_bytes for proof in self.segments)
 
     @property
     def stored_bytes(self) -> int:
-        """Of its states, as stored."""
+        """Bytes of the sample's states as stored."""
         return sum(proof.stored_bytes for proof in self.segments)
 
 
 @dataclass(slots=True)
 class Totals:
-    """Counts over samples. ``stored_bytes``: of their encoded states; ``part_bytes``: of the objects they lie in."""
+    """Counts over samples. ``stored_bytes``: bytes of their encoded states; ``part_bytes``: bytes of their objects."""
 
     samples: int = 0
     tokens: int = 0
@@ -69,13 +69,14 @@ class Totals:
 
 
 class Manifest:
-    """What a run's receipts prove. Receipts may come in any order, and again; the outcome is the same.
+    """The samples and row fates that a run's receipts prove. The result is the same for receipts in any order, and for
+    receipts that are added twice.
 
     A sample exists when segments of one attempt cover its tokens, in each of its columns. Of several attempts that
-    prove it the highest counts; within an attempt the lowest part name. Not safe for concurrent ``add``.
+    prove it, the highest counts; within an attempt, the lowest part name. Not safe for concurrent ``add``.
 
-    Held per sample: its row of a ``SegmentTable`` (108 bytes and its key) and 16 bytes of index. Python objects only
-    for samples that were stored in several segments, columns or copies, and for rows that were refused or failed.
+    Memory per sample: its row of a ``SegmentTable`` (108 bytes and its key) and 16 bytes of index. Only samples stored
+    in several segments, columns or copies, and rows that were refused or failed, have Python objects.
     """
 
     def __init__(self, receipts: Iterable[Receipt] = ()):
@@ -87,44 +88,44 @@ class Manifest:
         # A place is a receipt's number in ``_order`` and a slot in it.
         self._index = KeyIndex(self._key_at)  # the first proof of every key
         self._partial: set[str] = set()  # keys with one proof, which is not all of the sample
-        self._many: dict[str, list[int]] = {}  # keys with several proofs: all of them …
-        self._chosen: dict[str, tuple[int, ...]] = {}  # … and those that make the sample, where it is whole
+        self._many: dict[str, list[int]] = {}  # keys with several proofs: all proofs …
+        self._chosen: dict[str, tuple[int, ...]] = {}  # … and those that form the sample, if it is whole
         self._fates: dict[str, tuple[tuple[int, str, int], RowFate]] = {}
         self._refused: dict[str, RowFate] = {}
         self._failed: dict[str, RowFate] = {}
         self._conflicts: set[str] = set()
         self._disputed: dict[str, set[int]] = {}  # key → attempts that stored it with different tokens
         self._void: set[str] = set()  # parts that prove nothing any more
-        self._dirty: dict[str, None] = {}  # keys whose proofs or fate changed since it was decided what became of them
-        self._copies: dict[str, Copies] = {}  # keys that were asked for one by one, and are not whole yet
+        self._dirty: dict[str, None] = {}  # keys whose proofs or fate changed since ``_settle`` last handled them
+        self._copies: dict[str, Copies] = {}  # keys that were looked up one by one, and are not whole yet
         for receipt in receipts:
             self.add(receipt)
 
     @property
     def samples(self) -> Mapping[str, SampleRecord]:
-        """By key; only whole ones. A live view, whose records are made when they are asked for."""
+        """Whole samples by key. A live view, which creates a record at each access."""
         return _Samples(self)
 
     @property
     def refused(self) -> Mapping[str, RowFate]:
-        """By key: rows that cannot have a sample, and have none. A view, up to date when it is asked for."""
+        """By key: refused rows without a sample. A view, up to date when the property is read."""
         self._decide()
         return MappingProxyType(self._refused)
 
     @property
     def failed(self) -> Mapping[str, RowFate]:
-        """By key: rows that were given up (``failed`` or ``poison``), without a sample. Up to date when asked."""
+        """By key: ``failed`` and ``poison`` rows without a sample. A view, up to date when the property is read."""
         self._decide()
         return MappingProxyType(self._failed)
 
     @property
     def parts(self) -> Mapping[str, Receipt]:
-        """The receipt of each stored part, without parts that a later receipt declares lost. A live view."""
+        """The receipt of each stored part, except parts that a later receipt declares lost. A live view."""
         return MappingProxyType(self._parts)
 
     @property
     def void(self) -> frozenset[str]:
-        """Parts that receipts name and a later attempt found to be gone: they prove nothing."""
+        """Parts that receipts name but a later attempt did not find. They prove nothing."""
         return frozenset(self._void)
 
     @property
@@ -134,7 +135,7 @@ class Manifest:
 
     @property
     def conflicts(self) -> list[str]:
-        """What contradicts itself, in words: a key with other tokens in the same attempt, receipts that differ."""
+        """Contradictions, as sentences: an attempt with different tokens for one key, or receipts that differ."""
         self._decide()
         return sorted({*self._conflicts, *(c for key in self._disputed for c in self._disputes(key))})
 
@@ -148,15 +149,17 @@ class Manifest:
         return name in self._receipts
 
     def parts_of(self, key: str) -> set[str]:
-        """The parts that hold a segment of ``key``, of any copy; none of those that were declared lost."""
+        """The parts that hold a segment of any copy of ``key``, except parts that were declared lost."""
         first = self._index.find(key)
         places = self._many.get(key) or ([] if first is None else [first])
         return {self._part(place) for place in places} - self._void
 
     def columns(self) -> tuple[list[Receipt], Any, Any]:
-        """The receipts of parts, by attempt, writer and number; the numbers of all their segments (as
-        ``SegmentTable.numbers``); and a mask of the segments that are all of a sample that no other receipt names:
-        nearly all of a run."""
+        """The receipts of parts, by attempt, writer and number; the numbers of all their segments; and a mask.
+
+        The numbers are as in ``SegmentTable.numbers``. The mask selects segments that are a whole sample with no other
+        proof: nearly all segments of a run.
+        """
         order = sorted((i for i, r in enumerate(self._order) if r.part), key=lambda i: self._order[i].id)
         found = [self._order[i] for i in order]
         numbers = np.concatenate([np.empty((0, 9), np.int64), *(r.table.numbers for r in found)])
@@ -167,15 +170,15 @@ class Manifest:
         return found, numbers, alone
 
     def several(self) -> Iterator[tuple[SampleRecord, tuple[int, str, int]]]:
-        """The samples that are not ``alone`` in ``columns``, and the receipt that named the begin of each first, also
-        of a part that was lost since."""
+        """The samples that the mask of ``columns`` does not select, each with the id of the first receipt that proves
+        its begin. The receipt may be of a part that was lost since."""
         self._decide()
         for key, places in self._chosen.items():
             named = (self._receipt(p) for p in self._many[key] if self._begins(p))
             yield self._record(key, places), min(receipt.id for receipt in named)
 
     def totals(self) -> Totals:
-        """Counts of what readers see."""
+        """Counts over the samples that readers see."""
         self._decide()
         receipts, numbers, alone = self.columns()
         total = Totals(samples=len(self.samples))
@@ -190,7 +193,7 @@ class Manifest:
         return total
 
     def add(self, receipt: Receipt) -> None:
-        """Take one receipt into account; one that is known already changes nothing."""
+        """Add one receipt. A receipt that is already known changes nothing."""
         known = self._receipts.get(receipt.id)
         if known is not None:
             if known != receipt:
@@ -214,7 +217,7 @@ class Manifest:
             self._take_fate(receipt.id, fate)
 
     def declare_void(self, parts: Sequence[str]) -> None:
-        """Take ``parts`` as lost, whether their receipts are known already or come later."""
+        """Treat ``parts`` as lost, whether their receipts were added before or will be added later."""
         for part in (part for part in dict.fromkeys(parts) if part not in self._void):
             self._void.add(part)
             if part in self._parts:
@@ -223,7 +226,7 @@ class Manifest:
                 self._take_back(number)
 
     def _take_back(self, number: int) -> None:
-        """Leave it to ``_settle`` to leave out what is void: nothing is taken out of the index."""
+        """Mark the receipt's keys for ``_settle``, which ignores void parts. Keys stay in the index."""
         for slot, key in enumerate(self._order[number].table.keys()):
             self._many.setdefault(key, [number << _SLOT_BITS | slot])
             self._partial.discard(key)
@@ -255,21 +258,21 @@ class Manifest:
             known.append(place)
             self._dirty[key] = None
 
-    def _take_fate(self, told: tuple[int, str, int], fate: RowFate) -> None:
+    def _take_fate(self, source: tuple[int, str, int], fate: RowFate) -> None:
         known = self._fates.get(fate.key)
-        if known is None or known[0] <= told:
-            self._fates[fate.key] = (told, fate)
+        if known is None or known[0] <= source:
+            self._fates[fate.key] = (source, fate)
             self._dirty[fate.key] = None
 
     def _decide(self) -> None:
-        """Settle what changed. Not with each receipt: of a sample in many receipts each would cost all of them."""
+        """Settle all changed keys. Not done for each receipt: a sample in n receipts would take n² steps."""
         dirty, self._dirty = self._dirty, {}
         for key in dirty:
             self._settle(key)
 
     def _settle(self, key: str) -> Copies | None:
-        """Decide anew which segments, if any, are the sample of ``key``, and whether its fate counts. The result: what
-        is known of a key that has several segments and no sample."""
+        """Decide again which segments, if any, are the sample of ``key``, and whether its fate counts. Returns the
+        ``Copies`` of a key that has several segments and no sample."""
         pending = self._choose(key) if key in self._many else None
         if key in self._fates:
             fate = self._fates[key][1]
@@ -295,7 +298,7 @@ class Manifest:
         return None if places else copies
 
     def _disputes(self, key: str) -> list[str]:
-        """What contradicts itself in the attempts that stored ``key`` with different tokens."""
+        """One sentence for each attempt that stored ``key`` with different tokens."""
         parts: dict[int, set[str]] = {attempt: set() for attempt in self._disputed[key]}
         for place in self._many[key]:
             attempt, part = self._receipt(place).attempt, self._part(place)
@@ -318,7 +321,7 @@ class Manifest:
         return self._receipt(place).part or ""
 
     def _begins(self, place: int) -> bool:
-        """Whether it is the first segment of its sample's first column."""
+        """Whether the segment at ``place`` is the first of its sample's first column."""
         index, column = self._receipt(place).table.numbers[place & _SLOTS, [0, 7]].tolist()
         return index == column == 0
 
@@ -326,12 +329,12 @@ class Manifest:
         return self._receipt(place).table.proof(place & _SLOTS, self._part(place))
 
     def _places(self, key: str) -> tuple[int, ...]:
-        """Of the segments that make the sample ``key``; none when it is not whole."""
+        """The places of the segments that form the sample ``key``; empty when it is not whole."""
         if key in self._dirty:
             del self._dirty[key]
             pending = self._settle(key)
             if pending is not None:
-                # Who follows a run asks with each segment: the next one is then added to these.
+                # A reader that follows a run looks the key up after each segment. Keep the state, to add the next one.
                 self._copies[key] = pending
         if key in self._many:
             return self._chosen.get(key, ())
@@ -370,6 +373,6 @@ class _Samples(Mapping[str, SampleRecord]):
         yield from (record.key for record, _ in self._manifest.several())
 
 
-#: A place is one integer: the receipt's number, and in the lower bits the slot in its table.
+#: A place is one integer: the receipt's number in the high bits, the slot in its table in the low bits.
 _SLOT_BITS = 32
 _SLOTS = (1 << _SLOT_BITS) - 1

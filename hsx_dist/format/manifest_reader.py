@@ -1,4 +1,4 @@
-"""A run's manifest, brought up to date at the cost of what was stored since."""
+"""A run's manifest, with updates that read only new receipts."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from hsx_dist.store import Store
 
 
 class ManifestReader:
-    """Reads a manifest, and then what is new. Not safe for concurrent use.
+    """Reads a manifest, and then only new receipts. Not safe for concurrent use.
 
-    A look costs a few requests and the new receipts. All receipts are read only at first, and when an attempt completes
-    the run: what counts then is its compacted manifest.
+    An update takes a few requests and reads the new receipts. The whole manifest is read only by the first ``fetch``
+    and when an attempt completes the run, as its compacted manifest then replaces the receipts.
     """
 
     def __init__(self) -> None:
-        #: As of the last news that was taken. ``None`` before the first news, and after ``release``.
+        #: The manifest as of the last update. ``None`` before the first update, and after ``release``.
         self.manifest: Manifest | None = None
-        #: Whether the newest attempt had ended and said so when it was last asked.
+        #: Whether the newest attempt was complete at the last update.
         self.complete = False
         self._logs = LogReader()
-        self._completed = -1  # the last attempt that had ended and said so, 0: none
+        self._completed = -1  # the last attempt that is complete, 0: none
 
     def fetch(self, store: Store) -> Callable[[], None] | None:
-        """Read what was stored since.
+        """Read the receipts that were stored since the last call.
 
         Returns:
-            A function that adds what was read, to be called before the next ``fetch``; ``None`` when nothing is new.
-            Until that call nothing changes: reads may fail, and a caller needs its lock for the second step only.
+            A function that adds the receipts, to be called before the next ``fetch``; ``None`` without new receipts.
+            Nothing changes before that call, so a read may fail, and a caller needs its lock only for that call.
 
         Raises:
-            IntegrityError, FormatError: as ``load_manifest``.
+            IntegrityError, FormatError: like ``load_manifest``.
         """
-        # In this order: what is said to be complete must have been so before the receipts were read.
+        # Read the completion first: a run reported as complete must have been so before its receipts were read.
         complete, over = read_completion(store)
         completed = 0 if complete is None else int(complete["attempt"])
         if over and self.complete and completed == self._completed:
@@ -46,10 +46,10 @@ class ManifestReader:
         if manifest is None or completed != self._completed:
             manifest = Manifest(() if complete is None else read_compacted(store, complete))
             logs = LogReader(completed)
-        # Receipts of an attempt that has ended are all in its compacted manifest.
+        # All receipts of a complete attempt are in its compacted manifest.
         receipts = [] if over else list(logs.read(store))
         if manifest is self.manifest and over == self.complete and not receipts:
-            self._logs = logs  # of which some may be sealed now
+            self._logs = logs  # some may have been sealed since
             return None
 
         def take() -> None:
@@ -61,5 +61,5 @@ class ManifestReader:
         return take
 
     def release(self) -> None:
-        """Free the memory of a complete run's manifest. It is read again only if another attempt follows."""
+        """Free the memory of a complete run's manifest. It is read again only after another attempt."""
         self.manifest = None

@@ -1,4 +1,4 @@
-"""The names of a run's objects, and what a name says."""
+"""The names of a run's objects: building and parsing them."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ __all__ = [
 LARGEST_NUMBER = 999_999_999
 #: Names of writers.
 WRITER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-#: What comparing samples with the model found (``check_samples``).
+#: The result of comparing samples with the model (``check_samples``).
 CHECK = "check.json"
-#: Numbers from 1 on in names as ``_number`` writes them. ``\\d`` would match digits of other scripts, and any length.
+#: Numbers from 1 on, as ``_number`` writes them. ``\\d`` would also match digits of other scripts, and any length.
 ATTEMPT_DIGITS, _SEQ_DIGITS = "(?!0000)[0-9]{4}|[1-9][0-9]{4,8}", "(?!000000)[0-9]{6}|[1-9][0-9]{6,8}"
 _RECEIPT = re.compile(rf"manifest/({ATTEMPT_DIGITS})/({WRITER.pattern})/({_SEQ_DIGITS})\.json")
 _PART = re.compile(rf"data/part-({ATTEMPT_DIGITS})-({WRITER.pattern})-({_SEQ_DIGITS})(?:=[^/]*)?\.safetensors")
 
 
 def attempt_name(attempt: int) -> str:
-    """``attempts/0001.json``: who holds the attempt."""
+    """``attempts/0001.json``: the holder of the attempt."""
     return f"attempts/{_number(attempt, 4)}.json"
 
 
 def heartbeat_name(attempt: int) -> str:
-    """``attempts/0001.heartbeat.json``: a value that changes while its holder lives."""
+    """``attempts/0001.heartbeat.json``: a value that changes while the attempt's holder lives."""
     return f"attempts/{_number(attempt, 4)}.heartbeat.json"
 
 
 def closed_name(attempt: int) -> str:
-    """``attempts/0001.closed.json``: no writer of the attempt stores a receipt after it has seen this."""
+    """``attempts/0001.closed.json``: a writer of the attempt that finds this object stores no more receipts."""
     return f"attempts/{_number(attempt, 4)}.closed.json"
 
 
 def complete_name(attempt: int) -> str:
-    """``attempts/0001.complete.json``: the attempt accounted for every row. Its own, so that an earlier attempt that
-    pauses before it stores this cannot replace a later one's."""
+    """``attempts/0001.complete.json``: the attempt accounted for every row. Each attempt has a separate object, so that
+    an earlier attempt that resumes after a pause cannot replace a later one's."""
     return f"attempts/{_number(attempt, 4)}.complete.json"
 
 
@@ -63,31 +63,32 @@ def receipt_name(attempt: int, writer: str, seq: int) -> str:
 
 
 def part_name(attempt: int, writer: str, seq: int, sample: str = "") -> str:
-    """``data/part-0001-WRITER-000001.safetensors``; of a part that is one ``sample``, with ``=SAMPLE`` before the end.
+    """``data/part-0001-WRITER-000001.safetensors``; for a part of one ``sample``, with ``=SAMPLE`` before the ending.
 
-    No two parts of a run share a name, whatever they hold: a writer that pauses cannot replace another's part.
+    No two parts of a run share a name, even with equal content: a writer that resumes after a pause cannot replace
+    another writer's part.
     """
     return f"data/part-{_number(attempt, 4)}-{_writer(writer)}-{_number(seq, 6)}{sample and f'={sample}'}.safetensors"
 
 
 def compacted_name(attempt: int) -> str:
-    """``manifest/compacted-0001.jsonl.zst``: all receipts that counted when the attempt completed the run."""
+    """``manifest/compacted-0001.jsonl.zst``: all receipts in effect when the attempt completed the run."""
     return f"manifest/compacted-{_number(attempt, 4)}.jsonl.zst"
 
 
 def statistics_name(layer: int, point: str = HIDDEN_STATES) -> str:
-    """``statistics/0015.json``: what ``hsx stats`` found of a layer of hidden states. ``statistics/q-0015.json``: of
-    another point."""
+    """``statistics/0015.json``: the result of ``hsx stats`` for a layer of hidden states. ``statistics/q-0015.json``:
+    for another point."""
     return f"statistics/{'' if point == HIDDEN_STATES else f'{point}-'}{layer:04d}.json"
 
 
 def parse_receipt_name(name: str) -> tuple[int, str, int] | None:
-    """``(attempt, writer, seq)`` of a name that ``receipt_name`` makes; ``None`` for any other name."""
+    """``(attempt, writer, seq)`` of a name from ``receipt_name``; ``None`` for any other name."""
     return _parsed(_RECEIPT.fullmatch(name))
 
 
 def parse_part_name(name: str) -> tuple[int, str, int] | None:
-    """``(attempt, writer, seq)`` of a name that ``part_name`` makes; ``None`` for any other name."""
+    """``(attempt, writer, seq)`` of a name from ``part_name``; ``None`` for any other name."""
     return _parsed(_PART.fullmatch(name))
 
 
@@ -100,8 +101,8 @@ def _number(n: int, digits: int) -> str:
         raise ValueError(f"expected a number from 1 on, got {n}")
     if n > LARGEST_NUMBER:
         raise FormatError(
-            f"expected attempts and receipts to be numbered up to {LARGEST_NUMBER}, got {n}. Remove the object whose "
-            "name claims the number before it"
+            f"expected attempts and receipts to be numbered up to {LARGEST_NUMBER}, got {n}. Remove the object with "
+            f"number {n - 1} in its name"
         )
     return f"{n:0{digits}d}"
 
@@ -109,7 +110,7 @@ def _number(n: int, digits: int) -> str:
 def _writer(name: str) -> str:
     if not WRITER.fullmatch(name):
         raise ValueError(
-            f"expected a writer's name of at most 128 letters, digits, '_', '-', '.', got {name!r}; "
-            "object_name makes one"
+            f"expected a writer's name of at most 128 letters, digits, '_', '-', '.', got {name!r}. "
+            "Make one with object_name"
         )
     return name

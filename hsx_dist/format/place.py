@@ -1,11 +1,11 @@
-"""Which run a place (a folder or URL that a user names) holds, and how one run follows another there.
+"""The run at a place (a folder or URL that a user names), and how one run replaces another there.
 
-``run.json`` is put only if absent, and names the run's random id. Everything else of the run lies below ``run-ID/``, so
-that a process of an earlier run at the same place writes and deletes below another folder. Removing a run replaces its
+``run.json`` is put only if absent, and names the run's random id. All other objects of the run are in ``run-ID/``, so
+that a process of an earlier run at the same place writes and deletes in another folder. Removing a run replaces its
 ``run.json`` by a *tombstone*, which stays: the next run's description is ``run.0002.json``, then ``run.0003.json``. No
-name is used for two runs, so that a delete or a put of a process that paused cannot meet a later run.
+name is used for two runs, so that a delayed delete or put of an earlier run's process cannot affect a later run.
 
-Runs of version 1 (``hsx-run/1``) have no id in their names: their objects lie next to ``run.json``.
+Runs of version 1 (``hsx-run/1``) have no id in their names: their objects are next to ``run.json``.
 """
 
 from __future__ import annotations
@@ -56,25 +56,26 @@ __all__ = [
 ]
 
 RUN = "run.json"
-#: Where a run of version 1 has objects, next to ``run.json``. Other files may be there too: see ``run_objects``.
+#: Names and folders of a version 1 run's objects, next to ``run.json``. Other files may exist there: see
+#: ``run_objects``.
 V1_OBJECTS = ("complete.json", "check.json")
 V1_FOLDERS = ("manifest/", "data/", "consumed/", "attempts/", "statistics/")
 _FORMATS = {"hsx-run/1": 1, "hsx-run/2": 2}
 _ID = re.compile(r"[0-9a-f]{16}")
 _POINTER = re.compile(r"run(\.[0-9]{4,})?\.json")
 _FOLDER = re.compile(r"run-[0-9a-f]{16}/")
-#: Objects of a run's folder that are listed before the rest of them is passed over by another listing.
+#: After this many objects of a run's folder, the listing ends and another one skips the rest of the folder.
 _LOOKED_AT = 1000
 
 
 def _layers(value: Any) -> str | None:
-    """Ids; or a string, such as ``all``, in a run whose driver did not resolve it."""
+    """Layer ids; or a string, such as ``all``, if the driver did not resolve it."""
     ids = value if isinstance(value, list) else [value]
     fine = len(ids) <= MAX_HIDDEN_SIZE and all(type(v) in (int, str) for v in ids)
     return None if fine else "layer ids"
 
 
-#: What the members of a description must be. Members that are not named here may be anything.
+#: Checks of a description's members. Members without a check may have any value.
 _RUN_MEMBERS: dict[str, Check] = {
     "meaning": members({"model": or_null(text), "revision": or_null(text), "layers": or_null(_layers)}),
     "settings": object_of(anything),
@@ -85,15 +86,15 @@ _RUN_MEMBERS: dict[str, Check] = {
 
 
 class RunFolder(PrefixStore):
-    """The folder of a run of version 2. No object in it has a name that only version 1 gives."""
+    """The folder of a version 2 run. No object in it has a name that only version 1 uses."""
 
 
 @dataclass(frozen=True)
 class Place:
     """A run at a place.
 
-    ``root``: the store that the user named. ``pointer``: the name of the run's description in it. ``version``: of the
-    run's state, 1 or 2. ``info``: the description. ``store``: the run's own objects.
+    ``root``: the store that the user named. ``pointer``: the name of the run's description in it. ``version``: version
+    of the run's layout, 1 or 2. ``info``: the description. ``store``: the store of the run's other objects.
     """
 
     root: Store
@@ -104,8 +105,10 @@ class Place:
 
     @property
     def id(self) -> str:
-        """16 hex digits that no other run has, also not one at the same place: its random id; for version 1, which has
-        none, the hash of its description, which never changes."""
+        """16 hex digits that are unique to the run, also among runs at the same place.
+
+        The random id; for version 1, which has none, the hash of the description, which never changes.
+        """
         return _id(self.info)
 
     @property
@@ -114,23 +117,24 @@ class Place:
         return _folder(self.info) if self.version > 1 else ""
 
     def at(self, root: Store) -> Place:
-        """The same run in ``root``, another store of the same place."""
+        """The same run, read through ``root``, another store object of the same place."""
         return _place(root, self.pointer, self.info)
 
     def removed(self) -> bool:
-        """Whether the run was removed, as the store says now."""
+        """Whether the run has been removed. Asks the store."""
         found = _read(self.root, self.pointer)
         return found is None or "removed" in found or _id(found) != self.id
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """For whatever reads the run's objects and concludes something: half of a run must not pass for the run.
+        """Context manager for code that reads the run's objects: raises if the run was removed in the meantime.
 
-        One request at the end, after the last object was read. A removal replaces the description first, so that a run
-        that is still described then was whole all the time.
+        Without it the caller could take a partly removed run for the whole run. Makes one request at the end, after the
+        last object was read. A removal replaces the description first, so if the description still exists then, the run
+        was whole all the time.
 
         Raises:
-            RunError: the run was removed meanwhile. It takes the place of errors that a removal may cause.
+            RunError: the run was removed in the meantime. Replaces errors that a removal may cause.
         """
         try:
             yield
@@ -142,11 +146,11 @@ class Place:
             raise self._gone()
 
     def _gone(self) -> RunError:
-        return RunError(f"{self.root.url}: expected a run, got one that is being removed. Check the path")
+        return RunError(f"{self.root.url}: expected a run, got a run that is being removed. Check the path")
 
 
 def find_place(root: Store) -> Place | None:
-    """The run at ``root``; ``None`` where there is none, or the last one was removed.
+    """The run at ``root``; ``None`` when there is none, or the last run was removed.
 
     Raises:
         FormatError: ``run.json`` cannot be read, or is of a later version.
@@ -161,14 +165,14 @@ def open_place(root: Store) -> Place:
         return found
     if removed:
         raise RunError(
-            f"no run at {root.url}: expected a run, got the mark of one that was removed at {removed[-1].get('at')}. "
+            f"no run at {root.url}: expected a run, got the tombstone of a run removed at {removed[-1].get('at')}. "
             "Start a run there, or check the path"
         )
-    raise RunError(f"no run at {root.url}: expected {RUN} there; check the path, or that the run has been started")
+    raise RunError(f"no run at {root.url}: expected {RUN}, got no such object. Check the path, or start the run")
 
 
 def read_run(root: Store) -> dict[str, Any]:
-    """The description of the run at ``root``, with the errors of ``open_place``."""
+    """The description of the run at ``root``. Raises like ``open_place``."""
     return open_place(root).info
 
 
@@ -176,37 +180,37 @@ def start_run(root: Store, info: Mapping[str, Any]) -> Place:
     """Store the description of a new run; ``info`` must hold no credentials. The run gets a random id.
 
     Raises:
-        RunError: there is a run, or another driver has just started one, or objects of an unfinished removal are left.
-        FormatError: ``info`` is what no reader would open. Nothing is stored.
+        RunError: a run exists, another driver has just started a run, or objects of an unfinished removal are left.
+        FormatError: no reader would accept ``info``. Nothing is stored.
     """
     if left := leftovers(root):
         raise RunError(
-            f"{root.url}: expected an empty place or a run, got objects of a run ({left[0] or 'manifest/, data/'}) and "
-            f"no description of it: a removal did not finish, or {RUN} was deleted. Choose another output. `hsx rm` "
-            "without --yes lists what is left, and with it finishes the removal"
+            f"{root.url}: expected an empty place or a run, got objects of a run ({left[0] or 'manifest/, data/'}) "
+            f"without its description: a removal did not finish, or {RUN} was deleted. Choose another output. `hsx rm` "
+            "without --yes lists the objects, and with --yes finishes the removal"
         )
     found, number, _ = _look(root)
     body = dump_json({"format": "hsx-run/2", "id": secrets.token_hex(8), **info})
     stored = parse_json(body, floats=True)
-    del stored["crc32c"]  # as every reader has it
+    del stored["crc32c"]  # readers remove it too
     check_members(stored, _RUN_MEMBERS, f"{root.url}/{_pointer(number)}")
     if found is not None or not put_own(root, _pointer(number), body):
         raise RunError(
-            f"{root.url}: expected no run, got one: another driver has just started it. Start again to resume it, or "
+            f"{root.url}: expected no run, got a run: another driver has just started it. Start again to resume it, or "
             "choose another output"
         )
     return _place(root, _pointer(number), stored)
 
 
 def leftovers(root: Store, *, removed_only: bool = False) -> list[str]:
-    """The folders of runs that are not the run at ``root`` and of which objects are there, with ``/`` at the end; for a
-    run of version 1 the empty string.
+    """The folders of other runs than that at ``root`` that still hold objects, with ``/`` at the end. For a run of
+    version 1, the empty string.
 
-    Their removal did not finish, a process of theirs wrote after it, or their description was deleted.
-    ``removed_only``: those that a tombstone of this place names.
+    Their removal did not finish, one of their processes wrote after it, or their description was deleted.
+    ``removed_only``: only runs that a tombstone at this place names.
     """
-    # Folders are listed before the description is read: a run's description is stored before anything in its folder,
-    # so that no folder of a run that starts meanwhile can be taken for a leftover.
+    # List the folders before reading the description. A run's description is stored before any object in its folder,
+    # so the folder of a run that starts now cannot be taken for a leftover.
     found = _run_folders(root)
     if next(run_objects(root, ""), None) is not None:
         found.append("")
@@ -219,7 +223,7 @@ def leftovers(root: Store, *, removed_only: bool = False) -> list[str]:
 
 
 def run_objects(root: Store, folder: str) -> Iterator[ObjectInfo]:
-    """The objects in ``folder`` (empty: next to ``run.json``) with names that a run gives. Other files are not its."""
+    """The run's objects in ``folder`` (empty: next to ``run.json``). Files with names that no run uses are skipped."""
     for prefix in OBJECTS_OF_A_RUN:
         for info in root.list(folder + prefix):
             if OBJECTS_OF_A_RUN[prefix].fullmatch(info.name.removeprefix(folder)):
@@ -227,22 +231,22 @@ def run_objects(root: Store, folder: str) -> Iterator[ObjectInfo]:
 
 
 def bury(place: Place) -> None:
-    """Replace the run's description by a tombstone: from now on no reader opens the run, and no driver resumes it.
+    """Replace the run's description by a tombstone. From now on no reader opens the run, and no driver resumes it.
 
-    Another process may have done so already, and started another run there: what ``place.pointer`` names is this run's
-    description or its tombstone, and nothing else ever.
+    Safe if another process did the same and started another run: the object ``place.pointer`` is always this run's
+    description or its tombstone.
     """
     place.root.put(place.pointer, [_tombstone(place.info.get("id") or "none", place.version)])
 
 
 def close_place(root: Store) -> None:
-    """Keep a driver of version 1 from starting a run among what another one left. Raises ``RunError`` when there is a
-    run."""
+    """Prevent a version 1 driver from starting a run among the leftovers of another. Raises ``RunError`` when there is
+    a run."""
     place, number, _ = _look(root)
     if place is None and number > 1:
-        return  # it refuses the tombstone that is there
+        return  # a version 1 driver refuses the existing tombstone
     if place is not None or not put_own(root, _pointer(number), _tombstone("none", 1)):
-        raise RunError(f"{root.url}: expected no run, got one that was just started. Look at it, then try again")
+        raise RunError(f"{root.url}: expected no run, got a run that was just started. Look at it, then try again")
 
 
 def _tombstone(run_id: str, version: int) -> bytes:
@@ -252,15 +256,15 @@ def _tombstone(run_id: str, version: int) -> bytes:
 
 
 def is_description(name: str) -> bool:
-    """Whether ``name`` is one under which runs are described, and their removal marked."""
+    """Whether ``name`` is a name for runs' descriptions and tombstones."""
     return _POINTER.fullmatch(name) is not None
 
 
 def _run_folders(root: Store) -> list[str]:
-    """The folders of runs in which there are objects with names that a run gives."""
+    """The runs' folders that hold objects with a run's names."""
     found: dict[str, None] = {}
     after: str | None = ""
-    # One listing for all folders, however many, and one more for each that holds very much.
+    # One listing for all folders, and one more for each folder with very many objects.
     while after is not None:
         folder, more, start, after = "", 0, after, None
         for info in root.list("run-", start or None):
@@ -273,13 +277,13 @@ def _run_folders(root: Store) -> list[str]:
             if more == _LOOKED_AT:
                 if next(run_objects(root, folder), None) is not None:
                     found[folder] = None
-                after = f"{folder[:-1]}0"  # behind all that lies in the folder: "0" is the character after "/"
+                after = f"{folder[:-1]}0"  # sorts after all names in the folder: "0" is the character after "/"
                 break
     return list(found)
 
 
 def _look(root: Store) -> tuple[Place | None, int, list[dict[str, Any]]]:
-    """(the run, the number of its description or of the next one, the tombstones of the runs before it)."""
+    """(the run, the number of its description or of the next run's, the tombstones of the runs before it)."""
     removed: list[dict[str, Any]] = []
     while (found := _read(root, _pointer(len(removed) + 1))) is not None:
         if "removed" not in found:

@@ -1,7 +1,7 @@
-"""Receipts: the proof that a part is stored whole, and the fate of rows that left no sample.
+"""Receipts: the proof that a part is stored whole, and the fate of rows without a sample.
 
-Stored as ``{"crc32c":"8 hex digits","receipt":BODY}``, the checksum being that of the bytes of BODY. Unknown members
-of the body are for later versions, and ignored.
+Stored as ``{"crc32c":"8 hex digits","receipt":BODY}`` with the checksum of the bytes of BODY. Unknown members of the
+body are ignored, so that later versions can add some.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from hsx_dist.format.segments import SegmentProof, SegmentTable
 
 __all__ = ["Receipt", "RowFate", "SegmentProof"]
 
-#: The second one names columns of samples: an older reader would take each for the whole sample.
+#: The second format is for samples with several columns. An older reader would take each column for the whole sample.
 _FORMAT, _FORMAT_OF_COLUMNS = "hsx-receipt/1", "hsx-receipt/2"
 _BEFORE_CRC, _AFTER_CRC = b'{"crc32c":"', b'","receipt":'
 _HEADER = len(_BEFORE_CRC) + 8 + len(_AFTER_CRC)
-# A table, not objects: a receipt may prove tens of thousands of segments.
+# Segments are stored as a table, not as objects, because a receipt may prove tens of thousands.
 _SEGMENT_COLUMNS = [
     "key", "index", "start", "stop", "total", "slot", "token_hash", "raw_bytes", "stored_bytes", "row", "sample_hash"
 ]  # fmt: skip
 _SEGMENT_COLUMNS_OF_COLUMNS = [*_SEGMENT_COLUMNS, "column", "columns"]
 _ROW_COLUMNS = ["key", "row", "fate", "reason", "tries", "content"]
 _HEX8, _HEX = re.compile(r"[0-9a-f]{8}"), re.compile(r"[0-9a-f]*")
-#: Largest numbers that a receipt may hold: sums over the receipts of any run then fit 64 bits, or are taken exactly.
+#: The largest numbers that a receipt may hold. Sums over the receipts of any run then fit 64 bits, or are computed
+#: exactly.
 MAX_PART_BYTES = 1 << 50
 _LARGEST_ROW = 2**62
 _PART = re.compile(r"[!-~]{1,1024}")
@@ -45,11 +46,14 @@ Fate = Literal["refused", "failed", "poison", "withdrawn"]
 
 @dataclass(frozen=True, slots=True)
 class RowFate:
-    """A row that has no sample, and why: ``refused`` rows cannot have one, ``failed`` ones may be tried again, and so
-    may ``poison`` ones, whose engine died each time, but only when that is asked for.
+    """A row without a sample, and the reason.
 
-    ``withdrawn`` takes back an earlier fate of the key: the row was corrected. ``content``: hash of the row's content
-    where it could be read, so that a corrected row is known from the one that was refused; else empty.
+    ``refused``: the row cannot have a sample. ``failed``: the row may be tried again. ``poison``: the engine died at
+    each try; the row is tried again only on request. ``withdrawn``: revokes an earlier fate of the key, as the row was
+    corrected.
+
+    ``content``: hash of the row's content, which distinguishes a corrected row from the refused one; empty when the row
+    could not be read.
     """
 
     key: str
@@ -64,9 +68,9 @@ class RowFate:
 class Receipt:
     """Receipt number ``seq`` (from 1, without gaps) of one writer in one attempt.
 
-    ``part``: the stored object's name, or ``None`` when the receipt tells of rows only; then ``size``, ``header_bytes``
-    and ``raw_bytes`` are 0. ``crc32c``: eight hex digits, over the whole object of ``size`` bytes, whose first
-    ``header_bytes`` are its header. ``created``: ISO 8601, UTC.
+    ``part``: the stored object's name, or ``None`` when the receipt has only rows; then ``size``, ``header_bytes`` and
+    ``raw_bytes`` are 0. ``crc32c``: eight hex digits, over the whole object. ``size``: bytes of the object.
+    ``header_bytes``: bytes of the header at its begin. ``created``: ISO 8601, UTC.
     """
 
     attempt: int
@@ -77,11 +81,11 @@ class Receipt:
     crc32c: str
     header_bytes: int
     raw_bytes: int
-    #: Kept as a ``SegmentTable``, whatever was given.
+    #: Stored as a ``SegmentTable``; any other sequence is converted.
     segments: Sequence[SegmentProof]
     rows: tuple[RowFate, ...]
     created: str
-    #: Parts that earlier attempts proved and this attempt found to be gone: they prove nothing any more.
+    #: Parts that earlier attempts proved but this attempt did not find. They prove nothing any more.
     void: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -95,11 +99,11 @@ class Receipt:
 
     @property
     def id(self) -> tuple[int, str, int]:
-        """What no two receipts of a run share."""
+        """Attempt, writer and number: unique among the receipts of a run."""
         return self.attempt, self.writer, self.seq
 
     def to_json(self) -> bytes:
-        """The receipt as it is stored: one line, the same bytes for the same receipt."""
+        """The stored form of the receipt: one line. Equal receipts result in equal bytes."""
         several = self.table.several_columns
         body = {
             "format": _FORMAT_OF_COLUMNS if several else _FORMAT,
@@ -127,7 +131,7 @@ class Receipt:
 
         Raises:
             IntegrityError: the checksum does not match.
-            FormatError: it is no receipt, of a later format, or says what cannot be.
+            FormatError: it is not a receipt, has a later format, or has invalid values.
         """
         body = _open(data, where)
         try:
@@ -138,27 +142,27 @@ class Receipt:
 
 
 def _open(data: bytes, where: str) -> _Json:
-    """The body, its checksum verified before anything of it is believed."""
+    """The body. Its checksum is verified before it is parsed."""
     if not (data.startswith(_BEFORE_CRC) and data[_HEADER - len(_AFTER_CRC) : _HEADER] == _AFTER_CRC):
         raise FormatError(
-            f"{where}: expected a receipt, which begins with {_BEFORE_CRC.decode()!r}, got {data[:24]!r}; it was not "
+            f"{where}: expected a receipt, which begins with {_BEFORE_CRC.decode()!r}, got {data[:24]!r}. It was not "
             "written by hsx_dist, or is damaged"
         )
-    text, told = data[_HEADER:-1], data[len(_BEFORE_CRC) : len(_BEFORE_CRC) + 8]
+    text, stored = data[_HEADER:-1], data[len(_BEFORE_CRC) : len(_BEFORE_CRC) + 8]
     found = crc32c_hex(crc32c(text))
-    if data[-1:] != b"}" or told != found.encode():
+    if data[-1:] != b"}" or stored != found.encode():
         raise IntegrityError(
-            f"{where}: crc32c {told.decode('ascii', 'replace')} expected, {found} found: the receipt changed after it "
-            "was written. Restore it; without it its part's samples count as missing"
+            f"{where}: expected crc32c {stored.decode('ascii', 'replace')}, got {found}: the receipt changed after it "
+            "was written. Restore it. Without it, the samples of its part count as missing"
         )
     try:
         body = parse_json(text, floats=True)
     except FormatError as e:
         raise FormatError(f"{where}: not JSON: {e}") from e
     if not isinstance(body, dict) or body.get("format") not in (_FORMAT, _FORMAT_OF_COLUMNS):
-        came = body.get("format") if isinstance(body, dict) else body
+        got = body.get("format") if isinstance(body, dict) else body
         expected = f"{_FORMAT!r} or {_FORMAT_OF_COLUMNS!r}"
-        raise FormatError(f"{where}: expected format {expected}, got {shown(came)}; update hsx_dist to read it")
+        raise FormatError(f"{where}: expected format {expected}, got {shown(got)}. Update hsx_dist to read it")
     return body
 
 
@@ -177,7 +181,7 @@ def _receipt(b: _Json) -> Receipt:
     if part is None and segments:
         raise ValueError("segments without a part")
     if several != segments.several_columns:
-        raise ValueError(f"format: expected {_FORMAT!r} of samples of one column, got {shown(b['format'])}")
+        raise ValueError(f"format: expected {_FORMAT!r} for samples of one column, got {shown(b['format'])}")
     receipt = Receipt(
         attempt=_count(b["attempt"], "attempt", LARGEST_NUMBER, 1),
         writer=_text(b["writer"], "writer"),
@@ -202,11 +206,11 @@ def _receipt(b: _Json) -> Receipt:
 
 
 def _segments(rows: Any, width: int) -> SegmentTable:
-    """The table of segments, checked a column at a time: a receipt may have tens of thousands of rows."""
+    """The table of segments. Checked by column, for speed: a receipt may have tens of thousands of rows."""
     if not rows:
         return SegmentTable.of(())
     if set(map(len, rows)) != {width}:
-        raise ValueError(f"segments: expected rows of {width} values")
+        raise ValueError(f"segments: expected rows of {width} values, got rows of {sorted(set(map(len, rows)))[:8]}")
     key, index, start, stop, total, slot, token_hash, raw, stored, number, sample_hash, *of = zip(*rows, strict=True)
     row = [-1 if n is None else _count(n, "segments: row", _LARGEST_ROW) for n in number]
     for column, most in ((index, MAX_TOKENS), (start, MAX_TOKENS), (stop, MAX_TOKENS), (total, MAX_TOKENS)):
@@ -216,13 +220,13 @@ def _segments(rows: Any, width: int) -> SegmentTable:
         if sum(column) > MAX_PART_BYTES:
             raise ValueError(f"segments: expected at most {MAX_PART_BYTES} bytes in all, got {sum(column)}")
     if set(map(type, key)) != {str} or not all(key):
-        raise ValueError("segments: expected keys")
+        raise ValueError("segments: expected keys, got an empty string or another type")
     if not _are_hashes(token_hash):
-        raise ValueError("segments: expected token hashes of 16 hex digits")
+        raise ValueError("segments: expected token hashes of 16 hex digits, got another value")
     if not _are_hashes(tuple(h for h in sample_hash if h != "")):
-        raise ValueError("segments: expected a sample's hash of 16 hex digits, or none")
+        raise ValueError("segments: expected sample hashes of 16 hex digits or empty strings, got another value")
     if set(map(type, slot)) != {int} or slot != tuple(range(len(rows))):
-        raise ValueError("slots: expected 0, 1, 2, …")
+        raise ValueError("slots: expected 0, 1, 2, …, got another value or order")
     of = of or [(0,) * len(rows), (1,) * len(rows)]
     _check_columns(of[0], of[1], sample_hash)
     numbers = np.array([index, start, stop, total, raw, stored, row, *of], dtype=np.int64).T
@@ -236,19 +240,19 @@ def _check_columns(column: tuple[Any, ...], columns: tuple[Any, ...], sample_has
     for values in (column, columns):
         _check_counts(values, MAX_COLUMNS)
     if any(i >= n for i, n in zip(column, columns, strict=True)):
-        raise ValueError("segments: expected column < columns, got a column that the sample lacks")
-    # Segments of two columns may end at different tokens: their own hashes do not show that they are of one sample.
+        raise ValueError("segments: expected column < columns, got a column that the sample does not have")
+    # Segments of two columns may end at different tokens: only the sample's hash proves that they are of one sample.
     if any(n > 1 and not known for n, known in zip(columns, sample_hash, strict=True)):
         raise ValueError("segments: expected the sample's hash with several columns, got none")
 
 
 def _check_counts(column: tuple[Any, ...], most: int) -> None:
     if set(map(type, column)) != {int} or not 0 <= min(column) <= max(column) <= most:
-        raise ValueError(f"segments: expected counts from 0 to {most}, got something else")
+        raise ValueError(f"segments: expected counts from 0 to {most}, got another value")
 
 
 def _are_hashes(column: tuple[Any, ...]) -> bool:
-    # As one text: a match for each of them would take longer than all the rest.
+    # Match the concatenated hashes: one match per hash would take longer than all other checks.
     if not column:
         return True
     return set(map(type, column)) == {str} and set(map(len, column)) == {16} and bool(_HEX.fullmatch("".join(column)))

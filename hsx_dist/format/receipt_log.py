@@ -1,9 +1,9 @@
 """A writer's receipts in one attempt: a log that grows by one object at a time, until a *seal* ends it.
 
 Receipts are put only if absent under the numbers 1, 2, 3, …. Another process ends the log by putting a seal, only if
-absent, under its next number. Exactly one of the two puts of a number succeeds, so that after a seal the log's receipts
-are final: the writer meets the seal and stores nothing more, however long it paused before. A writer of version 1 steps
-over the seal; receipts behind a seal count for nothing.
+absent, under its next number. Exactly one of two puts of a number succeeds, so a seal makes the log's receipts final.
+The writer finds the seal and stores nothing more, however long it paused before. A writer of version 1 continues after
+the seal, but receipts after a seal are ignored.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ Log = tuple[int, str]
 
 _SEAL = b'{"seal":'
 _SEAL_FORMAT = "hsx-seal/1"
-#: No part has a longer header, and a segment takes more of it than of a receipt.
+#: No part has a longer header, and a segment takes more bytes in the header than in a receipt.
 _LARGEST_RECEIPT = MAX_HEADER_BYTES
-#: Requests at once. Each waits for a round trip to the store.
+#: Concurrent requests. Each waits for a round trip to the store.
 _THREADS = 16
-#: Names in one answer of S3 to a listing.
+#: Names in one response of S3 to a listing.
 _PAGE = 1000
 
 
 class ReceiptLog:
-    """The log of one writer, from the writer's side. Safe to share between threads."""
+    """The log of one writer, for appending. Safe to share between threads."""
 
     def __init__(self, store: Store, attempt: int, writer: str):
         self._store = store
@@ -47,14 +47,14 @@ class ReceiptLog:
         self._next = 1
 
     def append(self, receipt: Receipt) -> Receipt:
-        """Store ``receipt`` under the next number; returns it with attempt, writer and number filled in.
+        """Store ``receipt`` under the next number. Returns it with attempt, writer and number filled in.
 
         Raises:
             Fenced: the attempt is closed, or the log is sealed. Nothing is stored, now or later.
-            StoreError: the store's. The receipt may be stored all the same.
+            StoreError: raised by the store. The receipt may be stored nevertheless.
         """
         with self._lock:
-            # A seal stops every writer of which something was stored when the attempt was closed. This stops the rest.
+            # Seals stop only writers that had stored an object when the attempt was closed. This stops all others.
             if is_closed(self._store, self._attempt):
                 raise Fenced(
                     f"attempt {self._attempt} of {self._store.url} is closed: another driver took over, or no row is "
@@ -70,17 +70,17 @@ class ReceiptLog:
                     found = get_small(self._store, name, _LARGEST_RECEIPT)
                 if found.startswith(_SEAL):
                     raise Fenced(
-                        f"{self._store.url}/{name}: expected room for a receipt, got a seal ({_who(found)}): this "
-                        "writer stores nothing more. Start the run again to resume it"
+                        f"{self._store.url}/{name}: expected no object, got a seal ({_who(found)}): this writer stores "
+                        "nothing more. Start the run again to resume it"
                     )
-                # Another body is a receipt of this log: its put went through though the store answered otherwise.
+                # Another body is an earlier receipt of this log, whose put succeeded although the store raised.
                 self._next += 1
                 if found == body:
                     return receipt
 
 
 def is_closed(store: Store, attempt: int) -> bool:
-    """Whether the attempt's writers must store nothing more."""
+    """Whether the attempt is closed, so that its writers must not store anything more."""
     try:
         store.head(closed_name(attempt))
     except NotFound:
@@ -89,11 +89,11 @@ def is_closed(store: Store, attempt: int) -> bool:
 
 
 def list_logs(store: Store) -> dict[Log, int]:
-    """All logs of a run, and how many objects each has: those with receipts, and those of which there are only parts.
+    """All logs of a run, and the highest number in each; 0 for a writer that has stored parts but no receipt.
 
     Raises ``StoreError``.
     """
-    # Parts first: a part is stored before its receipt.
+    # List parts before receipts, because a part is stored before its receipt.
     logs: dict[Log, int] = {}
     for info in store.list("data/"):
         part = parse_part_name(info.name)
@@ -107,11 +107,12 @@ def list_logs(store: Store) -> dict[Log, int]:
 
 
 def seal_logs(store: Store, logs: Mapping[Log, int], by: str) -> None:
-    """Seal each log; ``logs`` says up to which number each is known to reach. When this returns, the receipts of these
-    logs are final.
+    """Seal each log. When this returns, the receipts of these logs are final.
+
+    ``logs``: by log, its highest known number. ``by``: who seals it, for people.
 
     Raises:
-        StoreError: the store's. Some of the logs may be sealed.
+        StoreError: raised by the store. Some of the logs may be sealed.
     """
     seal = {"format": _SEAL_FORMAT, "by": by, "created": datetime.now(UTC).isoformat(timespec="seconds")}
     body = json.dumps({"seal": seal}, separators=(",", ":")).encode()
@@ -130,7 +131,7 @@ def _seal(store: Store, log: Log, last: int, body: bytes) -> None:
             store.put_if_absent(name, body)
         except AlreadyExists:
             if not _is_sealed(store, name):
-                continue  # the writer was quicker
+                continue  # the writer has stored a receipt under this number first
         return
 
 
@@ -139,12 +140,14 @@ def _is_sealed(store: Store, name: str) -> bool:
 
 
 class LogReader:
-    """Reads the receipts of all logs of later attempts, each once. A read costs what was stored since the last one, and
-    at most two pages of names of each log."""
+    """Reads the receipts of all logs of attempts after ``after_attempt``, each receipt once.
+
+    A read fetches the receipts stored since the last read, and lists at most two pages of known names in each log.
+    """
 
     def __init__(self, after_attempt: int = 0):
         self._after = after_attempt
-        #: The number of each log's last receipt that was read; that of a sealed log is the largest.
+        #: By log: the number of the last receipt that was read; for a sealed log ``LARGEST_NUMBER``.
         self._read: dict[Log, int] = {}
 
     def read(self, store: Store) -> Iterator[Receipt]:
@@ -152,12 +155,12 @@ class LogReader:
 
         Raises:
             IntegrityError: a receipt is missing or damaged.
-            FormatError: something is there that is no receipt.
+            FormatError: an object with a receipt's name is not a receipt.
         """
         return _before_seals(store, self._new(store), self._read)
 
     def _new(self, store: Store) -> Iterator[ObjectInfo]:
-        # "~" sorts behind every writer's name.
+        # "~" sorts after every writer's name.
         after = f"manifest/{self._after:04d}/~" if 0 < self._after < 9999 else None
         while True:
             log, known = None, 0
@@ -178,15 +181,18 @@ class LogReader:
 
 
 def new_receipts(store: Store, known: Callable[[tuple[int, str, int]], bool], attempt: int) -> Iterator[Receipt]:
-    """The receipts of one ``attempt`` that are not ``known``, with the errors of ``LogReader.read``; gaps are not
-    looked for."""
+    """The receipts of one ``attempt`` that are not ``known``. Raises like ``LogReader.read``, but does not detect
+    gaps."""
     listed = store.list(f"manifest/{attempt:04d}/")
     return _before_seals(store, (i for i in listed if (e := parse_receipt_name(i.name)) and not known(e)), None)
 
 
 def _before_seals(store: Store, listed: Iterable[ObjectInfo], done: dict[Log, int] | None) -> Iterator[Receipt]:
-    """The receipts of ``listed``, of each log as far as its seal. ``done``: how far each log was read, brought up to
-    date; no number behind it may be missing. ``None``: gaps are not looked for."""
+    """The receipts of ``listed``, in each log up to its seal.
+
+    ``done``: by log, the last number that was read. It is updated, and a missing number after it is an error. ``None``:
+    gaps are not detected.
+    """
     sizes = {entry: info.size for info in listed if (entry := parse_receipt_name(info.name)) is not None}
     entries = sorted(sizes)
 
@@ -194,7 +200,7 @@ def _before_seals(store: Store, listed: Iterable[ObjectInfo], done: dict[Log, in
         try:
             return read_entry(store, receipt_name(*entry), sizes[entry])
         except HsxError as e:
-            return e  # raised below, unless the log ends before
+            return e  # raised below, unless the log ends before this entry
 
     ended: set[Log] = set()
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="hsx-receipts") as pool:
@@ -205,7 +211,7 @@ def _before_seals(store: Store, listed: Iterable[ObjectInfo], done: dict[Log, in
                 continue
             if number != expected:
                 _check_gap(store, log, expected, number)
-                ended.add(log)  # the listing passed the missing number before the writer stored it
+                ended.add(log)  # the object exists: the listing passed its name before the writer stored it
             elif isinstance(found, HsxError):
                 raise found
             elif found is not None:
@@ -224,18 +230,18 @@ def _check_gap(store: Store, log: Log, expected: int, number: int) -> None:
         store.head(name)
     except NotFound:
         raise IntegrityError(
-            f"{store.url}/{name} is missing: expected {number - expected} receipts more before number {number} of this "
-            "writer. They were lost after they were written. Restore them; or remove the writer's later receipts and "
-            "run again: what they prove is then extracted anew"
+            f"{store.url}/{name}: expected a receipt, got no object: {number - expected} missing before number "
+            f"{number} of this writer. They were lost after they were written. Restore them. Or remove the writer's "
+            "later receipts and run again, which extracts their samples again"
         ) from None
 
 
 def read_entry(store: Store, name: str, size: int | None = None) -> Receipt | None:
-    """The receipt stored under ``name``, of ``size`` bytes if listed; ``None`` where a seal ends the log there.
+    """The receipt stored under ``name``; ``None`` for a seal. ``size``: the object's size, if known from a listing.
 
     Raises:
-        NotFound, StoreError: the store's.
-        IntegrityError, FormatError: it is neither.
+        NotFound, StoreError: raised by the store.
+        IntegrityError, FormatError: the object is neither a receipt nor a seal.
     """
     data = get_small(store, name, _LARGEST_RECEIPT, size)
     if data.startswith(_SEAL):
@@ -244,12 +250,13 @@ def read_entry(store: Store, name: str, size: int | None = None) -> Receipt | No
     receipt = Receipt.from_json(data, where)
     if receipt.id != parse_receipt_name(name):
         raise FormatError(
-            f"{where}: expected the receipt of that name, got {receipt_name(*receipt.id)}. It lies under a wrong name"
+            f"{where}: expected the receipt of that name, got {receipt_name(*receipt.id)}: an object was copied to "
+            "another name. Restore it"
         )
     return receipt
 
 
 def _who(seal: bytes) -> str:
-    """Who sealed a log, for people."""
+    """The process that sealed a log, for error messages."""
     found = re.search(rb'"by":"([A-Za-z0-9 ]{1,80})"', seal)
     return found[1].decode() if found else "unknown"

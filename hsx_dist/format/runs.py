@@ -1,4 +1,4 @@
-"""A run's own objects in its store: attempts, heartbeats, the manifest, completion."""
+"""A run's objects in its store: attempts, heartbeats, the manifest, completion."""
 
 from __future__ import annotations
 
@@ -69,16 +69,16 @@ __all__ = [
     "write_complete",
 ]
 
-#: The writer's name of an attempt's driver: its log tells what became of rows that left no sample.
+#: Writer name of an attempt's driver. Its log has the fates of rows without a sample.
 DRIVER = "driver"
-#: The writer's name of a log that is sealed in each attempt by which this version goes on with a run of version 1.
+#: Writer name of a log that this version seals in each attempt that continues a version 1 run.
 _VERSION_2 = "version-2"
-#: The name that version 1 gave to what ``complete_name`` names.
+#: Version 1's name for the object of ``complete_name``.
 _COMPLETE_V1 = "complete.json"
 _COMPLETE_FORMAT = "hsx-complete/1"
 _ATTEMPT = re.compile(rf"attempts/({ATTEMPT_DIGITS})\.json")
 _COMPLETED = re.compile(rf"attempts/({ATTEMPT_DIGITS})\.complete\.json")
-#: What the members of a run's objects must be. Members that are not named here may be anything.
+#: Checks of the members of a run's objects. Members without a check may have any value.
 _PROGRESS = {
     **dict.fromkeys(
         ("rows", "tokens", "raw_bytes", "stored_bytes", "in_flight", "replicas", "under_way"), or_null(count_check)
@@ -105,16 +105,17 @@ _COMPLETE_MEMBERS: dict[str, Check] = {
 
 
 def take_attempt(store: Store, info: Mapping[str, Any]) -> int:
-    """Take the run's next attempt and close all before it; returns its number, from 1.
+    """Take the run's next attempt and close all earlier ones. Returns its number, from 1.
 
     ``info`` (host, settings, …; no credentials) is stored for people to read.
     """
-    # The token makes the body ours alone: read back, it tells a lost answer from a lost race.
+    # The token makes the body unique. Read back, it shows whether our put succeeded with a lost response, or another
+    # process took the attempt.
     own = {"token": uuid.uuid4().hex, "created": datetime.now(UTC).isoformat(timespec="seconds")}
     attempt = newest_attempt(store) + 1
     while not put_own(store, attempt_name(attempt), dump_json({**info, "attempt": attempt, **own})):
         attempt += 1
-    # Listed after the put: an attempt is taken only when all before it are, so that every earlier one is seen.
+    # List after the put. An attempt is taken only after all earlier ones, so the listing has every earlier one.
     names = {info.name for info in store.list("attempts/")}
     for earlier in _attempts(names):
         if earlier < attempt and closed_name(earlier) not in names:
@@ -127,15 +128,15 @@ def _close(store: Store, attempt: int, by: int) -> None:
 
 
 def require_conditional_puts(store: Store) -> None:
-    """Check that the store refuses a second put of one name. Attempts, receipts and seals rely on it.
+    """Check that the store refuses a second put of one name. Attempts, receipts and seals depend on it.
 
     Raises:
-        ConfigError: it replaces the object.
-        StoreError: the store's.
+        ConfigError: the store replaces the object.
+        StoreError: raised by the store.
     """
-    name, said = f"probe-{uuid.uuid4().hex}", "one that replaces it"
+    name, said = f"probe-{uuid.uuid4().hex}", "a store that replaces it"
     try:
-        put_own(store, name, b"first")  # also if its answer is lost, and a repetition finds the object
+        put_own(store, name, b"first")  # succeeds even if the first response is lost and a retry finds the object
         try:
             store.put_if_absent(name, b"second")
         except AlreadyExists:
@@ -152,35 +153,36 @@ def require_conditional_puts(store: Store) -> None:
             store.delete(name)
     raise ConfigError(
         f"{store.url}: expected a store that refuses to create an object twice (If-None-Match), got {said}: two "
-        "drivers could both hold an attempt, and lose rows. Use a store with conditional puts. To finish a run that is "
-        "there already, in a store that ignores the condition, set store.single_driver=true. Run one driver at a time"
+        "drivers could both hold an attempt, and lose rows. Use a store with conditional puts. To finish an existing "
+        "run in a store that ignores the condition, set store.single_driver=true, and run one driver at a time"
     )
 
 
 def seal_attempts(store: Store, last: int, by: int) -> None:
-    """End the logs of all writers of attempts up to ``last``, which are closed. When this returns, the receipts of
-    those attempts are final. ``by``: the attempt that asks for it.
+    """Seal the logs of all writers of the attempts up to ``last``, which are closed. When this returns, the receipts of
+    those attempts are final. ``by``: the attempt that seals them.
 
-    A writer of which nothing is stored yet has no log to seal. It cannot store a receipt either: after it has stored a
-    part it looks whether its attempt is closed, and finds that it is.
+    A writer that has not stored a part yet has no log to seal. It cannot store a receipt either, because after it has
+    stored a part it checks whether its attempt is closed.
     """
     _seal(store, [attempt for attempt in attempts_of(store) if attempt <= last], by)
 
 
 def _seal(store: Store, attempts: Sequence[int], by: int) -> None:
-    # A driver's log has its name by its attempt alone, so that it is sealed even where it holds nothing yet.
+    # The name of a driver's log follows from its attempt, so that it can be sealed before it has an object.
     logs = {(attempt, DRIVER): 0 for attempt in attempts}
     logs |= {log: number for log, number in list_logs(store).items() if log[0] in attempts}
     seal_logs(store, logs, f"attempt {by}")
 
 
 def refuse_version_1(store: Store, attempt: int) -> None:
-    """Keep version 1 from the run: it reads the seal as a damaged receipt, and refuses to start next to this driver."""
+    """Prevent a version 1 driver from running next to this one: it reads the seal as a damaged receipt, and refuses to
+    start."""
     seal_logs(store, {(attempt, _VERSION_2): 0}, f"attempt {attempt}")
 
 
 def version_1_refuses(store: Store, attempt: int) -> bool:
-    """Whether ``refuse_version_1`` was called in ``attempt``: this version, or a later one, took it."""
+    """Whether ``refuse_version_1`` was called in ``attempt``, which this version or a later one then took."""
     try:
         store.head(receipt_name(attempt, _VERSION_2, 1))
     except NotFound:
@@ -189,27 +191,28 @@ def version_1_refuses(store: Store, attempt: int) -> bool:
 
 
 def close_attempt(store: Store, attempt: int) -> None:
-    """Stop the writers of one's own attempt, once no row is left: what they have proven is final when this returns.
+    """Stop the writers of the caller's attempt, after the last row. When this returns, their receipts are final.
 
-    Without it a writer that the driver has given up could prove a sample after the manifest was compacted, and a reader
-    would see it only until the attempt is complete.
+    Without this, a writer that the driver has abandoned could prove a sample after the manifest was compacted. A reader
+    would see that sample only until the attempt is complete.
     """
     _close(store, attempt, attempt)
     _seal(store, [attempt], attempt)
 
 
 def read_attempt(store: Store, attempt: int) -> dict[str, Any] | None:
-    """What the holder of an attempt said of itself (host, pid, settings, created); ``None`` when nobody took it."""
+    """The attempt's object, from its holder (host, pid, settings, created); ``None`` when the attempt is not taken."""
     return find_json(store, attempt_name(attempt), _ATTEMPT_MEMBERS)
 
 
 def newest_attempt(store: Store) -> int:
-    """The highest attempt that was taken; 0 when none was."""
+    """The highest attempt that was taken; 0 without one."""
     return max(attempts_of(store), default=0)
 
 
 def attempts_of(store: Store) -> list[int]:
-    """The attempts that were taken, as listed: a name may claim any number, so nothing may count up to it."""
+    """The numbers of the attempts, from a listing. A forged name may have any number, so callers must not loop up to
+    it."""
     return _attempts(info.name for info in store.list("attempts/"))
 
 
@@ -218,20 +221,20 @@ def _attempts(names: Iterable[str]) -> list[int]:
 
 
 def is_complete(store: Store) -> bool:
-    """Whether the newest attempt accounted for every row. An earlier one's word is not enough."""
+    """Whether the newest attempt accounted for every row. The completion of an earlier attempt does not count."""
     return read_completion(store)[1]
 
 
 def read_completion(store: Store) -> tuple[dict[str, Any] | None, bool]:
-    """What the last completed attempt stored, and whether no attempt follows it: then the run is complete."""
+    """The completion object of the last completed attempt, and whether the run is complete: no attempt follows it."""
     newest, complete = newest_and_complete(store)
-    # Asked after it was read: a listing may miss an attempt that was taken meanwhile, and show that an older one ended.
+    # Check the next attempt after the listing, which may miss an attempt that was taken during it.
     over = complete is not None and complete["attempt"] >= newest and not is_fenced(store, complete["attempt"])
     return complete, over
 
 
 def is_fenced(store: Store, attempt: int) -> bool:
-    """Whether a newer attempt was taken. Attempts have no gaps, so that one request is enough."""
+    """Whether a newer attempt was taken. Attempts have no gaps, so one request is enough."""
     try:
         store.head(attempt_name(attempt + 1))
     except NotFound:
@@ -240,10 +243,10 @@ def is_fenced(store: Store, attempt: int) -> bool:
 
 
 def beat(store: Store, attempt: int, value: int, state: str, progress: Mapping[str, Any] | None = None) -> None:
-    """Store the attempt's heartbeat: a ``value`` other than the last says that its holder lives, by nobody's clock.
+    """Store the attempt's heartbeat. A changed ``value`` shows that the holder is alive, without comparing clocks.
 
-    ``progress``: what its holder knows and receipts do not tell (JSON types), for people, ``hsx top`` and
-    ``hsx report``; no decision rests on it.
+    ``progress``: the holder's counts and rates that receipts do not have (JSON types), for people, ``hsx top`` and
+    ``hsx report``. No decision depends on it.
     """
     now = datetime.now(UTC).isoformat(timespec="seconds")
     body = {"attempt": attempt, "value": value, "state": state, "time": now, "progress": dict(progress or {})}
@@ -256,22 +259,22 @@ def read_heartbeat(store: Store, attempt: int) -> dict[str, Any] | None:
 
 
 def load_manifest(store: Store) -> Manifest:
-    """The manifest of the run: the compacted one where the run is complete, and the receipts since.
+    """The manifest of the run: the compacted manifest of the last completed attempt, if any, and all later receipts.
 
     Raises:
         IntegrityError: a receipt is missing or damaged.
-        FormatError: something is there that is no receipt.
+        FormatError: an object with a receipt's name is not a receipt.
     """
     return Manifest(scan_receipts(store))
 
 
 def scan_receipts(store: Store) -> Iterator[Receipt]:
-    """The receipts that ``load_manifest`` reads, one after the other, with the same errors."""
+    """Iterate over the receipts that ``load_manifest`` reads. Raises the same errors."""
     return receipts_after(store, read_complete(store))
 
 
 def receipts_after(store: Store, complete: Mapping[str, Any] | None) -> Iterator[Receipt]:
-    """``scan_receipts``, where the last completed attempt was read before."""
+    """Like ``scan_receipts``, with a completion object that the caller has read."""
     after = 0
     if complete is not None:
         yield from read_compacted(store, complete)
@@ -280,8 +283,8 @@ def receipts_after(store: Store, complete: Mapping[str, Any] | None) -> Iterator
 
 
 def all_receipts(store: Store) -> Iterator[Receipt]:
-    """Every receipt that any reader may go by: those of the compacted manifest and all single ones, with the errors
-    of ``load_manifest``. The same receipt may come twice."""
+    """Every receipt that any reader may use: those of the compacted manifest, then all single ones. A receipt may occur
+    twice. Raises like ``load_manifest``."""
     complete = read_complete(store)
     if complete is not None:
         yield from read_compacted(store, complete)
@@ -289,9 +292,9 @@ def all_receipts(store: Store) -> Iterator[Receipt]:
 
 
 def check_receipts(store: Store) -> Iterator[tuple[str, str]]:
-    """Of a complete run, the single receipts behind the compacted manifest: (name, what is wrong with it).
+    """Compare the single receipts of a complete run with its compacted manifest. Yields (name, error) for wrong ones.
 
-    Readers do not need them; but whoever removes a damaged compacted manifest does.
+    Readers do not need the single receipts, unless an operator removes a damaged compacted manifest.
     """
     complete = read_complete(store)
     if complete is None:
@@ -300,11 +303,11 @@ def check_receipts(store: Store) -> Iterator[tuple[str, str]]:
     found = {info.name: info.size for info in store.list("manifest/") if parse_receipt_name(info.name) is not None}
     for name, receipt in sorted(compacted.items()):
         if name not in found:
-            yield name, "expected the receipt that the completed attempt counts, it is not there"
+            yield name, "expected a receipt, as in the compacted manifest, got no object"
             continue
         try:
             if read_entry(store, name, found[name]) != receipt:
-                yield name, "differs from what the compacted manifest says"
+                yield name, "expected the same receipt as in the compacted manifest, got another"
         except FormatError as e:
             yield name, str(e)
 
@@ -317,7 +320,7 @@ def write_complete(store: Store, attempt: int, manifest: Manifest, summary: Mapp
     """
     if is_fenced(store, attempt):
         raise Fenced(
-            f"attempt {attempt} of {store.url} is no longer the newest: another driver took over; it completes the run"
+            f"attempt {attempt} of {store.url} is no longer the newest: another driver took over, and completes the run"
         )
     packed, raw_size = pack_receipts(manifest.receipts)
     name = compacted_name(attempt)
@@ -340,7 +343,7 @@ def write_complete(store: Store, attempt: int, manifest: Manifest, summary: Mapp
 
 
 def count(manifest: Manifest) -> dict[str, int]:
-    """The counts that a completed attempt stores, of what readers see."""
+    """The counts over what readers see, as a completed attempt stores them."""
     totals = manifest.totals()
     return {
         "samples": totals.samples,
@@ -356,9 +359,9 @@ def count(manifest: Manifest) -> dict[str, int]:
 
 
 def newest_and_complete(store: Store) -> tuple[int, dict[str, Any] | None]:
-    """The newest attempt (0: none was taken) and what the last completed one stored, as one listing shows them.
+    """The newest attempt (0: none) and the completion object of the last completed one, from one listing.
 
-    Raises ``FormatError`` as ``read_complete``.
+    Raises ``FormatError`` like ``read_complete``.
     """
     names = [info.name for info in store.list("attempts/")]
     completed = max((int(m[1]) for m in map(_COMPLETED.fullmatch, names) if m), default=0)
@@ -366,9 +369,9 @@ def newest_and_complete(store: Store) -> tuple[int, dict[str, Any] | None]:
 
 
 def read_complete(store: Store, attempt: int | None = None) -> dict[str, Any] | None:
-    """What the last completed attempt stored, or ``attempt`` alone; ``None`` when there is none.
+    """The completion object of ``attempt``, by default of the last completed attempt; ``None`` when there is none.
 
-    Raises ``FormatError`` when it cannot be read.
+    Raises ``FormatError`` when it is not valid.
     """
     if attempt is None:
         return newest_and_complete(store)[1]
@@ -377,7 +380,7 @@ def read_complete(store: Store, attempt: int | None = None) -> dict[str, Any] | 
 
 
 def _find_complete(store: Store, attempt: int) -> dict[str, Any] | None:
-    """What ``attempt`` stored (0: no attempt that stored it under ``complete_name``), else what version 1 did."""
+    """The completion object of ``attempt``, else that of version 1. ``attempt`` 0: only that of version 1."""
     names = [complete_name(attempt)] if attempt else []
     if not isinstance(store, RunFolder):
         names.append(_COMPLETE_V1)
@@ -400,11 +403,12 @@ def _find_complete(store: Store, attempt: int) -> dict[str, Any] | None:
         or about.get("name") != compacted_name(found["attempt"])
     ):
         raise FormatError(
-            f"{where}: expected attempt, counts, and the compacted manifest's name and sizes. It is damaged"
+            f"{where}: expected attempt, counts, and the compacted manifest's name and sizes, got {shown(found)} "
+            "without one of them or with a wrong value. It is damaged"
         )
     if name != _COMPLETE_V1 and found["attempt"] != attempt:
         raise FormatError(
-            f"{where}: expected what attempt {attempt} stored, got attempt {found['attempt']}'s: an object was copied "
+            f"{where}: expected the object of attempt {attempt}, got that of attempt {found['attempt']}: it was copied "
             "to another name. Remove it"
         )
     found.setdefault("summary", {})
@@ -414,5 +418,5 @@ def _find_complete(store: Store, attempt: int) -> dict[str, Any] | None:
 def _check_format(found: Mapping[str, Any], expected: str, where: str) -> None:
     if found.get("format") != expected:
         raise FormatError(
-            f"{where}: expected format {expected!r}, got {shown(found.get('format'))}; update hsx_dist to read it"
+            f"{where}: expected format {expected!r}, got {shown(found.get('format'))}. Update hsx_dist to read it"
         )

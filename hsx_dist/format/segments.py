@@ -1,4 +1,4 @@
-"""Many segment proofs in few arrays: a run of a million samples has as many, and objects would take a KiB each."""
+"""Many segment proofs in few arrays: a run of a million samples has a million, and objects would take 1 KiB each."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ import numpy as np
 from hsx_dist.page import Segment
 
 _NUMBERS = ("index", "start", "stop", "total", "raw_bytes", "stored_bytes", "row", "column", "columns")
-#: The row of a sample that has none: numbers of segments lie in one int64 array.
+#: The row number of a sample without one, as all numbers of segments are in one int64 array.
 _NO_ROW = -1
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentProof:
-    """One segment of a stored part. Of what the segment says, the proof has the key, ``id`` and tokens: the part says
-    which point it is of.
+    """One segment of a stored part. ``segment`` has only the key, ``id`` and tokens; the part has the point.
 
     ``slot``: its position among the part's segments. ``token_hash``: ``token_hash`` of its ids. ``raw_bytes`` and
-    ``stored_bytes``: size of its states before and after encoding. ``row``: the input row it came from, if known.
-    ``sample_hash``: ``token_hash`` of all ids of the sample, if known: only segments that agree in it belong together.
-    ``part``: the object's name, in proofs of a sample; a receipt has it once.
+    ``stored_bytes``: size of its states before and after encoding. ``row``: the number of its input row, if known.
+    ``sample_hash``: ``token_hash`` of all ids of the sample, if known. Only segments with equal ``sample_hash`` form a
+    sample. ``part``: the object's name, in proofs of a sample; empty in a receipt, which has the name once.
     """
 
     segment: Segment
@@ -43,11 +42,11 @@ def segment_numbers(s: Segment, raw_bytes: int, stored_bytes: int, row: int | No
 
 
 class SegmentTable(Sequence[SegmentProof]):
-    """The proofs of one part, by slot: a sequence whose items are made when they are asked for.
+    """The proofs of one part, by slot: a sequence that creates an item at each access.
 
-    Holds 108 bytes and the key's UTF-8 a segment: ``numbers`` int64 ``[n, 9]`` (index, start, stop, total, raw_bytes,
-    stored_bytes, row or -1, column, columns), ``hashes`` ``S16`` ``[n, 2]`` (token_hash, sample_hash), and the keys end
-    to end.
+    Takes 108 bytes per segment and the UTF-8 of its key. ``numbers``: int64 ``[n, 9]``, columns index, start, stop,
+    total, raw_bytes, stored_bytes, row (or -1), column, columns. ``hashes``: ``S16`` ``[n, 2]``, columns token_hash,
+    sample_hash. The keys are concatenated.
     """
 
     __slots__ = ("_ends", "_keys", "hashes", "numbers")
@@ -62,7 +61,7 @@ class SegmentTable(Sequence[SegmentProof]):
 
     @classmethod
     def of(cls, proofs: Iterable[SegmentProof]) -> SegmentTable:
-        """The same proofs as a table; their slots are their places."""
+        """The same proofs as a table; the slot of a proof is its position."""
         if isinstance(proofs, SegmentTable):
             return proofs
         proofs = tuple(proofs)
@@ -70,19 +69,19 @@ class SegmentTable(Sequence[SegmentProof]):
         return cls([p.segment.key for p in proofs], numbers, [(p.token_hash, p.sample_hash) for p in proofs])
 
     def key(self, slot: int) -> str:
-        """The key of one segment, without making the rest of its proof."""
+        """The key of one segment, without creating its proof."""
         start = int(self._ends[slot - 1]) if slot else 0
         return self._keys[start : int(self._ends[slot])].decode("utf-8", "surrogatepass")
 
     def keys(self) -> Iterator[str]:
-        """The key of every segment, in order; one that has several comes as often."""
+        """The key of every segment, in order; repeated for a key with several segments."""
         start = 0
         for end in self._ends.tolist():
             yield self._keys[start:end].decode("utf-8", "surrogatepass")
             start = end
 
     def json_rows(self) -> list[list[Any]]:
-        """Rows of the receipt's table of segments, as JSON values; with its columns where a sample has several."""
+        """Rows of the receipt's table of segments, as JSON values; with column numbers if a sample has several."""
         hashes, last = self.hashes.astype("U16").tolist(), 9 if self.several_columns else 7
         return [
             [key, *n[:4], slot, h[0], *n[4:6], None if n[6] == _NO_ROW else n[6], h[1], *n[7:last]]
@@ -96,7 +95,7 @@ class SegmentTable(Sequence[SegmentProof]):
 
     @property
     def tokens(self) -> int:
-        """Of all segments."""
+        """Number of tokens of all segments."""
         return exact_sum(self.numbers[:, 2] - self.numbers[:, 1])
 
     def __len__(self) -> int:
@@ -143,19 +142,19 @@ class SegmentTable(Sequence[SegmentProof]):
 
 
 def whole(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Of rows of ``SegmentTable.numbers``, ``[n]``: which segments are all of their sample."""
+    """For rows of ``SegmentTable.numbers``, bool ``[n]``: whether each segment is a whole sample."""
     index, start, stop, total = numbers[:, :4].T
     found: np.ndarray[Any, np.dtype[np.bool_]] = (index == 0) & (start == 0) & (stop == total) & (numbers[:, 8] == 1)
     return found
 
 
 def tokens_once(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Of rows of ``SegmentTable.numbers``, int64 ``[n]``: the tokens of the segments. All columns of a sample are of
-    the same tokens: 0 but for the first."""
+    """For rows of ``SegmentTable.numbers``, int64 ``[n]``: the number of tokens of each segment. It is 0 except in the
+    first column, as all columns of a sample have the same tokens."""
     found: np.ndarray[Any, Any] = np.where(numbers[:, 7] == 0, numbers[:, 2] - numbers[:, 1], 0)
     return found
 
 
 def exact_sum(numbers: np.ndarray[Any, Any]) -> int:
-    """The sum of int64 ``[n]``, which may be more than 64 bits hold: numpy's would wrap to a negative one."""
+    """The sum of int64 ``[n]`` as a Python integer. It may exceed 64 bits, where numpy's sum would overflow."""
     return (int((numbers >> 32).sum()) << 32) + int((numbers & 0xFFFFFFFF).sum())

@@ -1,4 +1,4 @@
-"""Codecs, and the registry by which stored objects name them."""
+"""Codecs, and the registry that maps the names in stored objects to them."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
 def register_codec(codec: _C) -> _C:
-    """Make a codec's class known in this process under its ``name``; also a class decorator.
+    """Register a codec class under its ``name`` in this process. Also a class decorator.
 
-    Processes that are started elsewhere (Ray's writers, a reader on another machine) know it where its package names it
-    as an entry point of the group ``hsx_dist.codecs``.
+    Other processes (Ray's writers, a reader on another machine) find the codec only if its package declares an entry
+    point in the group ``hsx_dist.codecs``.
 
     Raises:
-        ConfigError: it is no codec's class; its name is not of lower-case letters, digits, ``.``, ``_`` and ``-``, or
-            another codec's.
+        ConfigError: ``codec`` is not a codec class; its name has characters other than lower-case letters, digits,
+            ``.``, ``_`` and ``-``; or another codec has this name.
     """
     missing = [name for name in ("encode", "decode", "to_dict") if not callable(getattr(codec, name, None))]
     missing += [name for name in ("name", "lossy") if not hasattr(codec, name)]
@@ -55,42 +55,44 @@ def register_codec(codec: _C) -> _C:
         raise ConfigError(f"expected a class that is a hsx_dist.format.codecs.Codec, got {codec!r}{lacks}")
     if not isinstance(codec.name, str) or not _NAME.fullmatch(codec.name):
         raise ConfigError(
-            f"expected a name of lower-case letters, digits, '.', '_', '-', got {codec.name!r}: rename it"
+            f"expected a name of lower-case letters, digits, '.', '_', '-', got {codec.name!r}. Rename it"
         )
     if type(codec.lossy) is not bool:
         raise ConfigError(f"codec {codec.name!r}: expected lossy to be True or False, got {codec.lossy!r}")
     if CODECS.setdefault(codec.name, codec) is not codec:
-        raise ConfigError(f"codec {codec.name!r}: expected a name of its own, {CODECS[codec.name]} has it: rename it")
+        raise ConfigError(
+            f"codec {codec.name!r}: expected a name that is not in use, got that of {CODECS[codec.name]}. Rename it"
+        )
     CODEC_NAMES.add(codec.name)
     return codec
 
 
 def codec_for(codec: Codec, dtype: str) -> Codec:
-    """The codec of values of ``dtype`` in a part of ``codec``.
+    """The codec for values of ``dtype`` in a part with ``codec``.
 
-    Integers are ids, not states. A codec of states would round them, or store bytes raw that are zero.
+    Integers are ids, not states. A codec for states would round them, or store their zero bytes uncompressed.
     """
     return codec if dtype in FLOATS or isinstance(codec, NoneCodec | ZstdCodec) else _OF_INTEGERS
 
 
 def codec_from_dict(d: Mapping[str, Any]) -> Codec:
-    """The codec that an object says it was written with.
+    """The codec that an object names, with its parameters.
 
     Raises:
         UnknownCodec: no codec of that name is registered here.
-        FormatError: the parameters are not that codec's.
+        FormatError: the codec does not accept the parameters.
     """
     name = d.get("name")
     codec = _find(name) if isinstance(name, str) else None
     if codec is None:
         raise UnknownCodec(
-            f"the object was written with codec {str(name)[:80]!r}, known here: {', '.join(sorted(CODECS))}; install "
-            "the package that has it, register it with hsx_dist.register_codec, or use a newer hsx_dist"
+            f"expected a codec that is known here ({', '.join(sorted(CODECS))}), got {str(name)[:80]!r}. Install its "
+            "package, register it with hsx_dist.register_codec, or use a newer hsx_dist"
         )
     try:
         return codec(**{str(k): v for k, v in d.items() if k != "name"})
     except (TypeError, ValueError) as e:
-        raise FormatError(f"codec {name}: its parameters {str(dict(d))[:200]} are not understood: {e}") from e
+        raise FormatError(f"codec {name}: expected parameters that it accepts, got {str(dict(d))[:200]}: {e}") from e
 
 
 def resolve_codec(value: str | Mapping[str, Any]) -> Codec:
@@ -108,14 +110,14 @@ def resolve_codec(value: str | Mapping[str, Any]) -> Codec:
 
 
 def _find(name: str) -> type[Codec] | None:
-    """The class of that name, where there is one. ``UnknownCodec`` where a package names one that cannot be had."""
+    """The class of that name, or None. ``UnknownCodec`` when the class that an entry point names cannot be loaded."""
     if name not in CODECS:
         for found in entry_points(group=CODEC_ENTRY_POINTS, name=name):
             try:
                 register_codec(found.load())
-            except Exception as e:  # somebody else's module: anything may come of it
+            except Exception as e:  # third-party code: importing it can raise anything
                 raise UnknownCodec(
-                    f"codec {name!r}: an installed package has it at {found.value}, and it cannot be had: "
-                    f"{type(e).__name__}: {e}; mend or update that package"
+                    f"codec {name!r}: expected to load it from entry point {found.value}, got {type(e).__name__}: {e}. "
+                    "Repair or update the package"
                 ) from e
     return CODECS.get(name)

@@ -1,4 +1,4 @@
-"""The codec's contract: a reversible (or declared lossy) encoding of one chunk of one layer into bytes."""
+"""The codec interface: a reversible (or declared lossy) encoding of one chunk of one layer into bytes."""
 
 from __future__ import annotations
 
@@ -15,80 +15,82 @@ from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.page import CARRIER
 from hsx_dist.store.base import Buffer, as_bytes_view
 
-#: How many times larger than its stored bytes decoded states may be, where a user says so.
+#: Environment variable: how many times larger than their stored bytes decoded states may be.
 EXPANSION_VARIABLE = "HSX_MAX_EXPANSION"
-#: Decoded bytes for one stored byte, unless the variable says another number.
+#: Decoded bytes allowed for one stored byte when the variable is not set.
 _EXPANSION = 64
-#: So much is decoded from however few bytes.
+#: Decoded bytes that are always allowed, however few bytes are stored.
 _FREE_BYTES = 64 << 20
 
 
 @runtime_checkable
 class Codec(Protocol):
-    """A frozen value that serialises itself. It may be used from several threads at once.
+    """A frozen value that serialises itself. Several threads may use it at once.
 
-    A codec may have one method more, ``encode_into(x, dtype, allocate, look)``: see the function of that name.
+    A codec may have one more method, ``encode_into(x, dtype, allocate, look)``: see the function of that name.
 
-    ``name`` is what objects call it; ``lossy`` whether ``decode`` may give back other bits than ``encode`` got. Prove
-    one of your own with ``hsx_dist.testing.codec_suite``.
+    ``name``: the codec's name in stored objects. ``lossy``: whether ``decode`` may return other bits than ``encode``
+    got. Test a new codec with ``hsx_dist.testing.codec_suite``.
     """
 
     name: ClassVar[str]
     lossy: ClassVar[bool]
 
     def encode(self, x: np.ndarray[Any, Any], dtype: str) -> tuple[Buffer, ...]:
-        """Buffers that are stored one behind the other; they may refer to ``x``, which stays as it is until they are
-        copied, but to no memory that a later call uses again.
+        """Return buffers whose concatenation is stored.
 
-        ``x``: the carrier of ``dtype`` (a key of ``CARRIER``), shape ``[n, H]``; its rows may be strided. The same bits
-        give the same bytes.
+        They may refer to ``x``, which the caller does not change until it has copied them. They must not refer to
+        memory that a later call reuses.
+
+        ``x``: the carrier of ``dtype`` (a key of ``CARRIER``), shape ``[n, H]``; its rows may be strided. Equal bits in
+        ``x`` encode to equal bytes.
         """
 
     def decode(self, data: memoryview, out: np.ndarray[Any, Any], dtype: str) -> None:
         """Fill ``out``, a carrier array ``[n, H]`` whose rows may be strided, from the stored bytes ``data``.
 
-        Allocates no more than a few times the size of ``out``, whatever ``data`` says. ``FormatError`` when they do
-        not fit each other; ``out`` then means nothing.
+        Allocates no more than a few times the size of ``out``, even if ``data`` claims more. Raises ``FormatError``
+        when ``data`` is not an encoding of this shape; the content of ``out`` is then undefined.
         """
 
     def to_dict(self) -> dict[str, Any]:
-        """``{"name": …}`` and the parameters, JSON types only; ``codec_from_dict`` makes an equal codec of it."""
+        """``{"name": …}`` and the parameters, JSON types only; ``codec_from_dict`` makes an equal codec from it."""
 
 
-#: Gives memory for encoded bytes: uint8 ``[n]``, its content arbitrary.
+#: Returns memory for encoded bytes: uint8 ``[n]``, its content arbitrary.
 Allocate = Callable[[int], np.ndarray[Any, Any]]
-#: Is shown the rows that are encoded, some at a time, while they are in the processor's cache.
+#: Called with the rows that are encoded, some at a time, while they are in the processor's cache.
 Look = Callable[[np.ndarray[Any, Any]], None]
 
 
 def allocate(nbytes: int) -> np.ndarray[Any, Any]:
-    """Memory of its own, uint8 ``[nbytes]``."""
+    """New memory, uint8 ``[nbytes]``."""
     return np.empty(nbytes, np.uint8)
 
 
 @runtime_checkable
 class EncodesInto(Protocol):
-    """A codec that writes into memory which its caller gives."""
+    """A codec that writes into memory from its caller."""
 
     def encode_into(
         self, x: np.ndarray[Any, Any], dtype: str, allocate: Allocate, look: Look, /
     ) -> np.ndarray[Any, Any]:
-        """As the function of this name."""
+        """Like the function ``encode_into``."""
 
 
 def encode_into(
     codec: Codec, x: np.ndarray[Any, Any], dtype: str, allocate: Allocate = allocate, look: Look = lambda _: None
 ) -> np.ndarray[Any, Any]:
-    """What ``codec.encode(x, dtype)`` gives, as one array uint8 ``[n]`` of what ``allocate`` gives; ``look`` is shown
-    every row of ``x`` once.
+    """The result of ``codec.encode(x, dtype)`` as one array uint8 ``[n]`` from ``allocate``. Calls ``look`` with every
+    row of ``x`` once.
 
-    A codec that can write there itself is an ``EncodesInto``, whose method is called instead.
+    If the codec is an ``EncodesInto``, its method is called instead.
     """
     if isinstance(codec, EncodesInto):
         return codec.encode_into(x, dtype, allocate, look)
     for rows in blocks(x):
         look(rows)
-    # Copied while it is in the cache: what the codec allocates is freed at once, and the next call gets it again.
+    # Copy now, while the bytes are in the cache. The codec's buffers are then freed and the next call reuses them.
     views = list(map(as_bytes_view, codec.encode(x, dtype)))
     data, at = allocate(sum(v.nbytes for v in views)), 0
     for view in views:
@@ -115,13 +117,13 @@ def itemsize(dtype: str) -> int:
     return np.dtype(CARRIER[dtype]).itemsize
 
 
-#: Elements that are worked on at once: what comes of them fits the processor's cache beside them.
+#: Elements that are processed at once: they and their results fit the processor's cache.
 _BLOCK = 1 << 18
 
 
 def blocks(*arrays: np.ndarray[Any, Any]) -> Iterator[Any]:
-    """Arrays of as many rows, some rows of each at a time: what is read from memory once is still in the cache when it
-    is read again. One array's are given alone, several's as tuples."""
+    """Iterate over arrays of equal length, some rows at a time, so that a second read of the rows finds them in the
+    cache. Yields arrays for one argument, tuples for several."""
     first = arrays[0]
     step = max(1, _BLOCK // max(1, first[0].size)) if len(first) else 1
     for a in range(0, len(first), step):
@@ -129,14 +131,14 @@ def blocks(*arrays: np.ndarray[Any, Any]) -> Iterator[Any]:
 
 
 _local = threading.local()
-#: More than this is not kept between calls: a chunk is usually a MiB or two.
+#: Larger buffers are not kept between calls. A chunk usually has 1 or 2 MiB.
 _LARGEST_SCRATCH = 4 << 20
 
 
 def scratch(name: str, nbytes: int) -> np.ndarray[Any, Any]:
-    """uint8 ``[nbytes]`` of this thread's own, valid until the thread asks for ``name`` again.
+    """A buffer of this thread, uint8 ``[nbytes]``, valid until the thread asks for ``name`` again.
 
-    Memory that is fresh for every chunk costs more in page faults than the codec's own work.
+    New memory for every chunk would cost more in page faults than the codec's work.
     """
     kept: dict[str, np.ndarray[Any, Any]] = _local.__dict__.setdefault("kept", {})
     found = kept.get(name)
@@ -148,13 +150,13 @@ def scratch(name: str, nbytes: int) -> np.ndarray[Any, Any]:
 
 
 def check_expansion(raw_bytes: int, stored_bytes: int) -> None:
-    """Refuse to allocate ``raw_bytes`` for what ``stored_bytes`` encode.
+    """Refuse to allocate ``raw_bytes`` for states whose encoding has ``stored_bytes``.
 
-    Codecs halve states, or take a fifth; a zstd frame can hold 32,768 times its length, where all values are equal.
+    Codecs shrink states to between half and a fifth. A zstd frame of equal values can hold 32,768 times its length.
 
     Raises:
-        FormatError: it is more than ``HSX_MAX_EXPANSION`` (default: 64) times as much, and more than 64 MiB.
-        ConfigError: that variable is no number.
+        FormatError: ``raw_bytes`` is more than 64 MiB plus ``HSX_MAX_EXPANSION`` (default: 64) times ``stored_bytes``.
+        ConfigError: the variable is not a whole number from 1 to 999999.
     """
     if raw_bytes <= _FREE_BYTES:
         return

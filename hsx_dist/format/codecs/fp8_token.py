@@ -1,4 +1,4 @@
-"""``fp8-token``: eight-bit floats with one scale a token. Lossy, and never chosen by default."""
+"""``fp8-token``: 8-bit floats with one scale per token. Lossy, never the default."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hsx_dist.store.base import Buffer
 _LARGEST = np.float32(448)
 #: NaN of e4m3fn, without the sign. All smaller codes are finite.
 _NAN = 0x7F
-#: No scale is smaller: quotients by denormals overflow. No scale is larger: 448 of it is still a float32.
+#: No scale is smaller, as quotients by denormals overflow. No scale is larger, so that 448 times a scale is a float32.
 _SMALLEST_SCALE, _LARGEST_SCALE = (
     np.float32(2.0**-126),
     np.nextafter(np.finfo(np.float32).max / _LARGEST, np.float32(0)),
 )
-#: Elements that are worked on at once: all that comes in between fits a processor's cache.
+#: Elements that are processed at once: all intermediate results fit the processor's cache.
 _BLOCK = 1 << 16
 
 
@@ -42,11 +42,11 @@ E4M3 = _table()
 def encode_e4m3(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The codes of float32 ``x`` (any shape, contiguous), rounded to nearest even: uint8.
 
-    Magnitudes above 448 become 448, infinities and NaN become NaN of the same sign.
+    Magnitudes above 448 become 448. Infinities and NaN become NaN of the same sign.
     """
     bits = x.view(np.uint32)
     magnitude = bits & np.uint32(0x7FFFFFFF)
-    # Three of 23 bits of mantissa stay: half of the last one is added, a little less where that one is even.
+    # 3 of 23 mantissa bits are kept. Add half a unit of the last kept bit, or slightly less where that bit is even.
     codes = magnitude >> 20
     codes &= 1
     codes += magnitude
@@ -70,9 +70,9 @@ def encode_e4m3(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 class Fp8TokenCodec:
     """Each token of a layer divided by a scale, as e4m3fn: ``n`` scales (float32), then the codes, one zstd frame.
 
-    A scale is the token's largest finite magnitude divided by 448. Infinities become NaN. Of e4m3 rather than int8,
-    because a few channels of hidden states are hundreds of times larger than the rest ("massive activations", Sun et
-    al., 2024, arXiv:2402.17762), which in int8 become zero.
+    A scale is the token's largest finite magnitude divided by 448. Infinities become NaN. A few channels of hidden
+    states are hundreds of times larger than the rest ("massive activations", Sun et al., 2024, arXiv:2402.17762). int8
+    would round the rest to zero; e4m3 does not.
     """
 
     name: ClassVar[str] = "fp8-token"
@@ -106,7 +106,7 @@ class Fp8TokenCodec:
         rows = max(1, _BLOCK // hidden_size)
         for a in range(0, n, rows):
             block = E4M3[codes[a : a + rows]]
-            with np.errstate(over="ignore", invalid="ignore"):  # scales that lie
+            with np.errstate(over="ignore", invalid="ignore"):  # a damaged or forged file may have any scale
                 block *= scales[a : a + rows]
             from_float32(block, dtype, out[a : a + rows])
 

@@ -1,4 +1,4 @@
-"""``none``: the values as they are."""
+"""``none``: the values without encoding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hsx_dist.store.base import Buffer
 
 @dataclass(frozen=True, slots=True)
 class NoneCodec:
-    """The values, little-endian: tensors have the true dtype and shape, so that stock readers see what they are."""
+    """The values, little-endian. Tensors have the true dtype and shape, so that any safetensors reader can use them."""
 
     name: ClassVar[str] = "none"
     lossy: ClassVar[bool] = False
@@ -28,7 +28,7 @@ class NoneCodec:
         allocate: Allocate,
         look: Look,
     ) -> np.ndarray[Any, Any]:
-        """As ``encode``, into one array that ``allocate`` gives."""
+        """Like ``encode``, into one array from ``allocate``."""
         data = allocate(x.nbytes)
         for rows, place in blocks(x, data.view(x.dtype).reshape(x.shape)):
             look(rows)

@@ -1,4 +1,4 @@
-"""``split``: byte planes. Sign and exponent of hidden states compress, the mantissa is noise and stays raw."""
+"""``split``: byte planes. Sign and exponent of hidden states compress; the mantissa is noise and is stored raw."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ class SplitCodec:
     def encode_into(
         self, x: np.ndarray[Any, Any], dtype: str, allocate: Allocate = allocate, look: Look = lambda _: None
     ) -> np.ndarray[Any, Any]:
-        """As ``encode``, into one array that ``allocate`` gives."""
+        """Like ``encode``, into one array from ``allocate``."""
         width = itemsize(dtype)
         raw, half = x.size * (width - 1), x.size * (width // 2)
-        # The raw planes go where they stay, so room for the frame is taken before there is one: by the last one's size.
+        # The raw planes are written to their final place, so memory for the frame is allocated before the frame exists.
+        # Its size is estimated from this thread's last frame.
         data = allocate(raw + int(x.size * getattr(_local, "room", 0.5)) + 1024)
         high = scratch("high", x.size).reshape(x.shape)
         low = data[:half].view(f"<u{width // 2}").reshape(x.shape)
         third = data[half:raw].reshape(x.shape) if width == 4 else low
         for rows, above, below, between in blocks(x, high, low, third):
-            # Casts run at memory speed; slicing bytes out with a stride of two is five times slower.
+            # Casts run at memory speed; slicing bytes with a stride of 2 is 5 times slower.
             look(rows)
             _high_bytes(rows, above)
             np.copyto(below, rows, casting="unsafe")
@@ -67,8 +68,8 @@ class SplitCodec:
             low.insert(0, raw_array(data[2 * size : raw], 1, out.shape, "third bytes"))
         high = scratch("high", size)
         decompress_into(data[raw:], high)
-        # In numpy a product is faster than a shift. Each operation widens its bytes a buffer at a time, in the first
-        # level of the cache: faster than a cast of the plane beforehand.
+        # In numpy a product is faster than a shift. Each operation widens its bytes one buffer at a time, in the L1
+        # cache, which is faster than a cast of the whole plane in advance.
         above = high.reshape(out.shape)
         for plane in low:
             np.multiply(above, 1 << 8 * plane.itemsize, out=out, dtype=out.dtype, casting="unsafe")
@@ -80,13 +81,13 @@ class SplitCodec:
 
 
 def _high_bytes(x: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> None:
-    """The high byte of every element of ``x`` into ``out``, contiguous uint8 of the same shape."""
+    """Copy the high byte of every element of ``x`` into ``out``, contiguous uint8 of the same shape."""
     bits = 8 * (x.itemsize - 1)
     if not x.flags.c_contiguous:
         np.right_shift(x, bits, out=out, casting="unsafe")
         return
-    # Read from where the high bytes lie, elements have them lowest, and a cast, twice as fast as a shift, leaves them
-    # alone. The last one would end behind the array.
+    # In a view that starts at the first high byte, the high byte of each element is the lowest one. A cast to uint8
+    # keeps only it, and is twice as fast as a shift. The last element would end after the array, so it is shifted.
     shifted = np.ndarray((x.size - 1,), x.dtype, buffer=x.data, offset=x.itemsize - 1)
     last = out.reshape(-1)
     np.copyto(last[:-1], shifted, casting="unsafe")

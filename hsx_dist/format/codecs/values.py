@@ -1,4 +1,4 @@
-"""Carriers ↔ float32: numpy has no bfloat16, and the core does without torch."""
+"""Carriers ↔ float32: numpy has no bfloat16, and the core does not depend on torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NOT_NUMBER = 0x7FC0
 
 
 def to_float32(x: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
-    """The values of a carrier array of ``dtype``: float32 of the same shape, exact, a copy."""
+    """The values of a carrier array of ``dtype``: an exact float32 copy of the same shape."""
     if dtype == "bfloat16":
         wide = x.astype(np.uint32, order="C")
         wide <<= 16
@@ -24,7 +24,7 @@ def to_float32(x: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
 def from_float32(values: np.ndarray[Any, Any], dtype: str, out: np.ndarray[Any, Any]) -> None:
     """Round float32 ``values`` (contiguous) to nearest even into ``out``, a carrier array of ``dtype``.
 
-    NaN stays NaN; what is too large for fp16 becomes its infinity.
+    NaN stays NaN. Values too large for fp16 become infinity.
     """
     if dtype == "bfloat16":
         bits = values.view(np.uint32)

@@ -1,7 +1,7 @@
-"""``zstd``: plain zstd frames, for those who want only a stock tool; and what other codecs need of zstd.
+"""``zstd``: plain zstd frames, which standard tools can read; and zstd functions for other codecs.
 
-Two bindings of libzstd. Python's own (``compression.zstd``, before 3.14 its backport) encodes: it takes parameters
-that ``zstandard`` does not name. ``zstandard`` decodes: it fills memory that is used again.
+Two bindings of libzstd are used. Python's (``compression.zstd``, before 3.14 its backport) encodes, as it accepts
+parameters that ``zstandard`` does not. ``zstandard`` decodes, as it can fill memory that the caller reuses.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-# A frame is decoded in one go into memory of a size that is known beforehand: its window is never allocated.
+# A frame is decoded in one call into memory of the known size, so its window is never allocated.
 _MAX_WINDOW = 1 << 27
 # RFC 8878: a block of at most 128 KiB takes a header of 3 bytes and one byte of content.
 _MAX_BLOCK = 128 << 10
 _MOST_EXPANSION = _MAX_BLOCK // 4
 _RLE_BLOCK, _RESERVED_BLOCK = 1, 3
 
-# A zstandard context serves one thread at a time, and is dear to make.
+# A zstandard context serves one thread at a time, and is expensive to create.
 _local = threading.local()
 
 
@@ -41,8 +41,8 @@ def _compressor(level: int) -> zstd.ZstdCompressor:
     return made[level]
 
 
-# With the fast strategy a target length is the step of the match search: this one, the largest, skips a whole block. On
-# planes matches only displace Huffman codes and cost time.
+# With the fast strategy the target length is the step of the match search. This value, the largest, skips a whole
+# block. On byte planes matches only displace Huffman codes and cost time.
 _HUFFMAN: dict[int, int] = {
     zstd.CompressionParameter.compression_level: 1,
     zstd.CompressionParameter.strategy: zstd.Strategy.fast,
@@ -53,8 +53,8 @@ _HUFFMAN: dict[int, int] = {
     zstd.CompressionParameter.min_match: 7,
     zstd.CompressionParameter.target_length: 128 << 10,
 }
-# A step turns Huffman coding off, unless one asks for it: ZSTD_c_literalCompressionMode, which libzstd has under this
-# number since 1.3.8 and calls experimental. Where it is refused we do without the step.
+# A step turns Huffman coding off unless ZSTD_c_literalCompressionMode requests it. libzstd has had this experimental
+# parameter under this number since 1.3.8. A libzstd that refuses it is used without the step.
 _LITERAL_COMPRESSION_MODE, _ENABLE = 1002, 1
 
 
@@ -66,7 +66,8 @@ def _huffman_compressor() -> zstd.ZstdCompressor:
 
 
 def compress_huffman(data: np.ndarray[Any, Any]) -> bytes:
-    """One zstd frame, Huffman-coded with next to no match search: matches only displace it on planes of floats."""
+    """One zstd frame, Huffman-coded with almost no match search: on planes of floats matches only displace Huffman
+    codes."""
     compressor: zstd.ZstdCompressor | None = getattr(_local, "huffman", None)
     if compressor is None:
         compressor = _local.huffman = _huffman_compressor()
@@ -76,7 +77,7 @@ def compress_huffman(data: np.ndarray[Any, Any]) -> bytes:
 def decompress_into(frame: memoryview, out: np.ndarray[Any, Any]) -> None:
     """Fill ``out``, uint8 ``[n]``, with the content of ``frame``.
 
-    Raises ``FormatError`` unless ``frame`` is one whole zstd frame, nothing behind it, of exactly ``n`` bytes.
+    Raises ``FormatError`` unless ``frame`` is one whole zstd frame of exactly ``n`` bytes, without bytes after it.
     """
     expected = out.nbytes
     try:
@@ -84,36 +85,38 @@ def decompress_into(frame: memoryview, out: np.ndarray[Any, Any]) -> None:
         decompressor: zstandard.ZstdDecompressor | None = getattr(_local, "decompressor", None)
         if decompressor is None:
             decompressor = _local.decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
-        # Straight into our memory: with the whole frame at hand and room for all of it libzstd decodes in one go.
+        # libzstd decodes in one call, without a copy, when it has the whole frame and memory for its whole content.
         with decompressor.stream_reader(frame) as reader:
             got = reader.readinto(out.data)
     except zstandard.ZstdError as e:
-        raise FormatError(f"expected one zstd frame of {expected} bytes: {e}") from e
+        raise FormatError(f"expected one zstd frame of {expected} bytes, got an error from zstd: {e}") from e
     if got != expected:
-        raise FormatError(f"expected {expected} bytes, the zstd frame gave {got}")
+        raise FormatError(f"expected {expected} bytes from the zstd frame, got {got}")
 
 
 def check_expansion(frame_bytes: int, expected: int) -> None:
-    """``FormatError`` when no zstd frame of ``frame_bytes`` can hold ``expected`` bytes; ask before allocating."""
+    """Raise ``FormatError`` if no zstd frame of ``frame_bytes`` can hold ``expected`` bytes. Call before allocating."""
     if expected > frame_bytes * _MOST_EXPANSION:
-        raise FormatError(f"expected {expected} bytes, which no zstd frame of {frame_bytes} bytes can hold")
+        raise FormatError(
+            f"expected a zstd frame that can hold {expected} bytes, got {frame_bytes} bytes, which hold at most "
+            f"{frame_bytes * _MOST_EXPANSION}"
+        )
 
 
 def _check_frame(frame: memoryview, expected: int) -> None:
-    """Walk over the headers of a zstd frame's blocks: a frame that is cut short, or has bytes after its end, is found
-    before it is decoded.
+    """Read the headers of a zstd frame's blocks, to find a truncated frame or bytes after its end before decoding.
 
     Raises:
-        FormatError: ``frame`` is not one whole frame that says to hold ``expected`` bytes.
+        FormatError: ``frame`` is not one whole frame with ``expected`` bytes as its content size.
     """
     try:
         parameters = zstandard.get_frame_parameters(frame)
     except zstandard.ZstdError as e:
-        raise FormatError(f"expected one zstd frame of {expected} bytes: {e}") from e
+        raise FormatError(f"expected one zstd frame of {expected} bytes, got an error from zstd: {e}") from e
     if parameters.content_size != expected:
-        raise FormatError(f"expected a zstd frame of {expected} bytes, it says {parameters.content_size}")
+        raise FormatError(f"expected a zstd frame with {expected} bytes of content, got {parameters.content_size}")
     if parameters.dict_id:
-        raise FormatError(f"expected a zstd frame without a dictionary, it wants number {parameters.dict_id}")
+        raise FormatError(f"expected a zstd frame without a dictionary, got dictionary id {parameters.dict_id}")
     at = zstandard.frame_header_size(frame)
     last = False
     while not last:
@@ -121,7 +124,7 @@ def _check_frame(frame: memoryview, expected: int) -> None:
         last, kind, size = bool(header & 1), header >> 1 & 3, header >> 3
         at += 3 + (1 if kind == _RLE_BLOCK else size)
         if at > frame.nbytes or kind == _RESERVED_BLOCK:
-            raise FormatError(f"expected one zstd frame of {expected} bytes, it is cut short or damaged")
+            raise FormatError(f"expected one zstd frame of {expected} bytes, got a truncated or damaged one")
     at += 4 if parameters.has_checksum else 0
     if at != frame.nbytes:
         raise FormatError(f"expected a zstd frame of {at} bytes, got {frame.nbytes}")
@@ -129,7 +132,7 @@ def _check_frame(frame: memoryview, expected: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ZstdCodec:
-    """The values of a chunk as one zstd frame of ``level`` (1 to 19; higher levels hardly help on hidden states)."""
+    """The values of a chunk as one zstd frame of ``level`` (1 to 19; levels above 1 hardly help on hidden states)."""
 
     name: ClassVar[str] = "zstd"
     lossy: ClassVar[bool] = False

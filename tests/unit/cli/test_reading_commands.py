@@ -270,7 +270,7 @@ def test_rm_removes_the_run_and_nothing_else(store: Store, capsys: pytest.Captur
     assert "mine.txt" in capsys.readouterr().out
     assert hsx("rm", store.url, "--yes") == 2
     assert hsx("ls", store.url) == 2
-    assert "the mark of one that was removed" in capsys.readouterr().err
+    assert "the tombstone of a run removed at" in capsys.readouterr().err
     store_run(store, SAMPLES[:2])
     assert len(open_run(store.url)) == 2
 

@@ -114,7 +114,7 @@ def test_registering(inverted: Codec) -> None:
     class Other(Inverted):
         pass
 
-    with pytest.raises(ValueError, match=r"'inverted'.*name of its own"):
+    with pytest.raises(ValueError, match=r"'inverted'.*got that of .*Inverted"):
         register_codec(Other)
     Other.name = "Not A Name"
     with pytest.raises(ConfigError, match="lower-case"):
@@ -139,7 +139,7 @@ def test_registering(inverted: Codec) -> None:
 def test_a_codec_whose_package_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = EntryPoint("squeeze", "a_package_that_is_not_there:Squeeze", "hsx_dist.codecs")
     monkeypatch.setattr("hsx_dist.format.codecs.entry_points", lambda group, name: [broken])  # noqa: ARG005
-    with pytest.raises(UnknownCodec, match=r"at a_package_that_is_not_there:Squeeze.*ModuleNotFoundError"):
+    with pytest.raises(UnknownCodec, match=r"point a_package_that_is_not_there:Squeeze.*ModuleNotFoundError"):
         codec_from_dict({"name": "squeeze"})
     with pytest.raises(ConfigError, match=r"codec: codec 'squeeze'.*ModuleNotFoundError"):
         resolve_codec("squeeze")
@@ -185,7 +185,7 @@ def test_a_bomb_is_refused_before_it_is_decompressed(codec: Codec, raw: int) -> 
     bomb = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 26))
     untold = zstandard.ZstdCompressor(level=1, write_content_size=False).compress(bytes(80))
     for frame in (bomb, untold):
-        with pytest.raises(FormatError, match="it says"):
+        with pytest.raises(FormatError, match=r"with .* bytes of content, got"):
             decoded(codec, bytes(raw) + frame, (10, 8), "bfloat16")
 
 

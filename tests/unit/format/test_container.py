@@ -261,7 +261,7 @@ def test_missing_and_double_pages_are_refused() -> None:
     pages = list(random_sample(tokens=40).pages())
     encoder.add(pages[2])
     assert not encoder.complete
-    with pytest.raises(ValueError, match="page 2 came twice"):
+    with pytest.raises(ValueError, match="got page 2 twice"):
         encoder.add(pages[2])
     with pytest.raises(ValueError, match=r"2 of 3 pages are missing: \[0, 1\]"):
         encoder.finish()
