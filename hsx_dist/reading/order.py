@@ -121,8 +121,11 @@ def require_run(state: Mapping[str, Any], place: Place, holds: Callable[[], bool
     """Raise ``RunMismatch`` if ``state`` is from another run than the run at ``place``. See ``is_of_run``."""
     run_id = state.get("run")
     if not is_of_run(run_id, place, holds):
-        earlier = "a run of version 1 that has the samples and receipts it names"
-        taken = earlier if run_id is None else f"run {str(run_id)[:40]}"
+        taken = (
+            "a run of version 1 that has the samples and receipts it names"
+            if run_id is None
+            else f"run {str(run_id)[:40]}"
+        )
         raise RunMismatch(
             f"state: expected {taken}, from which it was taken, got run {place.id} at {place.root.url}. Open that run, "
             "or begin this one without the state"

@@ -377,7 +377,7 @@ def test_wrong_arguments_are_told(url: str) -> None:
             HiddenStatesDataset(url, **options)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="Selection"):
         HiddenStatesDataset(open_run(url).select(min_tokens=5), follow=True)
-    with pytest.raises(ConfigError, match="no attached 'label'"):
+    with pytest.raises(ConfigError, match="expected an attached array 'label'"):
         list(HiddenStatesDataset(url, rename={"label": "label"}))
     HiddenStatesDataset(url, rename={"label": "hidden_states", "hidden_states": None})
     HiddenStatesDataset(url, loss_mask="off", rename={"label": "loss_mask"})

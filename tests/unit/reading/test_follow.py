@@ -147,7 +147,7 @@ def test_a_run_without_a_live_attempt_is_told() -> None:
         now[0] += 50
         assert next(source) is None
     now[0] += 61
-    with pytest.raises(RunStalled, match="no sign"):
+    with pytest.raises(RunStalled, match="no heartbeat for"):
         next(source)
     beat(store, writer.attempt, 99, "stopped: SIGTERM")
     source = follower()
