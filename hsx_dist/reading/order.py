@@ -27,7 +27,7 @@ _Array = np.ndarray[Any, Any]
 
 def _dealt(value: Any) -> str | None:
     fine = isinstance(value, list | tuple) and len(value) == 2 and count(value[0]) is None
-    return list_of(count)(value[1]) if fine else "a number of shards and what each took"
+    return list_of(count)(value[1]) if fine else "a number of shards and the samples that each took"
 
 
 _MEMBERS = {
