@@ -1,4 +1,4 @@
-"""From carriers to what users compute with: torch tensors of the true dtype, or numpy arrays."""
+"""Convert carrier arrays to arrays for users: torch tensors of the stored dtype, or numpy arrays."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ import numpy as np
 
 from hsx_dist.errors import ConfigError
 
-#: ``auto``: torch where it is installed.
+#: ``auto``: torch if it is installed.
 Framework = Literal["auto", "torch", "numpy"]
 
 
 def resolve_framework(framework: str) -> Literal["torch", "numpy"]:
-    """``torch`` or ``numpy``. ``ConfigError`` when it is neither, or torch is not installed."""
+    """Return ``torch`` or ``numpy``. ``ConfigError``: the name is unknown, or torch is not installed."""
     if framework not in ("auto", "torch", "numpy"):
         raise ConfigError(f"framework: expected 'auto', 'torch' or 'numpy', got {framework!r}")
     installed = framework != "numpy" and importlib.util.find_spec("torch") is not None
     if framework == "torch" and not installed:
-        raise ConfigError("framework: expected torch to be installed; install hsx-dist[torch], or ask for 'numpy'")
+        raise ConfigError(
+            "framework: expected torch to be installed, got no torch. Install hsx-dist[torch], or use 'numpy'"
+        )
     return "torch" if installed else "numpy"
 
 
 def to_states(carrier: np.ndarray[Any, Any], dtype: str, framework: str) -> Any:
-    """States in their true dtype, without a copy; numpy has no bfloat16 and gets float32, which holds it exactly."""
+    """States in their stored dtype, without a copy. numpy has no bfloat16: it gets an exact copy in float32."""
     if resolve_framework(framework) == "torch":
         import torch
 

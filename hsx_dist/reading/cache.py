@@ -1,4 +1,4 @@
-"""Fetched ranges of a store's objects on a local disk, up to a size; any number of processes may share the folder."""
+"""Cache of fetched object ranges on a local disk, of limited size. Any number of processes may share the folder."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ from hsx_dist.store import ObjectInfo, Store
 from hsx_dist.store.base import Buffer
 from hsx_dist.store.folders import open_own, opened
 
-_TRAILER = 4  # crc32c of what is before it
-#: How often a process that puts something in looks at the folder's size; a run's objects never change.
+_TRAILER = 4  # bytes: the crc32c of the data before it
+#: A process checks the folder's size with this probability per file, and after adding this share of the limit.
 _LOOK = 1 / 64
 _NEW = ".new-"
 _FOLDER = re.compile("[0-9a-f]{2}")
 
 
 class CachedStore:
-    """A ``Store`` whose ``get_ranges`` keeps what it fetched under ``folder``; everything else is the inner store's.
+    """A ``Store`` whose ``get_ranges`` caches fetched bytes in ``folder``. Other methods call the inner store.
 
-    A file appears whole (renamed into place), ends in its checksum, and may vanish at any time: a process that finds
-    none, or a damaged one, fetches again. When the files exceed ``max_bytes`` those unused for longest are removed,
-    down to nine tenths, by one process at a time. Links, and files and folders of other users, are neither read,
-    replaced nor removed.
+    Entries never become stale, since a run's objects never change. A file is renamed into place when it is complete,
+    and ends with its checksum. It may disappear at any time: a process that finds no file, or a damaged one, fetches
+    the range again.
+
+    If the files exceed ``max_bytes``, one process at a time removes the least recently used files, down to 90 % of the
+    limit. Links, and files and folders of other users, are not read, replaced or removed.
     """
 
     def __init__(self, inner: Store, folder: Path, max_bytes: int, run_id: str = ""):
-        """``run_id``: objects of another run are others, also where they have the same URL."""
+        """``run_id``: keeps the entries of different runs apart, also if the runs have the same URL."""
         self._inner = inner
         self._run = run_id
         self._folder = folder
@@ -60,7 +62,7 @@ class CachedStore:
         return [view for view in found if view is not None]
 
     def _place(self, name: str, span: tuple[int, int]) -> tuple[str, str]:
-        """(folder of the cache, file in it)"""
+        """(subfolder, file name) of a range in the cache."""
         text = f"{self._run}\0{self.url}\0{name}\0{span[0]}\0{span[1]}".encode("utf-8", "surrogatepass")
         digest = hashlib.blake2b(text, digest_size=16).hexdigest()
         return digest[:2], digest
@@ -85,7 +87,7 @@ class CachedStore:
         return view[:-_TRAILER]
 
     def _save(self, folder: str, name: str, view: memoryview) -> None:
-        # A full or vanished disk must not end the training: what is not kept is fetched again.
+        # A full or missing disk must not end the training: a range that is not cached is fetched again.
         with contextlib.suppress(OSError), self._opened(folder, make=True) as fd:
             temporary = f"{_NEW}{uuid.uuid4().hex}"
             try:
@@ -107,7 +109,7 @@ class CachedStore:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                return  # another process is at it
+                return  # another process is removing files
             files = []
             with os.scandir(top) as found:
                 folders = [entry.name for entry in found if _FOLDER.fullmatch(entry.name)]

@@ -1,7 +1,8 @@
-"""Batches of items: padded, or packed one behind the other. Functions for ``DataLoader``'s ``collate_fn``.
+"""Make batches of items, padded or packed. Functions for ``DataLoader``'s ``collate_fn``.
 
-Items are ``HiddenStatesDataset``'s (torch tensors), also with other names or further arrays: whatever is as long as
-``input_ids`` is a token's, and padded or packed with them; ``layer_ids`` is kept once, anything else becomes a list.
+Items are those of ``HiddenStatesDataset`` (torch tensors), also with other names or further arrays. Arrays as long as
+``input_ids`` have a row for each token, and are padded or packed. ``layer_ids`` is kept once. Other values become
+lists.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ Item = Mapping[str, Any]
 def pad(
     items: Sequence[Item], *, ids: str = "input_ids", multiple: int = 1, length: int | None = None, pad_id: int = 0
 ) -> dict[str, Any]:
-    """Each item a row: ``[T, …]`` becomes ``[B, S, …]``, with zeros (``pad_id`` for ids) behind it.
+    """Make each item a row: ``[T, …]`` becomes ``[B, S, …]``, padded at the end with zeros (ids with ``pad_id``).
 
     Args:
         ids: the name of the token ids.
-        multiple: S is a multiple of it. length: S itself; longer items are cut.
-        pad_id: what ids are padded with.
+        multiple: round S up to a multiple of this number.
+        length: S. Longer items are cut.
+        pad_id: id for padding.
 
     Returns:
-        The items' names, ``attention_mask`` bool ``[B, S]`` and ``lengths`` int64 ``[B]``.
+        The items' arrays by name, ``attention_mask`` bool ``[B, S]`` and ``lengths`` int64 ``[B]``.
 
     Raises:
         ConfigError: items differ in their names or layers.
@@ -51,15 +53,19 @@ def pad(
 
 
 def pack(items: Sequence[Item], *, ids: str = "input_ids", length: int | None = None) -> dict[str, Any]:
-    """All items one behind the other in one row: ``[T, …]`` becomes ``[1, sum T, …]``.
+    """Concatenate all items into one row: ``[T, …]`` becomes ``[1, sum T, …]``.
 
     Args:
         ids: the name of the token ids.
-        length: the row's length: what exceeds it is cut, what is missing is zero (speculators' and SpecForge's form).
+        length: the row's length. Longer rows are cut, shorter ones padded with zeros (as in speculators and SpecForge).
 
     Returns:
-        The items' names, ``position_ids`` int64 ``[1, S]`` (from 0 in each), ``document_ids`` int64 ``[1, S]`` (which
-        item; -1: padding), ``cu_seqlens`` int32 ``[B + 1]`` (as FlashAttention's) and ``lengths`` int64 ``[B]``.
+        The items' arrays by name, and:
+
+        - ``position_ids``: int64 ``[1, S]``, from 0 in each item.
+        - ``document_ids``: int64 ``[1, S]``, the number of the item; -1 at padding.
+        - ``cu_seqlens``: int32 ``[B + 1]``, as for FlashAttention.
+        - ``lengths``: int64 ``[B]``.
 
     Raises:
         ConfigError: items differ in their names or layers.
@@ -97,7 +103,7 @@ def pack(items: Sequence[Item], *, ids: str = "input_ids", length: int | None = 
 
 def _same(items: Sequence[Item]) -> Sequence[Item]:
     if not items:
-        raise ConfigError("items: expected at least one to make a batch of, got none")
+        raise ConfigError("items: expected at least one item for a batch, got none")
     names = set(items[0])
     for item in items:
         if set(item) != names:
@@ -117,7 +123,7 @@ def _once_or_list(items: Sequence[Item], name: str) -> Any:
         return values
     if any(v.tolist() != values[0].tolist() for v in values):
         raise ConfigError(
-            f"layer_ids: expected the same layers in all items, got {[v.tolist() for v in values[:4]]}; name the "
-            "layers when the data set is made"
+            f"layer_ids: expected the same layers in all items, got {[v.tolist() for v in values[:4]]}. Pass "
+            "layers=[…] to the data set"
         )
     return values[0]

@@ -16,15 +16,15 @@ from hsx_dist.format.loss import Loss
 from hsx_dist.format.segments import SegmentProof
 from hsx_dist.page import Segment, token_hash
 
-#: Name of the attached array that says which tokens count in training.
+#: Name of the attached array that marks the tokens that count in training.
 LOSS_MASK = "loss_mask"
 
 
 class SampleColumn:
-    """The segments of one column, in token order. Nothing is fetched before it is asked for."""
+    """The segments of one column, in token order. Fetches data only on access."""
 
     def __init__(self, key: str, segments: Sequence[SegmentProof], open_part: Callable[[str], Part], url: str):
-        """``segments``: as ``SampleRecord.segments``; without a ``token_hash`` for an object without a receipt."""
+        """``segments``: as ``SampleRecord.segments``. Those of an object without a receipt have no ``token_hash``."""
         self.key = key
         self.segments = tuple(segments)
         self._open = open_part
@@ -36,17 +36,17 @@ class SampleColumn:
 
     @property
     def first(self) -> SegmentInfo:
-        """What its first segment says: point, layers, dtype, width."""
+        """Header of the first segment: point, layers, dtype, width."""
         return self.info(0)
 
     def part(self, i: int) -> tuple[Part, int]:
-        """The part in which the ``i``-th segment lies, and its slot there; checked as ``info`` does."""
+        """The part that stores the ``i``-th segment, and its slot there. Checked as in ``info``."""
         self.info(i)
         proof = self.segments[i]
         return self._open(proof.part), proof.slot
 
     def info(self, i: int) -> SegmentInfo:
-        """What the ``i``-th segment says. ``IntegrityError``: its part says other things than its receipt."""
+        """Header of the ``i``-th segment. ``IntegrityError``: the part differs from its receipt."""
         info = self._infos.get(i)
         if info is None:
             proof = self.segments[i]
@@ -62,11 +62,11 @@ class SampleColumn:
         return info
 
     def token_ids(self) -> np.ndarray[Any, Any]:
-        """int64 ``[T]``."""
+        """Token ids, int64 ``[T]``."""
         return np.concatenate([self._ids(i) for i in range(len(self))])
 
     def loss(self) -> dict[int, Loss]:
-        """Layer id → the worst segment's, which none of the others exceeds."""
+        """Layer id → the largest loss of all segments."""
         found: dict[int, Loss] = {}
         for i in range(len(self)):
             part, slot = self.part(i)
@@ -85,16 +85,17 @@ class SampleColumn:
         empty: Empty | None = None,
         out: np.ndarray[Any, Any] | None = None,
     ) -> Loaded:
-        """Tokens ``[start, stop)``, with their ids; into ``out``, a carrier array ``[n, L, H]``, where it is given.
+        """Load tokens ``[start, stop)`` with their ids.
 
-        ``masked``: fetch the loss mask too, whole, where the first segment is read and has one.
+        ``out``: a carrier array ``[n, L, H]`` for the result. ``masked``: also fetch the whole loss mask, if the first
+        segment is read and has one.
         """
         first = self.first
         if layers is None and first.layer_ids:
-            layers = first.layer_ids  # one order, should segments have several
+            layers = first.layer_ids  # segments may store layers in different orders
         spans = [proof.segment for proof in self.segments]
         within = [i for i, s in enumerate(spans) if s.start < stop and start < s.stop]
-        within = within or [0]  # no tokens: an empty array of the right shape
+        within = within or [0]  # without tokens: return an empty array of the right shape
         ids: list[np.ndarray[Any, Any]] = []
         small: dict[str, np.ndarray[Any, Any]] = {}
         if len(within) > 1 and out is None:
@@ -118,12 +119,11 @@ class SampleColumn:
         return Loaded(states if out is None else out, np.concatenate(ids), small)
 
     def check_size(self, segments: Iterable[int], nbytes: int) -> None:
-        """Refuse to allocate ``nbytes`` for states of which nothing is fetched yet: receipts may claim any number of
-        tokens."""
+        """Refuse to allocate ``nbytes`` for states before any are fetched: a receipt may claim any number of tokens."""
         _check_size(self.parts(segments), nbytes)
 
     def parts(self, segments: Iterable[int]) -> dict[str, Part]:
-        """By name, those that hold these segments."""
+        """The parts that hold these segments, by name."""
         return {name: self._open(name) for name in (self.segments[i].part for i in segments)}
 
     def _ids(self, i: int) -> np.ndarray[Any, Any]:
@@ -142,7 +142,7 @@ class SampleColumn:
 
 
 def agrees(info: SegmentInfo, proof: SegmentProof) -> bool:
-    """Whether a part says the same of a segment as its receipt, which does not name the point."""
+    """Whether a part and its receipt describe the same segment. Receipts do not name the point."""
     said, proven = ((s.id, s.columns, s.start, s.stop, s.total) for s in (info.segment, proof.segment))
     return said == proven
 
@@ -163,12 +163,12 @@ def _is_of_one_column(info: SegmentInfo, first: SegmentInfo) -> bool:
 
 @dataclass(frozen=True)
 class StoredPoint:
-    """A point as a sample has it.
+    """A point as stored in a sample.
 
     Attributes:
-        layers: ids in stored order: decoder layers; of ``hidden_states`` vLLM's layer ids.
-        width: elements of a row, of all shards.
-        heads: how many heads a row is made of; 0: it is not.
+        layers: ids in stored order. Decoder layers; for ``hidden_states`` vLLM's layer ids.
+        width: elements of a row, over all shards.
+        heads: number of heads in a row. 0: rows do not consist of heads.
         dtype: ``bfloat16``, ``float16``, ``float32``, or ``int32`` for ids.
     """
 
@@ -179,7 +179,7 @@ class StoredPoint:
 
 
 class PointColumns:
-    """The columns of one point, by shard: its rows are theirs, one behind the other."""
+    """The columns of one point, by shard. A row of the point is the concatenation of the shards' rows."""
 
     def __init__(self, columns: Sequence[SampleColumn]):
         """Raises:
@@ -202,10 +202,10 @@ class PointColumns:
     def load(
         self, layers: Sequence[int] | None, start: int, stop: int, *, masked: bool = False, empty: Empty | None = None
     ) -> Loaded:
-        """As ``SampleColumn.load``, with whole rows: carrier ``[n, L, width]``.
+        """Load whole rows: carrier ``[n, L, width]``. Otherwise as ``SampleColumn.load``.
 
         Raises:
-            IntegrityError: shards have other token ids.
+            IntegrityError: the shards' token ids differ.
         """
         if len(self.columns) == 1:
             return self.columns[0].load(layers, start, stop, masked=masked, empty=empty)
@@ -223,9 +223,11 @@ class PointColumns:
 
 
 def check_columns(points: Iterable[tuple[PointColumns, Sequence[int] | None]], tokens: int) -> None:
-    """``FormatError`` instead of the memory for ``tokens`` tokens of all columns of ``points``, where these claim too
-    much. Each point comes with its layers, ``None``: all. Taken together: each column may claim as much as its part,
-    and thousands may lie in one part."""
+    """Raise ``FormatError`` if ``tokens`` tokens of all columns of ``points`` need more memory than their parts allow.
+
+    ``points``: pairs of a point and its layers; ``None``: all layers. The check covers all columns together: each may
+    claim as much as its whole part allows, and one part may store thousands of columns.
+    """
     parts: dict[str, Part] = {}
     nbytes = 0
     for point, layers in points:
@@ -242,13 +244,13 @@ def _check_size(parts: Mapping[str, Part], nbytes: int) -> None:
 
 
 def require_same_ids(ids: Sequence[np.ndarray[Any, Any]], key: str) -> None:
-    """``IntegrityError`` when columns of a sample are of other tokens than the first."""
+    """Raise ``IntegrityError`` if columns of a sample have other token ids than the first column."""
     if not all(np.array_equal(ids[0], other) for other in ids[1:]):
-        raise IntegrityError(f"{key}: expected columns of the same token ids, got different ones")
+        raise IntegrityError(f"{key}: expected columns of the same token ids, got different token ids")
 
 
 def points_of(columns: Sequence[SampleColumn]) -> dict[str, PointColumns]:
-    """Name → the columns of each point, in the order of the sample's columns."""
+    """Name of each point → its columns, in the order of the sample's columns."""
     found: dict[str, list[SampleColumn]] = {}
     for column in columns:
         found.setdefault(column.first.segment.point, []).append(column)
@@ -256,5 +258,5 @@ def points_of(columns: Sequence[SampleColumn]) -> dict[str, PointColumns]:
 
 
 def unpacked(states: Any, point: StoredPoint) -> Any:
-    """Rows ``[n, L, width]`` as ``[n, L, heads, dim]``, where they are made of heads."""
+    """Reshape rows ``[n, L, width]`` to ``[n, L, heads, dim]`` if they consist of heads."""
     return states.reshape(*states.shape[:2], point.heads, point.width // point.heads) if point.heads else states

@@ -1,7 +1,7 @@
-"""A data set over a run, for torch's ``DataLoader`` and loops without it.
+"""A data set over a run, for torch's ``DataLoader`` and for loops without it.
 
-Loads torch where it is installed, as the data set must be torch's for ``DataLoader`` to know them; import it by
-``hsx_dist.HiddenStatesDataset``.
+Imports torch if it is installed: ``DataLoader`` recognizes only subclasses of torch's ``IterableDataset``. Import the
+class as ``hsx_dist.HiddenStatesDataset``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hsx_dist.reading.world import SharedNumber, world_of
 
 if importlib.util.find_spec("torch") is not None:
     from torch.utils.data import IterableDataset, get_worker_info
-else:  # numpy arrays, and loops of one's own
+else:  # without torch: numpy arrays, in loops without a DataLoader
     IterableDataset = object
 
     def get_worker_info() -> Any:
@@ -44,15 +44,15 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-#: What ``on_error="skip"`` counts; whatever else goes wrong is no property of one sample, and is raised.
+#: Errors that ``on_error="skip"`` counts. All other errors do not concern a single sample and are raised.
 _BAD = (FormatError, NotFound, SampleConsumed)
-#: Members of the state of a data set that follows.
+#: Members of the state of a data set with ``follow``.
 _FOLLOWED = {
     **dict.fromkeys(("shards", "shard", "skipped"), count),
     "run": or_null(text),
     "position": position_check,
 }
-#: Skipped samples that are logged one by one. All are counted in `skipped`.
+#: Number of skipped samples that are logged. `skipped` counts all.
 _LOGGED = 10
 
 
@@ -63,53 +63,62 @@ def _require_positive(**counts: int) -> None:
 
 
 def require_tokens(dataset: HiddenStatesDataset, idle: int) -> None:
-    """``ConfigError`` instead of reading a data set that repeats for ever: ``idle`` items in a row gave no token."""
+    """Raise ``ConfigError`` after a whole epoch without a token; else a repeating data set would be read forever.
+
+    ``idle``: number of consecutive items without a token.
+    """
     if not dataset.follows and idle > len(dataset):
         raise ConfigError(
-            "tokens, only_loss, exclude_ids: expected some tokens, got none of a whole epoch. Change them"
+            "tokens, only_loss, exclude_ids: expected some tokens, got none in a whole epoch. Change them"
         )
 
 
 def _require_followable(source: Source, shuffle: bool, repeat: bool) -> None:
     if shuffle or repeat:
         raise ConfigError(
-            "follow: expected no shuffle and no repeat: samples come in the order in which they are proven"
+            f"follow: expected shuffle=False and repeat=False, got {shuffle} and {repeat}. Samples are yielded in the "
+            "order in which they are proven"
         )
     if isinstance(source, Selection):
-        raise ConfigError("follow: expected a run, got a selection of what it has now; what comes is not selected")
+        raise ConfigError("follow: expected a run, got a Selection, which has no later samples. Give its run")
 
 
 class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
-    """Samples of a run, one after the other; for ``DataLoader``, with any number of ranks and workers.
-
-    Args:
-        source: a run's path or URL, an open ``Run``, or a ``Selection`` of one.
-        points: names of other points of the model than the hidden states, as ``Sample.points`` has them.
-        layers: ids of layers, in the order wanted; ``None``: all, as stored. Of several ``points`` the same ones, or a
-            mapping: point → its layers.
-        tokens: a range of every sample: a slice or ``(start, stop)``.
-        max_tokens, crop: at most so many tokens of each sample, from its ``start``, its ``end``, or a ``random`` place.
-        shuffle: part-wise and within ``shuffle_buffer`` samples, the same way for the same ``seed`` and epoch.
-        rank, world_size: who reads; by default torch.distributed's, or torchrun's environment. Workers of a
-            ``DataLoader`` divide their rank's share.
-        loss_mask: for samples without an attached one: ``ones``, ``raise``; ``off``: no mask in items.
-        rename: name → another, ``None``: leave it out. A name of an attached array adds it.
-        on_error: what a corrupt or missing part does: ``raise``, or ``skip`` and count (``skipped``).
-        prefetch_bytes: of samples being read or waiting to be asked for, at most (one larger sample fits always).
-        threads: that fetch and decode.
-        cache_dir, cache_bytes: keep what was fetched on a local disk, up to that size; processes may share it.
-        repeat: begin the next epoch when one ends, without end.
-        follow: yield samples as they are proven, until the run is complete; see ``Follower`` (``follow_options``).
-        framework: ``torch``, ``numpy`` (bf16 as float32), or ``auto``: torch where it is installed.
+    """The samples of a run as a stream of items. For ``DataLoader``, with any number of ranks and workers.
 
     Items are dicts: ``input_ids`` int64 ``[T]``, ``loss_mask`` bool ``[T]``, ``hidden_states`` ``[T, L, H]`` in the
-    run's dtype, ``layer_ids`` int64 ``[L]``, ``key``. With ``points``, instead of states and layer ids, each point
-    under its own name: ``[T, L, heads, dim]`` where its rows are made of heads, else ``[T, L, width]``.
+    run's dtype, ``layer_ids`` int64 ``[L]``, ``key``. With ``points``, each point under its name replaces states and
+    layer ids: ``[T, L, heads, dim]`` if its rows consist of heads, else ``[T, L, width]``.
+
+    Args:
+        source: a run's path or URL, an open ``Run``, or a ``Selection`` of a run.
+        points: names of points of the model (``Sample.points``) to read in place of the hidden states.
+        layers: layer ids, in the order of the result. ``None``: all, in stored order. They apply to all ``points``; a
+            mapping gives each point its layer ids.
+        tokens: the range to read of every sample: a slice or ``(start, stop)``.
+        max_tokens, crop: read at most this many tokens of each sample, from its ``start``, its ``end``, or a
+            ``random`` position.
+        shuffle: shuffle the parts, and samples within ``shuffle_buffer``. ``seed`` and epoch determine the order.
+        rank, world_size: this reader's rank. Default: from torch.distributed, else torchrun's environment. The workers
+            of a ``DataLoader`` divide their rank's share.
+        loss_mask: for samples without a stored mask: ``ones``, or ``raise``. ``off``: items have no mask.
+        rename: name → new name; ``None`` removes it from items. The name of an attached array adds that array.
+        on_error: for a corrupt or missing part: ``raise``, or ``skip`` and count in ``skipped``.
+        prefetch_bytes: limit for samples that are being read or wait to be taken. One sample larger than the limit is
+            still read.
+        threads: number of threads that fetch and decode.
+        cache_dir, cache_bytes: cache fetched bytes on a local disk, up to this size. Processes may share the folder.
+        repeat: start the next epoch when one ends, forever.
+        follow: yield samples as they are proven, until the run is complete. ``follow_options``: see ``Follower``.
+        framework: ``torch``, ``numpy`` (bf16 as float32), or ``auto``: torch if it is installed.
 
     Raises:
         ConfigError: an argument is wrong, or a layer is not in the run.
-        RunError, StoreError: as ``open_run``. Iterating: FormatError, NotFound for what is corrupt or missing. With
-            ``repeat``: ConfigError for fewer samples than shards, FormatError where all of an epoch was skipped.
+        RunError, StoreError: as ``open_run``.
+        FormatError, NotFound: while iterating, a part is corrupt or missing.
+
+    With ``repeat``, iterating also raises ConfigError for fewer samples than shards, and FormatError if all samples of
+    an epoch were skipped.
     """
 
     def __init__(
@@ -156,7 +165,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         self._resume: Mapping[str, Any] | None = None
         self._progress: EpochPosition | None = None
         self._follower: Follower | None = None
-        #: Samples that ``on_error="skip"`` left out so far, in this process.
+        #: Number of samples that ``on_error="skip"`` skipped so far, in this process.
         self.skipped = 0
 
     @property
@@ -170,19 +179,22 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """vLLM's ids of an item's layers, in its order; empty where all are wanted and the run does not tell them."""
+        """vLLM's ids of an item's layers, in the item's order.
+
+        Empty if ``layers`` is ``None`` and the run does not list its layers.
+        """
         return self.layers_of(HIDDEN_STATES)
 
     def layers_of(self, point: str) -> tuple[int, ...]:
-        """The layers of ``point`` in an item, in its order. ``ConfigError``: as ``Run.layers_of``."""
+        """Layer ids of ``point`` in an item, in the item's order. ``ConfigError``: as ``Run.layers_of``."""
         wanted = layers_of(self._reader.spec.layers, point)
         return self.run.layers_of(point) if wanted is None else tuple(wanted)
 
     def name_layers(self) -> None:
-        """Items have from now on the layers of ``layers_of``, by their ids, also where none were asked for. Whoever
-        joins rows of several samples needs that: a sample may store others, or in another order.
+        """Select the layers of ``layers_of`` by id from now on, also if ``layers`` was ``None``.
 
-        Where the run does not tell its layers, and with ``follow`` for points, items stay as stored.
+        Code that joins rows of several samples needs this: samples may store other layers, or in another order.
+        Items stay as stored if the run does not list its layers, and for points with ``follow``.
         """
         if self._reader.spec.layers is None and not (self._reader.spec.points and self.follows):
             named = {name: self.layers_of(name) for name in self.states}
@@ -195,23 +207,23 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
 
     @property
     def follows(self) -> bool:
-        """Whether it yields samples as they are proven (``follow``). A resume may change their order."""
+        """Whether the data set yields samples as they are proven (``follow``). A resume may change their order."""
         return self._follow is not None
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch that the next iteration shuffles by; reaches the workers of a ``DataLoader`` too."""
+        """Set the epoch that the next iteration shuffles by, also in the workers of a ``DataLoader``."""
         self._epoch.set(epoch)
 
     def __len__(self) -> int:
-        """Samples of this rank in an epoch, of all its workers."""
+        """Number of samples of this rank in an epoch, over all its workers."""
         if self._follow is not None:
-            raise TypeError("a run that is followed has no length yet")
+            raise TypeError("a data set with follow has no length: its run may still grow")
         return len(range(self._rank, len(self._reader.selection), self._world))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return self._followed() if self._follow is not None else self._ordered()
 
-    # -- a run that is there -----------------------------------------------------------------------------------------
+    # -- without follow ----------------------------------------------------------------------------------------------
 
     def _ordered(self) -> Iterator[dict[str, Any]]:
         shards, shard = self._shards()
@@ -231,10 +243,10 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
             yield from self._one_epoch(progress)
             if not self._repeat:
                 return
-            if whole and progress.taken == self.skipped - skipped:  # the next epoch would skip all of them, too
+            if whole and progress.taken == self.skipped - skipped:  # the next epoch would skip all of them too
                 raise FormatError(
                     f"{self.run.url}: expected a sample that can be read, got none of a whole epoch: all "
-                    f"{progress.taken} were skipped. `hsx verify` names what is damaged"
+                    f"{progress.taken} were skipped. `hsx verify` lists the damaged parts"
                 )
             progress = self._progress = EpochPosition(progress.epoch + 1, shards, shard)
 
@@ -263,10 +275,10 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
             raise error
         self.skipped += 1
         if self.skipped <= _LOGGED:
-            log.warning("%s: skipped, %d so far: %s", key, self.skipped, error)
+            log.warning("%s: sample skipped, %d so far: %s", key, self.skipped, error)
         return None
 
-    # -- a run that is written -----------------------------------------------------------------------------------------
+    # -- with follow ---------------------------------------------------------------------------------------------------
 
     def _followed(self) -> Iterator[dict[str, Any]]:
         shards, shard = self._shards()
@@ -274,7 +286,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         if resume is not None and (resume["shards"], resume["shard"]) != (shards, shard):
             raise ConfigError(
                 f"state: expected the state of shard {shard} of {shards}, got that of shard {resume['shard']} of "
-                f"{resume['shards']}; a run that is followed goes on with the same ranks and workers"
+                f"{resume['shards']}. With follow, resume with the same ranks and workers"
             )
         position = None
         if resume is not None:
@@ -290,15 +302,15 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
                     yield r, reader.spec.nbytes(self.run, r.key, r.num_tokens, r.raw_bytes, r.stored_bytes)
 
         def make(record: SampleRecord | None) -> dict[str, Any]:
-            assert record is not None, "read_ahead runs no pauses"
+            assert record is not None, "read_ahead does not call make for pauses"
             return reader.spec.make(self.run.sample_of(record), 0, empty)
 
         for arrivals in (follower, follower.computed_again()):
             for record, future in read_ahead(make, tasks(arrivals), threads=self._threads, max_bytes=self._prefetch):
-                assert record is not None, "read_ahead yields no pauses"
+                assert record is not None, "read_ahead does not yield pauses"
                 gone = isinstance(future.exception(), NotFound)
                 if gone and arrivals is not follower:
-                    continue  # it was skipped before
+                    continue  # the first pass skipped it
                 item = self._outcome(record.key, future)
                 if arrivals is not follower:
                     follower.given(record)
@@ -311,7 +323,10 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
                     del item
 
     def retention(self, consumer: str = "default", *, consumers: Sequence[str] | None = None) -> Retention:
-        """``ack(key)`` of this rank's samples; parts that all ``consumers`` have used are removed."""
+        """A ``Retention`` for this rank: ``ack(key)`` marks a sample as used.
+
+        Parts that all ``consumers`` have used are removed.
+        """
         from hsx_dist.reading.retention import Retention
 
         return Retention(self.run.place, consumer, consumers=consumers, rank=self._rank, world_size=self._world)
@@ -319,18 +334,18 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this process's iteration stands, to the sample; JSON types. ``merge_states`` joins ranks."""
-        if self._resume is not None:  # loaded, and not gone on from yet
+        """Position of this process's iteration, to the sample; JSON types. ``merge_states`` joins ranks."""
+        if self._resume is not None:  # loaded, and iteration has not started since
             if self._follow is not None or self._resume["taken"]:
                 return dict(self._resume)
-            shards, shard = self._shards()  # a merged state is of none, and could not be merged again
+            shards, shard = self._shards()  # a merged state has no shard and could not be merged again
             return {**self._resume, "shards": shards, "shard": shard}
         if self._follower is not None:
             return self._state_of(self._follower.position)
         return self.start_state() if self._progress is None else self._state_of(self._progress)
 
     def start_state(self) -> dict[str, Any]:
-        """The state before the first sample of the epoch that is set."""
+        """The state before the first sample of the current epoch."""
         shards, shard = self._shards()
         return self._state_of({} if self._follow is not None else EpochPosition(self._epoch.get(), shards, shard))
 
@@ -344,15 +359,18 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         return {**found, "run": self.run.id, "skipped": self.skipped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iteration goes on where ``state`` was taken.
+        """Make the next iteration continue from ``state``.
 
         Raises:
             ConfigError: it is the state of another data set; or, when iteration begins, of another shard.
-            RunMismatch: it is of another run, such as one that was removed from the same place.
+            RunMismatch: it is the state of another run, such as a run that was removed from the same place.
         """
         check_state(state, {})
         if bool(state.get("follow")) != (self._follow is not None):
-            raise ConfigError("state: expected that of a data set with the same follow")
+            raise ConfigError(
+                f"state: expected the state of a data set with follow={self._follow is not None}, got one with "
+                f"follow={bool(state.get('follow'))}. Use the same follow"
+            )
         if self._follow is not None:
             check_state(state, _FOLLOWED, required=("shards", "shard", "position"))
         else:
@@ -367,7 +385,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         return fingerprint(self._seed, self._shuffle, self._buffer, selection.keys(), selection.groups)
 
     def _shards(self) -> tuple[int, int]:
-        """(how many, which): ranks times workers, a rank's own being those that are its rank modulo the ranks."""
+        """(number of shards, this shard). Shards are ranks times workers; ``shard % world_size`` is the rank."""
         info = get_worker_info()
         workers, worker = (1, 0) if info is None else (info.num_workers, info.id)
         return self._world * workers, worker * self._world + self._rank

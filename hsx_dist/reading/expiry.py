@@ -1,7 +1,7 @@
-"""What a server's objects say of their end: objects and failure markers with a time to live, and their markers.
+"""Find and remove expired objects and markers of a server.
 
-A server never ends, so its objects may carry ``expires`` (``ttl_seconds`` of the connector). Nothing is ever removed
-that does not carry it; a run's parts never do.
+A server runs without end, so its objects may have an ``expires`` time (``ttl_seconds`` of the connector). Only objects
+and markers with ``expires`` are removed. A run's parts never have it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from hsx_dist.store.base import Conditional, Folders, check_name, not_conditiona
 
 
 def readable(store: Store, unreadable: Callable[[str], None]) -> Iterator[ObjectInfo]:
-    """The store's objects, without folders that this process may not read: ``unreadable`` is called with their names.
+    """List the store's objects, and call ``unreadable`` with the name of each folder that cannot be read.
 
-    For objects that are judged one by one. Where a missing object means something, as in a run, use ``Store.list``.
+    Only for code that handles each object alone. If a missing object has a meaning, as in a run, use ``Store.list``.
     """
     return store.list_readable(unreadable) if isinstance(store, Folders) else store.list()
 
@@ -33,18 +33,18 @@ def readable(store: Store, unreadable: Callable[[str], None]) -> Iterator[Object
 def expired(
     store: Store, now: float | None = None, *, unreadable: Callable[[str], None] = lambda _: None
 ) -> Iterator[tuple[str, float]]:
-    """(name, when it expired in seconds since the epoch) of objects and markers under the store's URL, as listed.
+    """Yield (name, expiry in seconds since the epoch) of the expired objects and markers under the store's URL.
 
-    Objects that cannot be read as ours, and folders that cannot be read, are left alone: see ``readable``.
+    Skips objects that are not in this project's format, and folders that cannot be read: see ``readable``.
 
     Raises:
         ConfigError: there is a run at the URL.
-        StoreError: the store's.
+        StoreError: the store failed.
     """
     if find_place(store) is not None:
         raise ConfigError(
-            f"{store.url}: expected a prefix under which a server stores, got a run, whose parts do not expire. Remove "
-            "the run as a whole, or name another prefix"
+            f"{store.url}: expected a prefix that a server stores under, got a run, whose parts do not expire. Remove "
+            "the whole run, or name another prefix"
         )
     now = time.time() if now is None else now
     for info in readable(store, unreadable):
@@ -56,33 +56,33 @@ def expired(
 
 
 def is_expired(store: Store, name: str) -> bool:
-    """Whether there is an object or marker of this name that has expired."""
+    """Whether an object or marker of this name exists and has expired."""
     end = _end(store, name)
     return end is not None and end <= time.time()
 
 
 def _end(store: Store, name: str, size: int | None = None) -> float | None:
-    """When the object or marker expires, in seconds since the epoch; None: never, or it cannot be read as ours."""
+    """Expiry of the object or marker in seconds since the epoch. ``None``: never, or not in this project's format."""
     try:
         ends: list[Any]
         if name.endswith(MARKERS):
-            check_name(marked_name(name))  # ``.failed.json`` is the marker of no object
+            check_name(marked_name(name))  # raises for ``.failed.json``, which marks no object
             ends = [read_json(store, name).get("expires")]
         else:
             segments = [info.segment for info in Part.open(store, name, size=size).segments]
-            ends = [s.meta.get("expires") for s in segments if s.column == 0]  # it is said once a sample
+            ends = [s.meta.get("expires") for s in segments if s.column == 0]  # the other columns do not repeat it
     except (Denied, FormatError, NotFound, ValueError):
         return None
     return max(map(float, ends)) if ends and all(number(end) is None for end in ends) else None
 
 
 def _hides(store: Store, marker: str) -> bool:
-    """Whether readers raise because of the marker although there is an object."""
+    """Whether the marker makes readers raise although there is an object."""
     try:
         if read_json(store, marker).get("until_stored") is True:
             return False
         store.head(marked_name(marker))
-    except FormatError:  # replaced since it was read as ours
+    except FormatError:  # replaced since ``_end`` read it
         return True
     except NotFound:
         return False
@@ -90,10 +90,12 @@ def _hides(store: Store, marker: str) -> bool:
 
 
 def require_conditional_deletes(store: Store) -> None:
-    """Check on a probe object that the store spares an object which was stored anew: some servers ignore the condition.
+    """Check with a probe object that a conditional delete keeps an object that was stored again.
+
+    Some servers ignore the condition.
 
     Raises:
-        StoreError: it does not.
+        StoreError: the store ignores the condition, or has no conditional deletes.
     """
     name = f".hsx-probe-{uuid.uuid4().hex}"
     works = False
@@ -103,7 +105,7 @@ def require_conditional_deletes(store: Store) -> None:
             old = store.version(name)
             store.put(name, [b"new"])
             spared = not store.delete_version(name, old) and store.get(name) == b"new"
-            store.delete_version(name, store.version(name))  # False also where its answer was lost
+            store.delete_version(name, store.version(name))  # also False if only the store's answer was lost
             works = spared and not any(store.list(name))
     except NotFound:
         pass
@@ -115,22 +117,23 @@ def require_conditional_deletes(store: Store) -> None:
 
 
 def remove(store: Store, name: str, now: float | None = None) -> bool:
-    """Delete an object or marker if it has expired, and the lock file next to an object; whether it was deleted.
+    """Delete an object or marker if it has expired, and an object's lock file. Return whether it was deleted.
 
-    A marker that hides an object stays as long as the object: without the marker, readers of a request that failed or
-    conflicted would get the object, which is another request's.
+    A marker that hides an object is kept as long as the object. Without the marker, readers of a request that failed
+    or conflicted would get the object of another request.
 
-    A server may store the name anew at any moment. The version is read before the end, and the delete is conditional on
-    that version, so no order of events deletes an object that has not expired:
+    A server may store the same name again at any moment. The version is read before the expiry, and the delete is
+    conditional on that version. Therefore no order of events deletes an object that has not expired:
 
-    - S3 and GCS refuse the delete of another version (``require_conditional_deletes`` makes sure of it).
-    - In a folder puts and the delete exclude each other (``store.inode_lock``), also between machines where the file
-      system passes locks on. Puts of a user who may replace the object but not write it exclude deletes, and not each
-      other. The object's lock file is locked meanwhile, so no lock file of a server is removed; an object that a server
-      or a reader holds is left for the next call.
+    - S3 and GCS refuse to delete another version. ``require_conditional_deletes`` checks this.
+    - In a folder, puts and the delete exclude each other (``store.inode_lock``). They do so across machines if the file
+      system supports locks there. Puts of a user who may replace the object but not write it exclude deletes, but not
+      each other.
+    - The delete holds the object's lock file, so that it never removes a lock file that a server holds. An object that
+      a server or a reader holds is left for the next call.
 
     Raises:
-        StoreError: the store's, and where it has no conditional deletes.
+        StoreError: the store failed, or has no conditional deletes.
     """
     now = time.time() if now is None else now
     if not isinstance(store, Conditional):
@@ -147,6 +150,6 @@ def remove(store: Store, name: str, now: float | None = None) -> bool:
                 return False
             if has_lock:
                 store.delete(lock_name(name))
-    except NotFound:  # in use, or gone meanwhile
+    except NotFound:  # in use, or already deleted
         return False
     return True

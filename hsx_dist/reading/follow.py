@@ -1,4 +1,4 @@
-"""Samples as their receipts appear: training while the extraction runs."""
+"""Yield samples as their receipts appear, for training while the extraction runs."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from hsx_dist.format.runs import newest_attempt, read_complete, read_heartbeat, 
 from hsx_dist.store import Store
 
 _Writer = tuple[int, str]
-#: Name in a position of the keys that were lost; those of writers have a slash.
+#: Member of a position with the lost keys. Writers' members contain a slash.
 _LOST = "lost"
-#: Names in one answer of S3 to a listing.
+#: Number of names in one response of S3 to a listing.
 _PAGE = 1000
-#: Seconds between a driver's last sign of life and the manifest that it leaves, at most.
+#: Maximum seconds between a driver's last heartbeat and its complete manifest.
 _COMPLETING_S = 30.0
 
 
 def has_position(store: Store, position: Mapping[str, Any]) -> bool:
-    """Whether the run of ``store`` has all receipts that a follower's ``position`` names."""
+    """Whether the run in ``store`` has all receipts that a follower's ``position`` names."""
     for name, (seq, keys) in _writers(position):
         attempt, _, writer = name.partition("/")
         try:
             store.head(receipt_name(int(attempt), writer, seq if keys else seq - 1))
-        except (NotFound, ValueError, FormatError):  # or no receipt has such a name
+        except (NotFound, ValueError, FormatError):  # no such receipt, or not a receipt's name
             return False
     return True
 
 
 def position_check(value: Any) -> str | None:
-    """Whether it is a follower's ``position``: a ``Check``."""
+    """A ``Check`` for a follower's ``position``."""
     lost = list_of(text)
     fine = isinstance(value, Mapping) and lost(value.get(_LOST, [])) is None
     for name, at in _writers(value) if fine else ():
         attempt, slash, writer = name.partition("/")
         fine &= bool(slash and writer) and attempt.isascii() and attempt.isdecimal() and len(attempt) < 10
         fine &= isinstance(at, list | tuple) and len(at) == 2 and count(at[0]) is None and lost(at[1]) is None
-    return None if fine else "a follower's position: writers, and what was read of each"
+    return None if fine else "a follower's position: for each writer a receipt's number and keys"
 
 
 def _writers(position: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -54,16 +54,16 @@ def _writers(position: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 class Follower:
     """Yields each sample of a run once, as soon as it is proven, and ends when the run is complete.
 
-    Asks each writer's next receipt for by its name; lists only to find writers that are new. A follower that is resumed
-    yields a sample again if its part was lost meanwhile and an attempt computed it again.
+    Requests each writer's next receipt by name. Lists objects only to find new writers. A resumed follower yields a
+    sample again if its part was lost and an attempt computed the sample again.
 
     Args:
         place: the run.
-        poll_seconds: pause when there is nothing new.
-        discover_seconds: how often to look for new writers.
-        stalled_seconds: after so long without a sign of life of the newest attempt (its heartbeat changes, by this
-            process's clock), or without any attempt, ``RunStalled``.
-        state: what ``position`` was, to go on behind it.
+        poll_seconds: pause if there is nothing new.
+        discover_seconds: interval between searches for new writers.
+        stalled_seconds: raise ``RunStalled`` after this time without an attempt, or without a change of the newest
+            attempt's heartbeat. Measured with this process's clock.
+        state: an earlier ``position`` to continue from.
     """
 
     def __init__(
@@ -83,35 +83,38 @@ class Follower:
         self._next: dict[_Writer, int] = {}
         self._sealed: set[_Writer] = set()
         self._manifest = Manifest()
-        # By key of each sample that was yielded: the receipt that made it whole; ``None``: before a resume.
+        # Key of each yielded sample → the receipt that completed it; ``None`` if it was yielded before a resume.
         self._came: dict[str, tuple[_Writer, int] | None] = {}
-        # Per writer: the first receipt that is not behind the consumer, and which of its samples are done.
+        # Per writer: the first receipt that the consumer has not finished, and which of its samples are done.
         self._done: dict[_Writer, tuple[int, set[str]]] = {}
         for name, (seq, keys) in _writers(state or {}):
             attempt, _, writer = name.partition("/")
             self._done[int(attempt), writer] = (seq, set(keys))
             self._came.update(dict.fromkeys(keys))
-        # Samples whose part was gone: key → as it was then, None after a resume.
+        # Samples whose part was missing: key → its record at that time, None after a resume.
         self._lost: dict[str, SampleRecord | None] = dict.fromkeys((state or {}).get(_LOST, ()))
-        # The receipts that were read and are not behind the consumer, in the order in which they were read.
+        # Receipts that were read and that the consumer has not finished, in reading order.
         self._open: deque[tuple[_Writer, int]] = deque()
-        self._newest = 0  # attempt, as far as it is known
+        self._newest = 0  # the newest known attempt
         self._heart: tuple[int, Any] | None = None
         self._alive = clock()
 
     @property
     def position(self) -> dict[str, Any]:
-        """What ``done`` and ``lost`` were told, as JSON types: of each writer the first receipt that is not behind the
-        consumer, and the samples that are done of it; the keys that are lost."""
+        """The state of ``done`` and ``lost``, as JSON types.
+
+        Each writer maps to the first receipt that the consumer has not finished, and the keys of its done samples. The
+        lost keys follow.
+        """
         found: dict[str, Any] = {f"{a}/{w}": [seq, sorted(keys)] for (a, w), (seq, keys) in self._done.items()}
         return found | ({_LOST: sorted(self._lost)} if self._lost else {})
 
     def done(self, record: SampleRecord) -> None:
-        """The consumer has this sample: ``position`` moves behind it. To be told in the order of iteration.
+        """Record that the consumer has this sample, and move ``position`` past it. Call it in the order of iteration.
 
-        All receipts that were read before the one that made it whole are then behind the consumer. A sample in several
-        segments came with the last of its receipts: its key stays until that one is behind the consumer, and so are
-        then the others.
+        The consumer has then finished all receipts that were read before the sample's receipt. The receipt of a sample
+        in several segments is the last one read. ``position`` keeps the sample's key until the consumer has finished
+        that receipt; by then it has finished the others too.
         """
         here = self._came[record.key]
         assert here is not None, "a sample that was done before the resume is not yielded again"
@@ -126,27 +129,29 @@ class Follower:
         self._lost.pop(record.key, None)
 
     def lost(self, record: SampleRecord) -> None:
-        """As ``done``, of a sample whose part is gone: the consumer does not have it."""
+        """Record a sample whose part is missing, so that the consumer does not have it. Otherwise as ``done``."""
         self.done(record)
         self._lost[record.key] = record
 
     def computed_again(self) -> Iterator[SampleRecord]:
-        """To iterate after the run's end: lost samples that an attempt may have stored in other parts since. To be told
-        ``given``, not ``done``."""
+        """Yield lost samples that an attempt may have stored again in other parts. Iterate after the run's end.
+
+        Call ``given`` for them, not ``done``.
+        """
         for key, before in tuple(self._lost.items()):
             record = self._manifest.samples.get(key)
             if record is not None and (before is None or record.segments != before.segments):
                 yield record
 
     def given(self, record: SampleRecord) -> None:
-        """The consumer has this sample, which was lost."""
+        """Record that the consumer has this sample, which was lost before."""
         self._lost.pop(record.key, None)
 
     def __iter__(self) -> Iterator[SampleRecord | None]:
-        """Samples that have become whole; ``None`` when there is nothing new, before a pause.
+        """Yield samples that have become whole. Yields ``None`` before a pause, if there is nothing new.
 
         Raises:
-            RunStalled: nobody is at work on the run, and it is not complete.
+            RunStalled: no driver works on the run, and it is not complete.
             RunError: the run was removed.
             StoreError, FormatError: as ``load_manifest``.
         """
@@ -180,12 +185,12 @@ class Follower:
         return completed == self._newest
 
     def _everything(self) -> Iterator[SampleRecord]:
-        """All receipts that are there and not known yet."""
+        """Read all stored receipts that are not known yet, and yield the samples that they complete."""
         found = [r for r in scan_receipts(self._store) if r.seq >= self._next.get((r.attempt, r.writer), 1)]
-        found.sort(key=lambda r: r.id)  # ``done`` counts on each writer's order
-        # First: a sample whose part was lost comes with the attempt that computed it again.
+        found.sort(key=lambda r: r.id)  # ``done`` relies on each writer's order
+        # Void the lost parts first: their samples are then completed by the attempt that computed them again.
         self._manifest.declare_void([part for receipt in found for part in receipt.void])
-        # What was done before comes first: a sample in several segments is then known as done, whichever came last.
+        # Take finished receipts first. A sample in several segments that was done is then known, in any order.
         old = [r for r in found if r.seq < self._done.get((r.attempt, r.writer), (0,))[0]]
         new = [r for r in found if r.seq >= self._done.get((r.attempt, r.writer), (0,))[0]]
         for receipt in old:
@@ -220,7 +225,7 @@ class Follower:
         return arrived
 
     def _find_writers(self) -> None:
-        """One listing for all writers, and another one for each that wrote a page of receipts, to skip the rest."""
+        """Find new writers with one listing. After a full page of one writer, a new listing skips the writer's rest."""
         after = None
         while True:
             last, count = None, 0
@@ -248,11 +253,11 @@ class Follower:
         heart = (attempt, None if beat is None else beat.get("value"))
         if heart != self._heart:
             self._heart, self._alive = heart, self._clock()
-        # A driver says that it ended, and then completes the run.
+        # A driver records its end in the heartbeat first, and then completes the run.
         ended = beat is not None and beat.get("state") != "running"
         if self._clock() - self._alive >= (min(_COMPLETING_S, self._stalled) if ended else self._stalled):
-            said = f"ended as {beat.get('state')!r}" if ended and beat else f"gave no sign for {self._stalled:g} s"
+            said = f"ended as {beat.get('state')!r}" if ended and beat else f"had no heartbeat for {self._stalled:g} s"
             raise RunStalled(
-                f"{self._store.url}: expected an attempt at work, or a complete run; attempt {attempt} {said}. Start "
-                "the extraction again: it goes on where it stopped, and so can its readers"
+                f"{self._store.url}: expected a running attempt or a complete run, got attempt {attempt}, which "
+                f"{said}. Start the extraction again: it resumes, and then its readers can resume too"
             )

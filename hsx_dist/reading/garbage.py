@@ -1,8 +1,8 @@
-"""Objects that no reader needs (parts without a receipt, removed runs, unfinished files), and runs as a whole.
+"""Find objects that no reader needs (parts without a receipt, removed runs, unfinished files), and remove whole runs.
 
-Nothing here relies on clocks, or on knowing that no process is at work. A part is deleted only after its writer's log
-was sealed and read again: its receipt was there by then, or never will be (``format.receipt_log``). A removed run's
-objects lie in a folder of its own, which no other run uses (``format.place``).
+This code does not rely on clocks, and does not need to know whether a process works on the run. A part is deleted only
+after its writer's log was sealed and read again. Its receipt is then stored, or never will be (``format.receipt_log``).
+A removed run's objects are in a separate folder that no other run uses (``format.place``).
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ from hsx_dist.store.base import Folders
 
 
 def unproven(place: Place, *, seal: bool) -> list[ObjectInfo]:
-    """Parts that no receipt names, and parts that are marked as removed. With ``seal`` the writers of the former are
-    stopped first, so that no receipt can name them later: then they may be deleted.
+    """List parts that no receipt names, and parts that are marked as removed.
+
+    ``seal``: first stop the writers of parts without a receipt, so that no receipt can name them later. Only then may
+    the parts be deleted.
 
     Raises:
-        FormatError, IntegrityError: the manifest is damaged, so that nothing is known to be garbage.
-        StoreError: the store's.
+        FormatError, IntegrityError: the manifest is damaged, so that no part is known to be garbage.
+        StoreError: the store failed.
     """
     store = place.store
-    # Listed first: a receipt that is stored meanwhile is then seen.
+    # List the parts before reading receipts: every listed part's receipt that is stored in between is then seen.
     listed = [info for info in store.list("data/") if parse_part_name(info.name) is not None]
     found = _unnamed(store, listed)
     if seal and found:
@@ -50,7 +52,7 @@ def unproven(place: Place, *, seal: bool) -> list[ObjectInfo]:
 
 
 def _unnamed(store: Store, parts: list[ObjectInfo]) -> list[ObjectInfo]:
-    # Both the compacted manifest and all single receipts: a reader may go by either.
+    # Read both the compacted manifest and all single receipts, because a reader may use either.
     named = {receipt.part for receipt in all_receipts(store)}
     return [info for info in parts if info.name not in named]
 
@@ -58,43 +60,51 @@ def _unnamed(store: Store, parts: list[ObjectInfo]) -> list[ObjectInfo]:
 def unfinished(
     store: Store, older_than: float = 0.0, unreadable: Callable[[str], None] | None = None
 ) -> Iterator[ObjectInfo]:
-    """What puts left of which the process was killed, where the store is a folder: of everything below it, unless it
-    changed within ``older_than`` seconds. ``unreadable``: see ``store.base.Folders``."""
+    """List files of puts whose process was killed, in all of the store, if the store is a folder.
+
+    Skips files that changed within ``older_than`` seconds. ``unreadable``: see ``store.base.Folders``.
+    """
     return store.unfinished(older_than, unreadable) if isinstance(store, Folders) else iter(())
 
 
 def own_unfinished(place: Place) -> Iterator[ObjectInfo]:
-    """``unfinished`` of this run and of its place alone: another run may lie in a folder of the place."""
+    """``unfinished`` files of this run and its place only. A folder of the place may contain another run."""
     folders = (f"{place.folder}/",) if place.version > 1 else V1_FOLDERS
     return _unfinished_of(place.root, folders)
 
 
 def _unfinished_of(root: Store, folders: tuple[str, ...]) -> Iterator[ObjectInfo]:
-    """``unfinished`` directly in ``root`` and in ``folders`` (names with ``/`` at the end). Unreadable folders next to
-    them are not the run's."""
+    """``unfinished`` files directly in ``root`` and in ``folders`` (names that end in ``/``).
+
+    Ignores unreadable folders elsewhere, since they do not belong to the run.
+    """
 
     def unreadable(folder: str) -> None:
         if f"{folder}/".startswith(folders):
-            raise Denied(f"list {root.url}/{folder}: expected a readable folder of the run. Ask its owner")
+            raise Denied(
+                f"list {root.url}/{folder}: expected a readable folder of the run, got no access. Ask its owner"
+            )
 
     return (i for i in unfinished(root, unreadable=unreadable) if "/" not in i.name or i.name.startswith(folders))
 
 
 def left_behind(root: Store) -> Iterator[ObjectInfo]:
-    """The objects of runs that were removed from this place, as far as they are there: their removal did not finish, or
-    a process of theirs wrote after it."""
+    """List remaining objects of runs that were removed from this place.
+
+    They exist if the removal did not finish, or if a process of the run wrote after it.
+    """
     for folder in leftovers(root, removed_only=True):
         yield from run_objects(root, folder)
 
 
 def remove_run(root: Store, place: Place | None, *, on_object: Callable[[str], None] = lambda _: None) -> int:
-    """Remove ``place``, the run at ``root``, and what unfinished removals left; returns how many objects.
+    """Remove ``place``, the run at ``root``, and the remains of unfinished removals. Return the number of objects.
 
-    What is not a run's own stays, and so does one small object, the mark of the removal. From the first step on no
-    driver resumes the run; called again it goes on.
+    Keeps objects that do not belong to a run, and one small object, the mark of the removal. From the first step on no
+    driver resumes the run. Another call continues an interrupted removal.
 
     Raises:
-        RunError: there is no run, and nothing that an unfinished removal left.
+        RunError: there is no run, and no remains of an unfinished removal.
     """
     own: tuple[str, ...] = ()
     names: list[str] = []
@@ -102,11 +112,11 @@ def remove_run(root: Store, place: Place | None, *, on_object: Callable[[str], N
         bury(place)
         own = (f"{place.folder}/",) if place.version > 1 else ()
         names = [name for name in V1_OBJECTS if place.version == 1 and _is_there(root, name)]
-    # Without a run here, also what no tombstone names: run_rm has shown it, and asked whether a driver works on it.
-    # A run of version 1 is among them, as ``bury`` has replaced its description. Its folders may hold files of others.
+    # Without a run here, this includes folders that no tombstone names: run_rm has listed them and checked for drivers.
+    # A run of version 1 is included, as ``bury`` has replaced its run.json. Its folders may hold other files too.
     left = leftovers(root, removed_only=place is not None)
     if place is None and not left:
-        open_place(root)  # says that there is none
+        open_place(root)  # raises RunError
     if place is None and "" in left:
         close_place(root)
     folders = (*own, *chain(*((folder,) if folder else V1_FOLDERS for folder in left)))

@@ -1,4 +1,4 @@
-"""The samples of a run in columns, as a manifest knows them at one moment."""
+"""The samples of a run in columns, from a manifest at one moment."""
 
 from __future__ import annotations
 
@@ -18,14 +18,20 @@ _Array = np.ndarray[Any, Any]
 
 
 class Index:
-    """All whole samples of a run, in the order of their rows; those without a row last, by key.
+    """All whole samples of a run, in the order of their rows. Samples without a row follow at the end, by key.
 
-    Never changes: threads may share it, and positions in it stay. A hundred bytes a sample.
+    Never changes, so that threads may share it and positions stay valid. Takes about a hundred bytes per sample.
 
-    Arrays are ``[N]``: ``tokens`` int64, ``raw_bytes`` int64 (of the states), ``part_of`` int32 (the part of the first
-    segment, an index into ``parts``), ``group_of`` int32 (which receipt named the sample first, also of a part that was
-    lost since: an order by it stays when lost samples are computed again). ``tokens_in``: a part's name → tokens of all
-    its segments. ``complete``: whether the newest attempt had ended and said so.
+    Arrays are ``[N]``:
+
+    - ``tokens``: int64.
+    - ``raw_bytes``: int64, size of the states.
+    - ``part_of``: int32, the part of the first segment, an index into ``parts``.
+    - ``group_of``: int32, the receipt that named the sample first, even if its part was lost later. An order by it does
+      not change when lost samples are computed again.
+
+    ``tokens_in``: a part's name → number of tokens in all its segments. ``complete``: whether the newest attempt
+    recorded that it ended.
     """
 
     def __init__(self, manifest: Manifest, *, complete: bool = False):
@@ -34,7 +40,7 @@ class Index:
         self.refused: dict[str, RowFate] = dict(manifest.refused)
         self.failed: dict[str, RowFate] = dict(manifest.failed)
         receipts, numbers, alone = manifest.columns()
-        #: Receipts of parts, without their segments; also of those that were lost, in which no sample lies.
+        #: Receipts of parts, without their segments. Includes lost parts, which store no sample.
         self.parts = [replace(r, segments=()) for r in receipts]
         ranks = {r.id: i for i, r in enumerate(receipts)}
         self._several = several = _Several(manifest, {r.part: i for i, r in enumerate(receipts)}, ranks)
@@ -61,7 +67,7 @@ class Index:
         self.stored_bytes: _Array = _joined(numbers[at, 5], several.stored_bytes)[order]
         self.part_of: _Array = _joined(part[at], several.part)[order]
         self.group_of: _Array = _joined(part[at], several.group)[order]
-        #: In the part; of a sample in several segments -1 less its place in ``_several``.
+        #: Slot in the part. For a sample in several segments: -1 minus its position in ``_several``.
         self._slot: _Array = _joined(at - starts[part[at]], (-1 - i for i in range(len(several.keys))))[order]
         self._hash: _Array = _joined(hashes[at, 0], (b"" for _ in several.keys))[order]
 
@@ -100,13 +106,13 @@ class Index:
         return SampleRecord(key, total, receipt.attempt, proof.row, (proof,))
 
     def parts_in_use(self) -> set[str]:
-        """The names of all parts that samples lie in."""
+        """The names of all parts that store samples."""
         used = np.unique(np.concatenate([self.part_of, self._several.parts]))
         names = {self.parts[i].part for i in used}
         return {name for name in names if name is not None}
 
     def lie_in(self, parts: Set[str]) -> _Array:
-        """bool ``[N]``: whether all of a sample lies in ``parts``."""
+        """bool ``[N]``: whether all segments of a sample are stored in ``parts``."""
         there = np.array([r.part in parts for r in self.parts], bool)
         found: _Array = there[self.part_of]
         at = np.flatnonzero(self._slot < 0)
@@ -115,24 +121,24 @@ class Index:
         return found
 
     def digest(self) -> str:
-        """32 hex digits of all samples in order: keys, lengths, token ids."""
+        """Hash of all samples in order (keys, lengths, token ids), 32 hex digits."""
         hashes = self._hash.copy()
         for i in np.flatnonzero(self._slot < 0):
             of = [f"{p.segment.start} {p.token_hash}" for p in self[i].segments if p.segment.column == 0]
-            # A whole sample counts as what it is, also where the run holds several copies.
+            # Equal to the hash of a single segment, so that several copies of a whole sample do not change the digest.
             hashes[i] = of[0][2:] if len(of) == 1 else hashlib.blake2b(" ".join(of).encode(), digest_size=8).hexdigest()
         h = hashlib.blake2b("\0".join(self.keys).encode("utf-8", "surrogatepass"), digest_size=16)
         h.update(self.tokens.tobytes() + hashes.tobytes())
         return h.hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_places": None}  # workers make their own, if they need it
+        return {**self.__dict__, "_places": None}  # workers rebuild it on demand
 
 
 class _Several:
-    """The samples that are not alone in one segment, in arrays: an object for each segment would take a KiB.
+    """The samples with several segments or copies, in arrays. An object for each segment would take about 1 KiB.
 
-    ``numbers``: int64 ``[S, 11]``, by sample, in the order of its segments; arrays and lists of samples ``[N]``.
+    ``_numbers``: int64 ``[S, 11]``, by sample, in the order of its segments. Arrays and lists over samples are ``[N]``.
     """
 
     def __init__(self, manifest: Manifest, place_of: dict[str | None, int], ranks: dict[tuple[int, str, int], int]):
@@ -158,12 +164,12 @@ class _Several:
 
     @property
     def parts(self) -> _Array:
-        """int64 ``[S]``: of each segment."""
+        """The part of each segment, int64 ``[S]``."""
         found: _Array = self._numbers[:, 10]
         return found
 
     def all_of(self, there: _Array) -> _Array:
-        """bool ``[N]``: whether all segments of a sample lie in parts that are ``there``."""
+        """bool ``[N]``: whether all segments of a sample are in parts that ``there`` marks."""
         found: _Array = np.logical_and.reduceat(there[self.parts], self._starts)
         return found
 
@@ -182,7 +188,7 @@ class _Several:
 
 
 def _total(n: int) -> int:
-    """The number, as far as an array can hold it: receipts may claim more."""
+    """Limit a number to int64, since receipts may claim more."""
     return min(n, np.iinfo(np.int64).max)
 
 

@@ -1,4 +1,4 @@
-"""What data sets share: a selection of a run, and how an item is made of a sample."""
+"""Code shared by data sets: a selection of a run, and making items from its samples."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hsx_dist.reading.prefetch import reused_memory
 from hsx_dist.reading.run import Run, open_run
 from hsx_dist.reading.select import Selection, select
 
-#: A run's path or URL, an open run, or a selection of one.
+#: A run's path or URL, an open run, or a selection of a run.
 Source = str | os.PathLike[str] | Run | Selection
 
 
 class ItemReader:
-    """Makes items of the samples at places of a selection."""
+    """Makes items from the samples of a selection, by position."""
 
     def __init__(
         self,
@@ -45,11 +45,11 @@ class ItemReader:
         return self.spec.make(self.run.sample_of(self.selection.run_index[place]), epoch, empty)
 
     def nbytes(self, place: int) -> int:
-        """As ``ItemSpec.nbytes``."""
+        """``ItemSpec.nbytes`` of the sample at ``place``."""
         index = self.selection.run_index
         sizes = int(index.tokens[place]), int(index.raw_bytes[place]), int(index.stored_bytes[place])
         return self.spec.nbytes(self.run, index.keys[place], *sizes)
 
     def memory(self, prefetch_bytes: int) -> Empty | None:
-        """Where items' states lie; fresh memory for numpy, which gets other arrays than those that are decoded into."""
+        """Allocator for the states of items. ``None`` (new memory) for numpy, where bf16 items are converted copies."""
         return reused_memory(prefetch_bytes) if resolve_framework(self.spec.framework) == "torch" else None

@@ -1,4 +1,4 @@
-"""One item of a data set: a sample in the trainers' names, cut to the layers and tokens wanted before it is fetched."""
+"""One item of a data set: a sample with trainers' names. Only the selected layers and tokens are fetched."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ Crop = Literal["start", "end", "random"]
 
 @dataclass(frozen=True)
 class ItemSpec:
-    """What of a sample an item holds, and under which names.
+    """The arrays of an item, and their names.
 
-    ``layers``: vLLM's ids in the order wanted, of all points or by point; ``None``: all as stored. ``tokens``: a range
-    of every sample, negative numbers from its end. ``max_tokens``: at most so many of these, from where ``crop`` says
-    (``random``: a window that follows from seed, epoch and key). ``loss_mask``: what to do for samples without that
-    attached array: ``ones``, ``raise``, or ``off``: no mask at all. ``rename``: name → another, or ``None`` to leave
-    it out; attached arrays can be asked for by naming them here. ``points``: names of other points of the model, which
-    an item holds under these names instead of ``hidden_states`` and ``layer_ids``.
+    - ``layers``: vLLM's ids in the order of the result, for all points or by point. ``None``: all, in stored order.
+    - ``tokens``: a range of every sample. Negative numbers count from its end.
+    - ``max_tokens``: maximum number of these tokens, cut at the side that ``crop`` names. ``random`` is a window that
+      seed, epoch and key determine.
+    - ``loss_mask``: for samples without this attached array: ``ones``, or ``raise``. ``off``: items have no mask.
+    - ``rename``: name → new name; ``None`` removes it. The name of an attached array adds that array.
+    - ``points``: names of points of the model. They replace ``hidden_states`` and ``layer_ids`` in the item.
     """
 
     layers: Layers | None = None
@@ -44,15 +45,19 @@ class ItemSpec:
     def __post_init__(self) -> None:
         if self.points is not None:
             if isinstance(self.points, str) or not self.points:
-                raise ConfigError(f"points: expected a list of names such as ['q'], got {self.points!r}. Name one")
+                raise ConfigError(
+                    f"points: expected a list of names such as ['q'], got {self.points!r}. Name at least one"
+                )
             object.__setattr__(self, "points", tuple(self.points))
         if self.layers is not None:
             if isinstance(self.layers, (int, str)):
-                raise ConfigError(f"layers: expected a list of layer ids such as [15], got {self.layers!r}")
+                raise ConfigError(
+                    f"layers: expected a list of layer ids such as [15], got {self.layers!r}. Put it into a list"
+                )
             if not isinstance(self.layers, Mapping):
                 object.__setattr__(self, "layers", tuple(self.layers))
             elif unknown := sorted(set(self.layers) - set(self.points or (HIDDEN_STATES,))):
-                raise ConfigError(f"layers: expected layers of the points that are asked for, got those of {unknown}")
+                raise ConfigError(f"layers: expected only names in points, got {unknown}. Add these to points")
         if self.crop not in ("start", "end", "random"):
             raise ConfigError(f"crop: expected 'start', 'end' or 'random', got {self.crop!r}")
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -64,31 +69,31 @@ class ItemSpec:
         final = [new for name in dict.fromkeys((*names, *self.rename)) if (new := self.rename.get(name, name))]
         if twice := sorted({name for name in final if final.count(name) > 1}):
             raise ConfigError(
-                f"rename: expected a name for one array each, got {', '.join(twice)} for several. Rename or leave out "
-                "(null) the other"
+                f"rename: expected a different name for each array, got {', '.join(twice)} for several. Rename the "
+                "other, or remove it with None (null)"
             )
 
     @property
     def _names(self) -> tuple[str, ...]:
-        """What an item holds before renaming."""
+        """Names in an item before renaming."""
         own = ("hidden_states", "layer_ids") if self.points is None else tuple(self.points)
         return ("input_ids", LOSS_MASK, "key", *own)
 
     def check_layers(self, run: Run) -> None:
-        """``ConfigError`` when the run tells its layers, and one that is wanted is not among them."""
+        """Raise ``ConfigError`` if the run lists its layers, and a requested layer is not in the list."""
         if self.points is not None:
-            return  # each sample says which layers its points have
+            return  # only samples record the layers of their points
         missing = sorted(set(layers_of(self.layers, HIDDEN_STATES) or ()) - set(run.layer_ids))
         if missing and run.layer_ids:
-            raise ConfigError(f"layers: {missing} are not in {run.url}, which has {list(run.layer_ids)}")
+            raise ConfigError(f"layers: expected layers of {run.url} among {list(run.layer_ids)}, got {missing}")
 
     def span(self, num_tokens: int, key: str, epoch: int) -> tuple[int, int]:
-        """Tokens ``[start, stop)`` of a sample of that length and key."""
+        """The range ``[start, stop)`` to read of a sample of this length and key."""
         wanted = self.tokens
         whole = slice(None) if wanted is None else wanted if isinstance(wanted, slice) else slice(*wanted)
         start, stop, step = whole.indices(num_tokens)
         if step != 1:
-            raise ConfigError(f"tokens: expected consecutive ones, got a step of {step}")
+            raise ConfigError(f"tokens: expected consecutive tokens, got a step of {step}. Use step 1")
         stop = max(start, stop)
         spare = 0 if self.max_tokens is None else max(0, stop - start - self.max_tokens)
         if self.crop == "random" and spare:
@@ -98,8 +103,10 @@ class ItemSpec:
         return start + before, stop - (spare - before)
 
     def nbytes(self, run: Run, key: str, num_tokens: int, raw_bytes: int, stored_bytes: int) -> int:
-        """What fetching and decoding a sample takes, at most, in bytes: the stored chunks, and the states. From what
-        receipts prove of it: its part is not read."""
+        """Maximum bytes of memory to fetch and decode a sample: the stored chunks, and the states.
+
+        Computed from receipts only, without reading the part.
+        """
         start, stop = self.span(num_tokens, key, 0)
         share = (stop - start) / num_tokens
         wanted = layers_of(self.layers, HIDDEN_STATES)
@@ -109,9 +116,9 @@ class ItemSpec:
         return int(raw_bytes * share * (wide + max(1.0, stored_bytes / max(1, raw_bytes))))
 
     def make(self, sample: Sample, epoch: int, empty: Empty | None = None) -> dict[str, Any]:
-        """The item; ``empty`` as ``Sample.load``'s.
+        """Make the item. ``empty``: as for ``Sample.load``.
 
-        Errors as ``Sample.load``'s; ``ConfigError`` for a mask that is missing or has another length.
+        Raises as ``Sample.load``, and ``ConfigError`` for a missing mask or attached array.
         """
         start, stop = self.span(sample.num_tokens, sample.key, epoch)
         loaded = sample.load(
@@ -130,14 +137,16 @@ class ItemSpec:
         attached = sample.attached() if extra else {}
         for name in extra:
             if name not in attached:
-                raise ConfigError(f"{sample.uri}: {sample.key!r} has no attached {name!r}, only {sorted(attached)}")
+                raise ConfigError(
+                    f"{sample.uri}: expected an attached array {name!r} of {sample.key!r}, got only {sorted(attached)}"
+                )
             item[name] = to_ids(attached[name], self.framework)
         return {self.rename.get(name, name) or name: v for name, v in item.items() if self.rename.get(name, name)}
 
     def _mask(self, sample: Sample, loaded: Mapping[str, Any]) -> Any:
-        """bool, as long as the tokens that were loaded."""
+        """The loss mask, bool ``[n]`` for the ``n`` loaded tokens."""
         if LOSS_MASK in loaded:
             return loaded[LOSS_MASK] != 0
         if self.loss_mask == "raise":
-            raise ConfigError(f"{sample.uri}: expected an attached loss_mask with {sample.key!r}, there is none")
+            raise ConfigError(f"{sample.uri}: expected an attached loss_mask of {sample.key!r}, got none")
         return to_ids(np.ones(len(loaded["token_ids"]), bool), self.framework)

@@ -1,4 +1,4 @@
-"""Whether anybody works on a run: from its store alone. Clocks of two machines are never compared."""
+"""Detect from the store alone whether a driver works on a run. Never compares the clocks of two machines."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from hsx_dist.errors import RunError
 from hsx_dist.format.runs import newest_and_complete, newest_attempt, read_heartbeat
 from hsx_dist.store import Store
 
-#: A driver beats every 5 seconds; of one that lives, a change is seen within so many.
+#: A living driver renews its heartbeat every 5 seconds, so that a change is seen within this time.
 OBSERVE_SECONDS = 15.0
-#: Before something is removed, one that is slow, or cut off from the store for a while, gets longer.
+#: Before a removal, wait longer: the driver may be slow, or cut off from the store for a while.
 WATCH_SECONDS = 45.0
-#: Between two looks at a heartbeat, which is renewed every few seconds.
+#: Seconds between two reads of a heartbeat.
 _LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Tenure:
-    """The newest attempt of a run, and what became of it.
+    """The newest attempt of a run, and its state.
 
-    ``state``: ``complete``; ``running``; ``silent`` (its driver died, or is cut off from the store); ``new`` (nobody
-    took an attempt yet: 0); or what its driver said at its end: ``stopped: why``, ``failed``, ``fenced``, ``finished``.
-    ``heartbeat``: the last one seen, if any. ``completed``: what the last completed attempt stored, when the
+    ``state`` is ``complete``, ``running``, ``silent`` (the driver died, or is cut off from the store), or ``new`` (no
+    attempt yet: ``attempt`` is 0). Or it is the end that the driver recorded: ``stopped: why``, ``failed``, ``fenced``,
+    ``finished``.
+
+    ``heartbeat``: the last heartbeat seen, if any. ``completed``: the record of the last completed attempt, when the
     observation began. It may be of an earlier attempt; ``complete`` is not.
     """
 
@@ -36,13 +38,16 @@ class Tenure:
 
     @property
     def complete(self) -> dict[str, Any] | None:
-        """What the attempt stored, if it is complete."""
+        """The record of this attempt, if it is complete."""
         return self.completed if self.state == "complete" else None
 
 
 def observe(store: Store, seconds: float, *, sleep: Callable[[float], None] = time.sleep) -> Tenure:
-    """The newest attempt. While its driver has not said that it ended, its heartbeat is watched for up to ``seconds``:
-    as soon as it changes the driver is known to live."""
+    """Return the newest attempt and its state.
+
+    Unless the driver recorded its end, this watches the heartbeat for up to ``seconds``. A change shows that the driver
+    lives.
+    """
     attempt, complete = newest_and_complete(store)
     heart = (read_heartbeat(store, attempt) if attempt else None) or {}
     if complete is not None and complete["attempt"] >= attempt:
@@ -58,7 +63,7 @@ def observe(store: Store, seconds: float, *, sleep: Callable[[float], None] = ti
         sleep(pause)
         waited += pause
         if (newer := newest_attempt(store)) != attempt:
-            return Tenure(newer, "running", {}, complete)  # whoever took it has only just begun
+            return Tenure(newer, "running", {}, complete)  # a driver has just started this attempt
         heart = read_heartbeat(store, attempt) or heart
     return Tenure(attempt, str(heart["state"]), heart, complete)
 
@@ -66,17 +71,17 @@ def observe(store: Store, seconds: float, *, sleep: Callable[[float], None] = ti
 def require_dead(
     store: Store, *, watch_seconds: float = WATCH_SECONDS, sleep: Callable[[float], None] = time.sleep
 ) -> int:
-    """The newest attempt, once it is known that nobody is at work on the run; 0 when there was none.
+    """Return the newest attempt (0: none) after checking that no driver works on the run.
 
-    At once where it has said that it ended, else after its heartbeat has stood still for ``watch_seconds``.
+    Returns at once if the driver recorded its end, else after ``watch_seconds`` without a change of its heartbeat.
 
     Raises:
-        RunError: somebody is at work.
+        RunError: a driver works on the run.
     """
     found = observe(store, watch_seconds, sleep=sleep)
     if found.state == "running":
         raise RunError(
-            f"{store.url}: expected a run that nobody works on, and attempt {found.attempt} is alive; stop it, or wait "
-            "for its end"
+            f"{store.url}: expected a run without a running driver, got attempt {found.attempt}, which is alive. Stop "
+            "it, or wait for its end"
         )
     return found.attempt

@@ -1,4 +1,4 @@
-"""``load_hidden_states``: from what an answer says (a path, or a run and a key) to the states."""
+"""``load_hidden_states``: read the states that an answer names, by path, or by run and key."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from hsx_dist.reading.sample import Layers, Sample, Tokens
 from hsx_dist.store import Store, open_store
 from hsx_dist.text import bounded, printable
 
-#: Seconds between two looks for a sample.
+#: Seconds between two checks for a sample.
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
-#: A path's object is replaced, a key's marker is stored.
+#: Errors that may end while waiting: an object can still be replaced, and a sample or its marker stored.
 WORTH_WAITING = (NotFound, SampleConflict, SampleNotFound)
 _T = TypeVar("_T")
 
@@ -50,33 +50,37 @@ def load_hidden_states(
     storage_options: Mapping[str, Any] | None = None,
     framework: Framework = "auto",
 ) -> dict[str, Any]:
-    """The states of one sample.
+    """Load the states of one sample.
 
     Args:
-        path: a run's path or URL, with ``key``; or one object (``….safetensors``, or any name where no ``key`` is
-            given), ours or of vLLM's own connector, with ``key`` only if it holds several samples.
+        path: a run's path or URL, with ``key``. Or the path or URL of one object, also of vLLM's own connector. An
+            object needs ``key`` only if it holds several samples. With ``key``, an object's name must end in
+            ``.safetensors``.
         key: the sample's key.
-        layers: vLLM's layer ids in the order wanted; ``None``: all, as stored. With ``points`` as ``Sample.load``.
-        tokens: a slice or ``(start, stop)``; negative numbers count from the end.
-        points: names of other points of the model, as ``Sample.load`` takes them.
-        wait: seconds to wait for the sample to appear, on a file system also for its lock (``PATH.lock``, which a
-            server holds until what became of its request is stored); a failure that its producer tells ends the wait.
+        layers: vLLM's layer ids in the order of the result. ``None``: all, in stored order. With ``points``: as for
+            ``Sample.load``.
+        tokens: a slice or ``(start, stop)``. Negative numbers count from the end.
+        points: names of points of the model, as for ``Sample.load``.
+        wait: seconds to wait for the sample to appear, and on a file system also for its lock file ``PATH.lock``. A
+            server holds that lock until it has stored the result of the request. If the producer recorded a failure,
+            the wait ends at once.
         identity: the answer's ``hidden_states_meta["identity"]``. Load only the sample of that request. Without it a
             key that is used for two requests can give the other request's sample.
-        storage_options: fsspec's.
+        storage_options: options for fsspec.
         framework: ``torch``, ``numpy``, or ``auto``.
 
     Returns:
         ``hidden_states`` ``[n, L, H]``, ``token_ids`` int64 ``[n]``, ``layer_ids`` int64 ``[L]``, ``key``, ``meta``
-        (``Sample.meta``), and ``loss_mask`` int64 ``[n]`` where the sample has one. With ``points`` as ``Sample.load``.
+        (``Sample.meta``), and ``loss_mask`` int64 ``[n]`` if the sample has a mask. With ``points``: as
+        ``Sample.load``.
 
     Raises:
-        NotFound, SampleNotFound: there is no such object, run or sample, after ``wait`` seconds.
-        SampleFailed: the producer says that it will never be there.
+        NotFound, SampleNotFound: after ``wait`` seconds there is still no such object, run or sample.
+        SampleFailed: the producer recorded that the sample will never exist.
         SampleConflict: the sample still has another ``identity``, or none, after ``wait`` seconds.
-        ConfigError: no key for a run; no such layer; ``identity`` is not the value of an answer.
-        FormatError, IntegrityError: the stored bytes are not what they must be.
-        StoreError: the store's.
+        ConfigError: a run without a key, no such layer, or ``identity`` is not from an answer.
+        FormatError, IntegrityError: the stored bytes are not valid, or changed.
+        StoreError: the store failed.
     """
     path = str(path)
     if path.endswith(OBJECT) or key is None:
@@ -100,7 +104,7 @@ def load_hidden_states(
 def _folder_and_name(path: str) -> tuple[str, str]:
     folder, _, name = path.rpartition("/")
     if not name or folder.endswith(":/"):
-        raise ConfigError(f"{path}: expected an object, or a run and a key, got a folder and no key")
+        raise ConfigError(f"{path}: expected an object, or a run and a key, got a folder and no key. Add the key")
     return folder or ("/" if path.startswith("/") else "."), name
 
 
@@ -116,7 +120,7 @@ def load_object(
     identity: Mapping[str, str] | None = None,
     framework: Framework = "auto",
 ) -> dict[str, Any]:
-    """As ``load_hidden_states``, of the object ``name`` in ``store``."""
+    """Load a sample of the object ``name`` in ``store``. Otherwise as ``load_hidden_states``."""
 
     def load() -> dict[str, Any]:
         with object_sample(store, name, key, identity=identity) as sample:
@@ -125,7 +129,7 @@ def load_object(
     def look() -> dict[str, Any]:
         try:
             return load()
-        except FormatError:  # also where it was replaced between two of the requests for it
+        except FormatError:  # the object may have been replaced between two requests: read it once more
             return load()
 
     return _wait_for(look, wait)
@@ -135,11 +139,13 @@ def load_object(
 def object_sample(
     store: Store, name: str, key: str | None = None, *, identity: Mapping[str, str] | None = None
 ) -> Iterator[Sample]:
-    """The sample in the object ``name``, without waiting. Raises as ``load_hidden_states``; ``WORTH_WAITING`` are the
-    errors that may pass.
+    """The sample in the object ``name``, without waiting.
 
-    On a file system the object's lock is held shared meanwhile: a server replaces the object of a path that its client
-    uses again.
+    On a file system the context holds the object's lock shared. Without it, a server could replace the object while it
+    is read, if a client uses its path again.
+
+    Raises:
+        HsxError: as ``load_hidden_states``. A retry may succeed only after the errors in ``WORTH_WAITING``.
     """
     with shared_lock(store.url, name) if "://" not in store.url else nullcontext():
         sample = _sample_in_object(store, name, key)
@@ -150,7 +156,7 @@ def object_sample(
 def _require_identity(sample: Sample, identity: Mapping[str, str] | None, where: str) -> None:
     """Raises:
     SampleConflict: the sample has another identity, or none.
-    ConfigError: ``identity`` is not the value of an answer.
+    ConfigError: ``identity`` is not from an answer.
     """
     if identity is None:
         return
@@ -168,7 +174,7 @@ def _require_identity(sample: Sample, identity: Mapping[str, str] | None, where:
 
 
 def answered_identity(answer: Mapping[str, Any]) -> Any:
-    """The identity in ``kv_transfer_params`` of an answer. ``None`` in an answer of vLLM's own connector."""
+    """The identity in an answer's ``kv_transfer_params``. ``None`` if the answer is of vLLM's own connector."""
     meta = answer.get("hidden_states_meta")
     return meta.get(IDENTITY) if isinstance(meta, Mapping) else None
 
@@ -187,14 +193,14 @@ def _wait_for(find: Callable[[], _T], seconds: float) -> _T:
 
 
 def _sample_in_run(store: Store, key: str, identity: Mapping[str, str] | None, opened: list[Run]) -> Sample:
-    """``opened`` keeps the run between two looks."""
+    """``opened`` caches the run between calls."""
     if opened:
         opened[0].refresh()
     else:
         try:
             opened.append(Run(store))
         except RunError as e:
-            raise NotFound(str(e)) from e  # it may be about to be made
+            raise NotFound(str(e)) from e  # a driver may still create the run: worth waiting
     run = opened[0]
     fate = run.fate_of(key)
     if fate is not None and (fate.fate == "refused" or run.complete):
@@ -210,26 +216,30 @@ def _sample_in_object(store: Store, name: str, key: str | None) -> Sample:
     # The rule between objects and markers is in ``format.markers``.
     failure = _marker(store, marker_name(name))
     if part is None and failure is not None:
-        part = _part(store, name)  # it may have been stored between the two looks
+        part = _part(store, name)  # the object may have been stored between the two requests
     conflict = _marker(store, conflict_name(name))
     for marker in (conflict, failure):
         if marker is not None and (part is None or marker.get("until_stored") is not True):
-            raise SampleFailed(f"{where}: its producer failed: {bounded(marker.get('error', 'it gives no reason'))}")
+            raise SampleFailed(f"{where}: its producer failed: {bounded(marker.get('error', 'no reason recorded'))}")
     if part is None:
         if not name.endswith(OBJECT):
             _raise_run(store, name)
-        raise NotFound(f"{where}: expected an object, got none")
+        raise NotFound(f"{where}: expected an object, got none. Check the path, or wait longer")
     found = [(i, info.segment) for i, info in enumerate(part.segments) if key in (None, info.segment.key)]
     keys = sorted({segment.key for _, segment in found})
     if not found:
         raise SampleNotFound(
-            f"{where}: no sample {key!r}; it holds {len({s.segment.key for s in part.segments})} others"
+            f"{where}: expected sample {key!r}, got an object with {len({s.segment.key for s in part.segments})} others"
         )
     if len(keys) > 1:
-        raise ConfigError(f"{where}: expected the key of one of its {len(keys)} samples, got none; such as {keys[0]!r}")
+        raise ConfigError(
+            f"{where}: expected the key of one of its {len(keys)} samples, got none. Give one, such as {keys[0]!r}"
+        )
     found.sort(key=lambda item: item[1].id)
     if not _is_whole([segment for _, segment in found]):
-        raise SampleNotFound(f"{where}: holds only a piece of {keys[0]!r}; load it from its run, by key")
+        raise SampleNotFound(
+            f"{where}: expected all segments of {keys[0]!r}, got only a piece. Load it from its run, by key"
+        )
     segments = [SegmentProof(segment, i, "", 0, 0, part=name) for i, segment in found]
     return Sample(keys[0] or PurePosixPath(name).stem, segments, lambda _: part, store.url)
 
@@ -253,7 +263,7 @@ def _raise_run(store: Store, name: str) -> None:
     except NotFound:
         return
     where = f"{store.url.rstrip('/')}/{name}"
-    raise ConfigError(f"{where}: expected a run and a key, or an object; got a run and no key. List keys with hsx ls")
+    raise ConfigError(f"{where}: expected a run and a key, or an object, got a run and no key. List keys with hsx ls")
 
 
 def _part(store: Store, name: str) -> Part | None:
@@ -269,4 +279,4 @@ def _marker(store: Store, name: str) -> dict[str, Any] | None:
     except NotFound:
         return None
     except FormatError:
-        return {"error": f"no reason in {name}"}
+        return {"error": f"{name} holds no readable reason"}

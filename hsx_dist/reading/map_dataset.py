@@ -1,4 +1,4 @@
-"""A data set by position, for samplers of one's own. Loads torch where it is installed."""
+"""A data set by position, for custom samplers. Imports torch if it is installed."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ else:
 
 
 class HiddenStatesMapDataset(Dataset):  # type: ignore[misc, valid-type]
-    """The samples of a run by position, for samplers of one's own; items and arguments as ``HiddenStatesDataset``'s.
+    """The samples of a run by position, for custom samplers. Items and arguments are those of ``HiddenStatesDataset``.
 
-    ``lengths``: tokens of each sample, int64 ``[n]``, for samplers that pack. A list of positions is read by threads at
-    once (``__getitems__``, which ``DataLoader`` calls). What is corrupt or missing is always raised.
+    ``lengths``: tokens of each sample, int64 ``[n]``, for samplers that pack. ``DataLoader`` calls ``__getitems__``,
+    which reads a list of positions in threads at once. A corrupt or missing part always raises.
     """
 
     def __init__(

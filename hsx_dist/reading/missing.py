@@ -1,4 +1,4 @@
-"""Parts that receipts name and that are not stored: removed after use, which a mark says, or lost."""
+"""Parts that receipts name but that are not stored: removed after use, if a mark records that, or lost."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hsx_dist.format.names import parse_part_name
 from hsx_dist.format.runs import version_1_refuses
 from hsx_dist.store import ObjectInfo, Store
 
-#: Below it, a folder for each part that a consumer has used up: ``consumed/PART/CONSUMER.json``.
+#: Holds a folder for each part that a consumer has used up: ``consumed/PART/CONSUMER.json``.
 CONSUMED = "consumed/"
 _REMOVED = "removed.json"
 _DATA = "data/"
-#: Requests at once. Each waits for a round trip to the store.
+#: Concurrent requests. Each waits for a round trip to the store.
 _THREADS = 16
 
 
@@ -26,27 +26,30 @@ def marks_folder(part: str) -> str:
 
 
 def removal_mark(part: str) -> str:
-    """The mark that is stored before a part is removed because every consumer has used it."""
+    """Name of the mark that is stored before a part is removed because every consumer has used it."""
     return marks_folder(part) + _REMOVED
 
 
 def mark_of(part: str, *, every_copy: bool = True) -> bytes:
-    """A consumer's mark, or the mark of a removal.
+    """Content of a consumer's mark, or of the mark of a removal.
 
-    Without ``every_copy``: as earlier versions stored it. They marked a part also while a sample in it was not used,
-    where another part held the sample too.
+    ``every_copy=False`` is the content of earlier versions. These marked a part although a sample in it was not used,
+    if another part also held the sample.
     """
     return json.dumps({"part": part, "used": "every copy"} if every_copy else {"part": part}).encode()
 
 
 def covers_every_copy(part: str, mark: ObjectInfo) -> bool:
-    """Whether this mark of ``part`` says that all samples in it were used. Its size tells: a listing is enough."""
+    """Whether ``mark`` records that all samples in ``part`` were used. Decided by its size, which listings contain."""
     return mark.size == len(mark_of(part))
 
 
 def is_removed(store: Store, part: str, version: int) -> bool:
-    """Whether ``part`` was removed after use. Version 1 stored no mark of its own for that: there any consumer's mark
-    by an earlier version counts, unless this version took the part's attempt."""
+    """Whether ``part`` was removed after use.
+
+    Version 1 stored no mark for a removal. In its runs any consumer's mark by an earlier version counts, unless the
+    current version took the part's attempt.
+    """
     if version == 1:
         return part in _removals(store, version, store.list(marks_folder(part)))
     try:
@@ -57,14 +60,14 @@ def is_removed(store: Store, part: str, version: int) -> bool:
 
 
 def removed_parts(store: Store, version: int) -> set[str]:
-    """All parts that were removed after use, or are about to be: see ``is_removed``."""
+    """All parts that were removed after use or that are being removed. See ``is_removed``."""
     return set(_removals(store, version, store.list(CONSUMED)))
 
 
 def _removals(store: Store, version: int, marks: Iterable[ObjectInfo]) -> dict[str, bool]:
-    """The removed parts that ``marks`` tell of, and whether all samples in them were used."""
+    """The removed parts that ``marks`` record, each with whether all its samples were used."""
     found: dict[str, bool] = {}
-    earlier: dict[str, int] = {}  # parts that a consumer of an earlier version marked, and their attempts
+    earlier: dict[str, int] = {}  # part marked by a consumer of an earlier version → its attempt
     for info in marks:
         folder, _, name = info.name.removeprefix(CONSUMED).rpartition("/")
         part = f"{_DATA}{folder}"
@@ -83,9 +86,10 @@ def stored_parts(store: Store) -> set[str]:
 
 
 def missing_parts(store: Store, manifest: Manifest, version: int) -> list[str]:
-    """The parts that ``manifest`` names, that are not stored, and that were not removed after use: their samples are
-    lost. Where another copy of such a sample was in a part that was removed, and its mark does not say that the sample
-    was used, this part is among them too. ``manifest`` must have been read before this is called.
+    """The lost parts: ``manifest`` names them, but they are not stored, and were not removed after use.
+
+    A removed part is also lost if it held another copy of a lost sample, and its mark does not record that all its
+    samples were used. Read ``manifest`` before calling this.
 
     Raises ``StoreError``.
     """
@@ -93,7 +97,7 @@ def missing_parts(store: Store, manifest: Manifest, version: int) -> list[str]:
     absent = [part for part in manifest.parts if part not in stored]
     if not absent:
         return []
-    # Marks are read after the listing: a part's mark is stored before the part is deleted.
+    # Read marks after the listing: a part's mark is stored before the part is deleted, so none can be missed.
     removed = _removals(store, version, store.list(CONSUMED))
     lost = set(_not_stored(store, (part for part in absent if part not in removed)))
     keys = {key for part in lost for key in list(manifest.parts[part].table.keys())}
@@ -104,7 +108,7 @@ def missing_parts(store: Store, manifest: Manifest, version: int) -> list[str]:
 
 
 def _not_stored(store: Store, parts: Iterable[str]) -> list[str]:
-    """Those of ``parts`` that the store does not have when it is asked for each: a listing may be older."""
+    """The ``parts`` that do not exist, checked with a request for each, because a listing may be stale."""
 
     def absent(part: str) -> str | None:
         try:

@@ -1,4 +1,4 @@
-"""Tokens of many samples, mixed within a bounded number of tokens; a position in the mixture is a few numbers."""
+"""Mix the tokens of many samples in a buffer of bounded size. A position in the mixture is a few numbers."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from hsx_dist.errors import ConfigError, FormatError
 
 #: Named arrays of one length, such as ``{"hidden_states": [n, L, H], "input_ids": [n]}``.
 Rows = dict[str, Any]
-#: Which slots, int64 ``[n]``.
+#: Slot numbers, int64 ``[n]``.
 Places = np.ndarray[Any, np.dtype[np.int64]]
-#: Rounds among which a block is divided, at most: a position in a mixture needs so many blocks.
+#: Maximum number of rounds that a block is divided among. A resume reads up to this many blocks again.
 MOST_SHARES = 8
 
 
 @dataclass(frozen=True)
 class Block:
-    """``tokens`` consecutive tokens of a data set, divided for the rounds in which they are given.
+    """``tokens`` consecutive tokens of a data set, divided among the rounds that yield them.
 
-    ``shares``: slots of round ``number``, of the next round, and so on; removed as they are given. ``begin``: the
-    position before the block's first token. ``digest``: of its token ids.
+    ``shares``: slots for round ``number``, for the next round, and so on. A round removes its share. ``begin``: the
+    position before the block's first token. ``digest``: hash of its token ids.
     """
 
     number: int
@@ -39,11 +39,11 @@ class Block:
 
 
 class Slots:
-    """Memory for tokens, used again once they are given. A token is copied in and out, and not in between.
+    """Reused memory for tokens. A token is copied once in and once out.
 
-    Fresh memory for each refill costs more than these copies: every first touch of a page is a fault.
+    New memory for each refill would cost more than these copies, because the first access to each page is a fault.
 
-    ``free``: lots of ``batch_tokens`` slots each. One thread may take lots and put rows while another gives batches.
+    ``free``: lots of ``batch_tokens`` slots each. One thread may take lots and put rows while another yields batches.
     """
 
     def __init__(self, lots: int, batch_tokens: int):
@@ -56,8 +56,8 @@ class Slots:
         """Copy rows ``[start, start + len(places))`` to ``places``.
 
         Raises:
-            FormatError: they have another dtype or shape than those before.
-            ConfigError: there is no memory for the buffer.
+            FormatError: the rows differ from earlier ones in dtype or shape.
+            ConfigError: the buffer does not fit into memory.
         """
         for name, x in rows.items():
             if name not in self._memory:
@@ -67,7 +67,7 @@ class Slots:
             if (like.dtype, like.shape[1:]) != (x.dtype, x.shape[1:]):
                 raise FormatError(
                     f"{name}: expected rows of {like.dtype} {tuple(like.shape[1:])} as before, got {x.dtype} "
-                    f"{tuple(x.shape[1:])}. Name the layers when the data set is made"
+                    f"{tuple(x.shape[1:])}. Pass layers=[…] to the data set"
                 )
             self._memory[name][places] = _as_bytes(x[start : start + len(places)])
 
@@ -77,20 +77,20 @@ class Slots:
         except MemoryError:
             raise ConfigError(
                 f"buffer_tokens: expected a buffer that fits into memory, got {self._tokens} tokens of {row.itemsize} "
-                "bytes. Take fewer"
+                "bytes. Use a smaller buffer"
             ) from None
 
     def get(self, places: Places) -> Rows:
-        """The rows at ``places``, in memory of their own."""
+        """A copy of the rows at ``places``."""
         return {name: _from_bytes(memory.take(places), self._like[name]) for name, memory in self._memory.items()}
 
     def digest(self, places: Places) -> str:
-        """As ``digest``, of the token ids at ``places``."""
+        """The ``digest`` of the token ids at ``places``."""
         return digest(self._memory["input_ids"].take(places))
 
 
 def _as_bytes(x: Any) -> np.ndarray[Any, Any]:
-    """``[n]`` of rows as their bytes: numpy moves them several times as fast as torch moves rows of bf16."""
+    """Rows as bytes, void ``[n]``. numpy copies these several times as fast as torch copies rows of bf16."""
     if not isinstance(x, np.ndarray):
         import torch
 
@@ -100,7 +100,7 @@ def _as_bytes(x: Any) -> np.ndarray[Any, Any]:
 
 
 def _from_bytes(rows: np.ndarray[Any, Any], like: Any) -> Any:
-    """``_as_bytes``'s array with the dtype and shape of ``like``."""
+    """Convert ``_as_bytes``'s array back to the dtype and row shape of ``like``."""
     if isinstance(like, np.ndarray):
         return rows.view(like.dtype).reshape(len(rows), *like.shape[1:])
     import torch
@@ -109,9 +109,9 @@ def _from_bytes(rows: np.ndarray[Any, Any], like: Any) -> Any:
 
 
 class Refill:
-    """The next block of ``steps``, read little by little while batches of the present round are given.
+    """Reads the next block in small steps while the batches of the current round are yielded.
 
-    ``steps``: each has read one batch's tokens. It is ``None``, or the block that these complete.
+    ``steps``: each step reads the tokens of one batch. It yields ``None``, or the block if the step completes it.
     """
 
     def __init__(self, steps: Iterator[Block | None], steps_of_block: int):
@@ -120,7 +120,7 @@ class Refill:
         self._block: Block | None = None
 
     def read(self, part: float) -> None:
-        """Read until the block is there as far as ``part``, from 0 to 1."""
+        """Read until the fraction ``part`` (0 to 1) of the block has been read."""
         while self._block is None and not self._ended and self._done < part * self._all:
             self._done += 1
             try:
@@ -129,17 +129,18 @@ class Refill:
                 self._ended = True
 
     def take(self) -> Block | None:
-        """The whole block, the last of which may have fewer tokens; ``None`` after it."""
+        """Read the rest of the block and return it. The last block may have fewer tokens; after it, ``None``."""
         self.read(1)
         block, self._block, self._done = self._block, None, 0
         return block
 
 
 def share_sizes(block_tokens: int, batch_tokens: int, keep: float) -> list[int]:
-    """How many tokens of a block each round gives: whole batches; the fraction ``keep`` of what is left stays.
+    """Number of tokens of a block that each round yields, in whole batches.
 
-    In a buffer that keeps a random fraction, a token stays for an unbounded number of rounds, and a restart would have
-    to repeat all rounds. Here the last of at most eight shares takes the rest: a position needs eight blocks.
+    After each round the fraction ``keep`` of the remaining tokens stays. The last of at most eight shares takes the
+    rest, so that a resume needs at most eight blocks. With an unlimited number of shares a token could stay for any
+    number of rounds, and a resume would have to repeat all rounds.
     """
     left = block_tokens // batch_tokens
     sizes: list[int] = []
@@ -151,20 +152,22 @@ def share_sizes(block_tokens: int, batch_tokens: int, keep: float) -> list[int]:
 
 
 def most_lots(sizes: Sequence[int], batch_tokens: int) -> int:
-    """Lots of ``batch_tokens`` slots that a mixture needs: the buffer, one refill, and the batch that is given next."""
+    """Number of lots of ``batch_tokens`` slots that a mixture needs: for the buffer, one refill and the next batch."""
     buffer = sum(sum(sizes[first:]) for first in range(len(sizes)))
     return (buffer + sum(sizes)) // batch_tokens + 1
 
 
 def divide(places: Places, sizes: Sequence[int], seed: Sequence[int]) -> list[Places]:
-    """Random shares of ``places`` with these sizes."""
+    """Divide ``places`` at random into shares of these sizes."""
     ends = np.cumsum(sizes)
     return np.split(np.random.default_rng(seed).permutation(places), ends[ends < len(places)])
 
 
 def draw(shares: Sequence[Places], batch_tokens: int, rng: np.random.Generator) -> Iterator[Places]:
-    """Batches of a round: uniform draws without replacement from all shares. Each share is in random order already, so
-    a batch takes one range of each."""
+    """Yield the batches of a round: uniform draws without replacement from all shares.
+
+    Each share is already in random order, so a batch takes one range of each share.
+    """
     left = np.array([len(share) for share in shares], np.int64)
     at = np.zeros_like(left)
     while total := int(left.sum()):
@@ -174,8 +177,10 @@ def draw(shares: Sequence[Places], batch_tokens: int, rng: np.random.Generator) 
 
 
 def ahead(source: Iterator[Block | None], depth: int, left: Event) -> Generator[Block | None, None, None]:
-    """The steps of ``source``; a thread makes as many as ``depth`` before they are asked for. ``left`` is set when no
-    more are wanted: a step that looks for tokens may take an epoch."""
+    """Yield the steps of ``source``. A thread runs up to ``depth`` steps ahead.
+
+    Sets ``left`` when the consumer stops: a step that searches for tokens could otherwise go on for an epoch.
+    """
     end = object()
     pool = ThreadPoolExecutor(1, thread_name_prefix="hsx-mix")
     try:
@@ -189,5 +194,5 @@ def ahead(source: Iterator[Block | None], depth: int, left: Event) -> Generator[
 
 
 def digest(ids: Any) -> str:
-    """16 hex digits of token ids."""
+    """Hash of token ids, 16 hex digits."""
     return hashlib.blake2b(np.ascontiguousarray(ids).data, digest_size=8).hexdigest()

@@ -17,15 +17,16 @@ else:
 
 
 class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
-    """Items of several data sets, at each point as near to their weights as whole items can be.
+    """Items of several data sets, mixed by weight.
 
-    The next item is of the data set that lags most behind its weight: the mixture is exact, the same every time, and
-    needs no random numbers (smooth weighted round-robin, as nginx balances servers).
+    The next item is from the data set that is furthest behind its weight. At each point the shares are as close to the
+    weights as whole items allow. The order is deterministic and uses no random numbers. This is smooth weighted
+    round-robin, as nginx balances servers.
 
     Args:
-        datasets: each with its own seed and layers; they divide themselves among ranks and workers.
-        weights: of each, positive; default: their lengths, which uses all up at the same time.
-        stop: ``first``: end when one has ended; ``all``: go on with the others.
+        datasets: each has its seed and layers, and divides itself among ranks and workers.
+        weights: a positive number for each data set. Default: their lengths, so that all end at the same time.
+        stop: ``first``: end when the first data set ends. ``all``: continue with the others.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
         stop: Literal["first", "all"] = "first",
     ):
         if not datasets:
-            raise ConfigError("datasets: expected at least one, got none")
+            raise ConfigError("datasets: expected at least one, got none. Give at least one")
         given = [float(len(d)) for d in datasets] if weights is None else list(weights)
         if len(given) != len(datasets) or any(not w > 0 for w in given):
             raise ConfigError(f"weights: expected {len(datasets)} positive numbers, got {given}")
@@ -47,7 +48,7 @@ class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
         self._resumed = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Each data set's."""
+        """Set the epoch of each data set."""
         for dataset in self._datasets:
             dataset.set_epoch(epoch)
 
@@ -69,13 +70,13 @@ class MixedDataset(IterableDataset):  # type: ignore[misc, valid-type]
             yield item
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the mixture and each data set stand; ``merge_states`` joins ranks."""
+        """Position of the mixture and of each data set. ``merge_states`` joins ranks."""
         return {"format": MIXED, "taken": list(self._taken), "datasets": [d.state_dict() for d in self._datasets]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iteration goes on where ``state`` was taken. ``ConfigError``: it is no state of such a mixture."""
+        """Make the next iteration continue from ``state``. ``ConfigError``: it is not a state of such a mixture."""
         if not isinstance(state, Mapping) or state.get("format") != MIXED:
-            raise ConfigError(f"state: expected what state_dict of a MixedDataset gave, got {str(state)[:80]}")
+            raise ConfigError(f"state: expected a state_dict of a MixedDataset, got {str(state)[:80]}")
         check_state(state, MIXED_MEMBERS, required=tuple(MIXED_MEMBERS))
         sizes = len(state["taken"]), len(state["datasets"])
         if sizes != (len(self._datasets),) * 2 or min(state["taken"]) < 0:

@@ -1,6 +1,7 @@
-"""The lock that a server on this file system holds beside an object until what became of its request is stored.
+"""Lock file next to an object. A server on this file system holds it until the result of its request is stored.
 
-Objects are named as in a ``LocalStore``: the folder's path, and a name below it. No link below the folder is followed.
+Objects are named as in a ``LocalStore``: the folder's path, and a name below it. Links below the folder are not
+followed.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from hsx_dist.store.folders import SAFELY, is_at, opened
 
 @contextmanager
 def shared_lock(root: str, name: str) -> Iterator[None]:
-    """Hold the lock of the object ``name`` in the folder ``root`` shared, where there is one. Never waits.
+    """Hold the lock of the object ``name`` in the folder ``root`` shared, if there is one. Never waits.
 
     Raises:
-        NotFound: a server holds it: the object is not what its latest request asked for.
+        NotFound: a server holds the lock, so the object is not yet the result of its latest request.
         Denied: this user may not read the lock file.
     """
     fd = _take(root, name)
@@ -32,10 +33,12 @@ def shared_lock(root: str, name: str) -> Iterator[None]:
 
 @contextmanager
 def exclusive_lock(root: str, name: str) -> Iterator[bool]:
-    """Hold the lock of the object ``name`` in the folder ``root`` alone. Yields whether there is one. Never waits.
+    """Hold the lock of the object ``name`` in the folder ``root`` exclusively. Never waits.
+
+    Yields whether there is a lock.
 
     Raises:
-        NotFound: a server or a reader holds it.
+        NotFound: a server or a reader holds the lock.
     """
     fd = _take(root, name, alone=True)
     try:
@@ -48,34 +51,34 @@ def exclusive_lock(root: str, name: str) -> Iterator[bool]:
 def _take(root: str, name: str, *, alone: bool = False) -> int | None:
     try:
         import fcntl
-    except ImportError:  # no POSIX system
+    except ImportError:  # not a POSIX system
         return None
     folder, _, last = lock_name(name).rpartition("/")
     while True:
         fd = None
         try:
             with opened(root, folder) as parent:
-                # No link that another user planted, and no FIFO, which would block.
+                # SAFELY refuses a link, which another user may have created, and a FIFO, which would block.
                 fd = os.open(last, (os.O_RDWR if alone else os.O_RDONLY) | SAFELY, dir_fd=parent)
                 fcntl.flock(fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
                 if is_at(fd, parent, last):
                     return fd
-            # A server that wants it puts a new file in the place of one that readers hold.
+            # The lock file was replaced: a server replaces a file that readers hold. Try the new file.
             os.close(fd)
         except BlockingIOError:
             if fd is not None:
                 os.close(fd)
             where = f"{root}/{name}"
             raise NotFound(
-                f"{where}: expected a finished object, but a server holds {lock_name(where)}; wait longer"
+                f"{where}: expected a finished object, got the lock {lock_name(where)}, held by a server. Wait longer"
             ) from None
         except PermissionError as e:
             if alone:
-                return None  # none that this user may hold
-            # Without the lock a reader could get what an earlier request of this name stored.
+                return None  # this user may not hold it
+            # Without the lock a reader could get the result of an earlier request of this name.
             raise Denied(
                 f"{lock_name(f'{root}/{name}')}: expected a lock file that this user may read, got {e.strerror}. Run "
                 "the reader as the server's user or in its group"
             ) from e
         except OSError:
-            return fd  # there is none; or a file system without locks
+            return fd  # there is no lock file, or the file system has no locks

@@ -1,8 +1,8 @@
-"""In which order a data set gives its samples, and who gets which: nothing twice, nothing never.
+"""Order of a data set's samples, and their division among shards. Each sample is read exactly once per epoch.
 
-One *canonical order* of an epoch follows from the seed, the epoch and the samples alone. Whoever reads takes every
-``num_shards``-th sample of it. What was taken is therefore known from one number a shard, and what is left can be dealt
-anew to another number of shards: the same idea as in MosaicML's Streaming, on samples instead of shard files.
+The seed, the epoch and the samples alone determine an epoch's *canonical order*. Each shard takes every
+``num_shards``-th sample of that order. One number for each shard therefore describes the samples taken so far. The
+remaining samples can be divided among another number of shards. MosaicML's Streaming does the same with shard files.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from hsx_dist.format.json_objects import Check, anything, check_members, count, 
 from hsx_dist.format.place import Place
 
 _VERSION = "hsx-dataset/1"
-#: What a ``MixedDataset`` calls its state.
+#: ``format`` of a ``MixedDataset``'s state.
 MIXED = "hsx-mixed/1"
 _Array = np.ndarray[Any, Any]
 
 
 def _dealt(value: Any) -> str | None:
     fine = isinstance(value, list | tuple) and len(value) == 2 and count(value[0]) is None
-    return list_of(count)(value[1]) if fine else "a number of shards and what each took"
+    return list_of(count)(value[1]) if fine else "a number of shards and the samples that each took"
 
 
 _MEMBERS = {
@@ -45,8 +45,8 @@ MIXED_MEMBERS = {"taken": list_of(number), "datasets": list_of(anything)}
 def canonical_order(groups: _Array, *, shuffle: bool, buffer: int, seed: int, epoch: int) -> _Array:
     """Positions ``[0, n)`` in the order of an epoch, int64 ``[n]``.
 
-    ``groups``: int ``[n]``, which samples were stored together. Shuffled: the groups are put into random order, then
-    every ``buffer`` consecutive samples among themselves, so that what is read together lies in few parts.
+    ``groups``: int ``[n]``, equal for samples that were stored together. ``shuffle`` puts the groups into random order,
+    then shuffles every ``buffer`` consecutive samples. Samples that are read together are then stored in few parts.
     """
     n = len(groups)
     if not shuffle:
@@ -61,7 +61,7 @@ def canonical_order(groups: _Array, *, shuffle: bool, buffer: int, seed: int, ep
 
 @dataclass(frozen=True, slots=True)
 class Dealt:
-    """So many shards took so many samples each of what was left before them."""
+    """``shards`` shards took ``taken`` samples each of the samples that remained before."""
 
     shards: int
     taken: tuple[int, ...]
@@ -69,7 +69,7 @@ class Dealt:
 
 @dataclass(slots=True)
 class EpochPosition:
-    """Where one shard of ``shards`` stands in an epoch: ``taken`` of its own samples, after what ``history`` took."""
+    """Position of one shard in an epoch: it has taken ``taken`` samples of its share of those that ``history`` left."""
 
     epoch: int
     shards: int
@@ -78,7 +78,7 @@ class EpochPosition:
     history: tuple[Dealt, ...] = field(default_factory=tuple)
 
     def mine(self, order: _Array) -> _Array:
-        """This shard's share of what ``history`` left of ``order``, also what was taken already."""
+        """This shard's share of the samples that ``history`` left of ``order``, including those already taken."""
         for dealt in self.history:
             left = np.ones(len(order), bool)
             for shard, taken in enumerate(dealt.taken):
@@ -99,7 +99,7 @@ class EpochPosition:
 
 
 def fingerprint(seed: int, shuffle: bool, buffer: int, keys: Iterable[str], groups: _Array) -> dict[str, str]:
-    """What must be the same for a state to mean the same samples in the same order. ``groups``: what is shuffled."""
+    """Hashes of the samples and their order. A state is valid only if both are equal. ``groups``: as in the order."""
     h = hashlib.blake2b(f"{seed},{shuffle},{buffer if shuffle else 0}".encode(), digest_size=8)
     for key in keys:
         h.update(key.encode("utf-8", "surrogatepass") + b"\0")
@@ -108,19 +108,24 @@ def fingerprint(seed: int, shuffle: bool, buffer: int, keys: Iterable[str], grou
 
 
 def is_of_run(run_id: Any, place: Place, holds: Callable[[], bool] = lambda: True) -> bool:
-    """Whether what was stored for the run ``run_id`` is of the run at ``place``.
+    """Whether data stored for the run ``run_id`` belongs to the run at ``place``.
 
-    Earlier versions stored no id (``None``), and open runs of version 1 alone: it is then of such a run or of none that
-    is there. ``holds``: whether the run has what was stored of it; asked only then.
+    Earlier versions stored no id (``None``), and they open only runs of version 1. Data without an id therefore belongs
+    to a run of version 1, or to a run that no longer exists. ``holds``: called only in this case; returns whether the
+    run at ``place`` has the objects that the data names.
     """
     return run_id == place.id if run_id is not None else place.version == 1 and holds()
 
 
 def require_run(state: Mapping[str, Any], place: Place, holds: Callable[[], bool] = lambda: True) -> None:
-    """``RunMismatch`` when ``state`` was taken from another run than the one at ``place``: see ``is_of_run``."""
+    """Raise ``RunMismatch`` if ``state`` is from another run than the run at ``place``. See ``is_of_run``."""
     run_id = state.get("run")
     if not is_of_run(run_id, place, holds):
-        taken = "a run of version 1 that has what it names" if run_id is None else f"run {str(run_id)[:40]}"
+        taken = (
+            "a run of version 1 that has the samples and receipts it names"
+            if run_id is None
+            else f"run {str(run_id)[:40]}"
+        )
         raise RunMismatch(
             f"state: expected {taken}, from which it was taken, got run {place.id} at {place.root.url}. Open that run, "
             "or begin this one without the state"
@@ -128,13 +133,15 @@ def require_run(state: Mapping[str, Any], place: Place, holds: Callable[[], bool
 
 
 def check_state(state: Any, checks: Mapping[str, Check], required: Sequence[str] = ()) -> None:
-    """``ConfigError`` where a saved state lacks a member, or has one that ``checks`` refuses: a trainer's checkpoint
-    may be damaged, and its numbers say how much is read."""
+    """Raise ``ConfigError`` if a saved state lacks a member, or ``checks`` refuses a member.
+
+    A trainer's checkpoint may be damaged, and its numbers decide how much is read.
+    """
     if not isinstance(state, Mapping):
-        raise ConfigError(f"state: expected what state_dict gave, got {str(state)[:80]}")
+        raise ConfigError(f"state: expected the result of state_dict, got {str(state)[:80]}")
     if missing := [name for name in required if name not in state]:
         raise ConfigError(
-            f"state: expected what state_dict gave, got one without {missing[0]!r}. Use another checkpoint"
+            f"state: expected the result of state_dict, got one without {missing[0]!r}. Use another checkpoint"
         )
     try:
         check_members(state, checks, "state")
@@ -143,26 +150,28 @@ def check_state(state: Any, checks: Mapping[str, Check], required: Sequence[str]
 
 
 def restore(state: Mapping[str, Any], expected: Mapping[str, str], shards: int, shard: int) -> EpochPosition:
-    """The progress that a state (one shard's, or ``merge_states``') means for this shard.
+    """This shard's position from a state, of one shard or of ``merge_states``.
 
     Raises:
-        ConfigError: it is of other samples or another order, or of one shard among another number of them.
+        ConfigError: the state is of other samples or another order, or of a shard among another number of shards.
     """
     if not isinstance(state, Mapping) or state.get("format") != _VERSION:
-        raise ConfigError(f"state: expected what state_dict of a HiddenStatesDataset gave, got {str(state)[:80]}")
+        raise ConfigError(f"state: expected a state_dict of a HiddenStatesDataset, got {str(state)[:80]}")
     if state.get("samples") != expected["samples"]:
         raise ConfigError(
-            "state: expected one of the same samples, seed and shuffle, got one of others; open the data set as it "
-            "was when the state was taken"
+            "state: expected a state of the same samples, seed and shuffle, got other ones. Open the data set with the "
+            "arguments that it had when the state was taken"
         )
     if state.get("order", expected["order"]) != expected["order"]:  # earlier versions did not store it
         raise ConfigError(
-            "state: expected the shuffled order of this run, got another one: a copy of a sample was stored since in a "
-            "part before its own. Begin the epoch anew"
+            "state: expected the shuffled order of this run, got another order. A copy of a sample was stored later, "
+            "in a part that sorts before the sample's part. Begin the epoch again"
         )
     check_state(state, _MEMBERS, required=("epoch", "history", "shards", "shard", "taken"))
     if any(len(dealt) != 2 or not 0 < dealt[0] == len(dealt[1]) for dealt in state["history"]):
-        raise ConfigError(f"state: expected a history of shards and what each took, got {str(state['history'])[:80]}")
+        raise ConfigError(
+            f"state: expected a history of shards and the samples that each took, got {str(state['history'])[:80]}"
+        )
     history = tuple(Dealt(n, tuple(taken)) for n, taken in state["history"])
     if state["shards"] is None:
         return EpochPosition(state["epoch"], shards, shard, 0, history)
@@ -172,21 +181,21 @@ def restore(state: Mapping[str, Any], expected: Mapping[str, str], shards: int, 
         return EpochPosition(state["epoch"], shards, shard, 0, history)
     raise ConfigError(
         f"state: expected the state of shard {shard} of {shards} (ranks times workers), got that of shard "
-        f"{state['shard']} of {state['shards']}; to go on with another number, give load_state_dict what "
-        "hsx_dist.merge_states makes of the states of all shards"
+        f"{state['shard']} of {state['shards']}. To resume with another number, merge the states of all shards with "
+        "hsx_dist.merge_states and load the result"
     )
 
 
 def merge_states(states: Any) -> dict[str, Any]:
-    """One state from those of all shards, for any number of shards.
+    """Merge the states of all shards into one state, for any number of shards.
 
     Args:
         states: the ``state_dict`` of each shard's data set (or ``MixedDataset``) in any nesting of lists and mappings,
-            such as the state of torchdata's ``StatefulDataLoader`` of each rank. Of ``TokenBatches`` the state of the
-            data set beneath is taken, before the buffer that was being given: its tokens come again.
+            such as the state of torchdata's ``StatefulDataLoader`` of each rank. For ``TokenBatches`` this uses the
+            state of its data set before the current buffer, so that a resume repeats the buffer's tokens.
 
     Raises:
-        ConfigError: a shard is missing, or they are not of one epoch of the same data set.
+        ConfigError: a shard is missing, or the states are not of one epoch of the same data set.
     """
     mixed = _find(states, MIXED)
     for state in mixed:
@@ -195,23 +204,23 @@ def merge_states(states: Any) -> dict[str, Any]:
         return _merge_mixed(mixed)
     found = _find(states, _VERSION)
     if not found:
-        raise ConfigError("states: expected the states of a HiddenStatesDataset, found none in what was given")
+        raise ConfigError("states: expected the states of a HiddenStatesDataset, got none. Give those of all ranks")
     by_shard: dict[int, Mapping[str, Any]] = {}
     for state in found:
         check_state(state, _MEMBERS, required=("epoch", "history", "shards", "shard", "taken"))
         if state["shards"] is None:
-            raise ConfigError("states: expected states of shards, got one that is merged already; use it as it is")
+            raise ConfigError("states: expected states of shards, got an already merged state. Load it unchanged")
         by_shard[state["shard"]] = state
     first = found[0]
     for name in ("run", "samples", "order", "shards", "history"):
         if any(state.get(name) != first.get(name) for state in found):
-            raise ConfigError(f"states: expected shards of one data set, they differ in {name!r}")
+            raise ConfigError(f"states: expected shards of one data set, got states that differ in {name!r}")
     missing = list(islice((i for i in range(first["shards"]) if i not in by_shard), 8))
     if missing:
-        raise ConfigError(f"states: expected those of all {first['shards']} shards, missing {missing}")
+        raise ConfigError(f"states: expected those of all {first['shards']} shards, got none of shards {missing}")
     epochs = {state["epoch"] for state in found}
     if len(epochs) > 1:
-        raise ConfigError(f"states: expected shards in one epoch, they are in {sorted(epochs)}")
+        raise ConfigError(f"states: expected shards in one epoch, got epochs {sorted(epochs)}")
     taken = [by_shard[i]["taken"] for i in range(first["shards"])]
     return {**first, "history": [*first["history"], [first["shards"], taken]], "shards": None, "shard": 0, "taken": 0}
 
@@ -219,8 +228,8 @@ def merge_states(states: Any) -> dict[str, Any]:
 def _merge_mixed(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     size = len(states[0]["datasets"])
     if any(len(state[name]) != size for state in states for name in MIXED_MEMBERS):
-        raise ConfigError("states: expected mixtures of the same data sets, they differ in their number")
-    # What counts is how the numbers taken compare with one another, which the mean keeps.
+        raise ConfigError("states: expected mixtures of the same data sets, got different numbers of data sets")
+    # The mixture depends only on the ratios of these numbers, which the mean keeps.
     taken = [sum(state["taken"][i] for state in states) / len(states) for i in range(size)]
     return {
         "format": MIXED,

@@ -1,4 +1,4 @@
-"""Batches of fixed contexts that documents fill one behind the other."""
+"""Batches of contexts of fixed length, filled with one document after the other."""
 
 from __future__ import annotations
 
@@ -25,22 +25,27 @@ else:
 class PackedContexts(IterableDataset):  # type: ignore[misc, valid-type]
     """Batches of ``contexts`` rows of ``context_tokens`` tokens each, in the data set's order, without gaps.
 
-    A document that does not fit into a row goes on in the next one. Only the last row of an epoch has padding: zeros.
-    ``DataLoader`` must not batch again: ``batch_size=None``. Without end where the data set repeats.
+    A document that does not fit into a row continues in the next row. Only the last row of an epoch has padding: zeros.
+    ``DataLoader`` must not batch again: set ``batch_size=None``. Endless if the data set repeats.
 
-    Batches are dicts, of B contexts of S tokens: ``hidden_states`` ``[B, S, H]`` of one layer, ``[B, S, L, H]`` of
-    several (or the data set's ``points``); ``input_ids`` int64 ``[B, S]``; ``loss_mask`` bool ``[B, S]`` where items
-    have one; ``attention_mask`` bool ``[B, S]``: False at padding; ``position_ids`` int64 ``[B, S]``: counted from the
-    start of each item, also where it goes on in another row; ``document_ids`` int64 ``[B, S]``: equal for tokens of one
-    item in this batch, -1 at padding. A model's attention stays within equal ``document_ids`` of a row.
+    Batches are dicts of B contexts of S tokens:
+
+    - ``hidden_states``: ``[B, S, H]`` of one layer, ``[B, S, L, H]`` of several. Or the data set's ``points``.
+    - ``input_ids``: int64 ``[B, S]``.
+    - ``loss_mask``: bool ``[B, S]``, if items have a mask.
+    - ``attention_mask``: bool ``[B, S]``, False at padding.
+    - ``position_ids``: int64 ``[B, S]``, counted from the start of each item, also if it continues in another row.
+    - ``document_ids``: int64 ``[B, S]``, equal for tokens of one item in this batch, -1 at padding. A model's
+      attention must stay within equal ``document_ids`` of a row.
 
     Args:
         dataset: its items are the documents. Its ``tokens`` and ``max_tokens`` cut them.
-        contexts: B. The last batch of an epoch has fewer, unless ``drop_last``.
+        contexts: B. The last batch of an epoch may have fewer; ``drop_last`` drops that batch.
         context_tokens: S.
 
     Raises:
-        ConfigError: an argument is wrong. Iterating: items have rows of another dtype or shape than those before.
+        ConfigError: an argument is wrong; or, while iterating, an item's rows differ from earlier ones in dtype or
+            shape.
     """
 
     def __init__(self, dataset: HiddenStatesDataset, contexts: int, context_tokens: int, *, drop_last: bool = False):
@@ -58,7 +63,7 @@ class PackedContexts(IterableDataset):  # type: ignore[misc, valid-type]
             resume = {"dataset": self._dataset.start_state()}
         else:
             self._dataset.load_state_dict(resume["dataset"])
-            # A merged state is of no shard: from here on it is this one's, and can be merged again.
+            # A merged state has no shard. The data set's state has this process's shard, so it can be merged again.
             resume = {**resume, "dataset": self._dataset.state_dict()}
         before = dict(resume["dataset"])  # the position before the item that is being packed
         begun, given = resume.get("document"), resume.get("tokens", 0)
@@ -68,7 +73,7 @@ class PackedContexts(IterableDataset):  # type: ignore[misc, valid-type]
             arrays, document = self._arrays(item), digest(item["input_ids"])
             idle = 0 if len(item["input_ids"]) else idle + 1
             require_tokens(self._dataset, idle)
-            # A sample that was begun and is skipped this time: the tokens that were given are not this one's.
+            # If the sample that was cut is skipped this time, its count of given tokens does not apply to the next one.
             at, given = given if document == begun else 0, 0
             while at < len(item["input_ids"]):
                 batch = self._empty(arrays) if batch is None else batch
@@ -87,7 +92,7 @@ class PackedContexts(IterableDataset):  # type: ignore[misc, valid-type]
         self._state = None
 
     def _arrays(self, item: Mapping[str, Any]) -> dict[str, Any]:
-        """What an item has for each token; states of one layer without the layers' axis."""
+        """The item's arrays with a row for each token. States of a single layer lose the axis of layers."""
         masks = [LOSS_MASK] if LOSS_MASK in item else []
         found = {name: item[name] for name in ("input_ids", *masks)}
         for name in self._dataset.states:
@@ -95,7 +100,7 @@ class PackedContexts(IterableDataset):  # type: ignore[misc, valid-type]
         return found
 
     def _empty(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """A batch of padding, all rows one behind the other: ``[B * S, …]``."""
+        """A batch of padding with its rows concatenated: ``[B * S, …]``."""
         size = self._shape[0] * self._shape[1]
         batch = {
             name: np.zeros((size, *x.shape[1:]), x.dtype)
@@ -107,12 +112,12 @@ class PackedContexts(IterableDataset):  # type: ignore[misc, valid-type]
         return {**batch, **{name: to_ids(x, self._dataset.framework) for name, x in ids.items()}}
 
     def _fill(self, batch: dict[str, Any], to: int, arrays: Mapping[str, Any], at: int, n: int, document: int) -> None:
-        """Copy tokens ``[at, at + n)`` of a document behind the ``to`` tokens that the batch has."""
+        """Copy tokens ``[at, at + n)`` of a document into the batch at position ``to``."""
         for name, x in arrays.items():
             if name not in batch or (batch[name].dtype, batch[name].shape[1:]) != (x.dtype, x.shape[1:]):
                 raise ConfigError(
-                    f"{name}: expected rows as those before, got {x.dtype} {tuple(x.shape[1:])}. Name the layers when "
-                    "the data set is made"
+                    f"{name}: expected rows of the same dtype and shape as before, got {x.dtype} "
+                    f"{tuple(x.shape[1:])}. Pass layers=[…] to the data set"
                 )
             batch[name][to : to + n] = x[at : at + n]
         batch["position_ids"][to : to + n] = to_ids(np.arange(at, at + n), self._dataset.framework)
@@ -124,15 +129,19 @@ class PackedContexts(IterableDataset):  # type: ignore[misc, valid-type]
         return {**shaped, "attention_mask": shaped["document_ids"] >= 0}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where iteration stands, to the token; JSON types. Over a data set with ``follow`` a resume gives the document
-        again in which the last batch ended, where another one comes first."""
+        """Position of the iteration, to the token; JSON types.
+
+        With a data set that has ``follow``, documents may come in another order after a resume. Then the resume repeats
+        the document in which the last batch ended.
+        """
         if self._state is not None:
             return self._state
         return {**(self._resume or {}), "dataset": self._dataset.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iteration goes on where ``state``, ours or ``merge_states``'s, was taken. Another shape of batches
-        goes on at the same token.
+        """Make the next iteration continue from ``state``, of ``state_dict`` or ``merge_states``.
+
+        Batches may have another shape than before; iteration continues at the same token.
 
         Raises:
             ConfigError, RunMismatch: as ``HiddenStatesDataset.load_state_dict``; or a member is damaged.

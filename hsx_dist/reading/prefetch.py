@@ -1,4 +1,4 @@
-"""Reading ahead with threads: results in the order asked, and no more bytes under way than allowed."""
+"""Read ahead with threads, in order and within a limit of bytes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ R = TypeVar("R")
 def read_ahead(
     work: Callable[[T], R], items: Iterable[tuple[T, int]], *, threads: int, max_bytes: int
 ) -> Iterator[tuple[T, Future[R]]]:
-    """``work`` of each item, in threads and ahead of the consumer; yields ``(item, done future)`` in the items' order.
+    """Call ``work`` for each item in threads, ahead of the consumer. Yield ``(item, done future)`` in order.
 
-    ``items``: each with the bytes that its result takes, or will at most. What is being made, what is made and not yet
-    asked for, and what was yielded last, stay below ``max_bytes`` together, but for a single item that is larger. An
-    item ``None`` is a pause of the source: what lies behind it is asked for only when everything before is consumed.
-    An error of the source is raised where it stands in the order: behind all that came before.
+    ``items``: each item with the maximum size of its result in bytes. ``max_bytes`` limits the sum of three groups:
+    results being made, finished results, and the result yielded last. A single larger item is still processed.
+
+    An item ``None`` is a pause: items after it are requested only when all earlier ones are consumed. An error of the
+    source is raised after all items that precede it have been yielded.
     """
     pool = ThreadPoolExecutor(threads, thread_name_prefix="hsx-read")
     queue: deque[tuple[T, int, Future[R]]] = deque()
@@ -37,12 +38,12 @@ def read_ahead(
     ended = False
     try:
         while True:
-            # Twice the threads: one is made while another waits to be asked for.
+            # Twice the threads: for each thread one result in work and one finished result for the consumer.
             while not ended and len(queue) < 2 * threads:
                 if waiting is None:
                     try:
                         waiting = next(source, None)
-                    except Exception as e:  # noqa: BLE001 - raised below, in its place
+                    except Exception as e:  # noqa: BLE001 - raised below, after the items that precede it
                         error = e
                     if waiting is None:
                         ended = True
@@ -59,7 +60,7 @@ def read_ahead(
                     raise error
                 return
             item, nbytes, future = queue.popleft()
-            future.exception()  # wait; the consumer looks at the outcome
+            future.exception()  # only wait: the consumer handles an error
             yield item, future
             del future
             held -= nbytes
@@ -68,9 +69,10 @@ def read_ahead(
 
 
 def reused_memory(max_bytes: int) -> Empty:
-    """Memory for the states of items, used again once nothing refers to an item: page faults cost as much as decoding.
+    """Return an allocator for the states of items. It reuses memory when nothing refers to the item any more.
 
-    Of ``max_bytes``, as ``read_ahead`` has them, the other half is left to what is fetched and not yet decoded.
+    Page faults of new memory cost as much as decoding. The limit is half of ``max_bytes`` (of ``read_ahead``), because
+    fetched bytes that are not yet decoded need the other half.
     """
     limit = max_bytes // 2
     blocks = BlockPool(limit)

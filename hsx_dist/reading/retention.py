@@ -1,9 +1,10 @@
-"""``retain: consumed``: a part is removed once every consumer has used all its samples, also those of which another
-part holds a copy: who reads the run may have been given either.
+"""``retain: consumed``: remove a part after every consumer has used all samples in it.
 
-A consumer may be several ranks; each has the samples whose key's hash falls to it (``rank_of``), and says of each part
-when it has used its own: ``consumed/PART/CONSUMER.RANKofWORLD.json``. The receipts stay, so that a resumed extraction
-knows the rows as done, and a reader who comes later is told ``SampleConsumed``.
+This includes samples that another part also holds, because a reader may use either copy.
+
+A consumer may have several ranks. The hash of a key assigns each sample to a rank (``rank_of``). A rank that has used
+its samples of a part stores the mark ``consumed/PART/CONSUMER.RANKofWORLD.json``. The receipts stay: a resumed
+extraction sees the rows as done, and later readers get ``SampleConsumed``.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ _MARK = re.compile(r"([A-Za-z0-9_-]{1,64})\.([0-9]{1,9})of([0-9]{1,9})\.json")
 
 
 def rank_of(key: str, world_size: int) -> int:
-    """Which of so many ranks reads the sample when a run is followed."""
+    """The rank that reads the sample, of ``world_size`` ranks, if the data set has ``follow``."""
     return key_hash(key, b"follow") % world_size
 
 
 class Retention:
-    """What one rank of one consumer has used; removes parts that all ``consumers`` have.
+    """Records the samples that one rank of one consumer has used. Removes parts that all ``consumers`` have used.
 
-    Call it from one process a rank: where a ``DataLoader`` has workers, from the one that trains.
+    Call it from one process per rank: the training process, not the workers of a ``DataLoader``.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Retention:
         bad = [name for name in {consumer, *self._consumers} if not _NAME.fullmatch(name)]
         if bad or consumer not in self._consumers:
             raise ConfigError(
-                f"consumers: expected names of letters, digits, '_', '-', and {consumer!r} among them, "
+                f"consumers: expected names of letters, digits, '_' and '-' that include {consumer!r}, "
                 f"got {sorted(self._consumers)}"
             )
         self._rank, self._world = rank, world_size
@@ -63,11 +64,11 @@ class Retention:
         self._marked: set[str] = set()
 
     def ack(self, *keys: str) -> None:
-        """These samples are used: nothing of them is needed any more, by this rank of this consumer.
+        """Record that this rank of this consumer has used these samples and needs them no more.
 
         Raises:
-            RunError: a key is not in the run, or is another rank's.
-            StoreError: the store's.
+            RunError: a key is not in the run, or belongs to another rank.
+            StoreError: the store failed.
         """
         if any(key not in self._manifest.samples for key in keys):
             self._refresh()
@@ -86,15 +87,22 @@ class Retention:
             self._mark(part)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was used of parts that are not used up; store it with the trainer's checkpoint. A copy that is stored
-        after all other copies of its sample are used up keeps its part where this state is loaded."""
+        """The used samples of parts that are not used up. Store the state with the trainer's checkpoint.
+
+        The state omits a sample when all parts with copies are used up. If another copy is stored later, and this state
+        is loaded, the part of that copy is kept.
+        """
         parts = ((key, self._manifest.parts_of(key)) for key in sorted(self._used))
         open_ = [key for key, found in parts if not found or not found <= self._marked]
         return {"run": self._place.id, "used": open_}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken. ``RunMismatch``: it was taken from another run. ``ConfigError``: it is
-        damaged."""
+        """Continue from ``state``.
+
+        Raises:
+            RunMismatch: the state is from another run.
+            ConfigError: the state is damaged.
+        """
         check_state(state, {"run": or_null(text), "used": list_of(text)}, required=("used",))
         require_run(state, self._place, lambda: self._has(state["used"]))
         self._used.update(state["used"])
@@ -107,13 +115,13 @@ class Retention:
         return not missing
 
     def _refresh(self) -> None:
-        """Learn of receipts that came since; reading all of them for every new part would take longer and longer."""
+        """Read new receipts. Reading all receipts for every new part would take longer and longer."""
         if (take := self._reader.fetch(self._store)) is not None:
             take()
         self._manifest = self._reader.manifest or self._manifest
 
     def _mark_foreign(self) -> None:
-        """Parts in which nothing is this rank's."""
+        """Mark parts without samples of this rank."""
         for part in list(self._manifest.parts):
             if part not in self._marked:
                 self._mark(part)
@@ -123,11 +131,11 @@ class Retention:
             return
         self._marked.add(part)
         folder = marks_folder(part)
-        with suppress(AlreadyExists):  # an earlier process of this rank did
+        with suppress(AlreadyExists):  # an earlier process of this rank stored it
             self._store.put_if_absent(folder + self._me, mark_of(part))
         marks = list(self._store.list(folder))
         if used_by_all(marks, self._consumers):
-            # First: a part that is missing without this mark counts as lost.
+            # Store the mark before deleting the part: a missing part without the mark counts as lost.
             every_copy = all(covers_every_copy(part, mark) for mark in marks if mark.name != removal_mark(part))
             self._store.put(removal_mark(part), [mark_of(part, every_copy=every_copy)])
             self._store.delete(part)
@@ -136,15 +144,15 @@ class Retention:
         over: bool | None = None
         receipt = self._manifest.parts.get(part)
         if receipt is None:
-            return False  # it was declared lost meanwhile
+            return False  # an attempt has declared it lost
         for proof in receipt.segments:
             key = proof.segment.key
             if key not in self._manifest.samples:
-                # The rest of it may still come, from the attempt that stored this segment.
+                # The attempt that stored this segment may still store the rest of the sample.
                 if over is None:
                     over = is_complete(self._store)
                     if over:
-                        self._refresh()  # what is known of the run may be older than its end
+                        self._refresh()  # the manifest may be older than the run's end
                 if not over:
                     return False
             if key in self._manifest.samples and rank_of(key, self._world) == self._rank and key not in self._used:
@@ -153,7 +161,7 @@ class Retention:
 
 
 def used_by_all(marks: Iterable[ObjectInfo], consumers: frozenset[str]) -> bool:
-    """Whether every rank of every consumer left its mark; ``marks``: what is in a part's folder."""
+    """Whether every rank of every consumer stored its mark. ``marks``: the objects in a part's folder."""
     ranks: dict[str, dict[int, set[int]]] = {}
     for info in marks:
         found = _MARK.fullmatch(info.name.rpartition("/")[2])

@@ -1,4 +1,4 @@
-"""A run, opened for reading: what its receipts prove, and nothing else."""
+"""A run, opened for reading. It has only the samples that receipts prove."""
 
 from __future__ import annotations
 
@@ -28,32 +28,33 @@ from hsx_dist.store import ObjectInfo, Store, open_store
 
 log = get_logger(__name__)
 
-#: Headers kept: neighbours in a run lie in the same few parts.
+#: Headers kept. Neighbouring samples of a run are stored in the same few parts.
 _HEADERS = 64
-#: Token ids are kept with a header, up to so many bytes: one request brings both, and a sample is then one more.
+#: Up to this many bytes of token ids are fetched and kept with the header, in the same request. A sample then costs
+#: only one more.
 _MOST_IDS = 1 << 20
 
 
 def open_run(path: str, *, storage_options: Mapping[str, Any] | None = None) -> Run:
-    """The run at ``path`` (a folder or a URL). Nothing but its manifest is read; of a million samples in seconds.
+    """Open the run at ``path`` (a folder or a URL). Reads only the manifest: seconds for a million samples.
 
-    The run pickles, and goes on working in a forked process: each process opens the store for itself.
+    A ``Run`` can be pickled, and it works in a forked process: each process opens the store again.
 
     Raises:
-        RunError: there is no run.
-        StoreError: the store's.
-        FormatError: its manifest is damaged.
+        RunError: there is no run at ``path``.
+        StoreError: the store failed.
+        FormatError: the manifest is damaged.
     """
     return Run(open_store(str(path), storage_options), partial(_open, str(path), storage_options))
 
 
 def _open(path: str, storage_options: Mapping[str, Any] | None, forked: bool) -> Store:
-    # The event loop of obstore's Rust side does not survive a fork, and a process cannot start another one.
+    # obstore's event loop (in Rust) does not survive a fork, and a process cannot start a second one.
     return open_store(path, storage_options, backend="fsspec" if forked else "auto")
 
 
 class _Parts:
-    """The parts opened last. One that several threads want is opened by one of them; all of them get its error."""
+    """Cache of the parts opened last. If several threads want the same part, one opens it and all get its error."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -87,7 +88,7 @@ class _Parts:
 
 
 class _ProvenPart:
-    """Where a run's parts are read from. A part that is gone was used by all its consumers, or is lost."""
+    """Source of a run's parts. For a missing part it raises ``SampleConsumed`` (removed after use) or ``NotFound``."""
 
     def __init__(self, store: Store, place: Place):
         self._store, self._place = store, place
@@ -110,23 +111,23 @@ class _ProvenPart:
                 used = is_removed(self._store, name, self._place.version)
             if used:
                 raise SampleConsumed(
-                    f"{self.url}/{name}: its consumers have used it, and it was removed (retain: consumed)"
+                    f"{self.url}/{name}: removed after all its consumers had used it (retain: consumed)"
                 ) from e
             raise NotFound(
                 f"{self.url}/{name}: expected the part that a receipt names, got no such object: it was deleted or "
-                "lost. Run the same extraction again: it computes the missing samples anew"
+                "lost. Run the same extraction again: it computes the missing samples"
             ) from e
 
 
 class Run:
-    """The durable samples of a run, by key; safe to share between threads.
+    """The durable samples of a run, by key. Safe to share between threads.
 
-    Iterates in the order of the input rows; samples of unknown rows come last, by key.
-    What is written after opening appears with ``refresh``.
+    Iterates in the order of the input rows. Samples without a known row follow at the end, sorted by key.
+    ``refresh`` adds the samples that were written after opening.
     """
 
     def __init__(self, root: Store, reopen: Callable[[bool], Store] | None = None):
-        """``root``: the store at the path that names the run. ``reopen``: opens it again in another process."""
+        """``root``: the store at the run's path. ``reopen``: opens that store again in another process."""
         self._place = open_place(root)
         self._mine = self._place.store
         self._url = root.url
@@ -135,7 +136,7 @@ class Run:
         self._wrapped: tuple[Store, Store] | None = None
         self._pid = os.getpid()
         self._parts = _Parts()
-        #: ``run.json``: what was asked for.
+        #: ``run.json``: the settings of the run.
         self.info: dict[str, Any] = self._place.info
         self._reader = ManifestReader()
         self._index: Index | None = None
@@ -143,7 +144,7 @@ class Run:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read what was stored since the manifest was read: it costs requests for new receipts alone."""
+        """Read the receipts that were stored since the last refresh. Costs requests for new receipts only."""
         self._require_process()
         with self._refreshing:
             with self.place.reading():
@@ -156,8 +157,10 @@ class Run:
 
     @property
     def index(self) -> Index:
-        """The samples in columns, as they were at the last refresh. A refresh replaces it and never changes it: whoever
-        counts positions in an index, or asks it twice, keeps that one. Made when it is first asked for."""
+        """The samples in columns, as of the last refresh. Built on first access.
+
+        A refresh replaces the index and never changes it. Code that counts positions keeps one index and uses that.
+        """
         self._require_process()
         with self._lock:
             if self._index is None and self._reader.manifest is not None:
@@ -166,49 +169,52 @@ class Run:
                     self._reader.release()
             if self._index is not None:
                 return self._index
-        self.refresh()  # in a forked process, where the parent's manifest could not be used
+        self.refresh()  # in a forked process that could not use its parent's manifest
         return self.index
 
     @cached_property
     def manifest(self) -> Manifest:
-        """All receipts, with an object for each segment; read when it is first asked for. ``RunError``: the run was
-        removed since it was opened."""
+        """All receipts, with an object for each segment. Read on first access.
+
+        Raises:
+            RunError: the run was removed after it was opened.
+        """
         with self.place.reading():
             return load_manifest(self.store)
 
     @property
     def id(self) -> str:
-        """16 hex digits that no other run has, also not one at the same path."""
+        """The run's unique id, 16 hex digits. Another run at the same path has another id."""
         return self._place.id
 
     @property
     def version(self) -> int:
-        """Of the run's state: 1, or 2."""
+        """Version of the run's state: 1 or 2."""
         return self._place.version
 
     @property
     def place(self) -> Place:
-        """The run at its place, by this process's stores."""
+        """The run's place, with the stores of this process."""
         self._require_process()
         return self._place
 
     @property
     def store(self) -> Store:
-        """This process's store of the run's own objects."""
+        """The store of the run's objects, opened by this process."""
         self._require_process()
         return self._mine
 
     def with_store(self, wrap: Callable[[Store], Store]) -> Run:
-        """The same run, its parts read through ``wrap(store)``; the samples are shared, not read again."""
+        """The same run, with parts read through ``wrap(store)``. The samples are shared, not read again."""
         other = self.snapshot()
         other._wrap = wrap
         other._parts = _Parts()
         return other
 
     def snapshot(self) -> Run:
-        """The same run and samples, which a later ``refresh`` of this one does not change."""
+        """A copy with the same samples. A later ``refresh`` of this run does not change it."""
         index = self.index
-        other = object.__new__(type(self))  # copy.copy goes by what pickles: the store would be opened again
+        other = object.__new__(type(self))  # copy.copy would call __setstate__, which opens the store again
         other.__dict__.update(self.__dict__, _index=index, _reader=ManifestReader())
         other._renew_locks()
         return other
@@ -219,7 +225,7 @@ class Run:
 
     @property
     def _source(self) -> Store:
-        """Where parts are read from."""
+        """The store that parts are read from."""
         store = self.store
         if self._wrap is None:
             return store
@@ -229,31 +235,31 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        """Whether the newest attempt ended and said so; until then, samples may still appear."""
+        """Whether the newest attempt recorded that it ended. Until then, samples may still appear."""
         return self._look_up()[2]
 
     @property
     def refused(self) -> Mapping[str, RowFate]:
-        """Input rows that can never give a sample, and why."""
+        """Input rows that can never give a sample, with the reason."""
         return self.index.refused
 
     @property
     def failed(self) -> Mapping[str, RowFate]:
-        """Input rows that were given up; a resumed run tries them again."""
+        """Input rows that failed. A resumed run tries them again."""
         return self.index.failed
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
-        """vLLM's ids of the layers that were asked for, ascending; empty where the run does not tell."""
+        """vLLM's ids of the requested layers, ascending. Empty if ``run.json`` does not list them."""
         layers = self.info.get("meaning", {}).get("layers", [])
         whole = isinstance(layers, list) and all(type(layer) is int for layer in layers)
         return tuple(layers) if whole else ()
 
     def layers_of(self, point: str) -> tuple[int, ...]:
-        """``layer_ids`` of hidden states; of another point, the layers that the run's first sample has.
+        """``layer_ids`` for hidden states; for another point, the layers of the run's first sample.
 
         Raises:
-            ConfigError: the first sample lacks the point, or there is none.
+            ConfigError: the first sample lacks the point, or the run has no sample.
         """
         if point == HIDDEN_STATES:
             return self.layer_ids
@@ -267,7 +273,7 @@ class Run:
         return list(self.index.keys)
 
     def select(self, **criteria: Any) -> Selection:
-        """The samples that meet all criteria: see ``hsx_dist.reading.select.select``."""
+        """The samples that meet all criteria. See ``hsx_dist.reading.select.select``."""
         return select(self, **criteria)
 
     def __len__(self) -> int:
@@ -281,26 +287,31 @@ class Run:
         return (self.sample_of(index[i]) for i in range(len(index)))
 
     def __getitem__(self, key: str) -> Sample:
-        """The sample of ``key``. ``SampleNotFound`` says what is known of the key."""
+        """The sample of ``key``.
+
+        Raises:
+            SampleNotFound: the run has no such sample. The message has the fate of the key's row.
+        """
         record, fate, complete, count = self._look_up(key)
         if record is not None:
             return self.sample_of(record)
         if fate is not None:
-            why = f"its row was {'refused' if fate.fate == 'refused' else 'given up'}: {fate.reason}"
+            why = f"its row {'was refused' if fate.fate == 'refused' else 'failed'}: {fate.reason}"
         elif not complete:
             why = f"it is not stored yet; the run has {count} samples and is not complete"
         else:
-            why = f"the run is complete, with {count} samples, and none has this key; see Run.keys(), or hsx ls"
+            why = f"the run is complete, with {count} samples, and none has this key. List keys with Run.keys or hsx ls"
         raise SampleNotFound(f"{self.url}: no sample {key!r}: {why}")
 
     def fate_of(self, key: str) -> RowFate | None:
-        """What became of the row of ``key``, where it ended without a sample."""
+        """The fate of the row of ``key`` if it ended without a sample, else ``None``."""
         return self._look_up(key)[1]
 
     def _look_up(self, key: str = "") -> tuple[SampleRecord | None, RowFate | None, bool, int]:
         """The sample of ``key``, the fate of its row, whether the run is complete, and its number of samples.
 
-        Of one moment. From the manifest where there is one: an index costs time by the number of all samples.
+        All four are of the same moment. Reads the manifest if there is one: building an index takes time for each
+        sample of the run.
         """
         self._require_process()
         with self._lock:
@@ -318,20 +329,21 @@ class Run:
         return self.sample_of(self.index[place])
 
     def sample_of(self, record: SampleRecord) -> Sample:
-        """The sample that lies where ``record`` says."""
+        """The sample that ``record`` describes."""
         return Sample(record.key, record.segments, self.open_part, self.store.url)
 
     def __repr__(self) -> str:
         return f"Run({self.url!r}, {len(self)} samples{'' if self.complete else ', not complete'})"
 
     def open_part(self, name: str) -> Part:
-        """The part of that name, its header and token ids read; the last few are kept.
+        """Open the part ``name``: read its header and token ids. The last opened parts are cached.
 
         Raises:
-            SampleConsumed: it was removed after all consumers had used it.
-            NotFound: it is lost. StoreError, FormatError: as ``Part.open``.
+            SampleConsumed: the part was removed after all consumers had used it.
+            NotFound: the part is lost.
+            StoreError, FormatError: as ``Part.open``.
         """
-        store = self._source  # first: in a forked process the parts that its parent opened are put aside by it
+        store = self._source  # must be first: in a forked process it drops the parts that the parent opened
         return self._parts.get(name, partial(self._open_part, store))
 
     def _open_part(self, store: Store, name: str) -> Part:
@@ -343,7 +355,7 @@ class Run:
         return Part.open(_ProvenPart(store, self.place), name, **known)
 
     def _proven(self, part: str) -> tuple[Receipt, int] | None:
-        """The receipt of a part, and the tokens of its segments."""
+        """The receipt of a part, and the number of tokens in its segments."""
         with self._lock:
             if (known := self._reader.manifest) is not None:
                 receipt = known.parts.get(part)
@@ -355,7 +367,7 @@ class Run:
 
     def _renew_locks(self) -> None:
         self._refreshing = threading.Lock()
-        self._lock = threading.Lock()  # of the reader's manifest and of the index; never held during requests
+        self._lock = threading.Lock()  # guards the reader's manifest and the index; never held during requests
 
     def _require_process(self) -> None:
         if self._pid != os.getpid():
@@ -363,16 +375,16 @@ class Run:
 
     def _after_fork(self) -> None:
         store = self._mine
-        if self._refreshing.locked() or self._lock.locked():  # another thread of the parent was about to change it
+        if self._refreshing.locked() or self._lock.locked():  # at the fork a thread of the parent was changing it
             self._reader = ManifestReader()
         self._renew_locks()
         if self._reopen is not None:
             self._place = self._place.at(self._reopen(True))
             if "://" in self._url:
-                log.info("%s: read by fsspec in a forked process; spawn starts workers that read faster", self._url)
+                log.info("%s: a forked process reads through fsspec; workers started by spawn read faster", self._url)
             store = self._place.store
-        # The process last: a thread that sees it must not find the parent's store, whose calls would hang for ever.
-        # Two threads may come here at once, and open two stores: no harm.
+        # Set _pid last: a thread that sees the new _pid must not use the parent's store, whose calls would hang.
+        # Two threads may run this at once and open two stores, which is harmless.
         self._parts = _Parts()
         self._mine = store
         self._pid = os.getpid()

@@ -1,4 +1,4 @@
-"""One sample: its tokens, its layers, and any part of them, whatever the number of objects it lies in."""
+"""One sample: its tokens, its layers, and any part of them. It may be stored in several objects."""
 
 from __future__ import annotations
 
@@ -26,18 +26,17 @@ from hsx_dist.reading.column import (
     unpacked,
 )
 
-#: Tokens wanted: a slice (step 1) or ``(start, stop)``; negative numbers count from the sample's end.
+#: A range of tokens: a slice (step 1) or ``(start, stop)``. Negative numbers count from the sample's end.
 Tokens = slice | tuple[int, int]
-#: Ids of layers in the order wanted, of all points; or point → its own.
+#: Layer ids in the order of the result, for all points; or a mapping from each point to its layer ids.
 Layers = Sequence[int] | Mapping[str, Sequence[int]]
 
 
 class Sample:
-    """One request's hidden states, or other points of the model, and its token ids. Nothing is fetched before it is
-    asked for."""
+    """One request's hidden states, or other points of the model, and its token ids. Fetches data only on access."""
 
     def __init__(self, key: str, segments: Sequence[SegmentProof], open_part: Callable[[str], Part], url: str):
-        """``segments``: as ``SampleRecord.segments``; without a ``token_hash`` for an object without a receipt."""
+        """``segments``: as ``SampleRecord.segments``. Those of an object without a receipt have no ``token_hash``."""
         self.key = key
         self.num_tokens = segments[-1].segment.stop
         self._segments = tuple(segments)
@@ -54,27 +53,35 @@ class Sample:
 
     @property
     def uri(self) -> str:
-        """The objects that it lies in, separated by blanks."""
+        """URLs of the objects that store the sample, separated by blanks."""
         return " ".join(f"{self._url}/{part}" for part in dict.fromkeys(proof.part for proof in self._segments))
 
     @property
     def points(self) -> dict[str, StoredPoint]:
-        """The points that are stored, by name: layers, width, heads, dtype. Of hidden states alone ``hidden_states``.
+        """The stored points by name, with layers, width, heads and dtype. Hidden states are ``hidden_states``.
 
-        Reads the headers of all parts in which the sample lies. ``IntegrityError``: a shard of a point is missing.
+        Reads the headers of all parts that store the sample.
+
+        Raises:
+            IntegrityError: a shard of a point is missing.
         """
         return {name: point.stored for name, point in self._by_point().items()}
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
-        """vLLM's ids of the stored layers of hidden states: 0 the embeddings, k what enters layer k, N the last output
-        before the final norm. Empty for a file that vLLM itself wrote, which does not tell them. ``ConfigError``, as
-        of ``dtype`` and ``hidden_size``: the sample has other points alone."""
+        """vLLM's ids of the stored layers of hidden states.
+
+        Id 0 is the embeddings, k the input of layer k, N the last output before the final norm. Empty for a file that
+        vLLM's own connector wrote: it does not record the ids.
+
+        Raises:
+            ConfigError: the sample has no hidden states. ``dtype`` and ``hidden_size`` raise it too.
+        """
         return self._hidden.layers
 
     @property
     def dtype(self) -> str:
-        """``bfloat16``, ``float16`` or ``float32``: of the hidden states."""
+        """Dtype of the hidden states: ``bfloat16``, ``float16`` or ``float32``."""
         return self._hidden.dtype
 
     @property
@@ -83,46 +90,52 @@ class Sample:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens that are decoded together: ranges that begin at multiples of it decode nothing twice."""
+        """Number of tokens that are decoded together. Ranges that begin at its multiples decode nothing twice."""
         return self._columns[0].first.chunk_tokens
 
     @property
     def about(self) -> dict[str, Any]:
-        """What the object says of where it comes from: model, revision, versions, …"""
+        """The object's record of its origin: model, revision, versions, …"""
         return self._open(self._segments[0].part).about
 
     @property
     def loss(self) -> dict[int, Loss]:
-        """Layer id → what a lossy codec lost of hidden states, measured when it was written; empty where nothing was
-        lost.
+        """Layer id → error of a lossy codec in the hidden states, measured at writing. Empty if nothing was lost.
 
-        Of a sample in several segments the worst one's, which none of its parts exceeds.
+        For a sample in several segments it is the error of the worst segment.
         """
         return self._point(HIDDEN_STATES).columns[0].loss()
 
     def attached(self) -> dict[str, np.ndarray[Any, Any]]:
-        """The small arrays that were stored with the sample, by name; numpy, of the sample as a whole: ``loss_mask``
-        (uint8 ``[T]``), with a selection by it ``positions`` (int32 ``[T]``: where the tokens stood), with a mean
-        ``request_token_ids`` (int32: over which), and what users attached. Errors as ``load``'s."""
+        """The small numpy arrays that were stored with the whole sample, by name. Raises as ``load``.
+
+        - ``loss_mask``: uint8 ``[T]``.
+        - ``positions``, if the tokens were selected by the loss mask: int32 ``[T]``, their positions in the request.
+        - ``request_token_ids``, if the states are a mean: int32, the tokens that the mean was taken over.
+        - Arrays that users attached.
+        """
         part, slot = self._columns[0].part(0)
         return part.attached(slot)
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The columns of the input row that were asked for (``input.metadata``), as JSON values."""
+        """The columns of the input row that ``input.metadata`` names, as JSON values."""
         found = self.meta.get("metadata")
         return dict(found) if isinstance(found, dict) else {}
 
     @property
     def meta(self) -> dict[str, Any]:
-        """What its producer said of this sample.
+        """The producer's facts about this sample. All members are optional.
 
-        ``tokens`` (which of the request's tokens these are, where not all: ``start``, ``step``; or ``loss_mask``; or
-        ``mean``; and ``of``, their number), ``metadata``,
-        ``prompt_tokens``, ``multimodal`` (what vLLM calls the images or sounds behind placeholder tokens),
-        ``finish_reason`` (``abort``), ``expires`` (seconds since the epoch), and ``bad``: for each
-        segment with non-finite rows or all-zero layers, its tokens, how many of what, and the ``point`` where it is not
-        the hidden states.
+        - ``tokens``: the selection, if not all tokens of the request are stored. ``start`` and ``step``; or
+          ``loss_mask``; or ``mean``. ``of`` is the number of the request's tokens.
+        - ``metadata``: as ``Sample.metadata``.
+        - ``prompt_tokens``: the number of prompt tokens.
+        - ``multimodal``: vLLM's identifiers of the images or sounds behind placeholder tokens.
+        - ``finish_reason``: ``abort``.
+        - ``expires``: seconds since the epoch.
+        - ``bad``: an entry for each segment with non-finite rows or all-zero layers: its token range and the counts.
+          ``point`` names the point unless it is the hidden states.
         """
         bad = [
             {"start": s.start, "stop": s.stop, **_point_of(s), **s.meta["bad"]}
@@ -150,27 +163,29 @@ class Sample:
         """Fetch, check and decode.
 
         Args:
-            layers: ids of layers in the order wanted, which each of the ``points`` has; or a mapping from points to
-                their layers; ``None``, or a point that the mapping lacks: all, as stored.
-            tokens: a slice or ``(start, stop)``; negative numbers count from the end.
-            framework: ``torch`` (the true dtype), ``numpy`` (bf16 as float32, which is exact), ``auto``: torch where
+            layers: layer ids in the order of the result; each of the ``points`` must have them. Or a mapping from
+                points to layer ids. ``None``, or a point that the mapping lacks: all layers, in stored order.
+            tokens: a slice or ``(start, stop)``. Negative numbers count from the end.
+            framework: ``torch`` (the stored dtype), ``numpy`` (bf16 as float32, which is exact), or ``auto``: torch if
                 it is installed.
-            points: names of points (``Sample.points``); ``None``: the hidden states, in their own form.
-            loss_mask: whether a mask that the sample has is fetched, too.
-            empty: ``empty(shape, dtype)`` is the memory for the states, a carrier array; default: fresh.
+            points: names of points (``Sample.points``). ``None``: the hidden states.
+            loss_mask: whether to fetch the sample's loss mask, if it has one.
+            empty: ``empty(shape, dtype)`` returns the memory for the states, a carrier array. Default: new memory.
 
         Returns:
-            ``hidden_states`` ``[n, L, H]``, ``token_ids`` int64 ``[n]``, ``layer_ids`` int64 ``[L]``, ``key``,
-            ``meta``; and ``loss_mask`` int64 ``[n]``, 0 or 1, where the sample has one. With ``points``, instead of
-            ``hidden_states``: ``points``, name → ``[n, L, heads, dim]`` where rows are made of heads, else
-            ``[n, L, width]``; and ``layer_ids`` is name → int64 ``[L]``.
+            Without ``points``: ``hidden_states`` ``[n, L, H]``, ``token_ids`` int64 ``[n]``, ``layer_ids`` int64
+            ``[L]``, ``key``, ``meta``. A sample with a mask adds ``loss_mask`` int64 ``[n]``, 0 or 1.
+
+            With ``points``: ``points`` replaces ``hidden_states`` and maps each name to ``[n, L, heads, dim]`` if its
+            rows consist of heads, else ``[n, L, width]``. ``layer_ids`` maps each name to int64 ``[L]``.
 
         Raises:
-            ConfigError: there is no such point or layer; the tokens are no range.
-            FormatError: stored bytes are not what they must be; ``IntegrityError``: they changed.
+            ConfigError: there is no such point or layer, or ``tokens`` is not a range.
+            FormatError: the stored bytes are not a valid part.
+            IntegrityError: the stored bytes changed.
         """
         if isinstance(layers, (int, str)):
-            raise ConfigError(f"layers: expected a list of layer ids such as [15], got {layers!r}; put it into a list")
+            raise ConfigError(f"layers: expected a list of layer ids such as [15], got {layers!r}. Put it into a list")
         if points is not None and (isinstance(points, str) or not points):
             raise ConfigError(f"points: expected a list of names such as ['q'], got {points!r}. Name at least one")
         start, stop = self.span(tokens)
@@ -198,27 +213,27 @@ class Sample:
             "key": self.key,
             "meta": self.meta,
         }
-        if loss_mask:  # it lies with the first piece, also where only later ones are wanted
+        if loss_mask:  # stored with the first segment, also if only later segments are loaded
             whole = self._mask(attached) if LOSS_MASK in attached else self.loss_mask()
             if whole is not None:
                 found[LOSS_MASK] = to_ids(whole[start:stop], framework)
         return found
 
     def point(self, name: str, layer: int, tokens: Tokens | None = None, framework: Framework = "auto") -> Any:
-        """One layer of a point: ``[n, heads, dim]`` where its rows are made of heads, else ``[n, width]``."""
+        """One layer of a point: ``[n, heads, dim]`` if its rows consist of heads, else ``[n, width]``."""
         return self.load([layer], tokens, framework, points=[name], loss_mask=False)["points"][name][:, 0]
 
     def loss_mask(self) -> np.ndarray[Any, Any] | None:
-        """Which tokens count in training: int64 ``[T]``, numpy; ``None``, without a request, where there is none."""
+        """The tokens that count in training: numpy int64 ``[T]``. ``None``, without a request, if there is no mask."""
         part, slot = self._columns[0].part(0)
         return self._mask(part.attached(slot, (LOSS_MASK,))) if LOSS_MASK in part.attached_names(slot) else None
 
     def check(self) -> None:
-        """Read the token ids of all columns: do its segments make one sample?
+        """Read the token ids of all columns and check that the segments are of one sample.
 
         Raises:
             FormatError: segments of a column differ in point, layers, dtype or width.
-            IntegrityError: a shard is missing; columns have other token ids; these are not the ones of the receipts.
+            IntegrityError: a shard is missing, or token ids differ between columns or from the receipts' hash.
         """
         _ = self.points
         first = self._columns[0].token_ids()
@@ -227,7 +242,7 @@ class Sample:
         told, found = {proof.sample_hash for proof in self._segments} - {""}, token_hash(first)
         if not told <= {found} and not is_mean(self._columns[0].first.segment):
             raise IntegrityError(
-                f"{self.key[:80]!a}: expected token ids of hash {min(told)}, as receipts say of the sample, got {found}"
+                f"{self.key[:80]!a}: expected token ids of hash {min(told)}, as in the sample's receipts, got {found}"
             )
 
     def _mask(self, attached: Mapping[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
@@ -250,11 +265,11 @@ class Sample:
         return self.load([layer_id], tokens, framework)["hidden_states"][:, 0]
 
     def span(self, tokens: Tokens | None) -> tuple[int, int]:
-        """The range that ``tokens`` means: its first token, and the one behind its last. ``ConfigError``: no range."""
+        """The range ``(start, stop)`` of ``tokens``. ``ConfigError``: it has a step other than 1."""
         wanted = slice(None) if tokens is None else tokens if isinstance(tokens, slice) else slice(*tokens)
         start, stop, step = wanted.indices(self.num_tokens)
         if step != 1:
-            raise ConfigError(f"tokens: expected consecutive ones, got a step of {step}")
+            raise ConfigError(f"tokens: expected consecutive tokens, got a step of {step}. Use step 1")
         return start, max(start, stop)
 
     @property
@@ -271,8 +286,8 @@ class Sample:
         missing = sorted(set(layers or ()) - set(stored))
         if missing:
             raise ConfigError(
-                f"layers: {missing} of point {name!r} are not stored; stored are {', '.join(map(str, stored))}. Name "
-                f"each point's own: layers={{{name!r}: [...]}}"
+                f"layers: expected layers of point {name!r} among {', '.join(map(str, stored))}, got {missing}. Name "
+                f"each point's layers: layers={{{name!r}: [...]}}"
             )
 
     def _point(self, name: str) -> PointColumns:
@@ -280,12 +295,12 @@ class Sample:
         if found is None:
             stored = ", ".join(self._by_point())
             what = "no hidden states" if name == HIDDEN_STATES else f"no point {name!r}"
-            raise ConfigError(f"{self.key}: expected points among {stored}, got {what}. Load points=[…] of these")
+            raise ConfigError(f"{self.key}: expected points among {stored}, got {what}. Load some of these: points=[…]")
         return found
 
 
 def layers_of(layers: Layers | None, point: str) -> Sequence[int] | None:
-    """What ``layers`` asks for of ``point``; ``None``: all, as stored."""
+    """The layer ids that ``layers`` requests for ``point``. ``None``: all, in stored order."""
     return layers.get(point) if isinstance(layers, Mapping) else layers
 
 

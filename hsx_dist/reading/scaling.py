@@ -1,4 +1,4 @@
-"""States scaled by a run's statistics, in the dtype and on the device that a trainer wants."""
+"""Scale states by a run's statistics, and convert them to a trainer's dtype and device."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from hsx_dist.reading.datasets import HiddenStatesDataset
 
 Scaling = Literal["norm", "standard"]
-#: Of float32: what is smaller than this is 0 for the states, and one divided by it is still finite.
+#: Smallest normal float32. A smaller spread counts as 0; the reciprocal of this number is still finite.
 _TINY = float(np.finfo(np.float32).tiny)
 
 
 def scaler(
     dataset: HiddenStatesDataset, scaling: Scaling | None, dtype: Any, device: Any
 ) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """What makes ``TokenBatches``'s batch of rows as stored: states ``[B, H]`` or ``[B, L, H]``.
+    """Return the function that turns stored rows into a batch of ``TokenBatches``: ``[B, H]`` or ``[B, L, H]``.
 
     Raises:
-        ConfigError: ``scaling`` is unknown, the run has no statistics of a layer, the data set gives other points than
-            hidden states, or numpy was given a device.
+        ConfigError: ``scaling`` is unknown, the run has no statistics of a layer or does not list its layers, or numpy
+            was given a device.
     """
     if scaling is not None and scaling not in get_args(Scaling):
         raise ConfigError(f"scaling: expected 'norm', 'standard' or None, got {scaling!r}")
@@ -49,7 +49,7 @@ def scaler(
         return finish_numpy
     import torch
 
-    on_device: dict[str, Any] = {}  # made at the first batch: a data set is made before DataLoader's workers start
+    on_device: dict[str, Any] = {}  # filled at the first batch, since the data set exists before DataLoader's workers
 
     def finish(rows: dict[str, Any]) -> dict[str, Any]:
         done = {name: x.to(device) for name, x in rows.items()}
@@ -66,7 +66,7 @@ def scaler(
 
 
 def _scaled(x: Any, shift: Any, factor: Any) -> Any:
-    """``x``: float32 ``[B, …, H]``, or with rows as heads ``[B, …, heads, dim]``."""
+    """Scale ``x``, float32 ``[B, …, H]``, or ``[B, …, heads, dim]`` if its rows consist of heads."""
     rows = x.reshape(len(x), *shift.shape[:-1], -1)
     if shift.shape[-1] not in (1, rows.shape[-1]):
         raise FormatError(
@@ -79,11 +79,11 @@ def _scaled(x: Any, shift: Any, factor: Any) -> Any:
 def _line(
     dataset: HiddenStatesDataset, point: str, scaling: Scaling
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """(shift, factor), float32, that broadcast over ``[B, H]``, or ``[B, L, H]`` of several layers."""
+    """(shift, factor), float32, which broadcast over ``[B, H]``, or over ``[B, L, H]`` for several layers."""
     layers = dataset.layers_of(point)
     if not layers:
         raise ConfigError(
-            f"scaling: expected the layers of {point}, got a run whose run.json does not have them. Name them: "
+            f"scaling: expected the layers of {point}, got a run.json that does not list them. Name them: "
             "HiddenStatesDataset(…, layers=[…])"
         )
     found = read_statistics(dataset.run, layers, point=point)

@@ -1,4 +1,4 @@
-"""Which samples of a run: by key, length, split, what their producer said of them, and how many tokens bear a loss."""
+"""Select samples of a run by key, length, split, metadata, and number of tokens that bear a loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hsx_dist.reading.sample import Sample
 if TYPE_CHECKING:
     from hsx_dist.reading.run import Run
 
-#: Parts whose headers are read at once where a criterion needs them.
+#: Number of parts whose headers are read at once, if a criterion needs them.
 _THREADS = 16
 
 Split = Literal["train", "val"]
@@ -25,7 +25,7 @@ Split = Literal["train", "val"]
 class Selection(Sequence[Sample]):
     """Some samples of a run, in the run's order. ``places``: their positions in ``run_index``, int64 ``[n]``.
 
-    Keeps the index in which ``places`` were counted: ``Run.refresh`` gives samples other positions.
+    Keeps the index that ``places`` refer to, since ``Run.refresh`` changes the positions of samples.
     """
 
     def __init__(self, run: Run, index: Index, places: np.ndarray[Any, Any]):
@@ -53,12 +53,12 @@ class Selection(Sequence[Sample]):
 
     @property
     def lengths(self) -> np.ndarray[Any, Any]:
-        """Tokens of each, int64 ``[n]``."""
+        """Number of tokens of each sample, int64 ``[n]``."""
         return self.run_index.tokens[self.places]
 
     @property
     def groups(self) -> np.ndarray[Any, Any]:
-        """Which samples were stored together, int32 ``[n]``: see ``Index``."""
+        """Group of each sample, int32 ``[n]``. Samples of a group are stored together: see ``Index``."""
         return self.run_index.group_of[self.places]
 
     def __repr__(self) -> str:
@@ -79,20 +79,21 @@ def select(
     """The samples of ``run`` that meet all criteria, in the run's order.
 
     Args:
-        keys: these and no others.
-        min_tokens, max_tokens: length, both inclusive.
-        split: ``train`` or ``val``. A sample's side follows from its key alone, so that it stays there when the run
-            grows, and in another run of the same rows; ``val_fraction`` of the samples are ``val``, nearly.
-        where: called with a sample's ``meta``; reads the headers of the parts that are left by the criteria above.
-        min_loss_tokens: so many ones at least in the attached ``loss_mask``; reads it. Samples without one count with
-            all their tokens.
+        keys: only samples with these keys.
+        min_tokens, max_tokens: limits of the length, both inclusive.
+        split: ``train`` or ``val``. The key alone decides the side of a sample. The side stays the same when the run
+            grows, and in another run of the same rows. About ``val_fraction`` of the samples are ``val``.
+        where: called with a sample's ``meta``; returns whether to select it. Reads the headers of the parts that the
+            criteria above leave.
+        min_loss_tokens: minimum number of ones in the stored ``loss_mask``. Reads the masks. In a sample without a
+            mask all tokens count.
 
     Raises:
         SampleNotFound: one of ``keys`` is not in the run.
-        ConfigError: a criterion that is none.
-        SampleConsumed, StoreError, FormatError: ``where`` or ``min_loss_tokens`` reads a part that consumers have
-            removed, or that cannot be read. Its samples are not left out: a state that was taken before the removal
-            would not fit the smaller selection.
+        ConfigError: a criterion has an invalid value.
+        SampleConsumed, StoreError, FormatError: ``where`` or ``min_loss_tokens`` reads a part that was removed after
+            use, or that cannot be read. Its samples are not skipped: a state that was taken before the removal would
+            not fit the smaller selection.
     """
     index = run.index
     chosen = np.ones(len(index), bool)
@@ -116,12 +117,12 @@ def select(
 
 def _places_of(run: Run, index: Index, keys: Iterable[str]) -> list[int]:
     if isinstance(keys, str):
-        raise ConfigError(f"keys: expected a list of keys, got {keys!r}; put it into a list")
+        raise ConfigError(f"keys: expected a list of keys, got {keys!r}. Put it into a list")
     found = []
     for key in keys:
         place = index.place(key)
         if place is None:
-            run[key]  # says why not
+            run[key]  # raises SampleNotFound with the reason, unless a refresh has just added it
             raise SampleNotFound(f"{run.url}: no sample {key!r} when the run was last refreshed")
         found.append(place)
     return found
@@ -141,7 +142,7 @@ def _is_val(keys: Sequence[str], fraction: float) -> np.ndarray[Any, Any]:
 
 
 def key_hash(key: str, purpose: bytes) -> int:
-    """A number in ``[0, 2**64)`` that follows from the key alone, another one for each purpose."""
+    """A hash of the key in ``[0, 2**64)``, different for each purpose."""
     digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8, person=purpose).digest()
     return int.from_bytes(digest, "little")
 
@@ -152,7 +153,7 @@ def _loss_tokens(sample: Sample) -> int:
 
 
 def _filtered(selection: Selection, keep: Callable[[Sample], bool]) -> Selection:
-    # Part by part: a header is read once, whatever the order of the rows.
+    # Group by part, so that each header is read once although the rows of a part may be scattered.
     places, parts = selection.places, selection.run_index.part_of
     by_part = places[np.argsort(parts[places], kind="stable")]
     groups = np.split(by_part, np.flatnonzero(np.diff(parts[by_part])) + 1)

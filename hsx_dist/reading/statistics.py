@@ -1,7 +1,8 @@
-"""What ``hsx stats`` stores with a run: moments, maxima and norms of each layer, for scaling and for people.
+"""Statistics that ``hsx stats`` stores with a run: moments, maxima and norms of each layer, for scaling and reports.
 
-Streaming: memory is a few arrays of the hidden size for each layer. All sums are float64; blocks are joined by the
-parallel update of Chan, Golub and LeVeque (1979), which does not cancel as a difference of sums of squares does.
+The computation streams: memory is a few arrays of the hidden size for each layer. All sums are float64. Blocks are
+joined by the parallel update of Chan, Golub and LeVeque (1979). It avoids the cancellation of a difference of sums of
+squares.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from hsx_dist.reading.run import Run
 from hsx_dist.store import Store
 
 _Array = np.ndarray[Any, Any]
-#: Values that are widened to float64 at once: 512 rows of a hidden size of 4096.
+#: Number of values that are converted to float64 at once: 512 rows of a hidden size of 4096.
 _VALUES = 1 << 21
-#: The arrays of a layer are three float64 in base64 for each channel: with more the object could not be stored.
+#: Above this the object would exceed the limit for JSON objects: a channel is three float64 in base64.
 _MOST_CHANNELS = (MAX_JSON_BYTES - 4096) // 32
 _ARRAYS = ("mean", "variance", "absmax")
 _NUMBERS = ("mean_norm", "rms_norm", "max_norm")
@@ -40,11 +41,12 @@ _CHECKS = {
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """Of one layer of ``point``, over ``tokens`` tokens of ``samples`` samples. H is the length of the point's rows.
+    """Statistics of one layer of ``point``, over ``tokens`` tokens of ``samples`` samples. H: length of a row.
 
-    ``mean``, ``variance`` (of the population), ``absmax`` (largest absolute value): float64 ``[H]``, by channel.
-    ``mean_norm``, ``rms_norm``, ``max_norm``: of the tokens' Euclidean norms. ``non_finite``: tokens that were left out
-    because a value was not finite. ``skip_first``: so many tokens at the start of each sample were left out.
+    - ``mean``, ``variance`` (of the population), ``absmax`` (largest absolute value): float64 ``[H]``, by channel.
+    - ``mean_norm``, ``rms_norm``, ``max_norm``: of the tokens' Euclidean norms.
+    - ``non_finite``: number of tokens that were skipped because a value was not finite.
+    - ``skip_first``: number of tokens that were skipped at the start of each sample.
     """
 
     layer: int
@@ -62,8 +64,10 @@ class LayerStatistics:
 
     @property
     def norm_factor(self) -> float:
-        """What states are multiplied with so that their mean norm is sqrt(H), as SAELens'
-        ``expected_average_only_in``; 1 where all are zero."""
+        """Factor that scales states to a mean norm of sqrt(H), as SAELens' ``expected_average_only_in``.
+
+        1 if all states are zero.
+        """
         return math.sqrt(len(self.mean)) / self.mean_norm if self.mean_norm > np.finfo(np.float32).tiny else 1.0
 
 
@@ -75,7 +79,7 @@ class RunStatistics:
 
 
 class _Moments:
-    """Statistics of the rows seen so far of one layer."""
+    """Running statistics of the rows of one layer."""
 
     def __init__(self, hidden_size: int):
         self.tokens = self.non_finite = 0
@@ -127,17 +131,18 @@ def compute_statistics(
     seed: int = 0,
     point: str = HIDDEN_STATES,
 ) -> RunStatistics:
-    """Statistics of ``layers`` (``None``: all) of ``point`` over all tokens, or over ``max_tokens`` tokens of random
-    samples. Rows of heads are taken as they lie: ``[heads * dim]``.
+    """Compute statistics of ``layers`` (``None``: all) of ``point``.
 
-    ``skip_first``: leave out so many tokens at the start of each sample. The first token's norm is often a hundred
-    times the others', and a trainer that leaves it out must not scale by it.
+    Reads all tokens, or ``max_tokens`` tokens of random samples. Rows that consist of heads become ``[heads * dim]``.
+
+    ``skip_first``: number of tokens to skip at the start of each sample. The first token's norm is often a hundred
+    times that of the others. A trainer that drops the first token must not scale by it.
 
     Raises:
         ConfigError: a layer or the point is not in the run, the point is ids, or no token is left.
         FormatError, NotFound: a part is damaged or missing, or rows have more than 130,944 elements.
     """
-    from hsx_dist.reading.datasets import HiddenStatesDataset  # loads torch, which reading statistics does not need
+    from hsx_dist.reading.datasets import HiddenStatesDataset  # imports torch, which reading statistics does not need
 
     if skip_first < 0 or (max_tokens is not None and max_tokens < 1):
         raise ConfigError(f"max_tokens, skip_first: expected at least 1 and 0, got {max_tokens} and {skip_first}")
@@ -147,7 +152,7 @@ def compute_statistics(
     data = HiddenStatesDataset(
         run,
         points=None if point == HIDDEN_STATES else [point],
-        layers=ids,  # by name: samples may store them in another order
+        layers=ids,  # by id, since samples may store them in another order
         tokens=slice(skip_first, None),
         shuffle=max_tokens is not None,
         seed=seed,
@@ -172,19 +177,19 @@ def compute_statistics(
         if left <= 0:
             break
     if not moments:
-        raise ConfigError(f"{run.url}: expected samples, got a run that has none. Start the extraction first")
+        raise ConfigError(f"{run.url}: expected samples, got a run without any. Start the extraction first")
     return RunStatistics(
         {layer: m.done(layer, samples, skip_first, point) for layer, m in zip(ids, moments, strict=True)}
     )
 
 
 def _layers_of(run: Run, point: str) -> tuple[int, ...]:
-    """The layers of ``point``; where ``run.json`` does not tell those of hidden states, the first sample's."""
+    """The layers of ``point``. If ``run.json`` does not list those of hidden states, the layers of the first sample."""
     return run.layers_of(point) or (run.at(0).layer_ids if len(run) else ())
 
 
 def _rows_of(item: Mapping[str, Any], point: str, run: Run) -> _Array:
-    """``[T, L, width]`` of an item, heads one behind the other."""
+    """Rows ``[T, L, width]`` of an item, with heads concatenated."""
     rows = item[point]
     if rows.dtype == np.int32:
         raise ConfigError(f"{run.url}: expected a point of numbers, got the ids {point}. Name another point")
@@ -198,10 +203,10 @@ def _rows_of(item: Mapping[str, Any], point: str, run: Run) -> _Array:
 
 
 def store_statistics(run: Run, statistics: RunStatistics) -> None:
-    """Store them with the run, one object for each layer; those of the same layers are replaced.
+    """Store ``statistics`` with the run, one object for each layer. Replaces earlier statistics of these layers.
 
     Raises:
-        RunError: the run was removed meanwhile.
+        RunError: the run was removed after it was opened.
     """
     with run.place.reading():
         for own in statistics.layers.values():
@@ -212,8 +217,7 @@ def store_statistics(run: Run, statistics: RunStatistics) -> None:
 
 
 def read_statistics(run: Run, layers: Sequence[int] | None = None, *, point: str = HIDDEN_STATES) -> RunStatistics:
-    """What ``hsx stats`` stored of ``layers`` (``None``: of the run's) of ``point``; without those of which nothing is
-    stored.
+    """Read the stored statistics of ``layers`` (``None``: the run's) of ``point``. Layers without any are omitted.
 
     Raises:
         ConfigError: as ``Run.layers_of``.
@@ -228,7 +232,7 @@ def read_statistics(run: Run, layers: Sequence[int] | None = None, *, point: str
 
 
 def stored_statistics(run: Run) -> Iterator[LayerStatistics]:
-    """What ``hsx stats`` stored of all layers of all points, in the order of the objects' names.
+    """The stored statistics of all layers of all points, in the order of the objects' names.
 
     Raises:
         FormatError: an object is damaged.
@@ -240,7 +244,7 @@ def stored_statistics(run: Run) -> Iterator[LayerStatistics]:
 
 
 def damaged_statistics(store: Store) -> Iterator[tuple[str, str]]:
-    """The name of each damaged object that ``hsx stats`` stored in a run's ``store``, and what is wrong."""
+    """Name and error of each damaged statistics object in a run's ``store``."""
     for name in _names(store):
         try:
             _read(store, name)
@@ -249,16 +253,16 @@ def damaged_statistics(store: Store) -> Iterator[tuple[str, str]]:
 
 
 def _names(store: Store) -> Iterator[str]:
-    """Of the objects that ``hsx stats`` stored: there may be another program's beside them."""
+    """Names of the objects that ``hsx stats`` stored. Other programs' objects in the folder are ignored."""
     found = OBJECTS_OF_A_RUN["statistics/"]
     return (info.name for info in store.list("statistics/") if found.fullmatch(info.name) is not None)
 
 
 def _read(store: Store, name: str, run_id: str | None = None) -> LayerStatistics | None:
-    """What the object ``name`` holds; ``None`` where there is none, or none of the run ``run_id``.
+    """Read the object ``name``. ``None`` if it does not exist, or is of another run than ``run_id``.
 
     Raises:
-        FormatError: it is damaged, or of another layer or point than its name.
+        FormatError: the object is damaged, or its layer or point differs from its name.
     """
     body, where = find_json(store, name, _CHECKS), f"{store.url}/{name}"
     if body is None or (run_id is not None and body.get("run") != run_id):
@@ -286,7 +290,7 @@ def _parse(body: Mapping[str, Any], point: str, where: str) -> LayerStatistics:
         raise FormatError(f"{where}: expected statistics of a layer, got {e!r}. Run `hsx stats` again") from e
     if not fine:
         raise FormatError(
-            f"{where}: expected finite arrays of one length, no negative variance or norm, got others. Run `hsx stats` "
-            "again"
+            f"{where}: expected finite arrays of one length and no negative variance or norm, got invalid values. Run "
+            "`hsx stats` again"
         )
     return own

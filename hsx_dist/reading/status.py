@@ -1,4 +1,4 @@
-"""What became of every row of a run, and whether anybody works on it: from the store alone, at any time."""
+"""Status of a run from the store alone, at any time: the fates of its rows, and whether a driver works on it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from hsx_dist.reading.liveness import OBSERVE_SECONDS, observe
 from hsx_dist.reading.missing import missing_parts
 from hsx_dist.store import Store
 
-#: Different reasons told; the rest is counted as one.
+#: Maximum number of distinct reasons. Further reasons are counted together.
 _REASONS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """The account of a run.
+    """The status of a run.
 
-    ``state``: as ``Tenure``'s. ``rows``: ``total`` and ``open`` are ``None`` while no driver has counted its input;
-    ``failed`` does not count ``poison``. ``missing_parts``: parts that receipts name and that are lost;
-    a resume computes their samples again. ``reasons``: how many rows by what was said of them, digits left out.
-    ``progress``: what the driver told with its last sign of life.
+    - ``state``: as in ``Tenure``.
+    - ``rows``: ``total`` and ``open`` are ``None`` until a driver has counted its input. ``failed`` does not count
+      ``poison``.
+    - ``missing_parts``: lost parts that receipts name. A resume computes their samples again.
+    - ``reasons``: number of rows by reason. Digits in a reason are replaced by ``#``.
+    - ``progress``: the progress in the driver's last heartbeat.
     """
 
     url: str
@@ -42,7 +44,7 @@ class RunStatus:
 
     @property
     def ok(self) -> bool:
-        """Whether there is nothing that somebody should look at."""
+        """Whether the run needs no attention."""
         bad = self.rows["failed"] or self.rows["poison"] or self.conflicts or self.missing_parts
         return not bad and self.state not in ("silent", "failed")
 
@@ -50,12 +52,11 @@ class RunStatus:
 def run_status(
     root: Store, *, observe_seconds: float = OBSERVE_SECONDS, sleep: Callable[[float], None] = time.sleep
 ) -> RunStatus:
-    """The account of the run at ``root``, its last driver's heartbeat watched for up to
-    ``observe_seconds``: see ``observe``.
+    """The status of the run at ``root``. Watches the heartbeat for up to ``observe_seconds``: see ``observe``.
 
     Raises:
         RunError: there is no run, or it is being removed.
-        FormatError: its manifest is damaged.
+        FormatError: the manifest is damaged.
     """
     place = open_place(root)
     with place.reading():
@@ -94,7 +95,7 @@ def _account(place: Place, observe_seconds: float, sleep: Callable[[float], None
 
 
 def _reasons(reasons: Any) -> dict[str, int]:
-    """Counts by reason, most frequent first. Numbers differ from row to row where the reason does not."""
+    """Counts by reason, most frequent first. Digits are masked, since they differ between rows of the same reason."""
     counts: Counter[str] = Counter()
     for reason in reasons:
         counts["".join("#" if c.isdigit() else c for c in reason)[:300]] += 1

@@ -1,4 +1,4 @@
-"""Samples whose parts are still stored, for figures over some samples of a run."""
+"""Samples whose parts are still stored, for figures that need only some samples of a run."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ T = TypeVar("T")
 def select_stored(run: Run) -> Selection:
     """The samples of ``run`` whose parts are all stored now. Lists ``data/`` once.
 
-    The parts of the others were removed after use, or are lost. Raises ``StoreError``.
+    Parts of other samples were removed after use, or are lost. Raises ``StoreError``.
     """
     index = run.index
     return Selection(run, index, np.flatnonzero(index.lie_in(stored_parts(run.store))))
 
 
 def read_stored(samples: Iterable[Sample], read: Callable[[Sample], T]) -> Iterator[T]:
-    """``read`` of each sample, without those whose parts go in the meantime. Raises what else ``read`` raises."""
+    """Yield ``read`` of each sample. Skips samples whose parts are missing. Raises all other errors of ``read``."""
     for sample in samples:
         try:
             found = read(sample)

@@ -1,4 +1,4 @@
-"""Batches of single tokens, mixed: what sparse autoencoders and probes train on."""
+"""Batches of single tokens, mixed, for training sparse autoencoders and probes."""
 
 from __future__ import annotations
 
@@ -47,32 +47,36 @@ _MEMBERS = {
 
 
 class _Changed(Exception):
-    """The data set gives other tokens than before the state was taken."""
+    """The data set yields other tokens than before the state was taken."""
 
 
 class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
     """Batches ``{"hidden_states": [B, H], "input_ids": [B]}`` of tokens from many samples; ``[B, L, H]`` of L layers.
-    Over a data set with ``points``, each of them instead of ``hidden_states``.
 
-    A buffer of ``buffer_tokens`` is mixed in rounds: a round gives the fraction ``1 - keep`` of the buffer and refills
-    it. A thread reads at most one refill ahead (not with ``follow``). Where reading is slower than training, each batch
-    waits for its own part of the refill. ``DataLoader`` must not batch again:
-    ``batch_size=None``. Without end where the data set repeats.
+    The ``points`` of the data set, if any, replace ``hidden_states``.
+
+    A buffer of ``buffer_tokens`` is mixed in rounds: a round yields the fraction ``1 - keep`` of the buffer and refills
+    it. A thread reads at most one refill ahead (not with ``follow``). If reading is slower than training, each batch
+    waits only for its share of the refill. ``DataLoader`` must not batch again: set ``batch_size=None``. Endless if the
+    data set repeats.
 
     Args:
-        dataset: with ``shuffle=True`` tokens of one sample do not all fall into one buffer. Its ``tokens=slice(1,
-            None)`` leaves out the first token of each sample, whose norm differs from all others in many models.
-        batch_tokens: B. The last, smaller batch of an epoch is given too, unless ``drop_last``.
-        buffer_tokens: mixed at once, rounded up to whole batches. Held are these and one refill.
-        keep: the fraction of the buffer that stays for later rounds; 0: each buffer is given whole.
-        only_loss: take only tokens whose ``loss_mask`` is set.
-        exclude_ids: leave out tokens with these ids, such as a tokenizer's ``all_special_ids``.
-        scaling: by the statistics that ``hsx stats`` stored with the run. ``norm``: one factor for each layer, so that
-            the mean norm is sqrt(H); ``standard``: each channel to mean 0 and variance 1. float32, unless ``dtype``.
-        dtype, device: what the states become (a torch dtype, or numpy's). Ids keep their dtype.
+        dataset: ``shuffle=True`` spreads the tokens of a sample over several buffers. ``tokens=slice(1, None)`` drops
+            the first token of each sample, whose norm differs from all others in many models.
+        batch_tokens: B. The last batch of an epoch may be smaller; ``drop_last`` drops it.
+        buffer_tokens: number of tokens that are mixed at once, rounded up to whole batches. Memory holds these and one
+            refill.
+        keep: the fraction of the buffer that stays for later rounds. With 0 a round yields the whole buffer.
+        only_loss: use only tokens whose ``loss_mask`` is set.
+        exclude_ids: drop tokens with these ids, such as a tokenizer's ``all_special_ids``.
+        scaling: scale by the statistics that ``hsx stats`` stored with the run. ``norm``: one factor for each layer
+            that makes the mean norm sqrt(H). ``standard``: mean 0 and variance 1 for each channel. States become
+            float32, unless ``dtype`` is set.
+        dtype, device: dtype (torch's or numpy's) and device of the states. Ids keep their dtype.
 
     Raises:
-        ConfigError: an argument is wrong; the run has no statistics. Iterating: a data set that repeats has no token.
+        ConfigError: an argument is wrong; the run has no statistics; or, while iterating, a repeating data set has no
+            token.
     """
 
     def __init__(
@@ -98,7 +102,7 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
             raise ConfigError(f"keep: expected a fraction from 0 to less than 1, got {keep}. 0.5 is usual")
         dataset.name_layers()
         self._dataset, self._batch, self._keep = dataset, batch_tokens, keep
-        # The shares that stay of blocks before are keep / (1 - keep) of a block: one block and they are the buffer.
+        # The shares that remain of earlier blocks are keep / (1 - keep) of a block. They and one block are the buffer.
         self._block = max(1, -(-round(buffer_tokens * (1 - keep)) // batch_tokens)) * batch_tokens
         self._sizes = share_sizes(self._block, batch_tokens, keep)
         self._seed, self._only_loss, self._drop_last = seed, only_loss, drop_last
@@ -114,18 +118,18 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
             resume = {"dataset": self._dataset.start_state()}
         else:
             self._dataset.load_state_dict(resume["dataset"])
-            # A merged state is of no shard: from here on it is this one's, and can be merged again.
+            # A merged state has no shard. The data set's state has this process's shard, so it can be merged again.
             resume = {**resume, "dataset": self._dataset.state_dict()}
         try:
             yield from self._rounds(resume)
         except _Changed:
-            # A sample was skipped, or is there again: other batches follow, and tokens come twice, but none is lost.
+            # A sample is skipped now, or no longer skipped. Batches differ and tokens are repeated, but none is lost.
             self._dataset.load_state_dict(resume["dataset"])
             yield from self._rounds({**resume, "blocks": [], "batches": 0, "buffers": resume.get("oldest", 0)})
         self._state = None
 
     def _rounds(self, at: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Rounds from the position ``at``. Blocks of earlier rounds are read for the shares that are not given yet."""
+        """Run rounds from the position ``at``. Reads blocks of earlier rounds for their remaining shares."""
         known, first_round = at.get("blocks", []), at.get("buffers", 0)
         oldest = at.get("oldest", first_round) if known else first_round
         slots = Slots(most_lots(self._sizes, self._batch), self._batch)
@@ -163,10 +167,10 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
             if given < skip or (self._drop_last and len(places) < self._batch):
                 slots.free.append(places)
                 continue
-            refill.read((given + 1) / batches)  # else the first batch of the next round would wait for all of it
+            refill.read((given + 1) / batches)  # else the first batch of the next round waits for the whole refill
             rows = slots.get(places)
             slots.free.append(places)
-            # A data set that follows a run gives its samples in another order after a resume: no rows can be skipped.
+            # With follow, samples come in another order after a resume, so that no rows can be skipped.
             again = {"rows": 0, "batches": 0, "blocks": [], "buffers": where["oldest"]}
             self._state = {**where, "mix": self._mix, **(again if self._dataset.follows else {"batches": given + 1})}
             one_layer = [name for name in self._dataset.states if rows[name].shape[1] == 1]
@@ -175,10 +179,12 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
     def _steps(
         self, slots: Slots, at: Mapping[str, Any], number: int, left: Event
     ) -> Generator[Block | None, None, None]:
-        """Read a batch's tokens of the data set a step; yield ``None``, or the block that they complete. At the end a
-        block of what is left. ``left``: nobody waits for the step any more."""
+        """Read the tokens of one batch per step. Yield ``None``, or the block if the step completes it.
+
+        The last block holds the remaining tokens. ``left``: set when the consumer has stopped; ends the reading.
+        """
         skip_rows, first, last = at.get("rows", 0), at.get("first", ""), dict(at["dataset"])
-        # The position before the sample in which the present block begins, and how many of its rows went before.
+        # The position before the sample in which the current block begins, and its rows that are in earlier blocks.
         begin = {"rows": skip_rows, "first": first, "dataset": last}
         held: list[Places] = []
         lot, size, idle = np.empty(0, np.int64), 0, 0
@@ -190,7 +196,7 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
             idle = 0 if tokens else idle + 1
             require_tokens(self._dataset, idle)
             sample = digest(rows["input_ids"])
-            if skip_rows and first not in ("", sample):  # that sample was skipped this time: these are another's rows
+            if skip_rows and first not in ("", sample):  # ``first`` was skipped this time: this is another sample
                 begin["rows"] = skip_rows = 0
             offset, skip_rows = min(skip_rows, tokens), 0
             while offset < tokens:
@@ -229,11 +235,10 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
         return [self._seed, self._batch, self._block, self._keep]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where iteration stands, to the batch; what the buffer holds is read again when it is loaded.
+        """Position of the iteration, to the batch. A resume reads the tokens of the buffer again.
 
-        Over a data set with ``follow``: where the oldest tokens of the buffer began. A resume gives the tokens since
-        then again. So it does where ``on_error="skip"`` leaves out other samples than before, and where seed, batch,
-        buffer or ``keep`` are others.
+        In three cases a resume repeats all tokens since the oldest in the buffer. The data set has ``follow``, or
+        ``on_error="skip"`` skips other samples than before, or seed, batch, buffer or ``keep`` changed.
         """
         if self._state is not None:
             return self._state
@@ -242,7 +247,7 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
         return {"buffers": 0, "rows": 0, "batches": 0, "dataset": self._dataset.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iteration goes on where ``state``, ours or ``merge_states``'s, was taken.
+        """Make the next iteration continue from ``state``, of ``state_dict`` or ``merge_states``.
 
         Raises:
             ConfigError, RunMismatch: as ``HiddenStatesDataset.load_state_dict``; or a member is damaged.
@@ -258,6 +263,6 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
             )
         self._dataset.load_state_dict(state["dataset"])
         own = dict(state)
-        if own.get("mix") != self._mix:  # also a state of a version that did not keep tokens
+        if own.get("mix") != self._mix:  # also a state of a version without ``keep``
             own.update(blocks=[], batches=0, buffers=own.get("oldest", own.get("buffers", 0)))
         self._resume, self._state = own, None

@@ -1,5 +1,4 @@
-"""Every byte of a run against its checksums, every part against its receipt, every count against the manifest,
-and the statistics that ``hsx stats`` stored."""
+"""Verify a run: bytes against checksums, parts against receipts, counts against the manifest, and statistics."""
 
 from __future__ import annotations
 
@@ -27,17 +26,17 @@ from hsx_dist.reading.select import key_hash
 from hsx_dist.reading.statistics import damaged_statistics
 from hsx_dist.store import ObjectInfo, Store
 
-# Exponent bits all set: infinite or not a number.
+# All exponent bits are set: infinity or NaN.
 _EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
 _TALLIED = ("bytes", "non_finite", "all_zero")
-#: Bytes of a part that are fetched at once.
+#: Bytes of a part that one request fetches.
 _BLOCK = 8 << 20
 _SIGN = {"bfloat16": 0x8000, "float16": 0x8000, "float32": 0x80000000}
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong, and with which part, receipt or statistics (``""``: the run itself)."""
+    """An error found in a part, receipt or statistics object. ``part`` names it; ``""`` is the run itself."""
 
     part: str
     message: str
@@ -45,12 +44,13 @@ class Problem:
 
 @dataclass(slots=True)
 class VerifyReport:
-    """``parts`` and ``bytes`` read, whole ``samples`` in the manifest, ``problems`` found.
+    """Counts of a verification: ``parts`` and ``bytes`` checked, ``samples`` that are whole, ``problems`` found.
 
-    Of the parts, ``known`` were found sound before and not read again; ``consumed`` ones were removed after use.
+    ``known``: parts that an earlier call found sound; they were not read again. ``consumed``: parts that were removed
+    after use. Both are included in ``parts``.
 
-    Not problems, but good to know: ``non_finite`` and ``all_zero`` count layers of segments with a NaN or an infinity,
-    and with nothing but zeros.
+    ``non_finite`` and ``all_zero`` are not problems. They count layers of segments with a NaN or an infinity, and
+    layers with only zeros.
     """
 
     parts: int = 0
@@ -63,7 +63,7 @@ class VerifyReport:
     problems: list[Problem] = field(default_factory=list)
 
     def add(self, other: VerifyReport) -> None:
-        """Count what another report counted."""
+        """Add the counts of another report."""
         for name in ("parts", "known", "consumed", *_TALLIED):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
@@ -81,18 +81,18 @@ def verify_run(
     seed: int = 0,
     resume: Path | None = None,
 ) -> VerifyReport:
-    """Read and check everything. Holds a block of 8 MiB and a chunk for each of ``workers`` threads.
+    """Read and check a run. Memory: a block of 8 MiB and a chunk for each of ``workers`` threads.
 
     Args:
         on_part: called after each part with its problems.
-        sample: share of the parts to check, chosen by ``seed``; the manifest and its counts are checked in any case.
-        resume: a file in which sound parts are noted, and from which they are known: they are not read again, even if
-            they have changed since.
+        sample: share of the parts to check, chosen by ``seed``. The manifest and its counts are always checked.
+        resume: a file that records sound parts. Parts recorded there are not read again, even if they have changed
+            since.
 
     Raises:
-        RunError: there is no run, or it was removed meanwhile.
-        StoreError: the store's, unless it only says that a part is missing.
-        ConfigError: an argument that cannot be.
+        RunError: there is no run, or it was removed during the check.
+        StoreError: the store failed. A missing part is a problem, not an error.
+        ConfigError: an argument is wrong.
     """
     if not 0 < sample <= 1:
         raise ConfigError(f"sample: expected a share of more than 0 and at most 1, such as 0.1, got {sample:g}")
@@ -154,19 +154,21 @@ def _check_run(
 
 
 def _objects_of_no_run(place: Place) -> Iterator[str]:
-    """A description whose id changed is that of an empty run; earlier versions stored no checksum with it."""
+    """Detect a ``run.json`` whose id changed: it describes an empty run. Earlier versions stored no checksum in it."""
     removed = leftovers(place.root, removed_only=True)
     for folder in leftovers(place.root):
         if folder not in removed:
             yield (
-                f"expected the run's objects in {place.folder or 'manifest/, data/'}, got none, and others in "
-                f"{folder or 'manifest/, data/'}, which nothing names: run.json was deleted or changed. Restore it"
+                f"expected the run's objects in {place.folder or 'manifest/, data/'}, got none there, but objects in "
+                f"{folder or 'manifest/, data/'} that nothing names: run.json was deleted or changed. Restore it"
             )
 
 
 class _SoundParts:
-    """Parts that were found sound before: a line of JSON each in a file. Lines of earlier versions do not name the run:
-    see ``is_of_run``."""
+    """File of parts that were found sound, one line of JSON for each.
+
+    Lines of earlier versions do not name the run: see ``is_of_run``.
+    """
 
     def __init__(self, path: Path | None):
         self._path = path
@@ -180,14 +182,14 @@ class _SoundParts:
                         f.write("\n")
             except (OSError, UnicodeDecodeError) as e:
                 raise ConfigError(
-                    f"resume: expected a file to note sound parts in, {path} cannot be one: {e}; name another"
+                    f"resume: expected a file to record sound parts in, got {path}: {e}. Name another file"
                 ) from e
             for line in text.splitlines():
                 try:
                     d = json.loads(line)
                     self._sound[d.get("run"), d["part"], d["crc32c"]] = {n: int(d[n]) for n in _TALLIED}
                 except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
-                    continue  # the last line of a process that was killed
+                    continue  # a killed process may have written an incomplete last line
 
     def take(self, place: Place, receipt: Receipt, report: VerifyReport) -> bool:
         runs = (run for run in (place.id, None) if is_of_run(run, place))
@@ -212,19 +214,19 @@ def _check(place: Place, receipt: Receipt) -> tuple[VerifyReport, list[str]]:
     tally = VerifyReport(parts=1)
     try:
         return tally, list(_check_part(place.store, receipt, tally))
-    except NotFound:  # before or while it was read
+    except NotFound:  # missing, or removed while it was read
         gone = VerifyReport(parts=1)
         if is_removed(place.store, receipt.part or "", place.version):
             gone.consumed = 1
             return gone, []
         return gone, [
             "expected the part that a receipt names, got no such object. Run the same extraction again: it computes "
-            "the missing samples anew"
+            "the missing samples"
         ]
 
 
 def _check_part(store: Store, receipt: Receipt, report: VerifyReport) -> Iterator[str]:
-    """What is wrong with a part; nothing after the first sign that its bytes changed, but for where that is."""
+    """Yield messages about a part. If its bytes changed, the messages after the checksum's locate the change."""
     name = receipt.part or ""
     size = store.head(name).size
     if size != receipt.size:
@@ -247,7 +249,7 @@ def _check_content(source: _Stream, receipt: Receipt, report: VerifyReport) -> I
     if len(part.segments) != len(receipt.segments):
         yield f"expected {len(receipt.segments)} segments, as its receipt says, got {len(part.segments)}"
         return
-    # All token ids lie before all states: in this order nothing is read twice.
+    # Token ids are stored before all states, so this order reads nothing twice.
     sound = []
     for proof in receipt.segments:
         try:
@@ -278,7 +280,7 @@ def _check_segment(part: Part, proof: SegmentProof) -> Iterator[str]:
     s = proof.segment
     is_whole = s.columns == 1 and s.num_tokens == s.total and not is_mean(info.segment)
     if is_whole and proof.sample_hash not in ("", got):
-        yield f"{s.key!r}: expected token ids of hash {proof.sample_hash}, as the receipt says of the sample, got {got}"
+        yield f"{s.key!r}: expected token ids of hash {proof.sample_hash}, the receipt's hash of the sample, got {got}"
     mask = part.attached_shape(proof.slot, LOSS_MASK)
     if mask not in (None, (s.total,)):
         yield f"{s.key!r}: expected a loss mask of {s.total} tokens, got shape {mask}"
@@ -288,7 +290,7 @@ def _check_segment(part: Part, proof: SegmentProof) -> Iterator[str]:
 
 
 def _count_values(part: Part, i: int, info: SegmentInfo, report: VerifyReport) -> None:
-    if info.dtype not in FLOATS:  # ids: scanned for their checksums alone
+    if info.dtype not in FLOATS:  # ids: scanned only to check their checksums
         for _ in part.scan(i):
             pass
         return
@@ -306,8 +308,10 @@ def _count_values(part: Part, i: int, info: SegmentInfo, report: VerifyReport) -
 
 
 def _check_samples(store: Store, manifest: Manifest, sound: set[str]) -> Iterator[Problem]:
-    """Samples in ``sound`` parts whose segments do not make one sample. Receipts do not name points and layers: no
-    check of one part against its receipt finds that."""
+    """Yield a problem for each sample in ``sound`` parts whose segments do not fit together.
+
+    Receipts do not name points and layers, so that checking each part against its receipt cannot find this.
+    """
 
     @lru_cache(maxsize=8)
     def opened(name: str) -> Part:
@@ -320,7 +324,7 @@ def _check_samples(store: Store, manifest: Manifest, sound: set[str]) -> Iterato
             try:
                 Sample(record.key, record.segments, opened, store.url).check()
             except NotFound:
-                continue  # consumed
+                continue  # removed after use
             except HsxError as e:
                 yield Problem(min(parts), str(e))
 
@@ -337,19 +341,19 @@ def _check_counts(store: Store, manifest: Manifest) -> Iterator[str]:
     here = count(Manifest(r for r in manifest.receipts if r.attempt <= complete["attempt"]))
     for name, told in complete["counts"].items():
         if name in here and here[name] != told:
-            yield f"completed attempt: expected {told} {name}, got {here[name]} by its receipts"
+            yield f"completed attempt: expected {told} {name}, got {here[name]} in its receipts"
 
 
 class _Stream:
-    """A source that reads one object once, from its begin to its end, in blocks, and sums their checksum.
+    """A source that reads one object once from start to end, in blocks, and computes its checksum.
 
-    What is asked for further on is answered from the block at hand; what lies behind is fetched again.
+    Ranges in the current block or after it are served from the stream. Earlier ranges are fetched again.
     """
 
     def __init__(self, store: Store, name: str, size: int):
         self.url, self.name, self.size = store.url, name, size
         self._store = store
-        self._at = 0  # where ``_held`` begins
+        self._at = 0  # offset of ``_held`` in the object
         self._held = bytearray()
         self._crc = 0
 
@@ -363,7 +367,7 @@ class _Stream:
         if start < self._at:
             return self._store.get_ranges(name, [(start, stop)])[0]
         if stop > self.size:
-            raise ValueError(f"{name}: expected at least {stop} bytes, there are {self.size}")
+            raise ValueError(f"{name}: expected at least {stop} bytes, got {self.size}")
         while self._end < stop:
             if self._end < start:
                 self._drop(self._end)
@@ -372,7 +376,7 @@ class _Stream:
         return memoryview(bytes(self._held[: stop - start]))
 
     def finish(self) -> str:
-        """Read what is left; the checksum of all, as receipts write it."""
+        """Read the rest of the object. Return the checksum of all its bytes, as in receipts."""
         while self._end < self.size:
             self._drop(self._end)
             self._read()

@@ -1,4 +1,4 @@
-"""Which of a training job's processes this is, and a number that its workers share."""
+"""Rank and world size of a training process, and a number that it shares with its workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hsx_dist.errors import ConfigError
 
 
 class SharedNumber:
-    """A number that workers of a ``DataLoader`` see change, where there is torch."""
+    """A number in memory that the workers of a ``DataLoader`` share. Not shared without torch."""
 
     def __init__(self) -> None:
         self._tensor: Any = None
@@ -31,12 +31,12 @@ class SharedNumber:
 
 
 def world_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Rank and number of processes: those given, else torch.distributed's, else the environment's (torchrun's).
+    """Rank and world size: the arguments, else from torch.distributed, else from the environment (torchrun).
 
-    Raises ``ConfigError`` where one is given without the other, or the rank is not below the number.
+    Raises ``ConfigError`` if only one is given, or if the rank is not below the world size.
     """
     if (rank is None) != (world_size is None):
-        raise ConfigError("rank, world_size: expected both or none, got one. Give the other one")
+        raise ConfigError("rank, world_size: expected both or none, got one. Give both")
     if rank is None or world_size is None:
         rank, world_size = _found_world()
     if not 0 <= rank < world_size:

@@ -122,7 +122,7 @@ def test_a_shuffled_epoch_goes_on_after_lost_samples_were_computed_again(place: 
         resumed = data()
         resumed.load_state_dict(loaded)
         assert [item["key"] for item in resumed] == whole_epoch[7:]
-    with pytest.raises(ConfigError, match="Begin the epoch anew"):
+    with pytest.raises(ConfigError, match="Begin the epoch again"):
         data().load_state_dict({**state, "order": "0" * 16})
 
 

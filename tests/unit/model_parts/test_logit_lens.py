@@ -115,12 +115,12 @@ def test_what_has_no_logits_is_refused(computed: Computed, tmp_path: Path) -> No
     for message, asked in (
         ("point: expected one of the residual stream, hidden_states, .* got 'mlp_out'", {"point": "mlp_out"}),
         ("layer: expected one of point 'resid_mid', got none", {"point": "resid_mid"}),
-        (r"layers: \[4\] of point 'resid_mid' are not stored; stored are 1", {"point": "resid_mid", "layers": [4]}),
+        (r"layers: expected layers of point 'resid_mid' among 1, got \[4\]", {"point": "resid_mid", "layers": [4]}),
         ("expected points among mlp_out, resid_mid, got no hidden states", {}),
         ("got no point 'resid_pre'", {"layers": [2]}),
         ("k: expected at least 1, got 0", {"k": 0}),
         ("layers: expected at least one", {"layers": []}),
-        ("expected consecutive ones", {"point": "resid_mid", "layers": [1], "tokens": slice(0, 9, 2)}),
+        ("expected consecutive tokens", {"point": "resid_mid", "layers": [1], "tokens": slice(0, 9, 2)}),
     ):
         with pytest.raises(ConfigError, match=message):
             lens.top_k(sample, **asked)

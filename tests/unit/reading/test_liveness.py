@@ -41,9 +41,9 @@ def test_a_driver_that_ends_while_it_is_watched_is_not_called_alive(store: Memor
 def test_a_beat_a_first_one_or_a_newer_attempt_is_life(store: MemoryStore) -> None:
     take_attempt(store, {})
     assert observe(store, 9, sleep=lambda _: beat(store, 1, 1, "running")).state == "running"
-    with pytest.raises(RunError, match="attempt 1 is alive"):
+    with pytest.raises(RunError, match="attempt 1, which is alive"):
         require_dead(store, sleep=lambda _: beat(store, 1, 2, "running"))
-    with pytest.raises(RunError, match="attempt 2 is alive"):
+    with pytest.raises(RunError, match="attempt 2, which is alive"):
         require_dead(store, sleep=lambda _: take_attempt(store, {}))
 
 

@@ -147,7 +147,7 @@ def test_a_damaged_state_is_a_typed_error(url: str, change: dict[str, Any]) -> N
 
 
 def test_a_repeating_data_set_without_tokens_ends_with_an_error(url: str) -> None:
-    with pytest.raises(ConfigError, match="expected some tokens, got none of a whole epoch"):
+    with pytest.raises(ConfigError, match="expected some tokens, got none in a whole epoch"):
         next(iter(PackedContexts(HiddenStatesDataset(url, layers=[15], tokens=slice(70, None), repeat=True), 1, 8)))
 
 

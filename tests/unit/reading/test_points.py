@@ -139,7 +139,7 @@ def test_points_are_a_list_of_names(points: Any) -> None:
 
 def test_a_layer_that_one_of_the_points_lacks_is_named() -> None:
     sample = run_of(point_sample("a").segments(0))["a"]
-    with pytest.raises(ConfigError, match=r"layers: \[3\] of point 'mlp_out' are not stored; stored are 7"):
+    with pytest.raises(ConfigError, match=r"layers: expected layers of point 'mlp_out' among 7, got \[3\]"):
         sample.load([3], points=["q", "mlp_out"])
 
 

@@ -156,7 +156,7 @@ def test_a_description_without_a_checksum_is_read_and_a_changed_id_is_named() ->
     assert Run(store).keys() == ["a"]
     store.objects["run.json"] = plain.replace(place.id, "0" * 16).encode()
     [problem] = verify_run(store).problems
-    assert f"and others in run-{place.id}/, which nothing names" in problem.message
+    assert f"but objects in run-{place.id}/ that nothing names" in problem.message
 
 
 def test_a_checksum_that_does_not_match_is_a_typed_error() -> None:
