@@ -119,7 +119,7 @@ class PointCopier:
         """Plan the copy of column ``number`` of ``save``.
 
         Raises:
-            ConfigError: the ring cannot hold a page of it.
+            ConfigError: the ring cannot hold a page of this column.
         """
         chosen = save.columns[number].layers
         places = torch.from_numpy(save.block_ids)

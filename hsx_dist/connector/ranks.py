@@ -188,10 +188,10 @@ class RankComparison:
         if worst == 0:
             return
         rank, _, layer = (int(i) for i in np.unravel_index(int(distances.argmax()), distances.shape))
-        where = f"ranks 0 and {rank} differ by {worst:.2g} of a row's size at layer {self._layer_ids[layer]}"
+        where = f"a distance of {worst:.2g} between ranks 0 and {rank} at layer {self._layer_ids[layer]}"
         if worst > self._tolerance:
             raise ConfigError(
-                f"{self._model}: expected the same {self._point} on all {len(gathered)} tensor-parallel ranks, but "
+                f"{self._model}: expected the same {self._point} on all {len(gathered)} tensor-parallel ranks, got "
                 f"{where}. The model captures sums before they are reduced over ranks. Set tensor_parallel_size to 1, "
                 "or use another model"
             )
