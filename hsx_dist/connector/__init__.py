@@ -1,4 +1,4 @@
-"""The part that runs inside vLLM. Importing this package imports nothing of vLLM; asking for the class does."""
+"""The part that runs inside vLLM. Importing this package does not import vLLM; access to the class does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The points that an engine captures, and the columns of a sample that are made of them. This needs no vLLM."""
+"""The points that an engine captures, and the columns of a sample made from them. Needs no vLLM."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hsx_dist.page import HIDDEN_STATES
 
 @dataclass(frozen=True, slots=True)
 class CapturedPoint:
-    """One point as a rank caches it.
+    """A point in the cache of one rank.
 
     Attributes:
         layers: layer ids, in the order of the cache's layer axis.
         width: length of this rank's row.
         dtype: torch's name.
-        head: length of a head, where a row is made of heads; 0: it is not.
-        shard: the part of the row that this rank stores; None: an earlier rank has the same numbers.
-        shards: parts of the whole row. With one, every rank has the row, and the sample's owner stores it.
+        head: length of a head, if a row consists of heads; else 0.
+        shard: index of the part of the row that this rank stores; None: an earlier rank has the same numbers.
+        shards: number of parts of the whole row. With one, every rank has the row, and the sample's owner stores it.
     """
 
     name: str
@@ -41,16 +41,16 @@ class Column:
     shards: int = 1
 
 
-#: Of a sample of hidden states alone, with all captured layers.
+#: Columns of a sample that has only hidden states, with all captured layers.
 ONE_COLUMN = (Column(),)
 
 
 def columns_of(chosen: Mapping[str, tuple[int, ...]], captured: Iterable[CapturedPoint]) -> tuple[Column, ...]:
-    """The columns of a sample, in the order of ``captured``.
+    """Return the columns of a sample, in the order of ``captured``.
 
     Args:
         chosen: for each point its layer ids, all of them captured.
-        captured: as any rank reports them: name, layers and shards are the same on all.
+        captured: the points of any rank: name, layers and shards are the same on all ranks.
     """
     columns = []
     for point in captured:

@@ -1,9 +1,9 @@
-"""``HiddenStatesConnector``: vLLM's calls, handed to the scheduler half or the worker half.
+"""``HiddenStatesConnector``: passes vLLM's calls to the scheduler half or the worker half.
 
-vLLM builds this class twice, in the scheduler's process and in every worker; the two share nothing.
+vLLM makes one instance in the scheduler's process and one in every worker. The instances share no state.
 """
 
-# vLLM names the arguments; which of them we need is our affair.
+# vLLM defines the methods' arguments; not every method needs all of them.
 # ruff: noqa: ARG002
 
 from __future__ import annotations
@@ -72,8 +72,10 @@ log = get_logger(__name__)
 
 
 class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
-    """Ships the hidden states that ``extract_hidden_states`` caches, or the points that taps cache
-    (``taps.capture_config.additional_config``), in ``kv_transfer_config``:
+    """Connector that ships the hidden states that ``extract_hidden_states`` caches, or the points that taps cache
+    (``taps.capture_config.additional_config``).
+
+    Set in ``kv_transfer_config``:
     ``{"kv_connector": "HiddenStatesConnector", "kv_role": "kv_producer", "kv_connector_extra_config": {...}}``
     (keys: ``ConnectorConfig``)."""
 
@@ -91,7 +93,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._loads = Loads()
         self._ranks: Ranks | None = None
         self._agreements: list[RankComparison] = []
-        self._points: tuple[CapturedPoint, ...] = ()  # of this rank
+        self._points: tuple[CapturedPoint, ...] = ()  # this rank's
         self._taps: TapWatch | None = None
         self._worker: WorkerHalf | None = None  # only on ranks that store
         self._outlet: Outlet | None = None
@@ -125,14 +127,14 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             never_draft(request)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """What the workers capture by taps, by rank."""
+        """Set the points that the workers capture by taps. ``metadata``: by rank."""
         if self._layer_ids is not None:
-            return  # another connector's, in a MultiConnector
+            return  # without taps, the metadata is of another connector in a MultiConnector
         first = metadata.get(0)
         if not isinstance(first, CapturedMetadata):
             raise ConfigError(
-                f"expected the workers' captured points, got {type(first).__name__}: vLLM passes on what one connector "
-                "of a MultiConnector says. Put HiddenStatesConnector first in it"
+                f"expected the workers' captured points, got {type(first).__name__}. vLLM passes on the metadata of "
+                "only one connector of a MultiConnector. Put HiddenStatesConnector first"
             )
         self._capture(first.points)
 
@@ -148,7 +150,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self._scheduler is not None
-        self._loads.reset()  # of requests that did not get their blocks
+        self._loads.reset()  # also for requests that did not get their blocks
         return self._scheduler.build_meta(scheduler_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -176,8 +178,11 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A request that is preempted at its very end is computed again: else we were handed blocks that are free. vLLM
-        asks the configured role instead; ours always produces."""
+        """True: a request that is preempted at its end is computed again. Otherwise the connector would get freed
+        blocks.
+
+        The base class derives this from ``kv_role`` instead; this connector always produces.
+        """
         return True
 
     # -- every worker rank ---------------------------------------------------------------------------------------
@@ -214,9 +219,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         layer_ids: tuple[int, ...],
         others: Sequence[Any],
     ) -> tuple[CapturedPoint, torch.Tensor]:
-        """The cache of vLLM's own extraction."""
+        """Return the point and the cache of vLLM's own extraction."""
         if len(layers) != 1:
-            raise ConfigError(f"expected one hidden-state cache layer, found {len(layers)}: {sorted(layers)}")
+            raise ConfigError(f"expected one hidden-state cache layer, got {len(layers)}: {sorted(layers)}")
         (name, layer), *_ = layers.items()
         cache = layers_first(kv_caches[name], len(layer_ids), self._block_size, VLLM_VERSION)
         captures.check_layer_zero(
@@ -237,7 +242,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def _tapped(
         self, layers: Mapping[str, Any], kv_caches: dict[str, torch.Tensor], group: Any
     ) -> list[tuple[CapturedPoint, torch.Tensor]]:
-        """The caches of the taps."""
+        """Return the points and the caches of the taps."""
         from hsx_dist.taps.point_cache import PointCache
 
         found = [layer for layer in layers.values() if isinstance(layer, PointCache)]
@@ -259,11 +264,11 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return caches
 
     def _open(self, caches: list[tuple[CapturedPoint, torch.Tensor]], group: Any) -> None:
-        """Make what this rank stores with, if it stores."""
+        """Make this rank's outlet and worker half, if the rank stores."""
         settings = self._settings
         self._ranks = ranks_of(group, one_node=settings.one_node, limit=settings.owners, points=self._points)
         if settings.transport == "attach":
-            # A process that vLLM made, and in which nobody has told our lines where to go and what to say of it.
+            # vLLM started this process, so its logging is not configured yet.
             about = {"run": settings.output, "replica": settings.replica or "", "rank": str(self._ranks.rank)}
             configure_logging(logging.INFO, **about)
         if not self._ranks.stores:
@@ -274,7 +279,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             caches,
             self._outlet,
             page_bytes=self._settings.page_bytes,
-            # Where every sample is an object of its own, it is one segment however long it is.
+            # With one object per sample, each sample is one segment of any length.
             segment_bytes=self._settings.segment_bytes if self._settings.layout == "part" else sys.maxsize,
         )
 
@@ -282,7 +287,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return None if self._taps is None else CapturedMetadata(self._points)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Called before the model runs; ``start_load_kv`` comes after it where nothing is to be loaded."""
+        """Begin a step. vLLM calls this before the model runs, but ``start_load_kv`` after it if nothing is loaded."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
             assert isinstance(connector_metadata, StepMetadata)
@@ -296,7 +301,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         pass
 
     def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
-        pass  # vLLM's cache-only layer has written the states; they are read when the request has ended
+        pass  # vLLM's cache-only layer writes the states; they are read after the request ends
 
     def wait_for_save(self) -> None:
         pass
@@ -320,7 +325,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def pending(self) -> int:
-        """Requests whose states this half has not passed on yet (worker half: or not stored yet, where it stores)."""
+        """Number of requests whose states this half has not passed on. A worker half that stores: not stored yet."""
         if self._scheduler is not None:
             return self._scheduler.pending
         waiting = self._worker.pending if self._worker is not None else 0
@@ -367,10 +372,12 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def hidden_state_group(kv_cache_config: KVCacheConfig, model: str = "this model", *, tapped: bool = False) -> int:
-    """Index of the cache group that holds the hidden states, found by its spec. ``tapped``: the group of all points.
+    """Return the index of the cache group that holds the hidden states, by its spec.
+
+    ``tapped``: the engine has taps, and one group must hold all points.
 
     Raises:
-        ConfigError: the model's cache does not keep them in a group of their own kind; with taps, there are several.
+        ConfigError: no single group has the spec of hidden states; with taps, there are several groups.
     """
     groups = kv_cache_config.kv_cache_groups
     if tapped:
@@ -387,13 +394,13 @@ def hidden_state_group(kv_cache_config: KVCacheConfig, model: str = "this model"
         return 0  # one uniform group holds everything (MLA models)
     kinds = [type(g.kv_cache_spec).__name__ for g in groups]
     raise ConfigError(
-        f"{model}: expected one hidden-state cache group, found {len(found)} among {kinds}: its cache has a form whose "
-        "hidden states cannot be told from its keys and values; this model is not supported"
+        f"{model}: expected one hidden-state cache group, got {len(found)} among {kinds}. The connector cannot "
+        "distinguish hidden states from keys and values in this cache, so it does not support the model"
     )
 
 
 def make_outlet(settings: ConnectorConfig, vllm_config: VllmConfig) -> Outlet:
-    """Where this rank's pages go; called once the worker is set up."""
+    """Build this rank's outlet. Call it after the worker is set up."""
     if settings.address is None:
         return store_outlet(settings, vllm_config)
     if settings.transport == "inline":
@@ -405,6 +412,6 @@ def make_outlet(settings: ConnectorConfig, vllm_config: VllmConfig) -> Outlet:
 
 
 def pending_of(connector: Any) -> int:
-    """Requests that one connector, ours or vLLM's ``MultiConnector`` of ours, has not passed on yet."""
+    """Return how many requests a ``HiddenStatesConnector``, or those in a ``MultiConnector``, have not passed on."""
     children = getattr(connector, "sub_connectors", [connector])  # vLLM's MultiConnector
     return sum(c.pending for c in children if isinstance(c, HiddenStatesConnector))

@@ -1,4 +1,4 @@
-"""What the connector reads from ``kv_connector_extra_config``."""
+"""The connector's settings in ``kv_connector_extra_config``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hsx_dist.logger import get_logger
 
 log = get_logger(__name__)
 
-#: The keys of vLLM's own connector → ours.
+#: Keys of vLLM's own connector → keys of this connector.
 VLLM_KEYS = {
     "shared_storage_path": "output",
     "allow_custom_save_path": "allow_custom_save_path",
@@ -24,7 +24,7 @@ VLLM_KEYS = {
 }
 
 
-#: Settings of earlier versions, by value: what ``transport`` is instead.
+#: Settings of earlier versions: name → value → the value of ``transport`` that replaces it.
 RENAMED = {
     "writers": {"threads": "inline", "process": "spawn"},
     "via": {"process": "inline", "socket": "attach", "store": "spawn"},
@@ -32,27 +32,29 @@ RENAMED = {
 
 
 class ConnectorConfig(BaseModel):
-    """The ``hsx`` table of ``kv_connector_extra_config``; vLLM's own keys stand beside it (``VLLM_KEYS``).
+    """The ``hsx`` table of ``kv_connector_extra_config``. vLLM's own keys are next to the table (``VLLM_KEYS``).
 
-    With an ``address`` pages go to a job's writers: ``inline`` to an end registered in this process under that name
-    (``transport.local_end.register``), ``attach`` to the process that listens there and knows ``authkey``. Without one
-    the connector is bare: it stores under ``output`` itself (one sample an object, no run).
+    With an ``address``, pages go to a job's writers. ``inline``: to an end that ``transport.local_end.register``
+    registered in this process under that name. ``attach``: to the process that listens there with the same ``authkey``.
+    Without an ``address`` the connector is bare: it stores under ``output`` itself (one sample an object, no run).
     """
 
     model_config = ConfigDict(extra="forbid")
 
     transport: Literal["inline", "attach", "spawn"] = Field(
         "spawn",
-        description="where pages go: inline, to writers in the engine's process (for stores that only it knows); "
-        "attach, to a process that listens at ``address``; spawn, to a process that the connector starts, which does "
-        "not share the engine's interpreter lock",
+        description="where pages go. inline: writers in the engine's process, for stores that exist only there. "
+        "attach: a process that listens at ``address``. spawn: a process that the connector starts, which does not "
+        "share the engine's interpreter lock",
     )
     address: str | None = None
     #: Hexadecimal. A ``SecretStr``: vLLM logs its configuration.
     authkey: SecretStr | None = None
     output: str = Field(min_length=1)
     storage_options: dict[str, Any] = Field(
-        default_factory=dict, repr=False, description="fsspec's, for ``output``; ``${env:NAME}`` is a variable's value"
+        default_factory=dict,
+        repr=False,
+        description="fsspec's options for ``output``; ``${env:NAME}`` is an environment variable's value",
     )
     layout: Literal["part", "sample"] = "sample"
     codec: str | dict[str, Any] = "none"
@@ -63,38 +65,40 @@ class ConnectorConfig(BaseModel):
     include_output_tokens: bool = False
     aborted_outputs: Literal["store", "drop"] = Field(
         "store",
-        description="what becomes of a request with include_output_tokens that was aborted (or ended by a stop "
-        "string): what was computed of it is stored and labelled, or nothing",
+        description="for a request with include_output_tokens that was aborted, or that a stop string ended. store: "
+        "the computed tokens are stored and labelled. drop: nothing is stored",
     )
     on_bad_rows: Literal["flag", "fail"] = Field(
-        "flag", description="a sample with non-finite rows or an all-zero layer: stored and labelled, or not stored"
+        "flag",
+        description="for a sample with non-finite rows or an all-zero layer. flag: it is stored and labelled. fail: it "
+        "is not stored",
     )
     allow_custom_save_path: bool = Field(False, description="a client may choose a name under ``output``")
     use_synchronization_lock: bool = Field(
-        True, description="on a local disk, PATH.lock is held until the object is there, as vLLM's connector does"
+        True, description="on a local disk, PATH.lock is held until the object is stored, as in vLLM's connector"
     )
     cache_writes: Literal["vllm", "direct"] = Field(
         "vllm",
-        description="how states get into the cache: by vLLM's own three copies, or by one (V1 runner, no data "
-        "parallelism; elsewhere vLLM's)",
+        description="how states get into the cache. vllm: by vLLM's own three copies. direct: by one copy (V1 runner, "
+        "no data parallelism; elsewhere by vLLM's)",
     )
     owners: int | None = Field(
         None,
         ge=1,
-        description="at most so many ranks, from 0, copy and ship; null: all that can (``one_node``)",
+        description="limit of the ranks that copy and ship, from rank 0; null: all ranks that can (``one_node``)",
     )
-    replica: str | None = Field(None, description="the job's replica whose engine this is, for its ranks' log lines")
+    replica: str | None = Field(None, description="name of the job's replica that runs this engine, for log lines")
     ttl_seconds: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="objects may be removed by hsx gc after so long"
+        None, gt=0, allow_inf_nan=False, description="seconds after which hsx gc may remove objects"
     )
     inline_bytes: int = Field(
         16 << 20,
         gt=0,
-        description="limit of the states that one answer holds (``hsx_dist.serving``); all answers of a server process "
-        "together hold at most 16 times as much",
+        description="limit of the bytes of states in one answer (``hsx_dist.serving``); all answers of a server "
+        "process together hold at most 16 times as much",
     )
     drain_seconds: float = Field(
-        4.0, ge=0, allow_inf_nan=False, description="how long shutdown waits for what was copied to be stored"
+        4.0, ge=0, allow_inf_nan=False, description="seconds that shutdown waits for copied states to be stored"
     )
 
     @property
@@ -112,22 +116,22 @@ class ConnectorConfig(BaseModel):
 
     @property
     def encoded_bytes(self) -> int:
-        """Limit of the bytes that a bare connector's writers hold encoded; one larger sample is stored alone."""
+        """Limit of the encoded bytes that a bare connector's writers hold; a larger sample is stored alone."""
         return self.in_flight_bytes * 3 // 10
 
     @property
     def sample_bytes(self) -> int:
-        """Limit of what samples occupy besides their states: metadata, token ids, attached arrays, objects."""
+        """Limit of the samples' bytes other than states: metadata, token ids, attached arrays, Python objects."""
         return self.in_flight_bytes // 20
 
     @property
     def one_node(self) -> bool:
-        """Whether only ranks on one node can store: the others have another disk, or cannot reach ``address``."""
+        """Whether only ranks on one node can store: others have another disk, or cannot reach ``address``."""
         return not self.bare or self.local
 
     @property
     def one_object(self) -> bool:
-        """Every sample is an object of its own, whose name the answer can tell."""
+        """Whether each sample is one object, so that the answer can name it."""
         return self.layout == "sample" and self.bare
 
 
@@ -143,7 +147,10 @@ def read_connector_config(extra: Mapping[str, Any]) -> ConnectorConfig:
             table.setdefault(ours, extra[theirs])
     for name in extra:
         if name != "hsx" and name not in VLLM_KEYS:
-            log.warning("kv_connector_extra_config[%r] is not ours and is ignored; ours stand under 'hsx'", name)
+            log.warning(
+                "kv_connector_extra_config[%r] is unknown and ignored. Settings of this connector belong under 'hsx'",
+                name,
+            )
     for old, values in RENAMED.items():
         if old in table:
             new = values.get(table[old], "inline, attach or spawn")
@@ -152,8 +159,8 @@ def read_connector_config(extra: Mapping[str, Any]) -> ConnectorConfig:
     if isinstance(options := table.get("storage_options"), Mapping):
         for secret in secret_paths(options, ("hsx", "storage_options")):
             raise ConfigError(
-                f"{'.'.join(secret)}: expected no credential, as vLLM logs its configuration and command lines are "
-                "visible, got one. Set it in the environment and write ${env:NAME}, or use a profile or role"
+                f"{'.'.join(secret)}: expected no credential, got one. vLLM logs its configuration, and other users "
+                "can read command lines. Set it in the environment and write ${env:NAME}, or use a profile or role"
             )
         table["storage_options"] = with_environment(options)
     try:
@@ -171,13 +178,13 @@ def read_connector_config(extra: Mapping[str, Any]) -> ConnectorConfig:
         )
     if settings.bare and settings.layout == "part":
         raise ConfigError(
-            "hsx.layout: expected 'sample' where the connector stores by itself (parts need a run, whose driver proves "
-            "them), got 'part'; leave it out, or run a job"
+            "hsx.layout: expected 'sample' without hsx.address, got 'part'. Parts need a run, whose driver checks "
+            "them. Omit hsx.layout, or run a job"
         )
-    # Where every sample is an object of its own there are no segments.
+    # With one object per sample, samples are not cut into segments.
     if settings.layout == "part" and settings.in_flight_bytes < 2 * settings.segment_bytes:
         raise ConfigError(
-            f"in_flight_bytes must hold two segments: expected at least {2 * settings.segment_bytes}, got "
-            f"{settings.in_flight_bytes}; raise in_flight_bytes or lower segment_bytes"
+            f"in_flight_bytes: expected at least {2 * settings.segment_bytes} (two segments), got "
+            f"{settings.in_flight_bytes}. Raise in_flight_bytes or lower segment_bytes"
         )
     return settings

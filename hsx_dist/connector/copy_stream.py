@@ -16,7 +16,7 @@ from hsx_dist.writers.daemon import DaemonPool
 
 
 class Event(Protocol):
-    """A point in a stream's work, or a copy that was started."""
+    """A position in a stream's queued work, or a started copy."""
 
     def query(self) -> bool:
         """Return whether all work up to this point has ended. A copy that failed has ended."""
@@ -58,20 +58,20 @@ class CopyStream(Protocol):
         """Make copies that start later wait for the model's work that is queued now, and for no later work."""
 
     def start(self, copies: Sequence[Callable[[], None]]) -> list[Event]:
-        """Start the copies. An error of a copy reaches ``synchronize`` of its own event, and nothing else."""
+        """Start the copies. If a copy fails, only ``synchronize`` of that copy's event raises its error."""
 
     def wait(self, seconds: float) -> None:
-        """Block until the started copies end, at most ``seconds``; for an engine without other work."""
+        """Block until the started copies end, for at most ``seconds``. Used when the engine has no other work."""
 
     def close(self) -> None:
         """Block until the started copies end. No copy may be started later."""
 
 
 def copy_stream_for(cache: torch.Tensor) -> CopyStream:
-    """The copy stream for copies out of ``cache``.
+    """Return a copy stream for copies out of ``cache``.
 
     Raises:
-        ConfigError: there are no copies out of memory of this device.
+        ConfigError: copies from this device are not supported.
     """
     if cache.device.type == "cuda":  # ROCm's too
         return DeviceCopyStream(Cuda(cache.device))
@@ -119,7 +119,7 @@ class CudaStream:
 
 
 class DeviceCopyStream:
-    """Copies on a stream of their own."""
+    """Copies on a separate stream of the device."""
 
     def __init__(self, device: Device):
         self._device = device
@@ -135,10 +135,10 @@ class DeviceCopyStream:
             error = None
             try:
                 self._stream.launch(copy)
-            except Exception as e:  # noqa: BLE001 - one copy's own: memory that is short, indices that do not fit
+            except Exception as e:  # noqa: BLE001 - affects this copy only: out of memory, indices out of range
                 error = e
-            # Recorded also after an error: a part of the copy may be queued, and until it ends it uses the cache's
-            # blocks and the ring's bytes. A device that is lost raises here; then the engine's step must fail.
+            # Recorded also after an error: part of the copy may be queued, and uses the cache's blocks and the ring's
+            # bytes until it ends. A lost device raises here; then the engine's step must fail.
             self._last = _Copied(self._device, self._stream.record(), error)
             events.append(self._last)
         return events
@@ -154,7 +154,7 @@ class DeviceCopyStream:
 
 
 class _Copied:
-    """The event after a copy, with the error that kept parts of the copy from the stream."""
+    """The event after a copy, with the error of a copy that was not queued whole."""
 
     def __init__(self, device: Device, event: Event, error: Exception | None):
         self._device = device
@@ -173,11 +173,11 @@ class _Copied:
 
 
 class HostCopyStream:
-    """Copies on a thread, on any core that the process was given. The thread sees the model's writes at once.
+    """Copies on a thread, which may run on any core of the process. The thread sees the model's writes at once.
 
-    The thread copies alone. torch would share each copy among a team of threads of this thread's own, in addition to
-    the engine's team; and once a process has more such threads than cores, GNU's OpenMP lets those of every team sleep
-    at each barrier, and an engine's many small operations have many barriers.
+    The thread copies without helper threads. Otherwise torch would split each copy among a second team of OpenMP
+    threads, in addition to the engine's team. Once a process has more such threads than cores, GNU's OpenMP lets the
+    threads of all teams sleep at each barrier. An engine's many small operations have many barriers.
     """
 
     def __init__(self) -> None:
@@ -193,7 +193,7 @@ class HostCopyStream:
         started: list[tuple[Callable[[], None], Future[None]]] = [(copy, Future()) for copy in copies]
         if started:
             self._last = started[-1][1]
-        # At one go: a thread that is woken for each would take the interpreter's lock from a step that is not done.
+        # One submit for all: waking the thread for each copy would take the interpreter's lock from the running step.
         self._thread.submit(_run, started)
         return [_HostEvent(future) for _, future in started]
 
@@ -206,11 +206,11 @@ class HostCopyStream:
 
 
 def _share_nothing(pool: DaemonPool) -> None:
-    """One thread for torch in ``pool``'s only thread, and in no other."""
+    """Set torch's number of threads to one in ``pool``'s only thread, and in no other thread."""
     others = torch.get_num_threads()
-    # A thread takes the number that was set last, by any thread, when it first asks for it: hence asked for here,
-    # before, and set back there, after. Not by torch.set_num_threads, which vLLM's CPU worker makes a no-op for
-    # the whole process once its own threads have their cores.
+    # A thread's first query returns the number that any thread set last. So this thread and the pool's query it first,
+    # and another thread sets it back. torch.set_num_threads does not work here: vLLM's CPU worker replaces it with a
+    # no-op in the whole process once its threads are bound to cores.
     pool.submit(torch.get_num_threads).result()
     pool.submit(torch._C.set_num_threads, 1).result()
     setter = threading.Thread(target=torch._C.set_num_threads, args=(others,))
@@ -219,7 +219,7 @@ def _share_nothing(pool: DaemonPool) -> None:
 
 
 def _run(started: list[tuple[Callable[[], None], Future[None]]]) -> None:
-    with torch.inference_mode():  # as the engine's thread is: each thread has its own mode
+    with torch.inference_mode():  # as on the engine's thread: the mode is per thread
         for copy, future in started:
             try:
                 copy()

@@ -1,4 +1,4 @@
-"""What the connector requires of an engine's configuration, and which of its limits it warns of."""
+"""Checks of an engine's configuration: errors for unsupported settings, warnings for limits that are too low."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-#: Devices that ``side.copy_stream_for`` copies from. vLLM calls ROCm ``cuda`` too.
+#: Devices that ``copy_stream.copy_stream_for`` supports. vLLM calls ROCm ``cuda`` too.
 DEVICES = ("cpu", "cuda")
 
 
 def check_engine(vllm_config: VllmConfig) -> tuple[int, ...] | None:
-    """Return the layer ids that vLLM's extraction captures, in the order of the cache's layer axis, which vLLM sorts;
-    None for an engine with taps, whose workers know what they capture.
+    """Return the layer ids that vLLM's extraction captures, in the order of the cache's layer axis, which vLLM sorts.
+
+    Returns None for an engine with taps, whose workers report what they capture.
 
     Raises:
         ConfigError: the engine does not run the ``extract_hidden_states`` method, does not generate, has a device
@@ -40,7 +41,7 @@ def check_engine(vllm_config: VllmConfig) -> tuple[int, ...] | None:
     if spec is None or spec.method != "extract_hidden_states":
         raise ConfigError(
             "speculative_config: expected {'method': 'extract_hidden_states', ...}, got "
-            f"{f'method {spec.method!r}' if spec else 'none'}. HiddenStatesConnector needs this method; set it"
+            f"{f'method {spec.method!r}' if spec else 'none'}. Set this method; HiddenStatesConnector needs it"
         )
     model = vllm_config.model_config
     if model.runner_type != "generate":
@@ -65,17 +66,17 @@ def _check_device(vllm_config: VllmConfig) -> None:
     device = vllm_config.device_config.device_type
     if device not in DEVICES:
         raise ConfigError(
-            f"device: expected one of {', '.join(DEVICES)}, got {device!r}: there is no code to copy from it. Use a "
-            "CPU or a GPU that vLLM drives through CUDA or ROCm"
+            f"device: expected one of {', '.join(DEVICES)}, got {device!r}. The connector cannot copy from it. Use a "
+            "CPU, or a GPU that vLLM supports through CUDA or ROCm"
         )
 
 
 def warn_of_long_samples(settings: ConnectorConfig, longest: int, token_bytes: int) -> None:
-    """Log a warning if the states of one request can exceed what a bare connector's writers hold encoded."""
+    """Log a warning if one request's states can exceed a bare connector's limit of encoded bytes."""
     if settings.bare and longest * token_bytes > settings.encoded_bytes:
         log.warning(
             "a request of max_model_len=%d tokens has %d bytes of states, and in_flight_bytes=%d allows %d encoded "
-            "bytes: the writers of each worker hold one such request whole, beyond in_flight_bytes. Provide memory, "
+            "bytes. The writers of each worker hold one such request whole, beyond in_flight_bytes. Provide memory, "
             "raise in_flight_bytes, or lower --max-model-len",
             longest,
             longest * token_bytes,
@@ -85,7 +86,7 @@ def warn_of_long_samples(settings: ConnectorConfig, longest: int, token_bytes: i
 
 
 def warn_of_short_limits(settings: ConnectorConfig, vllm_config: VllmConfig) -> None:
-    """Say which of the engine's own limits would cut off what the connector is still doing at its end.
+    """Log a warning for each shutdown limit of the engine that is shorter than ``drain_seconds``.
 
     Raises:
         ConfigError: the drafter would skip states of long sequences.
@@ -98,25 +99,24 @@ def warn_of_short_limits(settings: ConnectorConfig, vllm_config: VllmConfig) -> 
     if drafter is not None and drafter < longest:
         # vLLM then writes no states for a whole batch, whenever its longest sequence exceeds the drafter's limit.
         raise ConfigError(
-            f"expected a drafter that takes sequences as long as the model's ({longest} tokens), got {drafter}: "
-            "states of longer ones would be missing; do not set speculative_config's max_model_len, or lower the "
-            "model's"
+            f"expected a drafter with the model's max_model_len ({longest} tokens), got {drafter}. States of longer "
+            "sequences would be missing. Remove speculative_config's max_model_len, or lower the model's"
         )
     if not settings.bare:
         return
     if vllm_config.shutdown_timeout < settings.drain_seconds:
         log.warning(
-            "shutdown_timeout is %g s, less than drain_seconds (%g): a stopped engine ends requests at once, and may "
-            "end before all hidden states are stored; start a server with --shutdown-timeout %d or more, flush an LLM "
-            "of your own (hsx_dist.connector.flush) before it goes",
+            "shutdown_timeout is %g s, less than drain_seconds (%g). A stopped engine aborts requests at once, and may "
+            "end before all hidden states are stored. Start a server with --shutdown-timeout %d or more. Flush an LLM "
+            "(hsx_dist.connector.flush) before it is deleted",
             vllm_config.shutdown_timeout,
             settings.drain_seconds,
             int(settings.drain_seconds) + 10,
         )
     if settings.drain_seconds > envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS:
         log.warning(
-            "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS is %g, less than drain_seconds (%g): workers may be ended before all "
-            "hidden states are stored; raise it",
+            "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS is %g, less than drain_seconds (%g). Workers may be ended before all "
+            "hidden states are stored. Raise it",
             envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS,
             settings.drain_seconds,
         )

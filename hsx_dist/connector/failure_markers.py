@@ -1,8 +1,8 @@
-"""Markers next to the objects of a bare connector, stored by threads of their own: steps only say what to store.
+"""Markers next to the objects of a bare connector. Background threads store them; steps only queue them.
 
-One thread at a time works on a name. Of a name's failure marker the latest call decides; a conflict marker stays. The
-rule between objects and markers is in ``format.markers``. What waits for the store is bounded for each name, however
-many requests name it, and in total; no call waits for the store.
+One thread at a time works on a name. The latest call decides a name's failure marker; a conflict marker stays.
+``format.markers`` defines how objects and markers relate. The bytes that wait for the store are bounded in total. For a
+name they are bounded regardless of the number of its requests. No call waits for the store.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from hsx_dist.writers.daemon import DaemonPool
 
 log = get_logger(__name__)
 
-#: For failures and conflicts, and as many for stored samples: requests that fail, which cost a client little, delay no
-#: stored sample.
+#: Threads for failures and conflicts, and as many for stored samples. A client can cheaply send requests that fail.
+#: With separate threads these do not delay stored samples.
 _THREADS = 4
-#: How many bytes wait for a store that is slow, at most; what comes on top is not told, but logged. Markers of requests
-#: that just failed, which cost a client nothing, take three quarters of it.
+#: Limit of the bytes that wait for a slow store. Beyond it a marker is not stored, and an error is logged. Failure
+#: markers may use three quarters of the limit, since a client can cheaply send requests that fail.
 _MOST_BYTES = 64 << 20
-#: Characters of a key that a marker shows. The name of a longer key has its digest.
+#: Characters of a key that a marker shows. The object name of a longer key contains the key's digest.
 _KEY_SHOWN = 128
-#: Bytes of a name that waits, without its markers.
+#: Estimated bytes of a waiting name, without its markers.
 _NAME_BYTES = 1 << 10
-#: Seconds between two looks at the markers that the store refused. Each is stored again at the next look, and then
-#: after pauses that double, so many times.
+#: Seconds between two retry rounds of markers that the store refused. The first retry is in the next round. Later
+#: pauses double, up to ``_DOUBLED`` times.
 _AGAIN_S = 5.0
 _DOUBLED = 4
-#: How many names whose marker the store refused are tried again, and keep their lock, an open file.
+#: Limit of the names whose refused marker is retried. Each keeps its lock, which is an open file.
 _MOST_KEPT = 256
-#: Names marked by this process that are remembered: a later request of one takes its marker away at once.
+#: Limit of the remembered names that this process has marked. A later request of such a name removes its marker.
 _REMEMBERED = 65536
-#: Hashes of failed requests that are kept of a name: of two, one is not the request of the object that is there.
+#: Hashes of failed requests kept for a name. Of two different hashes, at least one differs from the object's request.
 ENOUGH_FAILED = 2
 
 
 @dataclass(slots=True)
 class _Act:
-    """What is to be done for one name, of any number of requests.
+    """Pending changes of one name's markers, merged over any number of requests.
 
     ``markers``: name → the marker to store, None to remove it; at most the failure and the conflict marker.
-    ``failed``: hash → key of requests of which nothing is stored. ``looks``: all requests are stored.
+    ``failed``: hash → key of requests that store nothing. ``looks``: all requests are stored.
     """
 
     markers: dict[str, bytes | None]
@@ -71,7 +71,7 @@ class _Act:
 
     @property
     def only_removes(self) -> bool:
-        """Whether all that it may leave behind is a failure marker that is out of date."""
+        """Whether the changes only remove markers: without them at most an outdated failure marker remains."""
         return not self.failed and not any(self.markers.values())
 
     @property
@@ -82,12 +82,12 @@ class _Act:
 
 @dataclass(slots=True)
 class _PendingName:
-    """A name of which something is to be told.
+    """A name with pending changes of its markers.
 
-    ``act``: what no thread has begun. ``ticket``: what the thread that begins next must have; None while one works, or
-    while the name is kept. ``ahead``: a thread for stored samples may begin. ``holder``: the request that holds the
-    lock for all that wait for this name; ``stored``: one of them is stored. ``after``: called when the first act is
-    done. ``told``: nothing is left to tell.
+    ``act``: changes that no thread has begun. ``ticket``: a thread must present it to begin; None while a thread works
+    on the name, or while the name waits for a retry. ``ahead``: a thread for stored samples may begin. ``holder``: the
+    request that holds the lock for all waiting requests of the name. ``stored``: one of these is stored. ``after``:
+    called when the first act is done. ``ended``: no changes are left.
     """
 
     act: _Act | None = None
@@ -96,16 +96,16 @@ class _PendingName:
     holder: str = ""
     stored: bool = False
     after: Callable[[], None] | None = None
-    refused: int = 0  # how often, by the store
-    due: float = 0.0  # when it is tried again
-    told: bool = False
+    refused: int = 0  # number of times that the store refused
+    due: float = 0.0  # time of the next retry
+    ended: bool = False
 
 
 class Markers:
-    """What was told of names under ``store``. Thread-safe; no call waits for the store.
+    """Failure and conflict markers of names under ``store``. Thread-safe; no call waits for the store.
 
-    ``holder`` is a request that has ended. Its lock stays until what is said with it is stored. A marker that the store
-    refuses is stored again later: see ``_MOST_KEPT``.
+    ``holder`` is a request that has ended. Its lock is held until the change that it came with is stored. A marker that
+    the store refuses is retried later: see ``_MOST_KEPT``.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Markers:
         about: Mapping[str, Any] | None = None,
         locks: ObjectLocks | None = None,
     ):
-        """``about``: what this server's objects say of the model."""
+        """``about``: the description of the model in this server's objects."""
         self._store = store
         self._ttl = ttl
         self._about = about or {}
@@ -123,8 +123,8 @@ class Markers:
         self._lock = threading.Lock()
         self._names: dict[str, _PendingName] = {}
         self._bytes = 0  # of all acts that no thread has begun
-        self._kept: dict[str, _PendingName] = {}  # what the store refused, and is tried again
-        self._running = 0  # names that a thread works on or will
+        self._kept: dict[str, _PendingName] = {}  # names whose changes the store refused, waiting for a retry
+        self._running = 0  # names that a thread works on, or that are queued for a thread
         self._marked: OrderedDict[str, None] = OrderedDict()
         self._trying = False
         self._closed = False
@@ -132,7 +132,7 @@ class Markers:
         self._looks = DaemonPool(_THREADS, "hsx-look")
 
     def fail(self, key: str, name: str, reason: str, *, requests: Iterable[str] = (), holder: str = "") -> None:
-        """Store the failure marker of ``name``, or its conflict marker where there is an object of another request than
+        """Store the failure marker of ``name``, or its conflict marker if the object there is of another request than
         ``requests`` (hashes)."""
         with self._lock:
             self._marked[object_name(name)] = None  # a path may be long
@@ -146,7 +146,7 @@ class Markers:
         self._put(name, {conflict_name(name): self._body(key, reason, conflict=True)}, {}, holder)
 
     def clear(self, name: str) -> None:
-        """Remove the failure marker of ``name``: it is about an earlier request."""
+        """Remove the failure marker of ``name``, which describes an earlier request."""
         self._unmark(name)
         self._put(name, {marker_name(name): None}, {}, "")
 
@@ -161,24 +161,24 @@ class Markers:
     ) -> None:
         """Remove the failure marker of ``name``, whose object is stored; otherwise as ``fail``.
 
-        ``after`` is called once it is removed, or at once if the name waits already: what it gives back bounds how many
-        names wait.
+        ``after`` is called once the marker is removed, or at once if the name waits already. It releases the caller's
+        claim, which bounds the number of waiting names.
         """
         self._unmark(name)
         self._put(name, {marker_name(name): None}, _failed(key, name, requests), holder, after)
 
     def failed(self, name: str) -> bool:
-        """Whether this process has marked the name, as far as it remembers; conflicts do not count."""
+        """Whether this process remembers a failure marker of the name. Conflict markers do not count."""
         with self._lock:
             return object_name(name) in self._marked
 
     @property
     def pending(self) -> int:
-        """Names of which something is still to be told, without those whose marker the store refused."""
+        """Number of names with queued or running changes. Names that wait for a retry do not count."""
         return self._running
 
     def close(self) -> list[str]:
-        """Take no more; the names of which what was to be told is not told yet."""
+        """Refuse further changes. Returns the names whose changes are not stored yet."""
         with self._lock:
             self._closed = True
             left = sorted(self._names)
@@ -208,7 +208,7 @@ class Markers:
         act = _Act(markers, failed, looks=after is not None)
         with self._lock:
             entry = self._names.get(name)
-            # A stored sample is never refused: its marker of an earlier time may hide it. ``after`` bounds them.
+            # A stored sample's change is never refused: an earlier marker may hide the sample. ``after`` bounds these.
             most = _MOST_BYTES if conflict_name(name) in markers else _MOST_BYTES * 3 // 4
             refused = self._closed or (entry is None and not act.looks and self._bytes >= most)
             if not refused:
@@ -221,20 +221,20 @@ class Markers:
                 if idle or self._kept.pop(name, None) is not None:
                     self._start(name, entry)
                 elif act.looks and entry.ticket is not None and not entry.ahead:
-                    # It waits behind names of requests that failed: whichever thread comes first begins.
+                    # It waits behind names of failed requests: the first free thread of either kind begins.
                     entry.ahead = True
                     self._looks.submit(self._work, name, entry.ticket)
         if after is not None:
             after()
         if refused or entry is None:
             if any(markers.values()):
-                log.error("no failure marker is stored for %s: too many wait for the store, or it is the end", name)
+                log.error("no failure marker is stored for %s: too many wait for the store, or the engine ends", name)
             self._release(holder, stored=act.looks)
         elif self._locks is not None and holder and holder != entry.holder:
             self._locks.pass_on(holder, entry.holder)
             with self._lock:
-                late = entry.told
-            if late:  # a thread has told this too, and gave the lock back without this holder's share
+                late = entry.ended
+            if late:  # a thread has stored this change too, and released the lock before ``pass_on``
                 self._release(entry.holder, stored=entry.stored)
 
     def _set(self, entry: _PendingName, act: _Act | None) -> None:
@@ -250,7 +250,7 @@ class Markers:
         with self._lock:
             entry = self._names.get(name)
             if entry is None or entry.ticket is not ticket:
-                return  # a thread of the other kind came first
+                return  # a thread of the other kind has begun
             act, entry.ticket = entry.act, None
             assert act is not None
             self._set(entry, None)
@@ -262,35 +262,35 @@ class Markers:
             level = logging.DEBUG if entry.refused else logging.ERROR
             unknown = not isinstance(e, HsxError)
             log.log(level, "the markers of %s could not be stored or removed: %s", name, e, exc_info=unknown)
-        told = None
+        ended = None
         with self._lock:
             after, entry.after = entry.after, None
             again = entry.act is not None
-            # Readers could get an earlier object, or nothing: the lock stays until the store has taken all.
+            # Without the lock, readers could get an earlier object or none: hold it until the store has all changes.
             if not done and not self._closed:
                 self._set(entry, act if entry.act is None else act.and_then(entry.act))
                 entry.refused += 1
                 if not again:
-                    told = self._keep(name, entry)
+                    ended = self._keep(name, entry)
             elif not again:
-                told = self._ended(name)
+                ended = self._ended(name)
             if again:
                 self._start(name, entry)
         if after is not None:
             after()
-        if told is not None:
-            self._release(told.holder, stored=told.stored)
+        if ended is not None:
+            self._release(ended.holder, stored=ended.stored)
         with self._lock:
             self._running -= 1
 
     def _ended(self, name: str) -> _PendingName:
         entry = self._names.pop(name)
         self._set(entry, None)
-        entry.told = True
+        entry.ended = True
         return entry
 
     def _keep(self, name: str, entry: _PendingName) -> _PendingName | None:
-        """Have a name tried again later; the name that this ends, where too many are kept."""
+        """Schedule a retry of a name. If too many wait for a retry, drop one and return it."""
         entry.due = time.monotonic() + _AGAIN_S * (2 ** min(entry.refused - 1, _DOUBLED) - 1)
         self._kept[name] = entry
         if not self._trying:
@@ -299,13 +299,16 @@ class Markers:
         if len(self._kept) <= _MOST_KEPT:
             return None
         worst = max(self._kept, key=self._cheapness)
-        log.error("no failure marker is stored for %s: the store refuses those of too many names", worst)
+        log.error("no failure marker is stored for %s: the store refuses the markers of too many names", worst)
         del self._kept[worst]
         return self._ended(worst)
 
     def _cheapness(self, name: str) -> tuple[bool, bool, int, float]:
-        """The largest is given up first. A marker of a key that is out of date hides no object. A path may be one that
-        no store takes. A store that refuses for a moment takes a marker the second time; of others the newest goes."""
+        """Return a sort key; the name with the largest is dropped first.
+
+        First names of keys that only remove a marker: an outdated one hides no object. Then paths, which the store may
+        never accept. Then the most refused, since a brief failure ends at the next retry. Then the last to be retried.
+        """
         entry, of_a_key = self._kept[name], is_of_a_key(name)
         only_removes = entry.act is not None and entry.act.only_removes
         return only_removes and of_a_key, not of_a_key, entry.refused, entry.due
@@ -327,7 +330,7 @@ class Markers:
             self._store.put(conflict, [body])
         if failure in act.markers and not self._replace(failure, act.markers[failure]):
             return
-        # After the put: of this look and another server's put of the object, one is the later.
+        # After the put: either this read finds another server's object, or that server finds this marker.
         if act.failed:
             try:
                 part = Part.open(self._store, name)
@@ -344,7 +347,8 @@ class Markers:
             self._replace(failure, None if hidden is None else _hiding(hidden))
 
     def _replace(self, marker: str, body: bytes | None) -> bool:
-        """Store or remove a failure marker. False: an earlier version left a conflict marker there, which stays."""
+        """Store or remove a failure marker. Returns False if an earlier version left a conflict marker there, which
+        stays."""
         try:
             there = get_small(self._store, marker, MAX_JSON_BYTES)
         except NotFound:
@@ -362,21 +366,21 @@ class Markers:
             try:
                 self._locks.release(holder, stored=stored)
             except Exception:
-                log.exception("after a failure marker was told")
+                log.exception("the lock of request %s could not be released after its marker was stored", holder)
 
 
 def _failed(key: str, name: str, requests: Iterable[str]) -> dict[str, str]:
-    # A path's objects are replaced: that there is another request's is no conflict.
+    # Objects at a path are replaced, so an object of another request is no conflict there.
     return dict.fromkeys(islice(requests, ENOUGH_FAILED), key[:_KEY_SHOWN]) if is_of_a_key(name) else {}
 
 
 def _hiding(marker: bytes) -> bytes:
-    """A failure marker that also counts where there is an object."""
+    """Return a failure marker that also counts if there is an object."""
     body = json.loads(marker)
     body.pop("until_stored", None)
     return json.dumps(body).encode()
 
 
 def used_before(key: str) -> str:
-    """Why a key cannot stand for a second sample."""
+    """Return the reason that refuses a key which another sample has used."""
     return f"the key {key!r} was used before for another sample; choose another"

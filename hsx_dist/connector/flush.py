@@ -1,4 +1,4 @@
-"""Waiting until everything that finished requests computed is stored."""
+"""Block until the hidden states of all finished requests are stored."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from hsx_dist.errors import EngineError
 
-#: Seconds between two questions to an engine in child processes.
+#: Seconds between two polls of an engine in child processes.
 _PAUSE_S = 0.01
-#: How often in a row a child-process engine must answer "nothing": its answer may overtake its next step, in which a
-#: request that has just finished is told to the workers.
+#: Number of consecutive zeros that an engine in child processes must answer. One zero is not enough: the engine may
+#: answer before the step that passes a finished request to the workers.
 _QUIET = 3
 
 
@@ -18,12 +18,12 @@ class HiddenStatesWorkerExtension:
     """Methods for every worker: ``worker_extension_cls="hsx_dist.connector.flush.HiddenStatesWorkerExtension"``."""
 
     def hidden_states_pending(self) -> int:
-        """How many requests' states this worker has not stored yet, as far as it has been told of them."""
+        """Return how many requests' states this worker has received and not stored yet."""
         return pending_here()
 
 
 def pending_here() -> int:
-    """Sum over the connectors of this process that copy and store."""
+    """Return the number of pending requests of this process's worker connectors."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     from hsx_dist.connector.connector import pending_of
@@ -34,12 +34,13 @@ def pending_here() -> int:
 
 
 def flush(llm: Any, timeout: float = 60.0) -> None:
-    """Wait until the hidden states of every finished request are stored, or marked as failed. A marker that the store
-    refuses is logged, and not waited for.
+    """Block until the hidden states of every finished request are stored, or marked as failed.
 
-    ``LLM.generate`` stops stepping at the last answer; the last requests' states are then still in the cache. An engine
-    in this process is stepped on from here; one in child processes needs ``HiddenStatesWorkerExtension``, through which
-    its workers are asked.
+    A marker that the store refuses is logged and not waited for.
+
+    ``LLM.generate`` stops stepping at the last answer, while the last requests' states are still in the cache.
+    ``flush`` steps an engine in this process. An engine in child processes needs ``HiddenStatesWorkerExtension``,
+    through which ``flush`` polls its workers.
 
     Args:
         llm: vLLM's ``LLM``.
@@ -70,6 +71,6 @@ def _ask(llm: Any) -> int:
         return sum(llm.collective_rpc("hidden_states_pending"))
     except Exception as e:
         raise EngineError(
-            f"expected workers that can be asked what is pending, got {type(e).__name__}: {e}; start the engine with "
+            f"expected an answer of HiddenStatesWorkerExtension, got {type(e).__name__}: {e}. Start the engine with "
             'worker_extension_cls="hsx_dist.connector.flush.HiddenStatesWorkerExtension"'
         ) from e

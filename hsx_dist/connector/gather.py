@@ -1,8 +1,8 @@
-"""Cache blocks → one contiguous page. torch only, no vLLM: it runs (and is measured) on any machine with torch.
+"""Gather cache blocks into one contiguous page. Needs torch but no vLLM, so it can be measured without an engine.
 
-The cache view is ``[blocks, layers, block_size, hidden]`` whatever its memory order; which order it has is read from
-the strides. Everything is one ``index_select(out=)`` into a reused buffer, over an overlapping view of the cache whose
-rows start wherever a run of memory may start. ``benchmarks/gather.py`` holds it against memcpy.
+The cache view is ``[blocks, layers, block_size, hidden]`` in any memory order; the strides show the order. A gather is
+one ``index_select(out=)`` into a reused buffer. It reads an overlapping view of the cache with a row for each possible
+start of a contiguous run. ``benchmarks/gather.py`` compares it with memcpy.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Order = Literal["LTH", "TLH"]
 
 #: On a CPU, index_select copies rows below ATen's grain size with memcpy, and longer ones with a slower loop.
 _MAX_RUN = 32767
-#: Rows that ``mean_rows`` holds at once.
+#: Rows that ``mean_rows`` gathers at once.
 MEAN_ROWS = 1024
 
 
 def cache_order(cache: torch.Tensor) -> Order:
-    """``"LTH"`` when a block holds layer after layer, ``"TLH"`` when it holds token after token.
+    """Return ``"LTH"`` if a block is stored layer by layer, ``"TLH"`` if it is stored token by token.
 
     Raises:
         ValueError: a layout in which neither a layer's nor a block's rows are contiguous.
@@ -35,24 +35,24 @@ def cache_order(cache: torch.Tensor) -> Order:
     if s_hidden == 1 and (s_layer == hidden or layers == 1) and s_token >= layers * hidden:
         return "TLH"
     raise ValueError(
-        f"hidden-state cache of shape {tuple(cache.shape)} has strides {cache.stride()}: expected layer-major or "
-        "token-major blocks with contiguous rows; this vLLM lays its cache out in a way that this version does not know"
+        "hidden-state cache: expected layer-major or token-major blocks with contiguous rows, got shape "
+        f"{tuple(cache.shape)} with strides {cache.stride()}. Install a tested vLLM release"
     )
 
 
 def page_shape(cache: torch.Tensor, num_blocks: int, order: Order) -> tuple[int, int, int]:
-    """Shape of the page that ``num_blocks`` blocks gather into: ``[L, rows, H]`` or ``[rows, L, H]``."""
+    """Return the shape of the page of ``num_blocks`` blocks: ``[L, rows, H]`` or ``[rows, L, H]``."""
     _, layers, block, hidden = cache.shape
     rows = num_blocks * block
     return (layers, rows, hidden) if order == "LTH" else (rows, layers, hidden)
 
 
 def gather(cache: torch.Tensor, block_ids: torch.Tensor, out: torch.Tensor, order: Order) -> None:
-    """Copy whole blocks into ``out`` (of ``page_shape``, contiguous, same dtype): rows past the last token are copied
-    too, and mean nothing. ``block_ids``: int64 ``[n]`` on the cache's device.
+    """Copy whole blocks into ``out`` (of ``page_shape``, contiguous, same dtype).
 
-    On a CUDA cache the work is queued on the current stream; ``out`` may be pinned host memory, then a staging
-    tensor of the page's size is used on the device.
+    Rows after the last token are copied too, with undefined values. ``block_ids``: int64 ``[n]`` on the cache's device.
+    For a CUDA cache the work is queued on the current stream. ``out`` may then be pinned host memory, for which a
+    staging tensor of the page's size is allocated on the device.
     """
     runs, step, scale, outer, inner = _block_runs(
         cache.shape, cache.stride(), order, cache.device, _stream_id(cache.device)
@@ -67,8 +67,8 @@ def gather_rows(cache: torch.Tensor, slots: torch.Tensor, layers: Sequence[int],
     Args:
         cache: ``[blocks, layers, block_size, hidden]``, in either order.
         slots: int64 ``[n]`` on the cache's device: ``block_id * block_size + position in the block``, in any order,
-            also repeated. They are the caller's to check: doing it here would synchronise the device.
-        layers: positions on the cache's layer axis (not layer ids), in the order wanted.
+            also repeated. The caller must check them: a check here would synchronise the device.
+        layers: positions on the cache's layer axis (not layer ids), in the order of the output.
         out: ``[len(layers), n, hidden]``, contiguous, of the cache's dtype; on the cache's device, or pinned host
             memory as with ``gather``.
 
@@ -89,10 +89,10 @@ def gather_rows(cache: torch.Tensor, slots: torch.Tensor, layers: Sequence[int],
 
 
 def mean_rows(cache: torch.Tensor, slots: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
-    """The mean over the rows of some tokens, float32 ``[len(layers), 1, hidden]`` on the cache's device.
+    """Return the mean of the rows of some tokens, float32 ``[len(layers), 1, hidden]`` on the cache's device.
 
-    Args as of ``gather_rows``. Rows are added in float32, ``MEAN_ROWS`` at a time, and those sums in float64, so that
-    the mean of a long request is as exact as that of a short one. Holds ``MEAN_ROWS`` rows of the layers.
+    Arguments as for ``gather_rows``. ``MEAN_ROWS`` rows at a time are summed in float32, and these sums in float64. So
+    the mean of a long request is as exact as that of a short one. Allocates ``MEAN_ROWS`` rows of the layers.
     """
     hidden = cache.shape[3]
     total = torch.zeros(len(layers), hidden, dtype=torch.float64, device=cache.device)
@@ -105,7 +105,7 @@ def mean_rows(cache: torch.Tensor, slots: torch.Tensor, layers: Sequence[int]) -
 
 
 def _select(cache: torch.Tensor, length: int, step: int, index: torch.Tensor, out: torch.Tensor) -> None:
-    """``out`` gets, one after another, the ``length`` elements that start at ``index * step`` of the cache."""
+    """Copy into ``out``, for each ``index``, the ``length`` elements from ``index * step`` of the cache."""
     if index.numel() == 0:
         return
     span = sum((n - 1) * s for n, s in zip(cache.shape, cache.stride(), strict=True)) + 1
@@ -117,8 +117,11 @@ def _select(cache: torch.Tensor, length: int, step: int, index: torch.Tensor, ou
 
 
 def _stream_id(device: torch.device) -> int:
-    """Key of the caches below. A tensor that one stream still fills is not ready for another stream, and nothing orders
-    the streams of two connectors of a process."""
+    """Return the stream's id, a key of the caches below.
+
+    A tensor that one stream still fills is not ready for another stream. The streams of two connectors in a process are
+    not synchronised.
+    """
     return torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
 
 
@@ -126,8 +129,12 @@ def _stream_id(device: torch.device) -> int:
 def _block_runs(
     shape: tuple[int, ...], strides: tuple[int, ...], order: Order, device: torch.device, _stream: int
 ) -> tuple[int, int, int, torch.Tensor, torch.Tensor]:
-    """How a block is read: length of a run in elements, the step between the rows of the view, what a block counts in
-    such steps, and the steps to each outer (a layer, where layers come first in the page) and inner run of a block."""
+    """Return how to read a block: (run, step, steps per block, outer offsets, inner offsets).
+
+    ``run``: elements of a contiguous run. ``step``: elements between the rows of the view; offsets count such steps.
+    Outer offsets are those of the layers if the page is layer-major, else one zero. Inner offsets are those of the
+    runs.
+    """
     _, layers, block, hidden = shape
     s_block, s_layer, s_token, _ = strides
     if order == "LTH":
@@ -155,11 +162,11 @@ def _layer_steps(layers: tuple[int, ...], step: int, device: torch.device, _stre
 
 
 def to_device(indices: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``indices`` of the host on ``device``. For CUDA from pinned memory, queued on the current stream: from pageable
-    memory the host would wait until all that is queued there is done."""
+    """Copy host ``indices`` to ``device``. For CUDA from pinned memory, queued on the current stream: from pageable
+    memory the host would block until all work queued there is done."""
     return indices.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else indices.to(device)
 
 
 def _parts(rows: int, hidden: int) -> int:
-    """Into how many equal runs ``rows`` contiguous rows are cut, so that each is whole rows and copied by memcpy."""
+    """Return the number of equal runs that divide ``rows`` contiguous rows, each short enough for memcpy."""
     return next((n for n in range(1, rows + 1) if rows % n == 0 and rows // n * hidden <= _MAX_RUN), rows)

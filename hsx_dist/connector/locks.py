@@ -1,9 +1,10 @@
-"""Companion locks, as vLLM's own connector has them: ``PATH.lock`` is held exclusively until the object is there.
+"""Companion locks, as in vLLM's own connector: ``PATH.lock`` is held exclusively until the object is stored.
 
-Its ``load_hidden_states`` takes the lock shared, and so does ours: both sleep until what became of a request is stored.
+vLLM's ``load_hidden_states`` takes the lock shared, and so does this project's. Both sleep until the object or its
+marker is stored.
 
-Lock files are made by a thread, while the model runs: a file system may take half a millisecond for one (ext4, where
-many files were just deleted), and the engine's thread has better things to do.
+A thread makes the lock files while the model runs. One file may take half a millisecond (ext4, after many deletions),
+which would delay the engine's thread.
 """
 
 from __future__ import annotations
@@ -31,27 +32,27 @@ from hsx_dist.transport.affinity import any_core
 
 log = get_logger(__name__)
 
-#: How long the end waits for lock files that are being made.
+#: Seconds that ``release_all`` waits for lock files that are being made.
 END_S = 5.0
-#: How long a step waits, for all its locks together, while other processes hold some: `hsx gc` holds a lock for a
-#: moment, another server for a request.
+#: Seconds that a step waits, for all its locks together, while other processes hold some. `hsx gc` holds a lock for a
+#: moment, another server for the duration of a request.
 BRIEF_S = 0.02
 #: Seconds between two tries of these locks.
 PAUSE_S = 0.001
 #: Seconds between two tries of locks that were not taken within ``BRIEF_S``.
 RETRY_S = 0.005
-#: Any process that may open a lock file can hold its lock. vLLM's ``load_hidden_states`` opens it for reading: the
-#: server's group may, other users may not.
+#: Any process that may open a lock file can hold its lock. vLLM's ``load_hidden_states`` opens it for reading. The
+#: server's group may do so; other users may not.
 MODE = 0o640
 
 
 @dataclass(slots=True)
 class _Lock:
     fd: int
-    held: bool  # else the file is another process's to remove, and the thread tries to take the lock
+    held: bool  # if False, another process holds the lock and removes the file; the thread retries
     holders: set[str] = field(default_factory=set)
-    going: bool = False  # the last holder's thread is looking whether the file goes too
-    stored: bool = False  # an object was stored under it: the file stays
+    going: bool = False  # the last holder's thread is checking whether to remove the file
+    stored: bool = False  # an object was stored under this lock: the file stays
 
 
 class _TooManyLocks(OSError):
@@ -65,23 +66,25 @@ class ObjectLocks:
         self._folder = Path(folder)
         self._held: dict[str, _Lock] = {}
         self._names: dict[str, str] = {}  # holder → name
-        self._mutex = threading.Lock()  # never held across the file system by ``release``: steps wait for ``hold``
+        self._mutex = threading.Lock()  # ``release`` never holds it during file system calls: steps wait for ``hold``
         self._asked: queue.Queue[tuple[str, str] | None] = queue.Queue()
         self._end: float | None = None  # when the current step stops waiting for other processes
         self._closed = False
-        self._short = False  # descriptors do not suffice for all locks; logged once until they do
+        self._short = False  # descriptors do not suffice for all locks; logged once per shortage
         self._thread = threading.Thread(target=self._run, name="hsx-lock", daemon=True)
         with any_core():
             self._thread.start()
 
     def ask(self, name: str, holder: str) -> None:
-        """Have a thread ``hold`` the lock; ``wait`` returns once it does. Returns at once; does nothing at the end."""
+        """Queue a ``hold`` of the lock on the thread; ``wait`` blocks until it is done. Does nothing after the end."""
         if not self._closed:
             self._asked.put((name, holder))
 
     def wait(self) -> None:
-        """Block until each lock that was asked for is held, cannot be made (which is logged), or stays with another
-        process. Ends a step: other processes delay the next one for at most ``BRIEF_S`` again."""
+        """Block until each queued lock is held, cannot be made (which is logged), or another process keeps it.
+
+        Ends a step: in the next step, waits for other processes may again take ``BRIEF_S``.
+        """
         self._asked.join()
         self._end = None
 
@@ -103,12 +106,12 @@ class ObjectLocks:
             self._asked.task_done()
 
     def _lacking(self) -> dict[str, _Lock]:
-        """Locks that another process held, of requests that have not ended."""
+        """Return the locks of unfinished requests that another process held."""
         with self._mutex:
             return {name: lock for name, lock in self._held.items() if not lock.held and not lock.going}
 
     def _take_lacking(self) -> None:
-        """Try again to take them: without its lock, readers of a request would get an earlier request's object."""
+        """Retry locks that another process held. Without its lock, a request's reader would get an earlier object."""
         for name, lock in self._lacking().items():
             try:
                 taken = self._open(name, last=False)
@@ -126,13 +129,13 @@ class ObjectLocks:
             os.close(fd)
 
     def _settle(self, name: str, holder: str) -> bool:
-        """Whether a lock that was asked for needs no other try."""
+        """Try a queued lock. Returns whether no further try is needed."""
         try:
             settled = self._hold(name, holder, last=self._end is not None and time.monotonic() >= self._end)
         except _TooManyLocks as e:
             log.log(logging.DEBUG if self._short else logging.WARNING, "no lock file for %r: %s", name, e)
             self._short = settled = True
-        except Exception as e:  # noqa: BLE001 - an engine must not die of a name that its file system does not take
+        except Exception as e:  # noqa: BLE001 - a name that the file system refuses must not end the engine
             log.warning("no lock file for %r: %s", name, e)
             settled = True
         if settled:
@@ -142,14 +145,16 @@ class ObjectLocks:
         return settled
 
     def hold(self, name: str, holder: str) -> None:
-        """Make the lock file of an object and hold it, for one more ``holder`` (a request; once each). Waits for the
-        file system, but for no process that holds the lock.
+        """Make the lock file of an object and hold its lock for ``holder``, a request.
+
+        A second call for the same holder does nothing. Blocks for the file system, but not for a process that holds the
+        lock.
 
         Raises:
             OSError: the file cannot be made.
         """
         while not self._hold(name, holder, last=True):
-            pass  # removed meanwhile
+            pass  # another process removed the file: make it again
 
     def _hold(self, name: str, holder: str, *, last: bool) -> bool:
         with self._mutex:
@@ -167,8 +172,10 @@ class ObjectLocks:
             return True
 
     def _check_room(self) -> None:
-        """Raises:
-        _TooManyLocks: the locks hold as many descriptors as they may. The others are for sockets and the store.
+        """Check the number of open lock files.
+
+        Raises:
+            _TooManyLocks: lock files use half of the file descriptors. Sockets and the store need the others.
         """
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         most = limit // 2 if limit != resource.RLIM_INFINITY else sys.maxsize
@@ -182,15 +189,15 @@ class ObjectLocks:
             self._short = False
 
     def _settled(self, holder: str) -> None:
-        """Wait until the holder's lock is held or cannot be made: else it would be taken after it was given back, for
-        ever."""
+        """Block until the holder's lock is held or cannot be made. Without this, the thread could take the lock after
+        its release and hold it forever."""
         with self._mutex:
             taken = holder in self._names
         if not taken:
             self._asked.join()
 
     def pass_on(self, holder: str, to: str) -> None:
-        """Give ``to`` what ``holder`` holds: one holder stands for all that wait for the same, however many."""
+        """Transfer the lock of ``holder`` to ``to``, so that one holder stands for all waiting requests of a name."""
         self._settled(holder)
         with self._mutex:
             name = self._names.pop(holder, None)
@@ -201,7 +208,7 @@ class ObjectLocks:
                 self._names[to] = name
 
     def release(self, holder: str, *, stored: bool) -> None:
-        """One holder less; the last one opens the lock. Where there is no object the lock file goes too."""
+        """Remove a holder. The last one releases the lock, and removes the lock file if there is no object."""
         self._settled(holder)
         with self._mutex:
             name = self._names.pop(holder, None)
@@ -216,15 +223,15 @@ class ObjectLocks:
         while True:
             empty = not lock.stored and not self._is_there(name)
             with self._mutex:
-                if lock.holders:  # used again meanwhile: it goes on
+                if lock.holders:  # a new request uses the lock
                     lock.going = False
                     return
-                empty = empty and not lock.stored  # used, stored and given back meanwhile
+                empty = empty and not lock.stored  # a new request may have stored an object and ended
             if empty and lock.held:
                 self._remove(name)
             with self._mutex:
                 if self._held.get(name) is not lock:
-                    return  # ``release_all`` was quicker
+                    return  # ``release_all`` has closed it
                 if not lock.holders:
                     del self._held[name]
                     os.close(lock.fd)
@@ -232,11 +239,11 @@ class ObjectLocks:
                 if not empty:
                     lock.going = False
                     return
-            # Used again while its file went: they need another one.
+            # A new request used the lock while the file was removed: make another file.
             self._renew(name, lock)
 
     def _is_there(self, name: str) -> bool:
-        """Whether there is an object, or may be one: a file system that does not say keeps no lock from opening."""
+        """Whether there is an object. True also on a file system error, which must not block the release."""
         try:
             return (self._folder / name).exists()
         except OSError:
@@ -245,7 +252,7 @@ class ObjectLocks:
     def _renew(self, name: str, lock: _Lock) -> None:
         try:
             while (taken := self._open(name, last=True)) is None:
-                pass  # removed meanwhile
+                pass  # another process removed the file
         except OSError as e:
             log.warning("no lock file for %r: %s", name, e)
             return
@@ -256,13 +263,13 @@ class ObjectLocks:
             os.close(fd)
 
     def release_all(self) -> None:
-        """At the end: nobody waits for a process that is gone."""
+        """Close all lock files at shutdown, which releases their locks."""
         if not self._closed:
             self._closed = True
             self._asked.put(None)
         self._thread.join(END_S)
         if self._thread.is_alive():
-            return  # a file system that hangs keeps no process from ending, which opens them as well
+            return  # a file system call hangs: the process's end releases the locks instead
         with self._mutex:
             for lock in self._held.values():
                 os.close(lock.fd)
@@ -270,8 +277,11 @@ class ObjectLocks:
             self._names.clear()
 
     def _open(self, name: str, *, last: bool) -> tuple[int, bool] | None:
-        """(descriptor of the lock file, whether it is held: else another process writes this very object); None when
-        another process removed the file meanwhile or, unless this is the ``last`` try, holds it."""
+        """Open the lock file and try to lock it.
+
+        Returns (descriptor, whether the lock is held). On the ``last`` try the lock may be another process's, which
+        writes the same object; on an earlier try this returns None. Also None if another process removed the file.
+        """
         try:
             return self._take(name, last=last)
         except FileNotFoundError:
@@ -303,11 +313,11 @@ def _open_file(place: int, name: str, flags: int = 0) -> int:
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, "expected a regular file as lock file", name)
+        raise OSError(errno.EINVAL, "expected a regular file as lock file, got another kind of file", name)
     own = (
         found.st_uid == os.geteuid() and found.st_nlink == 1
     )  # else another user may have linked this user's file here
-    if own and found.st_mode & ~MODE & 0o777:  # of an earlier version, or vLLM's connector
+    if own and found.st_mode & ~MODE & 0o777:  # made by an earlier version or by vLLM's connector
         with contextlib.suppress(OSError):  # a file system without modes
             os.fchmod(fd, stat.S_IMODE(found.st_mode) & MODE)
     return fd
@@ -322,7 +332,7 @@ def _flock(fd: int, kind: int) -> bool:
 
 
 def _replace(place: int, name: str) -> int:
-    """Put a new lock file in the place of one that readers hold: they may finish, and the next readers wait."""
+    """Replace a lock file that readers hold. These readers continue; later readers wait for the new file's lock."""
     new = f"{UNFINISHED}{uuid.uuid4().hex}"  # a name that no store lists
     renewed = _open_file(place, new, os.O_EXCL)
     try:

@@ -1,4 +1,4 @@
-"""What vLLM carries from the scheduler half to the worker halves, once a step, and back, once an engine."""
+"""Messages that vLLM carries to the worker halves at each step, and back to the scheduler half once per engine."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from hsx_dist.connector.step import Step
 
 @dataclass(slots=True)
 class StepMetadata(Step, KVConnectorMetadata):
-    """A step as vLLM wants it, which takes any subclass of its own."""
+    """A ``Step`` as a subclass of vLLM's ``KVConnectorMetadata``, which vLLM requires."""
 
 
 @dataclass(slots=True)
 class CapturedMetadata(KVConnectorHandshakeMetadata):
-    """What a worker rank captures by taps. vLLM hands it to the scheduler half before the first request."""
+    """The points that a worker rank captures by taps. vLLM passes them to the scheduler half before the first
+    request."""
 
     points: tuple[CapturedPoint, ...]

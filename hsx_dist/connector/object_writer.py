@@ -1,4 +1,4 @@
-"""A connector by itself (vLLM's server, somebody's own ``LLM``): writers of the worker's own, one sample an object."""
+"""Outlet of a bare connector (vLLM's server, a plain ``LLM``): the worker's own writers store one object per sample."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-#: A marker is worth this many seconds of trying: it only spares a reader its own time limit.
+#: Retries of a marker end after so many seconds. Without the marker, a reader waits until its own timeout.
 MARKER_SECONDS = 10.0
-#: Python objects of one sample in one process, without metadata and arrays.
+#: Bytes of one sample's Python objects in one process, without metadata and arrays.
 SAMPLE_BYTES = 8 << 10
 
 
 @dataclass(slots=True)
 class _Request:
-    """One whose fate is open."""
+    """A request that is neither stored nor failed."""
 
     name: str
     chosen: bool
@@ -59,8 +59,8 @@ class _Request:
 class _Name:
     """Requests of one object that were scheduled and have not ended.
 
-    ``failure``: key and reason of the latest to end, if it failed. ``failed``: hashes of those that failed, as many as
-    the markers need.
+    ``failure``: key and reason of the request that ended last, if it failed. ``failed``: hashes of failed requests, as
+    many as the markers need.
     """
 
     requests: set[str] = field(default_factory=set)
@@ -69,25 +69,25 @@ class _Name:
 
 
 class Writers(Sender, Protocol):
-    """A sender that stores, and tells what became of what it was sent."""
+    """A sender that stores pages and reports whether each sample was stored."""
 
-    #: Where pages must lie, uint8; None: anywhere.
+    #: uint8 memory that must hold the pages; None: any memory.
     memory: np.ndarray[Any, Any] | None
 
     def abandon(self) -> None:
-        """End without storing what is left."""
+        """Stop without storing the remaining samples."""
         ...
 
 
-#: (how parts are made, who is told, who counts, bytes of the ring) → writers.
+#: (sink options, callback for events, meter, bytes of the ring) → writers.
 MakeWriters = Callable[[SinkOptions, Callable[[Event], None], Meter, int], Writers]
 
 
 class StoreOutlet(Outlet):
-    """An outlet with writers of its own. If a sample fails, ``KEY.error.json`` ends a reader's wait.
+    """An outlet that starts writers. If a sample fails, ``KEY.error.json`` ends a reader's wait.
 
-    ``in_flight_bytes`` is divided: half for the ring, three tenths for encoded bytes that are not stored yet, a
-    twentieth in each process for what samples occupy besides their states, and the rest for the store's client.
+    ``in_flight_bytes`` is divided. Half is for the ring, three tenths are for encoded bytes that are not stored yet. A
+    twentieth in each process is for metadata, token ids and attached arrays. The rest is for the store's client.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class StoreOutlet(Outlet):
         self._markers = Markers(markers, settings.ttl_seconds, about, locks)
         self._requests: dict[str, _Request] = {}  # by request id
         self._names: dict[str, _Name] = {}
-        self._submitted: dict[str, str] = {}  # request id → name, of what is neither stored nor failed
-        self._claims: dict[str, int] = {}  # request id → bytes that count against the ring's limit until its end
-        self._settling = 0  # stored or failed, and on its way to whoever tells
+        self._submitted: dict[str, str] = {}  # request id → name, of samples that are neither stored nor failed
+        self._claims: dict[str, int] = {}  # request id → bytes that count against the ring's limit until it ends
+        self._settling = 0  # samples that are stored or failed, and whose markers are not queued yet
         self._state = threading.Lock()
         half = settings.in_flight_bytes // 2
         options = SinkOptions(
@@ -130,7 +130,7 @@ class StoreOutlet(Outlet):
             )
         )
 
-    # -- called by steps: no store, no lock that a writer holds; locks' files are a local file system's ------------
+    # -- called within steps: no store access, no lock that a writer holds. Lock files are on a local file system ----
 
     def expect(self, expected: Expect) -> None:
         name, request_id = expected.name, expected.request_id
@@ -140,12 +140,13 @@ class StoreOutlet(Outlet):
         if self._locks is not None:
             self._locks.ask(name, request_id)
         if expected.chosen and self._markers.failed(name):
-            self._markers.clear(name)  # an earlier request's: it is not about this one
+            self._markers.clear(name)  # the marker describes an earlier request
 
     def admit(self, segment: Segment, /) -> bool:
         request_id = request_of(segment)
         if segment.column:
-            return True  # claimed with column 0. The request may have ended since: a lost column costs it all others
+            # Column 0 claims the bytes of all columns. A request that lost a column has ended: do not claim again.
+            return True
         with self._state:
             if request_id not in self._claims:
                 nbytes = bytes_besides(segment)
@@ -165,7 +166,7 @@ class StoreOutlet(Outlet):
     def skip(self, skip: Skip) -> None:
         super().skip(skip)
         if skip.conflict and self._locks is not None:
-            # It was never scheduled: whoever has its answer must not find the other sample before the marker is there.
+            # It was never scheduled. The lock keeps its reader from the other sample until the marker is stored.
             self._locks.ask(skip.name, skip.request_id)
         if not skip.quiet:
             log.warning("hidden states of %s are not stored: %s", skip.key, skip.reason, extra={"key": skip.key})
@@ -178,12 +179,12 @@ class StoreOutlet(Outlet):
         if self._locks is not None:
             self._locks.wait()
 
-    # -- told by the shipping thread ------------------------------------------------------------------------------
+    # -- called by the shipping thread -----------------------------------------------------------------------------
 
     def _lost(self, segment: Segment, why: str) -> None:
         self._settle(segment, why, conflict=False)
 
-    # -- told by the sink -----------------------------------------------------------------------------------------
+    # -- called by the sink ----------------------------------------------------------------------------------------
 
     def _on_event(self, event: Event) -> None:
         assert not isinstance(event, Receipt)  # there is no run
@@ -196,7 +197,7 @@ class StoreOutlet(Outlet):
         with self._state:
             name = self._submitted.pop(request_id, None)
             if name is None:
-                return  # told already
+                return  # the request has ended already
             self._settling += 1
         stored = reason is None
         self.meter.add("stored" if stored else "failed")
@@ -207,10 +208,10 @@ class StoreOutlet(Outlet):
     # -- the end of a request --------------------------------------------------------------------------------------
 
     def _end(self, request_id: str, key: str, name: str, *, stored: bool, reason: str | None, conflict: bool) -> None:
-        """What became of a request: its object is there, or (``reason``) it is not. Its lock opens once that is told.
+        """End a request whose object is stored, or not stored (``reason``). Its lock is released after its marker is.
 
-        While others of the same name are under way a failure waits for them: their readers are not to meet its marker,
-        and what they store may be another request's.
+        A failure marker waits while other requests of the same name are in flight. Their readers must not see it, and
+        the object that they store may be another request's.
         """
         with self._state:
             request = self._requests.pop(request_id, None)
@@ -230,15 +231,15 @@ class StoreOutlet(Outlet):
 
         looks = stored and (request is None or request.chosen)
         if not looks:
-            # Its data is gone. A marker that the store refuses keeps the lock, and no memory that others need.
+            # Its data is freed. If the store refuses the marker, the lock stays held, but the claim does not.
             self.ring.unclaim(claimed)
         if conflict:
             self._markers.conflict(key, name, reason or "", holder=request_id)
         elif failure is not None:
             self._markers.fail(failure[0], name, failure[1], requests=failed, holder=request_id)
         elif looks:
-            # Also where this process knows of no marker: an earlier server may have left one. Samples that wait for
-            # that stay claimed, so that they do not pile up: new ones wait with their blocks, and no thread waits.
+            # Also without a marker of this process: an earlier server may have left one. Samples that wait for this
+            # check stay claimed, which bounds their number. New samples wait in their cache blocks; no thread waits.
             self._markers.stored(
                 key, name, requests=failed, holder=request_id, after=partial(self.ring.unclaim, claimed)
             )
@@ -247,7 +248,7 @@ class StoreOutlet(Outlet):
 
     @property
     def pending(self) -> int:
-        """Samples that are neither stored nor failed, what is still to be shipped, and what is still to be told."""
+        """Number of samples that are neither stored nor failed, plus changes of markers that the store has not got."""
         return super().pending + len(self._submitted) + self._settling + self._markers.pending
 
     def close(self, timeout: float | None = None) -> None:
@@ -264,14 +265,18 @@ class StoreOutlet(Outlet):
         else:
             super().close()
             self._writers.close()
-        if untold := self._markers.close():
-            log.error("what became of %d requests could not be told in time, %s", len(untold), _some(untold))
+        if unsaid := self._markers.close():
+            log.error(
+                "markers of %d names were not stored in time, %s. Check the store, or raise drain_seconds",
+                len(unsaid),
+                _some(unsaid),
+            )
         if self._locks is not None:
             self._locks.release_all()
 
 
 class ThreadWriters(ThreadSender):
-    """Threads of this process, and the sink into which they encode."""
+    """Writer threads of this process, and the sink into which they encode."""
 
     memory: np.ndarray[Any, Any] | None = None
 
@@ -280,11 +285,11 @@ class ThreadWriters(ThreadSender):
         self.sink.close()
 
     def abandon(self) -> None:
-        pass  # threads that wait for a store cannot be ended: they die with the process
+        pass  # threads that wait for a store cannot be stopped: they end with the process
 
 
 def thread_writers(store: Store, threads: int) -> MakeWriters:
-    """Writers on so many threads of this process."""
+    """Return a factory of writers on ``threads`` threads of this process."""
 
     def make(options: SinkOptions, on_event: Callable[[Event], None], meter: Meter, _: int) -> Writers:
         return ThreadWriters(PartSink(store, options, on_event, meter), threads)
@@ -293,7 +298,7 @@ def thread_writers(store: Store, threads: int) -> MakeWriters:
 
 
 def process_writers(settings: ConnectorConfig) -> MakeWriters:
-    """Writers in a process of their own."""
+    """Return a factory of writers in a separate process."""
 
     def make(options: SinkOptions, on_event: Callable[[Event], None], meter: Meter, ring_bytes: int) -> Writers:
         spec = WriterProcessSpec(
@@ -311,15 +316,15 @@ def process_writers(settings: ConnectorConfig) -> MakeWriters:
 
 
 def bytes_besides(segment: Segment) -> int:
-    """Upper estimate of the bytes that a sample occupies in one process besides its states, until it is stored."""
+    """Return an upper estimate of a sample's bytes in one process until it is stored, without its states."""
     attached = sum(array.nbytes for array in segment.attached.values())
-    # A str of other than ASCII characters takes up to four bytes for each.
-    columns = segment.columns * (SAMPLE_BYTES + 8 * segment.total)  # each has the token ids
+    # A str with non-ASCII characters takes up to four bytes for each character.
+    columns = segment.columns * (SAMPLE_BYTES + 8 * segment.total)  # each column has the token ids
     return columns + sys.getsizeof(segment.metadata) + 2 * len(str(segment.meta)) + attached
 
 
 def request_of(segment: Segment) -> str:
-    """The id of the engine's request that a segment was copied for."""
+    """Return the engine's request id from a segment's source."""
     return segment.source.rpartition(":")[0]
 
 
@@ -328,7 +333,7 @@ def _some(names: list[str]) -> str:
 
 
 def _tokenizer_sha256(model: Any) -> str | None:
-    """Of vLLM's ``ModelConfig``; None where the engine has no tokenizer, or it cannot be loaded here."""
+    """Return the hash of the tokenizer in vLLM's ``ModelConfig``; None if there is none or it cannot be loaded."""
     if model.skip_tokenizer_init:
         return None
     from transformers import AutoTokenizer
@@ -339,13 +344,15 @@ def _tokenizer_sha256(model: Any) -> str | None:
                 model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=model.trust_remote_code
             )
         )
-    except Exception as e:  # noqa: BLE001 - an engine must not die of what only describes its samples
-        log.warning("objects will not say which tokenizer made their token ids: %s: %s", type(e).__name__, e)
+    except Exception as e:  # noqa: BLE001 - the hash is a label only: its absence must not end the engine
+        log.warning(
+            "tokenizer cannot be loaded; objects are stored without tokenizer_sha256: %s: %s", type(e).__name__, e
+        )
         return None
 
 
 def store_outlet(settings: ConnectorConfig, vllm_config: VllmConfig) -> StoreOutlet:
-    """The outlet of a bare connector.
+    """Build the outlet of a bare connector.
 
     Raises:
         StoreError: the store at ``output`` cannot be opened.
@@ -365,10 +372,10 @@ def store_outlet(settings: ConnectorConfig, vllm_config: VllmConfig) -> StoreOut
         "hsx": __version__,
     }
     meter = Meter()
-    with any_core():  # encoding and storing are not to take the engine's time
-        # Opened here too: what is wrong with it is the engine's to say.
+    with any_core():  # otherwise encoding and storing run on the engine's core
+        # Opened in this process too, so that the engine's start fails on a wrong URL or missing access.
         store = open_store(settings.output, settings.storage_options, on_retry=meter.retried)
-        # An object at memory:// exists in one process.
+        # A memory:// store exists in one process only.
         apart = settings.transport == "spawn" and not settings.output.startswith("memory:")
         return StoreOutlet(
             process_writers(settings) if apart else thread_writers(store, settings.writer_threads),

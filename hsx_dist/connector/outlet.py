@@ -1,4 +1,4 @@
-"""What the worker half sees of a transport: where pages go, and what must be known of their requests."""
+"""Interface of a transport for the worker half: it ships pages, and gets the events of their requests."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from hsx_dist.transport.shipping import Copied
 
 
 class Outlet:
-    """For samples of a run, whose receipts prove what is stored. ``StoreOutlet`` is for a connector without a run.
+    """Outlet for a run's samples, whose storage is proved by receipts. ``StoreOutlet`` is for a connector without a
+    run.
 
-    What steps call takes no lock that a writer or the network holds; ``prepared`` and, of what is not stored, ``skip``
-    may wait for a local file system.
+    Methods that steps call take no lock that a writer or the network holds. ``prepared``, and ``skip`` for requests
+    that are not stored, may wait for a local file system.
     """
 
     def __init__(self, end: LocalEnd):
@@ -28,21 +29,21 @@ class Outlet:
         self.end.submit(*pages)
 
     def expect(self, expected: Expect) -> None:
-        """A request of this rank's was scheduled for the first time, and its step begins. Returns at once."""
+        """Handle the first scheduling of one of this rank's requests. Called when its step begins. Returns at once."""
 
     def prepared(self) -> None:
-        """Block until the lock files of all expected and skipped requests exist. Then their step ends."""
+        """Block until the lock files of all expected and skipped requests exist. Called at the end of their step."""
 
     def skip(self, skip: Skip) -> None:
-        """Nothing of a request will be shipped by this rank. Returns at once."""
+        """Handle a request of which this rank ships nothing. Returns at once."""
         for column in skip.columns:
             self.end.skip(skip.key, skip.reason, column, skip.of)
 
     @property
     def pending(self) -> int:
-        """What was submitted, and is not shipped yet (or not stored yet, where this process stores)."""
+        """Number of submitted pages and reports that are not shipped yet. ``StoreOutlet`` adds unstored samples."""
         return self.end.pending
 
     def close(self, timeout: float | None = None) -> None:
-        """Ship what was submitted, for at most ``timeout`` seconds."""
+        """Ship the submitted pages, for at most ``timeout`` seconds."""
         self.end.close(timeout)

@@ -1,4 +1,4 @@
-"""Makes the connector known to vLLM by its bare name (entry point group ``vllm.general_plugins``)."""
+"""Register the connector with vLLM under its bare name (entry point group ``vllm.general_plugins``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAME = "HiddenStatesConnector"
 
 
 def register() -> None:
-    """Register ``HiddenStatesConnector``; vLLM calls this in every process, in some more than once."""
+    """Register ``HiddenStatesConnector``. vLLM calls this in every process, in some processes more than once."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     avoid_broken_amx()
@@ -26,7 +26,7 @@ def register() -> None:
 def _tap(model: Any, vllm_config: Any) -> None:
     from hsx_dist.taps.capture_config import capture_of
 
-    if capture_of(vllm_config) is not None:  # else nothing of the taps is imported
+    if capture_of(vllm_config) is not None:  # otherwise the taps' modules are not imported
         from hsx_dist.taps.install import tap_model
 
         tap_model(model, vllm_config)

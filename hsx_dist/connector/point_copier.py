@@ -1,4 +1,4 @@
-"""Copies of one point: from the blocks of its cache into pages in the ring."""
+"""Copy one point from the blocks of its cache into pages in the ring."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hsx_dist.connector.step import Save
 from hsx_dist.errors import ConfigError
 from hsx_dist.page import HIDDEN_STATES, Page, Segment
 
-#: Input of one compressed frame is at most this (one layer of one page).
+#: Limit of the input bytes of one compressed frame (one layer of one page).
 FRAME_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """How many tokens go into a page and a segment: whole blocks, so that pages are gathered by blocks."""
+    """Tokens per page and per segment. Both are whole blocks, so that pages are gathered by blocks."""
 
     page_tokens: int
     segment_tokens: int
@@ -29,15 +29,17 @@ class CopyPlan:
     def of(
         cls, *, block_size: int, layers: int, hidden_size: int, itemsize: int, page_bytes: int, segment_bytes: int
     ) -> CopyPlan:
-        """Raises:
-        ValueError: one block of all layers is larger than a page or a segment may be.
+        """Compute the plan from the limits of a page and a segment.
+
+        Raises:
+            ValueError: one block of all layers is larger than a segment may be.
         """
         row = hidden_size * itemsize
         block = block_size * layers * row
         if block > segment_bytes:
             raise ValueError(
-                f"one cache block of {block_size} tokens of {layers} layers takes {block} bytes, more than "
-                f"segment_bytes ({segment_bytes}): raise segment_bytes and in_flight_bytes, or capture fewer layers"
+                f"segment_bytes: expected at least {block} for one cache block ({block_size} tokens of {layers} "
+                f"layers), got {segment_bytes}. Raise segment_bytes and in_flight_bytes, or capture fewer layers"
             )
         blocks = max(1, min(page_bytes // block, FRAME_BYTES // (block_size * row)))
         pages = max(1, segment_bytes // (blocks * block))
@@ -45,19 +47,19 @@ class CopyPlan:
 
 
 def hidden_states_in(cache: torch.Tensor, layer_ids: tuple[int, ...]) -> tuple[CapturedPoint, torch.Tensor]:
-    """vLLM's own hidden-state cache, ``[blocks, layers, block_size, hidden]``, as a captured point."""
+    """Return vLLM's own hidden-state cache, ``[blocks, layers, block_size, hidden]``, as a captured point."""
     dtype = str(cache.dtype).removeprefix("torch.")
     return CapturedPoint(HIDDEN_STATES, layer_ids, cache.shape[3], dtype), cache
 
 
 @dataclass(slots=True)
 class ColumnCopy:
-    """A column of a save under way: ``next`` is the first token not yet copied, ``event`` the last copy's."""
+    """A column that is being copied. ``next``: the first token not yet copied. ``event``: the last copy's."""
 
     copier: PointCopier
     save: Save
-    number: int  # the column's, in the sample
-    #: int64, on the host: the blocks, or (where only some tokens or layers are wanted) a slot for each token
+    number: int  # the column's number in the sample
+    #: int64, on the host: the blocks; or a slot for each token, if only some tokens or layers are copied
     places: torch.Tensor
     rows: bool
     layers: tuple[int, ...]  # entries of the cache's layer axis
@@ -74,7 +76,7 @@ class ColumnCopy:
 
 
 class PointCopier:
-    """What one rank copies of one point. The ring, the stream of copies and the order belong to ``WorkerHalf``."""
+    """Copies one point on one rank. ``WorkerHalf`` owns the ring and the copy stream, and decides the order."""
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class PointCopier:
         page_bytes: int,
         segment_bytes: int,
     ):
-        """``cache``: the point's cache, ``[blocks, layers, block_size, width]``. ``memory``: the ring's, uint8.
+        """``cache``: the point's cache, ``[blocks, layers, block_size, width]``. ``memory``: the ring's memory, uint8.
 
         Raises:
             ConfigError: the ring cannot hold a page.
@@ -114,10 +116,10 @@ class PointCopier:
             )
 
     def planned(self, save: Save, number: int, sample_hash: str, source: str) -> ColumnCopy:
-        """How column ``number`` of ``save`` is copied.
+        """Plan the copy of column ``number`` of ``save``.
 
         Raises:
-            ConfigError: the ring cannot hold a page of it.
+            ConfigError: the ring cannot hold a page of this column.
         """
         chosen = save.columns[number].layers
         places = torch.from_numpy(save.block_ids)
@@ -149,18 +151,18 @@ class PointCopier:
         return copy
 
     def _shape(self, copy: ColumnCopy, start: int, stop: int) -> tuple[int, int, int]:
-        """Shape of the page of tokens ``[start, stop)``."""
+        """Return the shape of the page of tokens ``[start, stop)``."""
         if copy.rows:
             return len(copy.layers), stop - start, self._cache.shape[3]
         # Page and segment lengths are whole blocks, so a page starts with a block.
         return page_shape(self._cache, -(-stop // self._block_size) - start // self._block_size, self._order)
 
     def nbytes(self, copy: ColumnCopy, start: int, stop: int) -> int:
-        """Bytes of the page of tokens ``[start, stop)``."""
+        """Return the bytes of the page of tokens ``[start, stop)``."""
         return math.prod(self._shape(copy, start, stop)) * copy.dtype.itemsize
 
     def next_page(self, copy: ColumnCopy) -> Page:
-        """The page of the first tokens that were not copied, without a place in the ring."""
+        """Return the page of the first tokens that are not copied yet, without an offset in the ring."""
         save = copy.save
         total, start = len(save.token_ids), copy.next
         index = start // self.plan.segment_tokens
@@ -168,7 +170,7 @@ class PointCopier:
         segment_stop = min(segment_start + self.plan.segment_tokens, total)
         stop = min(start + self.plan.page_tokens, segment_stop)
         column = save.columns[copy.number]
-        about = copy.number == 0  # what is known of a sample travels once
+        about = copy.number == 0  # only column 0 carries the sample's meta, metadata and attached arrays
         segment = Segment(
             key=save.key,
             index=index,
@@ -202,7 +204,10 @@ class PointCopier:
         )
 
     def copy(self, copy: ColumnCopy, page: Page) -> None:
-        """Into its place, beside the steps: on their thread where the cache is on a device, else on another one."""
+        """Copy a page into the ring, concurrently with steps.
+
+        For a cache on a device the steps' thread calls this and queues the copy; for a host cache another thread does.
+        """
         places = copy.places
         if not copy.save.mean_of:
             grain = 1 if copy.rows else self._block_size

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks: which of them store samples, and whether all of them hold the same states."""
+"""Tensor-parallel ranks: selection of the ranks that store samples, and the check that all hold the same states."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hsx_dist.page import HIDDEN_STATES
 
 log = get_logger(__name__)
 
-#: Rows of one request that ``RankComparison`` compares, in each layer.
+#: Number of rows of one request that ``RankComparison`` compares in each layer.
 COMPARED_ROWS = 4
 
 
@@ -28,12 +28,12 @@ class Ranks:
 
     rank: int
     owners: tuple[int, ...]
-    #: Of each captured point that is sharded over ranks: this rank's part, or None (``CapturedPoint.shard``).
+    #: For each captured point that is sharded over ranks: this rank's part, or None (``CapturedPoint.shard``).
     shards: Mapping[str, int | None] = field(default_factory=dict)
 
     @property
     def stores(self) -> bool:
-        """Whether this rank stores anything: it owns requests, or has parts of rows that no other has."""
+        """Whether this rank stores anything: it owns requests, or has parts of rows that no other rank has."""
         return self.rank in self.owners or any(shard is not None for shard in self.shards.values())
 
     def owns(self, request: Save | Skip | Expect) -> bool:
@@ -41,7 +41,7 @@ class Ranks:
         return self.owners[request.owner % len(self.owners)] == self.rank
 
     def own(self, step: Step) -> Step:
-        """The part of a step that concerns this rank's requests."""
+        """Return the part of a step that concerns this rank's requests."""
         if self.owners == (self.rank,) and not self.shards:
             return step
         return Step(
@@ -52,8 +52,10 @@ class Ranks:
         )
 
     def _own_columns(self, save: Save) -> Save | None:
-        """``save`` with the columns that this rank copies; None if there are none. A column that is not sharded is the
-        owner's, a shard belongs to the rank that has it."""
+        """Return ``save`` with the columns that this rank copies; None if there are none.
+
+        The owner copies columns that are not sharded. The rank that has a shard copies it.
+        """
         owns = self.owns(save)
         own = tuple(
             i
@@ -65,25 +67,29 @@ class Ranks:
         return replace(save, copied=own) if own else None
 
     def others(self, step: Step) -> set[str]:
-        """vLLM's ids of the saved requests of which this rank copies nothing. vLLM frees a request's blocks when every
-        rank has reported it; a rank that copies nothing reports it in the step in which it sees the save."""
+        """Return vLLM's ids of the saved requests of which this rank copies nothing.
+
+        vLLM frees a request's blocks when every rank has reported it. A rank that copies nothing reports it in the step
+        in which it gets the save.
+        """
         return {s.request_id for s in step.saves if self._own_columns(s) is None}
 
 
 def ranks_of(group: Any, *, one_node: bool, limit: int | None, points: Sequence[CapturedPoint] = ()) -> Ranks:
-    """The ranks of vLLM's tensor-parallel ``group`` (a ``GroupCoordinator``). Collective: every rank calls it.
+    """Build the ``Ranks`` of vLLM's tensor-parallel ``group`` (a ``GroupCoordinator``). Collective: every rank calls
+    it.
 
     Args:
         one_node: only ranks on the node of rank 0 store: a local path, or a process to connect to, exists on one node.
-        limit: at most this many ranks own samples; None: no limit. Ranks with shards store those all the same.
-        points: what this rank captures.
+        limit: at most this many ranks own samples; None: no limit. Ranks with shards store their shards regardless.
+        points: the points that this rank captures.
 
     Raises:
-        ConfigError: this rank has a shard, and is on a node from which nothing can be stored.
+        ConfigError: this rank has a shard, and its node cannot store.
     """
     owners = list(range(group.world_size))
     if one_node and len(owners) > 1:
-        # Compares shared memory, so it holds for every executor: `nnodes` stays 1 under Ray.
+        # Tests for shared memory, which works for every executor. `nnodes` stays 1 under Ray.
         from vllm.distributed.parallel_state import in_the_same_node_as
 
         same = in_the_same_node_as(group.cpu_group, source_rank=0)
@@ -92,7 +98,7 @@ def ranks_of(group: Any, *, one_node: bool, limit: int | None, points: Sequence[
     if group.rank_in_group not in owners and any(shard is not None for shard in shards.values()):
         raise ConfigError(
             f"capture: expected all {group.world_size} tensor-parallel ranks on one node, since each stores its shard "
-            f"of {', '.join(shards)}, got some on other nodes. Lower tensor_parallel_size, or leave these points out"
+            f"of {', '.join(shards)}, got some on other nodes. Lower tensor_parallel_size, or omit these points"
         )
     return Ranks(group.rank_in_group, tuple(owners[:limit]), shards)
 
@@ -110,7 +116,7 @@ def check_parallelism(parallel_config: Any) -> None:
             f"prefill_context_parallel_size: expected 1 with HiddenStatesConnector, got {context}. "
             "Use tensor_parallel_size or data parallelism"
         )
-    # Each rank then has a scheduler, which frees blocks by its own worker's reports: the schedulers would diverge.
+    # Each rank then has a scheduler, which frees blocks by its own worker's reports. The schedulers would diverge.
     if parallel_config.distributed_executor_backend == "external_launcher" and parallel_config.tensor_parallel_size > 1:
         raise ConfigError(
             "distributed_executor_backend: expected mp or ray with HiddenStatesConnector and tensor_parallel_size "
@@ -121,11 +127,12 @@ def check_parallelism(parallel_config: Any) -> None:
 def check_siblings(connectors: Iterable[Any], world_size: int) -> None:
     """Refuse other connectors in vLLM's ``MultiConnector`` whose reports come from some ranks only.
 
-    vLLM waits for as many reports of a request as the connectors say, and for all ranks if one of them says None, as
-    ours does. The reports of the others would never be complete, and the blocks that they hold would never come free.
+    vLLM waits for the number of reports that the connectors return, and for all ranks if one returns None, as
+    ``HiddenStatesConnector`` does. The reports of the other connectors would never be complete, and vLLM would never
+    free the blocks that they hold.
 
     Args:
-        connectors: the instances next to ours.
+        connectors: the instances next to ``HiddenStatesConnector``.
 
     Raises:
         ConfigError: a connector expects another number of reports than there are ranks.
@@ -135,23 +142,23 @@ def check_siblings(connectors: Iterable[Any], world_size: int) -> None:
         if count is not None and count != world_size:
             raise ConfigError(
                 f"{type(connector).__name__}.get_finished_count(): expected None or {world_size}, the number of ranks, "
-                f"in a MultiConnector with HiddenStatesConnector, got {count}: vLLM would wait for reports that never "
+                f"in a MultiConnector with HiddenStatesConnector, got {count}. vLLM would wait for reports that never "
                 "arrive. Remove that connector, or set tensor_parallel_size to 1"
             )
 
 
 class RankComparison:
-    """Compares what all ranks captured of one point.
+    """Compares the states of one point on all ranks.
 
-    States must be replicated: the owner of a request stores its own. Some models capture sums that are reduced over
-    ranks later, inside the next norm. Then each rank holds other numbers, and none of them is right.
+    The states must be the same on all ranks, since only the owner of a request stores its states. Some models capture
+    sums that are reduced over ranks later, inside the next norm. Then each rank holds different, wrong numbers.
     """
 
     def __init__(
         self, cache: torch.Tensor, group: Any, *, layer_ids: Sequence[int], model: str, point: str = HIDDEN_STATES
     ):
-        """``cache``: ``[blocks, layers, block_size, hidden]``. ``group``: all ranks, on the CPU (gloo). ``point``: one
-        that is not sharded, of floating-point numbers."""
+        """``cache``: ``[blocks, layers, block_size, hidden]``. ``group``: all ranks, on the CPU (gloo). ``point``: must
+        not be sharded, and holds floating-point numbers."""
         self._cache = cache
         self._point = point.replace("_", " ")
         self._group = group
@@ -161,10 +168,11 @@ class RankComparison:
         self._tolerance = tolerance(cache.dtype)
 
     def check(self, saves: Sequence[Save]) -> None:
-        """Compare a few rows of the first of ``saves``, before anything of them is copied.
+        """Compare a few rows of the first of ``saves``, before its states are copied.
 
-        Collective: every rank calls it in each step with the same saves, which the scheduler sends to all. Compares at
-        the first save, the second, the fourth and so on: kernels differ with the batch, and the cost stays small.
+        Collective: every rank calls it in each step with the same saves, which the scheduler sends to all. It compares
+        at the first save, the second, the fourth and so on. Kernels differ with the batch, so one comparison is not
+        enough; the doubling keeps the cost small.
 
         Raises:
             ConfigError: the ranks differ by more than rounding. All ranks raise it.
@@ -174,23 +182,23 @@ class RankComparison:
             return
         rows = self._rows(saves[0])
         gathered = [torch.empty_like(rows).view(torch.uint8) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(gathered, rows.view(torch.uint8), group=self._group)  # gloo does not know every float type
+        dist.all_gather(gathered, rows.view(torch.uint8), group=self._group)  # gloo does not support every float type
         distances = row_distances(torch.stack([other.view(rows.dtype) for other in gathered]))
         worst = float(distances.max())
         if worst == 0:
             return
         rank, _, layer = (int(i) for i in np.unravel_index(int(distances.argmax()), distances.shape))
-        where = f"ranks 0 and {rank} differ by {worst:.2g} of a row's size at layer {self._layer_ids[layer]}"
+        where = f"a distance of {worst:.2g} between ranks 0 and {rank} at layer {self._layer_ids[layer]}"
         if worst > self._tolerance:
             raise ConfigError(
-                f"{self._model}: expected the same {self._point} on all {len(gathered)} tensor-parallel ranks, but "
-                f"{where}: the model captures sums before they are reduced over ranks. Set tensor_parallel_size to 1, "
+                f"{self._model}: expected the same {self._point} on all {len(gathered)} tensor-parallel ranks, got "
+                f"{where}. The model captures sums before they are reduced over ranks. Set tensor_parallel_size to 1, "
                 "or use another model"
             )
         log.warning("%s: %s, which is within rounding (%.2g)", self._model, where, self._tolerance)
 
     def _rows(self, save: Save) -> torch.Tensor:
-        """Rows of the request's tokens, from the first to the last: ``[rows, layers, hidden]`` on the CPU."""
+        """Return rows of the request's tokens, from the first to the last: ``[rows, layers, hidden]`` on the CPU."""
         count = save.mean_of or len(save.token_ids)
         at = np.linspace(0, count - 1, COMPARED_ROWS).astype(np.int64)
         if save.positions is not None:
@@ -202,7 +210,7 @@ class RankComparison:
 
 
 def comparisons(caches: Iterable[tuple[CapturedPoint, torch.Tensor]], group: Any, model: str) -> list[RankComparison]:
-    """One for each point that every rank has whole. Ids of experts are left out: at a tie, rounding decides them."""
+    """Return a comparison for each point that is not sharded. Omits ids of experts: rounding decides them at a tie."""
     return [
         RankComparison(cache, group, layer_ids=point.layers, model=model, point=point.name)
         for point, cache in caches
@@ -211,7 +219,7 @@ def comparisons(caches: Iterable[tuple[CapturedPoint, torch.Tensor]], group: Any
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Largest ``row_distances`` that rounding explains.
+    """Return the largest ``row_distances`` that rounding explains.
 
     vLLM's reductions give all ranks the same bits, so this is a margin. 60 layers summed in bfloat16, by 16 ranks each
     in another order, differ by 1.5 eps. Without the last layer's reduction they differ by 6 eps
@@ -221,11 +229,12 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def row_distances(ranks: torch.Tensor) -> torch.Tensor:
-    """How far each rank's rows are from rank 0's: the sum of absolute differences, divided by the sum of rank 0's
-    absolute values. ``[ranks, rows, layers, hidden]`` → float32 ``[ranks, rows, layers]``.
+    """Return the distance of each rank's rows from rank 0's: ``[ranks, rows, layers, hidden]`` → float32
+    ``[ranks, rows, layers]``.
 
-    Sums, not squares: few channels have much larger values than all others, and would hide the differences of those.
-    Numbers that are not finite on rank 0 must be the same on the others; else the distance is infinite.
+    The distance is the sum of absolute differences, divided by the sum of rank 0's absolute values. Squares would not
+    do: a few channels have much larger values than all others, and would hide the others' differences. Numbers that are
+    not finite on rank 0 must be the same on the other ranks; else the distance is infinite.
     """
     ranks = ranks.float()
     first = ranks[:1]

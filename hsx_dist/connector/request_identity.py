@@ -1,4 +1,4 @@
-"""What makes two requests of one key the same sample: hashes of what a request's states come from."""
+"""Hashes of a request's inputs. Two requests with one key are the same sample if their hashes are equal."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from hsx_dist.page import HIDDEN_STATES
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-#: Characters of an image's identifier that are stored as they are.
+#: Image identifiers up to so many characters are stored unchanged.
 MAX_IDENTIFIER = 128
-#: Characters of each text of a request that is hashed here, on the scheduler's thread: about 10 microseconds.
+#: Limit of the characters of each hashed text. The scheduler's thread hashes them, in about 10 microseconds.
 MAX_TEXT = 1024
 
 
 def too_long(request: Request) -> str | None:
-    """Why a request's texts are not hashed. A client chooses the images' identifiers (vLLM's ``uuid``) and the cache
-    salt, of any length. vLLM bounds the number of images."""
+    """Return the reason if a request's texts are too long to be hashed.
+
+    A client chooses the images' identifiers (vLLM's ``uuid``) and the cache salt, of any length. vLLM bounds the number
+    of images.
+    """
     lora = request.lora_request
     texts = [("the identifier of an image", feature.identifier) for feature in request.mm_features or ()]
     texts += [("cache_salt", request.cache_salt or "")]
@@ -37,9 +40,9 @@ def too_long(request: Request) -> str | None:
 
 
 def request_hash(request: Request, options: RequestParams) -> str:
-    """The hash of what is known of a sample when its request is queued: see ``format.identity``."""
+    """Return the hash of a sample's properties that are known when its request is queued (``format.identity``)."""
     if not request.prompt_token_ids or request.prompt_embeds is not None:
-        return identity_hash(options.id)  # nothing is stored of it: it is the same as no other
+        return identity_hash(options.id)  # nothing is stored for it: its hash must differ from all others
     prompt = np.asarray(request.prompt_token_ids, dtype=np.int64)
     lora = request.lora_request
     inputs = {
@@ -51,7 +54,7 @@ def request_hash(request: Request, options: RequestParams) -> str:
         "outputs": options.include_output_tokens,
         "metadata": json.loads(options.metadata or "null"),
     }
-    if not options.include_output_tokens:  # what is selected is known too, by whatever words it was asked for
+    if not options.include_output_tokens:  # hash the selected tokens, not the words that the request selects them by
         chosen = choose(options, len(prompt), prompt, {})
         found = None if chosen is None else [chosen.meta, len(chosen.token_ids)]
         arrays = {} if chosen is None else chosen.attached
@@ -63,10 +66,10 @@ def request_hash(request: Request, options: RequestParams) -> str:
 
 
 def inputs_of(request: Request) -> dict[str, Any]:
-    """What else than its tokens a request's states come from."""
+    """Return the inputs of a request other than its tokens."""
     found: dict[str, Any] = {}
     if request.mm_features:
-        # Their tokens are placeholders, the same for every image: what tells the samples apart is this.
+        # The tokens of images are placeholders, the same for every image. Only the identifiers distinguish samples.
         found["multimodal"] = [_short(feature.identifier) for feature in request.mm_features]
     if request.lora_request is not None:
         found["lora"] = request.lora_request.lora_name
@@ -74,8 +77,7 @@ def inputs_of(request: Request) -> dict[str, Any]:
 
 
 def _short(identifier: str) -> str:
-    """The identifier of an image, which may be the client's own: hashed where it is longer than a hash. ``too_long``
-    bounds it."""
+    """Return the identifier of an image, or the hash of a long one. A client may choose it; ``too_long`` bounds it."""
     if len(identifier) <= MAX_IDENTIFIER:
         return identifier
     return hashlib.sha256(identifier.encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,10 +1,11 @@
-"""What one request asks for, in its ``kv_transfer_params``: read once, checked, and never a reason to fail the engine.
+"""Options of one request in its ``kv_transfer_params``. They are read once and checked; no value fails the engine.
 
-The namespace is shared with other connectors, hence the prefix ``hidden_states_``. A wrong value is set aside alone:
-the request is stored as if it had not been given, and ``hidden_states_meta["refused"]`` of the answer says why.
+Other connectors share the namespace, hence the prefix ``hidden_states_``. A wrong value is ignored alone: the request
+is stored as without it, and ``hidden_states_meta["refused"]`` of the answer gives the reason.
 
-This runs on the scheduler's thread, between the steps of all clients. Lengths are compared with their limits before
-anything is iterated, so that the cost of a request depends on the limits and its prompt, not on what was sent.
+This runs on the scheduler's thread, between the steps of all clients. Lengths are compared with their limits before a
+value is iterated. So the limits and the prompt bound the cost of a request, regardless of the values that a client
+sends.
 """
 
 from __future__ import annotations
@@ -29,37 +30,38 @@ from hsx_dist.text import printable
 PREFIX = "hidden_states_"
 PARAMS = "kv_transfer_params"
 KNOWN = {"key", "path", "layers", "points", "tokens", "save", "row", "loss_mask", "metadata"}
-#: What ``refused`` may name, besides names that clients made up.
+#: Known names. ``refused`` may have these, and a few unknown names that clients sent.
 OURS = {PARAMS, "include_output_tokens", *(PREFIX + name for name in KNOWN)}
-#: So many parameters are compared with the known names, and so many unknown ones are answered, each cut.
+#: Number of parameters that are compared with the known names, number of unknown names in an answer, and their length.
 MAX_PARAMS = 64
 MAX_UNKNOWN = 8
 MAX_NAME = 80
-#: A sample's metadata is read with its part's header, and travels with every page.
+#: Readers get a sample's metadata with its part's header, and every page carries it.
 MAX_METADATA_BYTES = 64 << 10
-#: More than a job's rows may have (64 in each of their fields): what a driver takes is not refused here.
+#: More than the 64 levels that each field of a job's row may have, so that a row that a driver accepts is accepted
+#: here.
 MAX_METADATA_DEPTH = 72
 #: Characters of a key or a path.
 MAX_KEY = 1024
-#: A file name may have 255 bytes, and an object's markers add to its own.
+#: A file name may have 255 bytes, and the names of an object's markers are longer than its own.
 MAX_COMPONENT_BYTES = 240
-#: Names in a path, folders included: folders are made within a step, and stay.
+#: Names in a path, including folders. Folders are made within a step and are not removed.
 MAX_PATH_NAMES = 8
-#: UTF-8 bytes of a path with the output's URL before it: S3 and GCS take 1,024, also of the markers' names.
+#: UTF-8 bytes of a path with the output's URL before it. S3 and GCS allow 1,024, for the markers' names too.
 MAX_URL_BYTES = 1000
-#: Characters of an engine's request id that are kept. A client may send an id of megabytes.
+#: Number of kept characters of an engine's request id. A client may send an id of megabytes.
 MAX_ID = 256
 
 #: vLLM's OpenAI server names the i-th prompt of a completion ``cmpl-ID-i``, and the engine adds 8 random digits.
 _BATCH = re.compile(r"cmpl-.*-(\d{1,9})-[0-9a-f]{8}")
-#: With ``n`` > 1 the j-th choice's id is the request's, led by ``j_``.
+#: With ``n`` > 1 the j-th choice's id is ``j_`` and the request's id.
 _CHOICE = re.compile(r"(\d{1,9})_(.+)", re.DOTALL)
 
 
 def place(request_id: str) -> tuple[int, int]:
-    """(prompt, choice) of an engine's request id: which result of its client's request it is, both from 0."""
+    """Return (prompt, choice) of an engine's request id: its indices in the client's request, both from 0."""
     if len(request_id) > MAX_KEY:
-        # What decides is at both ends, and the expressions below read all of it.
+        # The indices are at both ends of the id. The expressions below would scan a long id completely.
         request_id = request_id[: MAX_KEY // 2] + request_id[-MAX_KEY // 2 :]
     choice = _CHOICE.fullmatch(request_id)
     batch = _BATCH.fullmatch(choice.group(2) if choice else request_id)
@@ -70,7 +72,7 @@ def place(request_id: str) -> tuple[int, int]:
 class TokenSelection:
     """Every ``step``-th token from ``start`` to before ``stop``; negative numbers count from the end.
 
-    ``kind`` ``loss_mask``: those whose mask is 1 instead; ``mean``: all, of which one row is made, their mean.
+    ``kind`` ``loss_mask``: the tokens whose mask is 1 instead. ``mean``: the mean of all tokens, as one row.
     """
 
     start: int = 0
@@ -79,16 +81,16 @@ class TokenSelection:
     kind: Literal["range", "loss_mask", "mean"] = "range"
 
     def of(self, total: int) -> range:
-        """Positions of the tokens among ``total``, as far as the request's mask does not decide."""
+        """Return the positions of the selected tokens among ``total``. Does not apply the request's mask."""
         return range(*slice(self.start, self.stop, self.step).indices(total))
 
     @classmethod
     def read(cls, value: Any) -> TokenSelection:
-        """``[start, stop]``, ``[start, stop, step]``, ``"last"``, ``"stride:N"``, ``"loss_mask"``, ``"mean"`` or
+        """Parse ``[start, stop]``, ``[start, stop, step]``, ``"last"``, ``"stride:N"``, ``"loss_mask"``, ``"mean"`` or
         ``"all"``; ``stop`` may be None.
 
         Raises:
-            ValueError: anything else.
+            ValueError: any other value.
         """
         if value == "all":
             return ALL
@@ -114,19 +116,19 @@ ALL = TokenSelection()
 
 @dataclass(frozen=True, slots=True)
 class RequestParams:
-    """What a request asks for, resolved.
+    """The resolved options of a request.
 
-    ``id``: the request's, cut where it is long; unique among all requests. ``path``: the object's name under the
-    output, where the client chose one that no key has.
+    ``id``: the request's id, shortened if it is long; unique among all requests. ``path``: the object's name under the
+    output, if the client chose a path that is not the object name of a key.
     """
 
     id: str
     key: str
     path: str | None = None
-    #: The client gave a path whose object is that of ``key``. It is treated as the key, and claims none.
+    #: The client gave a path that is the object name of ``key``. It is treated as the key, but claims no key.
     by_path: bool = False
     save: bool = True
-    #: For each point that is stored its layers, in the order asked for.
+    #: For each stored point its layers, in the requested order.
     points: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     tokens: TokenSelection = ALL
     include_output_tokens: bool = False
@@ -134,18 +136,18 @@ class RequestParams:
     #: 0 or 1 for each token of the prompt, uint8.
     loss_mask: np.ndarray[Any, Any] | None = None
     metadata: str = ""  # a JSON object as text
-    #: The client gave the key or the path; else it is the engine's own request id, which nobody else has.
+    #: The client gave the key or the path. If False, ``key`` is the engine's request id, which is unique.
     chosen: bool = False
     refused: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
-        """Layers of the hidden states that are stored."""
+        """The stored layers of the hidden states."""
         return self.points.get(HIDDEN_STATES, ())
 
     @property
     def name(self) -> str:
-        """The object's name under the output where every sample is an object."""
+        """The object's name under the output, for one object per sample."""
         return self.path or object_name(self.key) + OBJECT
 
 
@@ -159,9 +161,10 @@ def read_request_params(
     allow_custom_path: bool,
     include_output_tokens: bool,
 ) -> RequestParams:
-    """Options from a request's ``kv_transfer_params``. Raises nothing: what is wrong is in ``refused``.
+    """Read options from a request's ``kv_transfer_params``. Raises nothing: ``refused`` has the reasons of wrong
+    values.
 
-    ``captured``: for each point that the engine captures its layers.
+    ``captured``: for each point that the engine captures, its layers.
     """
     refused: dict[str, str] = {}
     if not isinstance(params, Mapping):
@@ -179,7 +182,7 @@ def read_request_params(
         for name in ("hidden_states_key", "hidden_states_path"):
             refused[name] = "expected hidden_states_key or hidden_states_path, got both. Give one of them"
         key = path = None
-    # The object of such a path is that of the key. ``object_name`` makes the same name of it.
+    # Such a path is the object name of a key: ``object_name`` returns the same name for it.
     by_path = path is not None and is_of_a_key(path)
     return RequestParams(
         id=own_id,
@@ -203,7 +206,7 @@ def read_request_params(
 
 
 def _read(params: Mapping[Any, Any], refused: dict[str, str], name: str, default: Any, parse: Any) -> Any:
-    """The parsed value; ``default`` where there is none, or where it cannot be parsed, which ``refused`` then says."""
+    """Return the parsed value. Returns ``default`` without a value, or with an entry in ``refused`` for a wrong one."""
     value = params.get(name)
     if value is None:
         return default
@@ -211,16 +214,16 @@ def _read(params: Mapping[Any, Any], refused: dict[str, str], name: str, default
         return parse(value)
     except ValueError as e:
         refused[name] = printable(e, 500)
-    except Exception as e:  # noqa: BLE001 - an engine must not die of what a client sends
+    except Exception as e:  # noqa: BLE001 - a client's value must not end the engine
         refused[name] = f"could not be read: {type(e).__name__}"
     return default
 
 
 def _note_unknown(params: Mapping[Any, Any], refused: dict[str, str]) -> None:
-    """Refuse names with our prefix that mean nothing: a few of those among the first ``MAX_PARAMS``."""
+    """Refuse unknown names with ``PREFIX``: at most ``MAX_UNKNOWN`` of those among the first ``MAX_PARAMS``."""
     if len(params) > MAX_PARAMS:
         refused[PARAMS] = (
-            f"expected at most {MAX_PARAMS} parameters, got {len(params)}; unknown names beyond are not reported"
+            f"expected at most {MAX_PARAMS} parameters, got {len(params)}; unknown names after these are not reported"
         )
     known = ", ".join(sorted(OURS - {PARAMS, "include_output_tokens"}))
     unknown = 0
@@ -232,14 +235,15 @@ def _note_unknown(params: Mapping[Any, Any], refused: dict[str, str]) -> None:
 
 
 def custom_name(value: Any, output: str, allowed: bool, prompt: int = 0, choice: int = 0) -> str:
-    """The object's name, relative to ``output``, of a path that a client chose; of a later prompt or choice of its
-    request with what ``sample_key`` appends, before the suffix.
+    """Return the object's name, relative to ``output``, for a path that a client chose.
+
+    For a later prompt or choice of the request, ``sample_key`` appends its indices before the suffix.
 
     Raises:
-        ValueError: custom paths are off, or this one is not a name under ``output``.
+        ValueError: custom paths are off, or this path is not a name under ``output``.
     """
     if not allowed:
-        raise ValueError("custom paths are off (allow_custom_save_path); the default is used")
+        raise ValueError("expected no path, as allow_custom_save_path is off, got one; the default path is used")
     if not isinstance(value, str) or not value or len(value) > MAX_KEY:
         raise ValueError(f"expected a path of 1 to {MAX_KEY} characters under {output}, got {_shown(value)}")
     base = output.rstrip("/") + "/"
@@ -252,16 +256,16 @@ def custom_name(value: Any, output: str, allowed: bool, prompt: int = 0, choice:
     if any(not c.isprintable() or c in "\\?#*[]" for c in name):
         raise ValueError(f"expected a path without control characters and \\ ? # * [ ], got {_shown(value)}")
     if "::" in name or any(p.endswith((" ", ".")) for p in parts):
-        # A reader that opens the folder as a URL refuses it, or reads another one.
+        # A reader that opens the folder as a URL would refuse it, or open another folder.
         raise ValueError(f"expected names without :: that do not end in a space or dot, got {_shown(value)}")
     stem, suffix = posixpath.splitext(name)
     name = sample_key(stem, prompt=prompt, choice=choice) + suffix
     same = folded(name).split("/")
     if same[-1].endswith(RESERVED):
-        # An object's companions are not the client's to replace.
+        # A client must not replace the markers and locks of other objects.
         raise ValueError(f"expected a path that does not end in {', '.join(RESERVED)}, got {_shown(value)}")
     if any(p.endswith((OBJECT, *RESERVED)) for p in same[:-1]):
-        raise ValueError(f"expected folders that do not end as objects and their markers do, got {_shown(value)}")
+        raise ValueError(f"expected folders that do not end in {', '.join((OBJECT, *RESERVED))}, got {_shown(value)}")
     if any(p in ("", ".", "..") or p.startswith(UNFINISHED) for p in same) or any(
         len(p.encode()) > MAX_COMPONENT_BYTES for p in name.split("/")
     ):
@@ -272,9 +276,9 @@ def custom_name(value: Any, output: str, allowed: bool, prompt: int = 0, choice:
     if len(f"{base}{name}".encode()) > MAX_URL_BYTES:
         raise ValueError(f"expected a path of at most {MAX_URL_BYTES} bytes, {base} included, got {_shown(value)}")
     if is_of_a_run(name):
-        raise ValueError(f"expected a path that is not the name of a run's own object, got {_shown(value)}")
+        raise ValueError(f"expected a path that differs from the names of a run's objects, got {_shown(value)}")
     if is_of_a_key(name) and object_name(name.removesuffix(OBJECT)) + OBJECT != name:
-        # A file system could store it in the place of a key's object, and the key is unknown here.
+        # Some file systems treat this name as that of a key's object, and that key is unknown here.
         raise ValueError(f"expected a path that does not look like the object of a key, got {_shown(value)}")
     return name
 
@@ -294,12 +298,12 @@ def _unicode(value: str) -> str:
 
 
 def _mask(value: Any, prompt_tokens: int) -> np.ndarray[Any, Any]:
-    """From bytes of 0 and 1 (a job's), or a list of them."""
+    """Parse a list of 0 and 1, or bytes of them (from a job)."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ValueError(f"expected a list of 0 and 1, got {_shown(value)}")
     if len(value) != prompt_tokens:
         raise ValueError(
-            f"expected {prompt_tokens} entries, one for each token of the prompt, got {len(value)}; none is stored"
+            f"expected {prompt_tokens} entries, one for each token of the prompt, got {len(value)}; no mask is stored"
         )
     if isinstance(value, bytes):
         mask = np.frombuffer(value, np.uint8)
@@ -344,7 +348,7 @@ def _layers(value: Any, captured: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _points(value: Any, captured: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """From ``{"q": [15], "z": "all"}``, or ``"all"``."""
+    """Parse ``{"q": [15], "z": "all"}``, or ``"all"``."""
     if value == "all":
         return dict(captured)
     if not isinstance(value, Mapping) or not 0 < len(value) <= len(captured) or not all(n in captured for n in value):
@@ -359,8 +363,10 @@ def _points(value: Any, captured: Mapping[str, tuple[int, ...]]) -> dict[str, tu
 def _points_of(
     points: dict[str, tuple[int, ...]] | None, layers: tuple[int, ...] | None, captured: Mapping[str, tuple[int, ...]]
 ) -> Mapping[str, tuple[int, ...]]:
-    """What both parameters ask for; without either hidden states if they are captured, else everything. ``layers`` adds
-    hidden states to ``points``, or chooses among theirs."""
+    """Combine both parameters. Without either: the hidden states if they are captured, else all points.
+
+    ``layers`` adds hidden states to ``points``, or selects their layers.
+    """
     if points is None and layers is None:
         return {HIDDEN_STATES: captured[HIDDEN_STATES]} if HIDDEN_STATES in captured else captured
     asked = (points or {}) if layers is None else {**(points or {}), HIDDEN_STATES: layers}
@@ -372,7 +378,7 @@ def _whole(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A value as it may stand in an answer. Of large ones only the size is read."""
+    """Return a value as text for an answer. Large values are shown by their size only."""
     if isinstance(value, str):
         return repr(value) if len(value) <= MAX_NAME else f"a string of {len(value)} characters"
     if value is None or isinstance(value, (bool, float)) or _whole(value):

@@ -1,4 +1,4 @@
-"""The scheduler half: judges what is whole, names it, holds its blocks, and tells the workers."""
+"""Scheduler half of the connector: selects the requests to store, names their objects and holds their cache blocks."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-#: How many keys that clients chose are remembered, to tell when one comes again for other tokens, and of how many names
-#: which rank stores them.
+#: Number of client-chosen keys whose sample is remembered, to detect a key that is used again for other tokens. Also
+#: the number of names whose storing rank is remembered.
 REMEMBERED_KEYS = 65536
 
 
@@ -40,8 +40,8 @@ REMEMBERED_KEYS = 65536
 class _Claim:
     """The sample that a key stands for (``format.identity``).
 
-    ``request``: hash of the request; ``tokens``: hash of the computed tokens, once a sample was passed on; ``users``:
-    requests of the key that have not finished.
+    ``request``: hash of the request. ``tokens``: hash of the computed tokens, set when a sample is passed to a worker.
+    ``users``: number of unfinished requests with the key.
     """
 
     request: str
@@ -51,15 +51,15 @@ class _Claim:
 
 @dataclass(slots=True)
 class _KnownRequest:
-    """A request that has not finished. ``owner`` is chosen when it is first scheduled. ``request``: its hash, where the
-    client chose the name."""
+    """An unfinished request. ``owner`` is chosen when it is first scheduled. ``request``: its hash, if the client chose
+    the name."""
 
     options: RequestParams
     request: str = ""
     owner: int | None = None
     claim: _Claim | None = None
-    conflict: str | None = None  # why its key cannot stand for it; told already
-    error: str | None = None  # why it could not be admitted
+    conflict: str | None = None  # why its key is refused; a worker gets this at admission
+    error: str | None = None  # why the request was not admitted
 
 
 class SchedulerHalf:
@@ -73,7 +73,7 @@ class SchedulerHalf:
         tensor_parallel_size: int,
         points: Sequence[CapturedPoint] = (),
     ):
-        """``points``: what the engine captures; none where its workers are still to say it (``capture``)."""
+        """``points``: the captured points; empty if the workers report them later (``capture``)."""
         self._settings = settings
         self._block_size = block_size
         self._ranks = tensor_parallel_size
@@ -81,33 +81,33 @@ class SchedulerHalf:
         self._next = StepMetadata()
         self._sequence = 0
         self._known: dict[str, _KnownRequest] = {}
-        #: Requests whose blocks we hold: told True, not yet reported by all ranks.
+        #: Requests whose blocks are held: ``request_finished`` returned True, and not all ranks have reported the copy.
         self._held: set[str] = set()
-        self._claims: OrderedDict[str, _Claim] = OrderedDict()  # by the name of the key's object: a key may be long
-        self._owner_of: OrderedDict[str, int] = OrderedDict()  # by ``object_name`` of a name that a client chose
+        self._claims: OrderedDict[str, _Claim] = OrderedDict()  # by object name: a key may be long
+        self._owner_of: OrderedDict[str, int] = OrderedDict()  # by ``object_name`` of a client-chosen name
         self._warned: set[str] = set()
-        self._loaded: str | None = None  # why no sample of this engine can be right
+        self._loaded: str | None = None  # why this engine stores no more samples
 
     def capture(self, points: Sequence[CapturedPoint]) -> None:
-        """Take what the workers capture. To be called before the first request."""
+        """Set the points that the workers capture. Must be called before the first request."""
         self._points = {point.name: point for point in points}
         self._captured = {point.name: point.layers for point in points}
 
     # -- a request's life ----------------------------------------------------------------------------------------
 
     def new_request(self, request: Request) -> None:
-        """Called when a request is queued, and again with the same one by no release that we know: idempotent."""
+        """Admit a request when vLLM queues it. Idempotent, although no known vLLM release calls it twice."""
         if request.request_id not in self._known:
             self._known[request.request_id] = self._admitted(request)
             _withhold_params(request)
 
     def _admitted(self, request: Request) -> _KnownRequest:
-        """Read a request's parameters. An error costs the request its states: raised, it would end the engine."""
+        """Read a request's parameters. On an error nothing is stored for it; an exception would end the engine."""
         try:
             return self._admit(request)
         except Exception as e:
             log.exception("parameters of request %s cannot be read", bounded(request.request_id))
-            why = bounded(f"its parameters cannot be read: {type(e).__name__}: {e}")
+            why = bounded(f"the request's parameters cannot be read: {type(e).__name__}: {e}")
             return _refused(self._read(request), why)
 
     def _admit(self, request: Request) -> _KnownRequest:
@@ -115,16 +115,16 @@ class SchedulerHalf:
         if options.save and (why := too_long(request)):
             return _refused(options, why)
         if options.save and not self._points:
-            return _refused(options, "expected workers that say which points they capture, got none. Check their log")
+            return _refused(options, "expected captured points from the workers, got none. Check the workers' log")
         if not options.chosen or not options.save:
             return _KnownRequest(options)
         known = _KnownRequest(options, request_hash(request, options))
         key, name = options.key, options.name
         if options.path is not None or not request.prompt_token_ids or request.prompt_embeds is not None:
-            return known  # what is there is replaced, as by vLLM's connector; nothing is stored without token ids
+            return known  # a path's object is replaced, as by vLLM's connector; nothing is stored without token ids
         if known.options.by_path and name not in self._claims:
-            # Programs for vLLM's connector delete an object and use its path again: paths claim no key. That none of
-            # them replaces an object is the store's to decide, by put-if-absent.
+            # Programs for vLLM's connector delete an object and use its path again, so paths claim no key. The store
+            # keeps them from replacing an object, by put-if-absent.
             return known
         claim = self._claims.setdefault(name, _Claim(known.request))
         self._claims.move_to_end(name)
@@ -132,8 +132,8 @@ class SchedulerHalf:
             self._claims.popitem(last=False)
         if claim.request != known.request:
             known.conflict = used_before(key)
-            # In the next step, before its first token: whoever reads the key by its answer is to find the marker.
-            self._tell(known, known.conflict, conflict=True)
+            # Sent with the next step, before the first token: a reader with the answer must find the marker.
+            self._queue_skip(known, known.conflict, conflict=True)
         else:
             known.claim = claim
             claim.users += 1
@@ -151,7 +151,7 @@ class SchedulerHalf:
             include_output_tokens=s.include_output_tokens,
         )
         for name, why in options.refused.items():
-            # Once each, and once for all that we do not know: a client may send a million of those.
+            # One warning for each known name, and one for all unknown names: a client may send a million of those.
             kind = name if name in OURS else "another"
             if kind not in self._warned:
                 self._warned.add(kind)
@@ -159,9 +159,11 @@ class SchedulerHalf:
         return options
 
     def _owner(self, known: _KnownRequest) -> int:
-        """What decides which rank stores it (``Ranks.owns``): in turn; but of one name always the same, which alone
-        knows in what order requests of it came, which of them are under way, and whether its marker says that the key
-        stands for two samples."""
+        """Return the owner number of a request, from which ``Ranks.owns`` computes the storing rank.
+
+        Ranks take turns, but a client-chosen name always has the same rank. Only that rank knows the order of the
+        name's requests, which of them are in flight, and whether its marker reports a conflict.
+        """
         if known.owner is None:
             name = object_name(known.options.name)  # a path may be long
             known.owner = self._owner_of.get(name)
@@ -176,13 +178,16 @@ class SchedulerHalf:
         return known.owner
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Called once a request, whatever its end. What is whole is decided by the tokens that were computed, never
-        by the request's status: a stop string looks like a client that hung up."""
+        """Handle a finished request; vLLM calls this once for each, for every finish reason.
+
+        The computed tokens decide whether the request is complete, not its status: vLLM aborts a request both for a
+        stop string and for a client that disconnects.
+        """
         known = self._known.pop(request.request_id, None) or self._admitted(request)
         try:
             held, answer = self._finish(known, request, block_ids)
         except Exception as e:
-            # Raised, it would end the engine's step. Blocks that are not held must not be copied.
+            # An exception would end the engine's step. Blocks that are not held must not be copied.
             log.exception("hidden states of request %s cannot be saved", known.options.id)
             self._held.discard(request.request_id)
             self._next.saves = [s for s in self._next.saves if s.request_id != request.request_id]
@@ -191,27 +196,27 @@ class SchedulerHalf:
             known.claim.users -= 1
             unused = known.claim.tokens is None and known.claim.users == 0
             if unused and self._claims.get(known.options.name) is known.claim:
-                del self._claims[known.options.name]  # nothing was passed on: the key stands for nothing
+                del self._claims[known.options.name]  # no sample was passed on: the key is free again
         return held, answer
 
     def _with_a_mean(
         self, points: Mapping[str, tuple[int, ...]], refused: dict[str, str]
     ) -> dict[str, tuple[int, ...]]:
-        """``points`` without those of ids, which are then named in ``refused``."""
+        """Return ``points`` without points that hold ids. ``refused`` names those."""
         ids = [name for name in points if self._points[name].dtype == "int32"]
         if ids:
-            refused["hidden_states_points"] = f"{', '.join(ids)} has no mean; it is left out"
+            refused["hidden_states_points"] = f"{', '.join(ids)} has no mean and is omitted"
         return {name: layers for name, layers in points.items() if name not in ids}
 
     def _unwanted(self, known: _KnownRequest, request: Request) -> tuple[bool, dict[str, Any] | None] | None:
-        """The answer to a request of which nothing is stored, whatever was computed; ``None`` for any other."""
+        """Return the answer to a request that stores nothing, regardless of its computed tokens; else ``None``."""
         options = known.options
         if known.error is not None:
             return self._skip(known, request, known.error)
         if known.conflict is not None:
             return False, _nothing(known.conflict, {**options.refused, "hidden_states_key": known.conflict})
         if not options.save:
-            return self._skip(known, request, "the request asked for none", quiet=True)
+            return self._skip(known, request, "the request set hidden_states_save to false", quiet=True)
         if self._loaded is not None:
             return self._skip(known, request, self._loaded)
         return None
@@ -225,7 +230,7 @@ class SchedulerHalf:
         tokens, meta, reason = self._covered(request, options)
         refused = dict(options.refused)
         if reason is None and len(block_ids) < (blocks := -(-len(tokens) // self._block_size)):
-            reason = f"has {len(block_ids)} cache blocks of {blocks}"
+            reason = f"expected {blocks} cache blocks, got {len(block_ids)}"
         if reason is not None:
             return self._skip(known, request, reason)
         chosen = choose(options, len(request.prompt_token_ids or ()), tokens, refused)
@@ -237,7 +242,7 @@ class SchedulerHalf:
         computed = identity_hash(tokens)
         meta |= chosen.meta | self._facts(known, request, computed)
         if (claim := known.claim) is not None and (claim.tokens or computed) != computed:
-            refused["hidden_states_key"] = used_before(options.key)  # the same prompt with other generated tokens
+            refused["hidden_states_key"] = used_before(options.key)  # same prompt, other generated tokens
             return self._skip(known, request, refused["hidden_states_key"], refused=refused, conflict=True)
         if claim is not None:
             claim.tokens = computed
@@ -251,8 +256,8 @@ class SchedulerHalf:
                 row=options.row,
                 positions=chosen.positions,
                 columns=columns_of(points, self._points.values()),
-                # Two computations of a row may select the same tokens out of different texts. Their columns must not be
-                # joined.
+                # Two computations of a row may select the same tokens from different texts. A reader must not join
+                # their columns.
                 sample_hash=token_hash(tokens) if chosen.mean_of or chosen.positions is not None else "",
                 meta=meta,
                 metadata=options.metadata,
@@ -284,15 +289,15 @@ class SchedulerHalf:
         conflict: bool = False,
         refused: dict[str, str] | None = None,
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._tell(known, reason, quiet=quiet, conflict=conflict)
+        self._queue_skip(known, reason, quiet=quiet, conflict=conflict)
         refused = dict(known.options.refused) if refused is None else refused
         if request.num_computed_tokens == 0 and not refused:
-            return False, None  # never scheduled: vLLM expects nothing of it
+            return False, None  # never scheduled: vLLM expects no answer
         return False, _nothing(reason, refused)
 
-    def _tell(self, known: _KnownRequest, reason: str, *, quiet: bool = False, conflict: bool = False) -> None:
+    def _queue_skip(self, known: _KnownRequest, reason: str, *, quiet: bool = False, conflict: bool = False) -> None:
         options = known.options
-        owner = self._owner(known)  # also of one that was never scheduled: to tell
+        owner = self._owner(known)  # also for a request that was never scheduled: its rank stores the marker
         self._next.skipped.append(
             Skip(options.id, options.key, options.name, owner, reason, quiet, conflict, known.request)
         )
@@ -300,30 +305,30 @@ class SchedulerHalf:
     def _covered(
         self, request: Request, options: RequestParams
     ) -> tuple[np.ndarray[Any, Any], dict[str, Any], str | None]:
-        """The tokens (int64) whose states are all computed, what is to be said of them, and why there are none."""
+        """Return the tokens (int64) whose states are computed, their ``meta``, and the reason if there are none."""
         none = np.empty(0, np.int64)
         prompt = request.prompt_token_ids
         if not prompt or request.prompt_embeds is not None:
-            return none, {}, "the prompt came as embeddings: no token ids label its states"
-        # Tokens of a step that is still in flight are counted as computed already; their states may not be written yet.
+            return none, {}, "expected a prompt of token ids, got embeddings"
+        # vLLM counts tokens of a step in flight as computed, but their states may not be written yet.
         computed = max(request.num_computed_tokens - request.num_in_flight_tokens, 0)
         aborted = request.status == RequestStatus.FINISHED_ABORTED
         if computed < len(prompt):
-            return none, {}, f"computed {computed} of {len(prompt)} tokens ({request.status.name})"
+            return none, {}, f"expected {len(prompt)} computed tokens, got {computed} ({request.status.name})"
         if not options.include_output_tokens:
             return np.asarray(prompt, dtype=np.int64), {}, None
         if aborted and self._settings.aborted_outputs == "drop":
-            return none, {}, "was aborted, and aborted_outputs is 'drop'"
-        # The last token was sampled but never an input: it has no state.
+            return none, {}, "the request was aborted, and aborted_outputs is 'drop'"
+        # The last token was sampled but never an input, so it has no state.
         last = len(request.all_token_ids) - (1 if request.num_output_tokens else 0)
         tokens = np.asarray(request.all_token_ids[:last], dtype=np.int64)
         meta: dict[str, Any] = {"prompt_tokens": len(prompt)}
         if aborted:
-            # Its client hung up, or it was ended by a stop string, which the engine cannot tell apart.
+            # The client disconnected, or a stop string ended the request. The engine cannot distinguish them.
             meta["finish_reason"] = "abort"
             tokens = tokens[: max(computed, len(prompt))]
         elif computed < len(tokens):
-            return none, {}, f"computed {computed} of {len(tokens)} tokens ({request.status.name})"
+            return none, {}, f"expected {len(tokens)} computed tokens, got {computed} ({request.status.name})"
         return tokens, meta, None
 
     def _answer(
@@ -362,8 +367,8 @@ class SchedulerHalf:
     def build_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         meta, self._next = self._next, StepMetadata()
         meta.idle = scheduler_output.total_num_scheduled_tokens == 0
-        # Only objects of single samples have lock files that must exist before the answer. A request that was preempted
-        # and resumes may be called new again: its owner was told the first time.
+        # Only objects of single samples have lock files, which must exist before the answer. A resumed request may be
+        # listed as new again; its owner got ``Expect`` the first time.
         for new in scheduler_output.scheduled_new_reqs if self._settings.one_object else ():
             known = self._known.get(new.req_id)
             if known is not None and known.owner is None and known.options.save and known.conflict is None:
@@ -373,7 +378,7 @@ class SchedulerHalf:
         return meta
 
     def tokens_were_loaded(self, tokens: int) -> None:
-        """Store nothing from now on: rows of loaded tokens were not computed here, and prefix hits share them."""
+        """Store nothing from now on: this engine did not compute rows of loaded tokens, and prefix hits share them."""
         if self._loaded is None:
             self._loaded = f"expected tokens computed by this engine, got {tokens} that another connector loaded"
             log.error("no hidden states are stored: %s. Remove that connector from MultiConnector", self._loaded)
@@ -383,26 +388,26 @@ class SchedulerHalf:
 
     @property
     def holds_blocks(self) -> bool:
-        """Blocks will come free without preempting anybody."""
+        """Whether held blocks will be freed, so that the scheduler need not preempt a request."""
         return bool(self._held)
 
     @property
     def has_news(self) -> bool:
-        """The workers have not been told everything: the engine must step once more, if without tokens."""
+        """Whether the workers need one more step, with or without tokens, to get all saves and skips."""
         return bool(self._next.saves or self._next.skipped)
 
     @property
     def pending(self) -> int:
-        """Finished requests whose workers have not been told, or have not copied all."""
+        """Number of finished requests that the workers have not received or not copied."""
         return len(self._next.skipped) + len(self._held)
 
     def shutdown(self) -> None:
-        """At the end: say what the workers were never told."""
+        """Log the finished requests that no worker received."""
         left = [s.key for s in self._next.saves] + [s.key for s in self._next.skipped if not s.quiet]
         if left:
             log.error(
-                "the engine ends with %d finished requests that its workers were never told of, %s%s; nothing of them "
-                "is stored, nor a marker. Flush the engine first (hsx_dist.connector.flush)",
+                "the engine ends with %d finished requests that its workers did not receive, %s%s; neither states nor "
+                "markers are stored for them. Flush the engine first (hsx_dist.connector.flush)",
                 len(left),
                 ", ".join(left[:5]),
                 "…" if len(left) > 5 else "",
@@ -412,18 +417,18 @@ class SchedulerHalf:
 def _withhold_params(request: Request) -> None:
     """Keep ``kv_transfer_params`` in this process.
 
-    vLLM pickles a new request's sampling parameters for its worker processes, within the engine's step: values that are
-    nested too deeply raise there, and end the engine. No worker reads these. ``request.kv_transfer_params`` stays.
+    vLLM pickles a new request's sampling parameters for its worker processes, within the engine's step. Values that are
+    nested too deeply raise there and end the engine. No worker reads them. ``request.kv_transfer_params`` stays.
     """
     params = request.sampling_params
     if params is not None and PARAMS in (params.extra_args or {}):
-        own = copy.copy(params)  # the n choices of a prompt share one object, and each is still to be read
+        own = copy.copy(params)  # the n choices of a prompt share one object, and other choices must still be read
         own.extra_args = {name: value for name, value in (params.extra_args or {}).items() if name != PARAMS}
         request.sampling_params = own
 
 
 def _refused(options: RequestParams, why: str) -> _KnownRequest:
-    """A request of which nothing is stored: it is the same sample as no other."""
+    """Return a request that stores nothing. Its hash differs from that of every other sample."""
     return _KnownRequest(options, identity_hash(options.id) if options.chosen else "", error=why)
 
 

@@ -1,4 +1,4 @@
-"""What a connector counts, through vLLM's own metrics: its log line, its ``/metrics``, and Ray's where Ray serves."""
+"""The connector's metrics, reported through vLLM: its log line, its ``/metrics``, and Ray's metrics under Ray Serve."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hsx_dist.observe.metrics import BY_NAME, METRICS, Increments
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-#: Between a metric's name and the value of its own tag: vLLM carries a flat dictionary between its processes.
+#: Separates a metric's name from its tag's value: vLLM carries a flat dictionary between its processes.
 _BAR = "|"
 
 
 class HiddenStatesStats(KVConnectorStats):
-    """Counters of one interval, and gauges as they are; ``data``: ``name`` or ``name|tag`` → number."""
+    """Increments of counters over one interval, and values of gauges; ``data``: ``name`` or ``name|tag`` → number."""
 
     @classmethod
     def of(cls, increments: Increments) -> HiddenStatesStats | None:
-        """What was added since the last call, and the gauges with it; None when nothing was."""
+        """Return the counters' increments since the last call, with the gauges; None if no counter has grown."""
         grown = increments.counters()
         if not grown:
             return None
@@ -38,7 +38,7 @@ class HiddenStatesStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log line: no gauges, which ``aggregate`` has added up over steps, and no buckets."""
+        """Return the numbers for vLLM's log line: no gauges, which ``aggregate`` sums over steps, and no buckets."""
         counters = {n: v for n, v in self.data.items() if BY_NAME[n.partition(_BAR)[0]].kind == "counter"}
         return {name: round(value, 3) for name, value in counters.items() if "_bucket" not in name}
 
@@ -47,7 +47,7 @@ class HiddenStatesStats(KVConnectorStats):
 
 
 class HiddenStatesPromMetrics(KVConnectorPromMetrics):
-    """``vllm:hidden_states_NAME`` for every metric that a server has; counters gain ``_total``."""
+    """The Prometheus metrics ``vllm:hidden_states_NAME`` of a server; counters' names end with ``_total``."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class HiddenStatesPromMetrics(KVConnectorPromMetrics):
             for m in METRICS
             if m.served
         }
-        for values in per_engine_labelvalues.values():  # 0 is a number too: an alert must not wait for the first event
+        for values in per_engine_labelvalues.values():  # export zeros: an alert must not wait for the first event
             for m in METRICS:
                 for label in m.values if m.served else ():
                     self._metrics[m.name].labels(*values, *([label] if m.tag else []))

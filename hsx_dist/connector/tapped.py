@@ -1,4 +1,4 @@
-"""The points of an engine with taps, as its worker ranks cache them, and the check that its taps run."""
+"""The points that the worker ranks of an engine with taps cache, and the check that the taps run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hsx_dist.errors import ConfigError, EngineError
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.taps.points import POINTS, shard_of
 
-#: Counters of taps are read so often, in seconds: on a GPU that waits for the device.
+#: Seconds between two reads of the taps' counters. On a GPU a read waits for the device.
 CHECK_S = 10.0
 
 
 def captured_points(
     caches: Sequence[Any], tensors: Mapping[str, torch.Tensor], *, rank: int, ranks: int, kv_heads: int
 ) -> list[tuple[CapturedPoint, torch.Tensor]]:
-    """The captured points in the order of columns, and for each its cache ``[blocks, layers, block_size, width]``.
+    """Return each captured point and its cache ``[blocks, layers, block_size, width]``, in the order of columns.
 
     Args:
         caches: ``taps.point_cache.PointCache`` layers.
@@ -46,7 +46,7 @@ def captured_points(
 
 
 def check_layout(points: Sequence[CapturedPoint], settings: ConnectorConfig) -> None:
-    """Refuse points of which one rank cannot store an object of a whole sample.
+    """Refuse points that need several ranks for a sample, if each sample is one object.
 
     Raises:
         ConfigError: with these points.
@@ -59,8 +59,8 @@ def check_layout(points: Sequence[CapturedPoint], settings: ConnectorConfig) -> 
         bad, why = [p.name for p in points if p.name != HIDDEN_STATES], "hidden_states alone"
     if bad:
         raise ConfigError(
-            f"capture: expected {why} with layout 'sample' (one object a sample), got {', '.join(bad)} too. Leave them "
-            "out, or run a job with layout part"
+            f"capture: expected {why} with layout 'sample' (one object a sample), got {', '.join(bad)} too. Omit them, "
+            "or run a job with layout part"
         )
 
 
@@ -81,7 +81,7 @@ class TapWatch:
             self._next = self._clock() + CHECK_S
 
     def end(self) -> None:
-        """The last look. Raises ``EngineError``: samples since the look before may have other rows."""
+        """Check once more. Raises ``EngineError``: samples since the previous check may have other rows."""
         if self._next is not None:
             self._look()
 

@@ -1,4 +1,4 @@
-"""Which of a request's tokens are stored, and what says so: in the sample's ``meta``, and in arrays attached to it."""
+"""Selection of the tokens of a request to store. The sample's ``meta`` and attached arrays describe the selection."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 
 from hsx_dist.connector.request_params import RequestParams
 
-#: What stands in a mean's ``token_ids``: it is no token's state.
+#: The only entry of a mean's ``token_ids``, since a mean is not the state of a token.
 NO_TOKEN = -1
 
 
 @dataclass(slots=True)
 class Chosen:
-    """The tokens that are stored.
+    """The tokens to store.
 
-    ``token_ids``: theirs, int64 ``[n]``; ``positions``: where they stand in the request, None for all; ``mean_of``: of
-    how many tokens the mean is stored, 0 for rows of their own; ``meta``, ``attached``: what is stored about the
-    choice. Two choices from the same tokens differ in these or in ``n``.
+    ``token_ids``: int64 ``[n]``. ``positions``: their positions in the request, None for all tokens. ``mean_of``:
+    number of tokens whose mean is stored as one row; 0 to store a row per token. ``meta``, ``attached``: the stored
+    description of the selection. Two different selections of the same tokens differ in these or in ``n``.
     """
 
     token_ids: np.ndarray[Any, Any]
@@ -32,21 +32,23 @@ class Chosen:
 def choose(
     options: RequestParams, prompt_tokens: int, tokens: np.ndarray[Any, Any], refused: dict[str, str]
 ) -> Chosen | None:
-    """What is stored of a request whose ``tokens`` (int64 ``[T]``) have states, of which the prompt has
-    ``prompt_tokens``; None where a loss mask selects none of them.
+    """Select the tokens to store from ``tokens`` (int64 ``[T]``), which have states.
 
-    What cannot be done as asked is told in ``refused``, and all tokens are stored.
+    The first ``prompt_tokens`` of them are the prompt's. Returns None if a loss mask selects no token. If a selection
+    is not possible, ``refused`` gets the reason and all tokens are selected.
     """
     total = len(tokens)
     mask = _whole_mask(options.loss_mask, total - prompt_tokens)
     kind = options.tokens.kind
     if kind == "mean":
-        ids = {"request_token_ids": tokens.astype(np.int32)}  # so that it can be checked over what it was taken
+        ids = {"request_token_ids": tokens.astype(np.int32)}  # lets readers check which tokens the mean covers
         none = np.array([NO_TOKEN], np.int64)
         return Chosen(none, None, total, {"tokens": {"mean": True, "of": total}}, ids)
     if kind == "loss_mask":
         if mask is None:
-            refused.setdefault("hidden_states_tokens", "needs hidden_states_loss_mask; all tokens are stored")
+            refused.setdefault(
+                "hidden_states_tokens", "expected hidden_states_loss_mask too, got none; all tokens are stored"
+            )
         else:
             at = np.flatnonzero(mask)
             if not len(at):
@@ -66,5 +68,5 @@ def choose(
 
 
 def _whole_mask(mask: np.ndarray[Any, Any] | None, generated: int) -> np.ndarray[Any, Any] | None:
-    """The prompt's mask, and a 1 for each generated token: what a model says itself is what it is trained on."""
+    """Return the prompt's mask and a 1 for each generated token: a model is trained on its own output."""
     return None if mask is None else np.concatenate([mask, np.ones(generated, np.uint8)])

@@ -1,6 +1,6 @@
-"""What differs between vLLM's releases, as far as the connector goes. Nothing else in this package asks for a version.
+"""Differences between vLLM releases that affect the connector. No other module of this package depends on a version.
 
-Read from the released packages, and for the tested ones run (``make matrix``):
+Read from the source of the released packages, and checked for the tested ones (``make matrix``):
 
 ====== ================================================== =======================
 vLLM   axes of the hidden-state cache's view              ``has_pending_block_frees``
@@ -10,8 +10,8 @@ vLLM   axes of the hidden-state cache's view              ``has_pending_block_fr
 0.30   ``[blocks, layers, block_size, hidden]``           asked every step
 ====== ================================================== =======================
 
-The axes changed with vLLM's pull request 51718. Between 0.31 and 0.32 nothing that the connector uses differs: what
-was added to its base class (the tier of external cache hits, the groups that a load restores) is about loading.
+The axes changed with vLLM's pull request 51718. Between 0.31 and 0.32 nothing that the connector uses differs: the
+additions to its base class (the tier of external cache hits, the groups that a load restores) concern loading.
 In 0.33 the V2 model runner asks for the results before the drafter runs, as V1 does, and a connector class says whether
 it supports sleep mode (default: yes).
 """
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 
 #: First and last minor release that ``make matrix`` runs.
 TESTED = ((0, 31), (0, 33))
-#: Before it, the scheduler does not ask whether blocks are about to come free: with a slow store it preempts running
-#: requests for the blocks that a finished one holds, or stands still.
+#: Oldest supported release. Before it, the scheduler does not ask whether held blocks will be freed. With a slow store
+#: it then preempts running requests, or schedules nothing.
 OLDEST = (0, 30)
-#: Before it, the view's second axis is the block's tokens and its third the layers.
+#: Before this release, the view's second axis is the block's tokens and its third axis the layers.
 LAYERS_FIRST_SINCE = (0, 29)
 
 
 class UntestedVllm(UserWarning):
-    """The installed vLLM is not one that the connector was tested with."""
+    """The connector was not tested with the installed vLLM."""
 
 
 def minor_release(version: str) -> tuple[int, int] | None:
-    """``(0, 32)`` of ``"0.32.1+cpu"``; None for a build without a release number (``"dev"``).
+    """Return ``(0, 32)`` for ``"0.32.1+cpu"``; None for a build without a release number (``"dev"``).
 
-    A source build without tags calls itself ``0.1.dev…``: it has no release number either.
+    A source build without tags has the version ``0.1.dev…``, which is no release number either.
     """
     found = re.match(r"(\d+)\.(\d+)(.*)", version)
     if found is None:
@@ -53,34 +53,34 @@ def minor_release(version: str) -> tuple[int, int] | None:
 
 
 def check_version(version: str) -> None:
-    """Refuse a vLLM that is known not to work, and warn (``UntestedVllm``) of one that nobody has tried.
+    """Refuse a vLLM release that does not work, and warn (``UntestedVllm``) about an untested one.
 
     Raises:
-        ConfigError: the release is older than the oldest that asks a connector what it has to.
+        ConfigError: the release is older than ``OLDEST``.
     """
     first, last = ("{}.{}".format(*release) for release in TESTED)
     release = minor_release(version)
     if release is not None and release < OLDEST:
         raise ConfigError(
             f"HiddenStatesConnector: expected vLLM {OLDEST[0]}.{OLDEST[1]} or newer (tested: {first} to {last}), got "
-            f"{version}: its scheduler does not ask a connector whether blocks are about to come free, and preempts or "
-            f"stands still while the store is slow. Install vLLM {last}"
+            f"{version}. Its scheduler does not ask a connector whether blocks will be freed; with a slow store it "
+            f"preempts requests or schedules none. Install vLLM {last}"
         )
     if release is None or not TESTED[0] <= release <= TESTED[1]:
         warnings.warn(
-            f"HiddenStatesConnector was tested with vLLM {first} to {last}, and this is {version}: compare a few "
-            f"samples with another source before you rely on it, or install vLLM {last}",
+            f"HiddenStatesConnector: expected vLLM {first} to {last} (tested), got {version}. Compare a few samples "
+            f"with another source before you rely on it, or install vLLM {last}",
             UntestedVllm,
             stacklevel=2,
         )
 
 
 def layers_first(cache: torch.Tensor, num_layers: int, block_size: int, version: str) -> torch.Tensor:
-    """The cache as ``[blocks, layers, block_size, hidden]``, whichever way this vLLM views it. Nothing is copied.
+    """Return a view of the cache as ``[blocks, layers, block_size, hidden]``, for either axis order. Copies nothing.
 
     Args:
-        cache: as vLLM registers it, of ``num_layers`` captured layers in blocks of ``block_size`` tokens.
-        version: vLLM's, which decides only where both numbers are the same.
+        cache: as vLLM registers it, with ``num_layers`` captured layers in blocks of ``block_size`` tokens.
+        version: vLLM's version, which decides only if ``num_layers`` equals ``block_size``.
 
     Raises:
         ConfigError: the shape is neither of the two.
@@ -96,6 +96,6 @@ def layers_first(cache: torch.Tensor, num_layers: int, block_size: int, version:
         return cache.transpose(1, 2)
     raise ConfigError(
         f"hidden-state cache: expected [blocks, {num_layers}, {block_size}, hidden] or [blocks, {block_size}, "
-        f"{num_layers}, hidden], got {tuple(cache.shape)} from vLLM {version}, which lays it out in a way that this "
-        "version does not know. Install a vLLM that was tested: {}.{} to {}.{}".format(*TESTED[0], *TESTED[1])
+        f"{num_layers}, hidden], got {tuple(cache.shape)} from vLLM {version}. "
+        "Install a tested vLLM: {}.{} to {}.{}".format(*TESTED[0], *TESTED[1])
     )

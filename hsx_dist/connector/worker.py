@@ -1,4 +1,4 @@
-"""The worker half: copies finished requests' blocks into the ring, page by page, and reports when the blocks may go."""
+"""Worker half: copies finished requests' blocks into the ring, page by page, and reports when vLLM may reuse them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _R = TypeVar("_R", Expect, Skip)
 
 log = get_logger(__name__)
 
-#: How long a step without tokens waits for the ring, so that an engine that has nothing to do does not spin.
+#: Seconds that a step without tokens waits for the ring, so that an idle engine does not spin.
 IDLE_WAIT_S = 0.002
 
 
@@ -39,7 +39,7 @@ class _Held:
 
 
 class WorkerHalf:
-    """State of the connector in one worker rank that stores samples. Its steps have this rank's requests alone."""
+    """State of the connector in one worker rank that stores samples. Its steps have only this rank's requests."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class WorkerHalf:
         page_bytes: int,
         segment_bytes: int,
     ):
-        """``caches``: the captured points, and for each its cache ``[blocks, layers, block_size, width]``."""
+        """``caches``: each captured point and its cache ``[blocks, layers, block_size, width]``."""
         self._outlet = outlet
         self._memory = torch.from_numpy(outlet.memory)
         sizes = {"ring_bytes": outlet.ring.capacity, "page_bytes": page_bytes, "segment_bytes": segment_bytes}
@@ -59,36 +59,41 @@ class WorkerHalf:
         self._pinned = first.is_cuda and not self._memory.is_pinned()
         if self._pinned:
             pin(self._memory)
-        self._followed = False  # copies out of this step's saves wait for the model's earlier steps
-        self._waiting: deque[ColumnCopy] = deque()  # not all pages copied, oldest first
-        self._copied: list[ColumnCopy] = []  # all copies started, not all done
+        self._followed = False  # copies of this step's saves wait for the model's earlier steps
+        self._waiting: deque[ColumnCopy] = deque()  # columns with pages not yet started, oldest first
+        self._copied: list[ColumnCopy] = []  # columns whose copies are all started, but not all done
         self._held: dict[str, _Held] = {}  # by request id
-        self._refused: set[str] = set()  # requests that could not be planned: their blocks may go at once
+        self._refused: set[str] = set()  # requests whose copy could not be planned: vLLM may reuse their blocks at once
         self._meter = outlet.meter
         self._meter.watch("blocks_held", lambda: self.blocks_held)
 
     @property
     def plans(self) -> dict[str, CopyPlan]:
-        """By point."""
+        """Plan of each point, by name."""
         return {name: copier.plan for name, copier in self._points.items()}
 
     def begin(self, meta: Step) -> None:
-        """Prepare a step before the model runs: its lock files are made, and copies wait for earlier steps alone."""
+        """Prepare a step before the model runs: queue its lock files, and let copies wait for earlier steps only."""
         self._each(self._outlet.expect, meta.expected)
         if meta.saves:
             self._follow()
 
     def _follow(self) -> None:
-        """Let copies wait for the steps that wrote their states. Called before this step's model run is queued:
-        otherwise copies would wait for that as well, and hold their blocks for longer."""
+        """Make copies wait for the steps that wrote their states.
+
+        Called before this step's model run is queued. Otherwise copies would wait for that run too, and hold their
+        blocks for longer.
+        """
         self._copy_stream.follow()
         self._followed = True
 
     def step(self, meta: Step) -> None:
-        """Take what finished since the last step, and copy what there is room for. Depends on no order of vLLM's calls
-        after ``begin``: the states of a finished request were written in an earlier step."""
+        """Accept the requests that finished since the last step, and copy as many pages as the ring can hold.
+
+        vLLM's calls after ``begin`` may have any order: an earlier step wrote the states of a finished request.
+        """
         self._each(self._outlet.skip, meta.skipped)
-        self._outlet.prepared()  # the answers of this step are not out yet
+        self._outlet.prepared()  # before this step's answers are sent: their readers rely on the lock files
         if not meta.saves and not self._waiting:
             if self._copied and meta.idle:
                 self._copy_stream.wait(IDLE_WAIT_S)
@@ -107,16 +112,19 @@ class WorkerHalf:
             self._meter.add("store_wait_seconds", time.monotonic() - copied)
 
     def _each(self, call: Callable[[_R], None], requests: Sequence[_R]) -> None:
-        """``call`` for each request. An error costs its own request: it would end the engine's step."""
+        """Call ``call`` for each request. Logs an error instead of raising, which would end the engine's step."""
         for request in requests:
             try:
                 call(request)
             except Exception:
-                log.exception("request %s is not accounted for", request.request_id)
+                log.exception("request %s failed in the connector; its sample may be missing", request.request_id)
 
     def _planned(self, save: Save) -> list[ColumnCopy]:
-        """How this rank's columns of a request are copied; none where that fails for one of them: then its blocks may
-        go, and its failure is told."""
+        """Plan the copies of this rank's columns of a request.
+
+        If this fails for one column, returns no copies. The request's blocks are then released, and it is reported as
+        failed.
+        """
         numbers = save.copied if save.copied is not None else tuple(range(len(save.columns)))
         try:
             sample_hash = save.sample_hash or token_hash(save.token_ids)
@@ -126,7 +134,7 @@ class WorkerHalf:
             log.exception("hidden states of %s cannot be copied", save.key)
             self._refused.add(save.request_id)
             name = save.name or object_name(save.key) + OBJECT
-            why = bounded(f"its states cannot be copied: {type(e).__name__}: {e}")
+            why = bounded(f"the request's states cannot be copied: {type(e).__name__}: {e}")
             skip = Skip(
                 save.id or save.request_id, save.key, name, save.owner, why, columns=numbers, of=len(save.columns)
             )
@@ -138,21 +146,21 @@ class WorkerHalf:
         return copies
 
     def drain(self, seconds: float) -> int:
-        """At the end of the engine: copy what still waits, for at most ``seconds``; how many requests were left."""
+        """Copy the waiting pages at the engine's end, for at most ``seconds``. Returns how many requests are left."""
         end = time.monotonic() + seconds
         while self._waiting and time.monotonic() < end:
             self.step(Step(idle=True))
         return len({copy.save.request_id for copy in self._waiting})
 
     def close(self) -> None:
-        """Wait for the copies that were started; there will be no more."""
+        """Block until the started copies end. No copy may be started later."""
         self._copy_stream.close()
-        if self._pinned:  # else an engine that comes after this one, in the same process, could not pin its own
+        if self._pinned:  # otherwise a later engine in the same process could not pin its memory
             unpin(self._memory)
             self._pinned = False
 
     def finished(self) -> set[str]:
-        """Requests whose last copy is done since the last call: their blocks may be reused. Each is named once."""
+        """Return requests whose last copy has ended since the last call. Their blocks may be reused."""
         done: set[str] = set()
         open_ones = []
         for copy in self._copied:
@@ -170,16 +178,17 @@ class WorkerHalf:
 
     @property
     def pending(self) -> int:
-        """Requests whose blocks are still held."""
+        """Number of requests whose blocks are still held."""
         return len(self._held)
 
     @property
     def blocks_held(self) -> int:
-        """Cache blocks that vLLM may not use again before they are copied."""
-        return sum(held.blocks for held in list(self._held.values()))  # asked for on another thread too
+        """Number of cache blocks that vLLM may not reuse before they are copied."""
+        return sum(held.blocks for held in list(self._held.values()))  # a copied list: other threads call this too
 
     def _pump(self) -> None:
-        """Copy what there is room for. The blocks of the rest stay held, and vLLM's scheduler waits for them."""
+        """Copy as many pages as the ring can hold. Other pages' blocks stay held, and vLLM's scheduler waits for
+        them."""
         pages: list[tuple[ColumnCopy, Page]] = []
         whole: list[ColumnCopy] = []
         while self._waiting:
@@ -194,10 +203,10 @@ class WorkerHalf:
             for (copy, _), event in zip(pages, events, strict=True):
                 copy.event = event
             self._outlet.submit(*[(page, event.synchronize) for (_, page), event in zip(pages, events, strict=True)])
-        self._copied += whole  # once they were started: what has no event would count as copied
+        self._copied += whole  # only after the start: a column without an event would count as copied
 
     def _place(self, copy: ColumnCopy) -> Page | None:
-        """The next page, with its place in the ring; None where there is no room now."""
+        """Return the next page with its offset in the ring; None if the ring is full."""
         page = copy.copier.next_page(copy)
         if page.start == 0 and not self._outlet.admit(page.segment):
             return None
@@ -217,13 +226,14 @@ def pin(memory: torch.Tensor) -> None:
     code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     if code != 0:
         raise RuntimeError(
-            f"cudaHostRegister of {memory.numel()} bytes failed with error {code}: lower in_flight_bytes or raise the "
+            f"cudaHostRegister of {memory.numel()} bytes failed with error {code}. Lower in_flight_bytes, or raise the "
             "limit of locked memory (ulimit -l)"
         )
 
 
 def unpin(memory: torch.Tensor) -> None:
-    """Undo ``pin``. Host memory that is given back while it is registered stays so, for whoever gets its addresses."""
+    """Undo ``pin``. Memory that is freed while registered stays registered, and so does any later memory at its
+    address."""
     code = int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
     if code != 0:
         log.warning("cudaHostUnregister of %d bytes failed with error %d", memory.numel(), code)

@@ -1,4 +1,4 @@
-"""What the routes need of ASGI: a request's body, a client that hangs up, one that does not read."""
+"""ASGI helpers of the routes: read a request's body, and end work for clients that disconnect or read too slowly."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hsx_dist.logger import get_logger
 
 log = get_logger(__name__)
 
-#: A client that reads fewer than ``SEND_RATE`` bytes a second for so long is cut off: it holds memory that others wait
-#: for, and could hold it for ever with a byte now and then.
+#: A client that reads fewer than ``SEND_RATE`` bytes a second for so many seconds is disconnected. It holds memory that
+#: other requests wait for, and could hold it forever by reading a byte now and then.
 SEND_SECONDS = 60.0
 SEND_RATE = 256 << 10
 
 
 async def read_body(receive: Receive) -> bytes:
-    """A request's body. ``ClientDisconnect``: the client went away before its end."""
+    """Read a request's body. Raises ``ClientDisconnect`` if the client disconnects before its end."""
     pieces: list[bytes] = []
     while True:
         message = await receive()
@@ -33,7 +33,7 @@ async def read_body(receive: Receive) -> bytes:
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:
-    """A ``receive`` that gives ``body`` first, and then what comes: a client that hangs up."""
+    """Return a ``receive`` that returns ``body`` first, and then the client's messages, such as its disconnect."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def again() -> Message:
@@ -43,8 +43,10 @@ def replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def timely(send: Send) -> Send:
-    """``send`` that raises ``ClientDisconnect`` where the client reads too slowly. The server cuts the connection of a
-    request that returns before the end of its answer."""
+    """Return a ``send`` that raises ``ClientDisconnect`` if the client reads too slowly.
+
+    The server closes the connection of a request that returns before the end of its answer.
+    """
     left = SEND_SECONDS
 
     async def within(message: Message) -> None:
@@ -55,7 +57,7 @@ def timely(send: Send) -> Send:
                 await send(message)
         except TimeoutError:
             log.warning(
-                "a client is cut off: it read less than %d bytes a second for %g s of an answer with hidden states",
+                "client disconnected: it read less than %d bytes a second for %g s of an answer with hidden states",
                 SEND_RATE,
                 SEND_SECONDS,
             )
@@ -67,7 +69,7 @@ def timely(send: Send) -> Send:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run ``work``; cancel it when the client hangs up. The request's body must have been read."""
+    """Run ``work``; cancel it when the client disconnects. The request's body must be read before."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -76,7 +78,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
     finally:
         for each in (task, gone):
             each.cancel()
-        # What the work holds is released before the request ends.
+        # Wait for the cancelled work, so that it releases its memory before the request ends.
         await asyncio.gather(task, gone, return_exceptions=True)
 
 

@@ -23,16 +23,16 @@ from hsx_dist.serving.states_file import StatesFile
 
 #: Seconds from vLLM's answer until its states are stored.
 _WAIT = 60.0
-#: Of a file at once: a multiple of three, which base64 encodes without padding.
+#: Bytes of a file that are encoded at once: a multiple of three, which base64 encodes without padding.
 _ENCODED_AT_ONCE = 3 << 18
 _DONE = b"data: [DONE]"
 _STREAM_ENDS = (b"\n\n", b"\r\n\r\n")
 
 
 class InlineStates:
-    """One of vLLM's routes; its answers hold the states that a request asks for. Other requests pass unchanged.
+    """Wraps one of vLLM's routes: adds the states to answers of requests that ask for them. Others pass unchanged.
 
-    ``source``: None for a route whose answers cannot hold them: a request that asks for its states is refused.
+    ``source``: None for a route whose answers cannot hold states: a request that asks for its states is refused.
     """
 
     def __init__(self, app: ASGIApp, source: SampleSource | None):
@@ -75,13 +75,13 @@ class _Answer:
         self._asked, self._source, self._send = asked, source, send
         self._start: Message = {}
         self._streams = False
-        self._event = b""  # of a stream, not yet whole
+        self._event = b""  # incomplete event of a stream
         self._about: dict[str, Any] | None = None
         self._failed = False
         self._left = source.inline_bytes
 
     async def send(self, message: Message) -> None:
-        """What vLLM sends."""
+        """Handle a message that vLLM sends."""
         if message["type"] == "http.response.start":
             kind = Headers(raw=message["headers"]).get("content-type", "").partition(";")[0].strip()
             self._streams = message["status"] == 200 and kind == "text/event-stream"
@@ -103,7 +103,7 @@ class _Answer:
         """Send the held answer with its states, or the reason why it has none."""
         assert self.held is not None
         answer = json.loads(self.held)
-        if not isinstance(answer, dict):  # vLLM's answer to a client that hung up
+        if not isinstance(answer, dict):  # vLLM's answer to a client that disconnected
             await self._send(self._start)
             await self._send({"type": "http.response.body", "body": bytes(self.held), "more_body": False})
             return
@@ -155,14 +155,14 @@ class _Answer:
             return
         try:
             said = json.loads(event.removeprefix(b"data:"))
-        except ValueError:  # a comment that keeps the connection
+        except ValueError:  # a comment that keeps the connection open
             return
         if isinstance(said, dict):
-            self._failed = said.get("error") is not None  # vLLM goes on to [DONE] after it
+            self._failed = said.get("error") is not None  # vLLM sends [DONE] after the error
             self._about = self._about or {name: said.get(name) for name in ("id", "object", "created", "model")}
 
     async def _send_states(self) -> None:
-        """A chunk for each choice."""
+        """Send a chunk with the states of each choice."""
         if self._failed or self._about is None:
             return
         end = time.monotonic() + _WAIT
@@ -211,7 +211,7 @@ class _Answer:
         return file
 
     async def _load(self, index: int, file: StatesFile) -> bytearray:
-        """The whole file: its answer's status depends on whether it can be read."""
+        """Return the whole file. It is read before the answer starts, since a read error changes the status."""
         key, data, at = self._asked.key_of(index), bytearray(file.size), 0
         for i in range(len(file)):
             try:
@@ -224,7 +224,7 @@ class _Answer:
 
 
 def _check_refused(answered: Any) -> None:
-    """Refuse an answer whose ``kv_transfer_params`` say that a parameter was refused: its states are others."""
+    """Refuse an answer whose ``kv_transfer_params`` name a refused parameter: its states differ from the request."""
     meta = answered.get("hidden_states_meta") if isinstance(answered, Mapping) else None
     refused = meta.get("refused") if isinstance(meta, Mapping) else None
     for name, reason in (refused or {}).items():
@@ -232,9 +232,11 @@ def _check_refused(answered: Any) -> None:
 
 
 def _with_states(document: dict[str, Any]) -> tuple[list[bytes], list[bytearray]]:
-    """The JSON text of ``document``, whose choices have a key and a file as ``hidden_states``, in pieces; and the
-    files, which go between these pieces as base64."""
-    mark, data = uuid.uuid4().hex, []  # no text of an answer has it
+    """Return the JSON text of ``document`` in pieces, and the files that go between these pieces as base64.
+
+    The choices of ``document`` have a key and a file as ``hidden_states``.
+    """
+    mark, data = uuid.uuid4().hex, []  # no text of an answer contains the mark
     for choice in document["choices"]:
         key, content = choice["hidden_states"]
         choice["hidden_states"] = {"key": key, "safetensors": mark}

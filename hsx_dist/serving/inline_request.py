@@ -1,4 +1,4 @@
-"""A completion request that asks for its states: what the middleware reads of it, and what vLLM gets."""
+"""A completion request that asks for its states: its parsed options, and the changed body for vLLM."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from hsx_dist.serving.states_file import Range, StatesFile
 
 #: The member of a request's body that asks for its states.
 INLINE = "hidden_states_inline"
-#: What the engine knows: the captured layers and points, and the prompt's length. Checked on the stored sample.
+#: Only the engine knows the captured layers and points, and the prompt's length. These parameters are checked on the
+#: stored sample.
 _CHECKED_LATER = ("hidden_states_layers", "hidden_states_points")
 
 
 @dataclass(frozen=True)
 class InlineRequest:
-    """``body``: for vLLM, with a key that no other request has. ``prompts`` and ``choices`` of each of them."""
+    """``body``: for vLLM, with a unique key. ``prompts``: number of prompts. ``choices``: number of choices per
+    prompt."""
 
     body: bytes
     key: str
@@ -31,23 +33,24 @@ class InlineRequest:
 
     @property
     def wanted(self) -> Range:
-        """What the answer has of a stored sample: all points that the client named, else the default."""
+        """The part of a stored sample that the answer has: all points that the client named, else the default."""
         return Range(points=None if self.params.get("hidden_states_points") is None else "all")
 
     def key_of(self, index: int) -> str:
-        """The key of the choice with this ``index`` in vLLM's answer."""
+        """Return the key of the choice with this ``index`` in vLLM's answer."""
         prompt, choice = divmod(index, self.choices)
         return sample_key(self.key, prompt=prompt, choice=choice)
 
     def check(self, file: StatesFile) -> None:
-        """Raises:
-        Refusal: the connector has refused a parameter, and stored other states than the client asked for.
+        """Check that the stored states are those that the client asked for.
+
+        Raises:
+            Refusal: the connector has refused a parameter, and stored other states.
         """
         layers = self.params.get("hidden_states_layers")
         if layers is not None and list(file.layer_ids.get(HIDDEN_STATES, ())) != layers:
             raise bad_request(
-                "expected some of the captured layers of hidden_states, each once, got others. Stored are "
-                f"{_shown(file)}",
+                f"expected some of the captured layers of hidden_states, each once, got others. Stored: {_shown(file)}",
                 f"{PARAMS}.hidden_states_layers",
             )
         points = self.params.get("hidden_states_points")
@@ -56,7 +59,7 @@ class InlineRequest:
             stored = {name: list(ids) for name, ids in file.layer_ids.items()}
             if {n: stored.get(n) if ids == "all" else ids for n, ids in asked.items()} != stored:
                 raise bad_request(
-                    f"expected some of the captured points and layers, got others. Stored are {_shown(file)}",
+                    f"expected some of the captured points and layers, got others. Stored: {_shown(file)}",
                     f"{PARAMS}.hidden_states_points",
                 )
         if self.params.get("hidden_states_loss_mask") is not None and not file.has_mask:
@@ -75,10 +78,10 @@ def _shown(file: StatesFile) -> str:
 
 
 def read_inline_request(body: bytes) -> InlineRequest | None:
-    """None: ``body`` asks for no states, or is no JSON object, which is vLLM's to refuse.
+    """Parse a request's body. Returns None if it asks for no states, or is no JSON object, which vLLM refuses.
 
     Raises:
-        Refusal: it asks for what cannot be answered inside an answer.
+        Refusal: an answer cannot hold the requested states.
     """
     if INLINE.encode() not in body:
         return None
@@ -95,7 +98,9 @@ def read_inline_request(body: bytes) -> InlineRequest | None:
         return None
     for name in ("use_beam_search", "prompt_embeds"):
         if found.get(name):
-            raise bad_request(f"expected a request without {name}, which stores no states of each choice", name)
+            raise bad_request(
+                f"expected a request without {name}, got it. Its choices have no stored states. Remove {name}", name
+            )
     params = found.get(PARAMS) or {}
     _check(params)
     key = f"inline-{uuid.uuid4().hex}"
@@ -108,11 +113,11 @@ def _check(params: Any) -> None:
     if not isinstance(params, Mapping):
         raise bad_request(f"expected an object, got a {type(params).__name__}", PARAMS)
     for name in ("hidden_states_key", "hidden_states_path"):
-        # Under a key that was used before an answer could hold another request's states: a batch's answer and a
-        # stream's do not name their identity.
+        # With a key that was used before, an answer could hold another request's states: the answers of batches and
+        # streams do not contain their identity.
         if params.get(name) is not None:
             raise bad_request(
-                f"expected no key and no path with {INLINE}, which makes a key of its own, got one. Leave it out: the "
+                f"expected no key and no path with {INLINE}, got one. Remove it: the server makes a key, and the "
                 "answer names the key of each choice",
                 f"{PARAMS}.{name}",
             )
@@ -132,19 +137,19 @@ def _check(params: Any) -> None:
         raise bad_request(reason, name if name == PARAMS else f"{PARAMS}.{name}")
 
 
-# Which choice has which key follows from both numbers. vLLM takes "2" and 2.0 for 2, and "12" for a token's id: what it
-# would read otherwise than these functions is refused, as the states of another choice would be answered.
+# The keys of choices follow from both numbers. vLLM reads "2" and 2.0 as 2, and "12" as a token's id. Values that vLLM
+# would read differently from these functions are refused; otherwise an answer could have another choice's states.
 
 
 def _choices(n: Any) -> int:
-    """How many choices each prompt has."""
+    """Return the number of choices of each prompt."""
     if n is not None and type(n) is not int:
         raise bad_request(f"expected a whole number, got a {type(n).__name__}", "n")
-    return n if n is not None and n > 0 else 1  # vLLM refuses others
+    return n if n is not None and n > 0 else 1  # vLLM refuses other numbers
 
 
 def _prompts(prompt: Any) -> int:
-    """How many prompts a completion has: texts or lists of token ids. A chat has no ``prompt``."""
+    """Return the number of prompts of a completion: texts or lists of token ids. A chat has no ``prompt``."""
     if not isinstance(prompt, list) or not prompt:
         return 1
     kinds = {type(item) for item in prompt}

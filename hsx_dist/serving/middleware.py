@@ -1,7 +1,7 @@
-"""The middleware itself: it puts the routes behind everything that guards vLLM's own.
+"""The middleware. It adds its routes behind the authentication of vLLM's own routes.
 
-vLLM adds ``--middleware`` outside of its authentication (``init_entrypoints_middleware``). So the middleware answers
-nothing there. When the application starts it adds a route to the application's router and wraps the routes for
+vLLM adds ``--middleware`` outside of its authentication (``init_entrypoints_middleware``). So the middleware itself
+answers no request. When the application starts, it adds a route to the application's router and wraps the routes for
 completions. Authentication, CORS and every other middleware of the server then apply to them as to any route of vLLM.
 """
 
@@ -24,7 +24,7 @@ log = get_logger(__name__)
 
 PATH = "/v1/hidden_states/{key:path}"
 _WITH_STATES = frozenset({"/v1/completions", "/v1/chat/completions"})
-#: These take ``kv_transfer_params`` too, and other forms of answers.
+#: These routes accept ``kv_transfer_params`` too, but their answers cannot hold states.
 _WITHOUT = frozenset(
     {"/v1/chat/completions/batch", "/v1/responses", "/v1/messages", "/inference/v1/generate", "/cohere/v2/chat"}
 )
@@ -32,7 +32,7 @@ _CONNECTOR = "HiddenStatesConnector"
 
 
 class HiddenStatesMiddleware:
-    """Pure ASGI middleware for ``--middleware`` of vLLM's server. Takes its settings from the server's connector."""
+    """Pure ASGI middleware for ``--middleware`` of vLLM's server. Reads its settings from the server's connector."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -44,7 +44,7 @@ class HiddenStatesMiddleware:
                 install(scope["app"])
             except ConfigError as e:
                 if scope["type"] == "lifespan":
-                    # uvicorn takes an exception alone for an application without a lifespan, and goes on to serve.
+                    # Without this message uvicorn treats an exception as a missing lifespan, and starts to serve.
                     await receive()
                     await send({"type": "lifespan.startup.failed", "message": str(e)})
                 raise
@@ -56,14 +56,14 @@ def install(app: Any) -> None:
     """Add the routes to a Starlette application whose ``state.vllm_config`` is set.
 
     Raises:
-        ConfigError: the server has no connector that stores samples which this process can read, or a path prefix with
-            which vLLM's authentication guards no route.
+        ConfigError: the server has no connector that stores samples which this process can read, or it has a path
+            prefix that disables vLLM's authentication.
     """
     if (app.root_path or "").endswith("/"):  # None without --root-path
-        # vLLM removes the prefix as text before it compares with /v1, and of "/v1" nothing is left that it guards.
+        # vLLM removes the prefix as text before it compares paths with /v1. With a / at the end, no path matches /v1.
         raise ConfigError(
-            f"--root-path: expected a path without / at its end, got {app.root_path!r}, with which vLLM asks for no "
-            "API key. Remove the /"
+            f"--root-path: expected a path without / at its end, got {app.root_path!r}. With it vLLM requires no API "
+            "key. Remove the /"
         )
     settings = connector_settings(getattr(app.state, "vllm_config", None))
     posts = [route for route in app.router.routes if "POST" in (getattr(route, "methods", None) or ())]
@@ -81,17 +81,17 @@ def install(app: Any) -> None:
 
 
 def connector_settings(vllm_config: Any) -> ConnectorConfig:
-    """The settings of the server's HiddenStatesConnector.
+    """Return the settings of the server's HiddenStatesConnector.
 
     Raises:
-        ConfigError: there is none, or it stores where this process cannot read.
+        ConfigError: the server has no such connector, or this process cannot read the connector's store.
     """
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     extras = [] if transfer is None else list(_extras(transfer.kv_connector, transfer.kv_connector_extra_config))
     if not extras:
         raise ConfigError(
             f"HiddenStatesMiddleware: expected a server with the {_CONNECTOR} in --kv-transfer-config, got none. "
-            "Add it, or leave out --middleware"
+            "Add it, or remove --middleware"
         )
     settings = read_connector_config(extras[0])
     if not settings.one_object or settings.output.startswith("memory:"):
@@ -104,7 +104,7 @@ def connector_settings(vllm_config: Any) -> ConnectorConfig:
 
 
 def _extras(name: str | None, extra: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """``kv_connector_extra_config`` of our connector, also within vLLM's ``MultiConnector``."""
+    """Return ``kv_connector_extra_config`` of HiddenStatesConnector, also inside vLLM's ``MultiConnector``."""
     if name == _CONNECTOR:
         yield extra
     for child in extra.get("connectors") or ():

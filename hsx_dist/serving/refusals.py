@@ -21,7 +21,7 @@ from hsx_dist.text import bounded, printable
 
 log = get_logger(__name__)
 
-#: The first that fits. Clients of OpenAI repeat 408, 409, 429 and 5xx, so that a sample that failed is none of these.
+#: The first matching class decides. OpenAI clients retry 408, 409, 429 and 5xx, so a failed sample has another status.
 _STATUS: tuple[tuple[type[HsxError], int], ...] = (
     (ConfigError, 400),
     (NotFound, 404),
@@ -35,14 +35,14 @@ _STATUS: tuple[tuple[type[HsxError], int], ...] = (
 
 
 class Refusal(Exception):
-    """What a client is answered instead of states.
+    """An error answer instead of states.
 
     Args:
-        status: of HTTP.
+        status: the HTTP status.
         kind: ``type`` of the answer: a class of ``hsx_dist.errors``, or ``SampleExpired``, ``AnswerTooLarge``,
             ``Timeout``.
         message: ``expected X, got Y. Do Z.``
-        param: the parameter that is wrong.
+        param: the wrong parameter.
     """
 
     def __init__(self, status: int, kind: str, message: str, param: str | None = None):
@@ -55,12 +55,12 @@ class Refusal(Exception):
 
 
 def bad_request(message: str, param: str | None = None) -> Refusal:
-    """400, for what the client sent."""
+    """Return a refusal with status 400, for a wrong request."""
     return Refusal(400, ConfigError.__name__, message, param)
 
 
 def refusal_of(error: HsxError, key: str) -> Refusal:
-    """The answer to a request for the sample of ``key``. What is wrong on the server's side is logged alone."""
+    """Return the answer to a failed request for the sample of ``key``. Errors of the server are only logged."""
     status = next(status for kind, status in _STATUS if isinstance(error, kind))
     shown = printable(repr(key), 200)
     if status < 500:

@@ -1,4 +1,4 @@
-"""``GET /v1/hidden_states/{key}``: a stored sample, or a range of it, as a stream."""
+"""``GET /v1/hidden_states/{key}``: a stored sample, or a range of its tokens, as a stream."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from hsx_dist.serving.states_file import Range, StatesFile
 
 #: Seconds that one request may wait for its sample.
 MAX_WAIT = 300.0
-#: Of a batch the connector appends the prompt and the choice to the client's key.
+#: For a batch, the connector appends the prompt and the choice to the client's key.
 _MAX_KEY = MAX_KEY + 24
-#: Values of one parameter: more than any model has layers.
+#: Limit of the values of one parameter: more than any model has layers.
 _MAX_LIST = 4096
 #: Bytes that are sent at once.
 _SLICE = 256 << 10
@@ -70,9 +70,9 @@ class SampleRoute:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         within = timely(send)
         for i in range(0 if head_only else len(file)):
-            # An error here cuts the connection: the client sees that the file is not whole.
+            # An error here closes the connection, so the client knows that the file is incomplete.
             data = memoryview(loaded.pop() if i == 1 else await piece(i))
-            # In slices: the server copies what the client has not read yet.
+            # In slices: the server copies bytes that the client has not read yet.
             for at in range(0, len(data), _SLICE):
                 await within({"type": "http.response.body", "body": data[at : at + _SLICE], "more_body": True})
             del data  # before the next piece is loaded
@@ -82,7 +82,7 @@ class SampleRoute:
 def _key(request: Request) -> str:
     key = request.path_params["key"]
     try:
-        # Servers put a replacement character where the path is no UTF-8: it would be another key.
+        # Servers decode invalid UTF-8 in the path to a replacement character, which would make another key.
         unquote_to_bytes(request.scope.get("raw_path") or b"").decode()
     except UnicodeDecodeError:
         raise bad_request("expected a key in percent-encoded UTF-8, got other bytes. Encode it", "key") from None
@@ -106,7 +106,7 @@ def _range(given: Mapping[str, str]) -> Range:
 
 
 def _names(value: str, param: str) -> list[str]:
-    """The file of a name that is repeated would be larger than the sample by any factor."""
+    """Parse a list of names, each once. With repeated names, the file could be many times larger than the sample."""
     names = value.split(",")
     if not all(names) or len(names) > _MAX_LIST or len(set(names)) < len(names):
         raise bad_request(f"expected 1 to {_MAX_LIST} values separated by commas, each once, got {value[:80]!r}", param)
@@ -115,7 +115,7 @@ def _names(value: str, param: str) -> list[str]:
 
 def _layers(value: str) -> tuple[int, ...]:
     names = _names(value, "layers")
-    if not all(re.fullmatch(r"0|[1-9][0-9]{0,8}", name) for name in names):  # 2 and 02 would be one layer twice
+    if not all(re.fullmatch(r"0|[1-9][0-9]{0,8}", name) for name in names):  # 2 and 02 would be the same layer twice
         raise bad_request(f"expected layer ids such as 2,15, got {value[:80]!r}", "layers")
     return tuple(map(int, names))
 

@@ -1,4 +1,4 @@
-"""A server's stored samples, read for its clients: on threads of its own, within limits of time and memory."""
+"""Read a server's stored samples for its clients, on separate threads, within limits of time and memory."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from hsx_dist.store import Store, open_store
 from hsx_dist.text import printable
 from hsx_dist.writers.daemon import DaemonPool
 
-#: How many calls to the store are under way at once. They are not on the event loop's own threads, which vLLM uses: a
-#: store that hangs stops no request that asks for no states.
+#: Number of concurrent calls to the store. They do not run on the event loop's default threads, which vLLM uses. So a
+#: store that hangs does not block requests that ask for no states.
 _THREADS = 8
-#: The store's own repetitions block a thread. What outlasts them is repeated here, while the client waits.
+#: The store's own retries block a thread, so they are short. Errors that outlast them are retried here, while the
+#: client waits.
 _RETRY_SECONDS = 5.0
-#: A call to a store that hangs longer fails.
+#: A call to the store fails after so many seconds.
 _STORE_SECONDS = 60.0
-#: All requests that have waited for a second look for their samples so often together, in looks a second: requests that
-#: wait would take the threads, and the process's time, from those that do not.
+#: Limit of the polls per second of all requests that have waited for a second. Without it, waiting requests would take
+#: the threads and the process's time from other requests.
 _LOOKS = 20.0
 
 T = TypeVar("T")
 
 
 class MemoryLimit:
-    """Bytes that all answers together hold, given in order of arrival."""
+    """Limit of the bytes that all answers together hold. Waiting answers get bytes in order of arrival."""
 
     def __init__(self, nbytes: int):
         self._total = nbytes
@@ -43,15 +44,15 @@ class MemoryLimit:
         self._released = asyncio.Event()
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether ``hold`` would not wait."""
+        """Whether ``hold`` would return at once."""
         return not self._turn.locked() and self._held + min(self._total, nbytes) <= self._total
 
     @asynccontextmanager
     async def hold(self, nbytes: int) -> AsyncIterator[None]:
-        """Wait for so many bytes; those of one that wants more than there are count as all.
+        """Wait for ``nbytes`` and hold them. An answer larger than the limit holds all bytes.
 
         Raises:
-            Refusal: they did not come free for a minute.
+            Refusal: the bytes were not released within ``_STORE_SECONDS``.
         """
         wanted, held = min(self._total, nbytes), 0
         try:
@@ -66,7 +67,8 @@ class MemoryLimit:
                 raise Refusal(
                     503,
                     Unavailable.__name__,
-                    f"expected {nbytes} bytes of memory for this answer, other answers hold them. Ask again later",
+                    f"expected {nbytes} bytes of memory for this answer, got none: other answers hold them. Ask again "
+                    "later",
                 ) from None
             yield
         finally:
@@ -75,23 +77,24 @@ class MemoryLimit:
 
 
 class SampleSource:
-    """The samples that the connector of this server stores, by key."""
+    """The samples of this server's connector, by key."""
 
     def __init__(self, settings: ConnectorConfig):
         self.inline_bytes = settings.inline_bytes
         self.memory = MemoryLimit(16 * settings.inline_bytes)
         self._settings = settings
         self._threads = DaemonPool(_THREADS, "hsx-answer")
-        self._waiting = 0  # requests whose sample is not there
+        self._waiting = 0  # requests whose sample is not stored yet
         self._store: Store | None = None
 
     @asynccontextmanager
     async def held(
         self, key: str, wanted: Range, *, wait: float, identity: Mapping[str, str] | None = None
     ) -> AsyncIterator[StatesFile]:
-        """``find``, and hold the memory in which the file is loaded piece by piece.
+        """Call ``find``, and hold the memory in which the file is loaded piece by piece.
 
-        A request that waits for memory holds none: it drops what it has read of the sample, and reads it again.
+        A request that waits for memory holds none: it drops the parts of the sample that it has read, and reads them
+        again.
         """
         file: StatesFile | None = await self.find(key, wanted, wait=wait, identity=identity)
         assert file is not None
@@ -104,10 +107,11 @@ class SampleSource:
     async def find(
         self, key: str, wanted: Range, *, wait: float, identity: Mapping[str, str] | None = None
     ) -> StatesFile:
-        """The sample of ``key`` once it is stored.
+        """Return the sample of ``key`` once it is stored.
 
         Raises:
-            Refusal: it is not stored after ``wait`` seconds, will never be, has expired, or is not what is wanted.
+            Refusal: the sample is not stored after ``wait`` seconds, has failed or expired, or lacks a requested point,
+                layer or identity.
         """
         end, pause = time.monotonic() + wait, FIRST_PAUSE
         self._waiting += 1
@@ -127,8 +131,11 @@ class SampleSource:
             self._waiting -= 1
 
     async def piece(self, file: StatesFile, i: int, again: Callable[[], StatesFile]) -> bytes | memoryview:
-        """The ``i``-th piece of ``file``. ``again`` finds the sample anew where its object was replaced since: the
-        server moves the end of a key that is used again. Raises ``HsxError``."""
+        """Return the ``i``-th piece of ``file``. Raises ``HsxError``.
+
+        ``again`` finds the sample anew if its object was replaced since: the server extends the expiry of a key that is
+        used again.
+        """
 
         def load() -> bytes | memoryview:
             try:
@@ -142,7 +149,7 @@ class SampleSource:
         return await self._call(load)
 
     def look(self, key: str, wanted: Range) -> StatesFile:
-        """The sample of ``key``, without waiting for it. Blocks; raises ``HsxError``."""
+        """Return the sample of ``key`` if it is stored now. Blocks for the store; raises ``HsxError``."""
         return self._look(key, wanted, None)
 
     def _look(self, key: str, wanted: Range, identity: Mapping[str, str] | None) -> StatesFile:
@@ -156,7 +163,7 @@ class SampleSource:
                 with object_sample(self._store, name, identity=identity) as sample:
                     file = StatesFile(sample, wanted)
                 break
-            except FormatError:  # also where the object was replaced between two of the requests for it
+            except FormatError:  # also if the object was replaced between two of the requests to the store
                 if last:
                     raise
         expires = file.meta.get("expires")
@@ -188,6 +195,6 @@ def _expired(key: str, end: float) -> Refusal:
     return Refusal(
         410,
         "SampleExpired",
-        f"expected a sample that is kept, got key {shown}, whose time ended at {end:.0f} (seconds since the epoch). "
-        "Ask the model again, or let the server have a longer ttl_seconds",
+        f"expected a sample that has not expired, got key {shown}, which expired at {end:.0f} (seconds since the "
+        "epoch). Ask the model again, or set a longer ttl_seconds on the server",
     )

@@ -1,4 +1,4 @@
-"""A stored sample, or a range of it, as a plain safetensors file that is made piece by piece."""
+"""A stored sample, or a range of its tokens, as a plain safetensors file that is made piece by piece."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ PIECE_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """What is wanted of a sample: as the arguments of ``Sample.load``. ``points``: also ``all`` of the sample; ``None``
-    is ``all`` of a sample without hidden states."""
+    """The requested part of a sample, as the arguments of ``Sample.load``.
+
+    ``points``: may also be ``all``. ``None`` means ``all`` for a sample without hidden states.
+    """
 
     layers: tuple[int, ...] | None = None
     tokens: tuple[int | None, int | None] | None = None
@@ -33,7 +35,8 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class _States:
-    """One point's tensor. ``shape``: ``[n, L, width]``, or ``[n, L, heads, dim]``; ``row_bytes`` of one token."""
+    """One point's tensor. ``shape``: ``[n, L, width]``, or ``[n, L, heads, dim]``. ``row_bytes``: bytes of one
+    token."""
 
     name: str
     dtype: str
@@ -42,14 +45,16 @@ class _States:
 
 
 class StatesFile:
-    """Tensors ``token_ids`` int64 ``[n]``, ``loss_mask`` int64 ``[n]`` where the sample has one, ``layer_ids`` int64
-    ``[L]`` and ``hidden_states`` ``[n, L, H]`` in their dtype. With ``points`` for each of them a tensor of its name
-    and ``NAME.layer_ids``. ``key`` and ``meta`` (``Sample.meta`` as JSON) are in the file's metadata.
+    """A safetensors file of a sample.
+
+    Tensors: ``token_ids`` int64 ``[n]``, ``loss_mask`` int64 ``[n]`` if the sample has one, ``layer_ids`` int64 ``[L]``
+    and ``hidden_states`` ``[n, L, H]`` in their dtype. With ``points``: for each point a tensor with its name and
+    ``NAME.layer_ids``. ``key`` and ``meta`` (``Sample.meta`` as JSON) are in the file's metadata.
 
     Attributes:
-        layer_ids: of each stored point.
+        layer_ids: layer ids of each stored point.
         size: bytes of the file.
-        front_bytes: of them, what this object holds: all but the states.
+        front_bytes: bytes of the file that this object holds: all but the states.
         loading_bytes: memory that one ``piece`` takes while it is loaded and sent.
     """
 
@@ -82,7 +87,7 @@ class StatesFile:
         self.size = self.front_bytes + (self._stop - self._start) * row_bytes
         chunk = sample.chunk_tokens
         self._step = max(chunk, PIECE_BYTES // max(row_bytes, 1) // chunk * chunk)
-        # A piece as it is stored, and decoded; the allocator keeps as much again (28 MB were measured for one of 8 MB).
+        # A stored piece and its decoded form; the allocator keeps as much again (measured: 28 MB for a piece of 8 MB).
         self.loading_bytes = 4 * min(self._step, self._stop - self._start) * row_bytes
 
     def _describe(self, name: str) -> _States:
@@ -93,7 +98,7 @@ class StatesFile:
         return _States(name, point.dtype, (self._stop - self._start, layers, *row), row_bytes)
 
     def _build_front(self, small: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
-        """Length field, header, and the data of the ``small`` tensors, which lie first."""
+        """Return the length field, the header, and the data of the ``small`` tensors, which are first in the file."""
         entries: dict[str, Any] = {"__metadata__": {"key": self._sample.key, "meta": json.dumps(self._sample.meta)}}
         tensors = [(name, "I64", array.shape, array.nbytes) for name, array in small.items()]
         tensors += [(s.name, TENSOR_DTYPE[s.dtype], s.shape, s.shape[0] * s.row_bytes) for s in self._states]
@@ -106,7 +111,7 @@ class StatesFile:
         return b"".join([struct.pack("<Q", len(header)), header, *(array.tobytes() for array in small.values())])
 
     def is_of_same_sample(self, other: StatesFile) -> bool:
-        """Whether ``other`` is the same range of the same sample, though its object was stored anew."""
+        """Whether ``other`` is the same range of the same sample, even if its object was stored again."""
         ours, theirs = self.meta.get(IDENTITY), other.meta.get(IDENTITY)
         same = (self._start, self._stop, self._states) == (other._start, other._stop, other._states)
         return ours is not None and ours == theirs and same
@@ -116,7 +121,7 @@ class StatesFile:
         return 1 + len(self._states) * len(self._spans())
 
     def piece(self, i: int) -> bytes | memoryview:
-        """The ``i``-th piece of the file. Blocks; raises as ``Sample.load``."""
+        """Return the ``i``-th piece of the file. Blocks; raises as ``Sample.load``."""
         if i == 0:
             return self._front
         spans = self._spans()
@@ -125,7 +130,7 @@ class StatesFile:
         return np.ascontiguousarray(rows).data.cast("B")
 
     def _spans(self) -> list[tuple[int, int]]:
-        """Ranges of tokens that are loaded at once; they begin where chunks do."""
+        """Return the ranges of tokens that are loaded at once. Each starts at a chunk's start."""
         cuts = range(self._start // self._step * self._step + self._step, self._stop, self._step)
         ends = [self._start, *cuts, self._stop]
         return [(a, b) for a, b in pairwise(ends) if a < b]

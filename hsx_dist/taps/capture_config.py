@@ -1,4 +1,4 @@
-"""Engine configurations that taps refuse."""
+"""The choice of points in an engine's configuration, and the checks of engines that taps do not support."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 from hsx_dist.errors import ConfigError
 
 #: Key of ``additional_config``. vLLM hashes that table into the key of its compile cache, so another choice of points
-#: compiles again.
+#: causes a new compilation.
 KEY = "hsx_capture"
 #: Part of the same hash. Change it when the traced code of this package changes its meaning.
 TRACE = 1
 
 
 def additional_config(capture: dict[str, Any]) -> dict[str, Any]:
-    """``LLM(additional_config=...)`` of an engine that captures ``capture``."""
+    """Return the ``LLM(additional_config=...)`` of an engine that captures ``capture``."""
     return {KEY: {"capture": capture, "trace": TRACE}}
 
 
 def capture_of(vllm_config: Any) -> dict[str, Any] | None:
-    """What an engine captures by taps; None if it has none.
+    """Return the captured points of an engine with taps; None for an engine without taps.
 
     Raises:
         ConfigError: the table was written for another version of this package.
@@ -30,14 +30,14 @@ def capture_of(vllm_config: Any) -> dict[str, Any] | None:
         return None
     if found.get("trace") != TRACE or not isinstance(found.get("capture"), dict):
         raise ConfigError(
-            f"additional_config.{KEY}: expected what capture_config.additional_config returns, got {found!r}. Use "
+            f"additional_config.{KEY}: expected the value of capture_config.additional_config, got {found!r}. Use "
             "the same version of hsx_dist on all nodes"
         )
     return found["capture"]
 
 
 def check_engine(vllm_config: Any) -> None:
-    """Refuse engines in which the rows of a tap are not the rows of all tokens, or whose cache groups waste blocks.
+    """Refuse engines in which a tap does not get the rows of all tokens, or in which cache groups waste blocks.
 
     Raises:
         ConfigError: with the setting that was expected.

@@ -28,7 +28,7 @@ class Installed:
     Attributes:
         caches: the cache of each point.
         counts: for each tap, ``(point, layer)``, its counter.
-        numbers: for each tap, the buffer that says to the operator where its rows go.
+        numbers: for each tap, the buffer with the number that selects the operator's cache.
     """
 
     plan: Plan
@@ -37,24 +37,24 @@ class Installed:
     numbers: dict[tuple[str, int], torch.Tensor]
 
     def calls_and_rows(self) -> dict[tuple[str, int], tuple[int, int]]:
-        """For each tap, how often it ran, and how many rows it wrote. Waits for the device."""
+        """Return the number of runs and of written rows of each tap. Blocks until the device's work is done."""
         values = torch.stack(list(self.counts.values())).tolist()
         return {tap: (calls, rows) for tap, (calls, rows) in zip(self.counts, values, strict=True)}
 
     def check_alive(self, rows: int | None = None) -> int:
-        """Check that every tap wrote the same number of rows, and ran at all.
+        """Check that every tap ran, and that all wrote the same number of rows.
 
-        A tap that the compiler removed, or that a cached graph lacks, leaves old rows in its blocks: other numbers, not
-        zeros.
+        A tap that the compiler removed, or that a cached graph lacks, leaves old rows in its blocks. These are wrong
+        numbers, but not zeros.
 
         Args:
-            rows: the number of rows that is expected; None: that of the other taps.
+            rows: the expected number of rows; None: that of the other taps.
 
         Returns:
             The rows that each tap has written.
 
         Raises:
-            EngineError: with the taps that differ.
+            EngineError: some taps differ; the message names them.
         """
         found = self.calls_and_rows()
         expected = max(n for _, n in found.values()) if rows is None else rows
@@ -67,8 +67,8 @@ class Installed:
         if bad:
             raise EngineError(
                 f"taps: expected {expected} rows from each, got another number from {', '.join(bad)}. The model does "
-                "not run these modules, or a compiled graph lacks them. Set VLLM_DISABLE_COMPILE_CACHE=1, or leave "
-                "them out"
+                "not run these modules, or a compiled graph lacks them. Set VLLM_DISABLE_COMPILE_CACHE=1, or omit "
+                "these points"
             )
         return expected
 
@@ -91,7 +91,7 @@ def tap_model(model: nn.Module, vllm_config: Any) -> Installed | None:
     points = capture.get("points") or {}
     if isinstance(points, dict):
         for point in points.keys() & structure.refused.keys():
-            raise ConfigError(f"capture.points.{point}: {structure.refused[point]}. Leave it out")
+            raise ConfigError(f"capture.points.{point}: {structure.refused[point]}. Omit this point")
     plan = plan_capture(capture, structure.num_layers, structure.has)
     installed = install(model, structure, plan, vllm_config)
     model.hsx_taps = installed
@@ -99,7 +99,7 @@ def tap_model(model: nn.Module, vllm_config: Any) -> Installed | None:
 
 
 def install(model: nn.Module, structure: Structure, plan: Plan, vllm_config: Any) -> Installed:
-    """Hooks and caches for ``plan``."""
+    """Install the hooks and caches of ``plan``."""
     device = next(model.parameters()).device
     caches: dict[str, PointCache] = {}
     counts: dict[tuple[str, int], torch.Tensor] = {}
@@ -109,7 +109,7 @@ def install(model: nn.Module, structure: Structure, plan: Plan, vllm_config: Any
             dtype = _dtype(point, read, vllm_config.model_config.dtype)
             name = operator.layer_name(len(caches))
             caches[point] = PointCache(vllm_config, name, point, plan.points[point], read.width, dtype, read.head)
-        # Points come one after the other: this one's cache is the last.
+        # Reads are grouped by point, so this point's cache is the last one.
         number = numbers[point, layer] = operator.number_of(len(caches) - 1, at)
         counts[point, layer] = _tap(read, point, number, device)
     installed = Installed(plan, caches, counts, numbers)
@@ -141,7 +141,7 @@ def _tap(read: Read, point: str, number: torch.Tensor, device: torch.device) -> 
     elif read.source == "output":
         module.register_forward_hook(_output_hook(put))
     else:
-        # The stream is the norm's input where there is no residual yet. It is read before the norm may overwrite it.
+        # Without a residual yet, the stream is the norm's input. It is read before the norm may overwrite it.
         module.register_forward_pre_hook(_first_stream_hook(put), with_kwargs=True)
         module.register_forward_hook(_stream_hook(put))
     return count
@@ -181,7 +181,7 @@ def _stream_hook(put: Put) -> Callable[..., None]:
 
 
 def _tap_router(router: Any, which: int, count: torch.Tensor, number: torch.Tensor, width: int) -> None:
-    """Write the router's weights (0) or ids (1). It is not a module, and has no hooks."""
+    """Write the router's weights (0) or ids (1). The router is not a module, so it has no hooks."""
     theirs = router.select_experts
 
     @functools.wraps(theirs)

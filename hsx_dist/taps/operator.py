@@ -1,9 +1,9 @@
 """The operator ``hsx_dist::tap``: write the rows of a step into a point's paged cache, and count them.
 
-The operator mutates its counter, a buffer that is an input of the compiled graph. The compiler therefore keeps the
-operator, also where nothing reads the tapped tensor later. The tap's number is in a buffer on the host, not in the
-graph: layers that are equal otherwise share one compiled graph. The number names a cache of the engine whose step runs,
-as vLLM's forward context has it: this module has no state, and engines of one process share nothing.
+The operator mutates its counter, a buffer that is an input of the compiled graph. So the compiler keeps the operator
+even if nothing reads the tapped tensor later. The tap's number is in a buffer on the host, not in the graph, so that
+otherwise equal layers share one compiled graph. The number selects a cache in vLLM's forward context, which belongs to
+the running engine. This module has no state, so engines of one process share nothing.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from hsx_dist.taps.scatter import CALLS, scatter
 
 #: First layer number of the caches' names. vLLM sorts caches by the number, which must be unique.
 _FIRST = 100_000
-#: More layers than any model has: what a tap's number is made of.
+#: More layers than any model has. A tap's number is ``cache * _MAX_LAYERS + at``.
 _MAX_LAYERS = 1 << 20
 
 
 def layer_name(cache: int) -> str:
-    """vLLM's name of an engine's ``cache``-th cache of points."""
+    """Return vLLM's name of an engine's ``cache``-th cache of points."""
     return f"hsx_taps.{_FIRST + cache}"
 
 
 def number_of(cache: int, at: int) -> torch.Tensor:
-    """The number of the tap of an engine's ``cache``-th cache, and of the ``at``-th layer in it."""
+    """Return the number of the tap for the ``at``-th layer in an engine's ``cache``-th cache."""
     return torch.tensor([cache * _MAX_LAYERS + at], dtype=torch.int64, device="cpu")
 
 
@@ -35,7 +35,7 @@ def tap(x: torch.Tensor, count: torch.Tensor, number: torch.Tensor, start: int, 
     """Write the columns ``start`` to ``start + width`` of ``x`` into the cache of the tap ``number``.
 
     Args:
-        x: ``[tokens, ...]``; the axes after the first make the row.
+        x: ``[tokens, ...]``; the axes after the first form the row.
         count: int64 ``[2]``, on the device of ``x``: calls, and rows written.
         number: int64 ``[1]`` on the host, ``number_of``.
 
@@ -47,7 +47,7 @@ def tap(x: torch.Tensor, count: torch.Tensor, number: torch.Tensor, start: int, 
     if not isinstance(context.slot_mapping, dict):
         raise RuntimeError(f"{name}: expected one batch a step, got {len(context.slot_mapping)} (DBO). Turn it off")
     kv_cache, slots = context.no_compile_layers[name].kv_cache, context.slot_mapping.get(name)
-    if slots is None or kv_cache.numel() == 0:  # vLLM profiles its memory, before there is a cache
+    if slots is None or kv_cache.numel() == 0:  # vLLM profiles its memory before it allocates caches
         count[CALLS] += 1
         return
     if x.dim() != 2:

@@ -16,7 +16,8 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 
 class TapMetadataBuilder(CacheOnlyAttentionMetadataBuilder):
-    """vLLM's builder says that it supports no CUDA graphs. A tap reads a persistent buffer of slots, in any graph."""
+    """Metadata builder that allows CUDA graphs, unlike vLLM's: a tap reads a persistent buffer of slots in any
+    graph."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
@@ -39,7 +40,7 @@ class PointCache(CacheOnlyAttentionLayer):
     Attributes:
         point: the point's name.
         layers: the model's layers, in the order of the cache's second axis.
-        head: length of a head, where a row is made of heads.
+        head: length of a head, if a row consists of heads.
         taps: ``install.Installed`` of the model.
     """
 
@@ -53,7 +54,7 @@ class PointCache(CacheOnlyAttentionLayer):
         dtype: torch.dtype,
         head: int | None,
     ):
-        # The dtype of keys and values is not that of points, and vLLM's layer refuses a quantised one.
+        # Points do not have the dtype of keys and values, and vLLM's layer refuses a quantised dtype.
         config = replace(vllm_config.cache_config, cache_dtype="auto")
         with set_current_vllm_config(vllm_config):
             super().__init__(len(layers), width, config, prefix=name)

@@ -1,6 +1,6 @@
-"""The points of a model that can be captured, and which of them a user chooses.
+"""The points of a model that can be captured, and a user's choice among them.
 
-A point is a tensor of one row a token. ``H`` is the hidden size; layer ``i`` counts from 0.
+A point is a tensor with one row per token. ``H`` is the hidden size; layer ``i`` counts from 0.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ Width = Literal["hidden", "q", "kv", "mlp", "experts", "top_k"]
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A place in a model.
+    """A tensor of a model that can be captured.
 
     Attributes:
         formula: the definition, in terms of the other points.
-        width: what the row's length is.
-        per_layer: False for a point that a model has once.
+        width: kind of the row's length.
+        per_layer: False for a point that exists once in a model.
         sharded: True if each tensor-parallel rank has a part of the row.
         alias_of: another name of this point; an alias is not stored twice.
-        dtype: of every model; None: the dtype in which the model computes (of ``router_logits``, the router).
+        dtype: the dtype in every model; None: the model's compute dtype (for ``router_logits``: the router's).
     """
 
     name: str
@@ -40,7 +40,7 @@ class Point:
 #: ``resid_final``.
 HIDDEN_STATES = "hidden_states"
 
-#: In the order of the computation, which is the order of columns.
+#: In the order of computation, which is the order of columns.
 POINTS: dict[str, Point] = {
     p.name: p
     for p in (
@@ -70,8 +70,8 @@ POINTS: dict[str, Point] = {
     )
 }
 
-#: Points of a model that lacks one of them are left out. ``full`` is every point, each stored once: the hidden states
-#: are in it as ``resid_pre`` and ``resid_final``.
+#: Points that a model lacks are omitted. ``full`` is every point, each stored once: it has the hidden states as
+#: ``resid_pre`` and ``resid_final``.
 PRESETS: dict[str, tuple[str, ...]] = {
     "hidden-states": (HIDDEN_STATES,),
     "attention": ("q", "k", "v", "z", "attn_out"),
@@ -83,11 +83,11 @@ PRESETS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What an engine captures.
+    """The points that an engine captures.
 
     Attributes:
-        points: for each stored point its layers, ascending. A point that a model has once has the layer 0.
-        aliases: the requested name of a stored point, if it is another one.
+        points: for each stored point its layers, ascending. A point that exists once in a model has the layer 0.
+        aliases: the requested name of a stored point, if it differs.
     """
 
     points: dict[str, tuple[int, ...]]
@@ -141,13 +141,11 @@ def _layers(point: Point, spec: object, num_layers: int, has: Collection[int]) -
     if name == HIDDEN_STATES:
         num_layers += 1
     if not has:
-        raise ConfigError(f"capture.points.{name}: expected a point of this model, got one that it lacks. Leave it out")
+        raise ConfigError(f"capture.points.{name}: expected a point of this model, got a point that it lacks. Omit it")
     if spec == "all":
         return set(has)
     if not point.per_layer:
-        raise ConfigError(
-            f"capture.points.{name}: expected all (the model has this point once), got {spec!r}. Write all"
-        )
+        raise ConfigError(f"capture.points.{name}: expected all (the model has this point once), got {spec!r}. Set all")
     items: Sequence[object] = (
         [spec] if isinstance(spec, (int, str)) else spec if isinstance(spec, (list, tuple)) else []
     )
@@ -157,7 +155,7 @@ def _layers(point: Point, spec: object, num_layers: int, has: Collection[int]) -
     if lacking := sorted(set(layers) - set(has)):
         raise ConfigError(
             f"capture.points.{name}: expected layers among {sorted(has)}, got {lacking}, which lack this point. "
-            "Leave them out"
+            "Omit these layers"
         )
     return set(layers)
 
@@ -165,7 +163,7 @@ def _layers(point: Point, spec: object, num_layers: int, has: Collection[int]) -
 def _layer(name: str, item: object, num_layers: int) -> int:
     if item == "last":
         return num_layers - 1
-    if type(item) is not int or not -num_layers <= item < num_layers:  # True is no layer
+    if type(item) is not int or not -num_layers <= item < num_layers:  # ``type`` excludes True and False
         raise ConfigError(
             f"capture.points.{name}: expected layers 0 to {num_layers - 1}, -1 to {-num_layers} from the end, last, or "
             f"all, got {item!r}. Correct it"
@@ -174,7 +172,7 @@ def _layer(name: str, item: object, num_layers: int) -> int:
 
 
 def shard_of(point: str, rank: int, ranks: int, kv_heads: int) -> int | None:
-    """Index of the part of a row that ``rank`` stores, or None if an earlier rank has the same numbers.
+    """Return the index of the part of a row that ``rank`` stores, or None if an earlier rank has the same numbers.
 
     Args:
         ranks: tensor-parallel size.

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-#: Entries of a counter: calls of the operator, and rows that it wrote.
+#: Indices in a counter: calls of the operator, and rows that it wrote.
 CALLS, ROWS = 0, 1
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -28,13 +28,13 @@ def scatter(x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, count: to
         ValueError: another width, or fewer rows than slots.
     """
     if x.shape[1] != cache.shape[2]:
-        raise ValueError(f"expected rows of {cache.shape[2]}, got {x.shape[1]}")
+        raise ValueError(f"expected rows of {cache.shape[2]} numbers, got {x.shape[1]}")
     if x.dtype != cache.dtype and not _holds(cache.dtype, x.dtype):
         raise TypeError(f"expected rows of {cache.dtype}, got {x.dtype}. The cache would round them")
     n = len(slots)
-    if len(x) < n:  # these would be the rows of other tokens, too
+    if len(x) < n:  # the rows would belong to other tokens, too
         raise ValueError(
-            f"expected a row for each of {n} tokens, got {len(x)}: ranks have their own tokens. Use source: cache"
+            f"expected a row for each of {n} tokens, got {len(x)}. Each rank has only some tokens. Use source: cache"
         )
     if len(x) > n:
         x = x[:n]
@@ -47,8 +47,8 @@ def scatter(x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, count: to
 
 
 def _scatter_cpu(x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, count: torch.Tensor) -> None:
-    # NumPy's assignment copies whole rows: 2048 rows of 4 KiB take a quarter of the time of torch's index_put, and its
-    # operators on few numbers cost a fraction of torch's.
+    # NumPy's assignment copies whole rows: 2048 rows of 4 KiB take a quarter of the time of torch's index_put. Also its
+    # operators on small arrays cost a fraction of torch's.
     to, numbers = slots.numpy(), count.numpy()
     rows = _bits(x if x.dtype == cache.dtype else x.to(cache.dtype))
     if to.size and to.min() < 0:
@@ -61,11 +61,11 @@ def _scatter_cpu(x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, coun
 
 
 def _bits(x: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The memory of ``x`` as integers: NumPy has no bfloat16."""
+    """Return the memory of ``x`` as integers: NumPy has no bfloat16."""
     return x.view(_INTEGERS[x.element_size()]).numpy()
 
 
 def _holds(cache: torch.dtype, value: torch.dtype) -> bool:
     if cache.is_floating_point:
         return value.is_floating_point and torch.promote_types(cache, value) == cache
-    return not value.is_floating_point  # numbers of experts fit any integer
+    return not value.is_floating_point  # ids of experts fit into any integer dtype

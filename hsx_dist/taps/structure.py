@@ -1,7 +1,6 @@
-"""The modules of a loaded vLLM model that have the points, found by what they have, not by the model's class.
+"""Find the modules of a loaded vLLM model that have the points, by the modules' attributes, not by the model's class.
 
-Nothing here imports vLLM: a module counts by its attributes. A model that does not fit is refused with the module that
-was expected.
+Nothing here imports vLLM. A model that does not fit is refused with an error that names the expected module.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ from torch import nn
 
 from hsx_dist.errors import ConfigError
 
-#: How a row is read: a module's output, its input, the residual stream at a norm, or what a router returns.
+#: Source of a row: a module's output, its input, the residual stream at a norm, or the result of a router.
 Source = Literal["output", "input", "stream", "ids", "weights"]
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Where one layer's rows of a point are read: ``width`` columns from ``start`` of ``source`` of ``module``."""
+    """The source of one layer's rows of a point: ``width`` columns from ``start`` of ``source`` of ``module``."""
 
     module: Any
     source: Source
     width: int
     start: int = 0
-    #: Length of a head, where a row is made of heads.
+    #: Length of a head, if a row consists of heads.
     head: int | None = None
 
 
@@ -36,16 +35,16 @@ class Structure:
 
     num_layers: int
     reads: dict[str, dict[int, Read]] = field(default_factory=dict)
-    #: Why a point that a model of this kind has cannot be captured, by point.
+    #: By point: the reason if this model has the point but it cannot be captured.
     refused: dict[str, str] = field(default_factory=dict)
 
     @property
     def has(self) -> dict[str, set[int]]:
-        """For each point, the layers that have it."""
+        """Return the layers that have each point."""
         return {point: set(layers) for point, layers in self.reads.items()}
 
     def add(self, point: str, layer: int, read: Read) -> None:
-        """Record where ``point`` of ``layer`` is.
+        """Record the source of ``point`` in ``layer``.
 
         Raises:
             ConfigError: another layer's row has another width.
@@ -67,7 +66,7 @@ def find_structure(model: nn.Module, hidden: int, tensor_parallel: int = 1) -> S
         tensor_parallel: the number of ranks.
 
     Raises:
-        ConfigError: with the module or the shape that was expected.
+        ConfigError: a module or shape is not supported; the message names the expected one.
     """
     decoder = _decoder(model)
     found = Structure(len(decoder.layers))
@@ -182,7 +181,7 @@ def _shape(layer: int, what: str, wanted: int, got: object) -> None:
 
 
 def _reduced(module: Any, name: str, layer: int, ranks: int) -> None:
-    """With several ranks, an output that is not reduced is a part of a sum."""
+    """Refuse an output that is not reduced over several ranks: it is a part of a sum."""
     if ranks > 1 and not getattr(module, "reduce_results", False):
         raise _error(f"{name} with reduce_results", "partial sums", layer)
 
@@ -193,7 +192,8 @@ def _error(wanted: str, got: object, layer: int | None = None) -> ConfigError:
 
 
 def modules_of(structure: Structure, points: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, int, int, Read]]:
-    """For each chosen point and layer: the point, the layer's position among its chosen layers, the layer, the read."""
+    """Yield, for each chosen point and layer: the point, the layer's position among its chosen layers, the layer, the
+    read."""
     for point, layers in points.items():
         for at, layer in enumerate(layers):
             yield point, at, layer, structure.reads[point][layer]

@@ -1,4 +1,4 @@
-"""The operator's kernel for CUDA. One launch a tap; it replays in CUDA graphs, since it reads the slots itself."""
+"""The operator's CUDA kernel, with one launch per tap. CUDA graphs can replay it, since the kernel reads the slots."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-#: What one program copies: so many rows, and of each so many elements at once.
+#: Rows that one program copies, and elements of a row that it copies at once.
 _ROWS = 4
 _COLUMNS = 1024
 
@@ -44,7 +44,7 @@ def _kernel(
 
 
 def scatter_triton(x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, count: torch.Tensor) -> None:
-    """``scatter.scatter`` by one kernel: ``x`` and ``slots`` of equal length, above 0."""
+    """Run ``scatter.scatter`` as one kernel. ``x`` and ``slots`` have equal length, above 0."""
     n, width = x.shape
     columns = min(_COLUMNS, triton.next_power_of_2(width))
     _kernel[(triton.cdiv(n, _ROWS), triton.cdiv(width, columns))](

@@ -121,7 +121,7 @@ def test_an_engine_that_would_end_before_all_is_stored_is_warned_of(caplog, seco
         settings = read_connector_config({"shared_storage_path": "x"})
         warn_of_short_limits(settings, engine(shutdown_timeout=seconds))
     assert ("--shutdown-timeout" in caplog.text) is said
-    assert ("flush an LLM of your own" in caplog.text) is said
+    assert ("Flush an LLM" in caplog.text) is said
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         long = copy.copy(read_connector_config({"shared_storage_path": "x", "hsx": {"drain_seconds": 30}}))

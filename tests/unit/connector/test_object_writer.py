@@ -50,13 +50,13 @@ def test_stored_in_vllms_schema_with_its_own_loader(tmp_path):
 def test_a_skipped_request_leaves_a_marker_and_no_lock(tmp_path):
     outlet = outlet_on(tmp_path)
     outlet.expect(Expect("r", "a.safetensors", 0, True))
-    outlet.skip(Skip("r", "a", "a.safetensors", 0, "computed 3 of 9 tokens"))
+    outlet.skip(Skip("r", "a", "a.safetensors", 0, "expected 9 computed tokens, got 3"))
     outlet.expect(Expect("s", "b.safetensors", 0, True))
-    outlet.skip(Skip("s", "b", "b.safetensors", 0, "the request asked for none", quiet=True))
+    outlet.skip(Skip("s", "b", "b.safetensors", 0, "the request set hidden_states_save to false", quiet=True))
     outlet.close()
     assert [p.name for p in tmp_path.iterdir()] == ["a.error.json"]
     started = time.monotonic()
-    with pytest.raises(SampleFailed, match="3 of 9"):
+    with pytest.raises(SampleFailed, match="expected 9 computed tokens, got 3"):
         hsx_dist.load_hidden_states(str(tmp_path / "a.safetensors"), wait=60)
     assert time.monotonic() - started < 30  # at once, not after the wait
 
@@ -191,7 +191,7 @@ def test_a_request_that_ends_early_does_not_harm_another_of_its_key(tmp_path, qu
     outlet = outlet_on(tmp_path, store=hanging)
     submit(outlet, "a", some())
     assert hanging.hanging.wait(30)
-    outlet.skip(Skip("b", "a", "a.safetensors", 0, "computed 0 of 9 tokens", quiet=quiet))  # was never scheduled
+    outlet.skip(Skip("b", "a", "a.safetensors", 0, "expected 9 computed tokens, got 0", quiet=quiet))
     path = str(tmp_path / "a.safetensors")
     with pytest.raises(NotFound, match="lock"):  # still held, and no failure is told
         hsx_dist.load_hidden_states(path)
@@ -206,9 +206,9 @@ def test_when_all_requests_of_a_key_fail_the_last_tells(tmp_path):
     for request in "rs":
         outlet.expect(Expect(request, "a.safetensors", 0, True))
     outlet.prepared()
-    outlet.skip(Skip("r", "a", "a.safetensors", 0, "computed 3 of 9 tokens"))
+    outlet.skip(Skip("r", "a", "a.safetensors", 0, "expected 9 computed tokens, got 3"))
     assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors.lock"]
-    outlet.skip(Skip("s", "a", "a.safetensors", 0, "the request asked for none", quiet=True))
+    outlet.skip(Skip("s", "a", "a.safetensors", 0, "the request set hidden_states_save to false", quiet=True))
     outlet.close()
     assert [p.name for p in tmp_path.iterdir()] == ["a.error.json"]
 
@@ -238,7 +238,7 @@ def test_markers_count_as_pending_and_the_end_does_not_wait_for_them_longer_than
         outlet.close(0.2)
     assert time.monotonic() - started < 10
     assert outlet.pending >= 20
-    assert "20 requests could not be told" in caplog.text
+    assert "markers of 20 names were not stored in time" in caplog.text
     hanging.release()
 
 

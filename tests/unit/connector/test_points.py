@@ -283,7 +283,7 @@ def test_the_workers_tell_the_scheduler_what_they_capture():
 
 
 def test_what_another_connector_says_is_refused():
-    with pytest.raises(ConfigError, match=r"got str: .*Put HiddenStatesConnector first"):
+    with pytest.raises(ConfigError, match=r"got str\. .*Put HiddenStatesConnector first"):
         scheduling().set_xfer_handshake_metadata({0: "theirs"})
     extraction = scheduling()
     extraction._layer_ids = (1, 2)

@@ -539,7 +539,7 @@ def test_a_failed_request_of_another_sample_is_a_conflict_where_there_is_an_obje
 def test_a_failed_request_without_an_object_stands_for_nothing(store, tmp_path):
     server = SmallServer(tmp_path, store)
     server.ask([9] * 6, key="k", computed=0)
-    with pytest.raises(SampleFailed, match="computed 0 of 6"):
+    with pytest.raises(SampleFailed, match="expected 6 computed tokens, got 0"):
         read(store)
     server.close()
     server = SmallServer(tmp_path, store)

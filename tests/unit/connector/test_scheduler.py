@@ -94,7 +94,7 @@ def test_coverage_decides_and_not_status(status):
     m = meta(scheduler)
     assert len(m.saves) == 1
     (skip,) = m.skipped
-    assert "16 of 20" in skip.reason
+    assert "expected 20 computed tokens, got 16" in skip.reason
 
 
 def test_tokens_of_a_step_in_flight_do_not_count():
@@ -106,7 +106,7 @@ def test_never_scheduled_is_told_and_holds_nothing():
     scheduler = half()
     assert scheduler.request_finished(request(20, 0, generated=0), []) == (False, None)
     assert not scheduler.holds_blocks
-    assert "0 of 20" in meta(scheduler).skipped[0].reason
+    assert "expected 20 computed tokens, got 0" in meta(scheduler).skipped[0].reason
 
 
 @pytest.mark.parametrize("tokens", ["last", "mean", [-2, None], "stride:3", "loss_mask"])

@@ -65,7 +65,7 @@ def test_a_mask_that_selects_nothing_stores_nothing():
 def test_the_mask_is_asked_for_and_missing_or_of_another_length():
     got, refused = chosen(hidden_states_tokens="loss_mask")
     assert got.token_ids.tolist() == TOKENS.tolist()
-    assert "needs hidden_states_loss_mask" in refused["hidden_states_tokens"]
+    assert "expected hidden_states_loss_mask too" in refused["hidden_states_tokens"]
     got, refused = chosen(hidden_states_loss_mask=bytes(9))
     assert got.attached == {}
     assert "expected 10 entries, one for each token of the prompt, got 9" in refused["hidden_states_loss_mask"]

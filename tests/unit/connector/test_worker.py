@@ -175,7 +175,7 @@ def test_plan_is_whole_blocks_within_page_frame_and_segment():
     assert plan.page_tokens * 576 * 2 <= 1 << 20  # a layer's share of a page is one frame
     assert plan.segment_tokens % plan.page_tokens == 0
     assert plan.segment_tokens * 4 * 576 * 2 <= 64 << 20
-    with pytest.raises(ValueError, match="raise segment_bytes"):
+    with pytest.raises(ValueError, match="Raise segment_bytes"):
         CopyPlan.of(block_size=128, layers=80, hidden_size=8192, itemsize=2, page_bytes=1 << 20, segment_bytes=1 << 20)
 
 
@@ -286,7 +286,7 @@ def test_pinned_memory_is_registered_and_given_back(monkeypatch, caplog):
     unpin(memory)
     assert calls == [("register", memory.data_ptr(), 64, 0), ("unregister", memory.data_ptr())]
     runtime.code = 2
-    with pytest.raises(RuntimeError, match="64 bytes failed with error 2: lower in_flight_bytes"):
+    with pytest.raises(RuntimeError, match=r"64 bytes failed with error 2\. Lower in_flight_bytes"):
         pin(memory)
     unpin(memory)
     assert "cudaHostUnregister of 64 bytes failed with error 2" in caplog.text

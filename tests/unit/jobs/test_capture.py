@@ -104,7 +104,7 @@ def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any
     ("settings", "said"),
     [
         ({"capture": {"points": {"q": [4]}}}, "expected layers 0 to 3"),
-        ({"capture": {"points": {"topk_ids": [1]}}}, "one that it lacks"),
+        ({"capture": {"points": {"topk_ids": [1]}}}, "a point that it lacks"),
         ({"capture": {"points": {"nose": [1]}}}, "expected names among"),
         ({"capture": {"preset": "attention"}, "layout": "sample"}, "got sample with q, k, v, z, attn_out"),
     ],
