@@ -161,8 +161,8 @@ class PartCommitter:
                         raise
             time.sleep(_PAUSE_S)
         raise Unavailable(
-            f"{self._store.url}/{name}: expected an object that can be renewed before it expires, got one that another "
-            "process locks or replaces at every attempt. Find the process that locks this object"
+            f"{self._store.url}/{name}: expected an object that can be renewed before it expires, got an object that "
+            "another process locks or replaces at every attempt. Find the process that locks it"
         )
 
     def _keep(self, name: str, segments: Sequence[EncodedSegment], *, last: bool) -> bool:
@@ -227,9 +227,7 @@ class PartCommitter:
             log.warning("objects of reused keys are not renewed: %s", e)
             return False
         if not self._renews:
-            log.warning(
-                "objects of reused keys are not renewed: %s has no conditional puts", self._store.url
-            )
+            log.warning("objects of reused keys are not renewed: %s has no conditional puts", self._store.url)
         return self._renews
 
     def _receipt(self, segments: Sequence[EncodedSegment], part: EncodedPart, name: str) -> Receipt:

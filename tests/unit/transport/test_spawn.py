@@ -314,7 +314,7 @@ def test_its_log_lines_are_the_engines(outlet, caplog):
     with caplog.at_level(logging.WARNING):
         submit(outlet, "strange", states)
         settle(outlet)
-    [line] = [r for r in caplog.records if "look wrong" in r.getMessage()]
+    [line] = [r for r in caplog.records if "wrong hidden states" in r.getMessage()]
     assert line.name == "hsx_dist.writers.sink"
     assert line.key == "strange"
 
