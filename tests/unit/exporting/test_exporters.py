@@ -480,7 +480,7 @@ def test_an_export_does_not_go_on_when_its_numbers_mean_other_samples(again: str
     if again in ("the same", "a copy"):
         assert export_run(run, "specforge-dflash", dest).finished
     else:
-        with pytest.raises(ConfigError, match=r"differs in \['samples_hash'\]"):
+        with pytest.raises(ConfigError, match=r"an export with other \['samples_hash'\]"):
             export_run(run, "specforge-dflash", dest)
 
 
@@ -566,7 +566,7 @@ def test_the_exporter_that_the_documentation_writes(run: Run, tmp_path: Path, mo
     assert export_run(run, "value-head", tmp_path).there == len(SAMPLES)
     with pytest.raises(ConfigError, match="expected one of"):
         export_run(run, "nobodys", tmp_path)
-    with pytest.raises(ConfigError, match="taken"):
+    with pytest.raises(ConfigError, match="expected a new name"):
         register_exporter("vllm", object)  # type: ignore[arg-type]
 
 
