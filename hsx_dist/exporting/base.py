@@ -110,14 +110,14 @@ def parquet_key(key: str) -> str:
 
 def num_layers_of(run: Run, options: ExportOptions) -> int:
     """Return the model's number of layers. Raises ``ConfigError`` if neither run nor options have it."""
-    told = options.num_layers
-    if told is None and len(run):
-        told = run.at(0).about.get("num_hidden_layers")
-    if not isinstance(told, int):
+    found = options.num_layers
+    if found is None and len(run):
+        found = run.at(0).about.get("num_hidden_layers")
+    if not isinstance(found, int):
         raise ConfigError(
             f"{run.url}: expected a run with its model's number of layers, got none. Set num_layers (--num-layers)"
         )
-    return told
+    return found
 
 
 def require_hidden_states(run: Run, trainer: str) -> None:

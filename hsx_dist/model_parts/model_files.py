@@ -100,11 +100,11 @@ class ModelFiles:
         Raises:
             ConfigError: the sample is of a model with another number of layers.
         """
-        model, told = self.config.get("num_hidden_layers"), sample.about.get("num_hidden_layers")
-        if isinstance(told, int) and model is not None and told != model:
+        model, of_sample = self.config.get("num_hidden_layers"), sample.about.get("num_hidden_layers")
+        if isinstance(of_sample, int) and model is not None and of_sample != model:
             raise ConfigError(
                 f"{sample.key}: expected a sample of {self.model}, which has {model} layers, got one of a model with "
-                f"{told}. Name the sample's model"
+                f"{of_sample}. Name the sample's model"
             )
         return model
 

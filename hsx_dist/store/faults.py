@@ -138,38 +138,38 @@ def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -
     chain = list(_chain(error))
     names = {c.__name__ for e in chain for c in type(e).__mro__}
     code, status = _code(chain)
-    came = _detail(chain, code, status, redact)
-    if code == "NoSuchBucket" or (status == 404 and "bucket does not exist" in came.lower()):
+    detail = _detail(chain, code, status, redact)
+    if code == "NoSuchBucket" or (status == 404 and "bucket does not exist" in detail.lower()):
         return NotFound(f"{where}: there is no bucket {bucket!r}. Make it, or correct the url")
     # Before AlreadyExists: obstore raises AlreadyExistsError for every 409, also S3's ConditionalRequestConflict.
     if code in _BUSY_CODES or status in (408, 410, 429) or (status is not None and status >= 500 and status != 501):
-        return Unavailable(f"{where}: the service cannot answer now: {came}")
+        return Unavailable(f"{where}: the service cannot answer now: {detail}")
     exists = isinstance(error, FileExistsError) or "AlreadyExistsError" in names
     if "PreconditionFailed" in (code, *names) or status == 412 or exists:
         return AlreadyExists(f"{where}: expected no object of this name, got one")
     if code in _REGION_CODES or status in (301, 307):
-        return StoreError(f"{where}: {came}. The bucket is in another region: set the region, or the endpoint")
+        return StoreError(f"{where}: {detail}. The bucket is in another region: set the region, or the endpoint")
     if code == "RequestTimeTooSkewed":
-        return Denied(f"{where}: {came}. Set this machine's clock")
+        return Denied(f"{where}: {detail}. Set this machine's clock")
     denied = isinstance(error, PermissionError) or names & {"PermissionDeniedError", "UnauthenticatedError"}
-    if code in _DENIED_CODES or status in (401, 403) or denied or "Forbidden:" in came:
-        return Denied(f"{where}: not allowed: {came}. {_CREDENTIALS_HINT}")
+    if code in _DENIED_CODES or status in (401, 403) or denied or "Forbidden:" in detail:
+        return Denied(f"{where}: not allowed: {detail}. {_CREDENTIALS_HINT}")
     if names & _NO_CREDENTIALS:
-        return Denied(f"{where}: no usable credentials: {came}. {_CREDENTIALS_HINT}")
+        return Denied(f"{where}: no usable credentials: {detail}. {_CREDENTIALS_HINT}")
     number = _errno(error)
     if number == errno.ENOTDIR and where.startswith("put"):
-        return StoreError(f"{where}: {came}. An object and a folder cannot share a name: choose another output")
+        return StoreError(f"{where}: {detail}. An object and a folder cannot share a name: choose another output")
     missing = isinstance(error, FileNotFoundError) or number in (errno.EISDIR, errno.ENOTDIR)
     if status == 404 or code in ("NoSuchKey", "404") or missing:
         return NotFound(f"{where}: there is no such object")
     if names & _CONNECTION or isinstance(error, (TimeoutError, ConnectionError)) or _unanswered(chain, status):
-        return Unavailable(f"{where}: no answer: {came}. {_ENDPOINT_HINT}")
+        return Unavailable(f"{where}: no answer: {detail}. {_ENDPOINT_HINT}")
     # Without a status only: a 4xx is a wrong request, whichever errno the library chose for it.
     if status is None and number in _TRANSIENT:
-        return Unavailable(f"{where}: {came}. {_ENDPOINT_HINT}")
+        return Unavailable(f"{where}: {detail}. {_ENDPOINT_HINT}")
     if number in FULL:
-        return StoreError(f"{where}: {came}. Free some space, or choose another output")
-    return StoreError(f"{where}: {came}")
+        return StoreError(f"{where}: {detail}. Free some space, or choose another output")
+    return StoreError(f"{where}: {detail}")
 
 
 def expired(error: BaseException) -> bool:
@@ -246,9 +246,9 @@ def _detail(chain: list[BaseException], code: str, status: int | None, redact: R
     root = chain[-1]
     # Redacted before the text is cut: half a credential would not be recognised.
     text = " ".join(redact(str(root).partition(_RUST)[0]).split()) or redact(json.dumps(repr(root)))
-    told = text if len(text) <= _DETAIL else f"{text[:_DETAIL]}…"
+    short = text if len(text) <= _DETAIL else f"{text[:_DETAIL]}…"
     what = code or (f"HTTP {status}" if status is not None else "")
-    return f"{type(root).__name__}{f' {what}' if what and what not in told else ''}: {told}"
+    return f"{type(root).__name__}{f' {what}' if what and what not in short else ''}: {short}"
 
 
 def _secret_values(options: Mapping[str, Any], secret: bool = False) -> Iterator[str]:

@@ -368,7 +368,7 @@ class FsspecStore:
         return ()
 
     @contextmanager
-    def _telling(self, verb: str, name: str) -> Iterator[None]:
+    def _translating(self, verb: str, name: str) -> Iterator[None]:
         """Translate every library's errors into the store's."""
         fs = self._fs
         try:
@@ -377,18 +377,18 @@ class FsspecStore:
             raise
         except Exception as e:  # noqa: BLE001 - every library has its own
             # Kept in no variable: an error that its frame refers to lives until the garbage collector runs.
-            raise self._told(e, verb, name, fs) from self._shown(e)
+            raise self._translated(e, verb, name, fs) from self._shown(e)
 
-    def _told(self, error: Exception, verb: str, name: str, fs: Any) -> HsxError:
+    def _translated(self, error: Exception, verb: str, name: str, fs: Any) -> HsxError:
         """Translate a back end's error. ``fs``: the file system that raised it."""
-        told = translate(error, f"{verb} {self.url}/{name}", self._bucket, self._redact)
-        if verb not in ("put-if-absent", "put-version", "delete-version") and isinstance(told, AlreadyExists):
-            told = StoreError(f"{verb} {self.url}/{name}: {self._redact(str(error))}")
+        result = translate(error, f"{verb} {self.url}/{name}", self._bucket, self._redact)
+        if verb not in ("put-if-absent", "put-version", "delete-version") and isinstance(result, AlreadyExists):
+            result = StoreError(f"{verb} {self.url}/{name}: {self._redact(str(error))}")
         renewed = expired(error) and not self._given_token() and self._renew(fs)
-        return Unavailable(str(told)) if renewed else told
+        return Unavailable(str(result)) if renewed else result
 
     def _call(self, verb: str, name: str, call: Callable[[], T], past_end: T | None = None) -> T:
-        with self._telling(verb, name):
+        with self._translating(verb, name):
             try:
                 return call()
             except Exception as e:

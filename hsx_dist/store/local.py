@@ -68,14 +68,14 @@ class LocalStore:
     def put(self, name: str, buffers: Sequence[Buffer]) -> None:
         folder, last = self._split(name)
         views = [view for view in map(as_bytes_view, buffers) if view.nbytes]
-        with self._telling("put", name), self._writing(folder) as fd, _unfinished(fd, views) as temporary:
+        with self._translating("put", name), self._writing(folder) as fd, _unfinished(fd, views) as temporary:
             _place(fd, temporary, last, f"put {self.url}/{name}")
             _sync(fd)
 
     def put_if_absent(self, name: str, data: bytes | Sequence[Buffer]) -> None:
         folder, last = self._split(name)
         views = [view for view in map(as_bytes_view, as_buffers(data)) if view.nbytes]
-        with self._telling("put", name), self._writing(folder) as fd, _unfinished(fd, views) as temporary:
+        with self._translating("put", name), self._writing(folder) as fd, _unfinished(fd, views) as temporary:
             try:
                 _link(fd, temporary, last)  # atomic: only one of several concurrent links succeeds
             except FileExistsError:
@@ -93,13 +93,13 @@ class LocalStore:
             _sync(fd)
 
     def get(self, name: str, most: int | None = None) -> bytes:
-        with self._telling("get", name), self._reading(name) as fd, open(fd, "rb", closefd=False) as file:
+        with self._translating("get", name), self._reading(name) as fd, open(fd, "rb", closefd=False) as file:
             return file.read(-1 if most is None else min(most, os.fstat(fd).st_size))
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         check_ranges(name, ranges)
         spans = coalesce(ranges)
-        with self._telling("get", name), self._reading(name) as fd:
+        with self._translating("get", name), self._reading(name) as fd:
             size = os.fstat(fd).st_size
             # Clipped before the allocation: a range may be read from a damaged or forged object.
             contents = [_read(fd, start, min(stop, size)) for start, stop in spans]
@@ -107,25 +107,25 @@ class LocalStore:
 
     def head(self, name: str) -> ObjectInfo:
         path = self._path(name)
-        with self._telling("head", name):
+        with self._translating("head", name):
             found = path.stat()
             if not stat.S_ISREG(found.st_mode):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             return ObjectInfo(name, found.st_size)
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
-        with self._telling("list", prefix):
+        with self._translating("list", prefix):
             yield from self._listed(prefix, after)
 
     def list_readable(self, unreadable: Callable[[str], None], after: str | None = None) -> Iterator[ObjectInfo]:
         """See ``Folders``."""
-        with self._telling("list", ""):
+        with self._translating("list", ""):
             yield from self._listed("", after, unreadable)
 
     def delete(self, name: str) -> None:
         folder, _, last = check_name(name).rpartition("/")
         with (
-            self._telling("delete", name),
+            self._translating("delete", name),
             suppress(FileNotFoundError, NotADirectoryError),
             opened(self._root, folder) as fd,
         ):
@@ -134,7 +134,7 @@ class LocalStore:
     def version(self, name: str) -> str:
         """See ``Conditional``."""
         folder, last = self._split(name)
-        with self._telling("head", name), opened(self._root, folder) as fd:
+        with self._translating("head", name), opened(self._root, folder) as fd:
             return _version(os.stat(last, dir_fd=fd, follow_symlinks=False))
 
     def delete_version(self, name: str, version: str) -> bool:
@@ -144,7 +144,7 @@ class LocalStore:
         """
         folder, last = self._split(name)
         with (
-            self._telling("delete", name),
+            self._translating("delete", name),
             suppress(FileNotFoundError),
             opened(self._root, folder) as fd,
             self._locked(fd, last, version) as unchanged,
@@ -159,7 +159,7 @@ class LocalStore:
         folder, last = self._split(name)
         views = [view for view in map(as_bytes_view, buffers) if view.nbytes]
         with (
-            self._telling("put", name),
+            self._translating("put", name),
             self._writing(folder) as fd,
             _unfinished(fd, views) as temporary,
             self._locked(fd, last, version) as unchanged,
@@ -199,7 +199,7 @@ class LocalStore:
             elif not isinstance(error, FileNotFoundError):
                 raise error
 
-        with self._telling("list", UNFINISHED):
+        with self._translating("list", UNFINISHED):
             for folder, below, names in os.walk(self._root, onerror=failed):
                 below.sort()
                 for path in (Path(folder, name) for name in sorted(names) if name.startswith(UNFINISHED)):
@@ -264,7 +264,7 @@ class LocalStore:
         return FolderListing(self._root, prefix, after, unreadable).objects()
 
     @contextmanager
-    def _telling(self, verb: str, name: str) -> Iterator[None]:
+    def _translating(self, verb: str, name: str) -> Iterator[None]:
         """Translate the file system's errors into the store's."""
         where = f"{verb} {self.url}/{name}"
         try:

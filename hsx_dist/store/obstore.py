@@ -275,14 +275,14 @@ class ObstoreStore:
             self._redact.learn(connection.secrets)
             # Kept in no variable: an error that its frame refers to lives until the garbage collector runs, and keeps
             # the buffers of the put.
-            raise self._told(e, verb, name, connection) from self._shown(e)
+            raise self._translated(e, verb, name, connection) from self._shown(e)
 
-    def _told(self, error: BaseException, verb: str, name: str, connection: Connection) -> HsxError:
+    def _translated(self, error: BaseException, verb: str, name: str, connection: Connection) -> HsxError:
         """Translate a back end's error into the store's."""
-        told = translate(error, f"{verb} {self.url}/{name}", self._bucket, self._redact)
-        if verb not in ("put-if-absent", "put-version") and isinstance(told, AlreadyExists):
-            told = StoreError(f"{verb} {self.url}/{name}: {self._redact(str(error).splitlines()[0])}")
-        return Unavailable(str(told)) if self._mended(error, connection) else told
+        result = translate(error, f"{verb} {self.url}/{name}", self._bucket, self._redact)
+        if verb not in ("put-if-absent", "put-version") and isinstance(result, AlreadyExists):
+            result = StoreError(f"{verb} {self.url}/{name}: {self._redact(str(error).splitlines()[0])}")
+        return Unavailable(str(result)) if self._mended(error, connection) else result
 
     def _mended(self, error: BaseException, failed: Connection) -> bool:
         """Look up the region or the credentials again. Returns whether a retry of the call may succeed."""

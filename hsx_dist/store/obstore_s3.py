@@ -217,8 +217,8 @@ def _true_region(client: Any, bucket: str, asked: str) -> str | None:
     except Exception as e:  # noqa: BLE001 - the caller raises its first error, not this one
         found = getattr(e, "response", None) or {}
     headers = found.get("ResponseMetadata", {}).get("HTTPHeaders", {})
-    told = found.get("BucketRegion") or headers.get("x-amz-bucket-region")
-    return str(told) if told and told != asked else None
+    actual = found.get("BucketRegion") or headers.get("x-amz-bucket-region")
+    return str(actual) if actual and actual != asked else None
 
 
 def _botocore_client(

@@ -34,7 +34,7 @@ class ConfinedFolder(LocalStore):
     """
 
     def head(self, name: str) -> ObjectInfo:
-        with self._telling("head", name), self._reading(name) as fd:
+        with self._translating("head", name), self._reading(name) as fd:
             return ObjectInfo(name, os.fstat(fd).st_size)
 
     def _listed(self, *_args: object, **_kwargs: object) -> Iterator[ObjectInfo]:

@@ -60,7 +60,7 @@ class AttachedEnd(LocalEnd):
 
 def _attach(address: str, key: bytes, ring_bytes: int, ring: int) -> Peer:
     peer = Peer(Client(address, "AF_UNIX", authkey=key))
-    if (came := peer.offer(ring, ring_bytes, None, START_S)) is not None:
+    if (refusal := peer.offer(ring, ring_bytes, None, START_S)) is not None:
         peer.kill()
-        raise EngineError(f"expected a process that takes pages at {address}, got: {came}")
+        raise EngineError(f"expected a process that takes pages at {address}, got: {refusal}")
     return peer

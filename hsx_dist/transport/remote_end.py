@@ -60,7 +60,7 @@ class RemoteEnd:
         ``alive`` is called after a second without messages and returns whether the engine still runs: the connection
         stays open if another process inherited the engine's end.
         """
-        told = time.monotonic()
+        reported_at = time.monotonic()
         with contextlib.suppress(EOFError, OSError):
             while True:
                 if self._connection.poll(TELL_S):
@@ -68,8 +68,8 @@ class RemoteEnd:
                         return
                 elif not alive():
                     return
-                if time.monotonic() - told >= TELL_S:
-                    told = time.monotonic()
+                if time.monotonic() - reported_at >= TELL_S:
+                    reported_at = time.monotonic()
                     self._returns.numbers()
 
     def _receive(self) -> bool:

@@ -183,7 +183,7 @@ class RemoteSender:
             while self._held:
                 self._state.wait()
 
-    # -- what comes back ------------------------------------------------------------------------------------------
+    # -- responses ------------------------------------------------------------------------------------------------
 
     def _read(self, peer: Peer) -> None:
         while self._receive(peer):

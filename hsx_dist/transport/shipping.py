@@ -125,10 +125,10 @@ class ShippingThread:
             with suppress(Exception):  # called again below
                 last()  # copies end in order: waiting for the last one takes the GIL only once
         refs: list[Page] = []
-        told: list[Shipped] = []
+        ended: list[Shipped] = []
         for item in items:
             if isinstance(item, Shipped):
-                told.append(item)
+                ended.append(item)
                 continue
             ref, ready = item
             sample = (ref.segment.key, ref.segment.source)
@@ -142,8 +142,8 @@ class ShippingThread:
             refs.append(ref)
             if ref.ends_sample:
                 segment = ref.segment
-                told.append(Shipped(segment.key, self._failed.pop(sample, None), segment.column, segment.columns))
-        return refs, told
+                ended.append(Shipped(segment.key, self._failed.pop(sample, None), segment.column, segment.columns))
+        return refs, ended
 
     def _run(self) -> None:
         while self._ship_next():
@@ -169,9 +169,9 @@ class ShippingThread:
                 item = self._take(wait)
             except queue.Empty:
                 break
-        pages, told = self._copied(items)
+        pages, ended = self._copied(items)
         try:
-            self._deliver(pages, told)
+            self._deliver(pages, ended)
         except Exception:
             log.exception("%d pages were not shipped", len(pages))
         self._delivered += len(items)

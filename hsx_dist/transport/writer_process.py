@@ -66,14 +66,14 @@ def spawn(spec: WriterProcessSpec, ring: int) -> Peer:
             pass_fds=[theirs.fileno()],
         )
     peer = Peer(ours, process)
-    came = peer.offer(ring, spec.ring_bytes, spec, START_S)
-    if came is None:
+    refusal = peer.offer(ring, spec.ring_bytes, spec, START_S)
+    if refusal is None:
         return peer
     peer.kill()
-    if isinstance(came, HsxError):
-        raise came
+    if isinstance(refusal, HsxError):
+        raise refusal
     raise EngineError(
-        f"expected a process that stores hidden states, got: {came}. Set hsx.transport to 'inline' to store from "
+        f"expected a process that stores hidden states, got: {refusal}. Set hsx.transport to 'inline' to store from "
         "the engine's own process"
     )
 

@@ -388,7 +388,7 @@ class RaySender:
             return writer.credit
         return min(self.FIRST_CALL, writer.credit or self.FIRST_CALL)
 
-    # -- what comes back -----------------------------------------------------------------------------------------
+    # -- responses -----------------------------------------------------------------------------------------------
 
     def _settle(self, writers: Sequence[_Writer], room: int | None) -> None:
         """Process responses until at most ``room`` bytes are unacknowledged at ``writers`` together.
