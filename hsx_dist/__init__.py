@@ -1,6 +1,6 @@
 """Hidden states of language models, from vLLM replicas under Ray to object storage and back.
 
-The public names are loaded when they are first used: reading a run imports neither Ray, vLLM nor torch.
+The public names are imported at their first use: reading a run imports neither Ray, vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if sys.byteorder != "little":
-    # States are handled as numpy's native integers; here their bytes would be taken the wrong way round.
+    # States are handled as numpy's native integers. A big-endian machine would swap their bytes.
     raise ImportError("hsx_dist: expected a little-endian machine, got a big-endian one. Use another machine")
 
 if TYPE_CHECKING:

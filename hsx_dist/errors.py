@@ -1,8 +1,12 @@
-"""The errors of hsx_dist, grouped by what a handler would do about them.
+"""The errors of hsx_dist, grouped by how a caller handles them.
 
-``ConfigError`` and ``InputError`` are the user's to mend; ``StoreError`` is the store's (``retryable`` says whether to
-try again); ``FormatError`` means that stored bytes are not what they must be; ``RunError`` is about a run's state;
-``EngineError`` is vLLM's side. Every one of them pickles: Ray carries them between processes.
+- ``ConfigError`` and ``InputError``: the user must correct a setting or an input row.
+- ``StoreError``: the store failed. ``retryable``: the same call may succeed later.
+- ``FormatError``: stored bytes are wrong.
+- ``RunError``: a run's state does not allow the call.
+- ``EngineError``: vLLM failed.
+
+All errors can be pickled, since Ray passes them between processes.
 """
 
 from __future__ import annotations
@@ -19,11 +23,11 @@ class ConfigError(HsxError, ValueError):
 
 
 class InputError(HsxError, ValueError):
-    """One input row cannot be used. The row is refused with this reason; the others go on."""
+    """One input row cannot be used. The row is refused with this reason; other rows are still computed."""
 
 
 class StoreError(HsxError, OSError):
-    """An object store said no. ``retryable`` tells whether the same call may go through later."""
+    """An object store's call failed. ``retryable``: the same call may succeed later."""
 
     retryable: ClassVar[bool] = False
 
@@ -33,7 +37,7 @@ class NotFound(StoreError):
 
 
 class AlreadyExists(StoreError):
-    """A put-if-absent met an object of that name."""
+    """A conditional put found an existing or changed object of that name."""
 
 
 class Denied(StoreError):
@@ -47,7 +51,7 @@ class Unavailable(StoreError):
 
 
 class FormatError(HsxError, ValueError):
-    """A stored object is not what the format says it must be."""
+    """A stored object violates the format."""
 
 
 class UnknownCodec(FormatError):
@@ -59,16 +63,18 @@ class IntegrityError(FormatError):
 
 
 class RunError(HsxError, RuntimeError):
-    """A run is not in a state in which the call makes sense."""
+    """The run's state does not allow the call."""
 
 
 class RunMismatch(RunError):
-    """The run is not the one that was meant: it was made with settings that would give its samples another meaning, or
-    it is another run than the one that a state was taken from."""
+    """The run is not the expected run.
+
+    Its settings would give its samples another meaning, or a saved state belongs to another run.
+    """
 
 
 class Fenced(RunError):
-    """A newer attempt owns the run: this one must stop and write nothing more."""
+    """A newer attempt owns the run: this attempt must stop writing."""
 
 
 class SampleNotFound(RunError, KeyError):
@@ -78,19 +84,19 @@ class SampleNotFound(RunError, KeyError):
 
 
 class SampleConsumed(RunError):
-    """The sample was stored, and removed once every consumer had used it."""
+    """The sample was removed after every consumer had used it."""
 
 
 class RunStalled(RunError):
-    """The run is not complete, and nobody is at work on it: no sample will come until it is started again."""
+    """The run is incomplete and no driver is running: no samples will be stored until the run is resumed."""
 
 
 class SampleFailed(RunError):
-    """The producer left a failure marker for the key: waiting longer is of no use."""
+    """The producer stored a failure marker for the key: no sample will follow."""
 
 
 class SampleConflict(RunError):
-    """The key stands for another sample already: other tokens, layers or model."""
+    """The key belongs to another sample: other tokens, layers or model."""
 
 
 class EngineError(HsxError, RuntimeError):

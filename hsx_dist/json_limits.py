@@ -1,4 +1,4 @@
-"""JSON values of unknown size and depth, turned into text at a bounded cost."""
+"""Encoding JSON values of unknown size and depth at a bounded cost."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 
 def json_text(value: Any, *, max_bytes: int, max_depth: int) -> str:
-    """``value`` as JSON text in ASCII.
+    """Encode ``value`` as JSON text in ASCII.
 
-    Walks the value level by level, without recursion, and stops as soon as it must be longer than ``max_bytes``: the
+    Walks the value level by level, without recursion, and stops as soon as the text must exceed ``max_bytes``. So the
     cost depends on the limits, not on the value.
 
     Raises:
-        ValueError: nested deeper than ``max_depth`` (a scalar has depth 0), longer than ``max_bytes``, or no JSON
-            (other types, names of which some are strings, NaN, lone surrogates).
+        ValueError: the value is nested deeper than ``max_depth`` (a scalar has depth 0). Its text exceeds
+            ``max_bytes``. It is no JSON (other types, mixed types of names, NaN, lone surrogates).
     """
     left, depth, level = max_bytes, 0, [value]
     while level:
@@ -30,7 +30,7 @@ def json_text(value: Any, *, max_bytes: int, max_depth: int) -> str:
             elif isinstance(item, (list, tuple)):
                 below += item
             elif isinstance(item, Mapping):
-                if len({isinstance(name, str) for name in item}) > 1:  # 1 and "1" would become one name
+                if len({isinstance(name, str) for name in item}) > 1:  # 1 and "1" would be encoded as the same name
                     raise ValueError("expected names that are strings, got others too. Use strings")
                 below += item.keys()
                 below += item.values()
@@ -40,14 +40,14 @@ def json_text(value: Any, *, max_bytes: int, max_depth: int) -> str:
     try:
         text = json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as e:
-        raise ValueError(f"expected what JSON can hold: {e}") from None
+        raise ValueError(f"expected a value that JSON can hold, got another: {e}") from None
     if len(text) > max_bytes:
         raise ValueError(f"expected at most {max_bytes} bytes as JSON, got {len(text)}")
     return text
 
 
 def _least_bytes(item: Any) -> int:
-    """A lower bound of the item's own length as JSON."""
+    """Return a lower bound of the item's length as JSON, without its members."""
     if isinstance(item, str):
         return len(item) + 2
     if isinstance(item, (list, tuple)):
@@ -61,4 +61,4 @@ def _check_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("expected text without lone surrogates, which readers may not take") from None
+        raise ValueError("expected text without lone surrogates, got some: readers may refuse it") from None

@@ -1,4 +1,4 @@
-"""Which layers are meant: from what a user writes to vLLM's layer ids.
+"""Conversion of users' layer specifications to vLLM's layer ids.
 
 Layer id ``k`` is the residual stream that enters layer ``k``: 0 the embeddings, ``N`` (the model's number of layers)
 the last layer's output *before* the final norm. A model of ``N`` layers has ids 0 … ``N``.
@@ -28,12 +28,14 @@ _POINTS = {
 
 
 def resolve_layers(spec: Sequence[int | str] | str | int, num_layers: int) -> tuple[int, ...]:
-    """The layer ids that ``spec`` means for a model of ``num_layers`` layers, ascending.
+    """Return the layer ids of ``spec`` for a model of ``num_layers`` layers, ascending.
 
     ``spec`` is an id, a list of ids, or a string such as ``"2,15,last"``. Negative ids count from the end: ``-1``, like
-    ``"last"``, is ``num_layers``. ``"all"`` is every id, and ``"eagle3"`` what EAGLE-3 draft trainers take: an early, a
-    middle and a late layer, and the last. Raises ConfigError for an id out of range, an id given twice, or another
-    word.
+    ``"last"``, is ``num_layers``. ``"all"`` is every id. ``"eagle3"`` is an early, a middle and a late layer, and the
+    last one, for EAGLE-3 draft trainers.
+
+    Raises:
+        ConfigError: an id is out of range or given twice, or a word is unknown.
     """
     items = _items(spec)
     if len(items) == 1 and items[0] == "all":
@@ -44,7 +46,7 @@ def resolve_layers(spec: Sequence[int | str] | str | int, num_layers: int) -> tu
     twice = sorted(i for i, n in Counter(ids).items() if n > 1)
     if twice:
         raise ConfigError(
-            f"layers: expected every layer once, got {_shown(spec)}, in which {_shown(twice)} stands more than once "
+            f"layers: expected every layer once, got {_shown(spec)} with {_shown(twice)} more than once "
             f"(the ids are 0 … {num_layers}, and -1 or last is {num_layers}); name each layer once"
         )
     return tuple(sorted(ids))
@@ -78,9 +80,9 @@ def _layer_id(item: int | str, num_layers: int) -> int:
     if item == "last":
         return num_layers
     try:
-        layer = int(item if type(item) is int else str(item))  # str: 1.5 and True are no ids
+        layer = int(item if type(item) is int else str(item))  # str: refuses 1.5 and True
     except ValueError:
-        alone = f"; {item} stands alone, not in a list" if item in ("all", "eagle3") else ""
+        alone = f"; {item} must be the only item" if item in ("all", "eagle3") else ""
         raise ConfigError(
             f"layers: expected ids 0 … {num_layers}, negative ones from the end, or last, "
             f"got {item!r}{alone}; correct it"
@@ -98,8 +100,10 @@ def _shown(value: object) -> str:
 
 
 def point_of_hook(hook_name: str) -> tuple[str, int]:
-    """The point and its layer of SAELens' and TransformerLens' name: ``blocks.K.hook_resid_pre`` is layer K of
-    ``hidden_states``, ``blocks.K.hook_resid_post`` is K+1; ``blocks.K.attn.hook_z`` is layer K of ``z``.
+    """Return the point and layer of a hook's name in SAELens and TransformerLens.
+
+    ``blocks.K.hook_resid_pre`` is layer K of ``hidden_states``, ``blocks.K.hook_resid_post`` is layer K+1.
+    ``blocks.K.attn.hook_z`` is layer K of ``z``.
 
     Raises:
         ConfigError: no point has this name.
@@ -110,11 +114,11 @@ def point_of_hook(hook_name: str) -> tuple[str, int]:
     if found is None or found[2] not in _POINTS:
         raise ConfigError(
             f"hook_name: expected blocks.K. and one of hook_resid_pre, hook_resid_post, {', '.join(_POINTS)}, got "
-            f"{hook_name!r}. Other hooks are no points of a run"
+            f"{hook_name!r}. A run has no points for other hooks"
         )
     return _POINTS[found[2]], int(found[1])
 
 
 def hook_of_layer(layer: int) -> str:
-    """``blocks.0.hook_resid_pre`` of layer 0, else ``blocks.K.hook_resid_post`` of layer K+1."""
+    """Return ``blocks.0.hook_resid_pre`` for layer 0, and ``blocks.K.hook_resid_post`` for layer K+1."""
     return f"blocks.{layer - 1}.hook_resid_post" if layer else "blocks.0.hook_resid_pre"

@@ -1,6 +1,6 @@
-"""The loggers of this package. What clients and stored objects put into a message is escaped, whoever shows it.
+"""The loggers of this package. Messages' arguments, which may be text of clients and stored objects, are escaped.
 
-Inside vLLM's server other code configures logging, so escaping cannot be a formatter's alone.
+Not by a formatter: in vLLM's server other code configures the formatters.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 from hsx_dist.text import printable, printable_lines
 
-#: Characters of one argument of a message that are shown.
+#: Limit of the shown characters of one argument.
 MAX_ARGUMENT = 2000
 
 _formatter = logging.Formatter()
 
 
 class _Escaped:
-    """An argument of a message, formatted when the message is."""
+    """An argument of a message, formatted together with the message."""
 
     def __init__(self, value: object):
         self._value = value
@@ -30,7 +30,7 @@ class _Escaped:
     def __repr__(self) -> str:
         return printable(repr(self._value), MAX_ARGUMENT)
 
-    # For %d, %x and %f: NumPy's and torch's numbers are neither int nor float. A text stays refused there.
+    # For %d, %x and %f: NumPy's and torch's numbers are neither int nor float. These refuse a text.
     def __int__(self) -> int:
         return int(self._number())
 
@@ -51,7 +51,7 @@ def _escaped(value: Any) -> Any:
 
 
 class Escaping(logging.Filter):
-    """Makes a record's arguments and traceback printable. It filters nothing out."""
+    """Makes a record's arguments and traceback printable. Removes no records."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg = printable_lines(record.msg)
@@ -60,7 +60,7 @@ class Escaping(logging.Filter):
         elif record.args:
             record.args = tuple(map(_escaped, record.args))
         if record.exc_info and not record.exc_text:
-            # Formatters use this text where there is one.
+            # Formatters use this text instead of the exception, if it is set.
             record.exc_text = printable_lines(_formatter.formatException(record.exc_info))
         return True
 
@@ -69,7 +69,7 @@ _escaping = Escaping()
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of a module of this package; ``logging.getLogger`` would show what clients send as it is."""
+    """Return the logger of a module of this package. A plain ``logging.getLogger`` would not escape clients' text."""
     log = logging.getLogger(name)
-    log.addFilter(_escaping)  # once: a filter that is there is not added again
+    log.addFilter(_escaping)  # adds it only once
     return log

@@ -1,7 +1,7 @@
-"""What flows through the system: keys, segments and pages.
+"""Keys, segments and pages.
 
-A *page* is a run of consecutive tokens of one sample, all captured layers, on the host. Pages of one *segment* (the
-unit of durability) meet again in a writer; the segments of one *sample* meet again in a reader.
+A *page* has consecutive tokens of one sample, with all captured layers, in host memory. A writer joins the pages of a
+*segment*, the unit of durability. A reader joins the segments of a *sample*.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from typing import Any, Literal
 
 import numpy as np
 
-#: dtype names (torch's) → numpy type of the same width in which the bits travel.
+#: dtype names (torch's) → numpy type of the same width that carries the bits.
 CARRIER: dict[str, type[np.unsignedinteger[Any]]] = {
     "bfloat16": np.uint16,
     "float16": np.uint16,
     "float32": np.uint32,
     "int32": np.uint32,
 }
-#: Those of a model's states. ``int32`` holds ids: no bits of it are a float's.
+#: dtypes of a model's states. ``int32`` is for ids, whose bits are no floats.
 FLOATS: tuple[str, ...] = ("bfloat16", "float16", "float32")
 #: The point that is stored unless others are chosen: the residual stream that enters a layer.
 HIDDEN_STATES = "hidden_states"
 
-#: By byte of a key's UTF-8.
+#: Escaped form of each byte of a key's UTF-8.
 _QUOTED = tuple(
     chr(b) if chr(b).isascii() and (chr(b).isalnum() or chr(b) in "_-.") else f"%{b:02X}" for b in range(256)
 )
-#: File systems take names of 255 bytes; a name also gets suffixes of markers, locks and temporary files.
+#: File systems allow names of 255 bytes, including the suffixes of markers, locks and temporary files.
 _MAX_NAME = 128
-#: ``Page.data`` of a page that is attached to no memory.
+#: ``Page.data`` of a page without memory.
 _DETACHED = np.empty((0, 0, 0), np.uint8)
 
 
 def object_name(key: str) -> str:
-    """A name under which an object for ``key`` can lie in any store; a client can compute it from the key.
+    """Return the name of the object for ``key``, valid in every store. Clients can compute it from the key.
 
-    ASCII letters, digits, ``_``, ``-`` stand for themselves, and so does ``.`` unless it leads; everything else becomes
-    ``%XX`` of its UTF-8 bytes, so that no key can leave its folder and no two keys share a name. A name that would
-    be longer than 128 characters is cut, and ends in ``~`` and 32 hex digits of the key's SHA-256.
+    ASCII letters, digits, ``_``, ``-`` and a ``.`` that is not the first character are kept. Every other character
+    becomes the ``%XX`` of its UTF-8 bytes. So no key can leave its folder, and no two keys share a name. A name of more
+    than 128 characters is cut, and ends in ``~`` and 32 hex digits of the key's SHA-256.
     """
     if not key:
         raise ValueError("a sample key must not be empty")
 
-    # No more than can be in the name: a key of a client may be long, and its name is asked for on the engine's thread.
+    # Only the characters that fit into the name: a client's key may be long, and this runs on the engine's thread.
     name = "".join(map(_QUOTED.__getitem__, key[: _MAX_NAME + 1].encode("utf-8", "surrogatepass")))
     if name.startswith("."):
         name = f"%2E{name[1:]}"
@@ -57,12 +57,12 @@ def object_name(key: str) -> str:
 
 
 def sample_key(key: str, *, prompt: int = 0, choice: int = 0) -> str:
-    """The key of one result when a request that chose ``key`` has several.
+    """Return the key of one result of a request that chose ``key`` and has several results.
 
     Args:
-        key: what the client gave as ``hidden_states_key``.
-        prompt: which prompt of a completion request's batch, from 0.
-        choice: which of the ``n`` choices of a prompt, from 0.
+        key: the client's ``hidden_states_key``.
+        prompt: index of the prompt in a completion request's batch.
+        choice: index of the choice, of the ``n`` choices of a prompt.
 
     Returns:
         ``key`` for the first; ``-p1``, ``-p2``, … is appended for a later prompt, and after that ``-n1``, … for a
@@ -72,23 +72,26 @@ def sample_key(key: str, *, prompt: int = 0, choice: int = 0) -> str:
 
 
 def token_hash(token_ids: np.ndarray[Any, Any]) -> str:
-    """16 hex digits of BLAKE2b over the ids as little-endian int64; ``token_ids``: integers ``[n]``."""
+    """Return 16 hex digits of BLAKE2b over the ids as little-endian int64. ``token_ids``: integers ``[n]``."""
     ids = np.ascontiguousarray(token_ids, dtype="<i8")
     return hashlib.blake2b(ids.data, digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens ``[start, stop)`` of the ``total`` tokens of one column of sample ``key``; segments count from 0.
+    """Tokens ``[start, stop)`` of the ``total`` tokens of one column of sample ``key``. ``index`` counts from 0.
 
-    ``row``: the input row (from 0) that the sample came from, where there was one; ``sample_hash``: ``token_hash`` of
-    the whole sample's ids, by which segments know each other again when a row was computed twice. Receipts keep both;
-    parts do not. ``source`` is the same for the pages of one copy out of a cache, and for no others: when a row is
-    computed again, what came of it before is not mixed with what comes now. ``meta``: what is known of the sample
-    beyond its states (why its request ended, which of its tokens these are); JSON values, stored with it.
-    ``metadata``: a client's or a row's own, a JSON object as text until it is stored as ``meta["metadata"]``: no
-    process that passes it on decodes or pickles what is in it. ``name``: the object's name under the store, where every
-    sample is one and its client chose the name.
+    Attributes:
+        row: index of the sample's input row, if any. Stored in receipts, not in parts.
+        sample_hash: ``token_hash`` of the whole sample's ids. It identifies segments of the same sample if a row was
+            computed twice. Stored in receipts, not in parts.
+        source: unique id of one copy out of a KV cache, shared by that copy's pages. Pages of a recomputed row are not
+            mixed with pages of the first computation.
+        meta: facts about the sample other than its states (why its request ended, which of its tokens these are), as
+            JSON values that are stored with the sample.
+        metadata: a client's or a row's JSON object, as text until it is stored as ``meta["metadata"]``. Processes that
+            pass it on neither decode nor pickle its members.
+        name: the object's name in the store, if every sample is a separate object and the client chose its name.
     """
 
     key: str
@@ -100,18 +103,18 @@ class Segment:
     sample_hash: str = field(default="", compare=False)
     source: str = field(default="", compare=False)
     meta: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    #: Small arrays that are stored with the sample, by name; with segment 0 alone.
+    #: Small arrays that are stored with the sample, by name. Only segment 0 has them.
     attached: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict, compare=False, repr=False)
     name: str = field(default="", compare=False)
     metadata: str = field(default="", compare=False)
-    #: A sample has ``columns`` columns, and ``column`` counts them from 0. A column is what one tensor-parallel rank
-    #: has of one point (``shard`` of ``shards``, along the row), for all tokens; ``index`` counts within the column.
+    #: A sample has ``columns`` columns, and ``column`` counts them from 0. A column has one tensor-parallel rank's part
+    #: of one point (``shard`` of ``shards``, along the row), for all tokens. ``index`` counts within the column.
     column: int = 0
     columns: int = 1
     point: str = HIDDEN_STATES
     shard: int = 0
     shards: int = 1
-    #: Length of a head, where the point's rows are made of heads; 0: they are not.
+    #: Length of a head, if the point's rows consist of heads; otherwise 0.
     head: int = 0
 
     def __str__(self) -> str:
@@ -126,12 +129,12 @@ class Segment:
 
     @property
     def id(self) -> tuple[str, int, int]:
-        """Key, column and index: what no two segments of a part share."""
+        """Key, column and index, which are unique within a part."""
         return self.key, self.column, self.index
 
     @property
     def of_points(self) -> bool:
-        """Whether there is more to say of it than of hidden states alone."""
+        """Whether the segment has other points or several columns, not only hidden states."""
         return (self.columns, self.point, self.shards, self.head) != (1, HIDDEN_STATES, 1, 0)
 
     def bare(self) -> Segment:
@@ -143,12 +146,14 @@ class Segment:
 class Page:
     """Tokens ``[start, stop)`` of a sample (absolute positions within it), all captured layers, on the host.
 
-    ``shape`` is ``[L, rows, H]`` when ``order`` is ``"LTH"`` or ``[rows, L, H]`` when it is ``"TLH"``; ``rows >=
-    stop - start``, as the gather copies whole cache blocks; the rows past ``stop - start`` mean nothing. ``data`` is a
-    contiguous array of that shape, of the dtype's carrier (``CARRIER``). A page that crosses a process border has none:
-    the other process attaches its own view of the ring, ``offset`` bytes from the ring's start.
-    Every page of a segment but the last has ``chunk_tokens`` tokens, and starts at a multiple of them from the
-    segment's start.
+    ``shape`` is ``[L, rows, H]`` if ``order`` is ``"LTH"``, and ``[rows, L, H]`` if it is ``"TLH"``. ``rows`` may
+    exceed ``stop - start``, since the gather copies whole cache blocks; rows past ``stop - start`` have no meaning.
+
+    ``data`` is a contiguous array of that shape, of the dtype's carrier (``CARRIER``). It is not sent to another
+    process, which instead attaches its view of the ring, ``offset`` bytes from the ring's start.
+
+    Every page of a segment except the last has ``chunk_tokens`` tokens, and starts at a multiple of ``chunk_tokens``
+    from the segment's start.
     """
 
     segment: Segment
@@ -162,7 +167,7 @@ class Page:
     token_ids: np.ndarray[Any, Any]  # int64 [stop - start]
     data: np.ndarray[Any, Any] = field(default_factory=lambda: _DETACHED, repr=False)
     offset: int = 0
-    error: str = ""  # why the states were not copied; then ``data`` means nothing, and the segment is lost
+    error: str = ""  # why the states were not copied; then ``data`` has no meaning, and the segment is lost
 
     @property
     def num_tokens(self) -> int:
@@ -170,7 +175,7 @@ class Page:
 
     @property
     def chunk(self) -> int:
-        """Which chunk of its segment this page is."""
+        """Index of this page in its segment."""
         return (self.start - self.segment.start) // self.chunk_tokens
 
     @property
@@ -196,19 +201,22 @@ class Page:
         return self.stop == self.segment.total
 
     def attached(self, memory: np.ndarray[Any, Any]) -> Page:
-        """The page with its view of the ring's ``memory`` (uint8).
+        """Return the page with its view of the ring's ``memory`` (uint8).
 
         Raises:
-            ValueError: the page does not lie within ``memory``.
+            ValueError: the page exceeds ``memory``.
         """
         data = memory[self.offset : self.offset + self.nbytes].view(CARRIER[self.dtype]).reshape(self.shape)
         return replace(self, data=data)
 
     def detached(self) -> Page:
-        """The page as it crosses a process border: without data, and with the long parts of its segment only if it is
-        the segment's first. A client's metadata may be as long as the sample: it travels once."""
+        """Return the page as it is sent to another process: without data.
+
+        Only a segment's first page has the segment's long parts: a client's metadata may be as long as the sample, and
+        is sent once.
+        """
         return replace(self, data=_DETACHED, segment=self.segment if self.first else self.segment.bare())
 
     def layer(self, i: int) -> np.ndarray[Any, Any]:
-        """The ``i``-th captured layer, ``[num_tokens, H]``, a view (its rows may be strided)."""
+        """Return the ``i``-th captured layer, ``[num_tokens, H]``, as a view (its rows may be strided)."""
         return self.data[i, : self.num_tokens] if self.order == "LTH" else self.data[: self.num_tokens, i]

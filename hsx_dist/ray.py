@@ -1,4 +1,4 @@
-"""Runs in Ray Data, for Ray Train and pipelines: ``read_hidden_states``. And exports as Ray tasks.
+"""Reading runs with Ray Data, for Ray Train and pipelines (``read_hidden_states``), and exports as Ray tasks.
 
 Needs ``pip install "hsx-dist[ray-data]"`` on every node.
 """
@@ -24,12 +24,12 @@ from hsx_dist.reading.column import StoredPoint
 from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.reading.select import Selection
 
-#: Samples of one block of Ray Data.
+#: Samples per block of Ray Data.
 _BLOCK_SAMPLES = 32
 
 
 class HiddenStatesSource(Datasource):  # type: ignore[misc]
-    """Samples of a run, read part by part in Ray's tasks: see ``read_hidden_states``."""
+    """Samples of a run, read part by part in Ray tasks. See ``read_hidden_states``."""
 
     def __init__(self, selection: Selection, options: Mapping[str, Any]):
         super().__init__()
@@ -42,7 +42,7 @@ class HiddenStatesSource(Datasource):  # type: ignore[misc]
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[ReadTask]:
-        """At most ``parallelism`` tasks, each of neighbours within parts."""
+        """Return at most ``parallelism`` tasks. Each reads samples that are neighbours in their parts."""
         del data_context
         run, index, places = self._selection.run, self._selection.run_index, self._selection.places
         ordered = places[np.argsort(index.part_of[places], kind="stable")]
@@ -63,7 +63,7 @@ class HiddenStatesSource(Datasource):  # type: ignore[misc]
 
     @cached_property
     def _share(self) -> float:
-        """Which part of a sample's bytes is wanted."""
+        """The share of a sample's bytes that is read."""
         run, layers, points = self._selection.run, self._options.get("layers"), self._options.get("points")
         if points is None:
             return len(layers) / len(run.layer_ids) if layers is not None and run.layer_ids else 1.0
@@ -108,7 +108,7 @@ def _reader(selection: Selection, options: Mapping[str, Any]) -> Callable[[], It
 
 
 def _ragged(arrays: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    """Arrays of different lengths as one object array, as Ray's tensor columns take them."""
+    """Join arrays into one array for Ray's tensor columns: an object array if their lengths differ."""
     if len({a.shape for a in arrays}) == 1:
         return np.stack(arrays)
     out = np.empty(len(arrays), object)
@@ -128,25 +128,26 @@ def read_hidden_states(
     ray_remote_args: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Dataset:
-    """A Ray ``Dataset`` with a row a sample: ``input_ids``, ``loss_mask``, ``hidden_states``, ``layer_ids``, ``key``.
+    """Return a Ray ``Dataset`` with one row per sample.
+
+    Columns: ``input_ids``, ``loss_mask``, ``hidden_states``, ``layer_ids``, ``key``. States are numpy arrays. bf16
+    becomes float32, which represents it exactly: Arrow has no bf16 tensors.
 
     Args:
-        source: a run's path or URL, an open run, or a selection of one.
-        points: other points of the model than the hidden states, as ``HiddenStatesDataset``'s. A row has each under
-            its own name, instead of ``hidden_states`` and ``layer_ids``.
-        layers: vLLM's layer ids; ``None``: all, as stored. Each of the ``points`` must have them.
-        override_num_blocks, concurrency, ray_remote_args: as ``ray.data.read_datasource``'s.
+        source: a run's path or URL, an open run, or a selection of a run.
+        points: points of the model other than the hidden states; see ``HiddenStatesDataset``. A row has one column for
+            each point instead of ``hidden_states`` and ``layer_ids``.
+        layers: vLLM's layer ids; ``None``: all stored layers. Each of the ``points`` must have them.
+        override_num_blocks, concurrency, ray_remote_args: see ``ray.data.read_datasource``.
         options: of ``HiddenStatesDataset``: ``tokens``, ``max_tokens``, ``rename``, ``loss_mask``, ``on_error``, …
 
-    States are numpy, bf16 as float32, which holds it exactly: Arrow has no bf16 tensors.
-
     Raises:
-        ConfigError: an argument that does not go with it; the first sample lacks a point or layer.
-        RunError, StoreError: as ``open_run``.
+        ConfigError: an option is not allowed here; the first sample lacks a point or layer.
+        RunError, StoreError: see ``open_run``.
     """
     wrong = sorted({"follow", "repeat", "shuffle", "rank", "world_size", "framework"} & set(options))
     if wrong:
-        raise ConfigError(f"{wrong}: expected what is said of single samples only; Ray Data shuffles and divides")
+        raise ConfigError(f"expected options of single samples, got {wrong}. Shuffle and divide with Ray Data")
     if not isinstance(source, (Run, Selection)):
         source = open_run(source, storage_options=storage_options)
     selection = source if isinstance(source, Selection) else source.select()
@@ -156,8 +157,8 @@ def read_hidden_states(
         options["layers"] = list(layers)
     if points is not None:
         options["points"] = list(dict.fromkeys(points)) if not isinstance(points, str) else points
-    HiddenStatesDataset(selection, rank=0, world_size=1, framework="numpy", **options)  # wrong options are told here
-    if points is not None and len(selection.places):  # the run does not say which points its samples have
+    HiddenStatesDataset(selection, rank=0, world_size=1, framework="numpy", **options)  # raises for wrong options
+    if points is not None and len(selection.places):  # only samples have the names of their points, not the run
         run.sample_of(selection.run_index[int(selection.places[0])]).load(layers, (0, 0), "numpy", points=points)
     return ray.data.read_datasource(
         HiddenStatesSource(selection, options),
@@ -176,12 +177,12 @@ def export(
     shards: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> ExportReport:
-    """``export_run`` in ``shards`` Ray tasks of one CPU; ``dest`` is a folder that every node sees.
+    """Run ``export_run`` in ``shards`` Ray tasks of one CPU each. ``dest``: a folder that all nodes share.
 
-    Goes on where an earlier call was cut off; what belongs to all files is written at the end, here.
+    Resumes an interrupted export. The files for the whole data set are written at the end, by this process.
     """
     run = open_run(url, storage_options=sendable(storage_options, "storage_options"))
-    exporter_of(to)(run, options or ExportOptions())  # what is wrong with them is told here, not by a task
+    exporter_of(to)(run, options or ExportOptions())  # raises for wrong options here, not in a task
     count = shards or max(1, int(ray.cluster_resources().get("CPU", 1)))
 
     @ray.remote(num_cpus=1, max_retries=3)

@@ -1,4 +1,4 @@
-"""What hsx_dist hands to Ray's actors and tasks."""
+"""Checks of arguments of Ray actors and tasks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from hsx_dist.errors import ConfigError
 
 T = TypeVar("T")
 
-#: Levels of settings that an error names: a mapping may hold itself.
+#: Limit of the levels of settings that an error names: a mapping may contain itself.
 _DEPTH = 6
 
 
 def sendable(value: T, *name: str) -> T:
-    """``value``, which Ray can pickle. ``name``: the setting that it is, if it is one.
+    """Return ``value`` if Ray can pickle it. ``name``: its name, if it is a setting.
 
-    Ray's own error prints an argument that it cannot pickle and all its members, credentials included.
+    Ray's error would print an argument that it cannot pickle with all members, including credentials.
 
     Raises:
-        ConfigError: it cannot be pickled; names the innermost setting, and shows no value.
+        ConfigError: the value cannot be pickled. The message names the innermost setting, and shows no value.
     """
     if _pickles(value):
         return value
@@ -46,7 +46,7 @@ def _pickles(value: object) -> bool:
 
 
 def _settings(value: object) -> Iterable[tuple[Any, Any]]:
-    """Names and values of what ``value`` holds, if it holds settings."""
+    """Return names and values of the settings in ``value``, if any."""
     if isinstance(value, Settings):
         return value
     if isinstance(value, Mapping):

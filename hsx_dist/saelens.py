@@ -1,10 +1,12 @@
 """A run as SAELens' data provider: batches for ``SAETrainer`` and ``MultiSAETrainer``, and an SAE's configuration.
 
-SAELens counts a residual stream *before* a block (``hook_resid_pre``) or *after* it (``hook_resid_post``):
-``blocks.K.hook_resid_post`` is layer K+1, ``blocks.K.hook_resid_pre`` is layer K. Other hooks are points of the model:
-``blocks.K.hook_mlp_out``, ``blocks.K.attn.hook_z``, as TransformerLens has them of a model that it loads without
-processing (``from_pretrained_no_processing``). Batches are as stored: SAELens normalises (``normalize_activations``).
-With ``scaling="norm"`` they are what its ``expected_average_only_in`` makes.
+SAELens names a residual stream *before* a block (``hook_resid_pre``) or *after* it (``hook_resid_post``):
+``blocks.K.hook_resid_pre`` is layer K, ``blocks.K.hook_resid_post`` is layer K+1. Other hooks, such as
+``blocks.K.hook_mlp_out`` and ``blocks.K.attn.hook_z``, are points of the model. Their values are those of
+TransformerLens for a model loaded without processing (``from_pretrained_no_processing``).
+
+Batches are as stored: SAELens normalises (``normalize_activations``). With ``scaling="norm"`` they are scaled as by its
+``expected_average_only_in``.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ def data_provider(
     data: Mapping[str, Any] | None = None,
     **mixing: Any,
 ) -> Iterator[Any]:
-    """Endless batches of activations: ``[B, H]`` float32 for one hook, ``{hook: [B, H]}`` for several.
+    """Yield batches of activations without end: ``[B, H]`` float32 for one hook, ``{hook: [B, H]}`` for several.
 
     Args:
         run: an open run, its path or URL.
@@ -38,7 +40,7 @@ def data_provider(
         mixing: arguments of ``TokenBatches``, such as ``buffer_tokens``, ``exclude_ids`` or ``device``.
 
     Raises:
-        ConfigError: a hook is no point, or not in the run; hooks of several points are not of the same layers.
+        ConfigError: a hook is no point, or not in the run; the points of the hooks have different layers.
     """
     import torch
 
@@ -54,10 +56,10 @@ def data_provider(
 
 
 def _wanted(run: Run | str, places: Sequence[tuple[str, int]]) -> tuple[list[str] | None, list[int]]:
-    """What a data set is asked for: points (None: hidden states), and layers.
+    """Return the points (None: hidden states) and layers that a data set must read.
 
     Raises:
-        ConfigError: a data set does not have hidden states with other points, or another layer of each point.
+        ConfigError: the run lacks a layer, or the points have different layers, which a data set cannot read.
     """
     layers = list(dict.fromkeys(layer for _, layer in places))
     points = list(dict.fromkeys(point for point, _ in places))
@@ -76,16 +78,16 @@ def _wanted(run: Run | str, places: Sequence[tuple[str, int]]) -> tuple[list[str
 
 
 def _rows(batch: Mapping[str, Any], point: str, layer: int, layers: Sequence[int]) -> Any:
-    """``[B, width]``: heads lie one behind the other, as SAELens has them."""
+    """Return the rows ``[B, width]``, with heads concatenated as in SAELens."""
     rows = batch[point] if len(layers) == 1 else batch[point][:, layers.index(layer)]
     return rows.flatten(1)
 
 
 def sae_config(run: Run, hook: str) -> dict[str, Any]:
-    """What an SAE must know of the run: ``d_in``, and ``metadata`` for ``SAEMetadata(**…)``.
+    """Return the run's facts for an SAE: ``d_in``, and ``metadata`` for ``SAEMetadata(**…)``.
 
     Raises:
-        ConfigError: the hook is no point, or the run has no sample of it.
+        ConfigError: the hook is no point, or the run's samples lack it.
     """
     point, layer = point_of_hook(hook)
     found = run.at(0).points if len(run) else {}

@@ -1,9 +1,9 @@
-"""speculators reads straight from a run: its plug-in point for hidden states, with no export.
+"""A plug-in by which speculators reads hidden states from a run, without an export.
 
     python -m hsx_dist.speculators train --hidden-states-backend hsx --hsx-run s3://bucket/run --data-path DATA …
 
-is ``speculators train`` with the back end ``hsx`` beside its own. Row *i* of the prepared data set at ``--data-path``
-must be the run's input row *i*, with the same tokens; speculators compares them.
+is ``speculators train`` with the additional back end ``hsx``. Row *i* of the prepared data set at ``--data-path`` must
+be the run's input row *i*, with the same tokens; speculators compares them.
 """
 
 from __future__ import annotations
@@ -35,20 +35,23 @@ _Shown = tuple[dict[str, Any], str]
 
 
 def _shown(meta: Mapping[str, Any], token_ids: np.ndarray[Any, Any]) -> _Shown:
-    """What shows that an object was stored anew. ``Sample.meta`` has another ``bad`` than the object."""
+    """Return values that change when the object is stored again. Without ``bad``, which ``Sample.meta`` changes."""
     return {name: value for name, value in meta.items() if name != "bad"}, token_hash(token_ids)
 
 
 def _delete_if(store: Store, name: str, loaded: _Shown) -> None:
-    """Delete the object that was loaded. Another one stays, except where the store has no conditional deletes and the
-    other one is stored between the look and the delete."""
+    """Delete the object that was loaded.
+
+    A newer object stays, except in a store without conditional deletes if it is stored between the check and the
+    delete.
+    """
     try:
-        # Before the look: the object that it finds, or an earlier one.
+        # Read before the check, so that the version is not newer than the checked object.
         version = version_of(store, name)
         part = Part.open(store, name)
         if _shown(part.segments[0].segment.meta, part.token_ids(0)) != loaded:
             return
-    except (NotFound, FormatError):  # it is gone, or it was replaced between two of the requests for it
+    except (NotFound, FormatError):  # deleted, or replaced between two requests
         return
     if version is None:
         store.delete(name)
@@ -58,17 +61,17 @@ def _delete_if(store: Store, name: str, loaded: _Shown) -> None:
 
 
 class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
-    """Samples of a run by input row, and those that a server's answers name.
+    """Samples of a run by input row, and samples that a server's responses name.
 
-    A server names a place; only places under ``storage_path`` are read or deleted.
+    A server's response has a path or URL. Only objects under ``storage_path`` are read or deleted.
 
     Args:
-        run: path or URL of a run; without one only what servers answer is read.
-        layers: vLLM's ids, the auxiliary ones and then the last (layer N); ``None``: all of the run, ascending.
-        storage_options: fsspec's.
-        wait: seconds to wait for what a server's answer names.
+        run: path or URL of a run; ``None``: only servers' samples are read.
+        layers: vLLM's ids, first the auxiliary layers, then the last one (N); ``None``: all of the run, ascending.
+        storage_options: fsspec's options.
+        wait: seconds to wait for a server's object.
         delete_generated: remove a server's object after it was read.
-        storage_path: folder or URL under which servers store; without one no answer is followed.
+        storage_path: folder or URL under which servers store; ``None``: no server's object is read.
     """
 
     def __init__(
@@ -85,20 +88,22 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         self._wait, self._delete, self._storage_path = wait, delete_generated, storage_path
         self._run: Run | None = None
         self._rows: dict[int, int] = {}
-        self._loaded: dict[str, _Shown] = {}  # name → the object that ``delete`` may remove: no other request's
+        self._loaded: dict[str, _Shown] = {}  # name → identity of the loaded object; ``delete`` removes no other
 
     def setup(self) -> None:
-        """Open the run: once in each process that reads."""
+        """Open the run. Called once in each process that reads."""
         if self._run is None and self._url is not None:
             run = open_run(self._url, storage_options=self._options)
             missing = sorted(set(self._layers or ()) - set(run.layer_ids))
             if missing and run.layer_ids:
-                raise ConfigError(f"--hsx-layers: {missing} are not in {run.url}, which has {list(run.layer_ids)}")
+                raise ConfigError(
+                    f"--hsx-layers: expected layers of {run.url}, {list(run.layer_ids)}, got {missing} too. Name others"
+                )
             self._rows = {int(row): place for place, row in enumerate(run.index.rows) if row >= 0}
             self._run = run
 
     def get_cached(self, file_idx: int) -> dict[str, torch.Tensor] | None:
-        """``hidden_states`` ``[T, L, H]`` and ``token_ids`` ``[T]`` of the input row; ``None`` if the run has none."""
+        """Load an input row's ``hidden_states`` ``[T, L, H]`` and ``token_ids`` ``[T]``; ``None`` without a sample."""
         self.setup()
         place = self._rows.get(file_idx)
         if self._run is None or place is None:
@@ -108,14 +113,15 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         return {"hidden_states": loaded["hidden_states"], "token_ids": loaded["token_ids"]}
 
     def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, torch.Tensor] | None:
-        """Wait for the object that an answer's ``kv_transfer_params`` name, and load its sample. ``None`` if the
-        request failed.
+        """Wait for the object in a response's ``kv_transfer_params``, and load its sample.
+
+        Returns ``None`` if the request failed.
 
         Raises:
-            SampleConflict: the object is another request's: its identity is not the answer's.
-            ConfigError: the answer names no place under ``storage_path``.
+            SampleConflict: the object belongs to another request: its identity differs from the response's.
+            ConfigError: the response's path or URL is not under ``storage_path``.
             NotFound: there is no object after ``wait`` seconds.
-            StoreError: the store's; ``storage_path`` is a folder, and there is a link in the object's path.
+            StoreError: the store's error; or ``storage_path`` is a folder, and the object's path contains a link.
         """
         store, name = self._open(hs_transfer_params.get("hidden_states_path"))
         try:
@@ -134,17 +140,19 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         return {"hidden_states": loaded["hidden_states"], "token_ids": loaded["token_ids"]}
 
     def delete(self, handle: str) -> None:
-        """Remove a server's object that ``get_generated`` has loaded, if that was asked for. A run's parts stay, and so
-        do other requests' objects: speculators also calls this after ``get_generated`` has loaded nothing. An object
-        that was stored anew since it was loaded stays, unless it is of the same sample with the same end.
+        """Remove a server's object that ``get_generated`` has loaded, if ``delete_generated`` is set.
+
+        Objects of other requests stay: speculators also calls this if ``get_generated`` has loaded nothing. A run's
+        parts stay too. An object that was stored again after it was loaded stays, unless sample and expiry time are
+        the same.
 
         Raises:
-            ConfigError: ``handle`` is no place under ``storage_path``.
-            StoreError: the store's.
+            ConfigError: ``handle`` is not under ``storage_path``.
+            StoreError: the store's error.
         """
         if self._delete:
             store, name = self._open(handle)
-            # ``storage_path`` may lie within a run, or lead there through a link.
+            # ``storage_path`` may be a folder of a run, or a link to one.
             path = f"{os.path.realpath(store.url) if store.url.startswith('/') else store.url}/{name}"
             loaded = self._loaded.pop(name, None)
             if loaded is not None and name.endswith(OBJECT) and not is_of_a_run(path):
@@ -153,8 +161,8 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
     def _open(self, named: object) -> tuple[Store, str]:
         if self._storage_path is None:
             raise ConfigError(
-                "--hsx-storage-path: expected the folder or URL under which the server stores, got none. Set it: a "
-                "server's answer names a path, and no other place is read"
+                "--hsx-storage-path: expected the folder or URL under which the server stores, got none. Set it: "
+                "objects that a server's response names are read only there"
             )
         return open_within(self._storage_path, named, self._options)
 
@@ -185,24 +193,24 @@ class HsxBackend(HiddenStatesBackend):  # type: ignore[misc]
             "--hsx-storage-path",
             type=str,
             default=None,
-            help="Folder or URL where the server stores: samples that it generates are read from there alone.",
+            help="Folder or URL where the server stores. Generated samples are read only there.",
         )
 
     @staticmethod
     def add_launch_args(parser: argparse.ArgumentParser) -> None:
-        """``--hsx-storage-path``: where a server that is launched stores."""
+        """``--hsx-storage-path``: where a launched server stores."""
         parser.add_argument("--hsx-storage-path", type=str, default=None, help="Folder or URL where the server stores.")
 
     @staticmethod
     def from_train_args(args: argparse.Namespace, data_path: str) -> HsxTransfer:  # noqa: ARG004
-        """A transfer of what the arguments say."""
+        """Make a transfer from the arguments."""
         try:
             layers = None if args.hsx_layers is None else [int(k) for k in args.hsx_layers.split(",")]
         except ValueError as e:
             raise ConfigError(f"--hsx-layers: expected ids with commas, got {args.hsx_layers!r}") from e
         options = None
         if args.hsx_storage_options is not None:
-            # JSON is YAML. A literal credential is refused: lists of jobs and processes show arguments.
+            # JSON is YAML. Literal credentials are refused: lists of jobs and processes show arguments.
             options = parse_storage_options([f"hsx-storage-options={args.hsx_storage_options}"])["hsx-storage-options"]
             if not isinstance(options, dict):
                 raise ConfigError(f"--hsx-storage-options: expected a JSON object, got a {type(options).__name__}")
@@ -225,14 +233,14 @@ if __name__ != "__main__":
 
 
 def main() -> None:
-    """speculators' own command, which knows the back end because this module is loaded."""
+    """Run speculators' command. Importing this module registers the back end."""
     from speculators.__main__ import app
 
     app()
 
 
 if __name__ == "__main__":
-    # By its own name, as spawned workers of the trainer import it.
+    # Imported under its real name, which the trainer's spawned workers import.
     import hsx_dist.speculators as backend
 
     backend.main()

@@ -13,15 +13,15 @@ from itertools import accumulate
 from numbers import Integral, Real
 from typing import Any
 
-#: The longest reason that is stored, answered or put into an error, in characters.
+#: Limit in characters of a reason that is stored, returned to a client, or put into an error.
 MAX_REASON = 1000
 
 
 def printable(text: object, limit: int | None = None) -> str:
-    """``text`` on one line, in at most ``limit`` characters.
+    """Return ``text`` on one line, in at most ``limit`` characters.
 
-    Characters that Unicode calls control, format, surrogate, private, unassigned or separator (except the space) become
-    ``\\n``, ``\\x1b``, ``\\u202e`` and so on.
+    Characters in Unicode's categories control, format, surrogate, private, unassigned and separator (except the space)
+    become ``\\n``, ``\\x1b``, ``\\u202e`` and so on.
     """
     shown = str(text)
     if limit is not None and len(shown) > limit:
@@ -36,21 +36,21 @@ def printable(text: object, limit: int | None = None) -> str:
 
 
 def printable_lines(text: object) -> str:
-    """``text`` with its line breaks; every line after the first is indented.
+    """Return ``text`` with its line breaks, and every line after the first indented.
 
-    A line break in a client's text can then not fake a line that begins at the margin.
+    So a line break in a client's text cannot fake a log line, which begins at the margin.
     """
     return "\n  ".join(map(printable, str(text).split("\n")))
 
 
 def bounded(text: object) -> str:
-    """Why something failed, as it is stored or answered: printable, at most ``MAX_REASON`` characters."""
+    """Make a reason for storing or returning: printable, at most ``MAX_REASON`` characters."""
     return printable(text, MAX_REASON)
 
 
 def ascii_json(value: Any, *, indent: int | None = None) -> str:
-    """JSON of printable ASCII and line breaks. NumPy's numbers become JSON's; what JSON cannot hold becomes text."""
-    # The json module leaves DEL as it is. Outside of strings it cannot occur.
+    """Encode JSON of printable ASCII and line breaks. NumPy's numbers become numbers, other types text."""
+    # The json module does not escape DEL. Outside of strings it cannot occur.
     try:
         text = json.dumps(value, indent=indent, ensure_ascii=True, default=_plain, allow_nan=False)
     except ValueError:
@@ -65,7 +65,7 @@ def _plain(value: Any) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """``value`` with null in the place of numbers that JSON does not have."""
+    """Return ``value`` with null in place of numbers that JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Which tokenizer: what makes token ids of two places the same ids."""
+"""Hashes that identify a tokenizer and its chat template."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """SHA-256 of a transformers tokenizer's serialised form: whoever has another hash reads other token ids."""
+    """Return the SHA-256 of a transformers tokenizer's serialised form. Another hash means other token ids."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def template_hash(tokenizer: Any) -> str | None:
-    """SHA-256 of the tokenizer's chat template, or of all of them; None where there is none."""
+    """Return the SHA-256 of the tokenizer's chat template, or of all its templates; None if it has none."""
     template = getattr(tokenizer, "chat_template", None)
     return None if not template else hashlib.sha256(repr(template).encode("utf-8", "surrogatepass")).hexdigest()

@@ -9,7 +9,7 @@ from typing import Annotated, Optional
 import typer
 
 app = typer.Typer(
-    help="Extract hidden states of language models, and look at what is stored.",
+    help="Extract hidden states of language models, and inspect stored runs.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # it would show local variables, credentials among them
@@ -218,7 +218,7 @@ def export(
             help="Folder or id whose final norm and lm_head to use. Default: the run's model, if it is an id."
         ),
     ] = None,
-    num_layers: Annotated[Optional[int], typer.Option(help="Of the model, if the run does not tell.")] = None,  # noqa: UP045
+    num_layers: Annotated[Optional[int], typer.Option(help="The model's layers, if the run lacks them.")] = None,  # noqa: UP045
     top_k: Annotated[int, typer.Option(min=1, help="Of topk-logprobs.")] = 32,
     with_last: Annotated[bool, typer.Option("--with-last", help="specforge-dflash: add the last state.")] = False,
     context: Annotated[int, typer.Option(min=1, help="saelens: tokens of a context.")] = 128,
@@ -265,7 +265,7 @@ def verify(
     seed: Annotated[int, typer.Option(help="Which ones.")] = 0,
     resume: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(metavar="FILE", help="Note sound parts here, and do not read again what is noted."),
+        typer.Option(metavar="FILE", help="Note sound parts here, and skip parts that are noted."),
     ] = None,
     storage_option: StorageOptions = None,
     as_json: AsJson = False,

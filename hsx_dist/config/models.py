@@ -151,9 +151,9 @@ class InputConfig(Settings):
         le=1,
         description="Take this share of the rows, chosen by a hash of their place; a larger share holds a smaller.",
     )
-    sample_seed: int = Field(default=0, description="Another number, another choice of rows.")
-    num_shards: int = Field(default=1, ge=1, description="Cut the input into so many runs of their own …")
-    shard_index: int = Field(default=0, ge=0, description="… and take this one's rows: number % num_shards.")
+    sample_seed: int = Field(default=0, description="Seed for sampling rows.")
+    num_shards: int = Field(default=1, ge=1, description="Divide the input among this many separate runs …")
+    shard_index: int = Field(default=0, ge=0, description="… and take the rows of this run: number % num_shards.")
     limit: int | None = Field(
         default=None, ge=0, description="Take at most so many rows (of those that sample and shard leave), refused too."
     )
@@ -282,7 +282,7 @@ class ExtractConfig(Settings):
     segment_bytes: Bytes = Field(
         default=ByteSize(64 * _MIB), description="Raw size above which a sample is stored in several segments."
     )
-    page_bytes: Bytes = Field(default=ByteSize(8 * _MIB), description="Raw size of what is copied and shipped at once.")
+    page_bytes: Bytes = Field(default=ByteSize(8 * _MIB), description="Raw size of a page, copied and shipped at once.")
     part_seconds: float = Field(
         default=60.0, gt=0, description="Age in seconds at which a part is stored, however small."
     )
@@ -318,23 +318,23 @@ class ExtractConfig(Settings):
     )
     max_bytes: Bytes | None = Field(
         default=None,
-        description="End the run when its parts have so many bytes, those of earlier attempts included; what is "
-        "under way is estimated by the mean of what is stored.",
+        description="End the run when its parts have so many bytes, those of earlier attempts included. Samples in "
+        "flight are estimated by the mean size of stored ones.",
     )
     deadline: float | datetime | None = Field(
         default=None,
-        description="End the run then: seconds from the start, or an ISO 8601 time with its zone. What is computed "
-        "by then is stored.",
+        description="End the run then: seconds from the start, or an ISO 8601 time with its zone. Rows that are "
+        "computed by then are stored.",
     )
     max_stored_bytes: Bytes | None = Field(
         default=None,
-        description="Pause while data/ holds so many bytes, until consumers have deleted some of it.",
+        description="Pause while data/ holds so many bytes, until consumers have deleted some objects.",
     )
     stop_seconds: float = Field(
         default=25.0,
         gt=0,
-        description="Seconds in which a run that is stopped (SIGTERM, a node's drain notice, deadline) stores what is "
-        "computed. Less than the grace period of whoever stops it.",
+        description="Seconds in which a stopped run (SIGTERM, a node's drain notice, deadline) stores computed rows. "
+        "Must be less than the grace period of the scheduler or operator that stops the run.",
     )
     wait_seconds: float = Field(
         default=0.0,

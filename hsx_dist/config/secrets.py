@@ -103,13 +103,11 @@ def has_credentials(text: str) -> bool:
 
     Every ``scheme://`` begins a link, which is judged alone. Its authority is the text up to the next ``/``:
 
-    ======================================  ============================================================================
-    ``file``, ``local``, ``memory``         a path: no rule
-    ``zip``, ``tar``, ``jar``, …            a member of an archive: no rule
-    ``s3``, ``gs``, ``gcs``, …              a bucket: no ``@``, and no ``:`` but in the ARN of an access point
-    ``abfs``, ``hf``, ``sftp``, …           ``NAME@HOST[:PORT]``: a name, without ``:``, is no credential
-    every other                             ``HOST[:PORT]``: no ``@``, and no other ``:``
-    ======================================  ============================================================================
+    - ``file``, ``local``, ``memory``: a path; no rule.
+    - ``zip``, ``tar``, ``jar``, …: a member of an archive; no rule.
+    - ``s3``, ``gs``, ``gcs``, …: a bucket; no ``@``, and no ``:`` except in the ARN of an access point.
+    - ``abfs``, ``hf``, ``sftp``, …: ``NAME@HOST[:PORT]``; a name without ``:`` is no credential.
+    - every other scheme: ``HOST[:PORT]``; no ``@``, and no other ``:``.
 
     A link that breaks its rule may hold a credential, since secrets contain slashes: in ``s3://KEY:SEC/RET@bucket``
     the bucket would be ``KEY:SEC``. An ``@`` behind a valid authority belongs to a path (``s3://bucket/a@b``). A query

@@ -1,4 +1,4 @@
-"""One extraction for every trainer: exporters into their files. Imports neither Ray nor vLLM."""
+"""Exporters of a run into trainers' files. Imports neither Ray nor vLLM."""
 
 from __future__ import annotations
 

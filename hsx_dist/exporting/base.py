@@ -1,4 +1,4 @@
-"""What an exporter is: which layers it needs, and how it writes one sample."""
+"""The protocol of exporters, their options, and checks that they share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hsx_dist.layers import resolve_layers
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.run import Run
 
-#: How every exporter names layers, said in ``export.json``.
+#: The layer ids of every exporter, described in ``export.json``.
 LAYER_IDS = (
     "vLLM's: id k is the residual stream that enters decoder layer k, which others call the output of layer k-1; 0 the "
     "embeddings, N (the number of layers) the last output before the final norm"
@@ -22,13 +22,18 @@ LAYER_IDS = (
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """``aux_layers``: vLLM's ids of the auxiliary layers; ``None``: what the exporter does by default.
+    """Options of an export.
 
-    ``model``: folder or Hugging Face id whose final norm and ``lm_head`` are used where they are needed; default: the
-    run's, if that is an id of the hub or the built-in model. ``num_layers``: of the model, for runs that do not tell.
-    ``loss_mask``: for samples without one, ``ones``, or ``raise``. ``top_k``, ``samples_per_file``: of the exporters
-    that have them. ``with_last``: add the last state where the exporter leaves it out by default.
-    ``context``: tokens of a context of ``saelens``.
+    Attributes:
+        aux_layers: vLLM's ids of the auxiliary layers; ``None``: the exporter's default.
+        model: folder or Hugging Face id of the model whose final norm and ``lm_head`` are used. Default: the run's
+            model, if that is an id of the hub or the built-in model.
+        num_layers: the model's number of layers, for runs that do not have it.
+        loss_mask: the mask of samples without one: all ``ones``, or ``raise``.
+        top_k: tokens per position, for ``topk-logprobs``.
+        samples_per_file: for exporters with several samples in a file.
+        with_last: add the last state if the exporter omits it by default.
+        context: tokens of a context of ``saelens``.
     """
 
     aux_layers: Sequence[int] | None = None
@@ -47,47 +52,46 @@ class ExportOptions:
 
 
 class SampleLeftOut(Exception):
-    """Raised by the ``write`` of an exporter with one sample for each file: the trainer refuses this sample.
+    """The trainer refuses this sample. The message is the reason.
 
-    The message says why.
+    Raised by ``write`` of exporters with one sample per file.
     """
 
 
 class Exporter(Protocol):
-    """Made with the run and the options; refuses there, by ``ConfigError``, a run that cannot serve its trainer.
+    """Base class of exporters.
 
-    Exporters are derived from it.
+    The constructor raises ``ConfigError`` if the trainer cannot use the run.
     """
 
-    #: Names of the points that it reads instead of hidden states.
+    #: Names of the points that the exporter reads instead of hidden states.
     points: tuple[str, ...] | None = None
-    #: vLLM's ids of what it reads of each sample, in this order; of points the decoder layers.
+    #: The layers that it reads of each sample, in this order: vLLM's ids, for points the decoder layers.
     layers: tuple[int, ...]
-    #: Consecutive samples that make one file.
+    #: Number of consecutive samples in a file.
     per_file: int
 
     def __init__(self, run: Run, options: ExportOptions) -> None: ...
 
     def file(self, first: int) -> str:
-        """The file, relative to the destination, of samples ``first`` to ``first + per_file``."""
+        """Path, relative to the destination, of the file of samples ``first`` to ``first + per_file``."""
 
     def write(self, items: Iterable[dict[str, Any]], path: Path) -> None:
-        """Write the file. ``items``: ``HiddenStatesDataset``'s, torch tensors, of ``layers``; each is read when it is
-        asked for.
+        """Write the file. ``items``: items of a ``HiddenStatesDataset`` with torch tensors of ``layers``, read lazily.
 
         Raises:
-            SampleLeftOut: the trainer refuses the sample; for exporters with one sample for each file.
+            SampleLeftOut: the trainer refuses the sample; only exporters with one sample per file.
         """
 
     def finish(self, run: Run, dest: Path) -> None:
-        """After all files are there: what the trainer wants beside them."""
+        """Write the trainer's other files. Called after all files of samples exist."""
 
     def statement(self) -> dict[str, Any]:
-        """What a person must know to use the files: layers, norm, mask; JSON types. Goes into ``export.json``."""
+        """Return members of ``export.json`` that describe the files for users: layers, norm, mask. JSON types."""
 
 
 def check_parquet(name: str, options: ExportOptions) -> None:
-    """``ConfigError`` where Parquet files cannot be written as asked."""
+    """Raise ``ConfigError`` if pyarrow is missing or ``samples_per_file`` is wrong."""
     if importlib.util.find_spec("pyarrow") is None:
         raise ConfigError(f"{name}: expected pyarrow to be installed, got none. pip install pyarrow")
     if options.samples_per_file < 1:
@@ -95,7 +99,7 @@ def check_parquet(name: str, options: ExportOptions) -> None:
 
 
 def parquet_key(key: str) -> str:
-    """The key. ``ConfigError`` where Parquet, whose texts are UTF-8, cannot hold it."""
+    """Return the key. Raises ``ConfigError`` if it is no valid UTF-8, which Parquet requires."""
     if any("\ud800" <= c <= "\udfff" for c in key):
         raise ConfigError(
             f"key {key[:100]!a}: expected text that UTF-8 holds, for Parquet, got a lone surrogate. "
@@ -105,17 +109,19 @@ def parquet_key(key: str) -> str:
 
 
 def num_layers_of(run: Run, options: ExportOptions) -> int:
-    """The model's number of layers. ``ConfigError`` where nobody tells."""
-    told = options.num_layers
-    if told is None and len(run):
-        told = run.at(0).about.get("num_hidden_layers")
-    if not isinstance(told, int):
-        raise ConfigError(f"{run.url}: does not tell how many layers its model has; give num_layers (--num-layers)")
-    return told
+    """Return the model's number of layers. Raises ``ConfigError`` if neither run nor options have it."""
+    found = options.num_layers
+    if found is None and len(run):
+        found = run.at(0).about.get("num_hidden_layers")
+    if not isinstance(found, int):
+        raise ConfigError(
+            f"{run.url}: expected a run with its model's number of layers, got none. Set num_layers (--num-layers)"
+        )
+    return found
 
 
 def require_hidden_states(run: Run, trainer: str) -> None:
-    """``ConfigError`` where the run has other points of the model alone."""
+    """Raise ``ConfigError`` if the run has points of the model, but no hidden states."""
     points = run.at(0).points if len(run) else {}
     if points and HIDDEN_STATES not in points:
         raise ConfigError(
@@ -125,24 +131,24 @@ def require_hidden_states(run: Run, trainer: str) -> None:
 
 
 def stored_layers(run: Run) -> tuple[int, ...]:
-    """The layers of the run's samples."""
+    """Return the layers of the run's samples."""
     return run.at(0).layer_ids if len(run) else run.layer_ids
 
 
 def need(run: Run, layers: Sequence[int], trainer: str) -> tuple[int, ...]:
-    """``layers``, if the run has them. ``ConfigError`` names those that are missing."""
+    """Return ``layers`` if the run has them. Raises ``ConfigError`` with the missing ones otherwise."""
     stored = stored_layers(run)
     missing = [layer for layer in layers if layer not in stored]
     if missing:
         raise ConfigError(
-            f"{run.url}: cannot be exported for {trainer}: it needs layers {list(layers)} (vLLM's ids), and {missing} "
-            f"are not in the run, which has {list(stored)}; name others with aux_layers (--layers), or extract again"
+            f"{run.url}: cannot be exported for {trainer}: expected layers {list(layers)} (vLLM's ids), got a run with "
+            f"{list(stored)}, without {missing}. Name others with aux_layers (--layers), or extract again"
         )
     return tuple(layers)
 
 
 def eagle3_layers(run: Run, options: ExportOptions, num_layers: int, trainer: str) -> tuple[int, ...]:
-    """Three auxiliary layers: those given, or EAGLE-3's early, middle and late one."""
+    """Return the three auxiliary layers of the options, by default EAGLE-3's early, middle and late layer."""
     layers = tuple(options.aux_layers or resolve_layers("eagle3", num_layers)[:3])
     if len(layers) != 3:
         raise ConfigError(f"{trainer}: expected three auxiliary layers, got {list(layers)}; give three (--layers)")
@@ -150,17 +156,19 @@ def eagle3_layers(run: Run, options: ExportOptions, num_layers: int, trainer: st
 
 
 def any_layers(run: Run, options: ExportOptions, num_layers: int, trainer: str) -> tuple[int, ...]:
-    """The auxiliary layers given, or all of the run but the last."""
+    """Return the auxiliary layers of the options, by default all of the run except the last."""
     layers = tuple(options.aux_layers or [k for k in sorted(stored_layers(run)) if k != num_layers])
     if not layers:
-        raise ConfigError(f"{trainer}: expected at least one auxiliary layer, and the run has only {num_layers}")
+        raise ConfigError(
+            f"{trainer}: expected at least one auxiliary layer, got a run with layer {num_layers} only. Extract others"
+        )
     return need(run, layers, trainer)
 
 
 def layers_before_last(run: Run, options: ExportOptions, num_layers: int, trainer: str) -> tuple[int, ...]:
-    """``any_layers``, each once and none of them the last.
+    """Return ``any_layers``. Raises ``ConfigError`` if one is given twice or is the last layer.
 
-    Trainers that count after a layer take the last one after the final norm from transformers, and before it from vLLM.
+    Trainers that count after a layer take the last one after the final norm with transformers, before it with vLLM.
     """
     layers = any_layers(run, options, num_layers, trainer)
     if num_layers in layers or len(set(layers)) < len(layers):
@@ -172,5 +180,5 @@ def layers_before_last(run: Run, options: ExportOptions, num_layers: int, traine
 
 
 def after_layer(layers: Sequence[int]) -> list[int]:
-    """The same layers in the convention that counts *after* a layer (SpecForge, transformers' hooks): one less."""
+    """Convert layers to ids that count *after* a layer (SpecForge, transformers' hooks): one less."""
     return [layer - 1 for layer in layers]

@@ -1,7 +1,7 @@
 """``saelens``: SAELens' cached activations, an Arrow data set of one hook and one fixed context.
 
-A row has a column named as the hook, ``[context, H]``, and ``token_ids`` ``[context]`` int32. SAELens has no mask: a
-context is whole or left out. A sample gives as many whole contexts as it has; no context has tokens of two samples.
+A row has a column with the hook's name, ``[context, H]``, and ``token_ids`` ``[context]`` int32. SAELens has no mask,
+so only complete contexts are written. No context has tokens of two samples.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hsx_dist.exporting.base import Exporter, ExportOptions, need, stored_layers
 from hsx_dist.layers import hook_of_layer
 from hsx_dist.reading.run import Run
 
-#: Contexts of a record batch: of 128 tokens and 4096 channels they take 128 MiB.
+#: Contexts of a record batch: 128 MiB for 128 tokens and 4096 channels.
 _ROWS_PER_BATCH = 64
 
 
@@ -62,13 +62,13 @@ class SaeLensExporter(Exporter):
             writer.finalize()
 
     def finish(self, run: Run, dest: Path) -> None:
-        """``state.json`` and ``dataset_info.json``, by which ``datasets.load_from_disk`` finds the files."""
+        """Write ``state.json`` and ``dataset_info.json``, by which ``datasets.load_from_disk`` finds the files."""
         from datasets import Dataset
 
         files = sorted(dest.glob("data-*.arrow"))
         parts = [Dataset.from_file(str(file)) for file in files]
         if not any(len(part) for part in parts):
-            raise ConfigError(f"context: expected samples of {self._context} tokens, got shorter ones. Take fewer")
+            raise ConfigError(f"context: expected samples of {self._context} tokens, got shorter ones. Set fewer")
         info = parts[0].info
         (dest / "dataset_info.json").write_text(json.dumps({"features": info.features.to_dict()}))
         state: dict[str, Any] = {

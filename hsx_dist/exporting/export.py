@@ -1,4 +1,4 @@
-"""Streaming a run through an exporter: file by file, resumed by what is there, divisible among processes."""
+"""Export of a run file by file. Resumes from existing files, and may be divided among processes."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from hsx_dist.reading.run import Run
 from hsx_dist.reading.select import Selection
 
 _STATEMENT = "export.json"
-#: What earlier versions did not store.
+#: Members of ``export.json`` that earlier versions did not write.
 _LATER = ("run_id", "samples_hash", "samples_per_file", "loss_mask")
-#: Bytes that are read of a folder's statement, which has some KiB.
+#: Bytes read of a folder's ``export.json``, which usually has a few KiB.
 _LARGEST_STATEMENT = 4 << 20
-#: How long a process that was seen to begin it may take to write it.
+#: Seconds that another process may take to write an ``export.json`` that it has created.
 _STATEMENT_S = 5.0
 _ENTRY_POINTS = "hsx_dist.exporters"
-#: What files are called until they are whole. They end as the file does: some libraries go by that.
+#: Prefix of unfinished files. They keep the file's suffix, as some libraries choose the format by it.
 _UNFINISHED = ".new-"
-#: Name → class, or where it is: a trainer's packages are loaded when it is exported for.
+#: Name → class, or its module and name: a trainer's packages are imported only for its export.
 EXPORTERS: dict[str, type[Exporter] | str] = {
     "vllm": "hsx_dist.exporting.vllm:VllmExporter",
     "speculators": "hsx_dist.exporting.speculators_dataset:SpeculatorsExporter",
@@ -49,21 +49,21 @@ EXPORTERS: dict[str, type[Exporter] | str] = {
 
 
 def register_exporter(name: str, exporter: type[Exporter]) -> None:
-    """Make ``exporter`` known as ``name`` in this process. ``ConfigError`` when there is one of that name.
+    """Register ``exporter`` as ``name`` in this process. Raises ``ConfigError`` if the name is used already.
 
-    ``hsx export`` knows it where its package names it as an entry point of the group ``hsx_dist.exporters``.
+    ``hsx export`` finds exporters by entry points of the group ``hsx_dist.exporters``.
     """
     if name in EXPORTERS:
-        raise ConfigError(f"exporter {name!r}: expected a name that is not taken; taken are {sorted(EXPORTERS)}")
+        raise ConfigError(f"exporter {name!r}: expected a new name, got one of {sorted(EXPORTERS)}. Choose another")
     EXPORTERS[name] = exporter
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """Files ``written`` now, and files that were ``there`` already; ``finished``: the destination is whole.
+    """Numbers of files ``written`` by this call and ``there`` before. ``finished``: the destination is complete.
 
-    ``left_out``: samples that the trainer refuses, now or in earlier calls. Each has a file ``NAME.left-out`` that says
-    why, in the place of the file ``NAME``.
+    ``left_out``: samples that the trainer refuses, in this or earlier calls. Each has a file ``NAME.left-out`` with the
+    reason instead of the file ``NAME``.
     """
 
     written: int
@@ -83,18 +83,18 @@ def export_run(
     finish: bool = True,
     prefetch_bytes: int = 256 << 20,
 ) -> ExportReport:
-    """Write a run's samples into the folder ``dest`` as the trainer ``to`` reads them.
+    """Write a run's samples into the folder ``dest`` in the format of the trainer ``to``.
 
-    Files appear whole; those that are there are not written again, so that the same call goes on where another was
-    cut off. ``export.json`` says which layers, in which convention, and what was applied. ``shards`` processes may
-    share the work: each writes every ``shards``-th file, and whichever finds all there what belongs to all, unless
-    ``finish`` is off.
+    Files appear complete. Existing files are not written again, so that a repeated call continues an interrupted one.
+    ``export.json`` describes the layers, their convention, and the applied norm. ``shards`` processes may share the
+    work: each writes every ``shards``-th file. With ``finish``, a process that finds all files complete also writes the
+    files for the whole data set.
 
     Raises:
         ConfigError: no such exporter; the run lacks hidden states or layers that the trainer needs; ``dest`` holds
             another export.
-        RunError: the run was removed meanwhile.
-        FormatError, StoreError: as reading does; OSError: as writing does.
+        RunError: the run was removed during the export.
+        FormatError, StoreError: errors of reading; OSError: errors of writing.
     """
     if not 0 <= shard < shards:
         raise ConfigError(f"shard: expected 0 … {shards - 1}, got {shard}")
@@ -114,7 +114,7 @@ def export_run(
             _write_whole(exporter, items, own[first])
     finished = all(_is_done(folder / exporter.file(f)) for f in firsts)
     if finished:
-        # Trainers take every file that ends so, also half of one that a killed process left.
+        # Trainers read every file with the suffix, also the unfinished files of killed processes.
         for path in folder.rglob(f"{_UNFINISHED}*"):
             path.unlink(missing_ok=True)
         if finish:
@@ -125,16 +125,16 @@ def export_run(
 
 
 def exporter_of(name: str) -> type[Exporter]:
-    """The class of that name. ``ConfigError`` when there is none."""
+    """Return the class of that name. Raises ``ConfigError`` if there is none."""
     found = EXPORTERS.get(name)
     if found is None:
         for point in entry_points(group=_ENTRY_POINTS, name=name):
             try:
                 found = EXPORTERS[name] = point.load()
-            except Exception as e:  # somebody else's module: anything may come of it
+            except Exception as e:  # another package's import may raise anything
                 raise ConfigError(
-                    f"exporter {name!r}: an installed package has it at {point.value}, and it cannot be had: "
-                    f"{type(e).__name__}: {e}; mend or update that package"
+                    f"exporter {name!r}: {point.value} of an installed package cannot be imported: "
+                    f"{type(e).__name__}: {e}. Repair or update that package"
                 ) from e
     if found is None:
         raise ConfigError(f"exporter: expected one of {', '.join(sorted(EXPORTERS))}, got {name!r}")
@@ -146,7 +146,7 @@ def exporter_of(name: str) -> type[Exporter]:
 
 
 def _statement_of(run: Run, to: str, exporter: Exporter) -> dict[str, Any]:
-    """What ``export.json`` says."""
+    """Return the content of ``export.json``."""
     return {
         "exporter": to,
         "run": run.url,
@@ -160,7 +160,7 @@ def _statement_of(run: Run, to: str, exporter: Exporter) -> dict[str, Any]:
 
 
 def _claim(folder: Path, statement: dict[str, Any], place: Place) -> None:
-    """Say what the folder holds, before anything is in it. ``ConfigError`` when it says something else."""
+    """Write ``export.json`` before any other file. Raises ``ConfigError`` if the folder has a different one."""
     path = folder / _STATEMENT
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(statement, indent=1) + "\n"
@@ -174,16 +174,16 @@ def _claim(folder: Path, statement: dict[str, Any], place: Place) -> None:
         differs = sorted(k for k in {*there, *statement} if there.get(k) != statement.get(k))
         if differs:
             raise ConfigError(
-                f"{path}: expected an empty folder, or the same export to go on with; it differs in {differs}. Choose "
-                "another destination, or remove it"
+                f"{path}: expected an empty folder or the same export, got an export with other {differs}. Choose "
+                "another destination, or remove the folder"
             ) from None
 
 
 def _statement(path: Path) -> dict[str, Any]:
-    """What another export, of another shard perhaps, says there, or is about to say.
+    """Return the ``export.json`` of another export or shard. Waits while another process writes the file.
 
     Raises:
-        ConfigError: nothing comes of it.
+        ConfigError: the file is still incomplete after ``_STATEMENT_S``.
     """
     end = time.monotonic() + _STATEMENT_S
     while True:
@@ -196,8 +196,8 @@ def _statement(path: Path) -> dict[str, Any]:
             return found
         if time.monotonic() > end:
             raise ConfigError(
-                f"{path}: expected what the folder holds, as an export says it; it is empty or damaged. Choose another "
-                "destination, or remove it"
+                f"{path}: expected the description of an export, got an empty or damaged file. Choose another "
+                "destination, or remove the folder"
             )
         time.sleep(0.05)
 
@@ -226,12 +226,15 @@ def _batches(
     for group in groups:
         found = (_as_the_first(next(items), widths) for _ in group)
         yield group[0], found
-        deque(found, maxlen=0)  # what an exporter left is no other file's
+        deque(found, maxlen=0)  # skip items that the exporter did not read; they are not for the next file
 
 
 def _as_the_first(item: dict[str, Any], widths: dict[str, int]) -> dict[str, Any]:
-    """The item. ``FormatError`` where its states are of another width than the run's first sample's, or its ids no
-    int32: trainers' files have one shape and int32 ids, and no way to tell."""
+    """Return the item.
+
+    Raises ``FormatError`` if its states have another width than the run's first sample, or its ids are no int32:
+    trainers assume one width and int32 ids, and do not check.
+    """
     for name, width in widths.items():
         if (got := math.prod(item[name].shape[2:])) != width:
             raise FormatError(f"{item['key']!r}: expected rows of {width} elements as in the first sample, got {got}")
@@ -242,7 +245,7 @@ def _as_the_first(item: dict[str, Any], widths: dict[str, int]) -> dict[str, Any
 
 
 def _left_out(path: Path) -> Path:
-    """The file in the place of ``path`` where the trainer refuses the sample."""
+    """Path of the file that replaces ``path`` if the trainer refuses the sample."""
     return path.with_name(f"{path.name}.left-out")
 
 

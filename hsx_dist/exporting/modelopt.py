@@ -1,8 +1,8 @@
 """``modelopt``: NVIDIA ModelOpt's offline files, ``{key}.pt``, for its EAGLE, DFlash, Domino and DSpark.
 
-ModelOpt counts *after* a layer (its EAGLE-3 default ``[1, N/2-1, N-4]`` is vLLM's ``[2, N/2, N-3]``). It takes the last
-state after the final norm, unless a file says ``hidden_states_prenorm``, which ModelOpt before 0.46 ignores. Read from
-nvidia-modelopt 0.47.
+ModelOpt counts *after* a layer: its EAGLE-3 default ``[1, N/2-1, N-4]`` is vLLM's ``[2, N/2, N-3]``. It takes the last
+state after the final norm, unless a file has ``hidden_states_prenorm``, which ModelOpt before 0.46 ignores. According
+to the source of nvidia-modelopt 0.47.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class ModelOptExporter(TorchExporter):
     """``input_ids [T]``, ``loss_mask [T]`` int64, ``aux_hidden_states [T, kH]``, ``hidden_states [T, H]`` after the
     final norm.
 
-    ``OfflineSupervisedDataset`` reads the mask with ``answer_only_loss=True`` alone. Refuses the last layer as an
-    auxiliary one.
+    ``OfflineSupervisedDataset`` reads the mask only with ``answer_only_loss=True``. Refuses the last layer as an
+    auxiliary layer.
     """
 
     def __init__(self, run: Run, options: ExportOptions) -> None:

@@ -1,8 +1,8 @@
-"""``routing``: the experts that a model's routers chose for each token, as Parquet, to be replayed in training.
+"""``routing``: the experts that a model's routers chose for each token, as Parquet, for replay in training.
 
-A trainer computes other choices than the engine for some tokens, where two experts are nearly equal. Replaying the
-engine's choices keeps both on one path: Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training
-and Inference Routers" (arXiv 2510.11370).
+If the scores of two experts are nearly equal, a trainer may choose another expert than the engine. Replaying the
+engine's choices prevents this: Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and
+Inference Routers" (arXiv 2510.11370).
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.exporting.base import Exporter, ExportOptions, check_parquet, parquet_key
 from hsx_dist.reading.run import Run
 
-#: Samples whose rows are held at once, and then are a row group of the file.
+#: Samples of a row group of the file. Their rows are in memory together.
 _ROW_GROUP = 64
 _IDS, _WEIGHTS = "topk_ids", "topk_weights"
 
 
 class RoutingExporter(Exporter):
-    """``data-NNNNNN.parquet``, a row a sample: ``key``, ``input_ids`` int64 ``[T]``, ``routed_experts`` int32
-    ``[T, L, K]`` (vLLM's name and order), and ``routed_weights`` float32 ``[T, L, K]`` where the run has them."""
+    """``data-NNNNNN.parquet`` with one row per sample.
+
+    Columns: ``key``, ``input_ids`` int64 ``[T]``, ``routed_experts`` int32 ``[T, L, K]`` (vLLM's name and order), and
+    ``routed_weights`` float32 ``[T, L, K]`` if the run has them.
+    """
 
     points: tuple[str, ...] = (_IDS,)
 
@@ -94,7 +97,7 @@ class RoutingExporter(Exporter):
                 writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
 
     def finish(self, run: Run, dest: Path) -> None:
-        """Nothing more."""
+        """Do nothing."""
 
     def statement(self) -> dict[str, Any]:
         return {
@@ -106,7 +109,7 @@ class RoutingExporter(Exporter):
 
 
 def _values(row: Mapping[str, Any], name: str) -> np.ndarray[Any, Any]:
-    """An array of an item; weights, of any float dtype, as float32. ``FormatError``: experts are no int32."""
+    """Return an array of an item, weights as float32. Raises ``FormatError`` if the experts are no int32."""
     x = row[name]
     if x.is_floating_point() == (name != _WEIGHTS):
         raise FormatError(f"{row['key'][:80]!a}: expected {name} in the router's dtype, got {x.dtype}. It is damaged")

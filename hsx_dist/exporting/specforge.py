@@ -1,7 +1,7 @@
 """``specforge-eagle3``, ``-dflash``, ``-dspark``: SpecForge's offline folders, ``rows_{a}-{b}/data_{i}.ckpt``.
 
-SpecForge counts *after* a layer (its ``[1, N/2-1, N-4]`` are vLLM's ``[2, N/2, N-3]``), and takes the last state after
-the final norm. Its Domino reads DFlash's files. Read from specforge 0.2.
+SpecForge counts *after* a layer: its ``[1, N/2-1, N-4]`` are vLLM's ``[2, N/2, N-3]``. It takes the last state after
+the final norm. Its Domino reads DFlash's files. According to the source of specforge 0.2.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hsx_dist.exporting.base import ExportOptions, SampleLeftOut, eagle3_layers,
 from hsx_dist.exporting.torch_files import TorchExporter
 from hsx_dist.reading.run import Run
 
-#: As SpecForge's own script divides rows into folders.
+#: Rows per folder, as in SpecForge's script.
 _ROWS_PER_FOLDER = 2000
 
 
@@ -39,8 +39,8 @@ class Eagle3Exporter(_SpecForge):
 class DFlashExporter(_SpecForge):
     """``input_ids [T]``, ``loss_mask [T]`` int64, ``hidden_states [1, T, kH]``.
 
-    Leaves out samples without two consecutive tokens that the loss counts: SpecForge's reader stops at them, also after
-    it has cut a sample to its ``max_length``. Refuses the last layer as an auxiliary one.
+    Leaves out samples without two consecutive tokens that the loss counts: SpecForge's reader fails on them. It also
+    fails if only the cut to its ``max_length`` removes those tokens. Refuses the last layer as an auxiliary layer.
     """
 
     trainer = "specforge-dflash"

@@ -1,7 +1,7 @@
-"""``speculators``: an Arrow data set of tokens and masks, and ``hidden_states/hs_{row}.safetensors`` beside it.
+"""``speculators``: an Arrow data set of tokens and masks, with states in ``hidden_states/hs_{row}.safetensors``.
 
-The form of speculators 0.9: its ``ArrowDataset`` flattens all layers but the last, and takes the last, before the final
-norm, as the verifier's last state. Its EAGLE-3, P-EAGLE and MTP read these files; MTP takes the last state alone.
+The format of speculators 0.9: its ``ArrowDataset`` flattens all layers but the last. The last layer, before the final
+norm, is the verifier's last state. EAGLE-3, P-EAGLE and MTP read these files; MTP reads only the last state.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class SpeculatorsExporter(Exporter):
 
     def __init__(self, run: Run, options: ExportOptions) -> None:
         if importlib.util.find_spec("datasets") is None:
-            raise ConfigError("speculators: expected Hugging Face datasets to be installed; pip install speculators")
+            raise ConfigError("speculators: expected Hugging Face datasets, got none. pip install speculators")
         last = num_layers_of(run, options)
-        # MTP reads the last state alone: its runs may have no other layer.
+        # MTP reads only the last state, so its runs may have no other layer.
         alone = options.aux_layers is None and stored_layers(run) == (last,)
         self._aux = () if alone else any_layers(run, options, last, "speculators")
         self.layers = need(run, (*self._aux, last), "speculators")
@@ -53,7 +53,7 @@ class SpeculatorsExporter(Exporter):
             {"input_ids": Sequence(Value("int64")), "loss_mask": Sequence(Value("int64")), "seq_len": Value("int64")}
         )
         columns: dict[str, list[Any]] = {name: [] for name in features}
-        # In memory: tokens and masks are a hundredth of a percent of the states.
+        # Held in memory: tokens and masks have about 0.01% of the states' bytes.
         for row in rows():
             for name, value in row.items():
                 columns[name].append(value)

@@ -12,16 +12,16 @@ from hsx_dist.exporting.base import Exporter, ExportOptions, check_parquet, need
 from hsx_dist.model_parts.model_end import ModelEnd
 from hsx_dist.reading.run import Run
 
-#: Samples whose rows are held at once, and then are a row group of the file.
+#: Samples of a row group of the file. Their rows are in memory together.
 _ROW_GROUP = 64
 
 
 class TopKExporter(Exporter):
-    """``data-NNNNNN.parquet``, a row a sample.
+    """``data-NNNNNN.parquet`` with one row per sample.
 
-    ``key``; ``input_ids`` and ``completion_mask`` int64 ``[T]``, in TRL's names for tokenised rows;
-    ``teacher_topk_ids`` int32 and ``teacher_topk_logprobs`` float32 ``[T, K]``, the most likely first. Entry *t* is of
-    token *t + 1*.
+    Columns: ``key``; ``input_ids`` and ``completion_mask`` int64 ``[T]`` (TRL's names for tokenised rows);
+    ``teacher_topk_ids`` int32 and ``teacher_topk_logprobs`` float32 ``[T, K]``, the most likely token first. Entry *t*
+    is for token *t + 1*.
     """
 
     def __init__(self, run: Run, options: ExportOptions) -> None:
@@ -68,7 +68,7 @@ class TopKExporter(Exporter):
         }
 
     def finish(self, run: Run, dest: Path) -> None:
-        """Nothing more."""
+        """Do nothing."""
 
     def statement(self) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""What the exporters into torch's files share: tensors by name, the auxiliary layers, the last state after the norm."""
+"""Base class of exporters into torch files: tensors by name, auxiliary layers, the last state after the norm."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hsx_dist.reading.run import Run
 
 
 class TorchExporter(Exporter):
-    """One file for each sample, of tensors alone: ``torch.load(path, weights_only=True)`` reads it.
+    """One file per sample with tensors only: ``torch.load(path, weights_only=True)`` reads it.
 
     Args:
         aux: vLLM's ids of the auxiliary layers, in the order of their columns.
         last: the model's number of layers, for files with the last state; ``None``: without it.
 
     Raises:
-        ConfigError: the run lacks a layer, or the final norm of its model is not known.
+        ConfigError: the run lacks a layer, or its model's final norm is unknown.
     """
 
     per_file = 1
@@ -53,7 +53,7 @@ class TorchExporter(Exporter):
         return self._end.norm(item["hidden_states"][:, -1])
 
     def finish(self, run: Run, dest: Path) -> None:
-        """Nothing more."""
+        """Do nothing."""
 
     def statement(self) -> dict[str, Any]:
         return {
@@ -65,6 +65,6 @@ class TorchExporter(Exporter):
 
 
 def _compact(tensor: Any) -> Any:
-    """The tensor in memory of its own: ``torch.save`` stores all memory that a view is part of."""
+    """Return a copy of a view: ``torch.save`` would store all memory that the view is part of."""
     tensor = tensor.contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -1,4 +1,4 @@
-"""``vllm``: a file a sample, as vLLM's own ``ExampleHiddenStatesConnector`` writes it."""
+"""``vllm``: one file per sample, in the format of vLLM's ``ExampleHiddenStatesConnector``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class VllmExporter(Exporter):
         save_file(tensors, path)
 
     def finish(self, run: Run, dest: Path) -> None:
-        """Nothing more."""
+        """Do nothing."""
 
     def statement(self) -> dict[str, Any]:
         return {

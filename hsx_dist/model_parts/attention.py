@@ -17,16 +17,16 @@ from hsx_dist.reading.column import StoredPoint
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Sample
 
-#: Points as they are before and after the norm of each head.
+#: Points before and after the norm of each head.
 _PLAIN, _NORMED = ("q", "k"), ("q_norm", "k_norm")
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """What a family does between ``q``, ``k`` and the patterns.
+    """How a family of models computes the patterns from ``q`` and ``k``.
 
-    ``head_norm``: an RMSNorm of each head, with one weight for all. ``scale``: of the scores; ``head_dim``: one over
-    its root. ``theta``: base of the rotary positions where a configuration names none.
+    ``head_norm``: an RMSNorm of each head, with one weight for all heads. ``scale``: scale of the scores; ``head_dim``
+    means one over its square root. ``theta``: default base of the rotary positions.
     """
 
     head_norm: bool = False
@@ -42,7 +42,7 @@ ATTENTION_RULES: dict[str, AttentionRule] = {
     **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), AttentionRule(scale="attention_multiplier")),
 }
 
-#: Engine arguments with which a model's configuration is not the one of its files.
+#: Engine arguments that change a model's configuration from its files'.
 _CHANGES = {"hf_overrides", "hf_config_path", "rope_scaling", "rope_theta", "rope_parameters"}
 _MEMBERS: dict[str, Check] = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), or_null(count)),
@@ -54,9 +54,8 @@ _MEMBERS: dict[str, Check] = {
 class AttentionPatterns:
     """Attention of stored samples, from the points ``q`` and ``k`` and the configuration of their model.
 
-    ``config.json`` has the rotary positions and the scale. Queries and keys of a family with a norm of each head
-    (Qwen3) are read as ``q_norm`` and ``k_norm`` if the sample has them; else torch reads the norm's weights from the
-    model::
+    ``config.json`` has the rotary positions and the scale. For a family with a norm of each head (Qwen3), the points
+    ``q_norm`` and ``k_norm`` are read if the sample has them. Otherwise torch reads the norm's weights from the model::
 
         patterns = AttentionPatterns(run)
         patterns.pattern(run[key], layer=3)  # [heads, tokens, tokens]
@@ -88,19 +87,19 @@ class AttentionPatterns:
         self._rule = rule
 
     def layers(self, sample: Sample) -> tuple[int, ...]:
-        """The layers of the sample that have the points for a pattern."""
+        """Return the layers of the sample that have the points for a pattern."""
         return stored_layers(sample, *self._pairs())
 
     def pattern(self, sample: Sample, layer: int, max_tokens: int = 128) -> np.ndarray[Any, Any]:
-        """The attention of the sample's first ``max_tokens`` tokens: float32 ``[heads, n, n]``.
+        """Compute the attention of the sample's first ``max_tokens`` tokens: float32 ``[heads, n, n]``.
 
         ``[h, i, j]`` is how much token *i* attends to token *j* in head *h*. Each row sums to 1; later tokens are 0. A
-        token attends to earlier ones only, so that these numbers do not depend on the tokens that are left out.
+        token attends to earlier tokens only, so the omitted tokens do not change the result.
 
         Raises:
-            ConfigError: the sample lacks ``q`` or ``k`` of the layer; its heads are not the model's; it is not the
-                beginning of its request; the layer's window is shorter than ``max_tokens``.
-            FormatError: stored bytes are not what they must be; ``IntegrityError``: they changed.
+            ConfigError: the sample lacks ``q`` or ``k`` of the layer, or is not the beginning of its request. Its heads
+                differ from the model's. The layer's window is shorter than ``max_tokens``.
+            FormatError: stored bytes are wrong; ``IntegrityError``: they changed.
         """
         self._check(sample)
         tokens = min(max_tokens, sample.num_tokens)
@@ -115,7 +114,7 @@ class AttentionPatterns:
         scale = q.shape[-1] ** -0.5
         if self._rule.scale == "attention_multiplier":
             scale = self._files.config.get("attention_multiplier") or 1.0
-        with np.errstate(over="ignore", invalid="ignore"):  # rows that are not finite give patterns that are not
+        with np.errstate(over="ignore", invalid="ignore"):  # non-finite rows give non-finite patterns
             scores = (q * np.float32(scale)) @ k.repeat(len(q) // len(k), axis=0).swapaxes(1, 2)
             scores = np.where(np.tri(tokens, dtype=bool), scores, np.float32("-inf"))
             weights: np.ndarray[Any, Any] = np.exp(scores - scores.max(-1, keepdims=True))
@@ -125,7 +124,7 @@ class AttentionPatterns:
         return (_NORMED, _PLAIN) if self._rule.head_norm else (_PLAIN,)
 
     def _queries_and_keys(self, sample: Sample, layer: int, tokens: int) -> list[np.ndarray[Any, Any]]:
-        """Before rotary, float32 ``[tokens, heads, dim]`` each."""
+        """Read queries and keys before the rotary positions, float32 ``[tokens, heads, dim]`` each."""
         names = next((pair for pair in self._pairs() if layer in stored_layers(sample, pair)), _PLAIN)
         points = sample.points
         if all(name in points for name in names):
@@ -167,18 +166,18 @@ class AttentionPatterns:
 
 
 def require_own_configuration(run: Run) -> None:
-    """``ConfigError`` where the run's engine changed its model's configuration: positions may be other ones."""
+    """Raise ``ConfigError`` if the run's engine changed the model's configuration: its positions may differ."""
     meaning = run.info.get("meaning")
     engine = meaning.get("engine_kwargs") if isinstance(meaning, Mapping) else None
     if changed := sorted(_CHANGES & engine.keys()) if isinstance(engine, Mapping) else []:
         raise ConfigError(
-            f"{run.url}: expected a run with its model's own configuration, got engine_kwargs with "
+            f"{run.url}: expected a run with its model's unchanged configuration, got engine_kwargs with "
             f"{', '.join(changed)}. Write the changes into a copy of its config.json, and name that folder"
         )
 
 
 def stored_layers(sample: Sample, *pairs: tuple[str, str]) -> tuple[int, ...]:
-    """The layers of which a sample has queries and keys: both points of one of the ``pairs``, by default any."""
+    """Return the layers of which a sample has queries and keys: both points of any of the ``pairs``."""
     points = sample.points
     found: set[int] = set()
     for first, second in pairs or (_PLAIN, _NORMED):

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def positive(value: Any) -> str | None:
-    """A ``Check``. Within the bounds a float32 number divided or multiplied by the value is finite."""
+    """A ``Check``. The bounds keep a float32 number that is divided or multiplied by the value finite."""
     fine = type(value) in (int, float) and 1e-30 <= value <= 1e30
     return None if fine else "a number from 1e-30 to 1e30"
 

@@ -1,4 +1,4 @@
-"""The final norm and the scaling of the logits, by family of models: those that are compared with transformers."""
+"""Final norm and scaling of the logits of each family of models. All are tested against transformers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from hsx_dist.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class EndRule:
-    """What a family does after its last layer.
+    """How a family computes its logits after the last layer.
 
     ``norm``: ``cast`` multiplies the states' dtype by the weight, ``float`` multiplies in float32, ``plus_one`` in
     float32 by the weight + 1. ``scaling``: what ``logits_scaling`` does. ``softcap``: the default of
-    ``final_logit_softcapping``; ``unused``: the family has none, and ignores the member.
+    ``final_logit_softcapping``; ``unused``: the family ignores the member.
     """
 
     norm: Literal["cast", "float", "plus_one"] = "cast"
@@ -48,10 +48,10 @@ END_RULES: dict[str, EndRule] = {
 
 
 def end_rule(model: str, model_type: str | None) -> EndRule:
-    """The rule of ``model_type``, which is ``model``'s.
+    """Return the rule of ``model_type``. ``model``: the model's name, for the error.
 
     Raises:
-        ConfigError: it is not known. Norms and scalings differ: a wrong one would give wrong states without an error.
+        ConfigError: the type is unknown. Norms and scalings differ: a wrong rule would give wrong states silently.
     """
     try:
         return END_RULES[model_type or ""]

@@ -1,4 +1,4 @@
-"""``LogitLens``: next-token logits of stored samples, from their states and the end of their model."""
+"""``LogitLens``: next-token logits of stored samples, from their states and their model's final norm and head."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from hsx_dist.reading.arrays import resolve_framework
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Sample, Tokens
 
-#: Of states that are read at once.
+#: Bytes of states that are read at once.
 _READ_BYTES = 64 << 20
 _NORMED, _LAST, _FIRST, _ENTERING = "final_ln", "resid_final", "embed", "resid_pre"
-#: The points that have the residual stream, and what the final norm makes of it.
+#: The points of the residual stream, and ``final_ln``, the final norm's output.
 _STREAM = (HIDDEN_STATES, _FIRST, _ENTERING, "resid_mid", _LAST, _NORMED)
 
 
 class TopTokens(NamedTuple):
-    """``ids``: token ids, int64; ``logprobs``: natural logarithms of their probabilities, float32. The last axis is the
-    rank, the most likely token first."""
+    """The most likely next tokens.
+
+    ``ids``: token ids, int64; ``logprobs``: natural logarithms of their probabilities, float32. The last axis is the
+    rank, with the most likely token first.
+    """
 
     ids: Any
     logprobs: Any
@@ -30,25 +33,27 @@ class TopTokens(NamedTuple):
 class LogitLens:
     """Next-token logits of stored samples, by the final norm and ``lm_head`` of their model, on the CPU.
 
-    Needs torch. Of the model, ``config.json`` and two or three tensors are read, and no code::
+    Needs torch. Reads the model's ``config.json`` and two or three tensors, and runs none of its code::
 
         lens = LogitLens(run)
         ids, logprobs = lens.top_k(run[key], 5)  # [tokens, 5] each
 
-    Without a ``point`` and a layer, the logits are the model's own: from ``final_ln`` if the sample has it, else from
-    ``resid_final`` or the hidden states' last layer through the final norm. Other layers go through the same norm. The
-    layers of ``hidden_states`` count from 0 (the embeddings) to N; if a sample has ``resid_pre`` and ``resid_final``
-    instead, these are read by the same ids.
+    Without a ``point`` and a layer, the logits are the model's. They are computed from ``final_ln`` if the sample has
+    it. Otherwise the final norm is applied to ``resid_final`` or the last layer of ``hidden_states``, as to every other
+    layer.
 
-    States are read, and logits computed, in blocks of tokens: memory holds the head, a block of states and a block of
-    logits, however long a sample is.
+    Layer ids of ``hidden_states`` are 0 (the embeddings) to N. For a sample with ``resid_pre`` and ``resid_final``
+    instead, the same ids select their layers.
+
+    States are read, and logits computed, in blocks of tokens. Memory holds the head, a block of states and a block of
+    logits, independent of the sample's length.
 
     Args:
         model: a run, for its own model if that is the built-in one or an id of the Hugging Face hub; or the model's
             folder or id. A run never names a folder.
 
     Raises:
-        ConfigError: torch is not installed; the model cannot be loaded; its family's norm or logits are not known.
+        ConfigError: torch is not installed; the model cannot be loaded; its family's norm or logits are unknown.
         FormatError: a file of the model is damaged.
     """
 
@@ -58,13 +63,13 @@ class LogitLens:
 
     @property
     def model(self) -> str:
-        """The folder or id whose head is used."""
+        """Folder or id of the model whose head is used."""
         return self._end.model
 
     def blocks(
         self, sample: Sample, *, point: str | None = None, layer: int | None = None, tokens: Tokens | None = None
     ) -> Iterator[tuple[int, Any]]:
-        """Yield the logits in blocks: the place of a block's first token in the sample, and float32 ``[t, V]``.
+        """Yield the logits in blocks: the position of a block's first token in the sample, and float32 ``[t, V]``.
 
         Args:
             point: of the residual stream: ``hidden_states``, ``embed``, ``resid_pre``, ``resid_mid``, ``resid_final``
@@ -73,8 +78,8 @@ class LogitLens:
             tokens: a slice or ``(start, stop)``; default: all.
 
         Raises:
-            ConfigError: the sample has no such point or layer; it is of another model; the tokens are no range.
-            FormatError: stored bytes are not what they must be; ``IntegrityError``: they changed.
+            ConfigError: the sample has no such point or layer, or is of another model; the tokens are no range.
+            FormatError: stored bytes are wrong; ``IntegrityError``: they changed.
         """
         name, at = self._place(sample, point, layer)
         for start, states in _states(sample, name, at, tokens):
@@ -83,8 +88,10 @@ class LogitLens:
                 start += len(logits)
 
     def logits(self, sample: Sample, tokens: Tokens, *, point: str | None = None, layer: int | None = None) -> Any:
-        """All logits of a range of tokens: float32 ``[n, V]``, which must fit in memory. Arguments and errors as
-        ``blocks``'."""
+        """Return all logits of a range of tokens: float32 ``[n, V]``, which must fit in memory.
+
+        Arguments and errors: see ``blocks``.
+        """
         import torch
 
         found = [logits for _, logits in self.blocks(sample, point=point, layer=layer, tokens=tokens)]
@@ -99,12 +106,12 @@ class LogitLens:
         layers: Sequence[int] | None = None,
         tokens: Tokens | None = None,
     ) -> TopTokens:
-        """The ``k`` most likely next tokens of each position; entry *t* is of token *t + 1*.
+        """Return the ``k`` most likely next tokens of each position. Entry *t* is for token *t + 1*.
 
         Args:
-            layers: of the point, in the order wanted: results are ``[n, L, k]``. ``None``: one layer, ``[n, k]``.
+            layers: of the point, in the order of the result, ``[n, L, k]``. ``None``: one layer, ``[n, k]``.
 
-        Other arguments and errors as ``blocks``'.
+        Other arguments and errors: see ``blocks``.
         """
         import torch
 
@@ -127,7 +134,7 @@ class LogitLens:
         return TopTokens(*(torch.cat(part) for part in zip(*found, strict=True)))
 
     def _place(self, sample: Sample, point: str | None, layer: int | None) -> tuple[str, int]:
-        """The point and layer to read."""
+        """Return the point and layer to read."""
         stored, last = sample.points, self._end.files.num_layers_of(sample)
         if point is None and layer is None:
             point = next((name for name in (_NORMED, _LAST) if name in stored), HIDDEN_STATES)
@@ -136,10 +143,10 @@ class LogitLens:
             if HIDDEN_STATES not in stored:
                 point, layer = (_LAST, 0) if layer == last else (_ENTERING, layer)
         if point not in _STREAM:
-            raise ConfigError(f"point: expected one of the residual stream, {', '.join(_STREAM)}, got {point!r}")
+            raise ConfigError(f"point: expected a point of the residual stream, {', '.join(_STREAM)}, got {point!r}")
         if layer is None:
             if point in (_ENTERING, "resid_mid"):
-                raise ConfigError(f"layer: expected one of point {point!r}, got none. Name it")
+                raise ConfigError(f"layer: expected a layer of point {point!r}, got none. Name it")
             layer = last if point == HIDDEN_STATES else 0
         if layer is None:
             raise ConfigError(f"{self.model}: expected num_hidden_layers in its config.json, got none. Name the layer")
@@ -147,7 +154,7 @@ class LogitLens:
 
 
 def _states(sample: Sample, point: str, layer: int, tokens: Tokens | None) -> Iterator[tuple[int, Any]]:
-    """States ``[t, H]`` in blocks that begin where nothing is decoded twice, and the place of the first token."""
+    """Yield blocks of states ``[t, H]`` and the position of their first token. No bytes are decoded twice."""
     start, stop = sample.span(tokens)
     if point not in sample.points or start == stop:
         yield start, sample.point(point, layer, (start, stop), "torch")

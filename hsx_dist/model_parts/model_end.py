@@ -1,4 +1,4 @@
-"""The end of a model: its final norm and its head. Nothing else of it is loaded."""
+"""A model's final norm and head. No other weights of the model are loaded."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _EMBED = (
     "model.language_model.embed_tokens.weight",
     "language_model.model.embed_tokens.weight",
 )
-#: float32 logits that are held at once; with what is computed from them, twice as much.
+#: Bytes of float32 logits in memory at once. Results computed from them take as much again.
 _LOGITS_BYTES = 64 << 20
-#: Of the head that are converted to another dtype at once.
+#: Bytes of the head that are converted to another dtype at once.
 _HEAD_BYTES = 64 << 20
 _MEMBERS: dict[str, Check] = {
     "logits_scaling": or_null(positive),
@@ -33,15 +33,15 @@ _MEMBERS: dict[str, Check] = {
 class ModelEnd:
     """Final RMSNorm and ``lm_head`` of a model in Hugging Face's format, on the CPU.
 
-    Only ``config.json``, the weights' index and safetensors files are read: no pickle, and no code of the model.
+    Reads only ``config.json``, the weights' index and safetensors files: no pickle, and no code of the model.
 
     Args:
-        run: its ``run.json`` names the model and the revision that are used without ``model``.
+        run: its ``run.json`` names the default model and revision.
         model: a folder or id instead of the run's.
 
     Raises:
-        ConfigError: the run's model is no id of the hub; the weights cannot be loaded; the model's type is not one of
-            ``END_RULES``; the last norm is no RMSNorm.
+        ConfigError: the run's model is no id of the hub; the weights cannot be loaded; ``END_RULES`` lacks the model's
+            type; the last norm is no RMSNorm.
         FormatError: a file of the model is damaged.
     """
 
@@ -51,9 +51,9 @@ class ModelEnd:
         config = self.files.config
         self.eps = config.get("rms_norm_eps")
         if self.eps is None:
-            raise ConfigError(f"{self.model}: expected a model with a final RMSNorm, its config has no rms_norm_eps")
+            raise ConfigError(f"{self.model}: expected rms_norm_eps in its config.json, got none. Name another model")
         self._rule = rule = end_rule(self.model, config.get("model_type"))
-        # Members that a family does not use may stand in its configuration all the same.
+        # A configuration may have members that its family does not use.
         scale = config.get("logits_scaling") or 1.0
         self._scale = {"unused": 1.0, "divides": 1 / scale, "multiplies": scale}[rule.scaling]
         softcap = None if rule.softcap == "unused" else rule.softcap
@@ -62,7 +62,7 @@ class ModelEnd:
         self._head: Any = None
 
     def norm(self, states: Any) -> Any:
-        """``states`` ``[…, H]`` after the final norm, same dtype; as transformers computes it."""
+        """Apply the final norm to ``states`` ``[…, H]`` as transformers does. Same dtype."""
         import torch
 
         if self._norm is None:
@@ -75,18 +75,21 @@ class ModelEnd:
         return (x * self._norm).to(states.dtype)
 
     def logits(self, states: Any, *, normed: bool = False) -> Iterator[Any]:
-        """Scores of the next token from states ``[T, H]`` of the residual stream: float32 ``[t, V]``, of as many
-        positions at once as take ``_LOGITS_BYTES``.
+        """Yield logits float32 ``[t, V]`` of the next token from states ``[T, H]`` of the residual stream.
 
-        ``normed``: the states have the final norm already. The product is computed in the states' dtype.
+        Each block has at most ``_LOGITS_BYTES``. ``normed``: the final norm is already applied. The product is computed
+        in the states' dtype.
         """
         head = self._loaded_head(states.shape[-1])
         for part in states.split(max(_LOGITS_BYTES // (4 * len(head)), 1)):
             yield self._scores(part if normed else self.norm(part), head)
 
     def top_k(self, states: Any, k: int, *, normed: bool = False) -> tuple[Any, Any]:
-        """The ``k`` most likely next tokens of each position, the most likely first: ids int64 ``[T, k]``, and their
-        natural logarithms of probabilities among all tokens, float32 ``[T, k]``. ``states``: as ``logits``'."""
+        """Return the ``k`` most likely next tokens of each position, the most likely first.
+
+        Their ids are int64 ``[T, k]``; the natural logarithms of their probabilities among all tokens are float32
+        ``[T, k]``. ``states``: see ``logits``.
+        """
         import torch
 
         found = []
@@ -106,7 +109,7 @@ class ModelEnd:
         import torch
 
         logits = torch.empty(len(x), len(head), dtype=torch.float32)
-        # A head of another dtype is converted piece by piece: a copy of it may be larger than all else.
+        # A head of another dtype is converted in slices: a full copy may be larger than everything else in memory.
         rows = len(head) if head.dtype == x.dtype else max(_HEAD_BYTES // (4 * head.shape[1]), 1)
         for start in range(0, len(head), rows):
             logits[:, start : start + rows] = x @ head[start : start + rows].to(x.dtype).T

@@ -1,6 +1,6 @@
-"""A model's folder or repository of the hub: ``config.json`` and single tensors. No pickle, and no code of the model.
+"""``config.json`` and single tensors of a model's folder or Hugging Face repository. No pickle, and no model code.
 
-A stored run must not choose which of a reader's files are loaded: it names the built-in model, or an id of the hub.
+A stored run must not choose which local files are loaded, so it may name only the built-in model or an id of the hub.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from hsx_dist.models.builtin import SMOLLM2, resolve_model
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Sample
 
-#: An id of the Hugging Face hub, ``name`` or ``org/name``: no path and no URL.
+#: An id of the Hugging Face hub, ``name`` or ``org/name``. Matches no path and no URL.
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,127}")
 _WEIGHTS = ".safetensors"
-#: Of ``config.json`` and of the weights' index, which has an entry for each of a mixture's experts.
+#: Limit of ``config.json`` and of the weights' index, which has an entry for each expert of a mixture.
 _JSON_BYTES, _JSON_VALUES = 64 << 20, 1_000_000
 _MEMBERS: dict[str, Check] = {
     "model_type": text,
@@ -36,19 +36,19 @@ _DTYPES = ("F64", "F32", "F16", "BF16")
 class ModelFiles:
     """``config.json`` and the safetensors files of a model in Hugging Face's format.
 
-    Of a repository of the hub the JSON files are downloaded first, and of the weights the files that a tensor needs.
+    From the hub, the JSON files are downloaded first, and then only the weight files that contain a requested tensor.
 
     Attributes:
-        model: the name under which it was found.
-        config: the language model's configuration: ``text_config`` over the rest, where there is one.
+        model: the model's name, as given by ``model`` or the run.
+        config: the language model's configuration. Members of ``text_config``, if any, override the others.
 
     Args:
-        run: its ``run.json`` names the model and the revision that are used without ``model``.
+        run: its ``run.json`` names the default model and revision.
         model: a folder or id instead of the run's.
         members: checks of the configuration's members that the caller uses.
 
     Raises:
-        ConfigError: the run's model is no id of the hub; there is no such model.
+        ConfigError: the run's model is no id of the hub; the model does not exist.
         FormatError: its configuration is damaged.
     """
 
@@ -64,13 +64,13 @@ class ModelFiles:
         self._files: dict[str, str] | None = None
 
     def tensor(self, shape: tuple[int | None, ...], *names: str) -> Any:
-        """The first of the named tensors that the model has, on the CPU, in the file's dtype.
+        """Load the first of the named tensors that the model has, to the CPU, in the file's dtype.
 
         Args:
-            shape: the shape that is expected; None for any number.
+            shape: the expected shape; None for any size.
 
         Raises:
-            ConfigError: the model has none of the names, or one of another shape, or quantised.
+            ConfigError: the model has none of the tensors; the tensor has another shape or is quantised.
             FormatError: its file is damaged.
         """
         if self._files is None:
@@ -79,7 +79,7 @@ class ModelFiles:
         if name is None:
             raise ConfigError(
                 f"{self.model}: expected one of the tensors {list(names)} in its safetensors files, "
-                "found none; name a folder that has them (--model)"
+                "got none. Name a folder that has them (--model)"
             )
         path = self._file(self._files[name])
         with _opened(path) as f:
@@ -95,21 +95,21 @@ class ModelFiles:
             return f.get_tensor(name)
 
     def num_layers_of(self, sample: Sample) -> int | None:
-        """The model's number of layers, if its configuration names it.
+        """Return the model's number of layers, or None if its configuration lacks it.
 
         Raises:
-            ConfigError: the sample is of a model with another number.
+            ConfigError: the sample is of a model with another number of layers.
         """
-        model, told = self.config.get("num_hidden_layers"), sample.about.get("num_hidden_layers")
-        if isinstance(told, int) and model is not None and told != model:
+        model, of_sample = self.config.get("num_hidden_layers"), sample.about.get("num_hidden_layers")
+        if isinstance(of_sample, int) and model is not None and of_sample != model:
             raise ConfigError(
                 f"{sample.key}: expected a sample of {self.model}, which has {model} layers, got one of a model with "
-                f"{told}. Name the sample's model"
+                f"{of_sample}. Name the sample's model"
             )
         return model
 
     def _weight_files(self) -> dict[str, str]:
-        """Tensor → file."""
+        """Return each tensor's file."""
         index = self._folder / "model.safetensors.index.json"
         if index.is_file():
             found: dict[str, str] = _read_json(index, {"weight_map": object_of(text)}).get("weight_map", {})
@@ -132,14 +132,14 @@ class ModelFiles:
         return self._folder / name
 
     def _named(self, model: str | None) -> tuple[str, Path]:
-        """The name and folder of the model that the caller named."""
+        """Return the name and folder of the model that the caller named."""
         if not model:
             raise ConfigError("model: expected a folder or an id of the Hugging Face hub, got none. Name one")
         path = Path(resolve_model(model)).expanduser()
         return model, path if (path / "config.json").is_file() else self._hub(model, None)
 
     def _stored(self, run: Run) -> tuple[str, Path]:
-        """The name and folder of the run's model: the built-in one, or a repository of the hub."""
+        """Return the name and folder of the run's model: the built-in model, or a repository of the hub."""
         if is_builtin(run):
             return SMOLLM2, Path(resolve_model(SMOLLM2))
         meaning = _meaning(run)
@@ -148,7 +148,7 @@ class ModelFiles:
         if Path(name).exists():
             raise ConfigError(
                 f"{run.url}: expected an id of the Hugging Face hub as the run's model, got {name!r}, which is also a "
-                f"path here. Name the one that you want (--model ./{name})"
+                f"path here. Name the folder (--model ./{name}), or rename it"
             )
         return name, self._hub(name, revision)
 
@@ -163,13 +163,13 @@ class ModelFiles:
             return Path(snapshot_download(self.model, revision=self._revision, allow_patterns=[pattern]))
         except Exception as e:
             raise ConfigError(
-                f"{self.model}: expected a folder with config.json, or a model of the Hugging Face hub; "
+                f"{self.model}: expected a folder with config.json, or a model of the Hugging Face hub, got "
                 f"{type(e).__name__}: {e}"
             ) from e
 
 
 def is_builtin(run: Run) -> bool:
-    """Whether the run's model is the built-in one."""
+    """Whether the run's model is the built-in model."""
     return _meaning(run).get("model") == SMOLLM2
 
 
@@ -188,7 +188,7 @@ def _plain(run: Run, what: str, value: Any, form: re.Pattern[str]) -> str:
 
 
 def _read_json(path: Path, checks: Mapping[str, Check]) -> dict[str, Any]:
-    """The JSON object in the file, its members checked."""
+    """Load the JSON object in the file, and check its members."""
     try:
         with path.open("rb") as f:
             data = f.read(_JSON_BYTES + 1)

@@ -1,4 +1,4 @@
-"""Rotary positions by a model's configuration, for heads whose dimension ``i`` turns with ``i + dim / 2``."""
+"""Rotary positions by a model's configuration, for heads that rotate dimension ``i`` with ``i + dim / 2``."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from hsx_dist.model_parts.config_numbers import positive
 
 
 def rotation(model: str, config: Mapping[str, Any], dim: int, tokens: int, theta: float) -> np.ndarray[Any, Any]:
-    """Rotations by position and frequency: complex64 ``[tokens, r / 2]``; ``r`` of a head's ``dim`` numbers turn.
+    """Return the rotation of each position and frequency: complex64 ``[tokens, r / 2]``.
 
-    Its magnitude is the factor that some scalings apply to queries and keys.
+    ``r`` of a head's ``dim`` numbers are rotated. The magnitude is the factor of queries and keys in some scalings.
 
     Args:
-        config: of the model, with ``rope_parameters``, or ``rope_theta`` and ``rope_scaling``.
-        theta: the base where the configuration names none.
+        config: the model's configuration, with ``rope_parameters``, or ``rope_theta`` and ``rope_scaling``.
+        theta: the default base.
 
     Raises:
-        ConfigError: the configuration has another kind of scaling than ``default``, ``linear``, ``llama3`` and
-            ``yarn``, or lacks a number that its kind needs.
+        ConfigError: the scaling is none of ``default``, ``linear``, ``llama3`` and ``yarn``, or the configuration lacks
+            a number that the scaling needs.
     """
     scaling = {
         "rope_theta": config.get("rope_theta"),
@@ -54,14 +54,14 @@ def rotation(model: str, config: Mapping[str, Any], dim: int, tokens: int, theta
 
 
 def rotate(rows: np.ndarray[Any, Any], turns: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """``rows`` float32 ``[tokens, heads, dim]`` at their positions. ``turns``: as ``rotation`` returns them."""
+    """Rotate ``rows`` float32 ``[tokens, heads, dim]`` by ``turns``, the result of ``rotation``."""
     half = turns.shape[1]
     turned = (rows[..., :half] + 1j * rows[..., half : 2 * half]) * turns[:, None]
     return np.concatenate([turned.real, turned.imag, rows[..., 2 * half :]], -1, dtype=np.float32)
 
 
 class _Numbers:
-    """Positive numbers of a configuration. ``get`` raises ``ConfigError`` for anything else."""
+    """Positive numbers of a configuration. ``get`` raises ``ConfigError`` for other values."""
 
     def __init__(self, model: str, values: Mapping[str, Any]) -> None:
         self._model, self._values = model, values
@@ -82,7 +82,7 @@ class _Numbers:
 
 
 def _llama3(frequencies: np.ndarray[Any, Any], numbers: _Numbers) -> np.ndarray[Any, Any]:
-    """Low frequencies are divided by the factor, high ones stay, and those between are mixed of both."""
+    """Divide low frequencies by the factor, keep high ones, and interpolate those in between."""
     low, high = numbers.get("low_freq_factor"), numbers.get("high_freq_factor")
     if low >= high:
         raise ConfigError(f"expected low_freq_factor below high_freq_factor, got {low} and {high}. Correct config.json")
@@ -93,8 +93,11 @@ def _llama3(frequencies: np.ndarray[Any, Any], numbers: _Numbers) -> np.ndarray[
 
 
 def _yarn(frequencies: np.ndarray[Any, Any], base: float, numbers: _Numbers) -> tuple[np.ndarray[Any, Any], float]:
-    """As llama3, mixed over the frequencies' numbers between two that turn ``beta_fast`` and ``beta_slow`` times in the
-    original context; and the factor of queries and keys."""
+    """Return the frequencies, and the factor of queries and keys.
+
+    Interpolates as llama3, but linearly by the frequencies' indices. The limits are the frequencies that turn
+    ``beta_fast`` and ``beta_slow`` times in the original context.
+    """
     factor, half = numbers.get("factor"), len(frequencies)
     context = numbers.get("original_max_position_embeddings")
 

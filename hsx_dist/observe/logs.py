@@ -36,7 +36,7 @@ class Structured(logging.Formatter):
         about = {n: v for n in FIELDS if (v := getattr(record, n, self._context.get(n))) is not None}
         message = printable_lines(record.getMessage() + getattr(record, "suppressed", ""))
         at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
-        # ``exc_text``: what ``logger.Escaping`` made of it.
+        # ``exc_text``: the traceback, escaped by ``logger.Escaping``.
         raised = record.exc_text or (self.formatException(record.exc_info) if record.exc_info else "")
         trace = raised if record.exc_text else printable_lines(raised)
         if self._as_json:

@@ -1,4 +1,4 @@
-"""Where objects go: one small protocol over files, S3, GCS and whatever else fsspec speaks."""
+"""Object stores: one small protocol over files, S3, GCS, Azure and fsspec's other file systems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store's protocol: eight verbs over whole objects, and what every back end shares.
+"""The store's protocol: methods over whole objects, and helpers that all back ends share.
 
 An object store is not a file system: objects appear whole or not at all, there are no folders, nothing is renamed.
 """
@@ -32,92 +32,101 @@ class ObjectInfo:
 
 @runtime_checkable
 class Store(Protocol):
-    """Objects under one url. Every verb may raise ``Denied`` and ``Unavailable`` besides what it names.
+    """Objects under one URL. Thread-safe.
 
-    Names are relative to ``url``, their parts separated by ``/``; an empty, absolute or ``..`` name is a
-    ``ValueError``. A store may be used from several threads at once.
+    Names are relative to ``url``, with ``/`` between their parts. An empty or absolute name, or one with ``..``, raises
+    ``ValueError``. In addition to the errors below, every method may raise ``Denied`` and ``Unavailable``.
     """
 
     @property
     def url(self) -> str:
-        """Where the objects lie; it holds no credentials and may be shown."""
+        """URL of the store. It contains no credentials, so messages may show it."""
 
     def put(self, name: str, buffers: Sequence[Buffer]) -> None:
-        """Store the concatenation of ``buffers``, atomically, replacing what was there.
+        """Store the concatenation of ``buffers`` atomically. Replaces an object of that name.
 
         The buffers must not change until the call returns.
         """
 
     def put_if_absent(self, name: str, data: bytes | Sequence[Buffer]) -> None:
-        """Store ``data`` (of several buffers the concatenation) unless there is an object of that name:
-        ``AlreadyExists``, and exactly one of several wins."""
+        """Store ``data``, or the concatenation of several buffers, if there is no object of that name.
+
+        If there is one, raises ``AlreadyExists``. Of several concurrent calls exactly one succeeds.
+        """
 
     def get(self, name: str, most: int | None = None) -> bytes:
-        """The object, or its first ``most`` bytes (at least 1) where it is larger; one request. ``NotFound`` when there
-        is none. Memory is taken for bytes that are there, not for ``most``."""
+        """Return the object's bytes, at most the first ``most`` (at least 1), in one request.
+
+        Allocates memory for the bytes that exist, not for ``most``. Raises ``NotFound`` if there is no object.
+        """
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """The bytes ``[start, stop)`` of each range, in the order asked; neighbours share a request.
+        """Return the bytes ``[start, stop)`` of each range, in the order of ``ranges``. Close ranges share a request.
 
-        ``NotFound`` when there is no such object; ``ValueError`` when a range is negative or ends past the object.
+        Raises ``NotFound`` if there is no object, and ``ValueError`` if a range is negative or ends past the object.
         """
 
     def head(self, name: str) -> ObjectInfo:
-        """Name and size. ``NotFound`` when there is none."""
+        """Return the name and size. Raises ``NotFound`` if there is no object."""
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
-        """Objects whose names begin with ``prefix`` (any string), sorted by name, strictly after ``after``.
+        """Yield the objects whose names begin with ``prefix`` (any string), sorted by name, strictly after ``after``.
 
-        Never answered from a cache. Nothing stored yet is no error; a missing bucket is ``NotFound``. In a large folder
-        of some file systems (tmpfs) an object that is replaced during the call may be missing.
+        Never uses a cache. An empty store yields nothing; a missing bucket raises ``NotFound``. In a large folder of
+        some file systems (tmpfs) an object that is replaced during the call may be missing.
         """
 
     def delete(self, name: str) -> None:
-        """Remove the object; that it is missing is fine."""
+        """Remove the object. Does nothing if it does not exist."""
 
 
 @runtime_checkable
 class Conditional(Protocol):
-    """Optional methods of a store: deletes and puts that spare an object which was stored anew.
+    """Optional methods of a store: deletes and puts that leave a newer object as it is.
 
-    ``RetryStore`` has them for every store; they raise ``StoreError`` where the inner store has none.
+    ``RetryStore`` has them for every store. They raise ``StoreError`` if the inner store has none.
     """
 
     def version(self, name: str) -> str:
-        """A text that changes with every put of other bytes. ``NotFound`` when there is no object."""
+        """Return a text that changes with every put of other bytes. Raises ``NotFound`` if there is no object."""
 
     def delete_version(self, name: str, version: str) -> bool:
         """Delete the object if ``version`` is still its version, in one step. Returns whether this call deleted it."""
 
     def put_version(self, name: str, buffers: Sequence[Buffer], version: str) -> bool:
-        """As ``put`` if ``version`` is still the version, in one step. Returns whether this call stored the object."""
+        """Replace the object if ``version`` is still its version, in one step. Returns whether this call stored it."""
 
 
 @runtime_checkable
 class Folders(Protocol):
     """Optional methods of a store whose objects are files in folders. ``RetryStore`` has them for every store.
 
-    ``list`` raises ``Denied`` for a folder that this process may not read: a caller that concludes from the absence of
-    an object must see all of them. These methods take a callback for callers that judge each object alone.
+    ``list`` raises ``Denied`` for a folder that this process may not read: a caller that relies on the absence of an
+    object must see all objects. These methods take a callback instead, for callers that judge each object alone.
     """
 
     def list_readable(self, unreadable: Callable[[str], None], after: str | None = None) -> Iterator[ObjectInfo]:
-        """As ``list``, without the folders that this process may not read. ``unreadable`` is called with the name of
-        each (``.`` for the root), and may get a name several times. ``Denied`` where the root cannot be read."""
+        """List all objects except those in folders that this process may not read.
+
+        ``unreadable`` is called with the name of each such folder (``.`` for the root), possibly several times. Raises
+        ``Denied`` if the root cannot be read.
+        """
 
     def unfinished(
         self, older_than: float = 0.0, unreadable: Callable[[str], None] | None = None
     ) -> Iterator[ObjectInfo]:
-        """Files that killed processes left of their puts, unless they changed within ``older_than`` seconds. ``list``
-        does not show them, ``delete`` removes them. Other processes may be writing some of them. Without ``unreadable``
-        a folder that this process may not read raises ``Denied``."""
+        """Yield the temporary files of unfinished puts that did not change within ``older_than`` seconds.
+
+        Killed processes leave such files, but a live process may still write some of them. ``list`` does not show them;
+        ``delete`` removes them. Without ``unreadable``, a folder that this process may not read raises ``Denied``.
+        """
 
 
 def replaces_conditionally(store: Store) -> bool:
-    """Whether the store does what ``put_version`` says, tried on a probe object: some servers ignore the condition.
+    """Whether ``put_version`` works, tested with a probe object. Some servers ignore the condition.
 
     Raises:
-        StoreError: the store's, also where it has no conditional puts.
+        StoreError: the store's own errors, also if it has no conditional puts.
     """
     name = f".hsx-probe-{uuid.uuid4().hex}"
     if not isinstance(store, Conditional):
@@ -127,7 +136,7 @@ def replaces_conditionally(store: Store) -> bool:
         old = store.version(name)
         store.put(name, [b"new"])
         spared = not store.put_version(name, [b"x"], old) and store.get(name) == b"new"
-        store.put_version(name, [b"newer"], store.version(name))  # False also where its answer was lost
+        store.put_version(name, [b"newer"], store.version(name))  # also False if its response was lost
         return spared and store.get(name) == b"newer"
     finally:
         with suppress(StoreError):
@@ -135,7 +144,7 @@ def replaces_conditionally(store: Store) -> bool:
 
 
 def version_of(store: Store, name: str) -> str | None:
-    """``Conditional.version``; None where the store has no versions. ``NotFound`` when there is no object."""
+    """Return ``Conditional.version``, or None if the store has no versions. Raises ``NotFound`` without an object."""
     try:
         return store.version(name) if isinstance(store, Conditional) else None
     except NotFound:
@@ -147,7 +156,7 @@ def version_of(store: Store, name: str) -> str | None:
 
 
 def not_conditional(url: str) -> StoreError:
-    """The error where a store or its server has no conditional deletes."""
+    """The error for a store or server without conditional deletes."""
     return StoreError(
         f"{url}: expected a store with conditional deletes (S3's If-Match, GCS's ifGenerationMatch, a file system with "
         "locks), got one without: a delete could remove an object that a server has just stored anew. Use the bucket's "
@@ -156,12 +165,12 @@ def not_conditional(url: str) -> StoreError:
 
 
 def as_buffers(data: bytes | Sequence[Buffer]) -> Sequence[Buffer]:
-    """One buffer, or several, as several."""
+    """Return ``data`` as a sequence of buffers."""
     return [data] if isinstance(data, bytes) else data
 
 
 def as_bytes_view(data: Buffer) -> memoryview:
-    """``data`` as a flat memoryview of bytes, without a copy. ``ValueError`` when it is not contiguous."""
+    """Return ``data`` as a flat memoryview of bytes, without a copy. Raises ``ValueError`` if it is not contiguous."""
     view = _view(data)
     if not view.c_contiguous:
         raise ValueError("expected a C-contiguous buffer, got a strided one: copy it with np.ascontiguousarray first")
@@ -175,7 +184,7 @@ def _view(data: Buffer) -> memoryview:
 
 
 def check_name(name: str) -> str:
-    """``name`` itself, if it is one that stays inside the store. ``ValueError`` otherwise."""
+    """Return ``name`` if it cannot leave the store. Raises ``ValueError`` otherwise."""
     if not name or "\x00" in name or any(part in ("", ".", "..") for part in name.split("/")):
         raise ValueError(
             f"expected a relative object name such as 'data/a.bin', got {name!r}: no empty, '.' or '..' parts"
@@ -184,14 +193,14 @@ def check_name(name: str) -> str:
 
 
 def check_ranges(name: str, ranges: Sequence[tuple[int, int]]) -> None:
-    """``ValueError`` when a range is not ``0 <= start <= stop``."""
+    """Raise ``ValueError`` unless every range has ``0 <= start <= stop``."""
     for start, stop in ranges:
         if not 0 <= start <= stop:
             raise ValueError(f"{name}: expected byte ranges with 0 <= start <= stop, got [{start}, {stop})")
 
 
 def coalesce(ranges: Sequence[tuple[int, int]], gap: int = COALESCE_GAP) -> list[tuple[int, int]]:
-    """The fewest spans that cover all non-empty ``ranges``, joining those with at most ``gap`` bytes between them."""
+    """Return the spans that cover all non-empty ``ranges``. Ranges at most ``gap`` bytes apart share a span."""
     spans: list[tuple[int, int]] = []
     for start, stop in sorted(r for r in ranges if r[0] < r[1]):
         if spans and start - spans[-1][1] <= gap:
@@ -204,15 +213,15 @@ def coalesce(ranges: Sequence[tuple[int, int]], gap: int = COALESCE_GAP) -> list
 def cut(
     name: str, ranges: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]], contents: Sequence[Buffer]
 ) -> list[memoryview]:
-    """``ranges`` as views into the fetched ``contents`` of ``spans`` (sorted, as ``coalesce`` gives them).
+    """Return ``ranges`` as views into the fetched ``contents`` of ``spans`` (sorted, from ``coalesce``).
 
-    ``ValueError`` when a content is shorter than its span: the object ends before the range does.
+    Raises ``ValueError`` if a content is shorter than its span: the object ends before the range does.
     """
     views = [_view(content) for content in contents]
     for (start, stop), view in zip(spans, views, strict=True):
         if view.nbytes != stop - start:
             raise ValueError(
-                f"{name}: expected {stop - start} bytes at [{start}, {stop}), got {view.nbytes}: the object ends before"
+                f"{name}: expected {stop - start} bytes at [{start}, {stop}), got {view.nbytes}: the object is shorter"
             )
     found: list[memoryview] = []
     for start, stop in ranges:

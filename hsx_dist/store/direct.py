@@ -1,9 +1,11 @@
 """Writing a file past the kernel's page cache (``O_DIRECT``).
 
-What is stored here is synced before it counts, and not read again soon. Through the page cache every byte first takes a
-fresh page, on virtual machines one that the host has to find as well: up to 7 CPU seconds a GB were measured there,
-where this takes 0.07 (``benchmarks/NOTES.md``). What lies in memory as a disk wants it goes out from there, the rest
-through a buffer. File systems that cannot do it are written to as usual.
+An object is synced before ``put`` returns, and seldom read soon after. The page cache allocates a page for every byte
+written; in a virtual machine the host must often allocate that page too. Buffered writes took up to 7 CPU seconds per
+GB there, direct writes 0.07 (``benchmarks/NOTES.md``).
+
+Aligned memory is written without a copy, other memory through an aligned buffer. File systems without ``O_DIRECT`` get
+buffered writes.
 """
 
 from __future__ import annotations
@@ -18,23 +20,26 @@ from typing import Any
 
 import numpy as np
 
-#: Less is written as usual: a small file is written in one go, and may well be read soon.
+#: Smaller files get buffered writes: they take one system call, and may be read soon.
 LEAST_BYTES = 1 << 20
-#: What a thread that writes holds: memory, lengths and offsets must be multiples of a device's block, at most 4 KiB.
+#: Size of the buffer of each writing thread.
 _BUFFER_BYTES = 4 << 20
+#: Direct writes need addresses, lengths and offsets that are multiples of the device's block, at most 4 KiB.
 _ALIGN = 4096
-#: Copying less than this costs less than a write of its own.
+#: Below this size a copy into the buffer costs less than a separate write.
 _WORTH_WRITING = 256 << 10
-#: What file systems say that do not know it; Linux has the flag, and macOS has not.
+#: Errors of file systems without ``O_DIRECT``.
 _UNKNOWN = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
-_FLAG = getattr(os, "O_DIRECT", 0)
+_FLAG = getattr(os, "O_DIRECT", 0)  # macOS has no such flag
 
 _own = threading.local()
 
 
 def write_direct(fd: int, views: Sequence[memoryview]) -> bool:
-    """Write ``views`` (bytes) one after another to the empty file ``fd``; whether it could be done. If not, nothing is
-    written, and ``fd`` is as it was."""
+    """Write ``views`` (bytes) one after another to the empty file ``fd``.
+
+    Returns False if direct writes are not possible; then ``fd`` is unchanged.
+    """
     if not _FLAG or sum(view.nbytes for view in views) < LEAST_BYTES:
         return False
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
@@ -42,7 +47,7 @@ def write_direct(fd: int, views: Sequence[memoryview]) -> bool:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | _FLAG)
         return _write(fd, views)
     except OSError as e:
-        # Some file systems take the flag and refuse the first write.
+        # Some file systems accept the flag and refuse the first write.
         if e.errno not in _UNKNOWN or os.lseek(fd, 0, os.SEEK_CUR):
             raise
         return False
@@ -63,7 +68,7 @@ def _write(fd: int, views: Sequence[memoryview]) -> bool:
                 data, filled = data[n:], 0
                 continue
             n = min(len(data), _BUFFER_BYTES - filled)
-            buffer[filled : filled + n] = data[:n]  # numpy lets other threads run meanwhile
+            buffer[filled : filled + n] = data[:n]  # numpy releases the GIL
             data, filled = data[n:], filled + n
             if filled == _BUFFER_BYTES:
                 _write_all(fd, buffer)
@@ -75,7 +80,7 @@ def _write(fd: int, views: Sequence[memoryview]) -> bool:
 
 
 def _at_once(data: np.ndarray[Any, Any]) -> int:
-    """How many bytes of it can be written from where they are."""
+    """Number of leading bytes that can be written without a copy."""
     n = len(data) // _ALIGN * _ALIGN
     return n if n >= _WORTH_WRITING and data.ctypes.data % _ALIGN == 0 else 0
 
@@ -84,12 +89,13 @@ def _write_all(fd: int, data: np.ndarray[Any, Any]) -> None:
     while len(data):
         data = data[os.write(fd, data.data) :]
         if len(data) % _ALIGN:
-            # Cut short, as on a disk that is full: only the usual way goes on from anywhere, and says what is wrong.
+            # A short write, as on a full disk. Only a buffered write can continue at an unaligned offset, and it
+            # raises the cause.
             fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~_FLAG)
 
 
 def _buffer() -> np.ndarray[Any, Any]:
-    """This thread's, aligned as a mapping is."""
+    """This thread's buffer, page-aligned because it is a mapping."""
     if not hasattr(_own, "buffer"):
         _own.buffer = np.frombuffer(mmap.mmap(-1, _BUFFER_BYTES), np.uint8)
     return _own.buffer  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
-"""What a back end's exception means, whichever library raised it.
+"""Translation of the back ends' exceptions into the store's errors.
 
-Libraries are recognised by their exceptions' names and fields, so that none of them is imported here.
+Recognises the exceptions by their names and fields, so that this module imports none of the libraries.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BUSY_CODES = frozenset(
         "ConditionalRequestConflict",
         "IncompleteBody",
         "InternalError",
-        # An upload in pieces that was completed, but whose answer was lost, and that the library completed again.
+        # The library completed a multipart upload a second time after the first response was lost.
         "NoSuchUpload",
         "OperationAborted",
         "RequestTimeout",
@@ -83,21 +83,21 @@ _CONNECTION = frozenset(
 _TRANSIENT = frozenset(
     {errno.EIO, errno.EBUSY, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.EPIPE, errno.EREMOTEIO}
 )
-#: No room is left, or not for so large a file.
+#: The file system is full, or the file is too large for it.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _REGION_CODES = frozenset({"301", "307", "AuthorizationHeaderMalformed", "PermanentRedirect"})
-# obstore tells status, code and cause in the text of its errors only, and adds a page of Rust's own.
+# obstore's errors have status, code and cause in their text only, followed by Rust's debug output.
 _IN_TEXT = re.compile(r"(?:status code: |HTTP status )(?P<status>[1-5]\d\d)")
 _CODE_IN_TEXT = re.compile(r"<Code>(\w+)</Code>|\(code: (\w+)\)")
 _ERRNO_IN_TEXT = re.compile(r"\(os error (\d+)\)")
 _INVALID_RANGE = "Requested range was invalid"
 _RUST = "\n\nDebug source:"
 _NO_ANSWER = ("HTTP error:", "error sending request", "operation timed out")
-#: How obstore tells S3's 301, which names the right endpoint in its body alone.
+#: obstore's text for S3's 301, which names the right endpoint in its body only.
 _REDIRECT = "redirect without LOCATION"
-#: Characters of a library's message that an error repeats: S3's XML answers are longer than a log line.
+#: Characters of a library's message that an error repeats: S3's XML responses are longer than a log line.
 _DETAIL = 300
-# gcsfs takes these words as `token`: they are no secrets, and cutting them out would garble messages.
+# gcsfs takes these words as `token`. They are no secrets, and redacting them would garble messages.
 _WHERE_TO_LOOK = frozenset({"anon", "browser", "cache", "cloud", "google_default"})
 
 _CREDENTIALS_HINT = (
@@ -116,12 +116,12 @@ class Redactor:
         self.learn(values)
 
     def learn(self, secrets: Collection[str]) -> None:
-        """Remove these too: credentials that were found while a store was used."""
+        """Also remove ``secrets``: credentials that were found after the store was opened."""
         new = {v for v in tuple(secrets) if len(v) >= 4}
-        # Libraries quote what goes into a URL.
+        # Libraries quote the parts of a URL.
         values = {*self._secrets, *new, *map(quote, new), *map(quote_plus, new), *(quote(v, safe="") for v in new)}
         if len(values) > len(self._secrets):
-            # The longest first: one secret may be a part of another.
+            # Longest first: one secret may be a part of another.
             self._secrets = sorted(values, key=len, reverse=True)
 
     def __call__(self, text: str) -> str:
@@ -131,60 +131,60 @@ class Redactor:
 
 
 def translate(error: BaseException, where: str, bucket: str, redact: Redactor) -> StoreError:
-    """The store's error for a back end's ``error``.
+    """Return the store's error for a back end's ``error``.
 
-    ``where``: what was tried on which object, without credentials; ``bucket``: where it lies, for hints.
+    ``where``: verb and object, without credentials. ``bucket``: its bucket, for hints.
     """
     chain = list(_chain(error))
     names = {c.__name__ for e in chain for c in type(e).__mro__}
     code, status = _code(chain)
-    came = _detail(chain, code, status, redact)
-    if code == "NoSuchBucket" or (status == 404 and "bucket does not exist" in came.lower()):
+    detail = _detail(chain, code, status, redact)
+    if code == "NoSuchBucket" or (status == 404 and "bucket does not exist" in detail.lower()):
         return NotFound(f"{where}: there is no bucket {bucket!r}. Make it, or correct the url")
-    # First: obstore gives every 409 of a create as AlreadyExistsError, also S3's ConditionalRequestConflict.
+    # Before AlreadyExists: obstore raises AlreadyExistsError for every 409, also S3's ConditionalRequestConflict.
     if code in _BUSY_CODES or status in (408, 410, 429) or (status is not None and status >= 500 and status != 501):
-        return Unavailable(f"{where}: the service cannot answer now: {came}")
+        return Unavailable(f"{where}: the service cannot answer now: {detail}")
     exists = isinstance(error, FileExistsError) or "AlreadyExistsError" in names
     if "PreconditionFailed" in (code, *names) or status == 412 or exists:
-        return AlreadyExists(f"{where}: expected no object of this name, and there is one")
+        return AlreadyExists(f"{where}: expected no object of this name, got one")
     if code in _REGION_CODES or status in (301, 307):
-        return StoreError(f"{where}: {came}. The bucket lies in another region: set the region, or the endpoint")
+        return StoreError(f"{where}: {detail}. The bucket is in another region: set the region, or the endpoint")
     if code == "RequestTimeTooSkewed":
-        return Denied(f"{where}: {came}. Set this machine's clock")
+        return Denied(f"{where}: {detail}. Set this machine's clock")
     denied = isinstance(error, PermissionError) or names & {"PermissionDeniedError", "UnauthenticatedError"}
-    if code in _DENIED_CODES or status in (401, 403) or denied or "Forbidden:" in came:
-        return Denied(f"{where}: not allowed: {came}. {_CREDENTIALS_HINT}")
+    if code in _DENIED_CODES or status in (401, 403) or denied or "Forbidden:" in detail:
+        return Denied(f"{where}: not allowed: {detail}. {_CREDENTIALS_HINT}")
     if names & _NO_CREDENTIALS:
-        return Denied(f"{where}: no usable credentials: {came}. {_CREDENTIALS_HINT}")
+        return Denied(f"{where}: no usable credentials: {detail}. {_CREDENTIALS_HINT}")
     number = _errno(error)
     if number == errno.ENOTDIR and where.startswith("put"):
-        return StoreError(f"{where}: {came}. An object and a folder cannot share a name: choose another output")
+        return StoreError(f"{where}: {detail}. An object and a folder cannot share a name: choose another output")
     missing = isinstance(error, FileNotFoundError) or number in (errno.EISDIR, errno.ENOTDIR)
     if status == 404 or code in ("NoSuchKey", "404") or missing:
         return NotFound(f"{where}: there is no such object")
     if names & _CONNECTION or isinstance(error, (TimeoutError, ConnectionError)) or _unanswered(chain, status):
-        return Unavailable(f"{where}: no answer: {came}. {_ENDPOINT_HINT}")
-    # A known 4xx is a wrong request whatever errno the library chose for it.
+        return Unavailable(f"{where}: no answer: {detail}. {_ENDPOINT_HINT}")
+    # Without a status only: a 4xx is a wrong request, whichever errno the library chose for it.
     if status is None and number in _TRANSIENT:
-        return Unavailable(f"{where}: {came}. {_ENDPOINT_HINT}")
+        return Unavailable(f"{where}: {detail}. {_ENDPOINT_HINT}")
     if number in FULL:
-        return StoreError(f"{where}: {came}. Free some space, or choose another output")
-    return StoreError(f"{where}: {came}")
+        return StoreError(f"{where}: {detail}. Free some space, or choose another output")
+    return StoreError(f"{where}: {detail}")
 
 
 def expired(error: BaseException) -> bool:
-    """Whether temporary credentials ran out: new ones may be there already."""
+    """Whether temporary credentials expired. New credentials may exist already."""
     return _code(list(_chain(error)))[0] in ("ExpiredToken", "TokenRefreshRequired")
 
 
 def redirected(error: BaseException) -> bool:
-    """Whether the bucket lies in another region than the one that was asked."""
+    """Whether the bucket is in another region than the request's."""
     code, status = _code(list(_chain(error)))
     return code in _REGION_CODES or status in (301, 307)
 
 
 def past_the_end(error: BaseException) -> bool:
-    """Whether a range was asked that begins behind the object's last byte."""
+    """Whether the requested range begins past the object's last byte."""
     code, status = _code(list(_chain(error)))
     of_a_file = _of_obstore(error) and _INVALID_RANGE in str(error)
     return code in ("InvalidRange", "416") or status == 416 or of_a_file
@@ -206,7 +206,7 @@ def _of_obstore(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and what it was raised from (what it merely happened beside says nothing about it)."""
+    """Yield the error and its explicit causes. ``__context__`` is not followed: it may be unrelated."""
     seen = 0
     while error is not None and seen < 8:
         yield error
@@ -244,11 +244,11 @@ def _status(value: object) -> int | None:
 
 def _detail(chain: list[BaseException], code: str, status: int | None, redact: Redactor) -> str:
     root = chain[-1]
-    # Credentials go before the text is cut: half of one would not be known again.
+    # Redacted before the text is cut: half a credential would not be recognised.
     text = " ".join(redact(str(root).partition(_RUST)[0]).split()) or redact(json.dumps(repr(root)))
-    told = text if len(text) <= _DETAIL else f"{text[:_DETAIL]}…"
+    short = text if len(text) <= _DETAIL else f"{text[:_DETAIL]}…"
     what = code or (f"HTTP {status}" if status is not None else "")
-    return f"{type(root).__name__}{f' {what}' if what and what not in told else ''}: {told}"
+    return f"{type(root).__name__}{f' {what}' if what and what not in short else ''}: {short}"
 
 
 def _secret_values(options: Mapping[str, Any], secret: bool = False) -> Iterator[str]:

@@ -10,13 +10,15 @@ from pathlib import Path
 from hsx_dist.errors import StoreError
 from hsx_dist.store.base import ObjectInfo
 
-#: Unfinished objects lie beside their final name, as a rename must stay within one file system.
+#: Prefix of unfinished objects. They are in the folder of their final name: a rename cannot cross file systems.
 UNFINISHED = ".hsx-unfinished-"
 
 
 class FolderListing:
-    """One listing of the files below ``root``. A folder that may not be read ends it, unless ``unreadable`` is given:
-    then that is called with the folder's name."""
+    """One listing of the files below ``root``.
+
+    A folder that may not be read raises ``PermissionError``. With ``unreadable`` its name is passed to that instead.
+    """
 
     def __init__(self, root: Path, prefix: str, after: str | None, unreadable: Callable[[str], None] | None = None):
         self._root = root
@@ -29,7 +31,7 @@ class FolderListing:
         try:
             entries = _entries(self._root, folder)
         except FileNotFoundError:
-            return  # nothing was ever stored, or the folder went away meanwhile
+            return  # nothing is stored yet, or the folder was just removed
         except PermissionError:
             if not folder:
                 raise
@@ -45,7 +47,7 @@ class FolderListing:
                     continue
                 about = None if is_folder else entry.stat()
             except FileNotFoundError:
-                continue  # deleted meanwhile
+                continue  # just deleted
             except PermissionError:
                 self._skip(name if is_folder else folder)
                 continue
@@ -55,30 +57,30 @@ class FolderListing:
                 yield ObjectInfo(name, about.st_size)
 
     def _is_wanted(self, name: str, is_folder: bool) -> bool:
-        """Whether it matches, or is a folder of what may match."""
+        """Whether the name matches, or is a folder that may contain a match."""
         matches = name.startswith(self._prefix) or (is_folder and self._prefix.startswith(name))
         after = self._after
         return matches and (after is None or name > after or (is_folder and after.startswith(name)))
 
     def _skip(self, name: str) -> None:
-        """Called while a PermissionError is handled, or with ``unreadable``."""
+        """Report a folder to ``unreadable``. Without that, reraise the PermissionError that the caller handles."""
         if self._unreadable is None:
             raise
         self._unreadable(name.rstrip("/") or ".")
 
     def _follow_once(self, entry: os.DirEntry[str]) -> bool:
-        """Whether the link leads to something. Refuses to list a linked folder twice: a few links can make a tree of
-        any size."""
+        """Whether the link's target exists. Raises ``StoreError`` for a second link to a folder: a few links can make a
+        tree of any size."""
         try:
             target = entry.stat()
         except FileNotFoundError:
             if not Path(entry.path).is_symlink():
-                return True  # deleted meanwhile
+                return True  # just deleted
             if self._unreadable is not None:
                 return False
             raise StoreError(
-                f"list {entry.path}: expected a file or a folder, got a symbolic link to nothing: the object that it "
-                "stands for may be lost. Restore what it leads to, or remove the link"
+                f"list {entry.path}: expected a file or a folder, got a symbolic link to nothing: an object may be "
+                "lost. Restore the link's target, or remove the link"
             ) from None
         if (target.st_dev, target.st_ino) in self._linked:
             raise StoreError(
@@ -90,15 +92,15 @@ class FolderListing:
 
 
 def _entries(root: Path, folder: str) -> list[tuple[str, os.DirEntry[str]]]:
-    """The entries of a folder below ``root`` by the names of their objects, sorted; those of folders end in ``/``."""
+    """Return (object name, entry) of a folder below ``root``, sorted by name. Names of folders end in ``/``."""
     with os.scandir(root / folder) as found:
-        # "a-b" sorts before "a/b", but after "a": a folder takes its place with its slash.
-        # A dict: a file system may give a name twice if its object is replaced meanwhile.
+        # Folders sort with their slash: "a-b" is before "a/b", but after "a".
+        # A dict: a file system may return a name twice if its object is replaced during the scan.
         return sorted({f"{folder}{e.name}{'/' if _is_folder(e) else ''}": e for e in found}.items())
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    # A link to nothing, or to what this process may not see, may stand for a folder: no listing may ignore it.
+    # A link whose target is missing, or not visible to this process, may be a folder. No listing may ignore it.
     try:
         return entry.is_dir() or (
             entry.is_symlink() and not entry.name.startswith(UNFINISHED) and not Path(entry.path).exists()

@@ -1,7 +1,7 @@
-"""Folders opened component by component, so that a link that another user planted redirects no write and no delete.
+"""Folders opened component by component, so that another user's link cannot redirect a write or a delete.
 
-Every step is relative to the open descriptor of the folder above: a folder that is swapped for a link between two steps
-changes nothing.
+Every step is relative to the open descriptor of the parent folder. Swapping a folder for a link between two steps has
+no effect.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ def opened(
     own_links: bool = False,
     entered: Callable[[int, int, str], None] | None = None,
 ) -> Iterator[int]:
-    """Descriptor of the folder ``path`` (``/`` between its components) below ``root``. ``root`` itself may be a link.
+    """Yield a descriptor of the folder ``path`` (``/`` between its components) below ``root``. ``root`` may be a link.
 
     Args:
-        make: make the folders that are missing. A folder of another user is refused where every user may make folders.
+        make: make missing folders. Refuses another user's folder in a parent where every user may make folders.
         own_links: follow links to folders that belong to this process's user or to root.
         entered: called for each component with the descriptors of a folder and of its subfolder, and the name.
 
     Raises:
-        OSError: ``ELOOP`` for a link that is not followed, ``EACCES`` for a folder of another user; what ``open`` and
-            ``mkdir`` raise.
+        OSError: ``ELOOP`` for a link that is not followed, ``EACCES`` for a folder of another user, and the errors of
+            ``open`` and ``mkdir``.
     """
     folder = os.open(root, _FOLDER)
     try:
@@ -98,8 +98,10 @@ def is_at(fd: int, folder: int, name: str) -> bool:
 
 
 def _through(folder: int, name: str, *, own_links: bool) -> int:
-    """Open the folder behind a link that this user or root made. The owner and the target are of one and the same link:
-    nobody can change it once it is open."""
+    """Open the folder behind a link that this user or root made.
+
+    Owner and target are read from one open descriptor, so that both belong to the same link. A link cannot be changed.
+    """
     if own_links and _LINK:
         link = os.open(name, _LINK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
         try:
@@ -118,11 +120,11 @@ def _is_planted(folder: int, child: int) -> bool:
 
 
 def private_folder(path: Path) -> int:
-    """Descriptor of a folder that only this process's user can enter; made where it is missing.
+    """Return a descriptor of a folder that only this process's user can enter. Makes the folder if it is missing.
 
     Raises:
-        ConfigError: there is something else: a link, a folder of another user, or one that other users can enter.
-        OSError: it cannot be made.
+        ConfigError: the path is no folder, a link, another user's folder, or a folder that other users can enter.
+        OSError: the folder cannot be made.
     """
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -143,7 +145,7 @@ def private_folder(path: Path) -> int:
 def _not_private(path: Path, got: str) -> str:
     return (
         f"{path}: expected a folder of user {os.geteuid()} that no other user can enter, got {got}. Remove it, or set "
-        "TMPDIR to a folder of your own"
+        "TMPDIR to a private folder"
     )
 
 
@@ -167,12 +169,12 @@ def open_own(folder: int, name: str, flags: int, mode: int = 0o600) -> int:
 
 
 class SyncedFolders:
-    """Folders whose names this process synced: at most ``most`` of them. Thread-safe.
+    """The last ``most`` used folders whose names this process synced. Thread-safe.
 
-    An inode alone does not identify a folder: a file system gives the inode of a removed folder to the next one, which
-    another process may make and never sync. Each folder is therefore kept open, as no inode of an open folder is given
-    away. (An NFS server may do so. It stores a new folder's name before it answers.) A folder beyond ``most``, the
-    least recently used, is closed and synced again: one ``fsync`` more for its next object.
+    An inode alone does not identify a folder: a file system reuses the inode of a removed folder for the next one.
+    Another process may make that folder and never sync it. Each folder is therefore kept open: the inode of an open
+    folder is not reused. (An NFS server may reuse it, but stores a new folder's name before it answers.) When there are
+    more than ``most`` folders, the least recently used one is closed; its next object costs one more ``fsync``.
     """
 
     def __init__(self, most: int = 64):
@@ -181,7 +183,7 @@ class SyncedFolders:
         self._mutex = threading.Lock()
 
     def once(self, where: Hashable, folder: int, sync: Callable[[], None]) -> None:
-        """Call ``sync``, unless it returned before for the open ``folder`` at ``where``."""
+        """Call ``sync``, unless it already returned for the open ``folder`` at ``where``."""
         found = os.fstat(folder)
         key = (where, found.st_dev, found.st_ino)
         with self._mutex:
@@ -191,10 +193,10 @@ class SyncedFolders:
         sync()
         try:
             kept = os.dup(folder)
-        except OSError:  # this process has no descriptor to spare: the next put syncs the name again
+        except OSError:  # no descriptor is left in this process: the next put syncs the name again
             return
         with self._mutex:
-            if key in self._kept:  # another thread was quicker
+            if key in self._kept:  # another thread was faster
                 os.close(kept)
                 return
             self._kept[key] = kept
@@ -202,7 +204,7 @@ class SyncedFolders:
                 os.close(self._kept.popitem(last=False)[1])
 
     def close(self) -> None:
-        """Close all folders: a file system cannot be unmounted while this process keeps one of its folders open."""
+        """Close all folders. A file system cannot be unmounted while this process keeps one of its folders open."""
         with self._mutex:
             while self._kept:
                 os.close(self._kept.popitem()[1])

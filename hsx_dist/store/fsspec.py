@@ -1,4 +1,4 @@
-"""Objects through fsspec: any scheme it speaks; S3, GCS and memory are tested. Files are ``LocalStore``'s."""
+"""Objects through fsspec: every scheme except files (``LocalStore``). Tests cover S3, GCS and memory."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from hsx_dist.store.faults import Redactor, expired, past_the_end, translate
 
 T = TypeVar("T")
 
-#: What of an upload to S3 is in flight at once: pieces of this size, so many of them.
+#: Size and number of the pieces of an S3 upload that are in flight at once.
 _PIECE = 16 * 1024 * 1024
 _PIECES_AT_ONCE = 4
 _MEMORY_LOCK = threading.Lock()
-#: No call lasts longer than this many seconds, and one more for every so many bytes that it moves. The libraries' own
-#: limits are for silence, and have holes: a server may send a byte a second, or never answer `Expect: 100-continue`.
+#: Time limit of a call: `_PATIENCE` seconds, and one more for every `_SLOWEST` bytes. The libraries limit only silence,
+#: which does not end every call: a server may send a byte a second, or never answer `Expect: 100-continue`.
 _PATIENCE = 60.0
 _SLOWEST = 1024 * 1024
-#: S3's limit. A claim beyond it gives a call no more time.
+#: S3's limit. A larger size in a request adds no time to the call's limit.
 _LARGEST_OBJECT = 5 << 40
 
 
 class FsspecStore:
     """A ``Store`` over one of fsspec's file systems.
 
-    ``options`` are the file system's own arguments. A call that lasts longer than ``patience`` seconds (ten times that
-    where sizes are unknown), and a second more for every MiB that it moves, is ``Unavailable``. Errors of every library
-    come out as ``hsx_dist.errors``.
+    ``options`` are the file system's arguments. A call's limit is ``patience`` seconds, ten times that if the size is
+    unknown, and a second for every MiB. A longer call raises ``Unavailable``. Errors of every library are translated to
+    ``hsx_dist.errors``.
 
     Raises:
-        ConfigError: the scheme is unknown, its package is missing, or the options do not fit.
+        ConfigError: the scheme is unknown, its package is missing, or the file system does not take the options.
         StoreError: the file system cannot be made (``Denied`` for unusable credentials).
     """
 
@@ -80,7 +80,7 @@ class FsspecStore:
         pieces = [as_bytes_view(b) for b in buffers]
         size = sum(p.nbytes for p in pieces)
         if self._s3 and size >= 2 * _PIECE:
-            # s3fs cuts slices and sends several at once: each is made when it is asked for, the whole never.
+            # s3fs cuts slices and sends several at once: only those are copied, never the whole object.
             self._call("put", name, lambda: self._fs.pipe_file(
                 path, _Gathered(pieces, size), chunksize=_PIECE, max_concurrency=_PIECES_AT_ONCE, **self._limit(size)
             ))  # fmt: skip
@@ -92,12 +92,12 @@ class FsspecStore:
     def put_if_absent(self, name: str, data: bytes | Sequence[Buffer]) -> None:
         path = self._path(name)
         data = data if isinstance(data, bytes) else b"".join(map(as_bytes_view, data))
-        # In one request: s3fs and gcsfs cut larger ones, and gcsfs's are then not create-only.
+        # In one request: s3fs and gcsfs split larger ones, and gcsfs's multipart uploads are not create-only.
         whole = {"chunksize": len(data) + 1} if self._s3 or self._gcs else {}
         if not self._can_create():
             raise StoreError(
-                f"put {self.url}/{name}: expected a back end with create-only writes, and fsspec's "
-                f"{type(self._fs).__name__} has none. Use a folder, s3 or gs"
+                f"put {self.url}/{name}: expected a back end with create-only writes, got fsspec's "
+                f"{type(self._fs).__name__}. Use a folder, s3 or gs"
             )
         self._call("put-if-absent", name, lambda: self._pipe(path, data, mode="create", **whole))
 
@@ -108,9 +108,9 @@ class FsspecStore:
             return bytes(self._call(
                 "get", name, lambda: self._fs.cat_file(path, start=0, end=most, **limit), past_end=b""
             ))  # fmt: skip
-        # s3fs asks for the size first, unless it is told not to cut the answer.
+        # Without this, s3fs first requests the size to split the download.
         whole = {"max_concurrency": 1} if self._s3 else {}
-        longest = self._limit(patience=10 * self._patience)  # its size is not known
+        longest = self._limit(patience=10 * self._patience)  # the size is unknown
         return bytes(self._call("get", name, lambda: self._fs.cat_file(path, **whole, **longest)))
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
@@ -129,14 +129,14 @@ class FsspecStore:
                 [path] * len(spans), [s for s, _ in spans], [s for _, s in spans], on_error="return", **limit
             ))  # fmt: skip
             for answer in found:
-                # fsspec's default hands exceptions out as if they were contents.
+                # An element may be an exception instead of bytes.
                 contents.append(self._call("get", name, partial(_content, answer), past_end=b""))
         return cut(f"{self.url}/{name}", ranges, spans, contents)
 
     def head(self, name: str) -> ObjectInfo:
         path = self._path(name)
         if self._s3:
-            # s3fs's info() follows a miss by a listing, in case it is a folder: a request that is_fenced would pay.
+            # s3fs's info() lists the name as a folder if it is missing: another request for each `is_fenced`.
             return ObjectInfo(name, int(self._head_s3(name)["ContentLength"]))
         info = self._call("head", name, lambda: self._fs.info(path, **self._limit()))
         if info["type"] != "file":
@@ -166,7 +166,7 @@ class FsspecStore:
         raise not_conditional(self.url)
 
     def delete_version(self, name: str, version: str) -> bool:
-        """See ``Conditional``. Some servers ignore the condition: test it on a probe object first."""
+        """See ``Conditional``. Some servers ignore the condition: test with a probe object first."""
         bucket, key, *_ = self._fs.split_path(self._path(name)) if self._s3 or self._gcs else ("", "")
         try:
             if self._s3:
@@ -229,7 +229,7 @@ class FsspecStore:
             fs = cls(**{**self._options, **self._defaults()})
             root = str(cls._strip_protocol(self._full_url)).rstrip("/")
         except TypeError as e:
-            raise ConfigError(f"{self._url}: storage_options do not fit {cls.__name__}: {self._redact(str(e))}") from e
+            raise ConfigError(f"{self._url}: {cls.__name__} refuses storage_options: {self._redact(str(e))}") from e
         except Exception as e:  # noqa: BLE001 - every library has its own
             raise translate(e, f"open {self._url}", self._bucket, self._redact) from self._shown(e)
         if self._scheme in ("s3", "s3a"):
@@ -237,12 +237,12 @@ class FsspecStore:
         return fs, root
 
     def _defaults(self) -> dict[str, Any]:
-        # Another one's cached listings and settings must not be ours.
+        # Listings and settings that other code in this process cached must not be used.
         defaults: dict[str, Any] = {"use_listings_cache": False}
         if self._scheme != "memory":
             defaults["skip_instance_cache"] = True
         if self._scheme in ("s3", "s3a"):
-            # Few and quick: the patient repetition with a time limit is RetryStore's.
+            # Few quick retries: RetryStore does the long ones, with a time limit.
             quick = {"retries": {"total_max_attempts": 3, "mode": "standard"}}
             defaults["config_kwargs"] = {**quick, **(self._options.get("config_kwargs") or {})}
         return defaults
@@ -258,19 +258,19 @@ class FsspecStore:
 
     def _pipe(self, path: str, data: bytes, **how: Any) -> None:
         if self._scheme == "memory":
-            with _MEMORY_LOCK:  # fsspec's looks first and stores then
+            with _MEMORY_LOCK:  # fsspec's check and its write are two steps
                 self._fs.pipe_file(path, data, **how)
         else:
             self._fs.pipe_file(path, data, **how, **self._limit(len(data)))
 
     def _limit(self, nbytes: int = 0, patience: float | None = None) -> dict[str, float]:
-        """The argument that ends an overlong call, where the file system takes one."""
+        """Return the time-out argument of a call; empty if the file system takes none."""
         seconds = self._patience if patience is None else patience
         return {"timeout": seconds + nbytes / _SLOWEST} if getattr(self._fs, "async_impl", False) else {}
 
     def _can_create(self) -> bool:
         pipe = getattr(self._fs, "_pipe_file", None) or self._fs.pipe_file
-        # fsspec's own looks whether the object is there, and then writes: two writers may both find nothing.
+        # fsspec's default checks for the object and then writes: two writers may both find none.
         checks_first = getattr(pipe, "__func__", None) is fsspec.AbstractFileSystem.pipe_file
         return not checks_first and "mode" in inspect.signature(pipe).parameters
 
@@ -287,7 +287,7 @@ class FsspecStore:
         yield from self._pages(page, root, prefix)
 
     def _sorts(self) -> bool:
-        """Whether listings come sorted by name. AWS promises it; SeaweedFS walks folders, "a/b" before "a-b"."""
+        """Whether listings are sorted by name. AWS documents it; SeaweedFS lists by folder, "a/b" before "a-b"."""
         host = urlsplit(self._fs.s3.meta.endpoint_url).hostname or ""
         return host.endswith((".amazonaws.com", ".amazonaws.com.cn")) and not self._bucket.endswith("--x-s3")
 
@@ -306,7 +306,7 @@ class FsspecStore:
         start = f"{self._root}/{folder}" if folder else self._root
         self._fs.invalidate_cache()
         if self._gcs:
-            # One flat listing. Of an empty prefix it is empty: NotFound is the bucket's, or an error.
+            # One flat listing. It is empty for an unused prefix, so NotFound means that the bucket is missing.
             longest = self._limit(patience=10 * self._patience)
             found: Mapping[str, Any] = self._call("list", prefix, lambda: self._fs.find(
                 start, detail=True, prefix=stem, update_cache=False, **longest
@@ -320,8 +320,10 @@ class FsspecStore:
                 yield ObjectInfo(name, int(info["size"]))
 
     def _walk(self, prefix: str, start: str) -> Iterator[Mapping[str, Any]]:
-        """Every file below the folder ``start``. fsspec's own ``find`` and ``walk`` leave out a folder whose listing
-        fails, whatever they are told."""
+        """Yield every file below the folder ``start``.
+
+        fsspec's ``find`` and ``walk`` silently omit a folder whose listing fails; no argument prevents it.
+        """
         todo = [(start, "")]
         while todo:
             folder, above = todo.pop()
@@ -330,7 +332,7 @@ class FsspecStore:
                 if info["type"] == "link":
                     raise StoreError(
                         f"list {self.url}/{prefix}: expected files and folders, got the symbolic link {path}: fsspec "
-                        "does not tell where it leads. Remove it"
+                        "does not report its target. Remove it"
                     )
                 if info["type"] != "directory":
                     yield info
@@ -338,8 +340,10 @@ class FsspecStore:
                     todo.append((path, folder))
 
     def _ls(self, prefix: str, folder: str, above: str) -> Sequence[Mapping[str, Any]]:
-        """What the ``folder`` holds; nothing where it is not there, and is not in the listing of ``above`` either
-        (empty: it is the first)."""
+        """List ``folder``. Returns nothing if neither the folder exists nor the listing of ``above`` has it.
+
+        ``above``: the parent folder; empty for the first folder.
+        """
 
         def listed(path: str) -> Sequence[Mapping[str, Any]]:
             longest = self._limit(patience=10 * self._patience)
@@ -360,31 +364,31 @@ class FsspecStore:
         except NotFound:
             still = False
         if still:
-            raise Unavailable(f"list {self.url}/{prefix}: {folder} is listed, and cannot be: {missing}")
+            raise Unavailable(f"list {self.url}/{prefix}: its parent lists {folder}, but it cannot be read: {missing}")
         return ()
 
     @contextmanager
-    def _telling(self, verb: str, name: str) -> Iterator[None]:
-        """Every library's errors as the store's own."""
+    def _translating(self, verb: str, name: str) -> Iterator[None]:
+        """Translate every library's errors into the store's."""
         fs = self._fs
         try:
             yield
         except HsxError:
             raise
         except Exception as e:  # noqa: BLE001 - every library has its own
-            # Kept in no variable: an error that its own frame refers to lives until the garbage collector comes by.
-            raise self._told(e, verb, name, fs) from self._shown(e)
+            # Kept in no variable: an error that its frame refers to lives until the garbage collector runs.
+            raise self._translated(e, verb, name, fs) from self._shown(e)
 
-    def _told(self, error: Exception, verb: str, name: str, fs: Any) -> HsxError:
-        """An error of the back end's as the store's own. ``fs``: which met it."""
-        told = translate(error, f"{verb} {self.url}/{name}", self._bucket, self._redact)
-        if verb not in ("put-if-absent", "put-version", "delete-version") and isinstance(told, AlreadyExists):
-            told = StoreError(f"{verb} {self.url}/{name}: {self._redact(str(error))}")
+    def _translated(self, error: Exception, verb: str, name: str, fs: Any) -> HsxError:
+        """Translate a back end's error. ``fs``: the file system that raised it."""
+        result = translate(error, f"{verb} {self.url}/{name}", self._bucket, self._redact)
+        if verb not in ("put-if-absent", "put-version", "delete-version") and isinstance(result, AlreadyExists):
+            result = StoreError(f"{verb} {self.url}/{name}: {self._redact(str(error))}")
         renewed = expired(error) and not self._given_token() and self._renew(fs)
-        return Unavailable(str(told)) if renewed else told
+        return Unavailable(str(result)) if renewed else result
 
     def _call(self, verb: str, name: str, call: Callable[[], T], past_end: T | None = None) -> T:
-        with self._telling(verb, name):
+        with self._translating(verb, name):
             try:
                 return call()
             except Exception as e:
@@ -393,25 +397,25 @@ class FsspecStore:
                 raise
 
     def _given_token(self) -> bool:
-        """Whether the options hold a temporary token: nothing would give another one."""
+        """Whether the options contain a temporary token, which cannot be renewed."""
         more = self._options.get("client_kwargs") or {}
         return bool(self._options.get("token") or more.get("aws_session_token"))
 
     def _renew(self, fs: Any) -> bool:
-        """Look for credentials anew, as those that a profile or the environment gave ran out."""
+        """Look up credentials again after those of a profile or the environment expired."""
         with self._lock:
             if self._fs is fs:
                 self._fs, self._root = self._connect()
         return True
 
     def _shown(self, error: BaseException) -> BaseException | None:
-        """The error as the cause that tracebacks show, unless a credential stands in it."""
+        """Return the error as the cause that tracebacks show, or None if its text contains a credential."""
         text = "".join(f"{e!r} {e}" for e in (error, error.__cause__, error.__context__) if e is not None)
         return error if self._redact(text) == text else None
 
 
 class _Gathered:
-    """Several buffers seen as one run of bytes, of which only slices are ever made."""
+    """Several buffers as one sequence of bytes. Only slices are copied."""
 
     def __init__(self, pieces: Sequence[memoryview], size: int):
         self._pieces = pieces

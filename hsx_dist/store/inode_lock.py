@@ -1,10 +1,11 @@
-"""Locks by which puts that replace an object, and conditional deletes and puts, exclude each other on files.
+"""Locks of files by which replacing puts, conditional deletes and conditional puts exclude each other.
 
-They are advisory locks of the *current* object's inode (open file descriptions' locks, which NFS passes to its server).
-All of them lock it exclusively: of two puts the second one waits, and then finds another current object. Only a process
-that may write the file can do so. A put goes on where others lock the file for reading only, so that a user who may
-only read cannot stop it; a put of a user who may not write the object excludes deletes, and not other such puts.
-Companion locks use ``flock``, which does not interact with them.
+They are advisory locks of the *current* object's inode: open file description locks, which NFS passes to its server.
+Each operation locks the inode exclusively. Of two puts the second waits, and then finds another current object.
+
+Only a process that may write the file can lock it exclusively. A put continues if others hold read locks only, so that
+a user who may only read cannot block it. A put by a user who may not write the object takes a read lock: it excludes
+deletes, but not other such puts. Lock files use ``flock``, which does not interact with these locks.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import time
 
 from hsx_dist.errors import Unavailable
 
-#: How long a put waits for another process that holds the lock (for two system calls, unless it is stopped).
+#: Seconds that a put waits for the lock. A holder keeps it for two system calls, unless its process is stopped.
 LONGEST_S = 10.0
-#: Seconds between two tries. The holder needs the lock for two system calls.
+#: Seconds between two attempts to lock.
 _PAUSE_S = 0.002
 _BUSY = (errno.EAGAIN, errno.EACCES)
 #: Linux only: Python's ``fcntl`` does not name them on macOS.
@@ -27,21 +28,22 @@ _SET = getattr(fcntl, "F_OFD_SETLK", None)
 
 
 def lock_exclusively(fd: int) -> bool:
-    """Lock the file, open for writing, until ``fd`` is closed. False when another process holds it.
+    """Lock the file, open for writing, until ``fd`` is closed. Returns False if another process holds the lock.
 
     Raises:
-        OSError: the system, or its file system, has no such locks.
+        OSError: the system or the file system has no such locks.
     """
     return _lock(fd, fcntl.F_WRLCK)
 
 
 def lock_for_put(fd: int, what: str) -> None:
-    """Keep other puts and conditional deletes from the file until ``fd`` is closed; only deletes and exclusive locks if
-    it is open for reading, or locked for reading. Returns at once where there are no such locks: then there are no
-    conditional deletes either.
+    """Lock the file against other puts and conditional deletes until ``fd`` is closed.
+
+    If the file is open for reading, or others hold read locks, excludes only deletes and exclusive locks. Returns at
+    once on systems without such locks: they have no conditional deletes either.
 
     Raises:
-        Unavailable: another process holds it for ``LONGEST_S``.
+        Unavailable: another process holds the lock for ``LONGEST_S``.
     """
     end = time.monotonic() + LONGEST_S
     try:
@@ -49,7 +51,7 @@ def lock_for_put(fd: int, what: str) -> None:
         while not (writable and _lock(fd, fcntl.F_WRLCK)) and not _lock(fd, fcntl.F_RDLCK):
             if time.monotonic() > end:
                 raise Unavailable(
-                    f"{what}: expected another put or `hsx gc` to release the object, it holds it for {LONGEST_S:g} s. "
+                    f"{what}: expected another put or `hsx gc` to release the object, got no lock in {LONGEST_S:g} s. "
                     "End or continue that process"
                 )
             time.sleep(_PAUSE_S)

@@ -1,4 +1,4 @@
-"""Objects as files under one folder of this machine (or of a mount that all nodes share)."""
+"""Objects as files under a folder of this machine, or of a mount that all nodes share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hsx_dist.store.folder_listing import UNFINISHED, FolderListing
 from hsx_dist.store.folders import SAFELY, SyncedFolders, is_at, opened
 from hsx_dist.store.inode_lock import lock_exclusively, lock_for_put
 
-#: Buffers in one `writev`. POSIX systems take 1024; half of it leaves room.
+#: Buffers in one `writev`: half of Linux' and macOS' limit of 1024.
 _IOV_MAX = 512
 _TRANSIENT = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EINTR})
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
@@ -40,15 +40,19 @@ _synced = SyncedFolders()
 
 
 class LocalStore:
-    """A ``Store`` over a folder: an object is written beside its name, synced, and renamed when it is whole.
+    """A ``Store`` over a folder. An object is written to a temporary file in its folder, synced, and then renamed.
 
-    The folder is made by the first put. Names ending in a component that begins with ``.hsx-unfinished-`` are refused,
-    and such files, which a killed process leaves, are not listed (but by ``unfinished``).
+    The first put makes the folder. Temporary files begin with ``.hsx-unfinished-``. Object names whose last component
+    begins so raise ``ValueError``. Killed processes leave temporary files; only ``unfinished`` lists them.
 
-    Symbolic links: ``root`` may be one. Below it, reading follows links (a run may lie in a cache of links); a put
-    follows links to folders that this process's user or root made, and replaces a link in the object's place; a delete
-    follows none. A listing that meets a link to nothing raises ``StoreError``: an object or a folder of objects may be
-    lost. What is neither a file nor a folder is no object.
+    Symbolic links: ``root`` may be one. Below the root,
+
+    - reading follows links, as a run may be in a cache of links;
+    - a put follows links to folders that this process's user or root made, and replaces a link with the object's name;
+    - a delete follows none;
+    - a listing that finds a link without a target raises ``StoreError``: an object or a folder may be lost.
+
+    Sockets, FIFOs and devices are no objects.
     """
 
     def __init__(self, root: str | os.PathLike[str]):
@@ -64,21 +68,21 @@ class LocalStore:
     def put(self, name: str, buffers: Sequence[Buffer]) -> None:
         folder, last = self._split(name)
         views = [view for view in map(as_bytes_view, buffers) if view.nbytes]
-        with self._telling("put", name), self._writing(folder) as fd, _unfinished(fd, views) as temporary:
+        with self._translating("put", name), self._writing(folder) as fd, _unfinished(fd, views) as temporary:
             _place(fd, temporary, last, f"put {self.url}/{name}")
             _sync(fd)
 
     def put_if_absent(self, name: str, data: bytes | Sequence[Buffer]) -> None:
         folder, last = self._split(name)
         views = [view for view in map(as_bytes_view, as_buffers(data)) if view.nbytes]
-        with self._telling("put", name), self._writing(folder) as fd, _unfinished(fd, views) as temporary:
+        with self._translating("put", name), self._writing(folder) as fd, _unfinished(fd, views) as temporary:
             try:
-                _link(fd, temporary, last)  # of several that link one name, the kernel lets exactly one
+                _link(fd, temporary, last)  # atomic: only one of several concurrent links succeeds
             except FileExistsError:
-                # The put that made the object may have failed in its sync. A repetition of that put and a caller that
+                # The put that made the object may have failed in its sync. A retry of that put and a caller that
                 # gets AlreadyExists both rely on the object.
                 _sync(fd)
-                raise AlreadyExists(f"{self.url}/{name}: expected no object of this name, and there is one") from None
+                raise AlreadyExists(f"{self.url}/{name}: expected no object of this name, got one") from None
             except OSError as e:
                 if e.errno not in _NO_LINKS:
                     raise
@@ -89,39 +93,39 @@ class LocalStore:
             _sync(fd)
 
     def get(self, name: str, most: int | None = None) -> bytes:
-        with self._telling("get", name), self._reading(name) as fd, open(fd, "rb", closefd=False) as file:
+        with self._translating("get", name), self._reading(name) as fd, open(fd, "rb", closefd=False) as file:
             return file.read(-1 if most is None else min(most, os.fstat(fd).st_size))
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         check_ranges(name, ranges)
         spans = coalesce(ranges)
-        with self._telling("get", name), self._reading(name) as fd:
+        with self._translating("get", name), self._reading(name) as fd:
             size = os.fstat(fd).st_size
-            # Clipped before anything is allocated: a range may come from an object that lies.
+            # Clipped before the allocation: a range may be read from a damaged or forged object.
             contents = [_read(fd, start, min(stop, size)) for start, stop in spans]
         return cut(f"{self.url}/{name}", ranges, spans, contents)
 
     def head(self, name: str) -> ObjectInfo:
         path = self._path(name)
-        with self._telling("head", name):
+        with self._translating("head", name):
             found = path.stat()
             if not stat.S_ISREG(found.st_mode):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             return ObjectInfo(name, found.st_size)
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
-        with self._telling("list", prefix):
+        with self._translating("list", prefix):
             yield from self._listed(prefix, after)
 
     def list_readable(self, unreadable: Callable[[str], None], after: str | None = None) -> Iterator[ObjectInfo]:
         """See ``Folders``."""
-        with self._telling("list", ""):
+        with self._translating("list", ""):
             yield from self._listed("", after, unreadable)
 
     def delete(self, name: str) -> None:
         folder, _, last = check_name(name).rpartition("/")
         with (
-            self._telling("delete", name),
+            self._translating("delete", name),
             suppress(FileNotFoundError, NotADirectoryError),
             opened(self._root, folder) as fd,
         ):
@@ -130,15 +134,17 @@ class LocalStore:
     def version(self, name: str) -> str:
         """See ``Conditional``."""
         folder, last = self._split(name)
-        with self._telling("head", name), opened(self._root, folder) as fd:
+        with self._translating("head", name), opened(self._root, folder) as fd:
             return _version(os.stat(last, dir_fd=fd, follow_symlinks=False))
 
     def delete_version(self, name: str, version: str) -> bool:
-        """See ``Conditional``. False also while another process replaces or deletes the object. A put of any process
-        waits meanwhile, also on another machine where the file system passes locks on (NFS)."""
+        """See ``Conditional``. Also returns False while another process replaces or deletes the object.
+
+        Puts of all processes wait during the call, on NFS also those of other machines.
+        """
         folder, last = self._split(name)
         with (
-            self._telling("delete", name),
+            self._translating("delete", name),
             suppress(FileNotFoundError),
             opened(self._root, folder) as fd,
             self._locked(fd, last, version) as unchanged,
@@ -149,11 +155,11 @@ class LocalStore:
         return False
 
     def put_version(self, name: str, buffers: Sequence[Buffer], version: str) -> bool:
-        """See ``Conditional``. False also while another process replaces or deletes the object."""
+        """See ``Conditional``. Also returns False while another process replaces or deletes the object."""
         folder, last = self._split(name)
         views = [view for view in map(as_bytes_view, buffers) if view.nbytes]
         with (
-            self._telling("put", name),
+            self._translating("put", name),
             self._writing(folder) as fd,
             _unfinished(fd, views) as temporary,
             self._locked(fd, last, version) as unchanged,
@@ -165,8 +171,10 @@ class LocalStore:
 
     @contextmanager
     def _locked(self, folder: int, last: str, version: str) -> Iterator[bool]:
-        """Keep puts and conditional deletes from a file in the open ``folder``. Yields whether ``version`` is still its
-        version, and False where there is no file or another process holds it."""
+        """Lock a file in the open ``folder`` against puts and conditional deletes.
+
+        Yields whether the lock is held and ``version`` is still the file's version.
+        """
         try:
             file = os.open(last, os.O_RDWR | SAFELY, dir_fd=folder)
         except FileNotFoundError:
@@ -191,14 +199,14 @@ class LocalStore:
             elif not isinstance(error, FileNotFoundError):
                 raise error
 
-        with self._telling("list", UNFINISHED):
+        with self._translating("list", UNFINISHED):
             for folder, below, names in os.walk(self._root, onerror=failed):
                 below.sort()
                 for path in (Path(folder, name) for name in sorted(names) if name.startswith(UNFINISHED)):
                     try:
                         found = path.lstat()
                     except FileNotFoundError:
-                        continue  # finished meanwhile
+                        continue  # just finished
                     except PermissionError as e:
                         e.filename = folder
                         failed(e)
@@ -208,11 +216,11 @@ class LocalStore:
 
     def _path(self, name: str) -> Path:
         if check_name(name).rpartition("/")[2].startswith(UNFINISHED):
-            raise ValueError(f"{name!r}: names beginning with {UNFINISHED!r} are kept for objects being written")
+            raise ValueError(f"{name!r}: names beginning with {UNFINISHED!r} are reserved for unfinished objects")
         return self._root / name
 
     def _split(self, name: str) -> tuple[str, str]:
-        """(folder below the root, name in it)"""
+        """Return (folder below the root, name in the folder)."""
         self._path(name)
         folder, _, last = name.rpartition("/")
         return folder, last
@@ -220,7 +228,7 @@ class LocalStore:
     @contextmanager
     def _reading(self, name: str) -> Iterator[int]:
         path = self._path(name)
-        self._require_file(name, path.stat())  # opening a device may set it going
+        self._require_file(name, path.stat())  # opening a device may have side effects
         # Opening a FIFO would block until another process writes into it.
         with _opened(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as fd:
             self._require_file(name, os.fstat(fd))
@@ -234,7 +242,7 @@ class LocalStore:
 
     @contextmanager
     def _writing(self, folder: str) -> Iterator[int]:
-        """The open folder, made and synced in the folder above it."""
+        """Yield the open folder. Makes it and syncs its name if necessary."""
         self._root.mkdir(parents=True, exist_ok=True)
         with opened(self._root) as root:
             _synced.once(os.path.realpath(self._root), root, lambda: self._sync_root(root))
@@ -242,12 +250,11 @@ class LocalStore:
             yield fd
 
     def _sync_root(self, root: int) -> None:
-        """Sync the names of the root and of the folders above it. Another process may have made any of them, and died
-        before its sync."""
+        """Sync the names of the root and its parents. Another process may have made them and died before its sync."""
         device = os.fstat(root).st_dev
         for folder in Path(os.path.realpath(self._root)).parents:
             if folder.stat().st_dev != device:
-                break  # the folder below is a mount point: no process made it by ``mkdir``
+                break  # the folder below is a mount point, which no process makes by ``mkdir``
             with suppress(PermissionError), opened(folder) as fd:  # searchable, but not readable
                 _sync(fd)
 
@@ -257,8 +264,8 @@ class LocalStore:
         return FolderListing(self._root, prefix, after, unreadable).objects()
 
     @contextmanager
-    def _telling(self, verb: str, name: str) -> Iterator[None]:
-        """File-system errors as the store's own."""
+    def _translating(self, verb: str, name: str) -> Iterator[None]:
+        """Translate the file system's errors into the store's."""
         where = f"{verb} {self.url}/{name}"
         try:
             yield
@@ -277,11 +284,11 @@ class LocalStore:
             if e.errno in FULL:
                 raise StoreError(f"{where}: {e.strerror}. Free some space, or choose another output") from e
             if isinstance(e, FileExistsError):
-                raise StoreError(f"{where}: expected a folder, and there is a file of that name in its path") from e
+                raise StoreError(f"{where}: expected folders, got a file in the path. Choose another output") from e
             if e.errno == errno.ELOOP:
                 raise StoreError(
-                    f"{where}: expected folders, got {e.strerror}; links are not followed here. Name the folder that "
-                    "it leads to, or remove it"
+                    f"{where}: expected folders, got {e.strerror}; links are not followed here. Name the folder "
+                    "that the link points to, or remove the link"
                 ) from e
             kind = Unavailable if e.errno in _TRANSIENT else StoreError
             raise kind(f"{where}: {e.strerror or e}") from e
@@ -297,10 +304,10 @@ def _opened(fd: int) -> Iterator[int]:
 
 @contextmanager
 def _unfinished(folder: int, views: Sequence[memoryview]) -> Iterator[str]:
-    """Name of a whole and synced file in the open ``folder``; gone when the context ends, whatever happened.
+    """Yield the name of a complete, synced file in the open ``folder``, and remove that name at the end.
 
-    A file that cannot be synced is never synced again: the kernel may have dropped its bytes, and would report success.
-    ``hsx gc`` may remove the file if it sees no sign of life of this process's driver. A repeated put writes another.
+    A failed sync is not retried on the same file: the kernel may have dropped the bytes, and would report success.
+    ``hsx gc`` may remove the file if it finds no heartbeat of this process's driver. A retried put writes another file.
     """
     temporary = f"{UNFINISHED}{uuid.uuid4().hex}"
     try:
@@ -321,7 +328,10 @@ def _link(folder: int, temporary: str, last: str) -> None:
 
 
 def _place(folder: int, temporary: str, last: str, what: str) -> None:
-    """Give the file its name, in place of what has it. Waits for another put or a conditional delete."""
+    """Give the file its final name and replace an object of that name.
+
+    Waits for another put or a conditional delete of the object.
+    """
     has_links = True
     while True:
         try:
@@ -341,7 +351,7 @@ def _place(folder: int, temporary: str, last: str, what: str) -> None:
                 there = os.open(last, os.O_RDONLY | SAFELY, dir_fd=folder)
         except OSError as e:
             if e.errno == errno.ENOENT and has_links:
-                continue  # deleted meanwhile
+                continue  # just deleted
             break  # a link, or a file that only another user may read
         with _opened(there):
             lock_for_put(there, what)
@@ -358,14 +368,16 @@ def _version(found: os.stat_result) -> str:
 
 
 def _sync_name(parent: int, child: int, name: str) -> None:
-    """Sync a subfolder's name once, also of a subfolder that exists: an earlier put may have failed in its sync, or
-    another process may have died before it."""
+    """Sync a subfolder's name once.
+
+    Also if the subfolder existed: an earlier put's sync may have failed, or another process may have died before it.
+    """
     above = os.fstat(parent)
     _synced.once((above.st_dev, above.st_ino, name), child, lambda: _sync(parent))
 
 
 def _sync(folder: int) -> None:
-    """Make new names in the open ``folder`` survive a power cut."""
+    """Sync new names in the open ``folder``, so that they survive a power cut."""
     try:
         os.fsync(folder)
     except OSError as e:
@@ -390,6 +402,6 @@ def _read(fd: int, start: int, stop: int) -> memoryview:
     while done < data.nbytes:
         n = os.preadv(fd, [data[done:]], start + done)
         if n == 0:
-            break  # truncated meanwhile
+            break  # just truncated
         done += n
     return data[:done]

@@ -1,4 +1,4 @@
-"""Objects through obstore: the fast way to S3, GCS and Azure. A put sends the writer's own buffers, uncopied."""
+"""Objects through obstore: the fast back end for S3, GCS and Azure. A put sends the caller's buffers without a copy."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from hsx_dist.store.obstore_options import connect
 
 T = TypeVar("T")
 
-#: What of an upload is in flight at once: pieces of this size, so many of them. Smaller objects go in one request.
+#: Size and number of the pieces of an upload that are in flight at once. Smaller objects are uploaded in one request.
 _PIECE = 8 << 20
 _PIECES_AT_ONCE = 4
-#: Ranges that are no neighbours, of all threads that read.
+#: Concurrent range requests of all reading threads.
 _RANGES_AT_ONCE = 32
-#: No request lasts longer than this many seconds, and one more for every so many bytes that it moves.
+#: Time limit of a request: `_PATIENCE` seconds, and one more for every `_SLOWEST` bytes.
 _PATIENCE = 60.0
 _SLOWEST = 1024 * 1024
 
@@ -43,13 +43,13 @@ _SLOWEST = 1024 * 1024
 class ObstoreStore:
     """A ``Store`` over obstore, for ``s3``, ``gs`` and ``az``; ``file`` is for tests without a server.
 
-    ``options`` are those of fsspec's file system for the scheme: credentials, endpoint and region are resolved as it
-    would. A request that lasts longer than ``patience`` seconds (ten times that where sizes are unknown), and a second
-    more for every MiB that it moves, is ``Unavailable``.
+    ``options`` are those of fsspec's file system for the scheme. Credentials, endpoint and region are resolved as by
+    that file system. A request's limit is ``patience`` seconds, ten times that if the size is unknown, and a second for
+    every MiB. A longer request raises ``Unavailable``.
 
     Raises:
-        NotTranslated: an option has no counterpart here; fsspec must do it.
-        ConfigError: a package is missing, or the options do not fit.
+        NotTranslated: obstore has no counterpart of an option; use fsspec.
+        ConfigError: a package is missing, or an option has a wrong type.
         StoreError: the credentials cannot be resolved (``Denied``).
     """
 
@@ -57,7 +57,7 @@ class ObstoreStore:
         self._scheme = url.partition("://")[0]
         self._url = public_url(url).rstrip("/")
         place = self._url.partition("://")[2]
-        # A folder is the whole of obstore's store for files; it is made by the first put.
+        # For files the bucket is the folder's path. The first put makes the folder.
         self._bucket, _, root = (place, "", "") if self._scheme == "file" else place.partition("/")
         self._root = f"{root}/" if root else ""
         self._options = dict(options or {})
@@ -93,7 +93,8 @@ class ObstoreStore:
         path = self._path(name)
         views = [view for view in map(as_bytes_view, as_buffers(data)) if view.nbytes]
         size = sum(view.nbytes for view in views)
-        # Not repeated within obstore: what went through although its answer was lost would look like another's.
+        # Without obstore's retries: if a response is lost, a retry would find this call's object and report it as
+        # another writer's.
         self._call("put-if-absent", name, lambda obs, client: obs.put(
             client, path, views, mode="create", use_multipart=False, **self._described()
         ), nbytes=size, retries=0)  # fmt: skip
@@ -101,7 +102,7 @@ class ObstoreStore:
     def get(self, name: str, most: int | None = None) -> bytes:
         path = self._path(name)
         if most is not None:
-            # Each length of call has a client and connections of its own: small objects share those of ``head``.
+            # Each time limit has a separate client with separate connections: small objects share those of ``head``.
             return self._call(
                 "get",
                 name,
@@ -111,7 +112,7 @@ class ObstoreStore:
             )
         return self._call(
             "get", name, lambda obs, client: obs.get(client, path).bytes().to_bytes(), nbytes=None
-        )  # its size is not known
+        )  # the size is unknown
 
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         path = self._path(name)
@@ -120,7 +121,7 @@ class ObstoreStore:
         largest = max((stop - start for start, stop in spans), default=0)
 
         def fetch(span: tuple[int, int]) -> memoryview:
-            # Each alone: obstore's own get_ranges would join what lies up to a MiB apart.
+            # One request per span: obstore's get_ranges would also fetch gaps of up to a MiB.
             return self._call(
                 "get",
                 name,
@@ -148,7 +149,7 @@ class ObstoreStore:
     def delete(self, name: str) -> None:
         path = self._path(name)
         if self._scheme == "file":
-            LocalStore(self._bucket).delete(name)  # obstore's follows links
+            LocalStore(self._bucket).delete(name)  # obstore's delete follows links
             return
         try:
             self._call("delete", name, lambda obs, client: obs.delete(client, path))
@@ -171,7 +172,7 @@ class ObstoreStore:
         size = sum(view.nbytes for view in views)
         mode = {"e_tag": version} if self._scheme in ("s3", "s3a") else {"version": version}
         try:
-            # Not repeated within obstore, as in ``put_if_absent``.
+            # Without obstore's retries, as in ``put_if_absent``.
             self._call("put-version", name, lambda obs, client: obs.put(
                 client, path, views, mode=mode, use_multipart=False, **self._described()
             ), nbytes=size, retries=0)  # fmt: skip
@@ -182,7 +183,7 @@ class ObstoreStore:
     # -- how -----------------------------------------------------------------------------------------------------
 
     def _conditional(self) -> Conditional:
-        """fsspec's way to the same place: obstore's deletes have no conditions."""
+        """Return a ``FsspecStore`` of the same URL: obstore's deletes have no conditions."""
         if self._scheme not in ("s3", "s3a", "gs", "gcs"):
             raise not_conditional(self.url)
         from hsx_dist.store.fsspec import FsspecStore
@@ -197,16 +198,16 @@ class ObstoreStore:
             return connect(self._scheme, self._bucket, self._options, region)
         except (NotTranslated, HsxError):
             raise
-        except Exception as e:  # noqa: BLE001 - every library that looks for credentials has its own
+        except Exception as e:  # noqa: BLE001 - each library that resolves credentials has its own errors
             raise translate(e, f"open {self._url}", self._bucket, self._redact) from self._shown(e)
 
     def _client(self, seconds: float, retries: int) -> Any:
-        """obstore's time-outs belong to a client: one for each length of call."""
+        """Return the client for a time limit: obstore's time-outs belong to a client."""
         with self._lock:
             client = self._clients.get((seconds, retries))
             if client is None:
                 options = {"timeout": timedelta(seconds=seconds), **self._connection.client_options}
-                # Few and quick: the patient repetition with a time limit is RetryStore's.
+                # Few quick retries: RetryStore does the long ones, with a time limit.
                 retry = {
                     "max_retries": retries,
                     "retry_timeout": timedelta(seconds=self._patience / 2),
@@ -218,7 +219,7 @@ class ObstoreStore:
     def _seconds(self, nbytes: int | None) -> float:
         if nbytes is None:
             return 10 * self._patience
-        step = 64 * _SLOWEST  # few classes: each has a client, and connections, of its own
+        step = 64 * _SLOWEST  # few distinct limits, as each has a client with separate connections
         return self._patience + -(-nbytes // step) * step / _SLOWEST if nbytes > _SLOWEST else self._patience
 
     def _path(self, name: str) -> str:
@@ -232,13 +233,13 @@ class ObstoreStore:
         }
 
     def _entries(self, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
-        folder = (self._root + prefix).rpartition("/")[0]  # obstore's prefixes are whole components
+        folder = (self._root + prefix).rpartition("/")[0]  # obstore's prefixes are complete components
         offset = self._root + after if after is not None and self._connection.sorts else None
         stream = self._call(
             "list", prefix, lambda obs, client: obs.list(client, prefix=folder or None, offset=offset), nbytes=None
         )
         while True:
-            # A page a call: each may fail, and is told as the store's own error.
+            # One call per page, so that the error of any page is translated.
             page = self._call("list", prefix, lambda *_: next(stream, None))
             if page is None:
                 return
@@ -257,7 +258,7 @@ class ObstoreStore:
         retries: int | None = None,
         past_end: T | None = None,
     ) -> T:
-        """``call(obstore, client)``, every error of which comes out as the store's own."""
+        """Return ``call(obstore, client)``. Translates its errors into the store's."""
         import obstore
 
         connection = self._connection
@@ -267,24 +268,24 @@ class ObstoreStore:
         except HsxError:
             raise
         except BaseException as e:
-            if not isinstance(e, Exception) and type(e).__name__ != "PanicException":  # obstore's, of its Rust code
+            if not isinstance(e, Exception) and type(e).__name__ != "PanicException":  # a panic in obstore's Rust code
                 raise
             if past_end is not None and past_the_end(e):
                 return past_end
             self._redact.learn(connection.secrets)
-            # Kept in no variable: an error that its own frame refers to lives until the garbage collector comes by,
-            # and with it all that was to be stored.
-            raise self._told(e, verb, name, connection) from self._shown(e)
+            # Kept in no variable: an error that its frame refers to lives until the garbage collector runs, and keeps
+            # the buffers of the put.
+            raise self._translated(e, verb, name, connection) from self._shown(e)
 
-    def _told(self, error: BaseException, verb: str, name: str, connection: Connection) -> HsxError:
-        """An error of the back end's as the store's own."""
-        told = translate(error, f"{verb} {self.url}/{name}", self._bucket, self._redact)
-        if verb not in ("put-if-absent", "put-version") and isinstance(told, AlreadyExists):
-            told = StoreError(f"{verb} {self.url}/{name}: {self._redact(str(error).splitlines()[0])}")
-        return Unavailable(str(told)) if self._mended(error, connection) else told
+    def _translated(self, error: BaseException, verb: str, name: str, connection: Connection) -> HsxError:
+        """Translate a back end's error into the store's."""
+        result = translate(error, f"{verb} {self.url}/{name}", self._bucket, self._redact)
+        if verb not in ("put-if-absent", "put-version") and isinstance(result, AlreadyExists):
+            result = StoreError(f"{verb} {self.url}/{name}: {self._redact(str(error).splitlines()[0])}")
+        return Unavailable(str(result)) if self._mended(error, connection) else result
 
     def _mended(self, error: BaseException, failed: Connection) -> bool:
-        """Whether the same call may go through with credentials, or a region, that are looked up anew."""
+        """Look up the region or the credentials again. Returns whether a retry of the call may succeed."""
         region = None
         if redirected(error):
             region = failed.region()
@@ -299,6 +300,6 @@ class ObstoreStore:
         return True
 
     def _shown(self, error: BaseException) -> BaseException | None:
-        """The error as the cause that tracebacks show, unless a credential stands in it."""
+        """Return the error as the cause that tracebacks show, or None if its text contains a credential."""
         text = f"{error!r} {error}"
         return error if self._redact(text) == text else None

@@ -1,4 +1,4 @@
-"""How obstore reaches a bucket as fsspec would, and what it cannot be given."""
+"""obstore's settings for a bucket that match fsspec's, and the error for options without a counterpart."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from hsx_dist.errors import ConfigError
 
-#: Options that mean nothing to whole objects: how fsspec reads files, caches and names.
+#: Options that do not concern whole objects: fsspec's file reads, caches and names.
 _FILES_ONLY = frozenset(
     {
         "asynchronous",
@@ -30,21 +30,21 @@ _FILES_ONLY = frozenset(
         "use_listings_cache",
     }
 )
-#: How long obstore keeps what a provider gave: asking botocore again is cheap, and it knows when to refresh.
+#: How long obstore keeps a provider's credentials. Asking botocore again is cheap, and it refreshes them when needed.
 KEEP = timedelta(seconds=60)
 
 
 class NotTranslated(Exception):
-    """An option, or a place for credentials, that obstore cannot be given as fsspec understands it."""
+    """obstore has no counterpart of an fsspec option or of a source of credentials."""
 
 
 @dataclass(frozen=True)
 class Connection:
-    """How obstore reaches a bucket, as fsspec would with the same options and environment.
+    """obstore's settings for a bucket, equivalent to fsspec's with the same options and environment.
 
-    ``make(client_options, retry_config)`` gives obstore's own store for the whole bucket. ``renewable``: credentials
-    that ran out may be there anew when they are looked up again. ``region()``: where the service says the bucket lies.
-    ``secrets``: what was handed out of credentials that were found elsewhere than in options, and no text may show.
+    ``make(client_options, retry_config)`` returns obstore's store for the whole bucket. ``renewable``: looking up
+    expired credentials again may find new ones. ``region()``: the bucket's region according to the service, or None.
+    ``secrets``: credentials from other sources than the options, to be redacted from texts.
     """
 
     make: Callable[[dict[str, Any], dict[str, Any]], Any]
@@ -59,15 +59,15 @@ class Connection:
 
 
 def only(options: Mapping[str, Any], known: frozenset[str], where: str) -> None:
-    """Raise ``NotTranslated`` unless all ``options`` that are set are ``known``, or of no matter to whole objects."""
+    """Raise ``NotTranslated`` unless all set ``options`` are ``known`` or do not concern whole objects."""
     for name, value in options.items():
         if name not in known and name not in _FILES_ONLY and value is not None:
             raise NotTranslated(f"{where}.{name} has no counterpart in obstore")
 
 
 def mapping(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The option ``name``, whose value is a mapping; empty without it. ``ConfigError`` when it is something else."""
+    """Return the mapping ``options[name]``, empty by default. Raises ``ConfigError`` if it is no mapping."""
     value = options.get(name) or {}
     if not isinstance(value, Mapping):
-        raise ConfigError(f"storage_options do not fit: {name}: expected a mapping, got {type(value).__name__}")
+        raise ConfigError(f"storage_options.{name}: expected a mapping, got {type(value).__name__}. Correct it")
     return value

@@ -1,7 +1,7 @@
-"""fsspec's storage options, and the credentials that its libraries would find, in obstore's terms.
+"""Translation of fsspec's storage options and credentials into obstore's.
 
-Who is asking is never decided here: botocore (below s3fs) and gcsfs themselves are asked, so that installing obstore
-cannot change whose credentials are used. What has no counterpart raises ``NotTranslated``.
+botocore (below s3fs) and gcsfs resolve the credentials, so that installing obstore cannot change which are used.
+Options without a counterpart raise ``NotTranslated``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hsx_dist.store.obstore_s3 import s3_connection
 
 
 def connect(scheme: str, bucket: str, options: Mapping[str, Any], region: str | None = None) -> Connection:
-    """How to reach ``bucket``; ``region`` overrules what options and environment say.
+    """Return the connection to ``bucket``. ``region`` overrides options and environment.
 
     Raises:
-        NotTranslated: see there.
+        NotTranslated: obstore has no counterpart of an option or of a source of credentials.
         ConfigError: obstore, botocore or gcsfs is missing, or an option has a wrong type.
     """
     try:
@@ -35,7 +35,7 @@ def connect(scheme: str, bucket: str, options: Mapping[str, Any], region: str | 
         return _azure(bucket, options)
     if scheme == "file":
         return _files(bucket, options)
-    raise NotTranslated(f"obstore speaks s3, gs, az and file here, not {scheme}")
+    raise NotTranslated(f"expected scheme s3, gs, az or file for obstore, got {scheme}")
 
 
 # -- files ---------------------------------------------------------------------------------------------------------
@@ -54,11 +54,11 @@ _GCS_OPTIONS = frozenset(["token", "project", "access", "endpoint_url", "request
 
 
 class GcsfsCredentials:
-    """An obstore credential provider that hands out gcsfs's own token, refreshed by gcsfs."""
+    """An obstore credential provider that returns gcsfs's token, refreshed by gcsfs."""
 
     def __init__(self, credentials: Any):
         self._credentials = credentials
-        self.secrets: set[str] = set()  # all that were handed out
+        self.secrets: set[str] = set()  # every token returned
 
     def __call__(self) -> dict[str, Any]:
         self._credentials.maybe_refresh()
@@ -72,10 +72,10 @@ def _gcs(bucket: str, options: Mapping[str, Any]) -> Connection:
     only(options, _GCS_OPTIONS, "storage_options")
     endpoint = options.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST")
     if endpoint:
-        raise NotTranslated("emulators of GCS speak its JSON interface, and obstore the XML one")
+        raise NotTranslated("GCS emulators have the JSON API, and obstore uses the XML API")
     for name in ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_BEARER_TOKEN", "GOOGLE_BASE_URL"):
         if name in os.environ:
-            raise NotTranslated(f"the environment variable {name} means something to obstore alone")
+            raise NotTranslated(f"only obstore reads the environment variable {name}")
     try:
         from gcsfs import GCSFileSystem
     except ImportError as e:
@@ -116,13 +116,13 @@ def _azure(bucket: str, options: Mapping[str, Any]) -> Connection:
 
     only(options, frozenset(name for name, _, _ in _AZURE), "storage_options")
     if "AZURE_STORAGE_CONNECTION_STRING" in os.environ or "@" in bucket:
-        raise NotTranslated("connection strings and container@account urls are left to adlfs")
+        raise NotTranslated("only adlfs takes connection strings and container@account urls")
     config = {theirs: options.get(name) or os.environ.get(env) for name, env, theirs in _AZURE}
     config = {name: value for name, value in config.items() if value}
     if "account_name" not in config:
         raise ConfigError("storage_options.account_name: expected the Azure storage account, got none; set it")
     if not ({"account_key", "sas_token", "client_secret"} & set(config)):
-        raise NotTranslated("without an account key, SAS token or client secret adlfs looks further than obstore does")
+        raise NotTranslated("only adlfs finds credentials other than an account key, SAS token or client secret")
 
     def make(client_config: dict[str, Any], retry_config: dict[str, Any]) -> Any:
         return AzureStore(

@@ -1,4 +1,4 @@
-"""s3fs's storage options, and the credentials that botocore finds, in obstore's terms."""
+"""Translation of s3fs's storage options and botocore's credentials into obstore's."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _PUT_KWARGS = frozenset(
         "Tagging",
     }
 )
-#: obstore reads these by itself and botocore does not: with one of them set, the two would not do the same.
+#: obstore reads these and botocore does not: with one of them set, the two would behave differently.
 _OBSTORE_ONLY_ENV = (
     "AWS_ALLOW_HTTP",
     "AWS_CHECKSUM_ALGORITHM",
@@ -92,15 +92,15 @@ _OBSTORE_ONLY_ENV = (
 
 
 class BotocoreCredentials:
-    """An obstore credential provider that hands out what a botocore session resolved, refreshed by botocore."""
+    """An obstore credential provider that returns a botocore session's credentials, refreshed by botocore."""
 
     def __init__(self, credentials: Any):
         self._credentials = credentials
-        self.secrets: set[str] = set()  # all that were handed out
+        self.secrets: set[str] = set()  # every secret returned
 
     def __call__(self) -> dict[str, Any]:
         if self._credentials is None:
-            # Not before: a store can be opened wherever it is, as fsspec's can.
+            # Raised here and not in ``__init__``: as with fsspec, opening a store needs no credentials.
             from botocore.exceptions import NoCredentialsError
 
             raise NoCredentialsError
@@ -116,7 +116,7 @@ class BotocoreCredentials:
 
 @dataclass(frozen=True)
 class _Given:
-    """s3fs's options for a bucket, those in mappings apart."""
+    """s3fs's options for a bucket, with its nested mappings as separate fields."""
 
     bucket: str
     options: Mapping[str, Any]
@@ -126,21 +126,21 @@ class _Given:
 
     @classmethod
     def of(cls, bucket: str, options: Mapping[str, Any]) -> _Given:
-        """Raises ``NotTranslated`` for what obstore does otherwise than s3fs."""
+        """Check the options. Raises ``NotTranslated`` if obstore would behave differently from s3fs."""
         only(options, _S3_OPTIONS, "storage_options")
         known = {"client_kwargs": _CLIENT_KWARGS, "config_kwargs": _CONFIG_KWARGS, "s3_additional_kwargs": _PUT_KWARGS}
         for name, names in known.items():
             only(mapping(options, name), names, f"storage_options.{name}")
         for name in _OBSTORE_ONLY_ENV:
             if name in os.environ:
-                raise NotTranslated(f"the environment variable {name} means something to obstore alone")
+                raise NotTranslated(f"only obstore reads the environment variable {name}")
         if options.get("version_aware") or bucket.endswith("--x-s3") or ":" in bucket:
-            raise NotTranslated("versions, directory buckets and access points are left to s3fs")
+            raise NotTranslated("only s3fs takes versions, directory buckets and access points")
         return cls(bucket, options, *(mapping(options, name) for name in known))
 
 
 def s3_connection(bucket: str, options: Mapping[str, Any], region: str | None) -> Connection:
-    """How to reach ``bucket`` as s3fs would; ``region`` overrules what options and environment say."""
+    """Return a connection to ``bucket`` equivalent to s3fs's. ``region`` overrides options and environment."""
     from obstore.store import S3Store
 
     given = _Given.of(bucket, options)
@@ -170,28 +170,27 @@ def s3_connection(bucket: str, options: Mapping[str, Any], region: str | None) -
         attributes={"Storage-Class": str(storage_class)} if storage_class else None,
         tags=dict(parse_qsl(str(given.put["Tagging"]))) if given.put.get("Tagging") else None,
         max_retries=max(int(attempts) - 1, 0),
-        # AWS promises it; SeaweedFS walks folders, "a/b" before "a-b".
+        # AWS documents sorted listings; SeaweedFS lists by folder, "a/b" before "a-b".
         sorts=_of_aws(client),
         region=partial(_true_region, client, bucket, config["region"]),
     )
 
 
 def _s3_config(given: _Given, client: Any, region: str | None) -> dict[str, Any]:
-    """obstore's ``S3Config`` for what s3fs would do with ``client``."""
+    """Return the ``S3Config`` equivalent to s3fs with ``client``."""
     endpoint, bucket = str(client.meta.endpoint_url), given.bucket
     s3 = mapping(given.config, "s3")
     style = s3.get("addressing_style", "auto")
     virtual = _of_aws(client) and "." not in bucket and style != "path"
     if style == "virtual" and not virtual:
-        raise NotTranslated("config_kwargs.s3.addressing_style virtual with an endpoint of its own is left to s3fs")
+        raise NotTranslated("only s3fs takes config_kwargs.s3.addressing_style virtual with a custom endpoint")
     if set(s3) - {"addressing_style", "payload_signing_enabled"}:
-        raise NotTranslated("storage_options.config_kwargs.s3 has what obstore has not")
+        raise NotTranslated("storage_options.config_kwargs.s3 has a member without a counterpart in obstore")
     config: dict[str, Any] = {
         "region": region or _region(client),
         "endpoint": _virtual_endpoint(endpoint, bucket) if virtual else endpoint,
         "virtual_hosted_style_request": virtual,
-        # As botocore does: over TLS the payload is not hashed once more. Without TLS it is, unless the user says
-        # otherwise.
+        # As botocore: the payload is hashed for the signature only without TLS, unless the user sets the option.
         "unsigned_payload": not s3.get("payload_signing_enabled", not endpoint.startswith("https://")),
         "skip_signature": bool(given.options.get("anon")),
         "disable_bulk_delete": True,
@@ -209,21 +208,23 @@ def _of_aws(client: Any) -> bool:
 
 
 def _true_region(client: Any, bucket: str, asked: str) -> str | None:
-    """The bucket's region where it is another one than ``asked``. botocore follows the redirect by itself, and an
-    answer that refuses a look at the bucket names the region too."""
+    """Return the bucket's region if it differs from ``asked``.
+
+    botocore follows the redirect, and a response that denies access also names the region.
+    """
     try:
         found = client.head_bucket(Bucket=bucket)
-    except Exception as e:  # noqa: BLE001 - of whatever kind: the first error is the one to tell
+    except Exception as e:  # noqa: BLE001 - the caller raises its first error, not this one
         found = getattr(e, "response", None) or {}
     headers = found.get("ResponseMetadata", {}).get("HTTPHeaders", {})
-    told = found.get("BucketRegion") or headers.get("x-amz-bucket-region")
-    return str(told) if told and told != asked else None
+    actual = found.get("BucketRegion") or headers.get("x-amz-bucket-region")
+    return str(actual) if actual and actual != asked else None
 
 
 def _botocore_client(
     options: Mapping[str, Any], client_kwargs: Mapping[str, Any], config_kwargs: Mapping[str, Any], region: str | None
 ) -> Any:
-    """The client that s3fs would make, of which only the settings are used."""
+    """Make the same client as s3fs. Only its settings are used."""
     try:
         from botocore import UNSIGNED
         from botocore.config import Config

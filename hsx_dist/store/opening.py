@@ -1,4 +1,4 @@
-"""From a url to a store."""
+"""Opening a store by its URL."""
 
 from __future__ import annotations
 
@@ -30,24 +30,29 @@ def open_store(
     retry_seconds: float = 120.0,
     on_retry: Callable[[Unavailable], None] = lambda _: None,
 ) -> Store:
-    """The store at ``url``: a folder's path, ``file:///…``, ``s3://bucket/prefix``, ``gs://…``, or what fsspec speaks.
+    """Open the store at ``url``: a folder's path, ``file:///…``, ``s3://bucket/prefix``, ``gs://…`` or another URL of
+    fsspec.
 
-    ``storage_options`` are fsspec's for that scheme, whatever the ``backend``. ``auto`` takes obstore where it does the
-    same as fsspec with these options and this environment, and logs why where it does not. Files are reached by a back
-    end of this package's own, whatever the ``backend``: it alone syncs them to the disk, and its listings leave nothing
-    out. It has no options. Calls that fail with ``Unavailable`` are repeated for ``retry_seconds``, and ``on_retry`` is
-    told each time. Nothing is contacted yet, as far as the back end's library allows.
+    Does not connect, unless the back end's library does so when it opens.
+
+    Args:
+        storage_options: fsspec's options for the scheme, with every ``backend``.
+        backend: ``auto`` takes obstore if it behaves as fsspec does with these options and this environment; otherwise
+            it logs the reason and takes fsspec. Files always use ``LocalStore``, which has no options: only it syncs
+            files to the disk, and its listings are complete.
+        retry_seconds: how long calls that raise ``Unavailable`` are retried.
+        on_retry: called with the error before each retry.
 
     Raises:
-        ConfigError: the url is empty, holds a credential, or has a scheme that is unknown or whose package is missing;
-            ``backend`` is obstore, and an option has no counterpart there.
+        ConfigError: the URL is empty or contains a credential; its scheme is unknown, or the scheme's package is
+            missing; ``backend`` is obstore, and an option has no counterpart there.
     """
     if not url:
         raise ConfigError("expected the url of a store or the path of a folder, got an empty one; set it")
     check_no_credentials(url)
     check_endpoints(storage_options or {})
     if retry_seconds < 0:
-        raise ConfigError(f"retry_seconds: expected 0 or more, got {retry_seconds}; set 0 for no repetition")
+        raise ConfigError(f"retry_seconds: expected 0 or more, got {retry_seconds}; set 0 for no retries")
     return RetryStore(_open(url, storage_options, backend), RetryPolicy(seconds=retry_seconds), on_retry=on_retry)
 
 
@@ -61,13 +66,13 @@ def check_endpoints(options: Mapping[str, Any]) -> None:
     for given in (options, client):
         if given.get("endpoint_url"):
             check_endpoint(str(given["endpoint_url"]), "storage_options.endpoint_url")
-    # By name: AWS_ENDPOINT_DISCOVERY_ENABLED is no endpoint, and those of other services are not used.
+    # Not by prefix: AWS_ENDPOINT_DISCOVERY_ENABLED is no endpoint, and endpoints of other services are not used.
     for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL_STS"):
         if value := os.environ.get(name):
             check_endpoint(value, name)
-    # gcsfs takes a host without a scheme too, and logs it.
+    # gcsfs also takes a host without a scheme, and logs it.
     if "@" in os.environ.get(_EMULATOR, ""):
-        raise ConfigError(f"{_EMULATOR}: expected a host or http://HOST[:PORT], without user and password. Correct it")
+        raise ConfigError(f"{_EMULATOR}: expected a host or http://HOST[:PORT], got user or password too. Correct it")
 
 
 def _open(url: str, options: Mapping[str, Any] | None, backend: Backend) -> Store:
@@ -82,14 +87,14 @@ def _open(url: str, options: Mapping[str, Any] | None, backend: Backend) -> Stor
         fast = _open_obstore(url, options, must=backend == "obstore")
         if fast is not None:
             return fast
-    # Loaded here: reading from a folder needs no fsspec.
+    # Imported here: reading from a folder needs no fsspec.
     from hsx_dist.store.fsspec import FsspecStore
 
     return FsspecStore(url, options)
 
 
 def _open_obstore(url: str, options: Mapping[str, Any] | None, *, must: bool) -> Store | None:
-    """None, and a line in the log, when fsspec must do it."""
+    """Open the store with obstore. Logs the reason and returns None if fsspec must be used."""
     from hsx_dist.store.obstore import ObstoreStore
     from hsx_dist.store.obstore_connection import NotTranslated
 
@@ -98,12 +103,11 @@ def _open_obstore(url: str, options: Mapping[str, Any] | None, *, must: bool) ->
     except NotTranslated as e:
         if must:
             raise ConfigError(
-                f"store.backend: expected options that obstore can be given, got one that it cannot: {e}; take fsspec "
-                "or auto"
+                f"store.backend: expected options with a counterpart in obstore, got another: {e}; take fsspec or auto"
             ) from e
-        log.warning("%s is reached by fsspec, the slower way: %s", public_url(url), e)
+        log.warning("%s uses fsspec, which is slower than obstore: %s", public_url(url), e)
     except ConfigError as e:
         if must:
             raise
-        log.info("%s is reached by fsspec: %s", public_url(url), e)
+        log.info("%s uses fsspec: %s", public_url(url), e)
     return None

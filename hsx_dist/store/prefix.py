@@ -1,4 +1,4 @@
-"""A folder of another store, as a store of its own."""
+"""A store over a folder of another store."""
 
 from __future__ import annotations
 

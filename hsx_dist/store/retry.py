@@ -1,4 +1,4 @@
-"""Repetition of calls that may go through later, as a wrapper around any store."""
+"""Retries of calls that may succeed later, as a wrapper around any store."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How long, and how, a call is repeated."""
+    """How long and how often a call is retried."""
 
-    #: Seconds after the first failure within which a call is begun again; 0: never. A call's own duration comes on top.
+    #: Seconds after the first failure within which a retry may begin; 0: no retries. The last retry may end later.
     seconds: float = 120.0
-    #: The longest pause before the first repetition; it doubles with each.
+    #: The longest pause before the first retry; it doubles with each retry.
     first_pause: float = 0.1
-    #: The longest pause of all.
+    #: The longest pause before any retry.
     longest_pause: float = 15.0
 
 
 class RetryStore:
-    """A ``Store`` that repeats what fails with ``Unavailable``, with jittered exponential backoff and a time limit.
+    """A ``Store`` that retries calls on ``Unavailable``, with jittered exponential backoff and a time limit.
 
-    Nothing else is repeated: a refusal stays one. The last error is raised, saying how often it was tried.
+    Other errors are not retried. At the time limit the last error is raised, with the number of attempts.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class RetryStore:
         clock: Callable[[], float] = time.monotonic,
         on_retry: Callable[[Unavailable], None] = lambda _: None,
     ):
-        """``on_retry`` is told of each failure after which the call is repeated."""
+        """``on_retry`` is called with each error after which the call is retried."""
         self._inner = inner
         self._policy = policy
         self._on_retry = on_retry
@@ -69,7 +69,7 @@ class RetryStore:
                 failed = True
                 raise
             except AlreadyExists:
-                # The answer to a put that had gone through may have been lost: then the object is ours.
+                # An earlier attempt may have stored the object before its response was lost.
                 if not (failed and self._holds(name, data)):
                     raise
 
@@ -88,7 +88,7 @@ class RetryStore:
         return self._continued(lambda after: self._inner.list(prefix, after), after)
 
     def list_readable(self, unreadable: Callable[[str], None], after: str | None = None) -> Iterator[ObjectInfo]:
-        """See ``Folders``; ``list`` where the store has no folders."""
+        """See ``Folders``. Same as ``list`` if the store has no folders."""
         inner = self._inner
         if not isinstance(inner, Folders):
             return self.list("", after)
@@ -101,7 +101,7 @@ class RetryStore:
         while True:
             try:
                 for info in begin(after):
-                    after = info.name  # a listing that breaks off goes on behind what it gave
+                    after = info.name  # a retry continues after the last object
                     attempts = _Attempts(self._policy, self._sleep, self._clock, self._on_retry)
                     yield info
                 return
@@ -115,11 +115,11 @@ class RetryStore:
         return self._repeat(lambda: self._conditional().version(name))
 
     def delete_version(self, name: str, version: str) -> bool:
-        """See ``Conditional``. False also where a delete went through and its answer was lost."""
+        """See ``Conditional``. Also returns False if a delete succeeded and its response was lost."""
         return self._repeat(lambda: self._conditional().delete_version(name, version))
 
     def put_version(self, name: str, buffers: Sequence[Buffer], version: str) -> bool:
-        """See ``Conditional``. False also where a put went through and its answer was lost."""
+        """See ``Conditional``. Also returns False if a put succeeded and its response was lost."""
         return self._repeat(lambda: self._conditional().put_version(name, buffers, version))
 
     def _conditional(self) -> Conditional:
@@ -130,7 +130,7 @@ class RetryStore:
     def unfinished(
         self, older_than: float = 0.0, unreadable: Callable[[str], None] | None = None
     ) -> Iterator[ObjectInfo]:
-        """See ``Folders``; nothing where the store has no folders."""
+        """See ``Folders``. Yields nothing if the store has no folders."""
         return self._inner.unfinished(older_than, unreadable) if isinstance(self._inner, Folders) else iter(())
 
     def _holds(self, name: str, data: bytes | Sequence[Buffer]) -> bool:
@@ -151,7 +151,7 @@ class RetryStore:
 
 
 class _Attempts:
-    """Counts failures of one call; pauses, or gives up."""
+    """Failures of one call, and the pauses between its retries."""
 
     def __init__(
         self,
@@ -168,13 +168,13 @@ class _Attempts:
         self._first = 0.0
 
     def failed(self, error: Unavailable) -> None:
-        """Return when it is time to try again. Raises ``Unavailable`` when the time is up."""
+        """Sleep until the next retry. Raises ``Unavailable`` at the time limit."""
         now = self._clock()
         if self._count == 0:
             self._first = now
         self._count += 1
         longest = min(self._policy.longest_pause, self._policy.first_pause * 2.0 ** min(self._count - 1, 30))
-        # Full jitter: writers that failed together must not come back together.
+        # Full jitter: writers that failed at the same time must not retry at the same time.
         pause = random.uniform(0, longest)  # noqa: S311
         if now + pause - self._first >= self._policy.seconds:
             if self._count == 1:

@@ -1,4 +1,4 @@
-"""Places that another program names, confined to the prefix that the user configured."""
+"""Paths and URLs that another program names, confined to the prefix that the user configured."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from hsx_dist.store.opening import open_store
 from hsx_dist.store.retry import RetryStore
 
 _LOCAL = ("file", "local")
-#: A name in these stores is a path that a server decodes.
+#: In these stores a name is a path that the server percent-decodes.
 _DECODED = ("http", "https", "webdav", "webdavs")
-#: Linux's longest path, and more than an object store takes.
+#: Linux's longest path. Object stores take shorter names.
 _MAX_PLACE = 4096
 
 
@@ -34,7 +34,7 @@ class ConfinedFolder(LocalStore):
     """
 
     def head(self, name: str) -> ObjectInfo:
-        with self._telling("head", name), self._reading(name) as fd:
+        with self._translating("head", name), self._reading(name) as fd:
             return ObjectInfo(name, os.fstat(fd).st_size)
 
     def _listed(self, *_args: object, **_kwargs: object) -> Iterator[ObjectInfo]:
@@ -56,17 +56,18 @@ class ConfinedFolder(LocalStore):
 
 
 def open_within(prefix: str, place: object, storage_options: Mapping[str, Any] | None = None) -> tuple[Store, str]:
-    """The store at ``prefix``, and the name of ``place``, an object under ``prefix``, in that store.
+    """Open the store at ``prefix``, and return the store and the name in it of ``place``, an object under ``prefix``.
 
-    Schemes, hosts and buckets are compared as they are written, paths component by component. ``place`` may lead to its
-    folder through links. The name has none, and a ``ConfinedFolder`` meets none: what is used is what was checked.
+    Schemes, hosts and buckets are compared as written, paths component by component. ``place`` may contain links to its
+    folder. The returned name contains no links, and a ``ConfinedFolder`` follows none: a link that is made after the
+    check has no effect.
 
     Raises:
-        ConfigError: ``place`` is no text, not under ``prefix``, or has a component, a chain (``a::b``) or credentials
-            that could lead out of it; as ``open_store``.
+        ConfigError: ``place`` is no text or not under ``prefix``; it has a component, a chain (``a::b``) or credentials
+            that could lead out of ``prefix``; or an error of ``open_store``.
     """
     if not isinstance(place, str):
-        raise ConfigError(f"{public_url(prefix)}: expected the name of a place under it, got a {type(place).__name__}")
+        raise ConfigError(f"{public_url(prefix)}: expected a path or URL under it, got a {type(place).__name__}")
     base, named = _local(prefix), _local(place)
     name = None
     if _is_clean(place) and (base is None) == (named is None):
@@ -74,7 +75,7 @@ def open_within(prefix: str, place: object, storage_options: Mapping[str, Any] |
     if name is None or not name.isprintable() or name.rpartition("/")[2].startswith(UNFINISHED):
         shown = repr(public_url(place)) if len(place) <= 200 else f"a text of {len(place)} characters"
         raise ConfigError(
-            f"{public_url(prefix)}: expected a place under it, got {shown}. Configure the folder "
+            f"{public_url(prefix)}: expected a path or URL under it, got {shown}. Configure the folder "
             "or URL where the server stores, and trust no server that stores elsewhere"
         )
     return open_store(prefix, storage_options) if base is None else RetryStore(ConfinedFolder(base)), name
@@ -88,7 +89,7 @@ def _is_clean(place: str) -> bool:
 
 
 def _local(text: str) -> str | None:
-    """The path of a local place; None for a URL or a chain of them."""
+    """Return the path of a local file or folder; None for a URL or a chain of URLs."""
     scheme, separator, rest = text.partition("://")
     if not separator:
         return text

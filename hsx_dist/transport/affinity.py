@@ -1,6 +1,6 @@
-"""The cores that whoever started this process gave it (``taskset``, a batch system).
+"""The CPU cores assigned to this process when it started (by ``taskset`` or a batch system).
 
-Read at the import, which vLLM's plugin does in every process before the engine pins its threads to cores of its choice.
+Read at import. vLLM's plugin imports this module in every process before the engine pins its threads to cores.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: Empty where the system does not tell.
+#: Empty on systems without ``sched_getaffinity``.
 CORES: frozenset[int] = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
 
 
 @contextmanager
 def any_core() -> Iterator[None]:
-    """Threads that are started meanwhile may run on all ``CORES``: a thread inherits the cores of the one that starts
-    it, and the engine's thread may have been pinned to the engine's."""
+    """Let threads that are started in the context run on all ``CORES``.
+
+    A thread inherits its starter's cores, and the engine may have pinned the current thread.
+    """
     if not CORES:
         yield
         return

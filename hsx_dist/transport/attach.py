@@ -1,6 +1,6 @@
-"""``transport: attach``: pages go to a process that exists and listens, the parent of an engine in child processes.
+"""``transport: attach``: pages go to a running ``PageServer``, in the parent of an engine with child processes.
 
-The engine's processes run no Ray and no store client. What was copied into the ring survives them.
+The engine's processes run no Ray and no store client. Pages that were copied into the ring survive them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from hsx_dist.writers.events import Event, Lost
 
 
 class AttachedEnd(LocalEnd):
-    """Its peer ships, counts and reports; this end sends it what was copied, and what the engine counts."""
+    """The engine's end. It sends copied pages and the engine's metrics to its peer, which ships, counts and reports."""
 
     def __init__(self, address: str, key: bytes, in_flight_bytes: int):
-        """``key``: the ``PageServer``'s.
+        """``key``: the ``PageServer``'s key.
 
         Raises:
             AuthenticationError: the process that listens at ``address`` has another key.
-            EngineError: that process does not take the ring.
+            EngineError: that process refuses the ring.
         """
         meter = Meter()
         self._increments = Increments(meter)
-        self._sent: dict[Series, float] = {}  # gauges as they were last sent
+        self._sent: dict[Series, float] = {}  # the gauges last sent
         size = in_flight_bytes - in_flight_bytes % ALIGN
         self._remote = RemoteSender(partial(_attach, address, key, size), size, self._note_lost, meter)
         super().__init__(
@@ -40,7 +40,7 @@ class AttachedEnd(LocalEnd):
         )
 
     def _note_lost(self, event: Event) -> None:
-        assert isinstance(event, Lost)  # all else is the peer's to report
+        assert isinstance(event, Lost)  # the peer reports all other events
         for segment in event.segments:
             self._failures.setdefault(segment.key, event.reason)
 
@@ -49,7 +49,7 @@ class AttachedEnd(LocalEnd):
         self._remote.tell(message((), shipped, {**self._increments.counters(), **self._sent}))
 
     def _tell_gauges(self) -> None:
-        """Send gauges that have changed since the last page: else blocks would look held that are long free."""
+        """Send gauges that changed since the last page. Otherwise freed blocks would still be counted as held."""
         if self._increments.gauges() != self._sent:
             self._report([], [], 0.0)
 
@@ -60,7 +60,7 @@ class AttachedEnd(LocalEnd):
 
 def _attach(address: str, key: bytes, ring_bytes: int, ring: int) -> Peer:
     peer = Peer(Client(address, "AF_UNIX", authkey=key))
-    if (came := peer.offer(ring, ring_bytes, None, START_S)) is not None:
+    if (refusal := peer.offer(ring, ring_bytes, None, START_S)) is not None:
         peer.kill()
-        raise EngineError(f"expected a process that takes pages at {address}, got: {came}")
+        raise EngineError(f"expected a process that takes pages at {address}, got: {refusal}")
     return peer

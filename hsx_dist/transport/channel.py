@@ -1,6 +1,6 @@
-"""The wire between an engine's process and one that takes pages off its ring, the same whichever started the other.
+"""The protocol between an engine's process and a process that takes pages off its ring. Either may start the other.
 
-First the engine's process offers the ring's memory; the other one answers None, or why it cannot serve. Then
+First the engine's process offers the ring's memory. The other process responds None, or why it cannot serve. Then
 
 - the engine sends ``(pages, shipped, numbers)``, pages without their data, and at the end None;
 - the other process sends lists of ``("free", offset)``, ``("numbers", counts)``, ``("log", record)``, ``("event", …)``.
@@ -36,17 +36,17 @@ from hsx_dist.writers.events import Event
 
 log = get_logger(__name__)
 
-#: Messages to the engine within so many seconds are sent together.
+#: Messages to the engine within this many seconds are sent together.
 LINGER_S = 0.005
-#: How long a peer may take to answer an offer: a process that was just started imports its store's client, which takes
-#: seconds, and on a loaded machine tens of them.
+#: Time-out of the response to an offer. A new process first imports its store's client, which takes seconds, on a
+#: loaded machine tens of seconds.
 START_S = 120.0
-#: How long a process that has closed its connection may take to end.
+#: How long a process may take to exit after it closed its connection.
 _END_S = 5.0
 
 
 class Peer:
-    """The process that takes pages off the ring. ``process``: if this process started it."""
+    """The process that takes pages off the ring. ``process``: its handle, if this process started it."""
 
     def __init__(self, connection: Connection, process: subprocess.Popen[bytes] | None = None):
         self.connection = connection
@@ -54,22 +54,22 @@ class Peer:
         self._wire = threading.Lock()
 
     def offer(self, ring: int, ring_bytes: int, spec: Any, seconds: float) -> Any:
-        """Offer the memory behind the descriptor ``ring``. Returns None, or what keeps the peer from serving."""
+        """Offer the memory behind the descriptor ``ring``. Returns None, or why the peer cannot serve."""
         try:
             self.connection.send((os.getpid(), ring_bytes, spec))
             send_handle(self.connection, ring, 0)
             return self.connection.recv() if self.connection.poll(seconds) else f"no answer within {seconds:g} s"
-        except Exception as e:  # noqa: BLE001 - whatever is wrong with what it said
+        except Exception as e:  # noqa: BLE001 - unpickling a response may raise anything
             return f"it {self.ended()} ({type(e).__name__})"
 
     def send(self, data: bytes | memoryview) -> None:
-        """Send, or do nothing if the peer is gone: the thread that reads from it settles what it had."""
+        """Send, or do nothing if the peer is gone: the reading thread then settles the peer's pages."""
         with self._wire, contextlib.suppress(OSError):
             if not self.connection.closed:
                 self.connection.send_bytes(data)
 
     def ended(self) -> str:
-        """How it ended, once it has closed its connection."""
+        """Return how the peer ended, after it closed its connection."""
         if self.process is None:
             return "closed the connection"
         try:
@@ -80,20 +80,20 @@ class Peer:
         return f"ended with exit code {code}"
 
     def abort(self) -> None:
-        """End the process if this one started it."""
+        """Kill the peer's process if this process started it."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
 
     def kill(self) -> None:
-        """End the process if this one started it, and close the connection."""
+        """Kill the peer's process if this process started it, and close the connection."""
         self.abort()
         with self._wire:
             self.connection.close()
 
 
 def take_offer(connection: Connection) -> tuple[int, np.ndarray[Any, Any], Any]:
-    """The engine's process id, the ring's memory (uint8), and what else the engine sent with its offer."""
+    """Return the engine's process id, the ring's memory (uint8), and the offer's spec."""
     pid, nbytes, spec = connection.recv()
     fd = recv_handle(connection)
     try:
@@ -103,11 +103,14 @@ def take_offer(connection: Connection) -> tuple[int, np.ndarray[Any, Any], Any]:
 
 
 def packed(pages: Sequence[Page]) -> tuple[bytes | memoryview | None, dict[int, str]]:
-    """Pages as a message; or None, and by offset why some of them cannot cross a process border. One bad page must not
-    cost the others."""
+    """Return pages as a message and an empty dict.
+
+    If some pages cannot be pickled, returns None and their offsets with the reasons, so that the other pages can be
+    sent without them.
+    """
     try:
         return message(pages), {}
-    except Exception:  # noqa: BLE001 - whatever a page's is
+    except Exception:  # noqa: BLE001 - pickling a page may raise anything
         bad: dict[int, str] = {}
     for page in pages:
         try:
@@ -123,24 +126,24 @@ def message(pages: Sequence[Page], shipped: Sequence[Any] = (), numbers: Any = N
 
 
 class ReturnQueue:
-    """Messages to the engine, from any thread, sent by one: no caller waits for the engine, nor for a lock that it has.
+    """Messages to the engine. Any thread adds them; one thread sends them, so that no caller waits for the engine.
 
-    Those of a few milliseconds are sent together, as long as the ring has room: for each, a thread of the engine's
-    process would wake and take the interpreter's lock from its steps.
+    While the ring is less than half full, messages within ``LINGER_S`` are sent together: each message wakes a thread
+    of the engine's process, which takes the GIL from its steps.
     """
 
     def __init__(self, connection: Connection, ring_bytes: int, meter: Meter | None = None):
-        """``meter``: counts for the engine."""
+        """``meter``: metrics that are sent to the engine."""
         self._connection = connection
         self._ring_bytes = ring_bytes
-        self._taken = self._freed = 0  # bytes of the ring; each counted by one thread alone
+        self._taken = self._freed = 0  # bytes of the ring; each is written by one thread only
         self._increments = None if meter is None else Increments(meter)
         self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="hsx-return", daemon=True)
         self._thread.start()
 
     def took(self, nbytes: int) -> None:
-        """So much of the ring was received; called by one thread."""
+        """Count received bytes of the ring. Called by one thread only."""
         self._taken += nbytes
 
     def free(self, page: Page) -> None:
@@ -149,15 +152,15 @@ class ReturnQueue:
     def event(self, event: Event) -> None:
         assert not isinstance(event, Receipt)  # there is no run
         event = replace(event, segments=tuple(segment.bare() for segment in event.segments))
-        self.numbers()  # a reader that sees the end of a sample finds it counted
+        self.numbers()  # before the event: a sample that is reported must be counted
         self._queue.put(("event", event))
 
     def numbers(self) -> None:
-        """Send what was counted until this message leaves."""
+        """Send the metrics, with their values at the time of sending."""
         self._queue.put(("numbers", None))
 
     def put_nowait(self, record: logging.LogRecord) -> None:
-        """As a queue, for ``logging.handlers.QueueHandler``."""
+        """Queue a log record. The method that ``logging.handlers.QueueHandler`` calls."""
         try:
             ForkingPickler.dumps(record)
         except Exception:  # noqa: BLE001 - a library may attach anything to its record
@@ -166,7 +169,7 @@ class ReturnQueue:
         self._queue.put(("log", record))
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the queued messages and end the thread."""
         self.numbers()
         self._queue.put(None)
         self._thread.join()
@@ -174,8 +177,8 @@ class ReturnQueue:
     def _run(self) -> None:
         try:
             self._send()
-        except BaseException:  # noqa: BLE001 - whatever it is
-            # Without this thread the engine would wait for ever; of a peer that hangs up it knows what is lost.
+        except BaseException:  # noqa: BLE001 - any error
+            # Without this thread the engine would wait for ever. After a disconnect it reports the lost samples.
             say_lines(traceback.format_exc(), to=sys.stderr)
             self._connection.close()
 
@@ -198,9 +201,9 @@ class ReturnQueue:
                 offset, nbytes = what
                 self._freed += nbytes
                 messages[i] = (kind, offset)
-        if self._increments is not None and len(messages) + ended < len(queued):  # before the events that it counts
+        if self._increments is not None and len(messages) + ended < len(queued):  # sent before the counted events
             messages.insert(0, ("numbers", self._increments.take()))
-        # The engine may be gone: the pages that it sent are stored all the same.
+        # The engine may be gone. Its pages are stored nevertheless.
         if messages:
             with contextlib.suppress(OSError):
                 self._connection.send(messages)

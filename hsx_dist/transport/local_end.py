@@ -1,4 +1,4 @@
-"""The end of a transport in the engine's process: the ring into which steps copy, and the thread that empties it."""
+"""The engine's end of a transport: the ring into which steps copy pages, and the thread that empties it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _P = ParamSpec("_P")
 
 
 class LocalEnd:
-    """Ships through ``sender``. What steps call takes no lock that a writer or the network holds."""
+    """Ships pages through ``sender``. Methods that steps call take no lock that a writer or the network holds."""
 
     def __init__(
         self,
@@ -40,19 +40,24 @@ class LocalEnd:
         sample_bytes: int = sys.maxsize,
         idle: Callable[[], None] | None = None,
     ):
-        """``on_lost``: a page of a segment was not handed over, and why. ``least_bytes``: fewer wait a moment for more,
-        where ``sender`` calls another process. ``memory``: the ring's memory, uint8 of ``in_flight_bytes``, if another
-        process maps it too; None: this allocates it. ``sample_bytes``: limit of the ring's ``claim``. ``idle``: called
-        every second without pages."""
+        """Allocate the ring and start the shipping thread.
+
+        Args:
+            on_lost: called with the segment of a page that could not be sent, and the reason.
+            least_bytes: fewer bytes wait briefly for more pages; for a ``sender`` that calls another process.
+            memory: the ring's memory, uint8 of ``in_flight_bytes``, if another process also maps it; None: allocate.
+            sample_bytes: limit of the ring's ``claim``.
+            idle: called every second without pages.
+        """
         self.meter = Meter() if meter is None else meter
         self.ring = Ring(in_flight_bytes, sample_bytes)
         self.meter.watch("ring_bytes", lambda: self.ring.used_bytes)
-        # Touched here: page faults in the step path cost three times the copy.
+        # Zeroed now: page faults during a step would take three times as long as the copy.
         self.memory = huge_pages.zeroed(self.ring.capacity) if memory is None else memory
         self._sender = sender
         self._on_shipped = on_shipped
         self._on_lost = on_lost
-        self._failures: dict[str, str] = {}  # by key, of samples whose last page is still to come
+        self._failures: dict[str, str] = {}  # reasons by key, of samples whose last page is not shipped yet
         self._thread = ShippingThread(
             self._ship,
             self.meter,
@@ -62,20 +67,20 @@ class LocalEnd:
         )
 
     def submit(self, *pages: Copied) -> None:
-        """Ship pages whose copies were started, in the order in which the copies end. Returns at once."""
+        """Ship pages whose copies have started, in the order in which the copies end. Returns at once."""
         self._thread.put(*pages)
 
     def skip(self, key: str, reason: str, column: int = 0, columns: int = 1) -> None:
-        """Report, after all pages that were submitted, that nothing of a sample's column is stored. Returns at once."""
+        """Report that nothing of a sample's column is stored, after all submitted pages. Returns at once."""
         self._thread.put(Shipped(key, reason, column, columns))
 
     @property
     def pending(self) -> int:
-        """Pages and reports that were submitted and are not shipped."""
+        """Number of submitted pages and reports that are not shipped yet."""
         return self._thread.pending
 
     def close(self, timeout: float | None = None) -> None:
-        """Ship what was submitted, for at most ``timeout`` seconds, and end the thread."""
+        """Ship all submitted pages within ``timeout`` seconds, and end the thread."""
         if self._thread.close(timeout):
             self._sender.flush()
 
@@ -97,18 +102,18 @@ class LocalEnd:
 def hand_over(
     sender: Sender, pages: Sequence[Page], memory: np.ndarray[Any, Any], free: Callable[[Page], None]
 ) -> list[tuple[Page, str]]:
-    """Attach pages to ``memory`` and send them; ``free(page)`` is called once for each page, when its place in the ring
-    may be used again.
+    """Attach pages to ``memory`` and send them.
 
-    Returns the pages that could not be handed over, and why: their places are free too.
+    ``free(page)`` is called exactly once for each page, when its bytes in the ring may be reused. Returns the pages
+    that could not be sent, and the reasons; their bytes are free too.
     """
-    held = {page.offset for page in pages}  # places that are not free yet
+    held = {page.offset for page in pages}  # offsets that are not free yet
 
     def release(page: Page) -> None:
         try:
             held.remove(page.offset)
         except KeyError:
-            return  # a place that is freed twice would be given to two pages
+            return  # bytes that are freed twice would be allocated to two pages
         free(page)
 
     attached, failed = [], []
@@ -123,7 +128,7 @@ def hand_over(
         if attached:
             sender.send(attached, release)
     except Exception as e:
-        # The ring must go round, and every waiting reader must get an answer, whatever the writers do.
+        # If the writers fail, the ring must still be freed, and every waiting reader must get a response.
         log.exception("%d pages were not shipped", len(attached))
         failed += [(page, bounded(f"its pages were not shipped: {type(e).__name__}: {e}")) for page in attached]
         for page in attached:
@@ -132,12 +137,12 @@ def hand_over(
 
 
 def with_failures(shipped: Sequence[Shipped], failures: dict[str, str]) -> list[Shipped]:
-    """``shipped``, corrected for samples of which a page could not be handed over; these leave ``failures``."""
+    """Add the reasons in ``failures`` to ``shipped``, for samples with a page that was not sent; pop those reasons."""
     return [replace(s, reason=failures.pop(s.key, None) or s.reason) for s in shipped]
 
 
 def count_shipped(meter: Meter, pages: list[Page], shipped: list[Shipped], seconds: float) -> None:
-    """Count what was handed to the writers within ``seconds``."""
+    """Count pages and samples that were sent to the writers in ``seconds``."""
     for name, value in (
         ("pages", len(pages)),
         ("page_bytes", sum(page.nbytes for page in pages)),
@@ -152,7 +157,7 @@ def count_shipped(meter: Meter, pages: list[Page], shipped: list[Shipped], secon
 
 
 def _each_alone(call: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
-    """Call, and log an error: the next sample must be reported all the same."""
+    """Call, and log an error instead of raising it, so that the next sample is still reported."""
     try:
         call(*args, **kwargs)
     except Exception:
@@ -163,7 +168,7 @@ _REGISTERED: dict[str, LocalEnd] = {}
 
 
 def register(name: str, end: LocalEnd) -> None:
-    """Make an end known to an engine that starts in this process with ``transport: inline`` and this ``address``."""
+    """Register an end for an engine of this process with ``transport: inline`` and ``address: name``."""
     _REGISTERED[name] = end
 
 

@@ -1,4 +1,4 @@
-"""The process that listens for ``transport: attach``: it hands the pages of its engine's ranks to writers."""
+"""The server of ``transport: attach``: it sends the pages of its engine's ranks to writers."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ log = get_logger(__name__)
 class PageServer:
     """One connection and one shipping thread for every worker rank of an engine in child processes.
 
-    ``make_sender`` gives each rank its sender (its owner closes it); ``on_shipped`` is called from the shipping
-    threads, and ``on_closed`` when a rank has ended, after all that it shipped.
+    ``make_sender`` returns the sender of a rank; the caller closes it. ``on_shipped`` is called from the shipping
+    threads. ``on_closed`` is called when a rank has ended, after its last ``on_shipped``.
 
-    What a connection sends is unpickled, which can run code. So the peer must first prove that it knows ``key``, by
-    multiprocessing's challenge; nothing that it sends before is unpickled. The key reaches the ranks within vLLM's
-    configuration, hidden from its log lines (``ConnectorConfig.authkey``).
+    Unpickling a peer's messages can run code. So the peer must first prove by multiprocessing's challenge that it knows
+    ``key``; no earlier bytes are unpickled. vLLM's configuration passes the key to the ranks, hidden from log lines
+    (``ConnectorConfig.authkey``).
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class PageServer:
         self._on_shipped = on_shipped
         self._on_closed = on_closed
         self.key = secrets.token_bytes(32)
-        # A folder that only this user can enter: others cannot even connect.
+        # Only this user can enter the folder, so other users cannot connect.
         self._folder = Path(tempfile.mkdtemp(prefix="hsx-"))
         self.address = str(self._folder / "ring")
         self._listener = Listener(self.address, "AF_UNIX")
@@ -60,14 +60,14 @@ class PageServer:
         while not self._closing:
             try:
                 connection = self._listener.accept()
-            except (OSError, EOFError) as e:  # a peer that left, or this side is closing
+            except (OSError, EOFError) as e:  # the peer disconnected, or this server is closing
                 if not self._closing:
                     log.warning("a connection to the ring was refused: %r", e)
                 continue
             threading.Thread(target=self._admit, args=(connection,), name="hsx-ship", daemon=True).start()
 
     def _admit(self, connection: Connection) -> None:
-        """Serve a peer that has the key. On the connection's own thread: a silent peer delays no other."""
+        """Serve a peer that has the key. Runs on the connection's thread, so that a silent peer delays no other."""
         with connection:
             try:
                 deliver_challenge(connection, self.key)
@@ -75,7 +75,7 @@ class PageServer:
             except (OSError, EOFError, AuthenticationError) as e:
                 log.warning("a connection to the ring was refused: %r", e)
                 return
-            self._threads.append(threading.current_thread())  # a peer without the key does not delay the end either
+            self._threads.append(threading.current_thread())  # only now: ``close`` does not wait for peers without key
             self._serve(connection)
 
     def _serve(self, connection: Connection) -> None:
@@ -83,7 +83,7 @@ class PageServer:
             pid, memory, _ = take_offer(connection)
             sender = self._make_sender()
         except Exception as e:
-            log.exception("an engine's ring was not taken")
+            log.exception("an engine's ring was refused")
             connection.send(f"{type(e).__name__}: {e}")
             self._on_closed()
             return
@@ -111,7 +111,7 @@ class PageServer:
             self._on_shipped(one)
 
     def close(self) -> None:
-        """End the listener; connections end when their engine does."""
+        """Close the listener. Connections end with their engine."""
         self._closing = True
         self._listener.close()
         for thread in self._threads:

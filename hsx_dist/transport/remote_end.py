@@ -1,4 +1,4 @@
-"""The end of a transport in a process without the engine: takes pages off the ring that the engine's process fills."""
+"""The writers' end of a transport, in a process without the engine. It takes pages off the engine's ring."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hsx_dist.transport.local_end import hand_over, with_failures
 from hsx_dist.transport.shipping import Shipped
 from hsx_dist.writers.base import Sender
 
-#: How often the writers' numbers are sent.
+#: Seconds between two reports of the writers' metrics.
 TELL_S = 1.0
 
 
 class RemoteEnd:
-    """Hands what ``connection`` brings to ``sender``; ``returns`` carries free places and news to the engine."""
+    """Sends the pages from ``connection`` to ``sender``. ``returns`` sends freed offsets and events to the engine."""
 
     def __init__(
         self,
@@ -36,9 +36,14 @@ class RemoteEnd:
         on_shipped: Callable[[list[Page], list[Shipped], float], None] | None = None,
         on_numbers: Callable[[Mapping[Series, float]], None] = lambda _: None,
     ):
-        """``on_lost``: a page of a segment could not be read or sent, and why. ``on_shipped``: pages were handed over
-        within so many seconds, or samples have ended; None: only the segments' events count. ``on_numbers``: what the
-        engine counted."""
+        """Make the end of ``connection``. ``run`` serves it.
+
+        Args:
+            on_lost: called with the segment of a page that could not be read or sent, and the reason.
+            on_shipped: called with the sent pages, the ended samples and the seconds that sending took; None: only the
+                segments' events count.
+            on_numbers: called with the engine's metrics.
+        """
         self._connection = connection
         self._memory = memory
         self._sender = sender
@@ -46,13 +51,16 @@ class RemoteEnd:
         self._on_lost = on_lost
         self._on_shipped = on_shipped
         self._on_numbers = on_numbers
-        self._segments: dict[str, Segment] = {}  # by source, as their first pages described them
-        self._failures: dict[str, str] = {}  # by key, of samples that are still to be reported
+        self._segments: dict[str, Segment] = {}  # by source, with the metadata of their first pages
+        self._failures: dict[str, str] = {}  # reasons by key, of samples that are not reported yet
 
     def run(self, alive: Callable[[], bool] = lambda: True) -> None:
-        """Take what comes until the engine ends it or is gone. ``alive`` is called after a second of silence: whether
-        the engine still runs, as another process may have its end of the connection."""
-        told = time.monotonic()
+        """Receive messages until the engine ends the connection or dies.
+
+        ``alive`` is called after a second without messages and returns whether the engine still runs: the connection
+        stays open if another process inherited the engine's end.
+        """
+        reported_at = time.monotonic()
         with contextlib.suppress(EOFError, OSError):
             while True:
                 if self._connection.poll(TELL_S):
@@ -60,12 +68,13 @@ class RemoteEnd:
                         return
                 elif not alive():
                     return
-                if time.monotonic() - told >= TELL_S:
-                    told = time.monotonic()
+                if time.monotonic() - reported_at >= TELL_S:
+                    reported_at = time.monotonic()
                     self._returns.numbers()
 
     def _receive(self) -> bool:
-        """Take one message. False: the engine ends. A method, so that an idle thread holds no segment's metadata."""
+        """Receive one message. Returns False at the end. A method, so that an idle thread holds no segment's
+        metadata."""
         message = self._connection.recv()
         if message is not None:
             self._take(*message)
@@ -82,7 +91,7 @@ class RemoteEnd:
                 whole.append(described)
             else:
                 self._returns.free(page)
-                failed.append((page, "not all of its pages came"))
+                failed.append((page, "not all of its pages arrived"))
         failed += hand_over(self._sender, whole, self._memory, self._returns.free)
         for page, why in failed:
             self._segments.pop(page.segment.source, None)
@@ -93,7 +102,7 @@ class RemoteEnd:
             self._on_shipped(pages, with_failures(shipped, self._failures), time.monotonic() - before)
 
     def _described(self, page: Page) -> Page | None:
-        """The page with its whole segment, which only the first page carries; None if that one was lost."""
+        """Return the page with its complete segment, which only the first page carries; None if that page was lost."""
         source = page.segment.source
         if page.first:
             self._segments[source] = page.segment

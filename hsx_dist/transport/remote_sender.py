@@ -1,9 +1,10 @@
-"""Pages to the writers of another process: one that listens, or one that is started for this engine.
+"""Sending pages to the writers of another process: a ``PageServer``, or a process that is started for this engine.
 
-The ring lies in memory that both processes map. Pages travel without their data; places that are free again come back,
-and, from a process that was started here, what became of segments, counted numbers and log lines. A started process
-outlives its engine by at most ``drain_seconds``, in which it stores what it was handed. When it dies itself, what it
-had is reported as lost, and the next pages start another one. ``writer_process`` is what runs there.
+Both processes map the ring's memory, and messages carry pages without their data. The peer returns freed offsets. A
+started process (``writer_process``) also returns events, metrics and log records.
+
+A started process outlives its engine by at most ``drain_seconds``, to store the pages that it received. If it dies, its
+segments are reported as lost, and the next pages start another process.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from hsx_dist.writers.events import Event, Lost
 
 log = get_logger(__name__)
 
-#: A process that could not be started is not tried again for so many seconds; meanwhile samples fail at once.
+#: Seconds between two attempts to start a process. Until the next attempt, samples fail at once.
 RESTART_S = 5.0
-#: The other process, as the engine's meter calls it.
+#: The other process' name in the engine's meter.
 SOURCE = "writers"
 
 
 @dataclass(slots=True)
 class _UnsettledSource:
-    """A segment that was handed over. ``whole``: with its last page; ``reported``: as lost, already before that."""
+    """A segment that was sent. ``whole``: including its last page; ``reported``: as lost, before its last page."""
 
     segment: Segment
     whole: bool = False
@@ -48,10 +49,11 @@ class _UnsettledSource:
 
 
 class RemoteSender:
-    """A ``Sender`` of pages that lie in ``memory``.
+    """A ``Sender`` of pages in ``memory``.
 
-    ``on_event`` is called from a thread of its own. Of a started process a segment is reported exactly once, whatever
-    becomes of the process. Of one that listens only those are reported that it was not sent: it settles the others.
+    ``on_event`` is called from a separate thread. With a started process it gets exactly one event for every segment,
+    also if the process dies. With a ``PageServer`` it gets only the segments that could not be sent: the server reports
+    the others.
     """
 
     def __init__(
@@ -63,11 +65,11 @@ class RemoteSender:
         *,
         drain_seconds: float = 0.0,
     ):
-        """``connect``: makes the peer that was offered a descriptor of the ring, and accepted.
+        """``connect``: offers a descriptor of the ring to a peer, and returns the peer after it has accepted.
 
         Raises:
-            HsxError: there is no such peer.
-            OSError: there is no memory for the ring.
+            HsxError: no peer accepts.
+            OSError: there is not enough memory for the ring.
         """
         self._connect = connect
         self._on_event = on_event
@@ -76,9 +78,9 @@ class RemoteSender:
         self._ring = reserve(ring_bytes)
         self.memory: np.ndarray[Any, Any] | None = mapped(self._ring, ring_bytes)
         self._state = threading.Condition()
-        self._held: dict[int, Callable[[], None]] = {}  # by offset: gives the page's place back
-        self._copies: dict[str, _UnsettledSource] = {}  # by source, of what is neither stored nor lost
-        self._broken: set[str] = set()  # sources that were reported as lost while pages of them were still to come
+        self._held: dict[int, Callable[[], None]] = {}  # by offset: frees the page's bytes
+        self._copies: dict[str, _UnsettledSource] = {}  # by source: segments that are neither stored nor lost
+        self._broken: set[str] = set()  # sources reported as lost before their last page
         self._closing = self._starting = False
         self._failed_at: float | None = None
         self._restarts = False  # the peer is a process that this one started
@@ -92,7 +94,7 @@ class RemoteSender:
 
     @property
     def pid(self) -> int | None:
-        """The process that was started and stores; None while there is none."""
+        """Id of the running process that was started; None if there is none."""
         peer = self._peer
         return peer.process.pid if peer is not None and peer.process is not None else None
 
@@ -108,7 +110,7 @@ class RemoteSender:
             with self._state:
                 self._starting = False
                 if ended := self._closing:
-                    os.close(self._ring)  # the end left it to this: a peer must not be handed what is no ring any more
+                    os.close(self._ring)  # ``_end`` does not: while a peer connects, the descriptor must stay valid
                 elif peer is not None:
                     self._peer, self._restarts = peer, peer.process is not None
                     self._reader = threading.Thread(target=self._read, args=(peer,), name="hsx-free", daemon=True)
@@ -125,7 +127,7 @@ class RemoteSender:
         sent, dropped, lost = [], [], []
         with self._state:
             if peer is not self._peer:
-                peer = None  # it died just now
+                peer = None  # it has just died
             for page, detached in zip(pages, bare, strict=True):
                 source = page.segment.source
                 if source in self._broken:
@@ -151,7 +153,7 @@ class RemoteSender:
             peer.send(data if data is not None and not dropped else message(sent))
 
     def _note(self, page: Page) -> None:
-        """A page is on its way; called with the lock."""
+        """Note that a page is sent. Called with the lock held."""
         source = page.segment.source
         copy = self._copies.setdefault(source, _UnsettledSource(page.segment.bare()))
         copy.whole = page.last
@@ -159,12 +161,12 @@ class RemoteSender:
             del self._copies[source]
 
     def tell(self, data: bytes | memoryview) -> None:
-        """Send a message without pages, behind all pages sent before."""
+        """Send a message without pages, after all pages sent before."""
         if self._peer is not None:
             self._peer.send(data)
 
     def _living(self) -> Peer | None:
-        """The peer, started again if it died; None if it cannot be."""
+        """Return the peer. Restarts a dead one; returns None if that fails."""
         if self._peer is not None or self._closing or not self._restarts:
             return self._peer
         if self._failed_at is None or time.monotonic() - self._failed_at >= RESTART_S:
@@ -173,7 +175,7 @@ class RemoteSender:
                 self._failed_at = None
             except (HsxError, OSError) as e:
                 self._failed_at = time.monotonic()
-                log.error("the process that stores hidden states was not started again: %s", e)
+                log.error("the process that stores hidden states was not restarted: %s", e)
         return self._peer
 
     def flush(self) -> None:
@@ -181,7 +183,7 @@ class RemoteSender:
             while self._held:
                 self._state.wait()
 
-    # -- what comes back ------------------------------------------------------------------------------------------
+    # -- responses ------------------------------------------------------------------------------------------------
 
     def _read(self, peer: Peer) -> None:
         while self._receive(peer):
@@ -189,18 +191,20 @@ class RemoteSender:
         self._ended(peer)
 
     def _receive(self, peer: Peer) -> bool:
-        """Take one list of messages. False: the peer has ended, or sends what cannot be read. A method, so that an idle
-        connection holds no event's segments."""
+        """Receive one list of messages. Returns False if the peer has ended, or its message cannot be read.
+
+        A method, so that an idle connection holds no event's segments.
+        """
         try:
             messages: list[tuple[str, Any]] = peer.connection.recv()
-        except Exception:  # noqa: BLE001 - whatever it sends, the thread ends in order
+        except Exception:  # noqa: BLE001 - after any error the thread settles the peer's pages
             return False
         for kind, what in messages:
             try:
                 self._take(kind, what)
             except Exception:
                 with contextlib.suppress(Exception):  # the log handler may have raised it
-                    log.exception("a message (%s) of the process that stores could not be taken", kind)
+                    log.exception("a message of the writer process was not handled: kind=%s", kind)
         return True
 
     def _take(self, kind: str, what: Any) -> None:
@@ -231,7 +235,7 @@ class RemoteSender:
         self._on_event(event)
 
     def _ended(self, peer: Peer) -> None:
-        """It is gone, and with it what it had."""
+        """Free the pages of a peer that ended, and report its segments as lost."""
         how = peer.ended()
         peer.kill()
         with self._state:
@@ -242,12 +246,12 @@ class RemoteSender:
             self._state.notify_all()
         self._meter.forget(SOURCE)
         for give_back in held:
-            with contextlib.suppress(Exception):  # what follows must be reported
+            with contextlib.suppress(Exception):  # the lost segments below must still be reported
                 give_back()
         if self._closing:
             return
         lost = tuple(copy.segment for copy in copies.values() if not copy.reported)
-        then = "; it is started again" if self._restarts else ""
+        then = "; the next pages restart it" if self._restarts else ""
         with contextlib.suppress(Exception):
             log.error("the process that stores hidden states %s and %d samples%s", how, len(lost), then)
         for segment in lost:
@@ -260,11 +264,11 @@ class RemoteSender:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Say that no page follows. A started process ends once all that it has is stored; within ``drain_seconds``."""
+        """Send the end of the pages. A started process stores the rest and exits, within ``drain_seconds``."""
         self._end(lambda peer: peer.send(ForkingPickler.dumps(None)), self._drain_seconds + 1.0)
 
     def abandon(self) -> None:
-        """End a started process, and what it has."""
+        """Kill a started process. Its unstored segments are lost."""
         self._end(Peer.abort, 1.0)
 
     def _end(self, how: Callable[[Peer], None], seconds: float) -> None:
@@ -277,7 +281,7 @@ class RemoteSender:
         if peer is not None and reader is not None:
             how(peer)
             reader.join(seconds)
-            if reader.is_alive():  # the process hangs, or the callback does
+            if reader.is_alive():  # the process or the callback hangs
                 peer.abort()
         if not starting:
             os.close(self._ring)

@@ -1,4 +1,4 @@
-"""A byte ring over reused host memory: what bounds the bytes between the cache and the writers."""
+"""A byte ring over reused host memory. It bounds the bytes between the KV cache and the writers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Ring:
     """Allocates byte ranges of ``capacity`` bytes in order, wrapping; reclaims them in the order of allocation.
 
     Thread-safe. Only offsets are handed out: the memory itself may be shared with another process, and the process
-    that copies into it is the one that holds the ``Ring``.
+    that copies into it holds the ``Ring``.
     """
 
     def __init__(self, capacity: int, most_claimed: int = sys.maxsize):
@@ -23,16 +23,16 @@ class Ring:
         self._most_claimed = most_claimed
         self._claimed = 0
         self._lock = threading.Condition()
-        self._head = 0  # where the next allocation starts
+        self._head = 0  # start of the next allocation
         self._live: deque[list[int]] = deque()  # [offset, end, freed], oldest first
         self._by_offset: dict[int, list[int]] = {}
         self._used = 0
 
     def allocate(self, nbytes: int) -> int | None:
-        """The offset of ``nbytes`` contiguous bytes, or None when there is no room now.
+        """Return the offset of ``nbytes`` contiguous bytes, or None if the ring is too full now.
 
         Raises:
-            ValueError: ``nbytes`` can never fit.
+            ValueError: ``nbytes`` exceed the capacity.
         """
         size = -(-nbytes // ALIGN) * ALIGN
         if size > self.capacity:
@@ -52,14 +52,14 @@ class Ring:
         if not self._live:
             return 0
         tail = self._live[0][0]
-        if self._head > tail:  # the free space is behind the head and, wrapped, before the tail
+        if self._head > tail:  # the free space is after the head and, wrapped, before the tail
             if self._head + size <= self.capacity:
                 return self._head
             return 0 if size <= tail else None
         return self._head if self._head + size <= tail else None
 
     def free(self, offset: int) -> None:
-        """Give back what ``allocate`` returned."""
+        """Free the allocation at an offset that ``allocate`` returned."""
         with self._lock:
             entry = self._by_offset.pop(offset)
             entry[2] = 1
@@ -69,8 +69,10 @@ class Ring:
             self._lock.notify_all()
 
     def claim(self, nbytes: int) -> bool:
-        """Count ``nbytes`` that a sample occupies outside the ring. Returns False if they exceed the limit now; a
-        sample larger than the limit is claimed when no other is."""
+        """Count ``nbytes`` that a sample occupies outside the ring. Returns False if they exceed the limit now.
+
+        A sample larger than the limit is accepted if no other is counted.
+        """
         with self._lock:
             if self._claimed and self._claimed + nbytes > self._most_claimed:
                 return False
@@ -78,7 +80,7 @@ class Ring:
             return True
 
     def unclaim(self, nbytes: int) -> None:
-        """Give back what ``claim`` counted."""
+        """Subtract bytes that ``claim`` counted."""
         with self._lock:
             self._claimed -= nbytes
             self._lock.notify_all()
@@ -88,7 +90,7 @@ class Ring:
         return self._claimed
 
     def wait(self, timeout: float) -> None:
-        """Wait until something is given back, at most ``timeout`` seconds."""
+        """Wait until bytes are freed, at most ``timeout`` seconds."""
         with self._lock:
             if self._live or self._claimed:
                 self._lock.wait(timeout)

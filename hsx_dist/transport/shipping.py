@@ -1,4 +1,4 @@
-"""The queue between an engine's steps and the thread that hands pages to writers."""
+"""The queue between an engine's steps and the thread that sends pages to writers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Shipped:
-    """Every page of a column of ``key`` has been handed to the writers, or (``reason``) nothing of it is stored."""
+    """Every page of a column of ``key`` was sent to the writers, or nothing of the column is stored (``reason``)."""
 
     key: str
     reason: str | None = None
@@ -29,21 +29,21 @@ class Shipped:
     columns: int = 1
 
 
-#: A page, and what blocks until its copy into the ring is done.
+#: A page, and a call that blocks until its copy into the ring is done.
 Copied = tuple[Page, Callable[[], None] | None]
-#: What is shipped, or what there is to tell.
+#: A page to ship, or a report.
 Item = Copied | Shipped
 
-#: How many bytes of pages travel in one call to a writer, at most (a single page may be larger).
+#: Limit of the bytes of pages in one call to a writer. A single page may be larger.
 COALESCE_BYTES = 8 << 20
-#: A page that would be a small call by itself waits so long for others: about a step of an engine.
+#: Seconds that a small page waits for others, so that they share a call: about a step of an engine.
 LINGER_S = 0.02
 
 
 class ShippingThread:
-    """The queue between steps and the thread that ships; ``deliver`` is called on the thread, in order."""
+    """The queue between steps and the shipping thread, which calls ``deliver`` in order."""
 
-    #: After so many seconds without a page ``idle`` is called.
+    #: ``idle`` is called after this many seconds without a page.
     IDLE_S = 1.0
 
     def __init__(
@@ -55,24 +55,27 @@ class ShippingThread:
         least_bytes: int = 0,
         linger_s: float = 0.0,
     ):
-        """``idle``: called every second without anything to ship.
-        ``least_bytes``: fewer wait up to ``linger_s`` seconds for more, so that what delivers them need not be called
-        for each."""
+        """Start the thread.
+
+        Args:
+            idle: called every second without a page or report.
+            least_bytes: fewer bytes wait up to ``linger_s`` seconds for more, so that ``deliver`` is called less often.
+        """
         self._deliver = deliver
-        self._failed: dict[tuple[str, str], str] = {}  # samples of which a page was not copied, and why
+        self._failed: dict[tuple[str, str], str] = {}  # reasons by sample, for samples with a page that was not copied
         self._idle = idle
         self._least, self._linger = least_bytes, linger_s
-        self._since: deque[float] = deque()  # when each item that is not delivered was put
+        self._since: deque[float] = deque()  # time of ``put`` of each undelivered item
         meter.watch("oldest_page_seconds", self._oldest)
         self._queue: queue.SimpleQueue[Sequence[Item] | None] = queue.SimpleQueue()
-        self._ahead: deque[Item | None] = deque()  # taken off the queue, and not looked at
-        self._submitted = self._delivered = 0  # each written by one thread alone
+        self._ahead: deque[Item | None] = deque()  # taken off the queue, not processed yet
+        self._submitted = self._delivered = 0  # each is written by one thread only
         self._thread = threading.Thread(target=self._run, name="hsx-ship", daemon=True)
         with any_core():
             self._thread.start()
 
     def put(self, *items: Item) -> None:
-        """At one go: a thread that is woken for each would take the interpreter's lock from a step that is not done."""
+        """Add items with one wake-up: a wake-up per item would take the GIL several times from the running step."""
         self._submitted += len(items)
         self._since.extend([time.monotonic()] * len(items))
         self._queue.put(items)
@@ -88,7 +91,7 @@ class ShippingThread:
             return 0.0
 
     def close(self, timeout: float | None) -> bool:
-        """Whether everything was shipped in time."""
+        """Ship the queued items and end the thread. Returns whether that was done within ``timeout`` seconds."""
         self._queue.put(None)
         self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -102,10 +105,10 @@ class ShippingThread:
                 self._idle()
 
     def _take(self, seconds: float | None) -> Item | None:
-        """The next item; None at the end.
+        """Return the next item; None at the end.
 
         Raises:
-            queue.Empty: none came within so many seconds (None: wait for ever).
+            queue.Empty: there was no item within ``seconds`` (None: wait for ever).
         """
         while not self._ahead:
             items = self._queue.get(timeout=seconds) if seconds is None or seconds > 0 else self._queue.get_nowait()
@@ -113,17 +116,19 @@ class ShippingThread:
         return self._ahead.popleft()
 
     def _copied(self, items: Sequence[Item]) -> tuple[list[Page], list[Shipped]]:
-        """Pages in the ring, once their copies have ended, and what there is to tell; in order. The page of a copy that
-        failed carries the error to its writer, which drops the sample's other pages too."""
+        """Wait for the copies of ``items``. Returns pages and reports, in order.
+
+        A page whose copy failed carries the error to its writer, which then drops the sample's other pages too.
+        """
         last = next((ready for item in reversed(items) if not isinstance(item, Shipped) and (ready := item[1])), None)
         if last is not None:
-            with suppress(Exception):  # asked again below
-                last()  # the copies end in order: this thread wakes, and takes the interpreter's lock, once for all
+            with suppress(Exception):  # called again below
+                last()  # copies end in order: waiting for the last one takes the GIL only once
         refs: list[Page] = []
-        told: list[Shipped] = []
+        ended: list[Shipped] = []
         for item in items:
             if isinstance(item, Shipped):
-                told.append(item)
+                ended.append(item)
                 continue
             ref, ready = item
             sample = (ref.segment.key, ref.segment.source)
@@ -137,15 +142,16 @@ class ShippingThread:
             refs.append(ref)
             if ref.ends_sample:
                 segment = ref.segment
-                told.append(Shipped(segment.key, self._failed.pop(sample, None), segment.column, segment.columns))
-        return refs, told
+                ended.append(Shipped(segment.key, self._failed.pop(sample, None), segment.column, segment.columns))
+        return refs, ended
 
     def _run(self) -> None:
         while self._ship_next():
             pass
 
     def _ship_next(self) -> bool:
-        """Ship the next items together. False at the end. A method, so that an idle thread holds no metadata."""
+        """Ship the next items together. Returns False at the end. A method, so that an idle thread holds no
+        metadata."""
         item = self._next()
         items: list[Item] = []
         nbytes = 0
@@ -154,7 +160,7 @@ class ShippingThread:
             items.append(item)
             if not isinstance(item, Shipped):
                 page = item[0]
-                # With the metadata: the pages travel as one message.
+                # Includes the metadata, which is in the same message.
                 nbytes += page.nbytes + (len(page.segment.metadata) if page.start == page.segment.start else 0)
             if nbytes >= COALESCE_BYTES:
                 break
@@ -163,9 +169,9 @@ class ShippingThread:
                 item = self._take(wait)
             except queue.Empty:
                 break
-        pages, told = self._copied(items)
+        pages, ended = self._copied(items)
         try:
-            self._deliver(pages, told)
+            self._deliver(pages, ended)
         except Exception:
             log.exception("%d pages were not shipped", len(pages))
         self._delivered += len(items)

@@ -1,5 +1,5 @@
-"""``transport: spawn``: a process with the writers of one connector. Encoding and storing never have the engine's
-interpreter lock. ``spawn`` starts the process, ``main`` runs in it."""
+"""``transport: spawn``: a process with the writers of one connector, so that encoding and storing never take the
+engine's GIL. ``spawn`` starts the process; ``main`` runs in it."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from hsx_dist.writers.events import Lost
 from hsx_dist.writers.sink import PartSink, SinkOptions
 from hsx_dist.writers.threads import ThreadSender
 
-#: How often the process looks whether its engine still runs.
+#: Seconds between two checks that the engine still runs.
 _LOOK_S = 1.0
-#: Where the engine's threads share a core with the process, they go first: one of them may have the interpreter's lock.
+#: On shared cores the engine's threads get priority: one of them may hold the engine's GIL.
 NICE = 10
 
 
 @dataclass(frozen=True, slots=True)
 class WriterProcessSpec:
-    """What the process needs to know. ``storage_options`` may hold secrets: it travels over the socket pair alone."""
+    """Settings of the process. Sent over the socket pair only, since ``storage_options`` may contain secrets."""
 
     url: str
     storage_options: dict[str, Any]
@@ -53,10 +53,10 @@ def spawn(spec: WriterProcessSpec, ring: int) -> Peer:
     """Start the process, with the memory behind the descriptor ``ring``.
 
     Raises:
-        HsxError: what kept it from starting.
+        HsxError: the process did not start; its error.
     """
     ours, theirs = Pipe()
-    # The package may lie where only this process looks for it; the folder that the engine was started in is not used.
+    # The package may be on this process's ``sys.path`` only. ``-P``: never import from the working directory.
     place = str(Path(hsx_dist.__file__).parents[1])
     start = f"import sys; sys.path.insert(0, {place!r}); from {__name__} import main; main()"
     with theirs, any_core():
@@ -66,20 +66,20 @@ def spawn(spec: WriterProcessSpec, ring: int) -> Peer:
             pass_fds=[theirs.fileno()],
         )
     peer = Peer(ours, process)
-    came = peer.offer(ring, spec.ring_bytes, spec, START_S)
-    if came is None:
+    refusal = peer.offer(ring, spec.ring_bytes, spec, START_S)
+    if refusal is None:
         return peer
     peer.kill()
-    if isinstance(came, HsxError):
-        raise came
+    if isinstance(refusal, HsxError):
+        raise refusal
     raise EngineError(
-        f"expected a process that stores hidden states, got: {came}. Set hsx.transport to 'inline' to store from "
+        f"expected a process that stores hidden states, got: {refusal}. Set hsx.transport to 'inline' to store from "
         "the engine's own process"
     )
 
 
 def serve(connection: Connection) -> None:
-    """Store what comes until nothing more does, or the engine is gone."""
+    """Store the received pages until the engine ends the connection or dies."""
     parent = os.getppid()
     os.nice(NICE)
     meter = Meter()
@@ -108,7 +108,7 @@ def serve(connection: Connection) -> None:
 
 
 def _outlive(parent: int, seconds: float) -> None:
-    """End this process so long after its engine, also while a store does not answer."""
+    """Exit this process ``seconds`` after its engine, also while a store does not answer."""
     while os.getppid() == parent:
         time.sleep(_LOOK_S)
     time.sleep(seconds)
@@ -116,7 +116,7 @@ def _outlive(parent: int, seconds: float) -> None:
 
 
 def main() -> None:
-    # A signal to a server's process group means the engine, which then says when nothing more follows.
+    # A signal to a server's process group is for the engine, which then ends the connection.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with Connection(int(sys.argv[1])) as connection, contextlib.suppress(BrokenPipeError):

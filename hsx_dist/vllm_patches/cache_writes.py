@@ -61,7 +61,7 @@ def flat_rows(cache: torch.Tensor) -> torch.Tensor:
     """The cache's memory as rows ``[n, hidden]``: a view.
 
     Raises:
-        ValueError: its rows do not lie where a multiple of their length does.
+        ValueError: the rows' offsets are not multiples of their length.
     """
     hidden = cache.shape[3]
     if cache.stride(3) != 1 or any(stride % hidden for stride in cache.stride()[:3]):

@@ -109,8 +109,8 @@ def check_layer_zero(layer_ids: Sequence[int], layers: Iterable[Any], model: str
             )
         if not _compiled_with_copy(one):
             raise ConfigError(
-                f"layer 0 of {model}: expected a compiled graph that copies the embeddings, got one that was cached "
-                "without hsx_dist. Set VLLM_DISABLE_COMPILE_CACHE=1, or remove torch_compile_cache in VLLM_CACHE_ROOT"
+                f"layer 0 of {model}: expected a compiled graph that copies the embeddings, got a graph cached without "
+                "hsx_dist. Set VLLM_DISABLE_COMPILE_CACHE=1, or remove torch_compile_cache in VLLM_CACHE_ROOT"
             )
 
 

@@ -4,9 +4,9 @@ Versions: vLLM 0.31, 0.32 and 0.33 with the V1 runner. Upstream: issue 56417.
 
 What vLLM does: the drafter of ``extract_hidden_states`` only writes states into the cache. The "draft" that it returns
 is the token that was just sampled. The next step computes that token again to verify it. This doubles the decoded
-tokens, and the V1 runner accepts the draft where it must not: with asynchronous scheduling an accepted draft repeats a
-token, and the rejection sampler of the CPU build neither follows the model's distribution nor the request's seed.
-The V2 runner verifies correctly, and keeps its drafts.
+tokens, and the V1 runner accepts wrong drafts. With asynchronous scheduling an accepted draft repeats a token. The
+rejection sampler of the CPU build follows neither the model's distribution nor the request's seed. The V2 runner
+verifies correctly, and keeps its drafts.
 
 The patch: a request's class gets an attribute ``spec_token_ids`` that is always empty, so the scheduler never
 schedules a draft. States are cached all the same: the drafter runs on every scheduled token.

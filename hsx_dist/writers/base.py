@@ -1,4 +1,4 @@
-"""The sending side of a pool, as the thread that empties the ring sees it."""
+"""The sending side of a pool, used by the thread that empties the ring."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import Protocol
 
 from hsx_dist.page import Page
 
-#: What a call to a writer should carry at least: a call by itself costs a writer as much time as a MiB in it.
+#: Minimum size of a call to a writer, if enough pages wait: an empty call costs a writer as much time as a MiB of data.
 CALL_BYTES = 1 << 20
-#: What a sender may have at other nodes' writers, where nobody says: their credits are of their nodes' object stores,
-#: and pages lie in the sender's as well until they are answered.
+#: Default limit of unacknowledged bytes of a sender at other nodes' writers. Until the response, pages occupy the
+#: sender's object store in addition to the writer's, which alone the credits count.
 ABROAD_BYTES = 64 << 20
 
 
 class Sender(Protocol):
-    """Hands pages to writers. Used by one thread."""
+    """Sends pages to writers. Used by one thread."""
 
     def send(self, pages: Sequence[Page], release: Callable[[Page], None]) -> None:
-        """Pass pages on; blocks while the writers have no room.
+        """Send pages. Blocks while the writers are full.
 
-        ``release(page)`` is called, from any thread, as soon as the page's buffer may be reused: also when the page
-        could not be passed on, for the ring must go round whatever the writers do (what was lost has no receipt, and
-        receipts are all that counts).
+        ``release(page)`` is called, from any thread, as soon as the page's buffer may be reused. It is also called for
+        a page that could not be sent, so that a failed writer cannot block the ring. A lost page's sample gets no
+        receipt, and so counts as missing.
         """
         ...
 
     def flush(self) -> None:
-        """Wait until every page sent before has been taken by its writer."""
+        """Block until the writers have accepted or lost every page sent before."""
         ...
 
     def close(self) -> None: ...

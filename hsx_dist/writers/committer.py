@@ -1,7 +1,11 @@
-"""How one part becomes durable.
+"""Durable storage of one part.
 
-The order that makes a sample exist: the part is stored whole under a name of its own; then the attempt is checked to be
-the newest; then the receipt is stored, in a log that another process may have sealed. Only then is the driver told.
+The order of the steps:
+
+1. store the complete part under a unique name;
+2. check that no newer attempt exists;
+3. store the receipt, in a log that another process may have sealed;
+4. report the receipt to the driver.
 """
 
 from __future__ import annotations
@@ -32,22 +36,24 @@ from hsx_dist.writers.events import Stored
 
 log = get_logger(__name__)
 
-#: A put that finds an object which it can neither read nor renew tries so many times.
+#: Attempts of a put that finds an object which it can neither read nor renew.
 _MOST_TRIES = 10
 _PAUSE_S = 0.05
-#: An object that could not be renewed stands for a request if it does not expire before readers have come.
+#: An object that could not be renewed satisfies a request if it exists for this long, so that readers can fetch it.
 _STILL_THERE_S = 60.0
-#: A store that could not be probed for conditional puts is probed again after so long.
+#: Seconds until a store is probed again for conditional puts after a failed probe.
 _PROBE_AGAIN_S = 600.0
-#: More than can be under way at once: one that is older than so many names cannot come any more.
+#: Names whose newest put is remembered. More than can be in flight, so that no older put of a forgotten name follows.
 _REMEMBERED = 4096
-#: Locks that names share. More than the threads that put, so that two names seldom wait for one lock.
+#: Number of locks that names share. More than the threads that put, so that two names seldom share a lock.
 _STRIPES = 64
 
 
 class _PutOrder:
-    """Puts of one name in turn, and none after a later one's: of two objects under a name that clients chose, the later
-    one stays. Thread-safe."""
+    """Serialises the puts of a name and skips outdated ones. Thread-safe.
+
+    If clients choose one name for two requests, the later request's object stays.
+    """
 
     def __init__(self) -> None:
         self._newest: OrderedDict[str, int] = OrderedDict()
@@ -56,8 +62,10 @@ class _PutOrder:
 
     @contextmanager
     def take(self, name: str, number: int) -> Iterator[bool]:
-        """Whether ``number``, of those that came for ``name``, is still to be stored; within the block nobody else
-        stores that name. A block that raises has stored nothing."""
+        """Lock ``name`` for the block, and yield whether ``number`` is newer than the last stored one.
+
+        A block that raises counts as not stored.
+        """
         with self._stripes[hash(name) % _STRIPES]:
             with self._lock:
                 newest = self._newest.get(name, -1)
@@ -70,11 +78,11 @@ class _PutOrder:
 
 
 class PartCommitter:
-    """Stores the parts of one writer's one life, several at once.
+    """Stores the parts of one incarnation of a writer, several at once.
 
-    ``writer``: a name that no other life of any writer has. ``attempt`` 0: there is no run, and no receipt. ``alone``:
-    each part is one sample; without a run the object is named after its key, or as its request says. ``about``: what
-    parts say of the run.
+    ``writer``: a name that no other incarnation of any writer has. ``attempt`` 0: there is no run, and no receipt.
+    ``alone``: each part is one sample; without a run its request names the object, by default after the sample's key.
+    ``about``: metadata of the run for every part.
     """
 
     def __init__(self, store: Store, writer: str, *, attempt: int, alone: bool, about: Mapping[str, Any], meter: Meter):
@@ -85,23 +93,23 @@ class PartCommitter:
         self._about = about
         self._meter = meter
         self._put_order = _PutOrder()
-        self._renews: bool | None = None  # whether the store has conditional puts, once that is known
+        self._renews: bool | None = None  # whether the store has conditional puts; None: not known yet
         self._probe_after = 0.0
-        self._renewing = threading.Lock()  # a stored object is in memory meanwhile: one at a time
+        self._renewing = threading.Lock()  # one at a time: a renewal holds the stored object in memory
         self._log = ReceiptLog(store, attempt, writer)
 
     def commit(
         self, segments: Sequence[EncodedSegment], part: EncodedPart, number: int, arrival: int
     ) -> Receipt | Stored:
-        """Store ``part``, made of ``segments``, and say what proves it. It returns when that is durable.
+        """Store ``part``, made of ``segments``. Returns its proof when part and proof are durable.
 
-        ``number``: the part's, of this writer. ``arrival``: of the request that a sample alone was of; where several
-        name one path the latest one's object stays.
+        ``number``: the part's number within this writer. ``arrival``: the order of the sample's request, for parts of
+        one sample; if several requests name one path, the latest one's object stays.
 
         Raises:
             Fenced: a newer attempt has taken over.
-            SampleConflict: a sample alone, and its key stands for something else.
-            StoreError: as the store says.
+            SampleConflict: the part is one sample, and its key belongs to another sample.
+            StoreError: the store's error.
         """
         name = self._name(segments[0], number)
         before = time.monotonic()
@@ -110,11 +118,11 @@ class PartCommitter:
                 self._store.put(name, part.buffers)
             elif segments[0].segment.name:
                 with self._put_order.take(name, arrival) as newest:
-                    # Else a later request of this path has stored its own, as this one would be replaced.
+                    # Otherwise a later request of this path has stored its object, which would replace this one.
                     if newest:
                         self._store.put(name, part.buffers)
             else:
-                # In turn: a put that lets an object live longer must replace no other sample, stored since it looked.
+                # Serialised: a renewal must not replace another sample that was stored after its check.
                 with self._put_order.take(name, arrival):
                     self._put_new(name, part.buffers, segments)
         finally:
@@ -122,7 +130,7 @@ class PartCommitter:
         if not self._attempt:
             return Stored(tuple(s.segment for s in segments), name)
         receipt = self._log.append(self._receipt(segments, part, name))
-        log.info("stored %d segments, %s", len(segments), bytes_text(part.size), extra={"part": name})
+        log.info("part stored: segments=%d, size=%s", len(segments), bytes_text(part.size), extra={"part": name})
         return receipt
 
     def _name(self, first: EncodedSegment, number: int) -> str:
@@ -132,12 +140,13 @@ class PartCommitter:
         return first.segment.name or f"{sample}.safetensors"
 
     def _put_new(self, name: str, buffers: Sequence[Any], segments: Sequence[EncodedSegment]) -> None:
-        """Store an object whose name follows from its key. Where there is one already it must be the same sample; it
-        stays, and lives at least as long as this one would.
+        """Store an object whose name follows from its key.
+
+        An existing object must be the same sample. It stays, and is renewed to expire no earlier than the new one.
 
         Raises:
-            SampleConflict: the key stands for something else.
-            Unavailable: the object that is there expires, and another process keeps this one from renewing it.
+            SampleConflict: the key belongs to another sample.
+            Unavailable: the existing object expires, and another process prevents its renewal.
         """
         for left in reversed(range(_MOST_TRIES)):
             try:
@@ -147,37 +156,39 @@ class PartCommitter:
                 try:
                     if self._keep(name, segments, last=not left):
                         return
-                except NotFound:  # a client or hsx gc deleted it in between; each time: a folder, or a broken link
+                except NotFound:  # just deleted by a client or hsx gc; at every attempt: a folder or a broken link
                     if not left:
                         raise
             time.sleep(_PAUSE_S)
         raise Unavailable(
-            f"{self._store.url}/{name}: expected an object that can be renewed before it expires, another process "
-            "locks or replaces it each time. Find the process that locks this object"
+            f"{self._store.url}/{name}: expected an object that can be renewed before it expires, got an object that "
+            "another process locks or replaces at every attempt. Find the process that locks it"
         )
 
     def _keep(self, name: str, segments: Sequence[EncodedSegment], *, last: bool) -> bool:
-        """Renew the object that is there, which must be the same sample. Without conditional puts it keeps its end:
-        a put without a condition could replace another client's object. False: another process replaced or locked it.
-        At the ``last`` try it keeps an end that is still to come: any user who may read a file can lock it.
+        """Renew the existing object, which must be the same sample.
+
+        Returns False if another process replaced or locked the object. The object keeps its expiry time if the store
+        has no conditional puts: an unconditional put could replace another client's object. At the ``last`` attempt it
+        also keeps an expiry time in the future: every user who may read a file can lock it.
 
         Raises:
-            NotFound: there is none any more.
-            SampleConflict: it is another sample, or it cannot be read.
+            NotFound: the object was deleted.
+            SampleConflict: it is another sample, or cannot be read.
         """
         version = version_of(self._store, name)
         try:
             part = Part.open(self._store, name)
             same = same_sample(part, segments, self._about)
         except FormatError:
-            # It was read in several requests: of two objects, if it was replaced between them.
+            # The object is read in several requests. If it was replaced in between, the bytes are of two objects.
             if version is not None and version != version_of(self._store, name):
                 return False
             same = False
         if not same:
             raise SampleConflict(
-                f"{self._store.url}/{name}: expected a key that is used once, or again for the same sample; there is "
-                "another sample of that key. Choose another key"
+                f"{self._store.url}/{name}: expected a new key, or the key of the same sample, got the key of another "
+                "sample. Choose another key"
             ) from None
         before, ours = (meta.get("expires") for meta in (part.segments[0].segment.meta, segments[0].segment.meta))
         if before is None or (ours is not None and ours <= before):
@@ -191,16 +202,18 @@ class PartCommitter:
                 if renewed is not None and self._store.put_version(name, renewed, version):
                     return True
         except Denied as e:
-            log.warning("%s keeps its end: %s", printable(name), e)
+            log.warning("object is not renewed: name=%s: %s", printable(name), e)
             return True
         if last and before > time.time() + _STILL_THERE_S:
-            log.warning("%s keeps its end: another process locks or replaces it each time", printable(name))
+            log.warning("object is not renewed: name=%s: another process locks or replaces it", printable(name))
             return True
         return False
 
     def _can_renew(self) -> bool:
-        """Whether the store has conditional puts. What a probe says is believed for good if the store did what it was
-        asked, and for a while if the probe failed."""
+        """Whether the store has conditional puts.
+
+        A probe's result is final. After a probe with an error, the store is probed again in ``_PROBE_AGAIN_S``.
+        """
         if self._renews is not None:
             return self._renews
         if time.monotonic() < self._probe_after:
@@ -211,16 +224,14 @@ class PartCommitter:
             if e.retryable:
                 raise
             self._probe_after = time.monotonic() + _PROBE_AGAIN_S
-            log.warning("objects of keys that are used again keep their end: %s", e)
+            log.warning("objects of reused keys are not renewed: %s", e)
             return False
         if not self._renews:
-            log.warning(
-                "%s has no conditional puts: objects of keys that are used again keep their end", self._store.url
-            )
+            log.warning("objects of reused keys are not renewed: %s has no conditional puts", self._store.url)
         return self._renews
 
     def _receipt(self, segments: Sequence[EncodedSegment], part: EncodedPart, name: str) -> Receipt:
-        """Of a stored part, without its number."""
+        """The receipt of a stored part, without its number."""
         proofs = SegmentTable(
             [s.segment.key for s in segments],
             [segment_numbers(s.segment, s.raw_nbytes, s.nbytes, s.segment.row) for s in segments],

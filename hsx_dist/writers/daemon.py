@@ -1,4 +1,4 @@
-"""Threads for calls that may hang: unlike an executor's they do not keep a process that wants to end."""
+"""Threads for calls that may hang. Unlike an executor's threads, they do not block the exit of the process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ P = ParamSpec("P")
 class DaemonPool:
     """Calls on ``threads`` daemon threads, first come, first served.
 
-    ``concurrent.futures.ThreadPoolExecutor`` joins its threads when the interpreter ends, also those that wait for a
-    store that does not answer: a process would stay for ever.
+    ``concurrent.futures.ThreadPoolExecutor`` joins its threads when the interpreter exits. If one waits for a store
+    that does not answer, the process would never exit.
     """
 
     def __init__(self, threads: int, name: str):
@@ -28,7 +28,7 @@ class DaemonPool:
             thread.start()
 
     def submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """What ``call`` returns, or raises, as a future."""
+        """Run ``call`` on a thread. Returns a future of its result or exception."""
         future: Future[T] = Future()
 
         def work() -> None:
@@ -36,7 +36,7 @@ class DaemonPool:
                 return
             try:
                 result = call(*args, **kwargs)
-            except BaseException as e:  # noqa: BLE001 - whoever holds the future gets it
+            except BaseException as e:  # noqa: BLE001 - the future raises it
                 future.set_exception(e)
             else:
                 future.set_result(result)
@@ -45,7 +45,7 @@ class DaemonPool:
         return future
 
     def close(self, *, wait: bool = True) -> None:
-        """No more calls. ``wait``: until those that were submitted are done."""
+        """Accept no more calls. ``wait``: block until the submitted calls are finished."""
         for _ in self._threads:
             self._queue.put(None)
         if wait:
@@ -55,4 +55,4 @@ class DaemonPool:
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
             work()
-            del work  # what it refers to may be large, and the next may be long in coming
+            del work  # its arguments may be large, and the next call may be much later

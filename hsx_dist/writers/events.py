@@ -1,4 +1,4 @@
-"""What writers tell of segments: that they are durable, or that they never will be."""
+"""Events of writers: segments that are durable, and segments that are lost."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from hsx_dist.page import Segment
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Segments that will never be durable, and why. ``fatal``: no later part can succeed either."""
+    """Segments that will never be durable, and the reason. ``fatal``: no later part can succeed either."""
 
     segments: tuple[Segment, ...]
     reason: str
     fatal: bool = False
-    #: The attempt was fenced off: not a fault, but the end of this attempt.
+    #: A newer attempt fenced this one off. This ends the attempt and is no fault.
     fenced: bool = False
-    #: The key stands for another sample already: what is stored under it is not what was lost.
+    #: The key belongs to another sample: the object stored under it is not the lost one.
     conflict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What a writer has counted since it last said so: for the totals that stand in the run."""
+    """A writer's counts since its last report, for the totals stored in the run."""
 
     numbers: Mapping[Series, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Segments that are durable where there is no run, and so no receipt: in the object ``part``, of their own."""
+    """Segments that are durable without a run, and so without a receipt, in the separate object ``part``."""
 
     segments: tuple[Segment, ...]
     part: str
 
 
-#: What a sink tells: proof of a stored part (without a run: that it is stored), or that segments were lost.
+#: An event of a sink: the proof of a stored part (``Stored`` without a run), or lost segments.
 Event = Receipt | Stored | Lost

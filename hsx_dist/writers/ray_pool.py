@@ -1,4 +1,4 @@
-"""A pool of Ray actors: pages travel through the object store of the node, as arrays, many to a call."""
+"""A pool of Ray actors. Pages are passed as arrays through the node's object store, many per call."""
 
 from __future__ import annotations
 
@@ -36,8 +36,11 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class PoolWriterSpec:
-    """What a writer actor needs. ``environment`` carries credentials: actor arguments are shown nowhere, while a
-    ``runtime_env`` stands on Ray's dashboard."""
+    """Settings of a writer actor.
+
+    ``environment`` holds credentials. They are an actor argument, which Ray does not show; its dashboard shows a
+    ``runtime_env``.
+    """
 
     output: str
     storage_options: Mapping[str, Any]
@@ -45,19 +48,20 @@ class PoolWriterSpec:
     retry_seconds: float
     environment: Mapping[str, str]
     options: SinkOptions
-    #: Bytes of pages that all senders together may have unanswered.
+    #: Limit of unacknowledged bytes of pages, for all senders together.
     credit_bytes: int = 256 << 20
-    #: Values of the tags ``run`` and ``writer`` of its metrics.
+    #: Values of the tags ``run`` and ``writer`` of the writer's metrics.
     tags: Mapping[str, str] = field(default_factory=dict)
-    #: The run's folder in the output; empty where the run's objects lie in the output itself.
+    #: The run's folder in the output; empty if the run's objects are in the output itself.
     folder: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A writer's answer to pages: they are encoded, and the sender may have ``credit`` bytes unanswered from now on.
+    """A writer's response after it encoded a call's pages.
 
-    ``refused``: which of them were not taken, by their places in the call, and why.
+    ``credit``: the sender's new limit of unacknowledged bytes. ``refused``: index within the call of each page that was
+    not encoded, and the reason.
     """
 
     credit: int
@@ -65,12 +69,13 @@ class Answer:
 
 
 class Credits:
-    """A writer's ``total`` bytes in equal shares among the senders that were heard of lately.
+    """A writer's ``total`` bytes in equal shares for all active senders.
 
-    A sender's share shrinks when it is heard of again: until then a newcomer gets what the others' leave.
+    A sender learns of a smaller share only with its next call. Until then a new sender gets the bytes that the others'
+    shares leave.
     """
 
-    #: Seconds of silence after which a sender's share goes to the others.
+    #: A sender without a call in so many seconds is inactive, and loses its share.
     LATELY = 60.0
 
     def __init__(self, total: int, clock: Callable[[], float] = time.monotonic):
@@ -81,7 +86,7 @@ class Credits:
         self._lock = threading.Lock()
 
     def share(self, sender: str) -> int:
-        """The share, in bytes, of ``sender``, which has just been heard of."""
+        """Count a call of ``sender``, and return its new share in bytes."""
         with self._lock:
             now = self._heard[sender] = self._clock()
             self._heard = {s: at for s, at in self._heard.items() if now - at < self.LATELY}
@@ -92,7 +97,7 @@ class Credits:
 
 
 class WriterActor:
-    """One writer. ``add_pages`` answers when the pages are encoded: the answer is the credit coming back."""
+    """One writer. ``add_pages`` returns after the pages are encoded, with the sender's new credit."""
 
     def __init__(self, spec: PoolWriterSpec):
         os.environ.update(spec.environment)
@@ -115,7 +120,7 @@ class WriterActor:
                 on_retry=self._meter.retried,
             )
         except HsxError as e:
-            # Told, not raised: an actor whose constructor fails is dead for good, and says so to nobody.
+            # An event and no exception: an actor whose constructor raises is dead for ever, and reports no reason.
             self._broken = f"{type(e).__name__}: {e}"
             self._events.put(Lost((), self._broken, fatal=True))
         else:
@@ -125,11 +130,11 @@ class WriterActor:
 
     @ray.method(concurrency_group="control")
     def name(self) -> str:
-        """Of the sink, another one in each life; empty when there is none."""
+        """Name of the sink, different in each incarnation of the actor; empty without a sink."""
         return self._sink.name if self._sink is not None else ""
 
     def add_pages(self, sender: str, pages: Sequence[Page]) -> Answer:
-        """Encode pages of ``sender`` (a dead sink has told by ``events`` what it lost)."""
+        """Encode pages of ``sender``. A dead sink has reported its lost segments as events."""
         if self._sink is None:
             return Answer(self._credits.share(sender), dict.fromkeys(range(len(pages)), self._broken))
         refused: dict[int, str] = {}
@@ -139,9 +144,9 @@ class WriterActor:
                 self._sink.add(page)
                 self._plasma_views.let_go(page.data)
             except Exception as e:
-                # A page that is refused costs its own segment: the call goes on, and answers.
+                # A refused page loses only its segment: the call continues with the next page.
                 if not isinstance(e, HsxError | ValueError):
-                    log.exception("a page of %s was not taken", page.segment.key)
+                    log.exception("a page of %s was not encoded", page.segment.key)
                 refused[i] = bounded(f"{type(e).__name__}: {e}")
         self._plasma_views.let_go_between([page.data for page in pages])
         return Answer(self._credits.share(sender), refused)
@@ -154,7 +159,7 @@ class WriterActor:
 
     @ray.method(concurrency_group="control")
     def events(self, timeout: float) -> list[Event | Counted]:
-        """What happened since the last call; waits up to ``timeout`` seconds for something to happen."""
+        """Return the events since the last call. Waits up to ``timeout`` seconds for the first one."""
         found: list[Event | Counted] = []
         try:
             found.append(self._events.get(timeout=timeout))
@@ -168,20 +173,24 @@ class WriterActor:
 
     @ray.method(concurrency_group="control")
     def hang_up(self) -> None:
-        """Let the call of ``events`` that waits return: a call that is under way when its actor ends counts as failed,
-        and stands in red on Ray's dashboard."""
+        """Wake the waiting call of ``events``.
+
+        Otherwise the call would still run when the actor ends, and Ray's dashboard would show it as failed.
+        """
         self._events.put(Counted({}))
 
     def __repr__(self) -> str:
-        # What Ray's log lines and its dashboard call this process.
+        # The name of this process in Ray's log lines and on its dashboard.
         return f"hsx writer {self._tags.get('writer', '')}"
 
 
 def start_writer(
     spec: PoolWriterSpec, *, node_id: str, num_cpus: float, threads: int, name: str, namespace: str | None = None
 ) -> Any:
-    """An actor pinned to a node, restarted for ever; ``threads`` calls encode at once. ``namespace``: Ray's, in which
-    it is named, by default the job's own."""
+    """Start a writer actor pinned to a node. Ray restarts it without limit.
+
+    ``threads`` calls encode at once. ``namespace``: the Ray namespace of ``name``, by default the job's.
+    """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return (
@@ -200,29 +209,29 @@ def start_writer(
 
 @dataclass(slots=True)
 class _Writer:
-    """A writer as one sender sees it."""
+    """A sender's view of one writer."""
 
     node: str
     actor: Any
     credit: int = 0
-    asked: bool = False  # it has answered, and said what its credit is
-    answered: float = 0.0  # when it last did
+    asked: bool = False  # it has responded, with its credit
+    answered: float = 0.0  # time of its last response
     unanswered: dict[Any, tuple[int, tuple[Segment, ...]]] = field(default_factory=dict)  # bytes, each page's segment
-    nbytes: int = 0  # of what is unanswered
-    epoch: int = 0  # how often it was found dead
-    deaths: int = 0  # the same, since it last answered
+    nbytes: int = 0  # unacknowledged
+    epoch: int = 0  # number of deaths
+    deaths: int = 0  # number of deaths since its last response
     down_until: float = 0.0
 
 
 class RaySender:
-    """Sends from one replica to the writers of its own node, and to others' while those are gone or full.
+    """Sends a replica's pages to the writers of its node, or to other nodes' writers while those are down or full.
 
-    It never has more than a writer's credit unanswered there, and no more than ``abroad_bytes`` at other nodes' writers
-    together, but for one page at a time. All pages of a segment go to one writer; when that one dies in between, the
-    rest of the segment is dropped, as nothing could ever complete it.
+    A writer's unacknowledged bytes are at most its credit. Those of all other nodes' writers together are at most
+    ``abroad_bytes``. A single page may exceed both limits. All pages of a segment go to one writer. If that writer
+    dies, the rest of the segment is dropped, since no writer could complete it.
     """
 
-    #: A writer says what it can hold with its first answer; until then one call is under way, of at most so many bytes.
+    #: Limit of unacknowledged bytes at a writer until its first response states its credit.
     FIRST_CALL = 8 << 20
 
     def __init__(
@@ -234,7 +243,7 @@ class RaySender:
         meter: Meter | None = None,
         abroad_bytes: int = ABROAD_BYTES,
     ):
-        """``writers``: (node id, actor handle). ``node``: where this sender is, by default where it is called."""
+        """``writers``: (node id, actor handle). ``node``: id of this sender's node, by default the caller's."""
         self._abroad_bytes = abroad_bytes
         self._node = ray.get_runtime_context().get_node_id() if node is None else node
         self._name = uuid.uuid4().hex
@@ -244,12 +253,12 @@ class RaySender:
         self._meter.watch("unanswered_bytes", lambda: sum(w.nbytes for w in self._writers))
         self._writers: list[_Writer] = []
         self._route: dict[tuple[str, int, int, str], _Writer | None] = {}  # None: its writer died, the rest is dropped
-        # ``flush`` and ``update`` come from other threads than ``send``.
+        # Other threads than ``send``'s call ``flush`` and ``update``.
         self._lock = threading.Lock()
         self.update(writers)
 
     def update(self, writers: Sequence[tuple[str, Any]]) -> None:
-        """The pool has changed: nodes came, or went."""
+        """Take the pool's new writers, after nodes joined or left. Removed writers' open segments are dropped."""
         with self._lock:
             known = {w.actor: w for w in self._writers}
             self._writers = [known.get(a) or _Writer(n, a) for n, a in writers]
@@ -276,7 +285,7 @@ class RaySender:
     # -- where pages go ------------------------------------------------------------------------------------------
 
     def _routed(self, pages: Sequence[Page]) -> list[tuple[_Writer, list[Page]]]:
-        """Pages by writer, in order."""
+        """Group pages by writer, in order."""
         batches: dict[int, tuple[_Writer, list[Page]]] = {}
         planned: dict[int, int] = {}
         for page in pages:
@@ -290,13 +299,13 @@ class RaySender:
             if page.stop == segment.stop:
                 del self._route[key]
             if writer is None:
-                continue  # told when its writer was found dead, or gone
+                continue  # reported when its writer died or was removed
             batches.setdefault(id(writer), (writer, []))[1].append(page)
             planned[id(writer)] = planned.get(id(writer), 0) + page.nbytes
         return list(batches.values())
 
     def _choose(self, nbytes: int, planned: dict[int, int]) -> _Writer | None:
-        """The emptiest writer of this node that lives; another node's only when those are down or full."""
+        """Return the live writer of this node with the fewest bytes. If those are down or full, another node's."""
         if not self._writers:
             return None
         now = time.monotonic()
@@ -316,10 +325,10 @@ class RaySender:
         for candidates in (here, up):
             free = [w for w in candidates if has_room(w)]
             if free:
-                # A call that is still small is filled first; else many writers were many small calls.
+                # Small calls are filled first; otherwise many writers would mean many small calls.
                 small = [w for w in free if 0 < planned.get(id(w), 0) < CALL_BYTES]
                 return min(small or free, key=held)
-        # All are full: wait for one here. All are down: the one that is back first gets it; Ray keeps the call for it.
+        # All full: wait for one of this node. All down: Ray keeps the call for the writer that is expected back first.
         return min(here or up, key=held, default=None) or min(self._writers, key=lambda w: w.down_until)
 
     def _send_to(self, writer: _Writer, pages: list[Page]) -> None:
@@ -342,31 +351,31 @@ class RaySender:
             batch = pages[at:end]
             at = end
             if writer.epoch != epoch:
-                # Found dead while waiting for room: of what had begun there nothing more is sent.
+                # The writer died during the wait: its open segments cannot be completed.
                 lost = tuple(dict.fromkeys(p.segment for p in [*batch, *pages[at:]]))
                 self._on_lost(Lost(lost, "their writer died"))
                 return
             try:
                 self._call(writer, batch)
             except Exception as e:
-                log.exception("%d pages cannot be sent in one call; they are sent one by one", len(batch))
+                log.exception("%d pages cannot be sent in one call; sending them one by one", len(batch))
                 self._call_each(writer, batch, e)
 
     def _call(self, writer: _Writer, batch: Sequence[Page]) -> None:
-        # Ray copies the arrays into its object store before .remote() returns: then the ring may reuse them.
+        # Ray copies the arrays into its object store before .remote() returns. After that the ring may reuse them.
         ref = writer.actor.add_pages.remote(self._name, list(batch))
         nbytes = sum(page.nbytes for page in batch)
         writer.unanswered[ref] = (nbytes, tuple(page.segment for page in batch))
         writer.nbytes += nbytes
 
     def _call_each(self, writer: _Writer, batch: Sequence[Page], error: Exception) -> None:
-        """A page that cannot be sent costs its own segment."""
+        """Send each page in a separate call. A page that cannot be sent loses only its segment."""
         for page in batch:
             try:
                 if len(batch) == 1:
                     raise error
                 self._call(writer, [page])
-            except Exception as e:  # noqa: BLE001 - whatever the page's is
+            except Exception as e:  # noqa: BLE001 - any error in pickling the page
                 self._lose([page.segment], bounded(f"its page cannot be sent: {type(e).__name__}: {e}"))
 
     def _abroad(self) -> list[_Writer]:
@@ -374,16 +383,18 @@ class RaySender:
         return [w for w in self._writers if w.node != self._node]
 
     def _limit(self, writer: _Writer) -> int:
-        """Bytes that may be unanswered there: what it granted, unless it may have given that to others meanwhile."""
+        """Limit of unacknowledged bytes at ``writer``: its credit, or less if that may have gone to other senders."""
         if writer.asked and time.monotonic() - writer.answered < Credits.LATELY / 2:
             return writer.credit
         return min(self.FIRST_CALL, writer.credit or self.FIRST_CALL)
 
-    # -- what comes back -----------------------------------------------------------------------------------------
+    # -- responses -----------------------------------------------------------------------------------------------
 
     def _settle(self, writers: Sequence[_Writer], room: int | None) -> None:
-        """Take answers until at most ``room`` bytes are unanswered at all of them (or none: one batch may exceed the
-        credit); without ``room`` those that are there."""
+        """Process responses until at most ``room`` bytes are unacknowledged at ``writers`` together.
+
+        A negative ``room`` means 0: one batch may exceed the credit. None: process available responses only.
+        """
         while room is None or sum(w.nbytes for w in writers) > max(room, 0):
             asked = {ref: w for w in writers for ref in w.unanswered}
             if not asked:
@@ -400,15 +411,15 @@ class RaySender:
     def _answered(self, writer: _Writer, ref: Any, segments: tuple[Segment, ...]) -> None:
         try:
             answer: Answer = ray.get(ref)
-        except RayTaskError as e:  # the writer lives, and could not read the call
+        except RayTaskError as e:  # the writer is alive, and could not unpickle the call
             self._lose(segments, bounded(f"its writer raised: {e.cause}"))
             return
         except RayError as e:
-            if writer.down_until <= time.monotonic():  # several calls meet one death
+            if writer.down_until <= time.monotonic():  # several calls fail at one death
                 writer.epoch += 1
                 writer.deaths += 1
                 writer.down_until = time.monotonic() + min(2.0**writer.deaths / 2, 30.0)
-                writer.credit, writer.asked = 0, False  # its next life counts what it grants from nothing
+                writer.credit, writer.asked = 0, False  # the restarted actor has granted nothing yet
             self._on_lost(Lost(tuple(dict.fromkeys(segments)), f"writer died: {type(e).__name__}"))
             self._abandon(writer)
             return
@@ -419,7 +430,7 @@ class RaySender:
             self._on_lost(Lost(tuple(refused), why))
 
     def _lose(self, segments: Sequence[Segment], why: str) -> None:
-        """Segments of which a page is missing: what is still to come of them goes nowhere."""
+        """Report segments with a missing page as lost. Their later pages are dropped."""
         segments = tuple(dict.fromkeys(segments))
         self._on_lost(Lost(segments, why))
         for segment in segments:
@@ -428,7 +439,7 @@ class RaySender:
                 self._route[key] = None
 
     def _abandon(self, writer: _Writer) -> None:
-        """What had begun at a writer that died cannot be completed: the rest of it goes nowhere."""
+        """Drop the later pages of a dead writer's open segments, which cannot be completed."""
         for key, chosen in self._route.items():
             if chosen is writer:
                 self._route[key] = None

@@ -1,4 +1,4 @@
-"""Columns of samples that are objects of their own: an object has all of them, or it is not stored."""
+"""Columns of samples that are separate objects. Each object has all columns of its sample, or is not stored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Sample:
 
 
 class SampleColumns:
-    """Columns that wait for the others of their sample. Not safe for concurrent use."""
+    """Columns that wait for the other columns of their sample. Not thread-safe."""
 
     def __init__(self) -> None:
         self._samples: dict[tuple[str, str], _Sample] = {}
@@ -25,8 +25,8 @@ class SampleColumns:
         """Add a column.
 
         Returns:
-            All columns of the sample, in order, with the last of them; before that nothing. ``None``: the sample is
-            lost, and so is this column.
+            All columns of the sample, in order, if this is the last one; otherwise an empty list. ``None``: the sample
+            is lost, and this column with it.
         """
         s = segment.segment
         sample = self._settle(s)
@@ -36,10 +36,10 @@ class SampleColumns:
         return [sample.held[column] for column in sorted(sample.held)] if not sample.left else []
 
     def lose(self, segment: Segment) -> list[EncodedSegment]:
-        """Note that a column is lost.
+        """Mark a column as lost.
 
         Returns:
-            The columns that waited for it, which are lost with it.
+            The columns that waited for it. They are lost too.
         """
         sample = self._settle(segment)
         held, sample.held, sample.lost = list(sample.held.values()), {}, True

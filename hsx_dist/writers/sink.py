@@ -1,4 +1,4 @@
-"""``PartSink``: pages in, durable parts out. Plain Python; every pool runs this and nothing else."""
+"""``PartSink``: pages in, durable parts out. Plain Python without Ray; every pool of writers runs it."""
 
 from __future__ import annotations
 
@@ -32,15 +32,17 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SinkOptions:
-    """How parts are made.
+    """Settings of a sink.
 
-    ``about`` goes into every part (model, revision, versions …). ``attempt`` 0 means that there is no run: objects
-    are stored without receipts (a server's ``layout="sample"``). ``max_bytes`` bounds what the sink holds: raw bytes
-    being encoded and encoded bytes not yet stored; one segment of every sender and one part fit whatever it says.
-    ``uploads`` parts are stored at once. An unfinished segment of a run of which nothing came for
-    ``stale_seconds`` is dropped.
-    ``on_bad_rows``: segments with non-finite rows or all-zero layers are stored with that said in their ``meta``
-    (``"flag"``), or told as lost (``"fail"``).
+    Attributes:
+        about: metadata of every part (model, revision, versions …).
+        attempt: 0: there is no run, and objects have no receipts (a server's ``layout="sample"``).
+        max_bytes: limit of raw bytes being encoded plus encoded bytes not yet stored. One segment of every sender and
+            one part are always accepted.
+        uploads: number of parts stored at once.
+        stale_seconds: a run's unfinished segment without a new page for this long is dropped.
+        on_bad_rows: what happens to segments with non-finite rows or all-zero layers. ``"flag"`` stores them with the
+            findings in their ``meta``; ``"fail"`` reports them as lost.
     """
 
     codec: Codec
@@ -56,14 +58,17 @@ class SinkOptions:
     on_bad_rows: Literal["flag", "fail"] = "flag"
 
 
-#: A part is sealed before its header grows beyond this: readers fetch it whole, and safetensors stops at 100 MB.
+#: A part is sealed when its header reaches this size: readers fetch headers whole, and safetensors allows 100 MB.
 MAX_HEADER_BYTES = 32 << 20
 
 
 @dataclass(slots=True)
 class _Filling:
-    """A segment of which not all pages are here. ``nbytes``: encoded so far; ``arrival``: the number of its first page;
-    ``left``: pages that are still to come; ``lost``: one of them could not be encoded."""
+    """A segment with missing pages.
+
+    ``nbytes``: encoded so far; ``arrival``: number of its first page; ``left``: missing pages; ``lost``: a page could
+    not be encoded.
+    """
 
     encoder: SegmentEncoder
     source: str
@@ -89,8 +94,8 @@ class _OpenPart:
 class PartSink:
     """Collects pages into segments, segments into parts, and stores the parts.
 
-    ``add`` may be called from several threads; the calling thread does the encoding (zstandard releases the GIL),
-    ``uploads`` threads of the sink's own do the storing.
+    ``add`` may be called from several threads. The calling thread encodes (zstandard releases the GIL); ``uploads``
+    separate threads store parts.
     """
 
     def __init__(
@@ -99,7 +104,7 @@ class PartSink:
         self.meter = Meter() if meter is None else meter
         self._opt = options
         self._on_event = on_event
-        # A writer that died and came back must not meet its own names: each incarnation is a writer of its own.
+        # A restarted writer must not reuse its earlier names, so each incarnation is a different writer.
         self.name = f"{options.writer}-{uuid.uuid4().hex[:8]}"
         self._committer = PartCommitter(
             store,
@@ -115,7 +120,7 @@ class PartSink:
         self._open = _OpenPart()
         self._held = 0
         self._storing = 0  # parts
-        self._finishing = 0  # segments that are whole, and in no part yet
+        self._finishing = 0  # complete segments that are in no part yet
         self._dead: HsxError | None = None
         self._next_part = 1
         self._arrivals = itertools.count(1)
@@ -132,17 +137,17 @@ class PartSink:
     # -- pages in ------------------------------------------------------------------------------------------------
 
     def arrive(self) -> int:
-        """The number of a page that is added later."""
+        """Return the number of a page that is added later."""
         return next(self._arrivals)
 
     def add(self, page: Page, arrival: int | None = None) -> None:
-        """Encode one page; returns when its buffer may be reused. Blocks while the sink holds ``max_bytes``.
+        """Encode one page. After the call its buffer may be reused. Blocks while the sink holds ``max_bytes``.
 
-        ``arrival``: its number, from ``arrive``. Several threads that add pages need it: a small page overtakes a large
-        one that waits for room. Default: the next number.
+        ``arrival``: the page's number, from ``arrive``, by default the next number. Needed if several threads add
+        pages: a small page overtakes a blocked large page.
 
         Raises:
-            Fenced, StoreError: the sink is dead; the page is not taken.
+            Fenced, StoreError: the sink is dead; the page is not encoded.
         """
         came = time.monotonic()
         arrival = self.arrive() if arrival is None else arrival
@@ -164,7 +169,7 @@ class PartSink:
             size = filling.encoder.add(page, partial(scan.look, page.dtype))
             with self._lock:
                 filling.scan.join(scan)
-                # Of several threads that add to one segment exactly one sees it complete *and* still there.
+                # Of several threads that add to one segment, exactly one finds it complete *and* not yet removed.
                 here = self._filling.get(key) is filling and not filling.lost
                 if here:
                     grown += size
@@ -195,19 +200,21 @@ class PartSink:
             self._lock.notify_all()
 
     def _lose(self, filling: _Filling | None, segment: Segment, error: Exception) -> int:
-        """A page that cannot be encoded costs its segment, which is told once; what comes of it later is dropped. The
-        bytes that are no longer held."""
+        """Mark the segment of a failed page as lost, and report it once. Its later pages are dropped.
+
+        Returns the number of encoded bytes that are freed.
+        """
         with self._lock:
             told, freed = filling is not None and filling.lost, 0
             if filling is not None and not told:
                 freed, filling.nbytes, filling.lost = filling.nbytes, 0, True
-                filling.encoder = SegmentEncoder(self._opt.codec)  # lets go of what is encoded
+                filling.encoder = SegmentEncoder(self._opt.codec)  # frees the encoded bytes
         if not told:
             self._lose_sample(segment, bounded(f"{type(error).__name__}: {error}"))
         return freed
 
     def _lose_sample(self, segment: Segment, why: str) -> None:
-        """Tell that a segment is lost, and with it the columns that wait for it."""
+        """Report a segment as lost, with the columns that wait for it."""
         with self._lock:
             others = self._columns.lose(segment) if self._gathers(segment) else []
             self._held -= sum(other.nbytes for other in others)
@@ -215,8 +222,10 @@ class PartSink:
         self._on_event(Lost((segment, *(other.segment for other in others)), why))
 
     def _finish(self, filling: _Filling) -> int:
-        """Append a whole segment to the open part, or refuse it; the bytes that are no longer held (what is attached
-        comes to them: less than 0)."""
+        """Append a complete segment to the open part, or report it as lost.
+
+        Returns the number of bytes that are no longer held. Negative if attached arrays add bytes.
+        """
         segment = filling.encoder.finish()
         attached = filling.nbytes - segment.nbytes
         found = filling.scan.findings(segment.info.layer_ids)
@@ -226,24 +235,22 @@ class PartSink:
         self.meter.add("nonfinite_rows", int(filling.scan.nonfinite.sum()))
         self.meter.add("zero_layers", int(filling.scan.zero.sum()))
         about = {"key": segment.segment.key, "row": segment.segment.row}
-        log.warning("hidden states of %s look wrong: %s", segment.segment.key, found, extra=about)
+        log.warning("wrong hidden states: key=%s: %s", segment.segment.key, found, extra=about)
         if self._opt.on_bad_rows == "fail":
-            self._lose_sample(segment.segment, f"its states look wrong: {found} (on_bad_rows is 'fail')")
+            self._lose_sample(segment.segment, f"its states are wrong: {found} (on_bad_rows is 'fail')")
             return filling.nbytes
         flagged = replace(segment.segment, meta={**segment.segment.meta, "bad": found})
         self._append(replace(segment, info=replace(segment.info, segment=flagged)), filling.arrival)
         return attached
 
     def _place(self, segment: Segment) -> tuple[str, int, int, str]:
-        # Without a run there is no driver that computes rows again: two copies are two requests of one key, and both of
-        # them are to be told what became of theirs.
+        # Without a run no driver recomputes rows: two copies are two requests with one key, and each needs its event.
         return *segment.id, "" if self._opt.attempt else segment.source
 
     def _filling_for(self, page: Page, arrival: int) -> _Filling:
-        """Where the pages of this copy of the segment are collected.
+        """Return the collected pages of this copy of the segment.
 
-        What another copy of it left unfinished (its engine died, and its row is computed again) is dropped: the rest
-        of that one will never come.
+        Drops an unfinished other copy: its engine died and its row is recomputed, so its other pages never arrive.
         """
         segment, key = page.segment, self._place(page.segment)
         with self._lock:
@@ -273,13 +280,13 @@ class PartSink:
                     break
                 if not self._storing and not self._finishing:
                     if not self._open.segments:
-                        break  # only unfinished segments are held: taking more pages is the only way on
-                    self._seal_locked()  # starved: store what is whole, as nothing else will make room
+                        break  # only unfinished segments are held: more pages must be accepted to complete them
+                    self._seal_locked()  # nothing else frees memory: store the complete segments
                 self._lock.wait(1.0)
             self._held += nbytes
 
     def _append(self, segment: EncodedSegment, arrival: int) -> None:
-        header_bytes = segment.header_nbytes  # first: it raises where the header cannot hold what is said of the sample
+        header_bytes = segment.header_nbytes  # first: it raises if the sample's metadata does not fit into a header
         segments: Sequence[EncodedSegment] | None = [segment]
         with self._lock:
             if self._gathers(segment.segment):
@@ -292,10 +299,10 @@ class PartSink:
             self._on_event(Lost((segment.segment,), "another column of its sample was lost"))
 
     def _append_locked(self, segments: Sequence[EncodedSegment], header_bytes: int, arrival: int) -> None:
-        """Append segments to the open part; several are all columns of a sample."""
+        """Append segments to the open part. Several segments are all columns of one sample."""
         names = {segment.segment.id for segment in segments}
         if not names.isdisjoint(self._open.names):
-            # A row that was computed again because its engine died, before what that one left was sealed.
+            # The row was recomputed after its engine died, and the open part still has the first copy.
             self._seal_locked()
         part = self._open
         if not part.segments:
@@ -324,7 +331,7 @@ class PartSink:
 
     def _seal_by_age(self) -> None:
         while not self._closed.wait(min(1.0, self._opt.part_seconds / 4)):
-            # A call of its own: what it looked at last must not be held while this waits.
+            # A separate method, so that its local variables are freed during the wait.
             self._seal_what_is_old()
 
     def _seal_what_is_old(self) -> None:
@@ -334,7 +341,7 @@ class PartSink:
                 self._seal_locked()
             for key, filling in list(self._filling.items()):
                 if self._opt.attempt and now - filling.touched >= self._opt.stale_seconds:
-                    # Its engine died, and its row was computed again elsewhere.
+                    # Its engine died, and another engine recomputed its row.
                     del self._filling[key]
                     self._held -= filling.nbytes
                     self._lock.notify_all()
@@ -344,7 +351,7 @@ class PartSink:
         try:
             self._commit(part, number)
         finally:
-            # Its memory is free before its bytes count as free: else whoever waits for them takes fresh memory beside.
+            # Free the memory before `_held` is decremented; otherwise waiting threads allocate more.
             part.segments.clear()
             self._blocks.trim()
             with self._lock:
@@ -362,25 +369,25 @@ class PartSink:
             event = self._committer.commit(part.segments, encoded, number, part.arrival)
             self._count(encoded)
             self._on_event(event)
-        except Exception as e:  # noqa: BLE001 - whatever it is, the segments must be told as lost
+        except Exception as e:  # noqa: BLE001 - after any error the segments must be reported as lost
             self._fail(part.segments, e)
         finally:
-            # Some libraries' errors refer to themselves by their tracebacks, and those to this frame, until Python's
-            # garbage collector comes by; a store's "there is no newer attempt" is such an error.
+            # Some libraries' errors refer to themselves by their tracebacks, and so keep this frame until Python's
+            # garbage collector runs. The usual NotFound of the check for a newer attempt is such an error.
             buffers.clear()
 
     def _build(self, part: _OpenPart) -> EncodedPart | None:
-        """The part without segments that no part can hold, which are told as lost; None where none is left."""
+        """Encode the part. Reports segments that no part can hold as lost. Returns None if no other is left."""
         try:
             return build_part(part.segments, self._opt.codec, self._opt.about)
         except Exception:
             if len(part.segments) == 1 or self._opt.layout == "sample":
-                raise  # of a sample's columns, all are stored or none
+                raise  # a sample's columns are stored together or not at all
             good = []
             for segment in part.segments:
                 try:
                     build_part([segment], self._opt.codec, self._opt.about)
-                except Exception as e:  # noqa: BLE001 - whatever it is
+                except Exception as e:  # noqa: BLE001 - any error of one segment
                     self._fail([segment], e)
                 else:
                     good.append(segment)
@@ -398,16 +405,15 @@ class PartSink:
             self._stored_bytes += part.size
 
     def _oldest(self) -> float:
-        """Age in seconds of the oldest segment that no part holds yet, or that lies in the open part."""
-        # Without the lock: an engine's step may be asking. Copies of a dictionary's values are made in one go.
+        """Age in seconds of the oldest segment that is in no sealed part."""
+        # Without the lock: an engine's step may call this. ``list`` copies a dictionary's values atomically.
         part = self._open
         since = [f.began for f in list(self._filling.values()) if not f.lost] + ([part.since] if part.segments else [])
         return max(time.monotonic() - min(since), 0.0) if since else 0.0
 
     def _fail(self, segments: Sequence[EncodedSegment], error: Exception) -> None:
-        # What may work for the next part (a time-out) costs this part alone, and so does what is wrong with this part;
-        # a refusal would be met by each of them. Without a run there is no driver to give up: each sample stands for
-        # itself.
+        # A time-out, or an error in this part, loses this part only. A store's refusal would also hit every later part.
+        # Without a run no driver ends the attempt, and each sample fails alone.
         refused = isinstance(error, Fenced | StoreError) and not isinstance(error, Unavailable)
         fatal = refused and self._opt.attempt > 0
         self.meter.add("failed_parts", 1, type(error).__name__)
@@ -431,7 +437,7 @@ class PartSink:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Seal the open part and wait until everything sealed is stored and told, or failed and told."""
+        """Seal the open part, and block until every sealed part is stored or failed and its event is reported."""
         with self._lock:
             if self._open.segments:
                 self._seal_locked()
@@ -439,7 +445,7 @@ class PartSink:
                 self._lock.wait(1.0)
 
     def close(self) -> None:
-        """``flush``, then end the threads. Segments that are not complete are dropped: they were never whole."""
+        """Flush, then end the threads. Drops incomplete segments."""
         self.flush()
         self._closed.set()
         self._uploads.close()

@@ -1,4 +1,4 @@
-"""A pool of threads in the process itself: no Ray, for one machine and for servers."""
+"""A pool of threads in the engine's process: without Ray, for one machine and for servers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ log = get_logger(__name__)
 
 
 class ThreadSender:
-    """Threads that encode pages into one ``PartSink``. The ring bounds the queue: a page's buffer is released only
-    when the page is encoded."""
+    """Threads that encode pages into one ``PartSink``.
+
+    The ring bounds the queue: a page's buffer is released only after the page is encoded.
+    """
 
     def __init__(self, sink: PartSink, threads: int = 2):
         self.sink = sink
@@ -48,8 +50,8 @@ class ThreadSender:
         try:
             self.sink.add(page, arrival)
         except HsxError as e:
-            # The sink has reported it (``Lost``) or is fenced; the receipts show what is missing.
-            log.debug("page %d of %s not taken: %s", page.chunk, page.segment, e)
+            # The sink has reported ``Lost`` or is fenced; the receipts show which samples are missing.
+            log.debug("page %d of %s not encoded: %s", page.chunk, page.segment, e)
         except Exception:
             log.exception("page %d of %s was not encoded", page.chunk, page.segment)
         finally:

@@ -250,7 +250,7 @@ def test_what_obstore_cannot_be_told_is_left_to_fsspec_and_said(given, says, ser
     with pytest.raises(ConfigError, match=says):
         open_store("s3://b/run", options, backend="obstore")
     assert "FsspecStore" in repr(open_store("s3://b/run", options))
-    assert f"is reached by fsspec, the slower way: storage_options.{next(iter(given))}" in caplog.text
+    assert f"uses fsspec, which is slower than obstore: storage_options.{next(iter(given))}" in caplog.text
 
 
 @pytest.mark.parametrize("backend", ["fsspec", "obstore"])

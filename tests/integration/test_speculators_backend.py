@@ -128,18 +128,18 @@ def test_only_what_lies_under_the_storage_path_is_read_or_removed(prepared: tupl
         "s3://another/x.safetensors",
         run,
     ):
-        with pytest.raises(ConfigError, match="expected a place under it"):
+        with pytest.raises(ConfigError, match="expected a path or URL under it"):
             reader.get_generated({"hidden_states_path": named, "hidden_states_key": "r3"})
         if named.endswith(".safetensors"):
-            with pytest.raises(ConfigError, match="expected a place under it"):
+            with pytest.raises(ConfigError, match="expected a path or URL under it"):
                 reader.delete(named)
     with pytest.raises(StoreError, match="links are not followed"):
         reader.get_generated({"hidden_states_path": f"{tmp_path}/states/link.safetensors"})
     for odd in ("x" * 5000, "\ud800", "a\0b"):
-        with pytest.raises(ConfigError, match="expected a place under it"):
+        with pytest.raises(ConfigError, match="expected a path or URL under it"):
             reader.get_generated({"hidden_states_path": f"{tmp_path}/states/{odd}.safetensors"})
     for wrong in (None, 3, [str(outside)]):
-        with pytest.raises(ConfigError, match="the name of a place under it"):
+        with pytest.raises(ConfigError, match="expected a path or URL under it"):
             reader.get_generated({"hidden_states_path": wrong})
     assert outside.is_file()
     without = transfer(run)  # no storage path is configured

@@ -80,8 +80,8 @@ class RunFacts:
     failed: list[tuple[str, int]]
     poison: list[tuple[str, int]]
     layer_sizes: list[LayerSize]
-    codecs: dict[str, int] = field(default_factory=dict)  # name → parts looked at
-    about: Mapping[str, Any] = field(default_factory=dict)  # what the newest of them says of where it comes from
+    codecs: dict[str, int] = field(default_factory=dict)  # name → number of inspected parts
+    about: Mapping[str, Any] = field(default_factory=dict)  # origin, as described in the newest inspected part
 
     @property
     def meaning(self) -> Mapping[str, Any]:

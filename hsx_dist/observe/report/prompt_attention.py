@@ -91,6 +91,6 @@ def _drawn(about: PromptAttention, sample: Sample, patterns: AttentionPatterns) 
 
 
 def drawn_layer(layer: int, patterns: np.ndarray[Any, Any]) -> LayerPatterns:
-    """What is drawn of a layer's ``patterns``, ``[heads, n, n]``."""
+    """Select the heads to draw from a layer's ``patterns``, ``[heads, n, n]``."""
     heads = tuple(spread(range(len(patterns)), HEADS_DRAWN))
     return LayerPatterns(layer, heads, len(patterns), patterns[list(heads)], patterns[:, -1].mean(0))

@@ -69,7 +69,7 @@ def test_the_same_key_with_other_tokens_is_told_to_both_and_replaces_nothing(tmp
     outlet = outlet_on(tmp_path)  # another server, which remembers nothing
     submit(outlet, "a", some(seed=1), ids=[9, 9, 9, 9, 9])
     outlet.close()
-    with pytest.raises(SampleFailed, match="another sample of that key"):
+    with pytest.raises(SampleFailed, match="the key of another sample"):
         hsx_dist.load_hidden_states(str(tmp_path / "a.safetensors"))
     (tmp_path / "a.safetensors.conflict.json").unlink()
     np.testing.assert_array_equal(
@@ -297,7 +297,7 @@ def test_the_same_tokens_under_another_adapter_are_another_sample(tmp_path):
         outlet = outlet_on(tmp_path)
         submit(outlet, "k", some(), meta={"lora": adapter})
         outlet.close()
-    with pytest.raises(SampleFailed, match="another sample of that key"):
+    with pytest.raises(SampleFailed, match="the key of another sample"):
         hsx_dist.load_hidden_states(str(tmp_path / "k.safetensors"))
 
 

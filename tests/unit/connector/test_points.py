@@ -405,5 +405,5 @@ def test_a_sample_of_several_points_that_is_lost_ends_once(tmp_path):
     assert outlet.meter.sums()["failed", ""] == 1
     assert outlet.ring.claimed_bytes == outlet.pending == 0
     outlet.close(10)
-    with pytest.raises(SampleFailed, match="look wrong"):
+    with pytest.raises(SampleFailed, match="states are wrong"):
         load_hidden_states(f"{tmp_path}/k.safetensors")

@@ -262,7 +262,7 @@ def test_an_object_never_ends_earlier_than_it_said(store, tmp_path, before, afte
         assert abs(expires - time.time() - 3600) < 600
 
 
-@pytest.mark.parametrize(("left_s", "said"), [(3600, "keeps its end"), (1, "was not stored")])
+@pytest.mark.parametrize(("left_s", "said"), [(3600, "object is not renewed"), (1, "was not stored")])
 def test_a_process_that_locks_an_object_stops_no_writer(tmp_path, caplog, left_s, said):
     """Any user who may read a file can take a shared lock of it. Then it cannot be renewed."""
     server = SmallServer(tmp_path, ttl_seconds=left_s)

@@ -113,8 +113,8 @@ def test_what_has_no_logits_is_refused(computed: Computed, tmp_path: Path) -> No
     made = computed_sample("a", IDS, computed.rows, {"mlp_out": (1,), "resid_mid": (1,)})
     sample = run_of(made.segments(0))["a"]
     for message, asked in (
-        ("point: expected one of the residual stream, hidden_states, .* got 'mlp_out'", {"point": "mlp_out"}),
-        ("layer: expected one of point 'resid_mid', got none", {"point": "resid_mid"}),
+        ("point: expected a point of the residual stream, hidden_states, .* got 'mlp_out'", {"point": "mlp_out"}),
+        ("layer: expected a layer of point 'resid_mid', got none", {"point": "resid_mid"}),
         (r"layers: expected layers of point 'resid_mid' among 1, got \[4\]", {"point": "resid_mid", "layers": [4]}),
         ("expected points among mlp_out, resid_mid, got no hidden states", {}),
         ("got no point 'resid_pre'", {"layers": [2]}),

@@ -131,7 +131,7 @@ def test_a_removal_of_a_run_empties_no_folder_that_a_link_leads_to(root: Path, v
     (root / "data").symlink_to(victim)
     part = "part-0001-w-000001.safetensors"
     (victim / part).touch()
-    with pytest.raises(StoreError, match=r"'data' is a symbolic link.*or remove it"):
+    with pytest.raises(StoreError, match=r"'data' is a symbolic link.*or remove the link"):
         remove_run(store, open_place(store))
     assert sorted(p.name for p in victim.iterdir()) == [".hsx-unfinished-0", part, "precious"]
 

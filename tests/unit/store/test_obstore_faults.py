@@ -27,7 +27,7 @@ def _said(status: str, code: str = "") -> str:
         (FileNotFoundError(_said("404 Not Found", "NoSuchBucket")), NotFound, "there is no bucket 'bkt'. Make"),
         (GenericError(_said("404 Not Found", "NoSuchBucket")), NotFound, "there is no bucket 'bkt'. Make"),
         (FileNotFoundError(_said("404 Not Found")), NotFound, "there is no such object"),
-        (AlreadyExistsError(_said("412 Precondition Failed", "PreconditionFailed")), AlreadyExists, "there is one"),
+        (AlreadyExistsError(_said("412 Precondition Failed", "PreconditionFailed")), AlreadyExists, "got one"),
         (AlreadyExistsError(_said("409 Conflict", "ConditionalRequestConflict")), Unavailable, "cannot answer now"),
         (FileNotFoundError(_said("404 Not Found", "NoSuchUpload")), Unavailable, "cannot answer now"),
         (PermissionDeniedError(_said("403 Forbidden", "SignatureDoesNotMatch")), Denied, "Check the credentials"),

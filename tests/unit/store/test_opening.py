@@ -46,7 +46,7 @@ except ConfigError as e:
 
 
 def test_options_of_the_wrong_kind() -> None:
-    with pytest.raises(ConfigError, match="storage_options do not fit"):
+    with pytest.raises(ConfigError, match="refuses storage_options"):
         open_store("s3://bucket/x", {"config_kwargs": 3})
 
 

@@ -83,14 +83,14 @@ def _name(prefix: str, place: object) -> str:
     ],
 )
 def test_any_other_place_is_refused(prefix: str, place: str) -> None:
-    with pytest.raises(ConfigError, match="expected a place under it") as e:
+    with pytest.raises(ConfigError, match="expected a path or URL under it") as e:
         open_within(prefix, place)
     assert "secret" not in str(e.value)
 
 
 @pytest.mark.parametrize("place", [None, 3, b"s3://bucket/a/x", ["s3://bucket/a/x"], {}])
 def test_a_place_is_a_text(place: object) -> None:
-    with pytest.raises(ConfigError, match="the name of a place"):
+    with pytest.raises(ConfigError, match="expected a path or URL under it"):
         open_within("s3://bucket/a", place)
 
 
@@ -99,7 +99,7 @@ def test_a_place_is_a_text(place: object) -> None:
     "name", ["x" * 5000, "x/" * 3000 + "y", "\ud800", "\udc80x", "a\0b", "a\nb", "\x1b[2J", "\u202e", "\x85", "\x7f"]
 )
 def test_an_odd_name_is_refused(prefix: str, name: str) -> None:
-    with pytest.raises(ConfigError, match="expected a place under it") as e:
+    with pytest.raises(ConfigError, match="expected a path or URL under it") as e:
         open_within(prefix, f"{prefix}/{name}.safetensors")
     assert len(str(e.value)) < 500
     assert str(e.value).isprintable()
@@ -274,5 +274,5 @@ def test_a_fifo_or_a_device_is_no_object(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prefix", ["s3://bucket/a", "/data/a"])
 def test_the_name_of_an_unfinished_file_is_refused(prefix: str) -> None:
-    with pytest.raises(ConfigError, match="expected a place under it"):
+    with pytest.raises(ConfigError, match="expected a path or URL under it"):
         open_within(prefix, f"{prefix}/x/.hsx-unfinished-1")

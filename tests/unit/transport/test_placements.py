@@ -128,7 +128,7 @@ def test_a_page_that_comes_without_the_first_one_of_its_sample_costs_that_sample
     placement.end.ring.free(0)  # the first one's place: it was never submitted
     placement.submit("b", some())
     placement.wait_for("a", "b")
-    assert placement.outcomes["a"] == ["not all of its pages came"]
+    assert placement.outcomes["a"] == ["not all of its pages arrived"]
     assert placement.outcomes["b"] == [None]
 
 
