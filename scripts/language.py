@@ -1,13 +1,12 @@
 """Check the language of pages, docstrings, comments and messages.
 
-    python -m scripts.language [--counts] [--write] [PATH ...]
+    python -m scripts.language [--counts] [PATH ...]
 
 - Banned words and patterns: ``scripts/banned_words.txt``.
 - No sentence of a page or a docstring has more than 30 words.
 - A message that compares reads ``expected X, got Y``.
 
-Files in ``scripts/not_rewritten.txt`` may have findings. The list only shrinks: a listed file without findings is an
-error, and ``--write`` removes it. Without PATH the whole repository is checked, and exit status 1 means findings.
+Without PATH all pages and all sources of ``hsx_dist`` are checked. Exit status 1 means findings.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from markdown_it.token import Token
 
 ROOT = Path(__file__).resolve().parent.parent
 BANNED = ROOT / "scripts" / "banned_words.txt"
-NOT_REWRITTEN = ROOT / "scripts" / "not_rewritten.txt"
 PAGES = ("*.md", "docs/*.md", "docs/guides/*.md", "benchmarks/*.md", "configs/**/*.md")
 SOURCES = ("hsx_dist/**/*.py",)
 MAX_WORDS = 30
@@ -237,36 +235,23 @@ def files(paths: Iterable[Path] = ()) -> list[Path]:
     return sorted(p for p in known if not chosen or any(p.is_relative_to(c) for c in chosen))
 
 
-def not_rewritten() -> set[Path]:
-    return {ROOT / line for line in NOT_REWRITTEN.read_text(encoding="utf-8").split()}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=textwrap.dedent(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="files or folders; listed files count too")
+    parser.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="files or folders")
     parser.add_argument("--counts", action="store_true", help="print the number of findings per file")
-    parser.add_argument("--write", action="store_true", help="remove files without findings from the list")
     arguments = parser.parse_args()
-    found = {path: check(path) for path in files(arguments.paths)}
-    listed = not_rewritten()
-    clean = {p for p in listed if not p.exists() or (p in found and not found[p])}
-    if arguments.write:
-        listed -= clean
-        clean = set()
-        NOT_REWRITTEN.write_text("".join(f"{p.relative_to(ROOT)}\n" for p in sorted(listed)), encoding="utf-8")
-    shown = {p: f for p, f in found.items() if f and (arguments.paths or p not in listed)}
+    checked = files(arguments.paths)
+    shown = {path: findings for path in checked if (findings := check(path))}
     for path, findings in shown.items():
         if arguments.counts:
             print(f"{len(findings):5} {path.relative_to(ROOT)}")
         else:
             print(*findings, sep="\n")
-    for path in sorted(clean):
-        print(f"{path.relative_to(ROOT)} is clean: remove it from {NOT_REWRITTEN.name} (--write)")
     if arguments.counts:
-        print(f"{sum(map(len, shown.values())):5} findings in {len(shown)} of {len(found)} files")
-    return 1 if clean or any(p not in listed for p in shown) else 0
+        print(f"{sum(map(len, shown.values())):5} findings in {len(shown)} of {len(checked)} files")
+    return 1 if shown else 0
 
 
 if __name__ == "__main__":

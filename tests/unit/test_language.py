@@ -6,21 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from scripts.language import ROOT, check, files, not_rewritten, words
+from scripts.language import ROOT, check, files, words
 
 LONG = " ".join(["word"] * 31)
 
 
-def test_pages_are_clean_and_so_is_each_source_that_is_not_on_the_list():
-    listed = not_rewritten()
-    findings = [str(f) for path in files() if path not in listed for f in check(path)]
+def test_all_pages_and_sources_are_clean():
+    findings = [str(f) for path in files() for f in check(path)]
     assert not findings, "\n".join(findings)
-
-
-def test_the_list_holds_only_sources_that_have_findings():
-    clean = [p.relative_to(ROOT).as_posix() for p in sorted(not_rewritten()) if not p.exists() or not check(p)]
-    assert not clean, f"remove them with `python -m scripts.language --write`: {clean}"
-    assert all(p.is_relative_to(ROOT / "hsx_dist") for p in not_rewritten())
 
 
 @pytest.mark.parametrize(
