@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.language import ROOT, check, files, words
+from scripts.language import check, files, words
 
 LONG = " ".join(["word"] * 31)
 
