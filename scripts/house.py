@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -140,7 +140,7 @@ def way(what: str, found: Iterable[Use], kind: str) -> Row:
 
 
 def names() -> list[Row]:
-    classes = Counter(node.name for tree in TREES.values() for node in tree.body if isinstance(node, ast.ClassDef))
+    classes = Counter(name for tree in TREES.values() for name in type_names(tree))
     # A command is named as what it calls, and each room may have a base.
     stems = Counter(
         Path(p).stem for p in TREES if not p.startswith("cli/") and Path(p).stem not in ("__init__", "base")
@@ -150,9 +150,19 @@ def names() -> list[Row]:
     located = locations()
     return [
         ("types for where a segment lies", len(located), ", ".join(sorted(located))),
-        ("names of two classes or modules", len(twice), ", ".join(twice)),
+        ("names of two types or modules", len(twice), ", ".join(twice)),
         ("imports of testing/", len(imported), ", ".join(imported)),
     ]
+
+
+def type_names(module: ast.Module) -> Iterator[str]:
+    """Names of a module's classes and type aliases. An alias has a name in CamelCase."""
+    for node in module.body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (t.id for t in targets if isinstance(t, ast.Name) and re.fullmatch(r"[A-Z]\w*[a-z]\w*", t.id))
 
 
 def imports_testing(tree: ast.AST) -> bool:

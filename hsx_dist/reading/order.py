@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hsx_dist.errors import ConfigError, FormatError, RunMismatch
-from hsx_dist.format.json_objects import Check, anything, check_members, count, list_of, number, or_null, text
+from hsx_dist.format.json_objects import MemberCheck, anything, check_members, count, list_of, number, or_null, text
 from hsx_dist.format.place import Place
 
 _VERSION = "hsx-dataset/1"
@@ -127,7 +127,7 @@ def require_run(state: Mapping[str, Any], place: Place, holds: Callable[[], bool
         )
 
 
-def check_state(state: Any, checks: Mapping[str, Check], required: Sequence[str] = ()) -> None:
+def check_state(state: Any, checks: Mapping[str, MemberCheck], required: Sequence[str] = ()) -> None:
     """``ConfigError`` where a saved state lacks a member, or has one that ``checks`` refuses: a trainer's checkpoint
     may be damaged, and its numbers say how much is read."""
     if not isinstance(state, Mapping):

@@ -15,7 +15,7 @@ from torch import nn
 from hsx_dist.errors import ConfigError
 
 #: How a row is read: a module's output, its input, the residual stream at a norm, or what a router returns.
-Source = Literal["output", "input", "stream", "ids", "weights"]
+RowSource = Literal["output", "input", "stream", "ids", "weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Read:
     """Where one layer's rows of a point are read: ``width`` columns from ``start`` of ``source`` of ``module``."""
 
     module: Any
-    source: Source
+    source: RowSource
     width: int
     start: int = 0
     #: Length of a head, where a row is made of heads.

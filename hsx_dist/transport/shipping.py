@@ -32,7 +32,7 @@ class Shipped:
 #: A page, and what blocks until its copy into the ring is done.
 Copied = tuple[Page, Callable[[], None] | None]
 #: What is shipped, or what there is to tell.
-Item = Copied | Shipped
+QueueItem = Copied | Shipped
 
 #: How many bytes of pages travel in one call to a writer, at most (a single page may be larger).
 COALESCE_BYTES = 8 << 20
@@ -64,14 +64,14 @@ class ShippingThread:
         self._least, self._linger = least_bytes, linger_s
         self._since: deque[float] = deque()  # when each item that is not delivered was put
         meter.watch("oldest_page_seconds", self._oldest)
-        self._queue: queue.SimpleQueue[Sequence[Item] | None] = queue.SimpleQueue()
-        self._ahead: deque[Item | None] = deque()  # taken off the queue, and not looked at
+        self._queue: queue.SimpleQueue[Sequence[QueueItem] | None] = queue.SimpleQueue()
+        self._ahead: deque[QueueItem | None] = deque()  # taken off the queue, and not looked at
         self._submitted = self._delivered = 0  # each written by one thread alone
         self._thread = threading.Thread(target=self._run, name="hsx-ship", daemon=True)
         with any_core():
             self._thread.start()
 
-    def put(self, *items: Item) -> None:
+    def put(self, *items: QueueItem) -> None:
         """At one go: a thread that is woken for each would take the interpreter's lock from a step that is not done."""
         self._submitted += len(items)
         self._since.extend([time.monotonic()] * len(items))
@@ -93,7 +93,7 @@ class ShippingThread:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _next(self) -> Item | None:
+    def _next(self) -> QueueItem | None:
         while True:
             try:
                 return self._take(self.IDLE_S if self._idle is not None else None)
@@ -101,7 +101,7 @@ class ShippingThread:
                 assert self._idle is not None
                 self._idle()
 
-    def _take(self, seconds: float | None) -> Item | None:
+    def _take(self, seconds: float | None) -> QueueItem | None:
         """The next item; None at the end.
 
         Raises:
@@ -112,7 +112,7 @@ class ShippingThread:
             self._ahead.extend((None,) if items is None else items)
         return self._ahead.popleft()
 
-    def _copied(self, items: Sequence[Item]) -> tuple[list[Page], list[Shipped]]:
+    def _copied(self, items: Sequence[QueueItem]) -> tuple[list[Page], list[Shipped]]:
         """Pages in the ring, once their copies have ended, and what there is to tell; in order. The page of a copy that
         failed carries the error to its writer, which drops the sample's other pages too."""
         last = next((ready for item in reversed(items) if not isinstance(item, Shipped) and (ready := item[1])), None)
@@ -147,7 +147,7 @@ class ShippingThread:
     def _ship_next(self) -> bool:
         """Ship the next items together. False at the end. A method, so that an idle thread holds no metadata."""
         item = self._next()
-        items: list[Item] = []
+        items: list[QueueItem] = []
         nbytes = 0
         end = time.monotonic() + self._linger
         while item is not None:
