@@ -9,7 +9,7 @@ file             vLLM                 replaces                     if vLLM no lo
                                       .compute_hash``
 ``cache_writes`` 0.31, 0.32, 0.33     ``ExtractHiddenStates        a warning; captured layers are not counted,
                  (V1 runner)          Proposer.propose``           ``cache_writes: direct`` is ignored
-``undrafted``    0.31, 0.32, 0.33     a request's class            a warning; vLLM verifies drafts again
+``no_drafts``    0.31, 0.32, 0.33     a request's class            a warning; vLLM verifies drafts again
                  (V1 runner)
 ``loads``        0.31, 0.32, 0.33     a request's                  no sample is stored
                                       ``skip_reading_prefix_
