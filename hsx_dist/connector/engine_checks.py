@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-#: Devices that ``side.copy_stream_for`` copies from. vLLM calls ROCm ``cuda`` too.
+#: Devices that ``copy_stream.copy_stream_for`` copies from. vLLM calls ROCm ``cuda`` too.
 DEVICES = ("cpu", "cuda")
 
 

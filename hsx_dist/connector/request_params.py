@@ -258,7 +258,7 @@ def custom_name(value: Any, output: str, allowed: bool, prompt: int = 0, choice:
     name = sample_key(stem, prompt=prompt, choice=choice) + suffix
     same = folded(name).split("/")
     if same[-1].endswith(RESERVED):
-        # An object's companions are not the client's to replace.
+        # A client must not replace an object's lock or markers.
         raise ValueError(f"expected a path that does not end in {', '.join(RESERVED)}, got {_shown(value)}")
     if any(p.endswith((OBJECT, *RESERVED)) for p in same[:-1]):
         raise ValueError(f"expected folders that do not end as objects and their markers do, got {_shown(value)}")

@@ -27,7 +27,7 @@ import numpy as np
 
 from hsx_dist.format.receipt import Receipt
 from hsx_dist.logger import get_logger
-from hsx_dist.memory.shared import mapped
+from hsx_dist.memory.shared import map_memory
 from hsx_dist.observe.console import say_lines
 from hsx_dist.observe.metrics import Increments, Meter
 from hsx_dist.page import Page
@@ -97,7 +97,7 @@ def take_offer(connection: Connection) -> tuple[int, np.ndarray[Any, Any], Any]:
     pid, nbytes, spec = connection.recv()
     fd = recv_handle(connection)
     try:
-        return pid, mapped(fd, nbytes), spec
+        return pid, map_memory(fd, nbytes), spec
     finally:
         os.close(fd)
 

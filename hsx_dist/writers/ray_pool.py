@@ -304,7 +304,7 @@ class RaySender:
         def held(w: _Writer) -> int:
             return w.nbytes + planned.get(id(w), 0)
 
-        def has_room(w: _Writer) -> bool:
+        def has_credit(w: _Writer) -> bool:
             if w.node != self._node and away and away + nbytes > self._abroad_bytes:
                 return False
             return held(w) + nbytes <= self._limit(w) or not held(w)
@@ -314,7 +314,7 @@ class RaySender:
         up = [w for w in self._writers if w.down_until <= now]
         here = [w for w in up if w.node == self._node]
         for candidates in (here, up):
-            free = [w for w in candidates if has_room(w)]
+            free = [w for w in candidates if has_credit(w)]
             if free:
                 # A call that is still small is filled first; else many writers were many small calls.
                 small = [w for w in free if 0 < planned.get(id(w), 0) < CALL_BYTES]
@@ -381,14 +381,14 @@ class RaySender:
 
     # -- what comes back -----------------------------------------------------------------------------------------
 
-    def _settle(self, writers: Sequence[_Writer], room: int | None) -> None:
-        """Take answers until at most ``room`` bytes are unanswered at all of them (or none: one batch may exceed the
-        credit); without ``room`` those that are there."""
-        while room is None or sum(w.nbytes for w in writers) > max(room, 0):
+    def _settle(self, writers: Sequence[_Writer], limit: int | None) -> None:
+        """Take answers until at most ``limit`` bytes are unanswered at all of them (or none: one batch may exceed the
+        credit); without ``limit`` those that are there."""
+        while limit is None or sum(w.nbytes for w in writers) > max(limit, 0):
             asked = {ref: w for w in writers for ref in w.unanswered}
             if not asked:
                 return
-            done, _ = ray.wait(list(asked), num_returns=1, timeout=0 if room is None else None)
+            done, _ = ray.wait(list(asked), num_returns=1, timeout=0 if limit is None else None)
             if not done:
                 return
             for ref in done:

@@ -36,8 +36,9 @@ class SplitCodec:
         """As ``encode``, into one array that ``allocate`` gives."""
         width = itemsize(dtype)
         raw, half = x.size * (width - 1), x.size * (width // 2)
-        # The raw planes go where they stay, so room for the frame is taken before there is one: by the last one's size.
-        data = allocate(raw + int(x.size * getattr(_local, "room", 0.5)) + 1024)
+        # The raw planes are written in place, so memory for the frame is taken before its size is known: the share of
+        # the last frame.
+        data = allocate(raw + int(x.size * getattr(_local, "frame_share", 0.5)) + 1024)
         high = scratch("high", x.size).reshape(x.shape)
         low = data[:half].view(f"<u{width // 2}").reshape(x.shape)
         third = data[half:raw].reshape(x.shape) if width == 4 else low
@@ -49,7 +50,7 @@ class SplitCodec:
             if width == 4:
                 np.right_shift(rows, 16, out=between, casting="unsafe")
         frame = compress_huffman(high)
-        _local.room = 1.03 * len(frame) / max(x.size, 1)
+        _local.frame_share = 1.03 * len(frame) / max(x.size, 1)
         if raw + len(frame) > data.nbytes:
             data, planes = allocate(raw + len(frame)), data
             data[:raw] = planes[:raw]
