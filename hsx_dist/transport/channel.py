@@ -37,7 +37,7 @@ from hsx_dist.writers.events import Event
 log = get_logger(__name__)
 
 #: Messages to the engine within so many seconds are sent together.
-LINGER_S = 0.005
+RETURN_LINGER_S = 0.005
 #: How long a peer may take to answer an offer: a process that was just started imports its store's client, which takes
 #: seconds, and on a loaded machine tens of them.
 START_S = 120.0
@@ -187,7 +187,7 @@ class ReturnQueue:
         """Send the queued messages as one list. False at the end. A method, so that an idle thread holds no segment."""
         queued = [self._queue.get()]
         if self._taken - self._freed < self._ring_bytes // 2:
-            time.sleep(LINGER_S)
+            time.sleep(RETURN_LINGER_S)
         with contextlib.suppress(queue.Empty):
             while True:
                 queued.append(self._queue.get_nowait())

@@ -37,7 +37,7 @@ QueueItem = Copied | Shipped
 #: How many bytes of pages travel in one call to a writer, at most (a single page may be larger).
 COALESCE_BYTES = 8 << 20
 #: A page that would be a small call by itself waits so long for others: about a step of an engine.
-LINGER_S = 0.02
+SHIP_LINGER_S = 0.02
 
 
 class ShippingThread:
