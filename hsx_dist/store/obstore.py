@@ -218,9 +218,8 @@ class ObstoreStore:
         if nbytes is None:
             return 10 * self._patience
         step = 64 * SLOWEST_BYTES_S  # few classes: each has a client, and connections, of its own
-        return (
-            self._patience + -(-nbytes // step) * step / SLOWEST_BYTES_S if nbytes > SLOWEST_BYTES_S else self._patience
-        )
+        more = -(-nbytes // step) * step / SLOWEST_BYTES_S if nbytes > SLOWEST_BYTES_S else 0.0
+        return self._patience + more
 
     def _path(self, name: str) -> str:
         return self._root + check_name(name)
