@@ -68,7 +68,7 @@ def read_rows(found: dict[str, Any]) -> Iterator[Row]:
         yield Row(r["what"], r["ratio"], goal if goal[0] in "≥≤" else "")
 
 
-def scan_rows(found: dict[str, Any]) -> Iterator[Row]:
+def sanity_rows(found: dict[str, Any]) -> Iterator[Row]:
     for r in found["rows"]:
         low, high = r["quartiles"]
         yield Row(
@@ -103,7 +103,7 @@ BENCHMARKS: dict[str, tuple[str, list[str], list[str], Callable[[dict[str, Any]]
     "gather": ("benchmarks.gather", ["--rounds", "20", "--write"], ["--write"], gather_rows),
     "pool": ("benchmarks.pool", ["--gib", "1", "--rounds", "2", "--long-gib", "2"], [], pool_rows),
     "read": ("benchmarks.read", ["--rounds", "2", "--samples", "32"], [], read_rows),
-    "scan": ("benchmarks.sanity_checks", ["--tokens", "3000", "--rounds", "15"], [], scan_rows),
+    "sanity_checks": ("benchmarks.sanity_checks", ["--tokens", "3000", "--rounds", "15"], [], sanity_rows),
     "scale": ("benchmarks.scale", ["--rows", "100000"], [], scale_rows),
     "gpu": ("benchmarks.gpu.copies", ["--rounds", "3"], [], gpu_rows),
 }

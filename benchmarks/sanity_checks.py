@@ -3,7 +3,7 @@
     .venv/bin/python -m benchmarks.sanity_checks [--tokens 6000] [--rounds 31]
 
 Pages of real SmolLM2 states; both, and memcpy, take turns in every round. Encoding is the codec and crc32c. The share
-is the median, over rounds, of what looking adds to encoding. Writes benchmarks/results/scan.{md,json}.
+is the median, over rounds, of what looking adds to encoding. Writes benchmarks/results/sanity_checks.{md,json}.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def main() -> None:
     for dtype in ("bfloat16", "float32"):
         pages = pages_of(smollm2_states(dtype, args.tokens), dtype)
         rows += [{"dtype": dtype, "codec": c, **measure(pages, c, args.rounds)} for c in ("none", "split")]
-    (args.results / "scan.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    (args.results / "sanity_checks.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
     text = table(about, rows)
-    (args.results / "scan.md").write_text(text)
+    (args.results / "sanity_checks.md").write_text(text)
     print(text)
 
 

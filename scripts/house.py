@@ -10,7 +10,8 @@ writer, a folder as the store. ``scripts/call_log.py`` logs each call in each pr
 - A sample's way: the modules with a function that is called while ``load_hidden_states(run, key)`` returns a tensor.
   Code that runs when a module is imported does not count.
 - Where a segment lies: dataclasses of ``format/`` and ``reading/`` that hold a ``Segment`` or its pieces, or that hold
-  such a class.
+  such a class; and classes with such an item (``__getitem__``).
+- Ways that pages travel: classes with a method ``send(pages, release)``; protocols do not count.
 - Functions are counted without their docstrings.
 
 ``--static`` leaves out the run, which takes a minute.
@@ -29,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -140,7 +141,7 @@ def way(what: str, found: Iterable[Use], kind: str) -> Row:
 
 
 def names() -> list[Row]:
-    classes = Counter(node.name for tree in TREES.values() for node in tree.body if isinstance(node, ast.ClassDef))
+    classes = Counter(name for tree in TREES.values() for name in type_names(tree))
     # A command is named as what it calls, and each room may have a base.
     stems = Counter(
         Path(p).stem for p in TREES if not p.startswith("cli/") and Path(p).stem not in ("__init__", "base")
@@ -149,10 +150,21 @@ def names() -> list[Row]:
     imported = [p for p, tree in TREES.items() if not p.startswith("testing/") and imports_testing(tree)]
     located = locations()
     return [
+        ("ways that pages travel", len(senders()), ", ".join(senders())),
         ("types for where a segment lies", len(located), ", ".join(sorted(located))),
-        ("names of two classes or modules", len(twice), ", ".join(twice)),
+        ("names of two types or modules", len(twice), ", ".join(twice)),
         ("imports of testing/", len(imported), ", ".join(imported)),
     ]
+
+
+def type_names(module: ast.Module) -> Iterator[str]:
+    """Names of a module's classes and type aliases. An alias has a name in CamelCase."""
+    for node in module.body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (t.id for t in targets if isinstance(t, ast.Name) and re.fullmatch(r"[A-Z]\w*[a-z]\w*", t.id))
 
 
 def imports_testing(tree: ast.AST) -> bool:
@@ -161,18 +173,40 @@ def imports_testing(tree: ast.AST) -> bool:
 
 
 def locations() -> set[str]:
-    """Dataclasses whose fields lead to a ``Segment`` or are its ``pieces``; writers' buffers aside."""
+    """Dataclasses with a ``Segment`` or its ``pieces``, and collections of them; without writers' buffers."""
     fields: dict[str, set[str]] = {}
     for path, tree in TREES.items():
         if path.startswith(("format/", "reading/")) and "write" not in path:
             for node in tree.body:
-                if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(d) for d in node.decorator_list):
-                    annotations = [ast.unparse(n) for n in node.body if isinstance(n, ast.AnnAssign)]
-                    fields[node.name] = set(re.findall(r"\w+", " ".join(annotations)))
+                if isinstance(node, ast.ClassDef):
+                    fields[node.name] = set(re.findall(r"\w+", " ".join(held(node))))
     found: set[str] = set()
     while more := {name for name, used in fields.items() if used & {"Segment", "pieces", *found}} - found:
         found |= more
     return found | {"Segment"}
+
+
+def held(node: ast.ClassDef) -> Iterator[str]:
+    """Source of a dataclass's fields, and the types that ``__getitem__`` returns."""
+    dataclass = any("dataclass" in ast.unparse(d) for d in node.decorator_list)
+    for part in node.body:
+        if dataclass and isinstance(part, ast.AnnAssign):
+            yield ast.unparse(part)
+        elif isinstance(part, ast.FunctionDef) and part.name == "__getitem__" and part.returns is not None:
+            yield ast.unparse(part.returns)
+
+
+def senders() -> list[str]:
+    """Classes with their own ``send(pages, release)``."""
+    return [
+        node.name
+        for tree in TREES.values()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and "Protocol" not in {ast.unparse(base) for base in node.bases}
+        for method in node.body
+        if isinstance(method, ast.FunctionDef) and method.name == "send"
+        if [argument.arg for argument in method.args.args] == ["self", "pages", "release"]
+    ]
 
 
 def docstring_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

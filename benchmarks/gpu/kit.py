@@ -24,7 +24,7 @@ from benchmarks.gpu import prefill
 from benchmarks.gpu.figures import COPIES, FIGURES, THROUGHPUT
 from benchmarks.provenance import ROOT
 from hsx_dist.jobs.kit import engine_states
-from hsx_dist.jobs.kit.outcomes import Check, Outcome, State, python, run_check
+from hsx_dist.jobs.kit.outcomes import Check, Outcome, OutcomeState, python, run_check
 from hsx_dist.jobs.kit.process import end_on_sigterm
 from hsx_dist.jobs.kit.report_page import about, write
 
@@ -68,7 +68,7 @@ def run_tests(check: Check) -> list[Outcome]:
 def of_junit(group: str, xml: Path) -> list[Outcome]:
     found = []
     for case in ElementTree.parse(xml).iter("testcase"):
-        state: State = "passed"
+        state: OutcomeState = "passed"
         message = ""
         for child in case:
             if child.tag in ("failure", "error"):

@@ -28,7 +28,7 @@ StorageOptions = Annotated[
 ]
 
 
-Layers = Annotated[
+LayersOption = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(metavar="IDS", help="vLLM's layer ids with commas, in the order wanted, e.g. 2,15,27."),
 ]
@@ -187,7 +187,7 @@ def cat(
     run: RunPath,
     key: Annotated[str, typer.Argument(metavar="KEY", help="Key of the sample.")],
     out: Annotated[str, typer.Option("-o", "--out", metavar="FILE", help=".npz, .npy (states alone), .safetensors.")],
-    layers: Layers = None,
+    layers: LayersOption = None,
     tokens: Annotated[str | None, typer.Option(metavar="START:STOP", help="E.g. 0:128, or -10: for the end.")] = None,
     points: Annotated[
         str | None, typer.Option(metavar="NAMES", help="Points of the model with commas, e.g. q,mlp_out.")
@@ -211,7 +211,7 @@ def export(
             "topk-logprobs, routing, or one registered."
         ),
     ],
-    layers: Layers = None,
+    layers: LayersOption = None,
     model: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
@@ -281,7 +281,7 @@ def verify(
 @app.command()
 def stats(
     run: RunPath,
-    layers: Layers = None,
+    layers: LayersOption = None,
     points: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(help="Points such as q,mlp_out. Default: the hidden states, or all points of a run without."),

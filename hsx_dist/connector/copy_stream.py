@@ -15,7 +15,7 @@ from hsx_dist.transport.affinity import any_core
 from hsx_dist.writers.daemon import DaemonPool
 
 
-class Event(Protocol):
+class CopyEvent(Protocol):
     """A position in a stream's queued work, or a started copy."""
 
     def query(self) -> bool:
@@ -31,10 +31,10 @@ class Stream(Protocol):
     def launch(self, work: Callable[[], None]) -> None:
         """Queue the device work of ``work``. Raises what ``work`` raises while it queues."""
 
-    def record(self) -> Event:
+    def record(self) -> CopyEvent:
         """Return an event after all work queued so far."""
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: CopyEvent) -> None:
         """Run work that is queued later only after ``event``. Returns at once."""
 
 
@@ -57,7 +57,7 @@ class CopyStream(Protocol):
     def follow(self) -> None:
         """Make copies that start later wait for the model's work that is queued now, and for no later work."""
 
-    def start(self, copies: Sequence[Callable[[], None]]) -> list[Event]:
+    def start(self, copies: Sequence[Callable[[], None]]) -> list[CopyEvent]:
         """Start the copies. If a copy fails, only ``synchronize`` of that copy's event raises its error."""
 
     def wait(self, seconds: float) -> None:
@@ -113,7 +113,7 @@ class CudaStream:
         event.record(self._stream)
         return event
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: CopyEvent) -> None:
         assert isinstance(event, torch.cuda.Event)
         self._stream.wait_event(event)
 
@@ -129,8 +129,8 @@ class DeviceCopyStream:
     def follow(self) -> None:
         self._stream.wait_event(self._device.current_stream().record())
 
-    def start(self, copies: Sequence[Callable[[], None]]) -> list[Event]:
-        events: list[Event] = []
+    def start(self, copies: Sequence[Callable[[], None]]) -> list[CopyEvent]:
+        events: list[CopyEvent] = []
         for copy in copies:
             error = None
             try:
@@ -156,7 +156,7 @@ class DeviceCopyStream:
 class _Copied:
     """The event after a copy, with the error of a copy that was not queued whole."""
 
-    def __init__(self, device: Device, event: Event, error: Exception | None):
+    def __init__(self, device: Device, event: CopyEvent, error: Exception | None):
         self._device = device
         self._event = event
         self._error = error
@@ -189,7 +189,7 @@ class HostCopyStream:
     def follow(self) -> None:
         pass
 
-    def start(self, copies: Sequence[Callable[[], None]]) -> list[Event]:
+    def start(self, copies: Sequence[Callable[[], None]]) -> list[CopyEvent]:
         started: list[tuple[Callable[[], None], Future[None]]] = [(copy, Future()) for copy in copies]
         if started:
             self._last = started[-1][1]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from hsx_dist.connector.columns import CapturedPoint
-from hsx_dist.connector.copy_stream import Event
+from hsx_dist.connector.copy_stream import CopyEvent
 from hsx_dist.connector.gather import Order, cache_order, gather, gather_rows, mean_rows, page_shape, to_device
 from hsx_dist.connector.step import Save
 from hsx_dist.errors import ConfigError
@@ -67,7 +67,7 @@ class ColumnCopy:
     sample_hash: str
     source: str
     next: int = 0
-    event: Event | None = None
+    event: CopyEvent | None = None
 
     @property
     def ended(self) -> bool:

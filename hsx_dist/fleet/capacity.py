@@ -89,19 +89,19 @@ def check_capacity(config: ExtractConfig, placement: Placement, nodes: Sequence[
     if placement.spans_nodes:
         check_total_capacity(config, wanted, nodes, writers)
         return
-    room = 0
+    replicas = 0
     for node in nodes:
         taken = writers if fits_writers(node, writers) else 0
         free = {**node, "CPU": node.get("CPU", 0) - taken}
-        room += fitting(free, wanted) if wanted else config.min_replicas
-    if room < config.min_replicas:
+        replicas += fitting(free, wanted) if wanted else config.min_replicas
+    if replicas < config.min_replicas:
         have = ", ".join(
             "{" + ", ".join(f"{name}: {node.get(name, 0):g}" for name in sorted(wanted)) + "}" for node in nodes
         )
         raise ConfigError(
             f"min_replicas: expected room for {config.min_replicas} replicas of "
             f"{', '.join(f'{amount:g} {name}' for name, amount in sorted(wanted.items()))} each, and for writers of "
-            f"{writers:g} CPUs on each node, got nodes with {have}: room for {room}; lower replica.num_cpus, "
+            f"{writers:g} CPUs on each node, got nodes with {have}: room for {replicas}; lower replica.num_cpus, "
             "writers.num_cpus or min_replicas, or add nodes"
         )
 

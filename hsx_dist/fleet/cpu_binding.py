@@ -28,7 +28,7 @@ class CoreClaim:
         except (ConfigError, OSError) as e:
             self.release()
             self.cores = []
-            _warn(f"{type(e).__name__}: {e}")
+            warn_once(f"{type(e).__name__}: {e}")
 
     def _claim(self, count: int) -> None:
         folder = private_folder(Path(tempfile.gettempdir()) / f"hsx-cores-{os.geteuid()}")
@@ -53,7 +53,7 @@ class CoreClaim:
 
 
 @cache
-def _warn(why: str) -> None:
+def warn_once(why: str) -> None:
     log.warning("no cores are reserved for engines of this process; engines of one machine may share cores: %s", why)
 
 

@@ -37,13 +37,30 @@ _MAX_REASON = 2000
 
 
 @dataclass(slots=True)
-class _Running:
+class RunningTask:
+    """A task whose rows are in the engine or on the way to the writers."""
+
     task: Task
     result: TaskResult
     future: Future[TaskResult]
     open: set[str]  # keys that are not shipped, refused or skipped yet
     #: By key: for each reported column the reason why it is not stored, or None.
     columns: dict[str, dict[int, str | None]] = field(default_factory=dict)
+
+    def ship(self, shipped: Shipped) -> bool:
+        """Record one column of a sample. Return True once all columns of the sample are reported, by all ranks."""
+        columns = self.columns.setdefault(shipped.key, {})
+        columns[shipped.column] = shipped.reason
+        if len(columns) < shipped.columns:
+            return False
+        del self.columns[shipped.key]
+        self.open.discard(shipped.key)
+        reason = next((why for why in columns.values() if why is not None), None)
+        if reason is None:
+            self.result.shipped.append(shipped.key)
+        else:
+            self.result.skipped.append((shipped.key, reason))
+        return True
 
 
 class Replica:
@@ -68,11 +85,11 @@ class Replica:
         self._increments = Increments(self.meter)
         self._senders: list[Sender] = []
         self._make_sender = make_sender
-        self._inbox: queue.SimpleQueue[_Running | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[RunningTask | None] = queue.SimpleQueue()
         self._shipped: queue.SimpleQueue[Shipped] = queue.SimpleQueue()
         self._wake = threading.Event()
-        self._running: dict[str, _Running] = {}  # by key
-        self._unanswered: dict[int, _Running] = {}  # tasks with an open future, by number
+        self._running: dict[str, RunningTask] = {}  # by key
+        self._unanswered: dict[int, RunningTask] = {}  # tasks with an open future, by number
         self._lock = threading.Lock()  # between ``submit`` and the end of the loop
         backend = spec.engine_kwargs.get("distributed_executor_backend", "uni")
         self._in_process = spec.ranks == 1 and backend == "uni"
@@ -101,7 +118,7 @@ class Replica:
 
     def submit(self, task: Task) -> Future[TaskResult]:
         """Queue a task. The future raises ``EngineError`` if the engine dies."""
-        running = _Running(task, TaskResult(task.number), Future(), set())
+        running = RunningTask(task, TaskResult(task.number), Future(), set())
         with self._lock:
             if self._failure is None:
                 self._unanswered[task.number] = running
@@ -229,7 +246,7 @@ class Replica:
             self._begin(running)
         return False
 
-    def _begin(self, running: _Running) -> None:
+    def _begin(self, running: RunningTask) -> None:
         for row in running.task.rows:
             try:
                 encoded = self._encoder.encode(row)
@@ -298,22 +315,11 @@ class Replica:
             except queue.Empty:
                 return
             running = self._running.get(shipped.key)
-            if running is None:
-                continue
-            columns = running.columns.setdefault(shipped.key, {})
-            columns[shipped.column] = shipped.reason
-            if len(columns) < shipped.columns:
-                continue  # other ranks ship the other columns
-            del self._running[shipped.key], running.columns[shipped.key]
-            running.open.discard(shipped.key)
-            reason = next((why for why in columns.values() if why is not None), None)
-            if reason is None:
-                running.result.shipped.append(shipped.key)
-            else:
-                running.result.skipped.append((shipped.key, reason))
-            self._settle(running)
+            if running is not None and running.ship(shipped):
+                del self._running[shipped.key]
+                self._settle(running)
 
-    def _settle(self, running: _Running) -> None:
+    def _settle(self, running: RunningTask) -> None:
         if not running.open and self._unanswered.pop(running.task.number, None) is not None:
             running.result.numbers = self._increments.counters()
             running.future.set_result(running.result)

@@ -23,7 +23,7 @@ MAX_DEPTH = 200
 _CRC = "crc32c"
 
 #: Check of a member's value: returns a description of valid values if the value is invalid, else None.
-Check = Callable[[Any], str | None]
+MemberCheck = Callable[[Any], str | None]
 
 
 def parse_json(text: str | bytes, *, floats: bool, constants: bool = False) -> Any:
@@ -102,7 +102,7 @@ def read_json(store: Store, name: str) -> dict[str, Any]:
     return _checked(get_small(store, name, MAX_JSON_BYTES), f"{store.url}/{name}")
 
 
-def find_json(store: Store, name: str, checks: Mapping[str, Check]) -> dict[str, Any] | None:
+def find_json(store: Store, name: str, checks: Mapping[str, MemberCheck]) -> dict[str, Any] | None:
     """The JSON object stored under ``name``, its members checked; ``None`` when it does not exist. Raises like
     ``read_json``, and ``FormatError`` when a member fails its check."""
     try:
@@ -168,7 +168,7 @@ def parse_object(data: bytes, where: str, *, values: int = MAX_JSON_VALUES, cons
     return found
 
 
-def check_members(found: Mapping[str, Any], checks: Mapping[str, Check], where: str) -> None:
+def check_members(found: Mapping[str, Any], checks: Mapping[str, MemberCheck], where: str) -> None:
     """Raise ``FormatError`` for a member of ``found`` that fails its check. Missing members are valid."""
     for name, check in checks.items():
         expected = check(found[name]) if name in found else None
@@ -192,11 +192,11 @@ def number(value: Any) -> str | None:
     return None if fine else "a finite number"
 
 
-def or_null(check: Check) -> Check:
+def or_null(check: MemberCheck) -> MemberCheck:
     return lambda value: None if value is None else check(value)
 
 
-def list_of(check: Check) -> Check:
+def list_of(check: MemberCheck) -> MemberCheck:
     """A list whose values all pass ``check``."""
 
     def checked(value: Any) -> str | None:
@@ -208,7 +208,7 @@ def list_of(check: Check) -> Check:
     return checked
 
 
-def object_of(check: Check) -> Check:
+def object_of(check: MemberCheck) -> MemberCheck:
     """A JSON object whose values all pass ``check``."""
 
     def checked(value: Any) -> str | None:
@@ -220,7 +220,7 @@ def object_of(check: Check) -> Check:
     return checked
 
 
-def members(checks: Mapping[str, Check]) -> Check:
+def members(checks: Mapping[str, MemberCheck]) -> MemberCheck:
     """A JSON object whose members pass ``checks``."""
 
     def checked(value: Any) -> str | None:

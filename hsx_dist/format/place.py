@@ -23,7 +23,7 @@ from typing import Any
 from hsx_dist.errors import FormatError, NotFound, RunError, RunStalled
 from hsx_dist.format.description import MAX_HIDDEN_SIZE
 from hsx_dist.format.json_objects import (
-    Check,
+    MemberCheck,
     anything,
     check_members,
     dump_json,
@@ -76,7 +76,7 @@ def _layers(value: Any) -> str | None:
 
 
 #: Checks of a description's members. Members without a check may have any value.
-_RUN_MEMBERS: dict[str, Check] = {
+_RUN_MEMBERS: dict[str, MemberCheck] = {
     "meaning": members({"model": or_null(text), "revision": or_null(text), "layers": or_null(_layers)}),
     "settings": object_of(anything),
     "created": text,

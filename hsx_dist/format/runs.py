@@ -13,7 +13,7 @@ from hsx_dist.errors import AlreadyExists, ConfigError, Denied, Fenced, FormatEr
 from hsx_dist.format.checksum import crc32c, crc32c_hex
 from hsx_dist.format.compacted import pack_receipts, read_compacted
 from hsx_dist.format.json_objects import (
-    Check,
+    MemberCheck,
     anything,
     dump_json,
     find_json,
@@ -89,15 +89,15 @@ _PROGRESS = {
     "paused": or_null(text),
 }
 
-_ATTEMPT_MEMBERS: dict[str, Check] = {"created": text, "host": text, "settings": object_of(anything)}
-_HEARTBEAT_MEMBERS: dict[str, Check] = {
+_ATTEMPT_MEMBERS: dict[str, MemberCheck] = {"created": text, "host": text, "settings": object_of(anything)}
+_HEARTBEAT_MEMBERS: dict[str, MemberCheck] = {
     "attempt": count_check,
     "value": or_null(number),
     "state": text,
     "time": or_null(text),
     "progress": or_null(members(_PROGRESS)),
 }
-_COMPLETE_MEMBERS: dict[str, Check] = {
+_COMPLETE_MEMBERS: dict[str, MemberCheck] = {
     "counts": object_of(count_check),
     "summary": members({"rows": or_null(count_check)}),
     "created": text,

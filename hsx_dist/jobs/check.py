@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class PointRows:
     """One point of a sample: its layers, and its rows ``[T, L, width]`` in the stored dtype."""
 
     layers: Sequence[int]
@@ -38,7 +38,7 @@ class Rows:
 
 
 #: Token ids ``[T]``, and a sample's rows by point.
-Stored = tuple["torch.Tensor", Mapping[str, Rows]]
+StoredPoints = tuple["torch.Tensor", Mapping[str, PointRows]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def check_run(config: ExtractConfig, place: Place, model: Model, attempt: int, c
         chosen = [run[keys[i * (len(keys) - 1) // max(wanted - 1, 1)]] for i in range(wanted)]
         compared: list[str] = []
 
-        def load(sample: Sample) -> Stored:
+        def load(sample: Sample) -> StoredPoints:
             found = load_points(sample)
             compared.append(sample.key)
             return found
@@ -126,7 +126,7 @@ def check_run(config: ExtractConfig, place: Place, model: Model, attempt: int, c
 
 
 def compare(
-    samples: Iterable[Stored], model: str, *, dtype: str, num_layers: int, config: ExtractConfig
+    samples: Iterable[StoredPoints], model: str, *, dtype: str, num_layers: int, config: ExtractConfig
 ) -> list[LayerError]:
     """Errors by layer id. transformers computes the same token ids in ``dtype``, one sample at a time.
 
@@ -152,10 +152,10 @@ def compare(
     return errors
 
 
-def load_points(sample: Sample) -> Stored:
+def load_points(sample: Sample) -> StoredPoints:
     """All points of a stored sample. Rows of heads are flat, as they were computed: ``[T, L, width]``."""
     found = {
-        name: Rows(
+        name: PointRows(
             point.layers, sample.load(framework="torch", points=[name], loss_mask=False)["points"][name].flatten(2)
         )
         for name, point in sample.points.items()
@@ -163,7 +163,7 @@ def load_points(sample: Sample) -> Stored:
     return sample.token_ids("torch"), found
 
 
-def layer_errors(stored: Iterable[Stored], reference: Any, num_layers: int) -> list[LayerError]:
+def layer_errors(stored: Iterable[StoredPoints], reference: Any, num_layers: int) -> list[LayerError]:
     """Errors by point and layer against ``reference``, a transformers model on the host. Call it in inference mode.
 
     A point is left out if ``reference`` has no module for it.
@@ -201,7 +201,7 @@ def layer_errors(stored: Iterable[Stored], reference: Any, num_layers: int) -> l
     return found
 
 
-def _by_layer(points: Mapping[str, Rows]) -> Iterator[tuple[str, int, torch.Tensor]]:
+def _by_layer(points: Mapping[str, PointRows]) -> Iterator[tuple[str, int, torch.Tensor]]:
     for name, rows in points.items():
         for i, layer in enumerate(rows.layers):
             yield name, layer, rows.rows[:, i]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from hsx_dist.config import ExtractConfig
 from hsx_dist.errors import EngineError
 from hsx_dist.inputs.rows import rows_from
-from hsx_dist.jobs.check import LayerError, Rows, Stored, compare, load_points
+from hsx_dist.jobs.check import LayerError, PointRows, StoredPoints, compare, load_points
 from hsx_dist.jobs.diagnosis import Diagnosis
 from hsx_dist.jobs.extract import run_extraction
 from hsx_dist.jobs.preflight import Model
@@ -48,13 +48,15 @@ def measure_points(config: ExtractConfig, model: Model, prompts: Sequence[list[i
     return judge_points(model, stored, right, wrong)
 
 
-def _shifted(stored: Sequence[Stored]) -> list[Stored]:
+def _shifted(stored: Sequence[StoredPoints]) -> list[StoredPoints]:
     """Each row under its neighbour's token."""
-    return [(ids, {name: Rows(of.layers, of.rows.roll(1, 0)) for name, of in points.items()}) for ids, points in stored]
+    return [
+        (ids, {name: PointRows(of.layers, of.rows.roll(1, 0)) for name, of in points.items()}) for ids, points in stored
+    ]
 
 
 def judge_points(
-    model: Model, stored: Sequence[Stored], right: Sequence[LayerError], wrong: Sequence[LayerError]
+    model: Model, stored: Sequence[StoredPoints], right: Sequence[LayerError], wrong: Sequence[LayerError]
 ) -> list[Diagnosis]:
     """One diagnosis for each chosen point.
 
@@ -74,7 +76,7 @@ def judge_points(
     ]
 
 
-def _absent(name: str, layers: Sequence[int], stored: Sequence[Stored]) -> Diagnosis | None:
+def _absent(name: str, layers: Sequence[int], stored: Sequence[StoredPoints]) -> Diagnosis | None:
     have = [points[name].layers if name in points else () for _, points in stored]
     lacking = sorted({i for own in have for i in layers if i not in own})
     if not lacking:

@@ -146,7 +146,7 @@ class Driver:
             self._tell_pause(verdict)
             if self._is_to_end():
                 continue
-            if self._is_idle() and (self._exhausted or verdict.room == 0) and not verdict.paused:
+            if self._is_idle() and (self._exhausted or verdict.capacity == 0) and not verdict.paused:
                 self._flush()
                 if self._is_complete():
                     break
@@ -196,7 +196,7 @@ class Driver:
             return self._alone.popleft()
         if self._again:
             return self._again.popleft()
-        most = self._task_rows if verdict.room is None else min(self._task_rows, verdict.room)
+        most = self._task_rows if verdict.capacity is None else min(self._task_rows, verdict.capacity)
         batch: list[Row] = []
         while len(batch) < most and not self._exhausted:
             item = next(rows, None)

@@ -6,18 +6,17 @@ folder. It has no number of rows, as a run may be extended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
 from hsx_dist.errors import RunMismatch
-from hsx_dist.format.manifest import Manifest, RowFate
+from hsx_dist.format.manifest import Manifest
 from hsx_dist.inputs.rows import Row
+from hsx_dist.jobs.accounting import Rows
 
 #: Number of first rows in ``run.json``.
 FIRST_ROWS = 16
-
-Rows = Callable[[], Iterator[Row | RowFate]]
 
 
 def first_rows(rows: Rows) -> dict[str, str]:

@@ -21,12 +21,12 @@ LIST_EVERY_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How many rows may be handed out now: at most ``room`` new ones (``None``: any number).
+    """How many rows may be handed out now: at most ``capacity`` new ones (``None``: any number).
 
     ``ended``: why no more rows will be handed out. ``paused``: why none is handed out at present.
     """
 
-    room: int | None = None
+    capacity: int | None = None
     ended: str = ""
     paused: str = ""
 
@@ -64,16 +64,16 @@ class Limits:
                 return Verdict(0, ended=f"max_bytes: {nbytes} bytes are stored")
             if nbytes + coming >= self._max_bytes:
                 return Verdict(0)
-        room = None
+        capacity = None
         if self._max_rows is not None:
             if rows >= self._max_rows:
                 return Verdict(0, ended=f"max_rows: {rows} samples are stored")
-            room = max(self._max_rows - rows - under_way, 0)
+            capacity = max(self._max_rows - rows - under_way, 0)
         if self._held is not None and self._max_held is not None:
             held = self._held()
             if held + coming >= self._max_held:
                 return Verdict(0, paused=f"max_stored_bytes: data/ holds {held} bytes; waiting for deletions")
-        return Verdict(room)
+        return Verdict(capacity)
 
 
 class HeldBytes:

@@ -25,8 +25,8 @@ def reserve(nbytes: int) -> int:
     return fd
 
 
-def mapped(fd: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The memory behind ``fd``, uint8 ``[nbytes]``. The descriptor is no longer needed then."""
+def map_memory(fd: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Map the memory behind ``fd``: uint8 ``[nbytes]``. The caller may close the descriptor."""
     # All pages at once: a page fault costs three times the copy of the page.
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
     return np.frombuffer(mmap.mmap(fd, nbytes, flags), dtype=np.uint8)

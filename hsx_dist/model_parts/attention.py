@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hsx_dist.errors import ConfigError
-from hsx_dist.format.json_objects import Check, anything, object_of, or_null
+from hsx_dist.format.json_objects import MemberCheck, anything, object_of, or_null
 from hsx_dist.model_parts.config_numbers import count, positive
 from hsx_dist.model_parts.model_files import ModelFiles
 from hsx_dist.model_parts.rotary import rotate, rotation
@@ -44,7 +44,7 @@ ATTENTION_RULES: dict[str, AttentionRule] = {
 
 #: Engine arguments that change a model's configuration from its files'.
 _CHANGES = {"hf_overrides", "hf_config_path", "rope_scaling", "rope_theta", "rope_parameters"}
-_MEMBERS: dict[str, Check] = {
+_MEMBERS: dict[str, MemberCheck] = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), or_null(count)),
     "attention_multiplier": or_null(positive),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), or_null(object_of(anything))),

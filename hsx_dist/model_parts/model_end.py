@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hsx_dist.errors import ConfigError
-from hsx_dist.format.json_objects import Check, or_null
+from hsx_dist.format.json_objects import MemberCheck, or_null
 from hsx_dist.isa import avoid_broken_amx
 from hsx_dist.model_parts.config_numbers import positive
 from hsx_dist.model_parts.end_rules import end_rule
@@ -24,7 +24,7 @@ _EMBED = (
 _LOGITS_BYTES = 64 << 20
 #: Bytes of the head that are converted to another dtype at once.
 _HEAD_BYTES = 64 << 20
-_MEMBERS: dict[str, Check] = {
+_MEMBERS: dict[str, MemberCheck] = {
     "logits_scaling": or_null(positive),
     "final_logit_softcapping": or_null(positive),
 }

@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from hsx_dist.errors import ConfigError, FormatError
-from hsx_dist.format.json_objects import Check, anything, check_members, object_of, or_null, parse_object, shown, text
+from hsx_dist.format.json_objects import (
+    MemberCheck,
+    anything,
+    check_members,
+    object_of,
+    or_null,
+    parse_object,
+    shown,
+    text,
+)
 from hsx_dist.model_parts.config_numbers import count, positive
 from hsx_dist.models.builtin import SMOLLM2, resolve_model
 from hsx_dist.reading.run import Run
@@ -24,7 +33,7 @@ _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,127}")
 _WEIGHTS = ".safetensors"
 #: Limit of ``config.json`` and of the weights' index, which has an entry for each expert of a mixture.
 _JSON_BYTES, _JSON_VALUES = 64 << 20, 1_000_000
-_MEMBERS: dict[str, Check] = {
+_MEMBERS: dict[str, MemberCheck] = {
     "model_type": text,
     "text_config": or_null(object_of(anything)),
     "num_hidden_layers": or_null(count),
@@ -52,7 +61,7 @@ class ModelFiles:
         FormatError: its configuration is damaged.
     """
 
-    def __init__(self, run: Run | None, model: str | None, members: Mapping[str, Check]) -> None:
+    def __init__(self, run: Run | None, model: str | None, members: Mapping[str, MemberCheck]) -> None:
         self._revision: str | None = None
         self._from_hub = False
         self.model, self._folder = self._named(model) if model or run is None else self._stored(run)
@@ -187,7 +196,7 @@ def _plain(run: Run, what: str, value: Any, form: re.Pattern[str]) -> str:
     return value
 
 
-def _read_json(path: Path, checks: Mapping[str, Check]) -> dict[str, Any]:
+def _read_json(path: Path, checks: Mapping[str, MemberCheck]) -> dict[str, Any]:
     """Load the JSON object in the file, and check its members."""
     try:
         with path.open("rb") as f:

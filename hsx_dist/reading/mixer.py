@@ -16,7 +16,7 @@ import numpy as np
 from hsx_dist.errors import ConfigError, FormatError
 
 #: Named arrays of one length, such as ``{"hidden_states": [n, L, H], "input_ids": [n]}``.
-Rows = dict[str, Any]
+RowArrays = dict[str, Any]
 #: Slot numbers, int64 ``[n]``.
 Places = np.ndarray[Any, np.dtype[np.int64]]
 #: Maximum number of rounds that a block is divided among. A resume reads up to this many blocks again.
@@ -50,9 +50,9 @@ class Slots:
         self.free = deque(np.split(np.arange(lots * batch_tokens), lots))
         self._tokens = lots * batch_tokens
         self._memory: dict[str, np.ndarray[Any, Any]] = {}
-        self._like: Rows = {}
+        self._like: RowArrays = {}
 
-    def put(self, places: Places, rows: Rows, start: int) -> None:
+    def put(self, places: Places, rows: RowArrays, start: int) -> None:
         """Copy rows ``[start, start + len(places))`` to ``places``.
 
         Raises:
@@ -80,7 +80,7 @@ class Slots:
                 "bytes. Use a smaller buffer"
             ) from None
 
-    def get(self, places: Places) -> Rows:
+    def get(self, places: Places) -> RowArrays:
         """A copy of the rows at ``places``."""
         return {name: _from_bytes(memory.take(places), self._like[name]) for name, memory in self._memory.items()}
 

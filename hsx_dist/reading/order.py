@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hsx_dist.errors import ConfigError, FormatError, RunMismatch
-from hsx_dist.format.json_objects import Check, anything, check_members, count, list_of, number, or_null, text
+from hsx_dist.format.json_objects import MemberCheck, anything, check_members, count, list_of, number, or_null, text
 from hsx_dist.format.place import Place
 
 _VERSION = "hsx-dataset/1"
@@ -132,7 +132,7 @@ def require_run(state: Mapping[str, Any], place: Place, holds: Callable[[], bool
         )
 
 
-def check_state(state: Any, checks: Mapping[str, Check], required: Sequence[str] = ()) -> None:
+def check_state(state: Any, checks: Mapping[str, MemberCheck], required: Sequence[str] = ()) -> None:
     """Raise ``ConfigError`` if a saved state lacks a member, or ``checks`` refuses a member.
 
     A trainer's checkpoint may be damaged, and its numbers decide how much is read.

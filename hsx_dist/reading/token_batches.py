@@ -19,7 +19,7 @@ from hsx_dist.reading.mixer import (
     Block,
     Places,
     Refill,
-    Rows,
+    RowArrays,
     Slots,
     ahead,
     digest,
@@ -223,7 +223,7 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
         shares = divide(places, self._sizes, [self._seed, number])
         return Block(number, shares, len(places), begin, slots.digest(places))
 
-    def _wanted(self, item: Mapping[str, Any]) -> Rows:
+    def _wanted(self, item: Mapping[str, Any]) -> RowArrays:
         rows = {name: item[name] for name in (*self._dataset.states, "input_ids")}
         wanted = np.asarray(item["loss_mask"]) if self._only_loss else np.ones(len(rows["input_ids"]), bool)
         if len(self._excluded):

@@ -20,6 +20,12 @@ Buffer = bytes | bytearray | memoryview | np.ndarray[Any, Any]
 
 #: Ranges closer than this are fetched in one request: a round trip costs more than the bytes between.
 COALESCE_GAP = 64 * 1024
+#: Pieces of one upload that are in flight.
+PIECES_AT_ONCE = 4
+#: Limit of a request's time: ``PATIENCE_S`` plus its bytes at ``SLOWEST_BYTES_S``. The libraries limit only silence: a
+#: server may send a byte a second, or never answer `Expect: 100-continue`.
+PATIENCE_S = 60.0
+SLOWEST_BYTES_S = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,9 @@ import fsspec
 from hsx_dist.config.secrets import public_url
 from hsx_dist.errors import AlreadyExists, ConfigError, HsxError, NotFound, StoreError, Unavailable
 from hsx_dist.store.base import (
+    PATIENCE_S,
+    PIECES_AT_ONCE,
+    SLOWEST_BYTES_S,
     Buffer,
     ObjectInfo,
     as_bytes_view,
@@ -29,14 +32,9 @@ from hsx_dist.store.faults import Redactor, expired, past_the_end, translate
 
 T = TypeVar("T")
 
-#: Size and number of the pieces of an S3 upload that are in flight at once.
+#: Size of a piece of an upload to S3.
 _PIECE = 16 * 1024 * 1024
-_PIECES_AT_ONCE = 4
 _MEMORY_LOCK = threading.Lock()
-#: Time limit of a call: `_PATIENCE` seconds, and one more for every `_SLOWEST` bytes. The libraries limit only silence,
-#: which does not end every call: a server may send a byte a second, or never answer `Expect: 100-continue`.
-_PATIENCE = 60.0
-_SLOWEST = 1024 * 1024
 #: S3's limit. A larger size in a request adds no time to the call's limit.
 _LARGEST_OBJECT = 5 << 40
 
@@ -53,7 +51,7 @@ class FsspecStore:
         StoreError: the file system cannot be made (``Denied`` for unusable credentials).
     """
 
-    def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, patience: float = _PATIENCE):
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, patience: float = PATIENCE_S):
         self._scheme = url.partition("://")[0]
         self._url = public_url(url).rstrip("/")
         self._options = dict(options or {})
@@ -82,7 +80,7 @@ class FsspecStore:
         if self._s3 and size >= 2 * _PIECE:
             # s3fs cuts slices and sends several at once: only those are copied, never the whole object.
             self._call("put", name, lambda: self._fs.pipe_file(
-                path, _Gathered(pieces, size), chunksize=_PIECE, max_concurrency=_PIECES_AT_ONCE, **self._limit(size)
+                path, _Gathered(pieces, size), chunksize=_PIECE, max_concurrency=PIECES_AT_ONCE, **self._limit(size)
             ))  # fmt: skip
             return
         data = bytes(pieces[0]) if len(pieces) == 1 else b"".join(pieces)
@@ -266,7 +264,7 @@ class FsspecStore:
     def _limit(self, nbytes: int = 0, patience: float | None = None) -> dict[str, float]:
         """Return the time-out argument of a call; empty if the file system takes none."""
         seconds = self._patience if patience is None else patience
-        return {"timeout": seconds + nbytes / _SLOWEST} if getattr(self._fs, "async_impl", False) else {}
+        return {"timeout": seconds + nbytes / SLOWEST_BYTES_S} if getattr(self._fs, "async_impl", False) else {}
 
     def _can_create(self) -> bool:
         pipe = getattr(self._fs, "_pipe_file", None) or self._fs.pipe_file

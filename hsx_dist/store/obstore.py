@@ -12,6 +12,9 @@ from typing import Any, TypeVar
 from hsx_dist.config.secrets import public_url
 from hsx_dist.errors import AlreadyExists, HsxError, NotFound, StoreError, Unavailable
 from hsx_dist.store.base import (
+    PATIENCE_S,
+    PIECES_AT_ONCE,
+    SLOWEST_BYTES_S,
     Buffer,
     Conditional,
     ObjectInfo,
@@ -30,14 +33,10 @@ from hsx_dist.store.obstore_options import connect
 
 T = TypeVar("T")
 
-#: Size and number of the pieces of an upload that are in flight at once. Smaller objects are uploaded in one request.
+#: Size of a piece of an upload. Smaller objects are uploaded in one request.
 _PIECE = 8 << 20
-_PIECES_AT_ONCE = 4
 #: Concurrent range requests of all reading threads.
 _RANGES_AT_ONCE = 32
-#: Time limit of a request: `_PATIENCE` seconds, and one more for every `_SLOWEST` bytes.
-_PATIENCE = 60.0
-_SLOWEST = 1024 * 1024
 
 
 class ObstoreStore:
@@ -53,7 +52,7 @@ class ObstoreStore:
         StoreError: the credentials cannot be resolved (``Denied``).
     """
 
-    def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, patience: float = _PATIENCE):
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, patience: float = PATIENCE_S):
         self._scheme = url.partition("://")[0]
         self._url = public_url(url).rstrip("/")
         place = self._url.partition("://")[2]
@@ -84,7 +83,7 @@ class ObstoreStore:
         views = [view for view in map(as_bytes_view, buffers) if view.nbytes]
         size = sum(v.nbytes for v in views)
         whole = size < 2 * _PIECE
-        pieces = {"use_multipart": False} if whole else {"chunk_size": _PIECE, "max_concurrency": _PIECES_AT_ONCE}
+        pieces = {"use_multipart": False} if whole else {"chunk_size": _PIECE, "max_concurrency": PIECES_AT_ONCE}
         self._call("put", name, lambda obs, client: obs.put(
             client, path, views, **pieces, **self._described()
         ), nbytes=size if whole else _PIECE)  # fmt: skip
@@ -219,8 +218,9 @@ class ObstoreStore:
     def _seconds(self, nbytes: int | None) -> float:
         if nbytes is None:
             return 10 * self._patience
-        step = 64 * _SLOWEST  # few distinct limits, as each has a client with separate connections
-        return self._patience + -(-nbytes // step) * step / _SLOWEST if nbytes > _SLOWEST else self._patience
+        step = 64 * SLOWEST_BYTES_S  # few distinct limits, as each has a client with separate connections
+        more = -(-nbytes // step) * step / SLOWEST_BYTES_S if nbytes > SLOWEST_BYTES_S else 0.0
+        return self._patience + more
 
     def _path(self, name: str) -> str:
         return self._root + check_name(name)

@@ -14,7 +14,7 @@ from torch import nn
 from hsx_dist.errors import ConfigError
 
 #: Source of a row: a module's output, its input, the residual stream at a norm, or the result of a router.
-Source = Literal["output", "input", "stream", "ids", "weights"]
+RowSource = Literal["output", "input", "stream", "ids", "weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Read:
     """The source of one layer's rows of a point: ``width`` columns from ``start`` of ``source`` of ``module``."""
 
     module: Any
-    source: Source
+    source: RowSource
     width: int
     start: int = 0
     #: Length of a head, if a row consists of heads.

@@ -27,7 +27,7 @@ import numpy as np
 
 from hsx_dist.format.receipt import Receipt
 from hsx_dist.logger import get_logger
-from hsx_dist.memory.shared import mapped
+from hsx_dist.memory.shared import map_memory
 from hsx_dist.observe.console import say_lines
 from hsx_dist.observe.metrics import Increments, Meter
 from hsx_dist.page import Page
@@ -37,7 +37,7 @@ from hsx_dist.writers.events import Event
 log = get_logger(__name__)
 
 #: Messages to the engine within this many seconds are sent together.
-LINGER_S = 0.005
+RETURN_LINGER_S = 0.005
 #: Time-out of the response to an offer. A new process first imports its store's client, which takes seconds, on a
 #: loaded machine tens of seconds.
 START_S = 120.0
@@ -97,7 +97,7 @@ def take_offer(connection: Connection) -> tuple[int, np.ndarray[Any, Any], Any]:
     pid, nbytes, spec = connection.recv()
     fd = recv_handle(connection)
     try:
-        return pid, mapped(fd, nbytes), spec
+        return pid, map_memory(fd, nbytes), spec
     finally:
         os.close(fd)
 
@@ -190,7 +190,7 @@ class ReturnQueue:
         """Send the queued messages as one list. False at the end. A method, so that an idle thread holds no segment."""
         queued = [self._queue.get()]
         if self._taken - self._freed < self._ring_bytes // 2:
-            time.sleep(LINGER_S)
+            time.sleep(RETURN_LINGER_S)
         with contextlib.suppress(queue.Empty):
             while True:
                 queued.append(self._queue.get_nowait())

@@ -16,7 +16,7 @@ from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import Page, Segment
 from hsx_dist.text import bounded
 from hsx_dist.transport.ring import Ring
-from hsx_dist.transport.shipping import LINGER_S, Copied, Shipped, ShippingThread
+from hsx_dist.transport.shipping import SHIP_LINGER_S, Copied, Shipped, ShippingThread
 from hsx_dist.writers.base import Sender
 
 log = get_logger(__name__)
@@ -63,7 +63,7 @@ class LocalEnd:
             self.meter,
             idle=idle,
             least_bytes=min(least_bytes, self.ring.capacity // 4),
-            linger_s=LINGER_S,
+            linger_s=SHIP_LINGER_S,
         )
 
     def submit(self, *pages: Copied) -> None:

@@ -64,7 +64,7 @@ class PageServer:
                 if not self._closing:
                     log.warning("a connection to the ring was refused: %r", e)
                 continue
-            threading.Thread(target=self._admit, args=(connection,), name="hsx-ship", daemon=True).start()
+            threading.Thread(target=self._admit, args=(connection,), name="hsx-admit", daemon=True).start()
 
     def _admit(self, connection: Connection) -> None:
         """Serve a peer that has the key. Runs on the connection's thread, so that a silent peer delays no other."""

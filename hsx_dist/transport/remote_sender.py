@@ -25,7 +25,7 @@ import numpy as np
 from hsx_dist.errors import HsxError
 from hsx_dist.format.receipt import Receipt
 from hsx_dist.logger import get_logger
-from hsx_dist.memory.shared import mapped, reserve
+from hsx_dist.memory.shared import map_memory, reserve
 from hsx_dist.observe.metrics import Meter
 from hsx_dist.page import Page, Segment
 from hsx_dist.transport.channel import Peer, message, packed
@@ -76,7 +76,7 @@ class RemoteSender:
         self._meter = meter
         self._drain_seconds = drain_seconds
         self._ring = reserve(ring_bytes)
-        self.memory: np.ndarray[Any, Any] | None = mapped(self._ring, ring_bytes)
+        self.memory: np.ndarray[Any, Any] | None = map_memory(self._ring, ring_bytes)
         self._state = threading.Condition()
         self._held: dict[int, Callable[[], None]] = {}  # by offset: frees the page's bytes
         self._copies: dict[str, _UnsettledSource] = {}  # by source: segments that are neither stored nor lost

@@ -32,12 +32,12 @@ class Shipped:
 #: A page, and a call that blocks until its copy into the ring is done.
 Copied = tuple[Page, Callable[[], None] | None]
 #: A page to ship, or a report.
-Item = Copied | Shipped
+QueueItem = Copied | Shipped
 
 #: Limit of the bytes of pages in one call to a writer. A single page may be larger.
 COALESCE_BYTES = 8 << 20
 #: Seconds that a small page waits for others, so that they share a call: about a step of an engine.
-LINGER_S = 0.02
+SHIP_LINGER_S = 0.02
 
 
 class ShippingThread:
@@ -67,14 +67,14 @@ class ShippingThread:
         self._least, self._linger = least_bytes, linger_s
         self._since: deque[float] = deque()  # time of ``put`` of each undelivered item
         meter.watch("oldest_page_seconds", self._oldest)
-        self._queue: queue.SimpleQueue[Sequence[Item] | None] = queue.SimpleQueue()
-        self._ahead: deque[Item | None] = deque()  # taken off the queue, not processed yet
+        self._queue: queue.SimpleQueue[Sequence[QueueItem] | None] = queue.SimpleQueue()
+        self._ahead: deque[QueueItem | None] = deque()  # taken off the queue, not processed yet
         self._submitted = self._delivered = 0  # each is written by one thread only
         self._thread = threading.Thread(target=self._run, name="hsx-ship", daemon=True)
         with any_core():
             self._thread.start()
 
-    def put(self, *items: Item) -> None:
+    def put(self, *items: QueueItem) -> None:
         """Add items with one wake-up: a wake-up per item would take the GIL several times from the running step."""
         self._submitted += len(items)
         self._since.extend([time.monotonic()] * len(items))
@@ -96,7 +96,7 @@ class ShippingThread:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _next(self) -> Item | None:
+    def _next(self) -> QueueItem | None:
         while True:
             try:
                 return self._take(self.IDLE_S if self._idle is not None else None)
@@ -104,7 +104,7 @@ class ShippingThread:
                 assert self._idle is not None
                 self._idle()
 
-    def _take(self, seconds: float | None) -> Item | None:
+    def _take(self, seconds: float | None) -> QueueItem | None:
         """Return the next item; None at the end.
 
         Raises:
@@ -115,7 +115,7 @@ class ShippingThread:
             self._ahead.extend((None,) if items is None else items)
         return self._ahead.popleft()
 
-    def _copied(self, items: Sequence[Item]) -> tuple[list[Page], list[Shipped]]:
+    def _copied(self, items: Sequence[QueueItem]) -> tuple[list[Page], list[Shipped]]:
         """Wait for the copies of ``items``. Returns pages and reports, in order.
 
         A page whose copy failed carries the error to its writer, which then drops the sample's other pages too.
@@ -153,7 +153,7 @@ class ShippingThread:
         """Ship the next items together. Returns False at the end. A method, so that an idle thread holds no
         metadata."""
         item = self._next()
-        items: list[Item] = []
+        items: list[QueueItem] = []
         nbytes = 0
         end = time.monotonic() + self._linger
         while item is not None:

@@ -313,7 +313,7 @@ class RaySender:
         def held(w: _Writer) -> int:
             return w.nbytes + planned.get(id(w), 0)
 
-        def has_room(w: _Writer) -> bool:
+        def has_credit(w: _Writer) -> bool:
             if w.node != self._node and away and away + nbytes > self._abroad_bytes:
                 return False
             return held(w) + nbytes <= self._limit(w) or not held(w)
@@ -323,7 +323,7 @@ class RaySender:
         up = [w for w in self._writers if w.down_until <= now]
         here = [w for w in up if w.node == self._node]
         for candidates in (here, up):
-            free = [w for w in candidates if has_room(w)]
+            free = [w for w in candidates if has_credit(w)]
             if free:
                 # Small calls are filled first; otherwise many writers would mean many small calls.
                 small = [w for w in free if 0 < planned.get(id(w), 0) < CALL_BYTES]
@@ -390,16 +390,16 @@ class RaySender:
 
     # -- responses -----------------------------------------------------------------------------------------------
 
-    def _settle(self, writers: Sequence[_Writer], room: int | None) -> None:
-        """Process responses until at most ``room`` bytes are unacknowledged at ``writers`` together.
+    def _settle(self, writers: Sequence[_Writer], limit: int | None) -> None:
+        """Process responses until at most ``limit`` bytes are unacknowledged at ``writers`` together.
 
-        A negative ``room`` means 0: one batch may exceed the credit. None: process available responses only.
+        A negative ``limit`` means 0: one batch may exceed the credit. None: process available responses only.
         """
-        while room is None or sum(w.nbytes for w in writers) > max(room, 0):
+        while limit is None or sum(w.nbytes for w in writers) > max(limit, 0):
             asked = {ref: w for w in writers for ref in w.unanswered}
             if not asked:
                 return
-            done, _ = ray.wait(list(asked), num_returns=1, timeout=0 if room is None else None)
+            done, _ = ray.wait(list(asked), num_returns=1, timeout=0 if limit is None else None)
             if not done:
                 return
             for ref in done:

@@ -88,6 +88,17 @@ def test_the_reference_has_every_public_name():
     assert set(hsx_dist.__all__) - errors <= documented | {"__version__"}
 
 
+def test_every_module_that_the_map_names_exists():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`(\w+(?:/\w+)+(?:\.py)?|\w+\.py)`", text))
+    assert len(named) > 50
+    modules = {path.name for path in (ROOT / "hsx_dist").rglob("*.py")}
+    paths = {name: [folder / name for folder in (ROOT, ROOT / "hsx_dist")] for name in named if "/" in name}
+    assert named - set(paths) <= modules
+    absent = [name for name, at in paths.items() if not any(p.exists() or p.with_suffix(".py").exists() for p in at)]
+    assert absent == []
+
+
 def names_by_file() -> dict[str, list[str]]:
     files = (ROOT / "tests").rglob("test_*.py")
     return {f.stem: re.findall(r"^def (test_\w+)", f.read_text(), re.MULTILINE) for f in files}

@@ -38,7 +38,7 @@ class SplitCodec:
         raw, half = x.size * (width - 1), x.size * (width // 2)
         # The raw planes are written to their final place, so memory for the frame is allocated before the frame exists.
         # Its size is estimated from this thread's last frame.
-        data = allocate(raw + int(x.size * getattr(_local, "room", 0.5)) + 1024)
+        data = allocate(raw + int(x.size * getattr(_local, "frame_share", 0.5)) + 1024)
         high = scratch("high", x.size).reshape(x.shape)
         low = data[:half].view(f"<u{width // 2}").reshape(x.shape)
         third = data[half:raw].reshape(x.shape) if width == 4 else low
@@ -50,7 +50,7 @@ class SplitCodec:
             if width == 4:
                 np.right_shift(rows, 16, out=between, casting="unsafe")
         frame = compress_huffman(high)
-        _local.room = 1.03 * len(frame) / max(x.size, 1)
+        _local.frame_share = 1.03 * len(frame) / max(x.size, 1)
         if raw + len(frame) > data.nbytes:
             data, planes = allocate(raw + len(frame)), data
             data[:raw] = planes[:raw]

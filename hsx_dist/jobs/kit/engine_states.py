@@ -24,7 +24,7 @@ import numpy as np
 from hsx_dist.connector.flush import HiddenStatesWorkerExtension, flush
 from hsx_dist.errors import EngineError
 from hsx_dist.isa import avoid_broken_amx
-from hsx_dist.jobs.check import LayerError, Rows, layer_errors
+from hsx_dist.jobs.check import LayerError, PointRows, layer_errors
 from hsx_dist.jobs.kit.outcomes import Check, claim, python
 from hsx_dist.models.tiny import tiny_llama
 from hsx_dist.page import HIDDEN_STATES
@@ -224,7 +224,8 @@ def run(model: str, case: Case) -> None:
     with torch.inference_mode():
         right = layer_errors(stored, reference.base_model, LAYERS)
         shifted = [
-            (ids, {name: Rows(of.layers, of.rows.roll(1, 0)) for name, of in points.items()}) for ids, points in stored
+            (ids, {name: PointRows(of.layers, of.rows.roll(1, 0)) for name, of in points.items()})
+            for ids, points in stored
         ]
         wrong = layer_errors(shifted, reference.base_model, LAYERS)
         slack = max(greedy_slack(reference, ids) for ids in generated)
@@ -259,7 +260,7 @@ def generate(llm: Any, wanted: Sequence[tuple[list[int], int]]) -> tuple[list[An
         expected = [*ids, *answer[:-1]]
         if sample["token_ids"].tolist() != expected:
             raise EngineError(f"expected {len(expected)} tokens of {output.request_id} in its sample, got others")
-        states = Rows(sample["layer_ids"].tolist(), sample["hidden_states"])
+        states = PointRows(sample["layer_ids"].tolist(), sample["hidden_states"])
         stored.append((sample["token_ids"], {HIDDEN_STATES: states}))
         if new > 1:
             generated.append((ids, answer))

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 from hsx_dist.jobs.kit.process import child
 
-State = Literal["passed", "failed", "crashed", "timed out", "not run"]
+OutcomeState = Literal["passed", "failed", "crashed", "timed out", "not run"]
 #: What a check's own process may claim.
 _Claim = Literal["passed", "failed", "not run"]
 
@@ -44,7 +44,7 @@ class Outcome:
 
     group: str
     name: str
-    state: State
+    state: OutcomeState
     message: str
     seconds: float = 0.0
     figures: Mapping[str, Any] = field(default_factory=dict)
@@ -79,7 +79,7 @@ def run_check(check: Check) -> Outcome:
     return Outcome(check.group, check.name, state, message, seconds, figures)
 
 
-def _judge(status: int | None, result: Path, log: Path, limit_s: float) -> tuple[State, str, dict[str, Any]]:
+def _judge(status: int | None, result: Path, log: Path, limit_s: float) -> tuple[OutcomeState, str, dict[str, Any]]:
     tail = log.read_text(errors="replace")[-_TAIL:].strip()
     if status is None:
         return "timed out", f"did not end within {limit_s:.0f} s; its log ends:\n{tail}", {}

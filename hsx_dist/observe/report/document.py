@@ -27,7 +27,7 @@ from hsx_dist.reading.stored import select_stored
 from hsx_dist.store import Store
 
 #: Token ids → the text of each.
-Decode = Callable[[Sequence[int]], list[str]]
+DecodeEach = Callable[[Sequence[int]], list[str]]
 #: Counts of parts that are not stored any more, and their labels.
 _GONE = {"removed_parts": "of them removed after use", "lost_parts": "of them lost"}
 #: Layers that are shown token by token.
@@ -39,7 +39,7 @@ def write_report(
     *,
     chosen: Sequence[str] = (),
     samples: int = 24,
-    decode: Decode | None = None,
+    decode: DecodeEach | None = None,
     model: str | None = None,
 ) -> str:
     """The page about the run at ``store``, as HTML.
@@ -214,7 +214,7 @@ def _statistics(layers: Sequence[LayerStatistics]) -> str:
     )
 
 
-def _samples(states: StateNumbers, decode: Decode | None) -> str:
+def _samples(states: StateNumbers, decode: DecodeEach | None) -> str:
     note = (
         'The norm of every token against the layer\'s median in this sample: smaller <span class="scale"></span> four '
         "times and more. The number itself appears under the pointer."
@@ -225,7 +225,7 @@ def _samples(states: StateNumbers, decode: Decode | None) -> str:
     return f'<section id="samples"><h2>Samples, token by token</h2><p class=note>{note}</p>{shown}</section>'
 
 
-def _sample(states: StateNumbers, sample: TokenNorms, decode: Decode | None) -> str:
+def _sample(states: StateNumbers, sample: TokenNorms, decode: DecodeEach | None) -> str:
     ids = [int(i) for i in sample.token_ids]
     texts = decode(ids) if decode is not None else [f" {i}" for i in ids]
     at = [round(i * (len(states.layer_ids) - 1) / (LAYERS_SHOWN - 1)) for i in range(LAYERS_SHOWN)]
@@ -242,7 +242,7 @@ def _sample(states: StateNumbers, sample: TokenNorms, decode: Decode | None) -> 
     return f'<h3>{escape(sample.key)}{of}</h3><div class="tokens">{"".join(lines)}</div>'
 
 
-def _attention(found: PromptAttention, decode: Decode | None, canvas: Canvas) -> str:
+def _attention(found: PromptAttention, decode: DecodeEach | None, canvas: Canvas) -> str:
     begin = f'<section id="attention"><h2>Attention patterns</h2><h3>{escape(found.key)}</h3>'
     if not found.layers:
         why = (

@@ -16,19 +16,19 @@ def cuda(monkeypatch):
 
 
 def test_a_cache_in_host_memory_is_copied_on_a_thread():
-    side, ran = copy_stream_for(torch.zeros(1)), []
-    assert isinstance(side, HostCopyStream)
-    (event,) = side.start([lambda: ran.append(threading.current_thread().name)])
+    stream, ran = copy_stream_for(torch.zeros(1)), []
+    assert isinstance(stream, HostCopyStream)
+    (event,) = stream.start([lambda: ran.append(threading.current_thread().name)])
     event.synchronize()
     assert ran != [threading.current_thread().name]
 
 
 def test_copies_run_one_after_another_and_starting_one_waits_for_none():
-    side, go, ran = HostCopyStream(), threading.Event(), []
-    events = side.start([lambda: (go.wait(30), ran.append(1)), lambda: ran.append(2)])
-    events += side.start([lambda: ran.append(3)])
-    assert side.start([]) == []
-    side.wait(0.01)
+    stream, go, ran = HostCopyStream(), threading.Event(), []
+    events = stream.start([lambda: (go.wait(30), ran.append(1)), lambda: ran.append(2)])
+    events += stream.start([lambda: ran.append(3)])
+    assert stream.start([]) == []
+    stream.wait(0.01)
     assert not any(event.query() for event in events)
     go.set()
     events[-1].synchronize()
@@ -37,14 +37,14 @@ def test_copies_run_one_after_another_and_starting_one_waits_for_none():
 
 
 def test_an_error_of_a_copy_reaches_its_own_event_alone():
-    side = HostCopyStream()
-    before, failed, later = side.start([lambda: None, lambda: 1 / 0, lambda: None])
+    stream = HostCopyStream()
+    before, failed, later = stream.start([lambda: None, lambda: 1 / 0, lambda: None])
     with pytest.raises(ZeroDivisionError):
         failed.synchronize()
     before.synchronize()
     later.synchronize()
     assert all(event.query() for event in (before, failed, later))
-    side.close()
+    stream.close()
 
 
 def test_memory_of_other_devices_is_refused():
@@ -53,10 +53,10 @@ def test_memory_of_other_devices_is_refused():
 
 
 def test_copies_on_a_stream_wait_for_what_the_model_had_queued_when_the_step_began(cuda):
-    side = DeviceCopyStream(Cuda(DEVICE))
-    side.follow()
+    stream = DeviceCopyStream(Cuda(DEVICE))
+    stream.follow()
     cuda.calls.append("the model's next run")
-    side.start([lambda: cuda.calls.append("copy")])
+    stream.start([lambda: cuda.calls.append("copy")])
     assert cuda.calls == [
         "record 0 on model", "copies wait for 0", "the model's next run",
         "enter copies", "copy", "leave copies", "record 1 on copies",
@@ -64,8 +64,8 @@ def test_copies_on_a_stream_wait_for_what_the_model_had_queued_when_the_step_beg
 
 
 def test_on_a_stream_an_error_while_a_copy_is_queued_reaches_its_own_event_after_the_queued_part(cuda):
-    side = DeviceCopyStream(Cuda(DEVICE))
-    failed, later = side.start([lambda: 1 / 0, lambda: None])
+    stream = DeviceCopyStream(Cuda(DEVICE))
+    failed, later = stream.start([lambda: 1 / 0, lambda: None])
     cuda.ended = {0}
     assert failed.query()
     assert not later.query()
@@ -77,17 +77,17 @@ def test_on_a_stream_an_error_while_a_copy_is_queued_reaches_its_own_event_after
 
 
 def test_a_device_that_is_lost_surfaces(cuda):
-    side = DeviceCopyStream(Cuda(DEVICE))
+    stream = DeviceCopyStream(Cuda(DEVICE))
     cuda.lost = True
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        side.start([lambda: None])
+        stream.start([lambda: None])
 
 
 def test_a_thread_that_waits_sets_the_device_first(cuda):
     """On a thread without a device CUDA makes a context on GPU 0."""
-    side = DeviceCopyStream(Cuda(DEVICE))
-    (event,) = side.start([lambda: None])
-    for wait in (event.synchronize, side.close):
+    stream = DeviceCopyStream(Cuda(DEVICE))
+    (event,) = stream.start([lambda: None])
+    for wait in (event.synchronize, stream.close):
         thread = threading.Thread(target=wait)
         thread.start()
         thread.join()
@@ -95,12 +95,12 @@ def test_a_thread_that_waits_sets_the_device_first(cuda):
 
 
 def test_an_idle_engine_waits_for_the_last_copy(cuda):
-    side = DeviceCopyStream(Cuda(DEVICE))
-    side.wait(30)
-    side.start([lambda: None])
-    side.wait(0.001)
+    stream = DeviceCopyStream(Cuda(DEVICE))
+    stream.wait(30)
+    stream.start([lambda: None])
+    stream.wait(0.001)
     cuda.ended = {0}
-    side.wait(30)
+    stream.wait(30)
 
 
 @pytest.fixture
@@ -115,8 +115,8 @@ def test_a_copy_takes_no_threads_of_its_own_and_every_other_thread_has_those_it_
     # As vLLM's CPU worker has it.
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     found = []
-    side = HostCopyStream()
-    (event,) = side.start([lambda: found.append(torch.get_num_threads())])
+    stream = HostCopyStream()
+    (event,) = stream.start([lambda: found.append(torch.get_num_threads())])
     event.synchronize()
     new = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
     new.start()

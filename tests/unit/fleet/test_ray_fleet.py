@@ -53,7 +53,7 @@ def test_a_folder_of_claims_that_another_user_prepared_keeps_no_engine_from_star
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    cores_module._warn.cache_clear()
+    cores_module.warn_once.cache_clear()
     folder, victim = tmp_path / f"hsx-cores-{os.geteuid()}", tmp_path / "victim"
     victim.mkdir(mode=0o700)
     if kind == "link":

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hsx_dist.jobs.capture import CapturedRows
-from hsx_dist.jobs.check import LayerError, Rows
+from hsx_dist.jobs.check import LayerError, PointRows
 from hsx_dist.jobs.doctor_points import judge_points
 
 MODEL: Any = SimpleNamespace(
@@ -16,7 +16,7 @@ MODEL: Any = SimpleNamespace(
     dtype="float32",
     rows={name: CapturedRows((1, 2), 8) for name in ("hidden_states", "q", "mlp_out", "topk_ids")},
 )
-SAMPLE = (torch.tensor([1]), {name: Rows((1, 2), torch.zeros(1, 2, 4)) for name in MODEL.rows})
+SAMPLE = (torch.tensor([1]), {name: PointRows((1, 2), torch.zeros(1, 2, 4)) for name in MODEL.rows})
 
 
 def error(point: str, layer: int, size: float) -> LayerError:
@@ -50,7 +50,7 @@ def test_a_check_that_shifted_rows_pass_proves_little() -> None:
 
 def test_a_point_that_is_not_stored_is_said() -> None:
     ids, points = SAMPLE
-    lacking = (ids, {**points, "q": Rows((1,), torch.zeros(1, 1, 4))})
+    lacking = (ids, {**points, "q": PointRows((1,), torch.zeros(1, 1, 4))})
     found = judged(1e-6, sample=lacking)
     assert found["q"].state == "warn"
     assert "got none of [2]" in found["q"].message

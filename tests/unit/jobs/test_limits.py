@@ -16,20 +16,21 @@ def test_without_limits_everything_goes():
 
 
 @pytest.mark.parametrize(
-    ("rows", "under_way", "room", "ended"), [(0, 0, 10, False), (4, 3, 3, False), (4, 6, 0, False), (10, 0, 0, True)]
+    ("rows", "under_way", "capacity", "ended"),
+    [(0, 0, 10, False), (4, 3, 3, False), (4, 6, 0, False), (10, 0, 0, True)],
 )
-def test_rows_under_way_count_for_max_rows(rows, under_way, room, ended):
+def test_rows_under_way_count_for_max_rows(rows, under_way, capacity, ended):
     verdict = Limits(max_rows=10).verdict(rows, 0, under_way, 0.0)
-    assert (verdict.room, bool(verdict.ended)) == (room, ended)
+    assert (verdict.capacity, bool(verdict.ended)) == (capacity, ended)
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "under_way", "room", "ended"),
+    ("nbytes", "under_way", "capacity", "ended"),
     [(0, 0, None, False), (500, 4, None, False), (500, 5, 0, False), (1000, 0, 0, True)],
 )
-def test_rows_under_way_count_for_max_bytes_by_their_mean(nbytes, under_way, room, ended):
+def test_rows_under_way_count_for_max_bytes_by_their_mean(nbytes, under_way, capacity, ended):
     verdict = Limits(max_bytes=1000).verdict(5, nbytes, under_way, 100.0)
-    assert (verdict.room, bool(verdict.ended), verdict.paused) == (room, ended, "")
+    assert (verdict.capacity, bool(verdict.ended), verdict.paused) == (capacity, ended, "")
 
 
 def test_what_the_store_holds_pauses_and_ends_nothing():
@@ -37,7 +38,7 @@ def test_what_the_store_holds_pauses_and_ends_nothing():
     limits = Limits(held=lambda: held[0], max_held_bytes=1000)
     assert not limits.verdict(5, 900, 0, 100.0).paused
     verdict = limits.verdict(5, 900, 1, 100.0)
-    assert (verdict.room, verdict.ended) == (0, "")
+    assert (verdict.capacity, verdict.ended) == (0, "")
     assert "max_stored_bytes" in verdict.paused
     held[0] = 100
     assert limits.verdict(5, 900, 1, 100.0) == Verdict()

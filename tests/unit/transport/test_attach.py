@@ -35,7 +35,7 @@ class Writers:
 
 
 @pytest.fixture
-def bridge() -> Iterator[PageServer]:
+def server() -> Iterator[PageServer]:
     shipped, closed = queue.Queue(), queue.Queue()
     server = PageServer(Writers, shipped.put, lambda: closed.put(True))
     server.shipped, server.ended = shipped, closed
@@ -44,12 +44,12 @@ def bridge() -> Iterator[PageServer]:
 
 
 @pytest.fixture
-def connect(bridge):
+def connect(server):
     """Outlets of an engine's ranks, which end with the test."""
     made: list[AttachedEnd] = []
 
     def connect() -> AttachedEnd:
-        made.append(AttachedEnd(bridge.address, bridge.key, 1 << 20))
+        made.append(AttachedEnd(server.address, server.key, 1 << 20))
         return made[-1]
 
     yield connect
@@ -71,8 +71,8 @@ def submit(outlet: AttachedEnd, *keys: str) -> None:
     outlet.submit(*pages)
 
 
-def told(bridge, n: int) -> dict[str, str | None]:
-    found = [bridge.shipped.get(timeout=30) for _ in range(n)]
+def told(server, n: int) -> dict[str, str | None]:
+    found = [server.shipped.get(timeout=30) for _ in range(n)]
     return {shipped.key: shipped.reason for shipped in found}
 
 
@@ -86,38 +86,38 @@ class Ran:
         return os.mkdir, (self.path,)
 
 
-def test_nothing_that_a_stranger_sends_is_unpickled(bridge, connect, tmp_path):
+def test_nothing_that_a_stranger_sends_is_unpickled(server, connect, tmp_path):
     with pytest.raises(AuthenticationError):
-        AttachedEnd(bridge.address, b"a guess", 1 << 20)
+        AttachedEnd(server.address, b"a guess", 1 << 20)
     ran = tmp_path / "ran"
     for first in (lambda _: None, lambda c: c.recv_bytes()):
-        # Without a key multiprocessing asks nothing of the peer. The bridge hangs up, sooner or later.
-        with suppress(EOFError, OSError), Client(bridge.address, "AF_UNIX") as stranger:
+        # Without a key multiprocessing asks nothing of the peer. The server hangs up, sooner or later.
+        with suppress(EOFError, OSError), Client(server.address, "AF_UNIX") as stranger:
             first(stranger)
             while True:
                 stranger.send_bytes(pickle.dumps(Ran(str(ran))))
         assert not ran.exists()
     submit(connect(), "a")
-    assert told(bridge, 1) == {"a": None}
-    assert bridge.ended.empty()  # a stranger that goes is not the engine
+    assert told(server, 1) == {"a": None}
+    assert server.ended.empty()  # a stranger that goes is not the engine
 
 
-def test_a_stranger_that_says_nothing_delays_nobody(bridge, connect):
-    silent = [Client(bridge.address, "AF_UNIX") for _ in range(3)]
+def test_a_stranger_that_says_nothing_delays_nobody(server, connect):
+    silent = [Client(server.address, "AF_UNIX") for _ in range(3)]
     submit(connect(), "a")
-    assert told(bridge, 1) == {"a": None}
+    assert told(server, 1) == {"a": None}
     for connection in silent:
         connection.close()
 
 
-def test_the_key_is_hidden_where_configurations_are_shown(bridge):
-    extra = {"hsx": {"transport": "attach", "address": "x", "output": "y", "authkey": SecretStr(bridge.key.hex())}}
+def test_the_key_is_hidden_where_configurations_are_shown(server):
+    extra = {"hsx": {"transport": "attach", "address": "x", "output": "y", "authkey": SecretStr(server.key.hex())}}
     settings = read_connector_config(extra)
-    assert bytes.fromhex(settings.authkey.get_secret_value()) == bridge.key
+    assert bytes.fromhex(settings.authkey.get_secret_value()) == server.key
     copied = pickle.loads(pickle.dumps(extra))  # as vLLM hands it to its workers
     for shown in (repr(extra), str(extra), repr(settings), str(settings), repr(copied)):
-        assert bridge.key.hex() not in shown
-    assert len(bridge.key) == 32
+        assert server.key.hex() not in shown
+    assert len(server.key) == 32
     other = PageServer(Writers, print)
-    assert other.key != bridge.key
+    assert other.key != server.key
     other.close()

@@ -18,7 +18,7 @@ from tests.unit.transport.placements import place
 
 
 def test_what_is_to_be_told_is_told_at_one_go_with_the_numbers_first(monkeypatch):
-    monkeypatch.setattr(channel, "LINGER_S", 0.5)
+    monkeypatch.setattr(channel, "RETURN_LINGER_S", 0.5)
     ours, theirs = Pipe()
     meter = Meter()
     with ours, theirs:
@@ -54,7 +54,7 @@ def test_a_line_of_the_log_that_cannot_be_sent_is_sent_without_what_is_beside_it
 
 
 def test_a_ring_that_is_half_full_gets_its_room_back_at_once(monkeypatch):
-    monkeypatch.setattr(channel, "LINGER_S", 600)
+    monkeypatch.setattr(channel, "RETURN_LINGER_S", 600)
     ours, theirs = Pipe()
     with ours, theirs:
         teller = ReturnQueue(theirs, 100, Meter())

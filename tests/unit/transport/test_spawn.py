@@ -411,11 +411,11 @@ def test_of_long_samples_the_writers_hold_one_and_keep_nothing_of_it(tmp_path):
             ref = Page(segment, at, at + tokens, tokens, LAYERS, "float32", shape, "LTH", ids, offset=offset)
             outlet.submit((ref, None))
     settle(outlet)
-    assert memory_of(process, "VmHWM") - base < sample + budget + (16 << 20)
+    others = sample // 2  # stacks and free blocks of the allocator; a second sample exceeds it
+    assert memory_of(process, "VmHWM") - base < sample + budget + others
     end = time.monotonic() + 30
-    while memory_of(process, "VmRSS") - base >= budget + (
-        16 << 20
-    ):  # the memory of the last sample is freed after its event
+    # The memory of the last sample is freed after its event.
+    while memory_of(process, "VmRSS") - base >= budget + others:
         assert time.monotonic() < end, "what the last sample took is kept"
         time.sleep(0.005)
     assert states_of(tmp_path, "k3")[0, -1, 0] == (pages - 1) * tokens + 1
