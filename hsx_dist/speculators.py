@@ -24,6 +24,7 @@ from hsx_dist.format.markers import OBJECT, is_of_a_run
 from hsx_dist.page import token_hash
 from hsx_dist.reading import Run, open_run
 from hsx_dist.reading.load import answered_identity, load_object
+from hsx_dist.reading.whole import require_whole
 from hsx_dist.store import Store
 from hsx_dist.store.base import Conditional, version_of
 from hsx_dist.store.within import open_within
@@ -98,12 +99,17 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
             self._run = run
 
     def get_cached(self, file_idx: int) -> dict[str, torch.Tensor] | None:
-        """``hidden_states`` ``[T, L, H]`` and ``token_ids`` ``[T]`` of the input row; ``None`` if the run has none."""
+        """``hidden_states`` ``[T, L, H]`` and ``token_ids`` ``[T]`` of the input row; ``None`` if the run has none.
+
+        Raises:
+            ConfigError: the sample is a selection of its tokens.
+        """
         self.setup()
         place = self._rows.get(file_idx)
         if self._run is None or place is None:
             return None
         sample = self._run.at(place)
+        require_whole(sample.key, sample.meta)
         loaded = sample.load(self._layers or sorted(sample.layer_ids), framework="torch")
         return {"hidden_states": loaded["hidden_states"], "token_ids": loaded["token_ids"]}
 
@@ -113,7 +119,7 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
 
         Raises:
             SampleConflict: the object is another request's: its identity is not the answer's.
-            ConfigError: the answer names no place under ``storage_path``.
+            ConfigError: the answer names no place under ``storage_path``, or the sample is a selection of its tokens.
             NotFound: there is no object after ``wait`` seconds.
             StoreError: the store's; ``storage_path`` is a folder, and there is a link in the object's path.
         """
@@ -129,6 +135,7 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
             )
         except SampleFailed:
             return None
+        require_whole(loaded["key"], loaded["meta"])
         if self._delete:
             self._loaded[name] = _shown(loaded["meta"], loaded["token_ids"].numpy())
         return {"hidden_states": loaded["hidden_states"], "token_ids": loaded["token_ids"]}

@@ -63,6 +63,8 @@ class Exporter(Protocol):
     points: tuple[str, ...] | None = None
     #: vLLM's ids of what it reads of each sample, in this order; of points the decoder layers.
     layers: tuple[int, ...]
+    #: Whether the rows of a selection of tokens are of use. If not, samples with a selection are refused.
+    rows_alone: bool = False
     #: Consecutive samples that make one file.
     per_file: int
 
@@ -86,12 +88,10 @@ class Exporter(Protocol):
         """What a person must know to use the files: layers, norm, mask; JSON types. Goes into ``export.json``."""
 
 
-def check_parquet(name: str, options: ExportOptions) -> None:
+def check_parquet(name: str) -> None:
     """``ConfigError`` where Parquet files cannot be written as asked."""
     if importlib.util.find_spec("pyarrow") is None:
         raise ConfigError(f"{name}: expected pyarrow to be installed, got none. pip install pyarrow")
-    if options.samples_per_file < 1:
-        raise ConfigError(f"samples_per_file: expected at least 1, got {options.samples_per_file}")
 
 
 def parquet_key(key: str) -> str:

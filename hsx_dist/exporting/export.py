@@ -23,10 +23,11 @@ from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.reading.order import is_of_run
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.select import Selection
+from hsx_dist.reading.whole import require_whole
 
 _STATEMENT = "export.json"
 #: What earlier versions did not store.
-_LATER = ("run_id", "samples_hash", "samples_per_file", "loss_mask")
+_LATER = ("run_id", "samples_hash", "samples_per_file", "loss_mask", "tokens", "last_state", "norm")
 #: Bytes that are read of a folder's statement, which has some KiB.
 _LARGEST_STATEMENT = 4 << 20
 #: How long a process that was seen to begin it may take to write it.
@@ -105,6 +106,8 @@ def export_run(
     if kind.points is None:
         require_hidden_states(run, to)
     exporter = kind(run, options)
+    for place in range(min(1, len(run))):  # before ``dest`` is claimed; each further sample when it is read
+        _check_tokens(run, place, exporter)
     _claim(folder, _statement_of(run, to, exporter), run.place)
     firsts = range(0, len(run), exporter.per_file)
     own = {first: folder / exporter.file(first) for first in firsts[shard::shards]}
@@ -224,9 +227,22 @@ def _batches(
     widths = {name: p.width for name, p in run.at(0).points.items()} if todo else {}
     widths = {name: widths[name] for name in exporter.points or (HIDDEN_STATES,) if name in widths}
     for group in groups:
-        found = (_as_the_first(next(items), widths) for _ in group)
+        found = (_as_the_first(_next_of(items, run, place, exporter), widths) for place in group)
         yield group[0], found
         deque(found, maxlen=0)  # what an exporter left is no other file's
+
+
+def _next_of(items: Iterator[dict[str, Any]], run: Run, place: int, exporter: Exporter) -> dict[str, Any]:
+    """The item of the sample at ``place``."""
+    _check_tokens(run, place, exporter)
+    return next(items)
+
+
+def _check_tokens(run: Run, place: int, exporter: Exporter) -> None:
+    """``ConfigError`` where the sample is a selection of tokens, and the exporter needs whole ones."""
+    if not exporter.rows_alone:
+        sample = run.at(place)
+        require_whole(sample.key, sample.meta)
 
 
 def _as_the_first(item: dict[str, Any], widths: dict[str, int]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class RoutingExporter(Exporter):
     points: tuple[str, ...] = (_IDS,)
 
     def __init__(self, run: Run, options: ExportOptions) -> None:
-        check_parquet("routing", options)
+        check_parquet("routing")
         stored = run.at(0).points if len(run) else {}
         if _IDS not in stored:
             raise ConfigError(
