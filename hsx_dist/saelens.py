@@ -81,13 +81,16 @@ def _rows(batch: Mapping[str, Any], point: str, layer: int, layers: Sequence[int
     return rows.flatten(1)
 
 
-def sae_config(run: Run, hook: str) -> dict[str, Any]:
+def sae_config(run: Run | str, hook: str) -> dict[str, Any]:
     """What an SAE must know of the run: ``d_in``, and ``metadata`` for ``SAEMetadata(**…)``.
+
+    ``run``: an open run, its path or URL.
 
     Raises:
         ConfigError: the hook is no point, or the run has no sample of it.
     """
     point, layer = point_of_hook(hook)
+    run = open_run(run) if isinstance(run, str) else run
     found = run.at(0).points if len(run) else {}
     stored = list(found[point].layers) if point in found else []
     if layer not in stored:

@@ -26,14 +26,15 @@ def scaler(
     """Return the function that turns stored rows into a batch of ``TokenBatches``: ``[B, H]`` or ``[B, L, H]``.
 
     Raises:
-        ConfigError: ``scaling`` is unknown, the run has no statistics of a layer or does not list its layers, or numpy
-            was given a device.
+        ConfigError: ``scaling`` is unknown, the run has no statistics of a layer or does not list its layers, numpy
+            was given a device, or ``dtype`` or ``device`` is none of the framework's.
     """
     if scaling is not None and scaling not in get_args(Scaling):
         raise ConfigError(f"scaling: expected 'norm', 'standard' or None, got {scaling!r}")
     torch_wanted = resolve_framework(dataset.framework) == "torch"
     if device is not None and not torch_wanted:
         raise ConfigError(f"device: expected none for numpy arrays, got {device!r}. Use framework='torch'")
+    _check(dtype, device, torch_wanted)
     if scaling is None and dtype is None and device is None:
         return lambda rows: rows
     lines = {} if scaling is None else {name: _line(dataset, name, scaling) for name in dataset.states}
@@ -63,6 +64,24 @@ def scaler(
         return done
 
     return finish
+
+
+def _check(dtype: Any, device: Any, torch_wanted: bool) -> None:
+    """Raise ``ConfigError`` if ``dtype`` or ``device`` is none of the framework's."""
+    if not torch_wanted:
+        try:
+            np.dtype(dtype)
+        except TypeError as e:
+            raise ConfigError(f"dtype: expected one of numpy's, got {dtype!r:.100}. Use numpy.float16") from e
+        return
+    import torch
+
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"dtype: expected one of torch's, got {dtype!r:.100}. Use torch.float16")
+    try:
+        torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError) as e:
+        raise ConfigError(f"device: expected one of torch's, got {device!r:.100}. Use 'cpu' or 'cuda'") from e
 
 
 def _scaled(x: Any, shift: Any, factor: Any) -> Any:

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from itertools import count as numbers_from
+from numbers import Integral, Real
 from threading import Event
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.json_objects import count, list_of, number, text
-from hsx_dist.reading.datasets import HiddenStatesDataset, require_tokens
+from hsx_dist.reading.datasets import HiddenStatesDataset, require_dataset, require_positive, require_tokens
 from hsx_dist.reading.mixer import (
     MOST_SHARES,
     Block,
@@ -48,6 +49,14 @@ _MEMBERS = {
 
 class _Changed(Exception):
     """The data set yields other tokens than before the state was taken."""
+
+
+def _ids(exclude_ids: object) -> np.ndarray[Any, Any]:
+    """Token ids, int64 ``[n]``. ``ConfigError``: not an iterable of integers."""
+    found = None if isinstance(exclude_ids, str) or not isinstance(exclude_ids, Iterable) else list(exclude_ids)
+    if found is None or not all(isinstance(i, Integral) and abs(int(i)) < 1 << 63 for i in found):
+        raise ConfigError(f"exclude_ids: expected token ids such as [0, 2], got {exclude_ids!r:.100}. Correct them")
+    return np.array(sorted(found), np.int64)
 
 
 class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
@@ -94,19 +103,19 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
         device: Any = None,
         drop_last: bool = False,
     ):
-        if batch_tokens < 1 or buffer_tokens < 1:
-            raise ConfigError(
-                f"batch_tokens, buffer_tokens: expected at least 1, got {batch_tokens} and {buffer_tokens}"
-            )
-        if not 0 <= keep < 1:
-            raise ConfigError(f"keep: expected a fraction from 0 to less than 1, got {keep}. 0.5 is usual")
+        require_dataset(dataset, loss_mask=only_loss)
+        require_positive(batch_tokens=batch_tokens, buffer_tokens=buffer_tokens)
+        if not isinstance(keep, Real) or not 0 <= keep < 1:
+            raise ConfigError(f"keep: expected a fraction from 0 to less than 1, got {keep!r}. 0.5 is usual")
+        if not isinstance(seed, Integral) or seed < 0:
+            raise ConfigError(f"seed: expected an integer of at least 0, got {seed!r:.100}. Correct it")
         dataset.name_layers()
         self._dataset, self._batch, self._keep = dataset, batch_tokens, keep
         # The shares that remain of earlier blocks are keep / (1 - keep) of a block. They and one block are the buffer.
         self._block = max(1, -(-round(buffer_tokens * (1 - keep)) // batch_tokens)) * batch_tokens
         self._sizes = share_sizes(self._block, batch_tokens, keep)
         self._seed, self._only_loss, self._drop_last = seed, only_loss, drop_last
-        self._excluded = np.array(sorted(exclude_ids), np.int64)
+        self._excluded = _ids(exclude_ids)
         self._finish = scaler(dataset, scaling, dtype, device)
         self._state: dict[str, Any] | None = None
         self._resume: Mapping[str, Any] | None = None

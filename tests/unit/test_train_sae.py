@@ -53,6 +53,7 @@ def test_hooks_are_layers() -> None:
 def test_a_provider_gives_a_hook_or_hooks(url: str) -> None:
     hook = "blocks.14.hook_resid_post"
     assert next(data_provider(url, hook, 8)).shape == (8, 32)
+    assert sae_config(url, hook)["d_in"] == 32
     assert {name: x.shape for name, x in next(data_provider(url, [hook], 8)).items()} == {hook: (8, 32)}
     two = ["blocks.15.hook_resid_pre", hook]  # two names of one layer
     same = next(data_provider(url, two, 8))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from hsx_dist import HiddenStatesDataset, MixedDataset, TokenBatches
+from hsx_dist import HiddenStatesDataset, MixedDataset, PackedContexts, TokenBatches
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.reading import token_batches
 from hsx_dist.reading.mixer import Slots, share_sizes
@@ -279,3 +279,36 @@ def test_layers_go_by_their_ids(tmp_path: Path) -> None:
     store_run(open_store(str(tmp_path / "other")), [a, other], info=info)
     with pytest.raises(ConfigError, match="layers"):
         list(TokenBatches(HiddenStatesDataset(str(tmp_path / "other")), 40))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_tokens": 2.5}, "batch_tokens: expected an integer of at least 1, got 2.5"),
+        ({"buffer_tokens": "64"}, "buffer_tokens: expected an integer of at least 1, got '64'"),
+        ({"keep": "0.5"}, "keep: expected a fraction"),
+        ({"seed": -1}, "seed: expected an integer of at least 0, got -1"),
+        ({"exclude_ids": "abc"}, "exclude_ids: expected token ids such as .* got 'abc'"),
+        ({"exclude_ids": [0.5]}, "exclude_ids: expected token ids"),
+        ({"exclude_ids": 2}, "exclude_ids: expected token ids"),
+        ({"dtype": "float16"}, "dtype: expected one of torch's, got 'float16'"),
+        ({"dtype": np.float16}, "dtype: expected one of torch's"),
+        ({"device": "float16"}, "device: expected one of torch's, got 'float16'"),
+        ({"data": {"loss_mask": "off"}, "only_loss": True}, "only_loss: expected a data set with masks, got loss_mask"),
+        ({"data": {"rename": {"input_ids": "ids"}}}, "rename: expected input_ids under the same name"),
+        ({"data": {"framework": "numpy"}, "dtype": "half-float"}, "dtype: expected one of numpy's"),
+    ],
+)
+def test_a_wrong_argument_is_a_typed_error(url: str, options: dict[str, Any], message: str) -> None:
+    data = {"framework": "torch", **options.pop("data", {})}
+    with pytest.raises(ConfigError, match=message):
+        TokenBatches(HiddenStatesDataset(url, layers=[15], **data), **{"batch_tokens": 16, **options})
+
+
+def test_a_mixture_of_data_sets_is_refused(url: str) -> None:
+    mixed = MixedDataset([HiddenStatesDataset(url)])
+    for make in (lambda: TokenBatches(mixed, 16), lambda: PackedContexts(mixed, 2, 16)):  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="expected a HiddenStatesDataset, got a MixedDataset"):
+            make()
+    with pytest.raises(ConfigError, match="contexts: expected an integer of at least 1, got 1.5"):
+        PackedContexts(HiddenStatesDataset(url), 1.5, 16)  # type: ignore[arg-type]
