@@ -310,5 +310,37 @@ def test_a_mixture_of_data_sets_is_refused(url: str) -> None:
     for make in (lambda: TokenBatches(mixed, 16), lambda: PackedContexts(mixed, 2, 16)):  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="expected a HiddenStatesDataset, got a MixedDataset"):
             make()
-    with pytest.raises(ConfigError, match="contexts: expected an integer of at least 1, got 1.5"):
+    with pytest.raises(ConfigError, match="contexts: expected an integer of at least 1, got 1"):
         PackedContexts(HiddenStatesDataset(url), 1.5, 16)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scaling", ["norm", "standard"])
+def test_a_resume_with_other_factors_is_refused(tmp_path: Path, scaling: Any, caplog: pytest.LogCaptureFixture) -> None:
+    path = str(tmp_path / "run")
+    store_run(open_store(path), SAMPLES[:6], per_part=4)
+    run = Run(open_store(path))
+
+    def batches(scaling: Any = scaling) -> TokenBatches:
+        return TokenBatches(HiddenStatesDataset(path, layers=[15]), 16, scaling=scaling)
+
+    store_statistics(run, compute_statistics(run, [15]))
+    made = batches()
+    begin = made.state_dict()
+    iterator = iter(made)
+    next(iterator)
+    state, second = json.loads(json.dumps(made.state_dict())), next(iterator)
+    store_statistics(run, compute_statistics(run, [15]))  # the same numbers
+    assert "fewer tokens" not in caplog.text
+    again = batches()
+    again.load_state_dict(state)
+    assert torch.equal(next(iter(again))["hidden_states"], second["hidden_states"])
+    older = batches(None)
+    older.load_state_dict({name: value for name, value in state.items() if name != "factors"})
+    store_statistics(run, compute_statistics(run, [15], max_tokens=100))
+    assert "layer=15 tokens=100 before=240" in caplog.text
+    for other in (batches(), batches(None)):
+        for of in (state, begin):
+            with pytest.raises(ConfigError, match="scaling: expected the factors that the state was taken with"):
+                other.load_state_dict(of)
+    with pytest.raises(ConfigError, match="scaling: expected the factors"):
+        made.load_state_dict(batches(None).state_dict())
