@@ -27,7 +27,7 @@ from hsx_dist.reading.whole import require_whole
 
 _STATEMENT = "export.json"
 #: What earlier versions did not store.
-_LATER = ("run_id", "samples_hash", "samples_per_file", "loss_mask", "tokens", "last_state", "norm")
+_LATER = ("run_id", "samples_hash", "samples_per_file", "loss_mask", "tokens", "norm")
 #: Bytes that are read of a folder's statement, which has some KiB.
 _LARGEST_STATEMENT = 4 << 20
 #: How long a process that was seen to begin it may take to write it.

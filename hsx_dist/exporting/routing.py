@@ -101,6 +101,7 @@ class RoutingExporter(Exporter):
             "routed_experts": f"[T, {len(self.layers)}, {self._k}], decoder layers {list(self.layers)} counted from 0, "
             "experts in the router's order",
             "routed_weights": "as the router gives them" if _WEIGHTS in self.points else "not stored",
+            "norm": "not applicable: choices of the routers",
             "loss_mask": "none",
         }
 
