@@ -22,6 +22,33 @@ from hsx_dist.reading.run import Run, open_run
 from hsx_dist.reading.token_batches import TokenBatches
 
 
+class DataProvider(Iterator[Any]):
+    """What ``data_provider`` returns: batches of a ``TokenBatches`` by hook names, and their position."""
+
+    def __init__(
+        self, batches: TokenBatches, hook: str | None, places: Mapping[str, tuple[str, int]], layers: Sequence[int]
+    ):
+        self._batches, self._hook, self._places, self._layers = batches, hook, places, layers
+        self._iterator: Iterator[dict[str, Any]] | None = None
+
+    def __next__(self) -> Any:
+        if self._iterator is None:  # not earlier, so that a state can be loaded
+            self._iterator = iter(self._batches)
+        batch = next(self._iterator)
+        if self._hook is not None:
+            return _rows(batch, *self._places[self._hook], self._layers)
+        return {name: _rows(batch, *place, self._layers) for name, place in self._places.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position after the last batch; JSON types. As ``TokenBatches.state_dict``."""
+        return self._batches.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make the next batch the one after ``state``. Raises as ``TokenBatches.load_state_dict``."""
+        self._batches.load_state_dict(state)
+        self._iterator = None
+
+
 def data_provider(
     run: Run | str,
     hooks: str | Sequence[str],
@@ -29,8 +56,10 @@ def data_provider(
     *,
     data: Mapping[str, Any] | None = None,
     **mixing: Any,
-) -> Iterator[Any]:
-    """Yield batches of activations without end: ``[B, H]`` float32 for one hook, ``{hook: [B, H]}`` for several.
+) -> DataProvider:
+    """Batches of activations without end: ``[B, H]`` float32 for one hook, ``{hook: [B, H]}`` for several.
+
+    The result is an iterator with ``state_dict`` and ``load_state_dict``: store its state with each checkpoint.
 
     Args:
         run: an open run, its path or URL.
@@ -51,8 +80,7 @@ def data_provider(
     points, layers = _wanted(run, list(places.values()))
     dataset = HiddenStatesDataset(run, points=points, layers=layers, framework="torch", **options)
     batches = TokenBatches(dataset, batch_tokens, drop_last=True, **{"dtype": torch.float32, **mixing})
-    of_hooks = ({name: _rows(batch, *place, layers) for name, place in places.items()} for batch in batches)
-    return (batch[hooks] for batch in of_hooks) if isinstance(hooks, str) else of_hooks
+    return DataProvider(batches, hooks if isinstance(hooks, str) else None, places, layers)
 
 
 def _wanted(run: Run | str, places: Sequence[tuple[str, int]]) -> tuple[list[str] | None, list[int]]:
@@ -83,13 +111,16 @@ def _rows(batch: Mapping[str, Any], point: str, layer: int, layers: Sequence[int
     return rows.flatten(1)
 
 
-def sae_config(run: Run, hook: str) -> dict[str, Any]:
+def sae_config(run: Run | str, hook: str) -> dict[str, Any]:
     """Return the run's facts for an SAE: ``d_in``, and ``metadata`` for ``SAEMetadata(**…)``.
+
+    ``run``: an open run, its path or URL.
 
     Raises:
         ConfigError: the hook is no point, or the run's samples lack it.
     """
     point, layer = point_of_hook(hook)
+    run = open_run(run) if isinstance(run, str) else run
     found = run.at(0).points if len(run) else {}
     stored = list(found[point].layers) if point in found else []
     if layer not in stored:

@@ -24,6 +24,7 @@ from hsx_dist.format.markers import OBJECT, is_of_a_run
 from hsx_dist.page import token_hash
 from hsx_dist.reading import Run, open_run
 from hsx_dist.reading.load import answered_identity, load_object
+from hsx_dist.reading.whole import require_whole
 from hsx_dist.store import Store
 from hsx_dist.store.base import Conditional, version_of
 from hsx_dist.store.within import open_within
@@ -103,12 +104,17 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
             self._run = run
 
     def get_cached(self, file_idx: int) -> dict[str, torch.Tensor] | None:
-        """Load an input row's ``hidden_states`` ``[T, L, H]`` and ``token_ids`` ``[T]``; ``None`` without a sample."""
+        """Load an input row's ``hidden_states`` ``[T, L, H]`` and ``token_ids`` ``[T]``; ``None`` without a sample.
+
+        Raises:
+            ConfigError: the sample is a selection of its tokens.
+        """
         self.setup()
         place = self._rows.get(file_idx)
         if self._run is None or place is None:
             return None
         sample = self._run.at(place)
+        require_whole(sample.key, sample.meta)
         loaded = sample.load(self._layers or sorted(sample.layer_ids), framework="torch")
         return {"hidden_states": loaded["hidden_states"], "token_ids": loaded["token_ids"]}
 
@@ -119,7 +125,7 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
 
         Raises:
             SampleConflict: the object belongs to another request: its identity differs from the response's.
-            ConfigError: the response's path or URL is not under ``storage_path``.
+            ConfigError: the response's path or URL is not under ``storage_path``, or the sample is a selection.
             NotFound: there is no object after ``wait`` seconds.
             StoreError: the store's error; or ``storage_path`` is a folder, and the object's path contains a link.
         """
@@ -135,6 +141,7 @@ class HsxTransfer(HiddenStatesTransfer):  # type: ignore[misc]
             )
         except SampleFailed:
             return None
+        require_whole(loaded["key"], loaded["meta"])
         if self._delete:
             self._loaded[name] = _shown(loaded["meta"], loaded["token_ids"].numpy())
         return {"hidden_states": loaded["hidden_states"], "token_ids": loaded["token_ids"]}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hsx_dist.cli.export import parse_layers
 from hsx_dist.cli.tables import print_table
 from hsx_dist.config import parse_storage_options
+from hsx_dist.layers import resolve_layers
 from hsx_dist.observe.console import print_json
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading import Run, open_run
@@ -34,7 +35,9 @@ def run_stats(
     columns = _COLUMNS if names == [HIDDEN_STATES] else ("point", *_COLUMNS)
     rows = []
     for point in names:
-        found = compute_statistics(run, parse_layers(layers), point=point, max_tokens=max_tokens, skip_first=skip_first)
+        found = compute_statistics(
+            run, _ids(run, layers, point), point=point, max_tokens=max_tokens, skip_first=skip_first
+        )
         store_statistics(run, found)
         rows += [
             {name: float(own.variance.sum()) if name == "variance" else getattr(own, name) for name in columns}
@@ -45,6 +48,16 @@ def run_stats(
         return
     cells = [[_text(value) for value in row.values()] for row in rows]
     print_table(columns, cells, numbers=_COLUMNS)
+
+
+def _ids(run: Run, layers: str | None, point: str) -> tuple[int, ...] | None:
+    """``2,last`` as ids, as in extraction: the last one of hidden states is N, of other points N - 1."""
+    told = run.at(0).about.get("num_hidden_layers") if len(run) else None
+    if layers is None or layers.strip() == "all":
+        return None
+    if type(told) is not int:
+        return parse_layers(layers)
+    return resolve_layers(layers, told if point == HIDDEN_STATES else told - 1)
 
 
 def _points_of(run: Run) -> list[str]:

@@ -68,6 +68,8 @@ class Exporter(Protocol):
     points: tuple[str, ...] | None = None
     #: The layers that it reads of each sample, in this order: vLLM's ids, for points the decoder layers.
     layers: tuple[int, ...]
+    #: Whether rows of a selection of tokens are useful. If not, samples with a selection are refused.
+    rows_alone: bool = False
     #: Number of consecutive samples in a file.
     per_file: int
 
@@ -90,12 +92,10 @@ class Exporter(Protocol):
         """Return members of ``export.json`` that describe the files for users: layers, norm, mask. JSON types."""
 
 
-def check_parquet(name: str, options: ExportOptions) -> None:
-    """Raise ``ConfigError`` if pyarrow is missing or ``samples_per_file`` is wrong."""
+def check_parquet(name: str) -> None:
+    """Raise ``ConfigError`` if pyarrow is missing."""
     if importlib.util.find_spec("pyarrow") is None:
         raise ConfigError(f"{name}: expected pyarrow to be installed, got none. pip install pyarrow")
-    if options.samples_per_file < 1:
-        raise ConfigError(f"samples_per_file: expected at least 1, got {options.samples_per_file}")
 
 
 def parquet_key(key: str) -> str:

@@ -29,6 +29,8 @@ class SaeLensExporter(Exporter):
     float32: Arrow has no bfloat16. ``ActivationsStore`` converts to its own ``dtype``.
     """
 
+    rows_alone = True  # SAELens mixes the rows of all contexts
+
     def __init__(self, run: Run, options: ExportOptions) -> None:
         if importlib.util.find_spec("datasets") is None:
             raise ConfigError("saelens: expected Hugging Face datasets to be installed, got none. pip install sae-lens")

@@ -23,10 +23,11 @@ from hsx_dist.reading.datasets import HiddenStatesDataset
 from hsx_dist.reading.order import is_of_run
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.select import Selection
+from hsx_dist.reading.whole import require_whole
 
 _STATEMENT = "export.json"
 #: Members of ``export.json`` that earlier versions did not write.
-_LATER = ("run_id", "samples_hash", "samples_per_file", "loss_mask")
+_LATER = ("run_id", "samples_hash", "samples_per_file", "loss_mask", "tokens", "norm")
 #: Bytes read of a folder's ``export.json``, which usually has a few KiB.
 _LARGEST_STATEMENT = 4 << 20
 #: Seconds that another process may take to write an ``export.json`` that it has created.
@@ -105,6 +106,8 @@ def export_run(
     if kind.points is None:
         require_hidden_states(run, to)
     exporter = kind(run, options)
+    for place in range(min(1, len(run))):  # before ``dest`` is claimed; each further sample when it is read
+        _check_tokens(run, place, exporter)
     _claim(folder, _statement_of(run, to, exporter), run.place)
     firsts = range(0, len(run), exporter.per_file)
     own = {first: folder / exporter.file(first) for first in firsts[shard::shards]}
@@ -224,9 +227,22 @@ def _batches(
     widths = {name: p.width for name, p in run.at(0).points.items()} if todo else {}
     widths = {name: widths[name] for name in exporter.points or (HIDDEN_STATES,) if name in widths}
     for group in groups:
-        found = (_as_the_first(next(items), widths) for _ in group)
+        found = (_as_the_first(_next_of(items, run, place, exporter), widths) for place in group)
         yield group[0], found
         deque(found, maxlen=0)  # skip items that the exporter did not read; they are not for the next file
+
+
+def _next_of(items: Iterator[dict[str, Any]], run: Run, place: int, exporter: Exporter) -> dict[str, Any]:
+    """The item of the sample at ``place``."""
+    _check_tokens(run, place, exporter)
+    return next(items)
+
+
+def _check_tokens(run: Run, place: int, exporter: Exporter) -> None:
+    """``ConfigError`` where the sample is a selection of tokens, and the exporter needs whole ones."""
+    if not exporter.rows_alone:
+        sample = run.at(place)
+        require_whole(sample.key, sample.meta)
 
 
 def _as_the_first(item: dict[str, Any], widths: dict[str, int]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class RoutingExporter(Exporter):
     points: tuple[str, ...] = (_IDS,)
 
     def __init__(self, run: Run, options: ExportOptions) -> None:
-        check_parquet("routing", options)
+        check_parquet("routing")
         stored = run.at(0).points if len(run) else {}
         if _IDS not in stored:
             raise ConfigError(
@@ -104,6 +104,7 @@ class RoutingExporter(Exporter):
             "routed_experts": f"[T, {len(self.layers)}, {self._k}], decoder layers {list(self.layers)} counted from 0, "
             "experts in the router's order",
             "routed_weights": "as the router gives them" if _WEIGHTS in self.points else "not stored",
+            "norm": "not applicable: choices of the routers",
             "loss_mask": "none",
         }
 

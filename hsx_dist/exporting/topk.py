@@ -7,7 +7,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hsx_dist.errors import ConfigError
 from hsx_dist.exporting.base import Exporter, ExportOptions, check_parquet, need, num_layers_of, parquet_key
 from hsx_dist.model_parts.model_end import ModelEnd
 from hsx_dist.reading.run import Run
@@ -25,9 +24,7 @@ class TopKExporter(Exporter):
     """
 
     def __init__(self, run: Run, options: ExportOptions) -> None:
-        check_parquet("topk-logprobs", options)
-        if options.top_k < 1:
-            raise ConfigError(f"top_k: expected at least 1, got {options.top_k}")
+        check_parquet("topk-logprobs")
         self.layers = need(run, (num_layers_of(run, options),), "topk-logprobs")
         self.per_file = options.samples_per_file
         self._k = options.top_k

@@ -60,6 +60,7 @@ class TorchExporter(Exporter):
             "aux_layers": list(self._aux),
             "aux_layers_counted_after": after_layer(self._aux),
             "last_state": None if self._end is None else f"after the final RMSNorm of {self._end.model}",
+            "norm": f"auxiliary layers: none applied; last state: {'not stored' if self._end is None else 'applied'}",
             "loss_mask": "int64 0/1 [T]; ones for a sample without one",
         }
 

@@ -15,6 +15,7 @@ class VllmExporter(Exporter):
     """``KEY.safetensors``: ``hidden_states`` ``[T, L, H]``, ``token_ids`` int64 ``[T]``; with ``loss_mask`` if any."""
 
     per_file = 1
+    rows_alone = True
 
     def __init__(self, run: Run, options: ExportOptions) -> None:
         self.layers = need(run, options.aux_layers or stored_layers(run), "vllm")
@@ -39,5 +40,6 @@ class VllmExporter(Exporter):
         return {
             "hidden_states": f"[T, L, H], layers {list(self.layers)}; no norm applied",
             "layers": list(self.layers),
+            "tokens": "as stored: those that the run's select chose, not always consecutive",
             "loss_mask": "bool [T]; a file without one means all ones",
         }

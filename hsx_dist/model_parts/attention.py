@@ -16,6 +16,7 @@ from hsx_dist.model_parts.rotary import rotate, rotation
 from hsx_dist.reading.column import StoredPoint
 from hsx_dist.reading.run import Run
 from hsx_dist.reading.sample import Sample
+from hsx_dist.reading.whole import require_whole
 
 #: Points before and after the norm of each head.
 _PLAIN, _NORMED = ("q", "k"), ("q_norm", "k_norm")
@@ -147,12 +148,7 @@ class AttentionPatterns:
 
     def _check(self, sample: Sample) -> None:
         self._files.num_layers_of(sample)
-        chosen = sample.meta.get("tokens")
-        if isinstance(chosen, Mapping) and (chosen.get("start"), chosen.get("step")) != (0, 1):
-            raise ConfigError(
-                f"{sample.key}: expected the first tokens of a request, got a selection that lacks keys which its "
-                "tokens attend to. Extract without a selection of tokens"
-            )
+        require_whole(sample.key, sample.meta)
 
     def _check_heads(self, q: StoredPoint, k: StoredPoint) -> None:
         heads = self._files.config.get("num_attention_heads")

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 from hsx_dist.errors import ConfigError, FormatError, NotFound, SampleConsumed
@@ -56,10 +57,29 @@ _FOLLOWED = {
 _LOGGED = 10
 
 
-def _require_positive(**counts: int) -> None:
+def require_positive(**counts: object) -> None:
+    """Raise ``ConfigError`` unless all ``counts`` are integers of at least 1."""
     for name, value in counts.items():
-        if value < 1:
-            raise ConfigError(f"{name}: expected at least 1, got {value}")
+        if not isinstance(value, Integral) or value < 1:
+            raise ConfigError(f"{name}: expected an integer of at least 1, got {value!r:.100}. Correct it")
+
+
+def require_dataset(dataset: object, *, loss_mask: bool) -> None:
+    """Raise ``ConfigError`` unless rows of several items of ``dataset`` can be joined.
+
+    Args:
+        loss_mask: whether items must have one.
+    """
+    if not isinstance(dataset, HiddenStatesDataset):
+        raise ConfigError(
+            f"dataset: expected a HiddenStatesDataset, got a {type(dataset).__name__}. Use a data set of one run"
+        )
+    spec = dataset._reader.spec
+    if loss_mask and spec.loss_mask == "off":
+        raise ConfigError("only_loss: expected a data set with masks, got loss_mask='off'. Use 'ones' or 'raise'")
+    names = (*dataset.states, "input_ids", *(("loss_mask",) if loss_mask else ()))
+    if renamed := sorted(name for name in names if spec.rename.get(name, name) != name):
+        raise ConfigError(f"rename: expected {', '.join(renamed)} under the same name, got another. Do not rename it")
 
 
 def require_tokens(dataset: HiddenStatesDataset, idle: int) -> None:
@@ -153,7 +173,7 @@ class HiddenStatesDataset(IterableDataset):  # type: ignore[misc, valid-type]
         )
         if on_error not in ("raise", "skip"):
             raise ConfigError(f"on_error: expected 'raise' or 'skip', got {on_error!r}")
-        _require_positive(shuffle_buffer=shuffle_buffer, prefetch_bytes=prefetch_bytes, threads=threads)
+        require_positive(shuffle_buffer=shuffle_buffer, prefetch_bytes=prefetch_bytes, threads=threads)
         if follow:
             _require_followable(source, shuffle, repeat)
         self._reader = ItemReader(source, spec, storage_options, cache_dir, cache_bytes)

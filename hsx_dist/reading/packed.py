@@ -11,7 +11,7 @@ import numpy as np
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.json_objects import count, text
 from hsx_dist.reading.arrays import to_ids
-from hsx_dist.reading.datasets import HiddenStatesDataset, require_tokens
+from hsx_dist.reading.datasets import HiddenStatesDataset, require_dataset, require_positive, require_tokens
 from hsx_dist.reading.mixer import digest
 from hsx_dist.reading.order import check_state
 from hsx_dist.reading.sample import LOSS_MASK
@@ -49,10 +49,8 @@ class PackedContexts(IterableDataset):  # type: ignore[misc, valid-type]
     """
 
     def __init__(self, dataset: HiddenStatesDataset, contexts: int, context_tokens: int, *, drop_last: bool = False):
-        if contexts < 1 or context_tokens < 1:
-            raise ConfigError(
-                f"contexts, context_tokens: expected at least 1, got {contexts} and {context_tokens}. Change them"
-            )
+        require_dataset(dataset, loss_mask=False)
+        require_positive(contexts=contexts, context_tokens=context_tokens)
         self._dataset, self._shape, self._drop_last = dataset, (contexts, context_tokens), drop_last
         self._state: dict[str, Any] | None = None
         self._resume: Mapping[str, Any] | None = None

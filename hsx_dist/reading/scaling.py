@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -22,21 +23,26 @@ _TINY = float(np.finfo(np.float32).tiny)
 
 def scaler(
     dataset: HiddenStatesDataset, scaling: Scaling | None, dtype: Any, device: Any
-) -> Callable[[dict[str, Any]], dict[str, Any]]:
+) -> tuple[Callable[[dict[str, Any]], dict[str, Any]], str]:
     """Return the function that turns stored rows into a batch of ``TokenBatches``: ``[B, H]`` or ``[B, L, H]``.
 
+    The second result is a hash of the factors, "" without ``scaling``. A resume compares it.
+
     Raises:
-        ConfigError: ``scaling`` is unknown, the run has no statistics of a layer or does not list its layers, or numpy
-            was given a device.
+        ConfigError: ``scaling`` is unknown. The run has no statistics of a layer, or does not list its layers. Numpy
+            was given a device. The framework does not know ``dtype`` or ``device``.
     """
     if scaling is not None and scaling not in get_args(Scaling):
         raise ConfigError(f"scaling: expected 'norm', 'standard' or None, got {scaling!r}")
     torch_wanted = resolve_framework(dataset.framework) == "torch"
     if device is not None and not torch_wanted:
         raise ConfigError(f"device: expected none for numpy arrays, got {device!r}. Use framework='torch'")
+    _check(dtype, device, torch_wanted)
     if scaling is None and dtype is None and device is None:
-        return lambda rows: rows
+        return (lambda rows: rows), ""
     lines = {} if scaling is None else {name: _line(dataset, name, scaling) for name in dataset.states}
+    factors = hashlib.sha256(b"".join(a.tobytes() for line in lines.values() for a in line)).hexdigest()[:32]
+    factors = factors if lines else ""
     if not torch_wanted:
 
         def finish_numpy(rows: dict[str, Any]) -> dict[str, Any]:
@@ -46,7 +52,7 @@ def scaler(
                 done[name] = x if dtype is None or x.dtype == np.int32 else x.astype(dtype)
             return done
 
-        return finish_numpy
+        return finish_numpy, factors
     import torch
 
     on_device: dict[str, Any] = {}  # filled at the first batch, since the data set exists before DataLoader's workers
@@ -62,7 +68,25 @@ def scaler(
             done[name] = x.to(dtype) if dtype is not None and x.is_floating_point() else x
         return done
 
-    return finish
+    return finish, factors
+
+
+def _check(dtype: Any, device: Any, torch_wanted: bool) -> None:
+    """Raise ``ConfigError`` if ``dtype`` or ``device`` is none of the framework's."""
+    if not torch_wanted:
+        try:
+            np.dtype(dtype)
+        except TypeError as e:
+            raise ConfigError(f"dtype: expected one of numpy's, got {dtype!r:.100}. Use numpy.float16") from e
+        return
+    import torch
+
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"dtype: expected one of torch's, got {dtype!r:.100}. Use torch.float16")
+    try:
+        torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError) as e:
+        raise ConfigError(f"device: expected one of torch's, got {device!r:.100}. Use 'cpu' or 'cuda'") from e
 
 
 def _scaled(x: Any, shift: Any, factor: Any) -> Any:

@@ -20,9 +20,12 @@ from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.format.json_objects import MAX_JSON_BYTES, count, dump_json, find_json, number, text
 from hsx_dist.format.markers import OBJECTS_OF_A_RUN
 from hsx_dist.format.names import statistics_name
+from hsx_dist.logger import get_logger
 from hsx_dist.page import HIDDEN_STATES
 from hsx_dist.reading.run import Run
 from hsx_dist.store import Store
+
+log = get_logger(__name__)
 
 _Array = np.ndarray[Any, Any]
 #: Number of values that are converted to float64 at once: 512 rows of a hidden size of 4096.
@@ -205,15 +208,31 @@ def _rows_of(item: Mapping[str, Any], point: str, run: Run) -> _Array:
 def store_statistics(run: Run, statistics: RunStatistics) -> None:
     """Store ``statistics`` with the run, one object for each layer. Replaces earlier statistics of these layers.
 
+    Logs a warning if the earlier ones are over more tokens. States of ``TokenBatches`` with ``scaling`` are refused
+    after a change.
+
     Raises:
         RunError: the run was removed after it was opened.
     """
     with run.place.reading():
         for own in statistics.layers.values():
+            _warn_of_fewer(run, own)
             arrays = {name: base64.b64encode(getattr(own, name).astype("<f8").tobytes()).decode() for name in _ARRAYS}
             numbers = {name: getattr(own, name) for name in (*_COUNTS[:-1], *_NUMBERS)}
             body = {"run": run.id, "point": own.point, **numbers, "hidden_size": len(own.mean), **arrays}
             run.store.put(statistics_name(own.layer, own.point), [dump_json(body)])
+
+
+def _warn_of_fewer(run: Run, own: LayerStatistics) -> None:
+    try:
+        earlier = _read(run.store, statistics_name(own.layer, own.point), run.id)
+    except FormatError:  # ``own`` replaces the damaged object
+        return
+    if earlier is not None and earlier.tokens > own.tokens:
+        log.warning(
+            "statistics replaced by those of fewer tokens: point=%s layer=%d tokens=%d before=%d",
+            *(own.point, own.layer, own.tokens, earlier.tokens),
+        )
 
 
 def read_statistics(run: Run, layers: Sequence[int] | None = None, *, point: str = HIDDEN_STATES) -> RunStatistics:

@@ -6,14 +6,15 @@ import importlib.util
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from itertools import count as numbers_from
+from numbers import Integral, Real
 from threading import Event
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from hsx_dist.errors import ConfigError
 from hsx_dist.format.json_objects import count, list_of, number, text
-from hsx_dist.reading.datasets import HiddenStatesDataset, require_tokens
+from hsx_dist.reading.datasets import HiddenStatesDataset, require_dataset, require_positive, require_tokens
 from hsx_dist.reading.mixer import (
     MOST_SHARES,
     Block,
@@ -40,7 +41,7 @@ else:
 #: Members of a saved state.
 _MEMBERS = {
     **dict.fromkeys(("buffers", "oldest", "rows", "batches"), count),
-    "first": text,
+    **dict.fromkeys(("first", "factors"), text),
     "blocks": list_of(text),
     "mix": list_of(number),
 }
@@ -48,6 +49,14 @@ _MEMBERS = {
 
 class _Changed(Exception):
     """The data set yields other tokens than before the state was taken."""
+
+
+def _ids(exclude_ids: object) -> np.ndarray[Any, Any]:
+    """Token ids, int64 ``[n]``. ``ConfigError``: not an iterable of integers."""
+    found = None if isinstance(exclude_ids, str) or not isinstance(exclude_ids, Iterable) else list(exclude_ids)
+    if found is None or not all(isinstance(i, Integral) and abs(int(i)) < 1 << 63 for i in found):
+        raise ConfigError(f"exclude_ids: expected token ids such as [0, 2], got {exclude_ids!r:.100}. Correct them")
+    return np.array(sorted(found), np.int64)
 
 
 class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
@@ -94,20 +103,20 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
         device: Any = None,
         drop_last: bool = False,
     ):
-        if batch_tokens < 1 or buffer_tokens < 1:
-            raise ConfigError(
-                f"batch_tokens, buffer_tokens: expected at least 1, got {batch_tokens} and {buffer_tokens}"
-            )
-        if not 0 <= keep < 1:
-            raise ConfigError(f"keep: expected a fraction from 0 to less than 1, got {keep}. 0.5 is usual")
+        require_dataset(dataset, loss_mask=only_loss)
+        require_positive(batch_tokens=batch_tokens, buffer_tokens=buffer_tokens)
+        if not isinstance(cast(Any, keep), Real) or not 0 <= keep < 1:
+            raise ConfigError(f"keep: expected a fraction from 0 to less than 1, got {keep!r}. 0.5 is usual")
+        if not isinstance(cast(Any, seed), Integral) or seed < 0:
+            raise ConfigError(f"seed: expected an integer of at least 0, got {seed!r:.100}. Correct it")
         dataset.name_layers()
         self._dataset, self._batch, self._keep = dataset, batch_tokens, keep
         # The shares that remain of earlier blocks are keep / (1 - keep) of a block. They and one block are the buffer.
         self._block = max(1, -(-round(buffer_tokens * (1 - keep)) // batch_tokens)) * batch_tokens
         self._sizes = share_sizes(self._block, batch_tokens, keep)
         self._seed, self._only_loss, self._drop_last = seed, only_loss, drop_last
-        self._excluded = np.array(sorted(exclude_ids), np.int64)
-        self._finish = scaler(dataset, scaling, dtype, device)
+        self._excluded = _ids(exclude_ids)
+        self._finish, self._factors = scaler(dataset, scaling, dtype, device)
         self._state: dict[str, Any] | None = None
         self._resume: Mapping[str, Any] | None = None
 
@@ -172,7 +181,7 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
             slots.free.append(places)
             # With follow, samples come in another order after a resume, so that no rows can be skipped.
             again = {"rows": 0, "batches": 0, "blocks": [], "buffers": where["oldest"]}
-            self._state = {**where, "mix": self._mix, **(again if self._dataset.follows else {"batches": given + 1})}
+            self._state = {**where, **self._own, **(again if self._dataset.follows else {"batches": given + 1})}
             one_layer = [name for name in self._dataset.states if rows[name].shape[1] == 1]
             yield self._finish({**rows, **{name: rows[name][:, 0] for name in one_layer}})
 
@@ -234,27 +243,42 @@ class TokenBatches(IterableDataset):  # type: ignore[misc, valid-type]
     def _mix(self) -> list[float]:
         return [self._seed, self._batch, self._block, self._keep]
 
+    @property
+    def _own(self) -> dict[str, Any]:
+        """Members of a state that do not depend on the position."""
+        return {"mix": self._mix, "factors": self._factors}
+
     def state_dict(self) -> dict[str, Any]:
         """Position of the iteration, to the batch. A resume reads the tokens of the buffer again.
 
         In three cases a resume repeats all tokens since the oldest in the buffer. The data set has ``follow``, or
         ``on_error="skip"`` skips other samples than before, or seed, batch, buffer or ``keep`` changed.
+
+        With ``scaling`` the state has a hash of the factors. ``merge_states`` drops it.
         """
         if self._state is not None:
             return self._state
         if self._resume is not None:
-            return {**self._resume, "dataset": self._dataset.state_dict()}
-        return {"buffers": 0, "rows": 0, "batches": 0, "dataset": self._dataset.state_dict()}
+            found = {**self._resume, "dataset": self._dataset.state_dict()}
+        else:
+            found = {"buffers": 0, "rows": 0, "batches": 0, "dataset": self._dataset.state_dict()}
+        return {**found, "factors": self._factors}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iteration continue from ``state``, of ``state_dict`` or ``merge_states``.
 
         Raises:
-            ConfigError, RunMismatch: as ``HiddenStatesDataset.load_state_dict``; or a member is damaged.
+            ConfigError, RunMismatch: as ``HiddenStatesDataset.load_state_dict``; or a member is damaged; or ``scaling``
+                or the run's statistics are other ones than when the state was taken.
         """
         check_state(state, _MEMBERS)
         if "dataset" not in state:
             state = {"dataset": state}
+        if state.get("factors", self._factors) != self._factors:  # earlier versions did not store it
+            raise ConfigError(
+                "scaling: expected the factors that the state was taken with, got other ones. Use the same scaling. If "
+                "`hsx stats` replaced the statistics, run it again with its earlier options"
+            )
         rounds = state.get("buffers", 0) - state.get("oldest", state.get("buffers", 0))
         if not 0 <= rounds < MOST_SHARES:  # these are read again
             raise ConfigError(

@@ -92,6 +92,8 @@ def read_inline_request(body: bytes) -> InlineRequest | None:
     if not isinstance(found, dict) or INLINE not in found:
         return None
     inline = found.pop(INLINE)
+    if inline is None:  # vLLM also treats null as an absent member
+        return None
     if not isinstance(inline, bool):
         raise bad_request(f"expected true or false, got a {type(inline).__name__}", INLINE)
     if not inline:

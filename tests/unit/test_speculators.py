@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from hsx_dist.connector.locks import ObjectLocks
-from hsx_dist.errors import NotFound, SampleConflict
+from hsx_dist.errors import ConfigError, NotFound, SampleConflict
+from hsx_dist.format.place import start_run
 from hsx_dist.speculators import HsxTransfer
+from hsx_dist.store import open_store
+from hsx_dist.testing.samples import random_sample
+from tests.harness.runs import RunWriter
 from tests.unit.connector.small_outlet import outlet_on, some, submit
 from tests.unit.connector.test_identity import NAME, A, B, store_a
 
@@ -65,3 +70,19 @@ def test_an_object_that_was_stored_anew_since_it_was_loaded_stays(tmp_path, iden
     assert transfer.get_generated({"hidden_states_path": path})["token_ids"].tolist() == [1] * 5
     transfer.delete(path)
     assert not (tmp_path / "q" / NAME).exists()
+
+
+@pytest.mark.parametrize("chosen", [{"loss_mask": True, "of": 90}, {"start": 0, "step": 2, "of": 10}])
+def test_a_selection_of_tokens_is_refused(tmp_path, chosen):
+    """From a run, and from a server's answer."""
+    sample = random_sample("a", 5)
+    store = open_store(str(tmp_path / "run"))
+    start_run(store, {"meaning": {"layers": [2, 15, 30]}, "settings": {}})
+    RunWriter(store).put([(sample, replace(sample.segments()[0], meta={"tokens": chosen}), 0)])
+    outlet = outlet_on(tmp_path)
+    submit(outlet, "k", some(), ids=[1] * 5, name=NAME, meta={"tokens": chosen})
+    outlet.close()
+    transfer = HsxTransfer(store.url, wait=0, storage_path=str(tmp_path))
+    for get, of in ((transfer.get_cached, 0), (transfer.get_generated, {"hidden_states_path": str(tmp_path / NAME)})):
+        with pytest.raises(ConfigError, match="expected a whole sample, got a selection of its tokens"):
+            get(of)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from examples.train_sae import train_sae
 from hsx_dist.errors import ConfigError
 from hsx_dist.layers import hook_of_layer, point_of_hook
-from hsx_dist.saelens import data_provider, sae_config
+from hsx_dist.saelens import DataProvider, data_provider, sae_config
 from hsx_dist.store import open_store
 from hsx_dist.testing.samples import RandomSample
 from tests.harness.points import point_sample
@@ -53,6 +55,7 @@ def test_hooks_are_layers() -> None:
 def test_a_provider_gives_a_hook_or_hooks(url: str) -> None:
     hook = "blocks.14.hook_resid_post"
     assert next(data_provider(url, hook, 8)).shape == (8, 32)
+    assert sae_config(url, hook)["d_in"] == 32
     assert {name: x.shape for name, x in next(data_provider(url, [hook], 8)).items()} == {hook: (8, 32)}
     two = ["blocks.15.hook_resid_pre", hook]  # two names of one layer
     same = next(data_provider(url, two, 8))
@@ -60,6 +63,31 @@ def test_a_provider_gives_a_hook_or_hooks(url: str) -> None:
     assert np.array_equal(same[hook], same[two[0]])
     with pytest.raises(ConfigError, match=r"got \[4\]"):
         data_provider(url, "blocks.3.hook_resid_post", 8)
+
+
+@pytest.mark.parametrize("hooks", ["blocks.14.hook_resid_post", ["blocks.14.hook_resid_post"]])
+def test_a_provider_resumes_at_the_next_batch(url: str, hooks: str | list[str]) -> None:
+    def provider() -> DataProvider:
+        return data_provider(url, hooks, 8, buffer_tokens=64)
+
+    def batch(of: DataProvider) -> torch.Tensor:
+        found = next(of)
+        return found if isinstance(hooks, str) else found[hooks[0]]
+
+    made = provider()
+    for _ in range(300):  # more than an epoch of 240 batches
+        batch(made)
+    state = json.loads(json.dumps(made.state_dict()))
+    expected = [batch(made) for _ in range(20)]
+    resumed = provider()
+    resumed.load_state_dict(state)
+    assert all(torch.equal(batch(resumed), x) for x in expected)
+    made.load_state_dict(state)  # also after it has begun
+    assert torch.equal(batch(made), expected[0])
+    fresh = provider()
+    fresh.load_state_dict(provider().state_dict())  # before the first batch
+    assert torch.equal(batch(fresh), batch(provider()))
+    assert iter(fresh) is fresh
 
 
 def test_hooks_of_points_give_whole_rows(tmp_path: Path) -> None:

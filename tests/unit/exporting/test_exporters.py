@@ -190,14 +190,15 @@ def test_a_sample_is_not_left_out_with_its_neighbours(
     assert not list(tmp_path.rglob("*.left-out")) + list(tmp_path.rglob(".new-*"))
 
 
-@pytest.mark.parametrize("to", [name for name in EXPORTERS if name != "routing"])  # which has no hidden states
+@pytest.mark.parametrize("to", EXPORTERS)
 def test_every_statement_names_the_layers_the_norm_and_the_mask(to: str, run: Run, model: Any, tmp_path: Path) -> None:
     options = {"aux_layers": (5,), "context": 4} if to == "saelens" else {}
-    export_run(run, to, tmp_path, ExportOptions(model=str(model[0]), **options), shard=0, shards=2)
-    said = statement(tmp_path)
+    exported = routed(tmp_path) if to == "routing" else run
+    export_run(exported, to, tmp_path / "out", ExportOptions(model=str(model[0]), **options), shard=0, shards=2)
+    said = statement(tmp_path / "out")
     assert said["loss_mask"]
     words = json.dumps(said)
-    assert "norm" in words.replace(said["layer_ids"], "").lower() or said["last_state"] is None
+    assert "norm" in words.replace(said["layer_ids"], "").lower()
     assert "layer" in words.replace(said["layer_ids"], "").replace("layer_ids", "")
 
 
@@ -595,7 +596,9 @@ def test_samples_of_another_width_or_other_ids_are_refused(tmp_path: Path, model
         export_run(open_run(str(tmp_path / "run")), to, tmp_path / "out", options)
 
 
-def routed(folder: Path, key: str = "a", *, ids: str = "int32", weights: str = "float32", width: int = 2) -> Run:
+def routed(
+    folder: Path, key: str = "a", *, ids: str = "int32", weights: str = "float32", width: int = 2, meta: Any = None
+) -> Run:
     """A run of experts and weights, of these dtypes, ``width`` weights a token and layer."""
     store = open_store(str(folder / "run"))
     start_run(store, {"meaning": {}, "settings": {}})
@@ -606,7 +609,8 @@ def routed(folder: Path, key: str = "a", *, ids: str = "int32", weights: str = "
     if ids == "int32":
         made[0] = replace(made[0], states=made[0].states % 64, dtype=ids)
     tokens = made[0].token_ids
-    facts = [{"point": point, "column": i} for i, point in enumerate(("topk_ids", "topk_weights"))]
+    meta = meta or {}
+    facts = [{"point": point, "column": i, "meta": meta} for i, point in enumerate(("topk_ids", "topk_weights"))]
     RunWriter(store).put(
         [
             (replace(s, token_ids=tokens), replace(s.segments()[0], columns=2, sample_hash=token_hash(tokens), **f), 0)
@@ -642,6 +646,51 @@ def test_routing_refuses_what_is_no_routers(
 ) -> None:
     with pytest.raises(error, match=expected):
         export_run(routed(tmp_path, **facts), "routing", tmp_path / "out")
+
+
+#: What ``select`` writes into ``meta``: loss_mask, mean, stride:2, last and a range.
+SELECTIONS: list[dict[str, Any]] = [
+    {"loss_mask": True, "of": 90},
+    {"mean": True, "of": 90},
+    {"start": 0, "step": 2, "of": 14},
+    {"start": 89, "step": 1, "of": 90},
+]
+
+
+def selected(folder: Path, chosen: object) -> Run:
+    """A run whose second sample stores the tokens that ``chosen`` describes."""
+    store = open_store(str(folder / "run"))
+    start_run(store, {"meaning": {"layers": list(LAYERS)}, "settings": {}})
+    of = [{}, {"tokens": chosen}]
+    stored = [
+        (s, replace(s.segments()[0], meta=meta), i) for i, (s, meta) in enumerate(zip(SAMPLES[:2], of, strict=True))
+    ]
+    RunWriter(store, about={"num_hidden_layers": N}).put(stored)
+    return open_run(store.url)
+
+
+@pytest.mark.parametrize("to", [name for name in EXPORTERS if name != "routing"])  # whose test has a run of experts
+def test_a_selection_of_tokens_is_refused_where_the_trainer_needs_whole_samples(
+    to: str, model: Any, tmp_path: Path
+) -> None:
+    layers = {"aux_layers": (5,), "context": 4} if to == "saelens" else {"aux_layers": (2, 4, 5)}
+    options = ExportOptions(model=str(model[0]), samples_per_file=1, **layers)  # type: ignore[arg-type]
+    for i, chosen in enumerate(SELECTIONS):
+        run, dest = selected(tmp_path / f"{i}", chosen), tmp_path / f"out{i}"
+        if to in ("vllm", "saelens"):
+            assert export_run(run, to, dest, options).finished
+            continue
+        with pytest.raises(ConfigError, match="'conv/1': expected a whole sample, got a selection of its tokens"):
+            export_run(run, to, dest, options)
+        assert len([p for p in dest.rglob("*") if p.is_file()]) == 2  # export.json and the first sample's file
+    beginning = selected(tmp_path / "first", {"start": 0, "step": 1, "of": 90})
+    assert export_run(beginning, to, tmp_path / "out", options).finished
+
+
+def test_routing_refuses_a_selection_of_tokens_before_it_claims_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected a whole sample"):
+        export_run(routed(tmp_path, meta={"tokens": SELECTIONS[0]}), "routing", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["top_k", "samples_per_file", "context"])

@@ -171,7 +171,7 @@ def test_a_sample_that_lacks_keys_is_refused(made: Attended, monkeypatch: pytest
     patterns = AttentionPatterns(str(made.folder))
     with pytest.raises(ConfigError, match="no point 'k'"):
         patterns.pattern(made.sample(("q",)), 0)
-    with pytest.raises(ConfigError, match=r"layers: \[1\] of point 'q' are not stored"):
+    with pytest.raises(ConfigError, match=r"expected layers of point 'q' among 0, got \[1\]"):
         patterns.pattern(made.sample(layers=(0,)), 1)
     with pytest.raises(ConfigError, match="got 12 heads in 96 numbers and 4 in 32"):
         patterns.pattern(made.sample(head=8), 0)
@@ -192,7 +192,7 @@ def test_a_sample_that_lacks_keys_is_refused(made: Attended, monkeypatch: pytest
         if fine:
             patterns.pattern(sample, 0)
         else:
-            with pytest.raises(ConfigError, match="expected the first tokens of a request"):
+            with pytest.raises(ConfigError, match="expected a whole sample, got a selection of its tokens"):
                 patterns.pattern(sample, 0)
 
 

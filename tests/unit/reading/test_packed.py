@@ -130,7 +130,7 @@ def test_a_sample_that_was_begun_and_is_gone_takes_no_tokens_of_the_next(tmp_pat
 
 
 def test_wrong_sizes_are_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="context_tokens: expected at least 1"):
+    with pytest.raises(ConfigError, match="context_tokens: expected an integer of at least 1"):
         packed(url, 1, 0)
 
 

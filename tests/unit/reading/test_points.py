@@ -406,6 +406,16 @@ def test_batches_of_points_take_a_dtype_and_ids_keep_theirs(framework: Any, dtyp
         TokenBatches(dataset, 8, scaling="norm")
 
 
+def test_the_last_layer_of_a_point_is_that_of_the_last_decoder_layer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_of(point_sample("a", odd=False).segments(0), store=open_store(str(tmp_path)), about={"num_hidden_layers": 8})
+    with pytest.raises(SystemExit, match="0"):
+        main(["stats", str(tmp_path), "--points", "q,mlp_out", "--layers", "last", "--json"])
+    rows = json.loads(capsys.readouterr().out)["layers"]
+    assert [(row["point"], row["layer"]) for row in rows] == [("q", 7), ("mlp_out", 7)]
+
+
 def test_statistics_of_points_are_numpys_and_scale_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = [point_sample("a", odd=False), point_sample("b", 9, seed=9, odd=False)]
     run = run_of(*(sample.segments(0) for sample in made), store=open_store(str(tmp_path)))

@@ -109,6 +109,16 @@ def test_the_command_prints_and_stores(tmp_path: Path) -> None:
     assert set(read_statistics(Run(open_store(str(tmp_path)))).layers) == {2, 15}
 
 
+@pytest.mark.parametrize(("layers", "expected"), [("last", [30]), ("2,-1", [2, 30]), ("all", [2, 15, 30])])
+def test_the_command_names_layers_as_extraction_does(tmp_path: Path, layers: str, expected: list[int]) -> None:
+    from typer.testing import CliRunner
+
+    store_run(open_store(str(tmp_path)), SAMPLES, about={"num_hidden_layers": 30})
+    done = CliRunner().invoke(app, ["stats", str(tmp_path), "--layers", layers, "--json"])
+    assert done.exit_code == 0, done.output
+    assert [row["layer"] for row in json.loads(done.output)["layers"]] == expected
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_gc_leaves_them_and_removes_what_a_killed_command_left(tmp_path: Path, version: int) -> None:
     from typer.testing import CliRunner

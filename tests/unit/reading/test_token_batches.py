@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from hsx_dist import HiddenStatesDataset, MixedDataset, TokenBatches
+from hsx_dist import HiddenStatesDataset, MixedDataset, PackedContexts, TokenBatches
 from hsx_dist.errors import ConfigError, FormatError
 from hsx_dist.reading import token_batches
 from hsx_dist.reading.mixer import Slots, share_sizes
@@ -279,3 +279,68 @@ def test_layers_go_by_their_ids(tmp_path: Path) -> None:
     store_run(open_store(str(tmp_path / "other")), [a, other], info=info)
     with pytest.raises(ConfigError, match="layers"):
         list(TokenBatches(HiddenStatesDataset(str(tmp_path / "other")), 40))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_tokens": 2.5}, "batch_tokens: expected an integer of at least 1, got 2.5"),
+        ({"buffer_tokens": "64"}, "buffer_tokens: expected an integer of at least 1, got '64'"),
+        ({"keep": "0.5"}, "keep: expected a fraction"),
+        ({"seed": -1}, "seed: expected an integer of at least 0, got -1"),
+        ({"exclude_ids": "abc"}, "exclude_ids: expected token ids such as .* got 'abc'"),
+        ({"exclude_ids": [0.5]}, "exclude_ids: expected token ids"),
+        ({"exclude_ids": 2}, "exclude_ids: expected token ids"),
+        ({"dtype": "float16"}, "dtype: expected one of torch's, got 'float16'"),
+        ({"dtype": np.float16}, "dtype: expected one of torch's"),
+        ({"device": "float16"}, "device: expected one of torch's, got 'float16'"),
+        ({"data": {"loss_mask": "off"}, "only_loss": True}, "only_loss: expected a data set with masks, got loss_mask"),
+        ({"data": {"rename": {"input_ids": "ids"}}}, "rename: expected input_ids under the same name"),
+        ({"data": {"framework": "numpy"}, "dtype": "half-float"}, "dtype: expected one of numpy's"),
+    ],
+)
+def test_a_wrong_argument_is_a_typed_error(url: str, options: dict[str, Any], message: str) -> None:
+    data = {"framework": "torch", **options.pop("data", {})}
+    with pytest.raises(ConfigError, match=message):
+        TokenBatches(HiddenStatesDataset(url, layers=[15], **data), **{"batch_tokens": 16, **options})
+
+
+def test_a_mixture_of_data_sets_is_refused(url: str) -> None:
+    mixed = MixedDataset([HiddenStatesDataset(url)])
+    for make in (lambda: TokenBatches(mixed, 16), lambda: PackedContexts(mixed, 2, 16)):  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="expected a HiddenStatesDataset, got a MixedDataset"):
+            make()
+    with pytest.raises(ConfigError, match="contexts: expected an integer of at least 1, got 1"):
+        PackedContexts(HiddenStatesDataset(url), 1.5, 16)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scaling", ["norm", "standard"])
+def test_a_resume_with_other_factors_is_refused(tmp_path: Path, scaling: Any, caplog: pytest.LogCaptureFixture) -> None:
+    path = str(tmp_path / "run")
+    store_run(open_store(path), SAMPLES[:6], per_part=4)
+    run = Run(open_store(path))
+
+    def batches(scaling: Any = scaling) -> TokenBatches:
+        return TokenBatches(HiddenStatesDataset(path, layers=[15]), 16, scaling=scaling)
+
+    store_statistics(run, compute_statistics(run, [15]))
+    made = batches()
+    begin = made.state_dict()
+    iterator = iter(made)
+    next(iterator)
+    state, second = json.loads(json.dumps(made.state_dict())), next(iterator)
+    store_statistics(run, compute_statistics(run, [15]))  # the same numbers
+    assert "fewer tokens" not in caplog.text
+    again = batches()
+    again.load_state_dict(state)
+    assert torch.equal(next(iter(again))["hidden_states"], second["hidden_states"])
+    older = batches(None)
+    older.load_state_dict({name: value for name, value in state.items() if name != "factors"})
+    store_statistics(run, compute_statistics(run, [15], max_tokens=100))
+    assert "layer=15 tokens=100 before=240" in caplog.text
+    for other in (batches(), batches(None)):
+        for of in (state, begin):
+            with pytest.raises(ConfigError, match="scaling: expected the factors that the state was taken with"):
+                other.load_state_dict(of)
+    with pytest.raises(ConfigError, match="scaling: expected the factors"):
+        made.load_state_dict(batches(None).state_dict())

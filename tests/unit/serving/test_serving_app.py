@@ -397,6 +397,7 @@ def test_other_requests_and_refused_ones_pass_unchanged(tmp_path):
             b'{"model":"m" , "n":1,"prompt":"x"}',
             b'{"model":"m","prompt":"hidden_states_inline"}',
             b'{"model":"m","hidden_states_inline":false}',
+            b'{"model":"m","hidden_states_inline":null}',
         ]
         for body in bodies:
             assert c.post("/v1/completions", content=body).json()["choices"]

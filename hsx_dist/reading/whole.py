@@ -1,0 +1,22 @@
+"""Check that a sample has all tokens up to its last one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hsx_dist.errors import ConfigError
+
+
+def require_whole(key: str, meta: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` if a sample lacks tokens that come before its last one. The request may go on after it.
+
+    ``meta``: as ``Sample.meta``.
+    """
+    chosen = meta.get("tokens")
+    if isinstance(chosen, Mapping) and (chosen.get("start"), chosen.get("step")) != (0, 1):
+        facts = ", ".join(f"{name}={value!r:.40}" for name, value in chosen.items())
+        raise ConfigError(
+            f"{key[:200]!a}: expected a whole sample, got a selection of its tokens ({facts:.200}). Extract with "
+            "select: all"
+        )
