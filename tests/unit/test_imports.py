@@ -94,7 +94,7 @@ ALLOWED: dict[str, set[str]] = {
         ),
     },
     "cli": {
-        *("errors", "page", "config", "store", "format", "logger", "text"),
+        *("errors", "page", "layers", "config", "store", "format", "logger", "text"),
         *("reading", "exporting", "ray", "observe", "inputs", "fleet", "jobs"),
     },
 }
