@@ -25,10 +25,9 @@ pages dropped once they are in host memory), ``file``, ``threads`` (the same wit
 more than the writers' core can do), ``slow`` (that server takes 60 MB in a second), ``seaweedfs``, and ``vllm`` (vLLM's
 own connector, writing files beside ours). ``direct-sink`` and ``direct`` are ``null-sink`` and ``file`` with
 ``cache_writes: direct``, ``taps-sink`` and ``taps`` with ``source: taps``; ``direct-cache`` and ``taps-cache`` are
-their writes into the paged cache alone, which no request asks for. Beside a stranger on the writers' core, which has
-nothing to do with the engine, ``null-sink`` is ``busy`` (the stranger copies memory half of the time), ``traffic`` (it
-sends 450 MB in a second to a discarding server of its own there) and ``disk`` (it writes as much to files): what those
-cost, whoever does them.
+their writes into the paged cache alone, without requests for states. ``busy``, ``traffic`` and ``disk`` are
+``null-sink`` next to an unrelated process on the writers' core. It copies memory half of the time (``busy``), sends
+450 MB a second to a discarding server (``traffic``), or writes as much to files (``disk``).
 """
 
 from __future__ import annotations

@@ -64,11 +64,8 @@ MAX_HEADER_BYTES = 32 << 20
 
 @dataclass(slots=True)
 class _Filling:
-    """A segment with missing pages.
-
-    ``nbytes``: encoded so far; ``arrival``: number of its first page; ``left``: missing pages; ``lost``: a page could
-    not be encoded.
-    """
+    """A segment with missing pages. ``nbytes``: encoded so far; ``arrival``: number of its first page; ``left``:
+    missing pages; ``lost``: a page could not be encoded."""
 
     encoder: SegmentEncoder
     source: str
@@ -316,8 +313,7 @@ class PartSink:
         if full or self._opt.layout == "sample":
             self._seal_locked()
 
-    def _gathers(self, segment: Segment) -> bool:
-        # An object without receipt must hold the whole sample.
+    def _gathers(self, segment: Segment) -> bool:  # an object without receipt must hold the whole sample
         return self._opt.layout == "sample" and not self._opt.attempt and segment.columns > 1
 
     # -- parts out -----------------------------------------------------------------------------------------------
@@ -397,9 +393,8 @@ class PartSink:
             return build_part(good, self._opt.codec, self._opt.about) if good else None
 
     def _count(self, part: EncodedPart) -> None:
-        self.meter.add("parts")
-        self.meter.add("raw_bytes", part.raw_bytes)
-        self.meter.add("stored_bytes", part.size)
+        for name, value in (("parts", 1), ("raw_bytes", part.raw_bytes), ("stored_bytes", part.size)):
+            self.meter.add(name, value)
         with self._lock:
             self._raw_bytes += part.raw_bytes
             self._stored_bytes += part.size
@@ -433,8 +428,6 @@ class PartSink:
                 conflict=isinstance(error, SampleConflict),
             )
         )
-
-    # -- the end -------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Seal the open part, and block until every sealed part is stored or failed and its event is reported."""
