@@ -261,7 +261,7 @@ def test_points_have_layers_of_their_own() -> None:
     assert np.array_equal(item["q"], both["q"][:, ::-1])
     assert np.array_equal(item["mlp_out"], both["mlp_out"])
     assert (data.layers_of("q"), data.layers_of("mlp_out")) == ((7, 3), (7,))
-    with pytest.raises(ConfigError, match=r"got those of \['k'\]"):
+    with pytest.raises(ConfigError, match=r"got \['k'\]"):
         HiddenStatesDataset(run, points=["q"], layers={"k": [3]})
 
 

@@ -162,7 +162,7 @@ def test_samples_that_failed_expired_or_are_anothers_are_told_apart(tmp_path):
         assert "the store refused it" in error(c.get(f"{url}/failed?wait=60"), 424, "SampleFailed")
         assert "aborted after 3" in error(c.get(f"{url}/aborted?wait=60"), 424, "SampleFailed")
         assert "used before" in error(c.get(f"{url}/used?wait=60"), 424, "SampleFailed")
-        assert "ended at 1000" in error(c.get(f"{url}/old?wait=60"), 410, "SampleExpired")
+        assert "expired at 1000" in error(c.get(f"{url}/old?wait=60"), 410, "SampleExpired")
         assert time.monotonic() - begin < 30
         identity = {"identity": json.dumps({"request": "a", "tokens": "c"})}
         error(c.get(f"{url}/of-another", params=identity), 409, "SampleConflict")
