@@ -85,8 +85,8 @@ def test_cat_points(run: str, made: PointSample, tmp_path: Path, capsys: pytest.
         (("-o", "x.npz"), "expected points among q, mlp_out, topk_ids, got no hidden states"),
         (("-o", "x.npz", "--points", "z"), "got no point 'z'"),
         (("-o", "x.npy", "--points", "q,mlp_out"), "expected .npz or .safetensors for 2 points"),
-        (("-o", "x.npz", "--points", "q,mlp_out", "--layers", "3"), "of point 'mlp_out' are not stored"),
-        (("-o", "x.safetensors", "--points", "q,mlp_out", "--layers", "3"), "of point 'mlp_out' are not stored"),
+        (("-o", "x.npz", "--points", "q,mlp_out", "--layers", "3"), "expected layers of point 'mlp_out' among"),
+        (("-o", "x.safetensors", "--points", "q,mlp_out", "--layers", "3"), "expected layers of point 'mlp_out' among"),
     ],
 )
 def test_cat_of_what_is_not_stored(

@@ -584,7 +584,7 @@ def test_what_a_failed_path_says_hides_the_object_of_an_earlier_request(store, t
     server = SmallServer(tmp_path, store)
     server.ask(PROMPT, path="sub/x.safetensors")
     server.ask([9] * 6, path="sub/x.safetensors", computed=3)
-    with pytest.raises(SampleFailed, match="computed 3"):
+    with pytest.raises(SampleFailed, match="expected 6 computed tokens, got 3"):
         read(store, "sub/x.safetensors")
     server.ask([8] * 6, path="sub/x.safetensors")
     server.close()
