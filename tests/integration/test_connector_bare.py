@@ -221,7 +221,7 @@ def test_aborted_at_any_moment_is_whole_or_not_there(llm, oracle, output, steps)
     flush(llm, 60)
     path = f"{output}/{key}.safetensors"
     if not seen:
-        with pytest.raises(SampleFailed, match="150 tokens"):
+        with pytest.raises(SampleFailed, match="expected 150 computed tokens"):
             hsx_dist.load_hidden_states(path)
         return
     data = hsx_dist.load_hidden_states(path, framework="torch")
