@@ -393,8 +393,9 @@ class PartSink:
             return build_part(good, self._opt.codec, self._opt.about) if good else None
 
     def _count(self, part: EncodedPart) -> None:
-        for name, value in (("parts", 1), ("raw_bytes", part.raw_bytes), ("stored_bytes", part.size)):
-            self.meter.add(name, value)
+        self.meter.add("parts")
+        self.meter.add("raw_bytes", part.raw_bytes)
+        self.meter.add("stored_bytes", part.size)
         with self._lock:
             self._raw_bytes += part.raw_bytes
             self._stored_bytes += part.size
