@@ -213,7 +213,7 @@ def test_a_repeating_data_set_of_lost_parts_says_so(tmp_path: Path) -> None:
 
 
 def test_leaving_ends_a_step_that_finds_no_token(url: str) -> None:
-    """A step of the mixing thread may read a whole epoch; whoever leaves waits for one sample at most."""
+    """A step of the mixing thread may read a whole epoch. Leaving the loop waits for at most one sample."""
     batches = TokenBatches(HiddenStatesDataset(url, layers=[15], repeat=True), 16, buffer_tokens=32)
     seen, asked = threading.Event(), []
     whole, release = batches._wanted, threading.Event()
