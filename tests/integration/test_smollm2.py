@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from examples.train_sae import train_sae
 from hsx_dist.config import load_config
 from hsx_dist.inputs.rows import read_rows
 from hsx_dist.jobs.plan import make_plan
@@ -92,6 +93,11 @@ def test_stored_states_are_those_of_transformers(rows, smollm2_path, tmp_path, d
         for layer, (whole, worst_row) in errors.items():
             error = worst_row if dtype == "float32" else whole
             assert error < (norm_limit if layer == 30 else layer_limit), (sample.key, layer, error)
+
+    if dtype == "bfloat16":
+        losses, shuffled = (train_sae(str(tmp_path / "run"), 15, steps=200, shuffled=s) for s in (False, True))
+        assert np.mean(losses[-20:]) < 0.6 * np.mean(losses[:5])
+        assert np.mean(losses[-20:]) < 0.6 * np.mean(shuffled[-20:])
 
 
 def test_a_run_that_version_1_began_is_finished(tmp_path: Path) -> None:

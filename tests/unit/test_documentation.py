@@ -71,6 +71,16 @@ def test_every_block_is_run_somewhere(snippet: Snippet, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_fence_has_a_language_and_code_is_marked_as_code(page: Path):
+    fences = re.findall(r"^```(.*)$", page.read_text(), re.MULTILINE)
+    assert all(fences[::2]), "expected a language after each opening fence"
+    for snippet in snippets(page):
+        if snippet.language == "text":
+            with pytest.raises(SyntaxError):
+                compile(snippet.text, snippet.where, "exec")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_within_the_checkout_lead_somewhere(page: Path):
     for target in re.findall(r"\]\((?!https?://)([^)\s#]*)(?:#[^)]*)?\)", page.read_text()):
         if target and not target.startswith('"'):

@@ -17,7 +17,7 @@ import torch
 import yaml
 from tokenizers import Tokenizer
 
-from hsx_dist import Run, open_run
+from hsx_dist import HiddenStatesDataset, Run, open_run
 from hsx_dist.cli import main
 from hsx_dist.config import load_config
 from hsx_dist.format.place import start_run
@@ -58,11 +58,21 @@ def run_commands(block: Snippet, variables: Mapping[str, str]) -> None:
 def test_the_guide_goes_from_a_run_to_a_training_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = str(tmp_path / "run")
     store_run(open_store(url), [random_sample(f"s{i}", 9 + i, seed=i, odd=False) for i in range(10)])
-    code = GUIDE.read_text().split("```python\n")[1].split("```")[0]
-    assert len([line for line in code.splitlines() if line.strip()]) <= 20
-    names = {"RUN": url, "LAYER": 2, "LAST": 30, "HIDDEN": 24, "__name__": "guide"}
-    exec(compile(code, "training.md", "exec"), names)
-    assert float(names["loss"]) > 0  # type: ignore[arg-type]
+    loop, merge, follow = snippets(GUIDE)
+    assert len([line for line in loop.text.splitlines() if line.strip()]) <= 20
+    names: dict[str, Any] = {"RUN": url, "LAYER": 2, "LAST": 30, "HIDDEN": 24}
+    run_python([loop], names)
+    assert names["loss"].item() > 0
+    dataset = HiddenStatesDataset(url, shuffle=True)
+    items = iter(dataset)
+    for _ in range(3):
+        next(items)
+    names |= {"dataset": HiddenStatesDataset(url, shuffle=True), "states": [dataset.state_dict()]}
+    run_python([merge], names)
+    assert [item["key"] for item in names["dataset"]] == [item["key"] for item in items]
+    assert list(Path(url).glob("*/data/*"))
+    run_python([follow], names)
+    assert not list(Path(url).glob("*/data/*"))  # the only consumer has used all samples
 
 
 def test_the_guide_on_sparse_autoencoders_gives_batches(tmp_path: Path) -> None:
