@@ -146,7 +146,7 @@ class Bench:
 
     def codec(self, states: np.ndarray[Any, Any], name: str, pages: int) -> tuple[float, float]:
         codec = resolve_codec(name)
-        # Blocks are kept as long as a part, as in a writer. Blocks that are freed at once would stay in the CPU's cache.
+        # Blocks are kept as long as a part, as in a writer. Blocks freed at once would stay in the CPU's cache.
         pool, kept = BlockPool(2 * PART), deque[np.ndarray[Any, Any]]()
 
         def work() -> None:
