@@ -175,7 +175,7 @@ def run(name: str, full: bool, results: Path) -> dict[str, Any]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """As Markdown."""
+    """The report as Markdown."""
     a = report["about"]
     lines = [
         "# All benchmarks",

@@ -1,6 +1,6 @@
 """README's performance table and its chart, from ``benchmarks/results/bench.json``.
 
-``make tables`` writes both. ``make bench`` measures the figures anew.
+``make tables`` writes both. ``make bench`` measures the figures again.
 """
 
 from __future__ import annotations

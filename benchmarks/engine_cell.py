@@ -85,7 +85,7 @@ class CellSpec:
 
 
 def engine_arguments(spec: CellSpec) -> dict[str, Any]:
-    """For vLLM's ``LLM``."""
+    """Arguments for vLLM's ``LLM``."""
     arguments: dict[str, Any] = {
         "model": spec.model,
         "dtype": "bfloat16",

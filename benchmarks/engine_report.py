@@ -162,7 +162,7 @@ def bounds(ratio: dict[str, Any]) -> str:
 
 
 def table(found: dict[str, Any]) -> str:
-    """As Markdown."""
+    """The report as Markdown."""
     cells = found["cells"]
     lines = [
         "# Cost of extraction for an engine",

@@ -176,7 +176,7 @@ def copying(ways: Ways) -> Iterator[None]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """As Markdown."""
+    """The report as Markdown."""
     a = report["about"]
     head = ["# From a GPU's cache to the host", ""]
     where = (
